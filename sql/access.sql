@@ -1,0 +1,104 @@
+-- Who may do what. PUBLIC may do nothing. Nobody but the owner touches a table: the
+-- functions are security definer, so a role needs only to be allowed to call them. Roles
+-- belong to the cluster, so the extension creates none; it grants to yours.
+
+create or replace function pgqueue._grants(kind text)
+    returns table (command text, object text)
+    language sql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+    select 'execute on function', f.name
+    from unnest(case _grants.kind
+        when 'producer' then array['enqueue', 'enqueue_many', 'version']
+        when 'worker' then array[
+            'claim', 'extend', 'complete', 'complete_many', 'fail', 'release',
+            'reap', 'maintain', 'park', 'unpark', 'next_due', 'version'
+        ]
+        when 'operator' then array[
+            'cancel', 'redrive', 'redrive_job', 'discard', 'purge', 'pause', 'resume',
+            'run_now', 'reprioritize', 'configure', 'reap', 'maintain', 'version'
+        ]
+        when 'reader' then array['version']
+    end) as f (name)
+    union all
+    select 'select on', v.name
+    from unnest(case _grants.kind
+        when 'operator' then array[
+            'jobs', 'queues', 'running', 'kinds', 'queue', 'job', 'dead_job', 'run'
+        ]
+        when 'reader' then array['jobs', 'queues', 'running', 'kinds']
+    end) as v (name)
+$$;
+
+comment on function pgqueue._grants(text) is
+'What a kind of role may do: one row for each grant; none for an unknown kind.';
+
+create or replace function pgqueue._change_access(role text, kind text, is_granted boolean)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    change record;
+begin
+    if not exists (select from pgqueue._grants(kind)) then
+        perform pgqueue._refuse(
+            'kind must be producer, worker, operator or reader',
+            coalesce(format('It is "%s".', kind), 'It is null.'),
+            'A role may have several kinds: call once for each.'
+        );
+    end if;
+    if is_granted then
+        execute format('grant usage on schema pgqueue to %I', role);
+    end if;
+    for change in select g.command, g.object from pgqueue._grants(kind) as g loop
+        if is_granted and change.command = 'select on' then
+            execute format('grant select on pgqueue.%I to %I', change.object, role);
+        elsif is_granted then
+            execute format('grant execute on function pgqueue.%I to %I', change.object, role);
+        elsif change.command = 'select on' then
+            execute format('revoke select on pgqueue.%I from %I', change.object, role);
+        else
+            execute format('revoke execute on function pgqueue.%I from %I', change.object, role);
+        end if;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._change_access(text, text, boolean) is
+'Grants or revokes what _grants lists: the only dynamic SQL, because GRANT takes no parameters.';
+
+create or replace function pgqueue.grant_access(role text, kind text)
+    returns void
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._change_access(role, kind, true);
+end;
+$$;
+
+comment on function pgqueue.grant_access(text, text) is
+'Lets a role be a producer (enqueue), worker (claim and end attempts), operator (manage, and read all) or reader (the views, which hold no payload). Kinds include no other kind. Raises 22023 (unknown kind), 42704 (no such role).';
+
+create or replace function pgqueue.revoke_access(role text, kind text)
+    returns void
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._change_access(role, kind, false);
+end;
+$$;
+
+comment on function pgqueue.revoke_access(text, text) is
+'Undoes grant_access; what the role may also do as another kind must be granted again. Raises 22023 (unknown kind), 42704 (no such role).';
+
+revoke all on schema pgqueue from public;
+revoke all on all tables in schema pgqueue from public;
+revoke all on all sequences in schema pgqueue from public;
+revoke all on all routines in schema pgqueue from public;
+revoke all on type pgqueue._mark from public;

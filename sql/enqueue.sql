@@ -1,0 +1,418 @@
+-- The producer's room.
+--
+-- enqueue() is part of the caller's transaction: workers see the job when it commits,
+-- and it never was when it rolls back.
+--
+create or replace function pgqueue.version()
+    returns text
+    language sql
+    immutable
+    parallel safe
+    set search_path = pg_catalog, pg_temp
+as $$ select '@VERSION@' $$;
+
+comment on function pgqueue.version() is 'The version of the installed functions.';
+
+create or replace function pgqueue._refuse(what text, detail text, hint text)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'invalid_parameter_value',
+        message = _refuse.what,
+        detail = _refuse.detail,
+        hint = _refuse.hint;
+end;
+$$;
+
+comment on function pgqueue._refuse(text, text, text) is 'Raises 22023 for a bad argument.';
+
+create or replace function pgqueue._refuse_name(what text, name text)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._refuse(
+        format('%s must be a text of 1 to 200 bytes', _refuse_name.what),
+        coalesce(format('It has %s bytes.', octet_length(_refuse_name.name)), 'It is null.'),
+        'Use a short name; content belongs into the payload.'
+    );
+end;
+$$;
+
+comment on function pgqueue._refuse_name(text, text) is
+'Raises 22023 for a queue, kind, key or worker name that is empty, too long or null.';
+
+create or replace function pgqueue._refuse_run_at(run_at timestamptz)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._refuse(
+        'run_at must lie between the years 1970 and 9998',
+        format('It is %s.', _refuse_run_at.run_at),
+        'Leave run_at out for a job that is due at once.'
+    );
+end;
+$$;
+
+comment on function pgqueue._refuse_run_at(timestamptz) is
+'Raises 22023 for a run_at that is infinite or absurd.';
+
+create or replace function pgqueue._settings(queue text)
+    returns pgqueue.queue
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    settings pgqueue.queue;
+begin
+    select
+        _settings.queue,
+        coalesce(own.paused, shared.paused, false),
+        coalesce(own.notify, shared.notify, true),
+        coalesce(own.max_attempts, shared.max_attempts, 20),
+        coalesce(own.keep_runs, shared.keep_runs, 7),
+        coalesce(own.max_payload_bytes, shared.max_payload_bytes),
+        coalesce(own.lease, shared.lease, '30 seconds'),
+        coalesce(own.retry_base, shared.retry_base, '5 seconds'),
+        coalesce(own.retry_cap, shared.retry_cap, '1 hour')
+    into settings
+    from (values (_settings.queue)) as asked (name)
+    left join pgqueue.queue as own on own.name = asked.name
+    left join pgqueue.queue as shared on shared.name = '';
+
+    return settings;
+end;
+$$;
+
+comment on function pgqueue._settings(text) is
+'The settings in force for a queue: its own, else those of all queues, else the defaults, which are written here.';
+
+create or replace function pgqueue._on_duplicate(
+    queue text,
+    unique_key text,
+    on_duplicate text,
+    payload jsonb,
+    priority int,
+    run_at timestamptz
+)
+    returns bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    present pgqueue.job;
+begin
+    select j.* into present
+    from pgqueue.job as j
+    where j.queue = _on_duplicate.queue and j.unique_key = _on_duplicate.unique_key;
+
+    if not found or on_duplicate = 'skip' then
+        return present.id;
+    end if;
+
+    if on_duplicate = 'error' then
+        raise exception using
+            errcode = 'unique_violation',
+            message = 'a job with this unique_key already waits or runs',
+            detail = format('It is job %s.', present.id),
+            hint = 'Choose another on_duplicate to get its id instead of this error.';
+    end if;
+
+    -- A job that runs keeps what its worker has read.
+    update pgqueue.job as j
+    set payload = case when on_duplicate = 'replace' then _on_duplicate.payload else j.payload end,
+        priority = case when on_duplicate = 'replace' then _on_duplicate.priority else j.priority end,
+        run_at = case
+            when on_duplicate = 'replace' then _on_duplicate.run_at
+            else greatest(j.run_at, _on_duplicate.run_at)
+        end
+    where j.id = present.id and j.lease_expires_at is null;
+
+    -- Null when the job ended while the update waited for it.
+    return (select j.id from pgqueue.job as j where j.id = present.id);
+end;
+$$;
+
+comment on function pgqueue._on_duplicate(text, text, text, jsonb, int, timestamptz) is
+'Treats an enqueue whose key is taken as on_duplicate says; the id of the job that has the key, null if it is gone by now.';
+
+create or replace function pgqueue._check_job(
+    kind text,
+    run_at timestamptz,
+    max_attempts int,
+    on_duplicate text,
+    headers jsonb
+)
+    returns void
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if octet_length(kind) not between 1 and 200 then
+        perform pgqueue._refuse_name('kind', kind);
+    end if;
+    if run_at not between '1970-01-01' and '9998-12-31' then
+        perform pgqueue._refuse_run_at(run_at);
+    end if;
+    if max_attempts < 1 then
+        perform pgqueue._refuse(
+            'max_attempts must be at least 1',
+            format('It is %s.', max_attempts),
+            'Use 1 for a job that must not be tried again.'
+        );
+    end if;
+    if on_duplicate not in ('skip', 'replace', 'postpone', 'error') then
+        perform pgqueue._refuse(
+            'on_duplicate must be skip, replace, postpone or error',
+            format('It is "%s".', on_duplicate),
+            'Leave it out to skip: the id of the job that is already there is returned.'
+        );
+    end if;
+    if jsonb_typeof(headers) <> 'object' then
+        perform pgqueue._refuse(
+            'headers must be a JSON object',
+            format('It is a JSON %s.', jsonb_typeof(headers)),
+            'Put other content into the payload.'
+        );
+    end if;
+end;
+$$;
+
+comment on function pgqueue._check_job(text, timestamptz, int, text, jsonb) is
+'Raises 22023 for what enqueue and enqueue_many refuse alike; null passes.';
+
+create or replace function pgqueue._check_payload(payload jsonb, max_bytes int)
+    returns void
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if pg_column_size(payload) > max_bytes then
+        raise exception using
+            errcode = 'program_limit_exceeded',
+            message = 'payload is too large for this queue',
+            detail = format('It has %s bytes of at most %s.', pg_column_size(payload), max_bytes),
+            hint = 'Store large content elsewhere and enqueue where it lies, or configure max_payload_bytes.';
+    end if;
+end;
+$$;
+
+comment on function pgqueue._check_payload(jsonb, int) is
+'Raises 54000 for a payload above the queue''s max_payload_bytes; a null limit is none.';
+
+create or replace function pgqueue._check_many(
+    queue text,
+    payloads jsonb[],
+    unique_keys text[],
+    group_keys text[],
+    settings pgqueue.queue
+)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if (octet_length(queue) between 1 and 200) is not true then
+        perform pgqueue._refuse_name('queue', queue);
+    end if;
+    if payloads is null or array_ndims(payloads) > 1 then
+        perform pgqueue._refuse(
+            'payloads must be an array of one dimension',
+            coalesce(format('It has %s dimensions.', array_ndims(payloads)), 'It is null.'),
+            'Pass one payload for each job.'
+        );
+    end if;
+    if cardinality(unique_keys) <> cardinality(payloads)
+        or cardinality(group_keys) <> cardinality(payloads)
+    then
+        perform pgqueue._refuse(
+            'unique_keys and group_keys must be as long as payloads',
+            format(
+                'There are %s payloads, %s unique keys and %s group keys.',
+                cardinality(payloads),
+                coalesce(cardinality(unique_keys), 0), coalesce(cardinality(group_keys), 0)
+            ),
+            'Use null for a job without a key.'
+        );
+    end if;
+
+    perform pgqueue._refuse_name('every unique_key and group_key', k.name)
+    from (select unnest(unique_keys) union all select unnest(group_keys)) as k (name)
+    where octet_length(k.name) not between 1 and 200;
+    if settings.max_payload_bytes is not null then
+        perform pgqueue._check_payload(given.payload, settings.max_payload_bytes)
+        from unnest(payloads) as given (payload);
+    end if;
+end;
+$$;
+
+comment on function pgqueue._check_many(text, jsonb[], text[], text[], pgqueue.queue) is
+'Raises what enqueue_many refuses in its arrays.';
+
+create or replace function pgqueue.enqueue(
+    queue text,
+    payload jsonb default '{}',
+    kind text default null,
+    priority int default null,
+    run_at timestamptz default null,
+    max_attempts int default null,
+    unique_key text default null,
+    on_duplicate text default null,
+    group_key text default null,
+    headers jsonb default null
+)
+    returns bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+    settings pgqueue.queue := pgqueue._settings(enqueue.queue);
+    moment timestamptz := clock_timestamp();
+    job_id bigint;
+begin
+    if (octet_length(queue) between 1 and 200) is not true then
+        perform pgqueue._refuse_name('queue', queue);
+    end if;
+    if octet_length(unique_key) not between 1 and 200 then
+        perform pgqueue._refuse_name('unique_key', unique_key);
+    end if;
+    if octet_length(group_key) not between 1 and 200 then
+        perform pgqueue._refuse_name('group_key', group_key);
+    end if;
+    perform pgqueue._check_job(kind, run_at, max_attempts, on_duplicate, headers);
+
+    payload := coalesce(payload, '{}');
+    priority := coalesce(priority, 0);
+    run_at := coalesce(run_at, moment);
+    on_duplicate := coalesce(on_duplicate, 'skip');
+    if settings.max_payload_bytes is not null then
+        perform pgqueue._check_payload(payload, settings.max_payload_bytes);
+    end if;
+
+    loop
+        insert into pgqueue.job as j (
+            run_at, enqueued_at, priority, max_attempts,
+            queue, kind, unique_key, group_key, payload, headers
+        )
+        values (
+            enqueue.run_at, moment, enqueue.priority,
+            coalesce(enqueue.max_attempts, settings.max_attempts),
+            enqueue.queue, coalesce(enqueue.kind, enqueue.queue),
+            enqueue.unique_key, enqueue.group_key, enqueue.payload, enqueue.headers
+        )
+        -- Waits for a transaction that is just enqueueing, completing or claiming a
+        -- job with this key.
+        on conflict (queue, unique_key) where j.unique_key is not null do nothing
+        returning j.id into job_id;
+        exit when found;
+
+        job_id := pgqueue._on_duplicate(
+            queue, unique_key, on_duplicate, payload, priority, run_at
+        );
+        exit when job_id is not null;
+    end loop;
+
+    if settings.notify then
+        perform pgqueue._wake(queue);
+    end if;
+    return job_id;
+end;
+$$;
+
+comment on function pgqueue.enqueue(
+    text, jsonb, text, int, timestamptz, int, text, text, text, jsonb
+) is
+'Adds a job in the caller''s transaction and returns its id; for a duplicate, the id of the job that has the unique_key. Larger priority runs first; kind defaults to the queue''s name. An enqueue whose key is taken by an open transaction waits for its end, then does as on_duplicate says: skip (default), replace or postpone a job that is not running, or error. Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with on_duplicate error).';
+
+create or replace function pgqueue.enqueue_many(
+    queue text,
+    payloads jsonb[],
+    kind text default null,
+    priority int default null,
+    run_at timestamptz default null,
+    max_attempts int default null,
+    unique_keys text[] default null,
+    on_duplicate text default null,
+    group_keys text[] default null,
+    headers jsonb default null
+)
+    returns setof bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+    settings pgqueue.queue := pgqueue._settings(enqueue_many.queue);
+    moment timestamptz := clock_timestamp();
+    ids bigint[];
+    added bigint[];
+    given record;
+begin
+    perform pgqueue._check_many(queue, payloads, unique_keys, group_keys, settings);
+    perform pgqueue._check_job(kind, run_at, max_attempts, on_duplicate, headers);
+
+    -- Ids are drawn in the order of the input, rows are written in the order of the
+    -- keys: two calls with the same keys then wait for each other, and never in a circle.
+    ids := array(
+        select nextval('pgqueue.job_id_seq')
+        from generate_series(1, cardinality(payloads))
+    );
+    with inserted as (
+        insert into pgqueue.job as j (
+            id, run_at, enqueued_at, priority, max_attempts,
+            queue, kind, unique_key, group_key, payload, headers
+        )
+        overriding system value
+        select
+            given.id, coalesce(enqueue_many.run_at, moment), moment,
+            coalesce(enqueue_many.priority, 0),
+            coalesce(enqueue_many.max_attempts, settings.max_attempts),
+            enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
+            given.unique_key, given.group_key, coalesce(given.payload, '{}'),
+            enqueue_many.headers
+        from unnest(ids, payloads, unique_keys, group_keys)
+            as given (id, payload, unique_key, group_key)
+        order by given.unique_key, given.id
+        on conflict (queue, unique_key) where j.unique_key is not null do nothing
+        returning j.id
+    )
+    select array_agg(inserted.id) into added from inserted;
+
+    if cardinality(added) is distinct from cardinality(ids) then
+        for given in
+            select g.*
+            from unnest(ids, payloads, unique_keys, group_keys) with ordinality
+                as g (id, payload, unique_key, group_key, place)
+            where not exists (select from unnest(added) as a (id) where a.id = g.id)
+            order by g.unique_key, g.place
+        loop
+            ids[given.place] := pgqueue.enqueue(
+                queue, given.payload, kind, priority, run_at, max_attempts,
+                given.unique_key, on_duplicate, given.group_key, headers
+            );
+        end loop;
+    end if;
+
+    if settings.notify and cardinality(ids) > 0 then
+        perform pgqueue._wake(queue);
+    end if;
+    return query select given.id from unnest(ids) as given (id);
+end;
+$$;
+
+comment on function pgqueue.enqueue_many(
+    text, jsonb[], text, int, timestamptz, int, text[], text, text[], jsonb
+) is
+'Adds one job for each payload, all or none, and returns their ids in the order of the input. unique_keys and group_keys, where given, are as long as payloads; a null in them means none. A key that occurs twice, or is taken, is treated by on_duplicate as in enqueue. Errors as in enqueue.';

@@ -1,0 +1,493 @@
+-- The operator's room: what one types into psql when something is wrong, and the
+-- settings. Nothing here needs a worker to be running.
+
+create or replace function pgqueue._not_found(what text, id bigint, hint text)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ001',
+        message = format('%s %s not found', _not_found.what, coalesce(_not_found.id::text, 'null')),
+        hint = _not_found.hint;
+end;
+$$;
+
+comment on function pgqueue._not_found(text, bigint, text) is 'Raises PQ001.';
+
+create or replace function pgqueue.cancel(job_id bigint, reason text default null)
+    returns text
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    pick tid;
+    is_running boolean;
+begin
+    update pgqueue.job as j
+    set cancelled_at = coalesce(j.cancelled_at, moment),
+        cancel_reason = coalesce(left(cancel.reason, 8000), j.cancel_reason)
+    where j.id = cancel.job_id
+    returning j.ctid, j.lease_expires_at > moment into pick, is_running;
+    if not found then
+        perform pgqueue._not_found(
+            'job', job_id, 'It may have finished, or be dead: look into pgqueue.run and pgqueue.dead_job.'
+        );
+    end if;
+
+    if is_running then
+        return 'cancelling';
+    end if;
+    perform pgqueue._finish(array[pick], 'cancelled', null, null, moment);
+    return 'cancelled';
+end;
+$$;
+
+comment on function pgqueue.cancel(bigint, text) is
+'Stops a job. One that waits is gone at once: cancelled. The worker of one that runs hears of it at its next heartbeat: cancelling; if that worker is dead the job ends when its lease does. Raises PQ001.';
+
+create or replace function pgqueue.run_now(job_id bigint)
+    returns void
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    queue text;
+begin
+    update pgqueue.job as j
+    set run_at = case
+            when j.lease_expires_at is null and j.run_at < 'infinity' then least(j.run_at, moment)
+            else j.run_at
+        end
+    where j.id = run_now.job_id
+    returning j.queue into queue;
+    if not found then
+        perform pgqueue._not_found('job', job_id, 'A dead job goes back to work with redrive_job.');
+    end if;
+    perform pgqueue._wake(queue);
+end;
+$$;
+
+comment on function pgqueue.run_now(bigint) is
+'Makes a scheduled job, or one that waits for its retry, due at once; one that runs, or is blocked, is left alone. Raises PQ001.';
+
+create or replace function pgqueue.reprioritize(job_id bigint, priority int)
+    returns void
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if priority is null then
+        perform pgqueue._refuse('priority must not be null', 'It is null.', 'The default is 0.');
+    end if;
+    update pgqueue.job as j
+    set priority = reprioritize.priority
+    where j.id = reprioritize.job_id;
+    if not found then
+        perform pgqueue._not_found('job', job_id, 'Only a job that waits or runs has a priority.');
+    end if;
+end;
+$$;
+
+comment on function pgqueue.reprioritize(bigint, int) is
+'Gives a job another priority; larger runs first. For one that runs it counts from the next attempt. Raises PQ001, 22023 (null).';
+
+create or replace function pgqueue._redrive(dead_ids bigint[])
+    returns setof bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    revived bigint[];
+    queues text[];
+begin
+    with back as (
+        insert into pgqueue.job as j (
+            id, run_at, enqueued_at, priority, max_attempts,
+            queue, kind, unique_key, group_key, payload, headers, errors
+        )
+        overriding system value
+        select
+            d.id, moment, d.enqueued_at, d.priority, d.max_attempts,
+            d.queue, d.kind, d.unique_key, d.group_key, d.payload, d.headers, d.errors
+        from pgqueue.dead_job as d
+        where d.id = any (_redrive.dead_ids)
+        order by d.unique_key, d.id
+        on conflict do nothing
+        returning j.id, j.queue
+    )
+    select array_agg(b.id order by b.id), array_agg(distinct b.queue)
+    into revived, queues
+    from back as b;
+
+    delete from pgqueue.dead_job as d where d.id = any (revived);
+    perform pgqueue._wake(q.name) from unnest(queues) as q (name);
+    return query select r.id from unnest(revived) as r (id);
+end;
+$$;
+
+comment on function pgqueue._redrive(bigint[]) is
+'Sends locked dead jobs back to work and returns their ids; one whose unique_key is taken stays dead.';
+
+create or replace function pgqueue.redrive(
+    queue text default null,
+    kind text default null,
+    error_like text default null,
+    died_after timestamptz default null,
+    died_before timestamptz default null,
+    max_jobs int default 1000,
+    dry_run boolean default false
+)
+    returns setof bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    dead_ids bigint[];
+begin
+    if max_jobs < 1 then
+        perform pgqueue._refuse(
+            'max_jobs must be at least 1', format('It is %s.', max_jobs), 'Leave it out for 1000.'
+        );
+    end if;
+    dead_ids := array(
+        select d.id
+        from pgqueue.dead_job as d
+        where (redrive.queue is null or d.queue = redrive.queue)
+            and (redrive.kind is null or d.kind = redrive.kind)
+            and (redrive.error_like is null or d.error like redrive.error_like)
+            and (redrive.died_after is null or d.died_at >= redrive.died_after)
+            and (redrive.died_before is null or d.died_at < redrive.died_before)
+            and not exists (
+                select from pgqueue.job as j
+                where j.queue = d.queue and j.unique_key = d.unique_key
+            )
+        order by d.id
+        limit coalesce(redrive.max_jobs, 1000)
+        for update of d skip locked
+    );
+    if dry_run then
+        return query select d.id from unnest(dead_ids) as d (id);
+    else
+        return query select pgqueue._redrive(dead_ids);
+    end if;
+end;
+$$;
+
+comment on function pgqueue.redrive(
+    text, text, text, timestamptz, timestamptz, int, boolean
+) is
+'Sends dead jobs back to work, oldest id first, and returns their ids: same id, errors kept, due now, attempts counted from 0 again. Filters by queue, kind, LIKE pattern of the last error, and time of death (from died_after, before died_before); null does not filter. A job whose unique_key is taken by a living one stays dead. dry_run only returns the ids. Raises 22023 (bad argument).';
+
+create or replace function pgqueue.redrive_job(dead_id bigint, payload jsonb default null)
+    returns bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    update pgqueue.dead_job as d
+    set payload = coalesce(redrive_job.payload, d.payload)
+    where d.id = redrive_job.dead_id;
+    if not found then
+        perform pgqueue._not_found('dead job', dead_id, 'It may have been redriven or discarded.');
+    end if;
+    return (select r.id from pgqueue._redrive(array[dead_id]) as r (id));
+end;
+$$;
+
+comment on function pgqueue.redrive_job(bigint, jsonb) is
+'Sends one dead job back to work as redrive does, with another payload if one is given. Returns its id; null when its unique_key is taken by a living job, and it stays dead (with the new payload). Raises PQ001.';
+
+create or replace function pgqueue.discard(dead_id bigint)
+    returns void
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    delete from pgqueue.dead_job as d where d.id = discard.dead_id;
+    if not found then
+        perform pgqueue._not_found('dead job', dead_id, 'It may have been redriven or discarded.');
+    end if;
+end;
+$$;
+
+comment on function pgqueue.discard(bigint) is 'Drops a dead job for good. Raises PQ001.';
+
+create or replace function pgqueue.purge(queue text)
+    returns bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    purged bigint;
+begin
+    with doomed as (
+        select j.id
+        from pgqueue.job as j
+        where j.queue = purge.queue and j.lease_expires_at is null
+        order by j.id
+        for update
+    )
+    delete from pgqueue.job as j using doomed where j.id = doomed.id;
+    get diagnostics purged = row_count;
+    return purged;
+end;
+$$;
+
+comment on function pgqueue.purge(text) is
+'Drops all jobs of a queue that wait, without a trace in run; what runs, and what is dead, stays. Returns how many.';
+
+create or replace function pgqueue._set_paused(queue text, paused boolean)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+begin
+    if octet_length(_set_paused.queue) not between 1 and 200 then
+        perform pgqueue._refuse_name('queue', _set_paused.queue);
+    end if;
+    if _set_paused.queue is null then
+        update pgqueue.queue as q set paused = null where q.paused is not null;
+    end if;
+    insert into pgqueue.queue as q (name, paused)
+    values (coalesce(_set_paused.queue, ''), _set_paused.paused)
+    on conflict (name) do update set paused = excluded.paused;
+end;
+$$;
+
+comment on function pgqueue._set_paused(text, boolean) is
+'Pauses or resumes a queue; null means all, and overrules what was said of single ones.';
+
+create or replace function pgqueue.pause(queue text default null)
+    returns void
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._set_paused(queue, true);
+end;
+$$;
+
+comment on function pgqueue.pause(text) is
+'Lets a queue, or all queues, take jobs in but give none out. What runs goes on. Raises 22023 (bad name).';
+
+create or replace function pgqueue.resume(queue text default null)
+    returns void
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._set_paused(queue, false);
+    if queue is not null then
+        perform pgqueue._wake(queue);
+    elsif current_setting('pgqueue.notify', true) is distinct from 'off' then
+        perform pg_notify('pgqueue', '');
+    end if;
+end;
+$$;
+
+comment on function pgqueue.resume(text) is 'Undoes pause, for a queue or for all queues. Raises 22023 (bad name).';
+
+create or replace function pgqueue._check_settings(
+    max_attempts int,
+    retry_base interval,
+    retry_cap interval,
+    keep_runs int,
+    max_payload_bytes int
+)
+    returns void
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    given record;
+begin
+    for given in
+        select *
+        from (
+            values
+                ('max_attempts', max_attempts::text, max_attempts >= 1, 'at least 1'),
+                (
+                    'retry_base', retry_base::text,
+                    retry_base >= '0' and retry_base <= '1 year', '0 to 1 year'
+                ),
+                (
+                    'retry_cap', retry_cap::text,
+                    retry_cap >= '0' and retry_cap <= '1 year', '0 to 1 year'
+                ),
+                ('keep_runs', keep_runs::text, keep_runs between 0 and 14, '0 to 14 days'),
+                ('max_payload_bytes', max_payload_bytes::text, max_payload_bytes >= 1, 'at least 1')
+        ) as s (name, setting, is_sane, range)
+        where not s.is_sane
+    loop
+        perform pgqueue._refuse(
+            format('%s must be %s', given.name, given.range),
+            format('It is %s.', given.setting),
+            'Leave a setting out to keep it as it is.'
+        );
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._check_settings(int, interval, interval, int, int) is
+'Raises 22023 for an absurd setting; null passes.';
+
+create or replace function pgqueue.configure(
+    queue text,
+    lease interval default null,
+    max_attempts int default null,
+    retry_base interval default null,
+    retry_cap interval default null,
+    keep_runs int default null,
+    max_payload_bytes int default null,
+    notify boolean default null,
+    reset boolean default false
+)
+    returns void
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+begin
+    if octet_length(configure.queue) not between 1 and 200 then
+        perform pgqueue._refuse_name('queue', configure.queue);
+    end if;
+    perform pgqueue._check_lease(configure.lease);
+    perform pgqueue._check_settings(
+        configure.max_attempts, configure.retry_base, configure.retry_cap,
+        configure.keep_runs, configure.max_payload_bytes
+    );
+
+    if configure.reset then
+        update pgqueue.queue as q
+        set notify = null, max_attempts = null, keep_runs = null, max_payload_bytes = null,
+            lease = null, retry_base = null, retry_cap = null
+        where q.name = coalesce(configure.queue, '');
+    end if;
+    insert into pgqueue.queue as q (
+        name, notify, max_attempts, keep_runs, max_payload_bytes, lease, retry_base, retry_cap
+    )
+    values (
+        coalesce(configure.queue, ''), configure.notify, configure.max_attempts,
+        configure.keep_runs, configure.max_payload_bytes, configure.lease,
+        configure.retry_base, configure.retry_cap
+    )
+    on conflict (name) do update set
+        notify = coalesce(excluded.notify, q.notify),
+        max_attempts = coalesce(excluded.max_attempts, q.max_attempts),
+        keep_runs = coalesce(excluded.keep_runs, q.keep_runs),
+        max_payload_bytes = coalesce(excluded.max_payload_bytes, q.max_payload_bytes),
+        lease = coalesce(excluded.lease, q.lease),
+        retry_base = coalesce(excluded.retry_base, q.retry_base),
+        retry_cap = coalesce(excluded.retry_cap, q.retry_cap);
+end;
+$$;
+
+comment on function pgqueue.configure(
+    text, interval, int, interval, interval, int, int, boolean, boolean
+) is
+'Sets what is named and leaves the rest; reset first forgets all that was set. A null queue sets it for every queue that says nothing else. lease: up to 30 days. max_attempts: from 1. retry_base, retry_cap: first and longest delay, up to 1 year. keep_runs: days in run, 0 to 14. max_payload_bytes: from 1. notify: may enqueue send NOTIFY. Raises 22023 (bad argument).';
+
+-- One TRUNCATE for each table, because a name put together at run time is dynamic SQL.
+create or replace function pgqueue._empty_run(slot int)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    -- Do not wait in front of inserts behind somebody's long SELECT; the next maintain tries again.
+    set lock_timeout = '1ms'
+as $$
+begin
+    case slot
+        when 0 then truncate pgqueue.run_0;
+        when 1 then truncate pgqueue.run_1;
+        when 2 then truncate pgqueue.run_2;
+        when 3 then truncate pgqueue.run_3;
+        when 4 then truncate pgqueue.run_4;
+        when 5 then truncate pgqueue.run_5;
+        when 6 then truncate pgqueue.run_6;
+        when 7 then truncate pgqueue.run_7;
+        when 8 then truncate pgqueue.run_8;
+        when 9 then truncate pgqueue.run_9;
+        when 10 then truncate pgqueue.run_10;
+        when 11 then truncate pgqueue.run_11;
+        when 12 then truncate pgqueue.run_12;
+        when 13 then truncate pgqueue.run_13;
+        when 14 then truncate pgqueue.run_14;
+        when 15 then truncate pgqueue.run_15;
+    end case;
+end;
+$$;
+
+comment on function pgqueue._empty_run(int) is
+'Empties one table of the ring run, or raises 55P03 when somebody is using it.';
+
+create or replace function pgqueue._forget_runs()
+    returns int
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    today int := floor(extract(epoch from clock_timestamp()) / 86400);
+    over record;
+    emptied int := 0;
+begin
+    -- The last day of forgetting that each table stood for is one of the 16 before
+    -- today. A row written after that day is kept for a later one, 16 days on.
+    for over in
+        select d.day % 16 as slot
+        from generate_series(today - 16, today - 1) as d (day)
+        where exists (select from pgqueue.run as r where r.slot = d.day % 16)
+            and not exists (
+                select from pgqueue.run as r
+                where r.slot = d.day % 16
+                    and r.finished_at >= to_timestamp((d.day + 1) * 86400::float8)
+            )
+    loop
+        begin
+            perform pgqueue._empty_run(over.slot);
+            emptied := emptied + 1;
+        exception
+            when lock_not_available then null;
+        end;
+    end loop;
+    return emptied;
+end;
+$$;
+
+comment on function pgqueue._forget_runs() is
+'Empties the tables of the ring run whose day is over; returns how many. One in use is put off.';
+
+create or replace function pgqueue.maintain()
+    returns table (task text, done bigint)
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    task := 'reap';
+    done := pgqueue.reap();
+    return next;
+    task := 'forget runs';
+    done := pgqueue._forget_runs();
+    return next;
+end;
+$$;
+
+comment on function pgqueue.maintain() is
+'Everything that must happen from time to time: recovers up to 1000 expired leases (done: jobs), and empties the tables of run whose days are over (done: tables). Call it every minute or so, from a worker, cron or psql; any number may run at once. Raises 25001 outside READ COMMITTED.';

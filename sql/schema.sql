@@ -1,0 +1,284 @@
+\echo Use "CREATE EXTENSION pgqueue" to load this file. \quit
+
+-- The life of a job.
+--
+-- A producer calls enqueue() in its own transaction and a row appears in job. From
+-- run_at on the job is ready. A worker calls claim(): the row gets a token, a lease
+-- and one attempt more, and runs. While it works it calls extend(), its heartbeat.
+-- It ends the attempt with one of three verbs: complete() removes the row, fail()
+-- sends it back with a later run_at or, when its attempts are used up, to dead_job,
+-- and release() gives it back unharmed. A worker that dies calls nothing: its lease
+-- expires, and the next claim() or reap() ends the attempt in its place.
+--
+-- Only (id, token) can end or extend an attempt. The token comes from a sequence, so
+-- a worker that slept past its lease holds a number that will never be right again.
+--
+-- There is no state column. A job is scheduled, ready, running, expired or blocked
+-- according to run_at and lease_expires_at and the clock; the view jobs says which.
+-- Whatever claim() and extend() change is in no index, so both are HOT updates: they
+-- leave nothing behind in the index that every claim walks.
+--
+-- Every finished attempt is a row in run, for the metrics. The rooms after this one:
+-- enqueue (producer), work (worker), manage (operator), observe (views), access.
+
+-- CREATE EXTENSION has set this already; the plain install has not.
+set local search_path = pg_catalog, pg_temp;
+
+-- Without "if not exists": a schema that somebody else put here must stop the install.
+create schema pgqueue;
+comment on schema pgqueue is
+'A job queue. Producers call enqueue, workers claim and complete, operators read the views.';
+
+-- Fixed-width columns first, so that the ones every claim compares are found without
+-- walking over text; the wide ones that only a handler reads come last. Text is
+-- compared bytewise (collate "C"): faster, and safe from a change of the C library.
+create table pgqueue.job (
+    id bigint generated always as identity,
+    run_at timestamptz not null,
+    enqueued_at timestamptz not null,
+    token bigint,
+    claimed_at timestamptz,
+    lease_expires_at timestamptz,
+    cancelled_at timestamptz,
+    priority int not null,
+    attempt int not null default 0,
+    max_attempts int not null,
+    queue text collate "C" not null,
+    kind text collate "C" not null,
+    unique_key text collate "C",
+    group_key text collate "C",
+    worker text,
+    cancel_reason text,
+    payload jsonb not null,
+    headers jsonb,
+    errors jsonb not null default '[]',
+    constraint job_pkey primary key (id),
+    constraint job_run_at_is_infinite_or_sane check (
+        run_at = 'infinity' or run_at between '1970-01-01' and '9999-01-01'
+    ),
+    constraint job_is_leased_with_token check (
+        (token is null) = (lease_expires_at is null)
+    ),
+    constraint job_attempt_in_range check (attempt >= 0 and max_attempts >= 1)
+) with (
+    -- Half of each page stays free for the new version that a claim, a heartbeat or a
+    -- release writes: only in the same page is the update HOT.
+    fillfactor = 50,
+    -- A queue makes garbage at the rate of its work whatever its length, so vacuum
+    -- by count, at full speed, and before the planner's picture is far off.
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 20000,
+    autovacuum_vacuum_cost_delay = 0,
+    autovacuum_analyze_scale_factor = 0,
+    autovacuum_analyze_threshold = 50000,
+    -- Dead index entries cost every claim, and giving the empty end of the file back
+    -- to the system would lock everybody out for space that the next burst needs.
+    vacuum_index_cleanup = on,
+    vacuum_truncate = off
+);
+
+comment on table pgqueue.job is
+'Every job that waits or runs. Read it through the view jobs; change it through the functions.';
+comment on column pgqueue.job.id is 'Names the job for ever, also as a dead job and after a redrive.';
+comment on column pgqueue.job.run_at is 'Not before this moment; infinity while the job waits for something other than time.';
+comment on column pgqueue.job.enqueued_at is 'When enqueue was called.';
+comment on column pgqueue.job.token is 'Proof of the present lease, from a sequence that never repeats; null when not leased.';
+comment on column pgqueue.job.claimed_at is 'When the present attempt began; null when not leased.';
+comment on column pgqueue.job.lease_expires_at is 'From then on anyone may recover the job; null when not leased.';
+comment on column pgqueue.job.cancelled_at is 'When an operator asked the running attempt to stop; null if nobody did.';
+comment on column pgqueue.job.priority is 'Larger runs first.';
+comment on column pgqueue.job.attempt is 'Attempts begun since the job was enqueued or redriven; counted at claim.';
+comment on column pgqueue.job.max_attempts is 'With this many attempts used up the job is dead.';
+comment on column pgqueue.job.queue is 'The queue it waits in.';
+comment on column pgqueue.job.kind is 'Which handler runs it.';
+comment on column pgqueue.job.unique_key is 'At most one job of a queue with this key waits or runs; null for no such rule.';
+comment on column pgqueue.job.group_key is 'The entity or tenant it belongs to; null for none.';
+comment on column pgqueue.job.worker is 'The name that the claiming worker gave; null when not leased.';
+comment on column pgqueue.job.cancel_reason is 'What the operator said when cancelling.';
+comment on column pgqueue.job.payload is 'The content, for the handler.';
+comment on column pgqueue.job.headers is 'An object of metadata, such as a trace id; null for none.';
+comment on column pgqueue.job.errors is 'The last 10 failures, oldest first: attempt, at, worker, error.';
+
+-- A lane is one queue at one priority, in the order in which its jobs run. claim()
+-- walks one lane at a time, so that run_at is a bound of the scan: with a range over
+-- all priorities, jobs scheduled at a high priority would be walked by every claim.
+create index job_lane_idx on pgqueue.job (queue, priority, run_at, id);
+comment on index pgqueue.job_lane_idx is 'Which jobs of a lane are due, in order?';
+
+create unique index job_unique_key_idx on pgqueue.job (queue, unique_key)
+where unique_key is not null;
+comment on index pgqueue.job_unique_key_idx is 'Does a job with this key wait or run?';
+
+create sequence pgqueue.token_seq;
+comment on sequence pgqueue.token_seq is 'Lease tokens. Never set it back: a repeated token would let a lost worker in.';
+
+create table pgqueue.dead_job (
+    id bigint not null,
+    died_at timestamptz not null,
+    enqueued_at timestamptz not null,
+    run_at timestamptz not null,
+    claimed_at timestamptz,
+    priority int not null,
+    attempt int not null,
+    max_attempts int not null,
+    queue text collate "C" not null,
+    kind text collate "C" not null,
+    unique_key text collate "C",
+    group_key text collate "C",
+    worker text,
+    error text not null,
+    payload jsonb not null,
+    headers jsonb,
+    errors jsonb not null,
+    constraint dead_job_pkey primary key (id)
+);
+comment on table pgqueue.dead_job is
+'Dead letters: jobs whose attempts are used up or that were failed for good. redrive sends them back, discard drops them.';
+comment on column pgqueue.dead_job.id is 'The id it had as a job.';
+comment on column pgqueue.dead_job.died_at is 'When the last attempt ended.';
+comment on column pgqueue.dead_job.enqueued_at is 'When enqueue was called.';
+comment on column pgqueue.dead_job.run_at is 'When the last attempt was due.';
+comment on column pgqueue.dead_job.claimed_at is 'When the last attempt began.';
+comment on column pgqueue.dead_job.priority is 'Larger runs first.';
+comment on column pgqueue.dead_job.attempt is 'Attempts used.';
+comment on column pgqueue.dead_job.max_attempts is 'Attempts allowed.';
+comment on column pgqueue.dead_job.queue is 'The queue it waited in.';
+comment on column pgqueue.dead_job.kind is 'Which handler ran it.';
+comment on column pgqueue.dead_job.unique_key is 'Its key; free for other jobs while this one is dead.';
+comment on column pgqueue.dead_job.group_key is 'The entity or tenant it belongs to; null for none.';
+comment on column pgqueue.dead_job.worker is 'Who ran the last attempt.';
+comment on column pgqueue.dead_job.error is 'The last error.';
+comment on column pgqueue.dead_job.payload is 'The content, for the handler.';
+comment on column pgqueue.dead_job.headers is 'An object of metadata; null for none.';
+comment on column pgqueue.dead_job.errors is 'The last 10 failures, oldest first: attempt, at, worker, error.';
+
+create index dead_job_queue_idx on pgqueue.dead_job (queue, died_at);
+comment on index pgqueue.dead_job_queue_idx is 'What died in this queue, and when?';
+
+-- A ring of sixteen tables. A row goes to the table of the day on which it may be
+-- forgotten, so that one TRUNCATE forgets a day: no mass DELETE, no new tables, and
+-- nothing left for VACUUM. Two weeks at most are kept, which leaves a table that is
+-- certainly over. maintain() empties it.
+create table pgqueue.run (
+    slot smallint not null,
+    attempt int not null,
+    job_id bigint not null,
+    finished_at timestamptz not null,
+    waited interval not null,
+    taken interval not null,
+    queue text collate "C" not null,
+    kind text collate "C" not null,
+    outcome text collate "C" not null,
+    worker text,
+    result jsonb,
+    constraint run_outcome_is_known check (
+        outcome in ('completed', 'retry', 'dead', 'cancelled', 'expired')
+    )
+) partition by list (slot);
+comment on table pgqueue.run is
+'One row for each finished attempt, kept as many days as the queue''s keep_runs says.';
+comment on column pgqueue.run.slot is 'The table of the ring: the day of forgetting modulo 16, in UTC.';
+comment on column pgqueue.run.attempt is 'Which attempt it was; 0 when the job was cancelled before any.';
+comment on column pgqueue.run.job_id is 'The job''s id.';
+comment on column pgqueue.run.finished_at is 'When the attempt ended.';
+comment on column pgqueue.run.waited is 'From run_at to the claim.';
+comment on column pgqueue.run.taken is 'From the claim to the end.';
+comment on column pgqueue.run.queue is 'The job''s queue.';
+comment on column pgqueue.run.kind is 'The job''s kind.';
+comment on column pgqueue.run.outcome is
+'completed; retry (failed, runs again); dead; cancelled; expired (the worker let the lease run out, runs again).';
+comment on column pgqueue.run.worker is 'Who ran it.';
+comment on column pgqueue.run.result is 'What complete was given; the reason of a cancelled job.';
+
+create table pgqueue.run_0 partition of pgqueue.run for values in (0);
+comment on table pgqueue.run_0 is 'Runs to forget on the days that are 0 modulo 16.';
+create table pgqueue.run_1 partition of pgqueue.run for values in (1);
+comment on table pgqueue.run_1 is 'Runs to forget on the days that are 1 modulo 16.';
+create table pgqueue.run_2 partition of pgqueue.run for values in (2);
+comment on table pgqueue.run_2 is 'Runs to forget on the days that are 2 modulo 16.';
+create table pgqueue.run_3 partition of pgqueue.run for values in (3);
+comment on table pgqueue.run_3 is 'Runs to forget on the days that are 3 modulo 16.';
+create table pgqueue.run_4 partition of pgqueue.run for values in (4);
+comment on table pgqueue.run_4 is 'Runs to forget on the days that are 4 modulo 16.';
+create table pgqueue.run_5 partition of pgqueue.run for values in (5);
+comment on table pgqueue.run_5 is 'Runs to forget on the days that are 5 modulo 16.';
+create table pgqueue.run_6 partition of pgqueue.run for values in (6);
+comment on table pgqueue.run_6 is 'Runs to forget on the days that are 6 modulo 16.';
+create table pgqueue.run_7 partition of pgqueue.run for values in (7);
+comment on table pgqueue.run_7 is 'Runs to forget on the days that are 7 modulo 16.';
+create table pgqueue.run_8 partition of pgqueue.run for values in (8);
+comment on table pgqueue.run_8 is 'Runs to forget on the days that are 8 modulo 16.';
+create table pgqueue.run_9 partition of pgqueue.run for values in (9);
+comment on table pgqueue.run_9 is 'Runs to forget on the days that are 9 modulo 16.';
+create table pgqueue.run_10 partition of pgqueue.run for values in (10);
+comment on table pgqueue.run_10 is 'Runs to forget on the days that are 10 modulo 16.';
+create table pgqueue.run_11 partition of pgqueue.run for values in (11);
+comment on table pgqueue.run_11 is 'Runs to forget on the days that are 11 modulo 16.';
+create table pgqueue.run_12 partition of pgqueue.run for values in (12);
+comment on table pgqueue.run_12 is 'Runs to forget on the days that are 12 modulo 16.';
+create table pgqueue.run_13 partition of pgqueue.run for values in (13);
+comment on table pgqueue.run_13 is 'Runs to forget on the days that are 13 modulo 16.';
+create table pgqueue.run_14 partition of pgqueue.run for values in (14);
+comment on table pgqueue.run_14 is 'Runs to forget on the days that are 14 modulo 16.';
+create table pgqueue.run_15 partition of pgqueue.run for values in (15);
+comment on table pgqueue.run_15 is 'Runs to forget on the days that are 15 modulo 16.';
+
+-- Rows arrive in the order of their time, so a few bytes a megabyte find an hour.
+create index run_finished_idx on pgqueue.run using brin (finished_at);
+comment on index pgqueue.run_finished_idx is 'What finished since then?';
+
+-- A queue needs no row here. The row with the empty name speaks for every queue, and a
+-- null says nothing; what nobody says is in _settings().
+create table pgqueue.queue (
+    name text collate "C",
+    paused boolean,
+    notify boolean,
+    max_attempts int,
+    keep_runs int,
+    max_payload_bytes int,
+    lease interval,
+    retry_base interval,
+    retry_cap interval,
+    constraint queue_pkey primary key (name),
+    constraint queue_name_length check (octet_length(name) <= 200)
+);
+comment on table pgqueue.queue is
+'Settings that configure and pause made; the row with the empty name holds for all queues that say nothing else.';
+comment on column pgqueue.queue.name is 'The queue; empty for all.';
+comment on column pgqueue.queue.paused is 'Takes jobs in and gives none out.';
+comment on column pgqueue.queue.notify is 'Whether enqueue may send NOTIFY to parked workers; default true.';
+comment on column pgqueue.queue.max_attempts is 'Attempts of a job that names no number; default 20.';
+comment on column pgqueue.queue.keep_runs is 'Days to keep finished attempts in run, 0 (not at all) to 14; default 7.';
+comment on column pgqueue.queue.max_payload_bytes is 'Largest payload, as Postgres holds it uncompressed; default no limit.';
+comment on column pgqueue.queue.lease is 'Lease of a claim that names none; default 30 seconds.';
+comment on column pgqueue.queue.retry_base is 'Delay before the second attempt, doubled each time; default 5 seconds.';
+comment on column pgqueue.queue.retry_cap is 'Longest delay between attempts; default 1 hour.';
+
+-- Marks for pg_dump: all rows of all tables, and the sequences, or a restored queue
+-- would hand out ids and tokens for a second time. The plain install needs no marks.
+do $$
+declare
+    relation regclass;
+begin
+    if exists (select from pg_catalog.pg_extension where extname = 'pgqueue') then
+        for relation in
+            select c.oid from pg_catalog.pg_class as c
+            where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S')
+        loop
+            perform pg_catalog.pg_extension_config_dump(relation, '');
+        end loop;
+    end if;
+end;
+$$;
+
+create type pgqueue._mark as (
+    queue text,
+    kinds text[],
+    valid_until timestamptz,
+    is_complete boolean,
+    lanes int[],
+    run_ats timestamptz[],
+    ids bigint[]
+);
+comment on type pgqueue._mark is
+'Up to where a session found the lanes of a queue empty; see _pick. Lanes, highest first, with the last (run_at, id) seen in each.';
