@@ -3,25 +3,12 @@
 --
 -- A lane is walked from its start. Jobs that run, and index entries of finished jobs
 -- that some old snapshot keeps from being removed, stand in front and are walked over
--- each time. While that is cheap nothing else happens. Once a walk has read far more
+-- each time. While that is cheap nothing else happens. Whenever a walk has read far more
 -- pages than its jobs account for, the session notes in a custom setting, the mark, up
 -- to where each lane is empty, and starts there. Work that appears behind the mark (a
 -- late commit, a release, an expired lease) is found by the next full walk, which comes
 -- after 20 times the duration of the last: at most 5 % of the time goes into full walks.
 -- The mark costs no table, no bloat, and is safe to lose.
-create or replace function pgqueue._mark_name(queue text, kinds text[])
-    returns text
-    language sql
-    immutable
-    set search_path = pg_catalog, pg_temp
-as $$
-    -- Folded, so that a session that works through many queues keeps few settings.
-    select 'pgqueue.mark_' || (hashtext(_mark_name.queue || coalesce(_mark_name.kinds::text, '')) & 63)
-$$;
-
-comment on function pgqueue._mark_name(text, text[]) is
-'The custom setting in which a session keeps its mark for a queue.';
-
 create or replace function pgqueue._get_mark(queue text, kinds text[], moment timestamptz)
     returns pgqueue._mark
     language plpgsql
@@ -29,9 +16,11 @@ create or replace function pgqueue._get_mark(queue text, kinds text[], moment ti
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    mark pgqueue._mark;
+    -- Folded, so that a session that works through many queues keeps few settings.
+    mark pgqueue._mark := nullif(
+        current_setting('pgqueue.mark_' || (hashtext(queue) & 63), true), ''
+    )::pgqueue._mark;
 begin
-    mark := nullif(current_setting(pgqueue._mark_name(queue, kinds), true), '');
     if mark.queue = queue and mark.kinds is not distinct from kinds
         and mark.valid_until <= moment + interval '1 minute'
     then
@@ -88,25 +77,12 @@ begin
         mark.valid_until := clock_timestamp()
             + least(20 * (clock_timestamp() - moment), interval '1 minute');
     end if;
-    perform set_config(pgqueue._mark_name(mark.queue, mark.kinds), mark::text, false);
+    perform set_config('pgqueue.mark_' || (hashtext(mark.queue) & 63), mark::text, false);
 end;
 $$;
 
 comment on function pgqueue._set_mark(pgqueue._mark, int, tid, int[], timestamptz) is
 'Keeps, for this session, up to where a pick found the lanes of a queue empty.';
-
-create or replace function pgqueue._pages()
-    returns bigint
-    language sql
-    volatile
-    set search_path = pg_catalog, pg_temp
-as $$
-    select pg_stat_get_xact_blocks_fetched('pgqueue.job'::regclass)
-        + pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass)
-$$;
-
-comment on function pgqueue._pages() is
-'A counter of the pages of job that this session has read: the measure of a slow walk that does not depend on the weather.';
 
 create or replace function pgqueue._pick(
     queue text, kinds text[], max_jobs int, moment timestamptz
@@ -121,15 +97,17 @@ as $$
 declare
     mark pgqueue._mark := pgqueue._get_mark(queue, kinds, moment);
     remembered int[] := mark.lanes;
-    is_marked boolean := mark.valid_until > moment;
-    pages bigint := pgqueue._pages();
+    -- The pages of job that this session has read: a measure of the walk that depends
+    -- neither on the machine nor on the moment.
+    pages bigint := pg_stat_get_xact_blocks_fetched('pgqueue.job'::regclass)
+        + pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass);
     place int := 0;
     lane int;
     found_jobs tid[];
     has_expired boolean;
     picks tid[] := '{}';
 begin
-    if not is_marked then
+    if mark.valid_until <= moment then
         mark.is_complete := false;
         mark.lanes := '{}';
         mark.run_ats := '{}';
@@ -178,7 +156,9 @@ begin
         picks := picks || found_jobs;
     end loop;
 
-    if is_marked or pgqueue._pages() - pages > 64 + 3 * max_jobs then
+    pages := pg_stat_get_xact_blocks_fetched('pgqueue.job'::regclass)
+        + pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass) - pages;
+    if pages > 16 + 3 * max_jobs then
         perform pgqueue._set_mark(
             mark, place, case when cardinality(picks) = max_jobs then picks[max_jobs] end,
             remembered, moment
