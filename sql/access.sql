@@ -3,12 +3,12 @@
 -- belong to the cluster, so the extension creates none; it grants to yours.
 
 create or replace function pgqueue._grants(kind text)
-    returns table (command text, object text)
+    returns table (is_function boolean, object text)
     language sql
     immutable
     set search_path = pg_catalog, pg_temp
 as $$
-    select 'execute on function', f.name
+    select true, f.name
     from unnest(case _grants.kind
         when 'producer' then array['enqueue', 'enqueue_many', 'version']
         when 'worker' then array[
@@ -22,7 +22,7 @@ as $$
         when 'reader' then array['version']
     end) as f (name)
     union all
-    select 'select on', v.name
+    select false, v.name
     from unnest(case _grants.kind
         when 'operator' then array[
             'jobs', 'queues', 'running', 'kinds', 'queue', 'job', 'dead_job', 'run'
@@ -52,15 +52,15 @@ begin
     if is_granted then
         execute format('grant usage on schema pgqueue to %I', role);
     end if;
-    for change in select g.command, g.object from pgqueue._grants(kind) as g loop
-        if is_granted and change.command = 'select on' then
-            execute format('grant select on pgqueue.%I to %I', change.object, role);
-        elsif is_granted then
+    for change in select g.is_function, g.object from pgqueue._grants(kind) as g loop
+        if is_granted and change.is_function then
             execute format('grant execute on function pgqueue.%I to %I', change.object, role);
-        elsif change.command = 'select on' then
-            execute format('revoke select on pgqueue.%I from %I', change.object, role);
-        else
+        elsif is_granted then
+            execute format('grant select on pgqueue.%I to %I', change.object, role);
+        elsif change.is_function then
             execute format('revoke execute on function pgqueue.%I from %I', change.object, role);
+        else
+            execute format('revoke select on pgqueue.%I from %I', change.object, role);
         end if;
     end loop;
 end;

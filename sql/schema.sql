@@ -30,8 +30,7 @@ comment on schema pgqueue is
 'A job queue. Producers call enqueue, workers claim and complete, operators read the views.';
 
 -- Fixed-width columns first, so that the ones every claim compares are found without
--- walking over text; the wide ones that only a handler reads come last. Text is
--- compared bytewise (collate "C"): faster, and safe from a change of the C library.
+-- walking over text; the wide ones that only a handler reads come last.
 --
 -- job and run have no CHECK: Postgres parses each one anew for every statement, and three
 -- of them were a sixth of the cost of an enqueue. The functions, the only door, refuse.
@@ -46,10 +45,10 @@ create table pgqueue.job (
     priority int not null,
     attempt int not null default 0,
     max_attempts int not null,
-    queue text collate "C" not null,
-    kind text collate "C" not null,
-    unique_key text collate "C",
-    group_key text collate "C",
+    queue text not null,
+    kind text not null,
+    unique_key text,
+    group_key text,
     worker text,
     cancel_reason text,
     payload jsonb not null,
@@ -117,10 +116,10 @@ create table pgqueue.dead_job (
     priority int not null,
     attempt int not null,
     max_attempts int not null,
-    queue text collate "C" not null,
-    kind text collate "C" not null,
-    unique_key text collate "C",
-    group_key text collate "C",
+    queue text not null,
+    kind text not null,
+    unique_key text,
+    group_key text,
     worker text,
     error text not null,
     payload jsonb not null,
@@ -163,9 +162,9 @@ create table pgqueue.run (
     finished_at timestamptz not null,
     waited interval not null,
     taken interval not null,
-    queue text collate "C" not null,
-    kind text collate "C" not null,
-    outcome text collate "C" not null,
+    queue text not null,
+    kind text not null,
+    outcome text not null,
     worker text,
     result jsonb
 ) partition by list (slot);
@@ -224,7 +223,7 @@ comment on index pgqueue.run_finished_idx is 'What finished since then?';
 -- A queue needs no row here. The row with the empty name speaks for every queue, and a
 -- null says nothing; what nobody says is in _settings().
 create table pgqueue.queue (
-    name text collate "C",
+    name text,
     paused boolean,
     notify boolean,
     max_attempts int,

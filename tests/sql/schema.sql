@@ -1,0 +1,44 @@
+-- The nouns: defaults, ids and tokens, and what the tables refuse.
+begin;
+set local client_min_messages = warning;
+create extension if not exists pgtap;
+create extension if not exists pgqueue;
+select plan(10);
+
+select has_table('pgqueue'::name, t.name, format('there is a table %s', t.name))
+from unnest(array['job', 'dead_job', 'run', 'queue']::name[]) as t (name);
+
+select is(
+    (select count(*) from pg_inherits as i where i.inhparent = 'pgqueue.run'::regclass),
+    16::bigint,
+    'the ring of run has sixteen tables'
+);
+select ok(
+    (select c.reloptions @> array['fillfactor=50'] from pg_class as c where c.oid = 'pgqueue.job'::regclass),
+    'half of each page of job is free for HOT updates'
+);
+select is_empty(
+    $$ select a.attname
+       from pg_index as i
+       join pg_attribute as a on a.attrelid = i.indrelid and a.attnum = any (i.indkey)
+       where i.indrelid = 'pgqueue.job'::regclass and a.attname in (
+           'token', 'attempt', 'worker', 'claimed_at', 'lease_expires_at',
+           'cancelled_at', 'cancel_reason'
+       ) $$,
+    'nothing that claim, extend or cancel changes is in an index'
+);
+select throws_ok(
+    'insert into pgqueue.job (id) values (1)', '428C9', null,
+    'nobody can choose the id of a job'
+);
+select throws_ok(
+    $$ insert into pgqueue.queue (name, lease) values ('q', '-1 s') $$, '23514', null,
+    'a setting outside its range is refused by the table too'
+);
+select throws_ok(
+    $$ insert into pgqueue.queue (name, keep_runs) values ('q', 15) $$, '23514', null,
+    'more days than the ring has tables are refused by the table too'
+);
+
+select * from finish();
+rollback;
