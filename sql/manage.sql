@@ -69,7 +69,7 @@ begin
     if not found then
         perform pgqueue._not_found('job', job_id, 'A dead job goes back to work with redrive_job.');
     end if;
-    perform pgqueue._wake(queue);
+    perform pgqueue._reopened(array[queue]);
 end;
 $$;
 
@@ -82,16 +82,20 @@ create or replace function pgqueue.reprioritize(job_id bigint, priority int)
     security definer
     set search_path = pg_catalog, pg_temp
 as $$
+declare
+    queue text;
 begin
     if priority is null then
         perform pgqueue._refuse('priority must not be null', 'It is null.', 'The default is 0.');
     end if;
     update pgqueue.job as j
     set priority = reprioritize.priority
-    where j.id = reprioritize.job_id;
+    where j.id = reprioritize.job_id
+    returning j.queue into queue;
     if not found then
         perform pgqueue._not_found('job', job_id, 'Only a job that waits or runs has a priority.');
     end if;
+    perform pgqueue._reopened(array[queue]);
 end;
 $$;
 
@@ -128,7 +132,7 @@ begin
     from back as b;
 
     delete from pgqueue.dead_job as d where d.id = any (revived);
-    perform pgqueue._wake(q.name) from unnest(queues) as q (name);
+    perform pgqueue._reopened(queues);
     return query select r.id from unnest(revived) as r (id);
 end;
 $$;
@@ -444,13 +448,14 @@ create or replace function pgqueue._forget_runs()
 as $$
 declare
     today int := floor(extract(epoch from clock_timestamp()) / 86400);
-    over record;
+    slots int[];
+    slot int;
     emptied int := 0;
 begin
     -- The last day of forgetting that each table stood for is one of the 16 before
     -- today. A row written after that day is kept for a later one, 16 days on.
-    for over in
-        select d.day % 16 as slot
+    slots := array(
+        select d.day % 16
         from generate_series(today - 16, today - 1) as d (day)
         where exists (select from pgqueue.run as r where r.slot = d.day % 16)
             and not exists (
@@ -458,12 +463,14 @@ begin
                 where r.slot = d.day % 16
                     and r.finished_at >= to_timestamp((d.day + 1) * 86400::float8)
             )
-    loop
+    );
+    foreach slot in array slots loop
         begin
-            perform pgqueue._empty_run(over.slot);
+            perform pgqueue._empty_run(slot);
             emptied := emptied + 1;
         exception
-            when lock_not_available then null;
+            -- Another session, or an open cursor of this one, is reading it.
+            when lock_not_available or object_in_use then null;
         end;
     end loop;
     return emptied;

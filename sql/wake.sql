@@ -39,6 +39,21 @@ $$;
 comment on function pgqueue._wake(text) is
 'Notifies the workers parked on a queue, if any, when this transaction commits. SET pgqueue.notify = off switches it off, as PREPARE TRANSACTION needs.';
 
+create or replace function pgqueue._reopened(queues text[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Others find a reopened job behind their mark with their next full walk.
+    perform set_config('pgqueue.mark_' || (hashtext(q.name) & 63), '', false), pgqueue._wake(q.name)
+    from unnest(_reopened.queues) as q (name);
+end;
+$$;
+
+comment on function pgqueue._reopened(text[]) is
+'For jobs that come back to their old place in a lane: forgets this session''s marks, so that it finds them at once, and wakes the parked.';
+
 create or replace function pgqueue.park(queues text[])
     returns boolean
     language plpgsql

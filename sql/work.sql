@@ -528,7 +528,7 @@ begin
     into released, queues
     from given_back as g;
 
-    perform pgqueue._wake(q.name) from unnest(queues) as q (name);
+    perform pgqueue._reopened(queues);
     return query select r.id from unnest(released) as r (id);
 end;
 $$;
@@ -569,7 +569,7 @@ begin
     queues := array(
         select distinct j.queue from pgqueue.job as j where j.ctid = any (picks)
     );
-    perform pgqueue._wake(q.name) from unnest(queues) as q (name);
+    perform pgqueue._reopened(queues);
     return pgqueue._expire(picks, moment);
 end;
 $$;

@@ -1,0 +1,69 @@
+-- The views.
+begin;
+set local client_min_messages = warning;
+create extension if not exists pgtap;
+create extension if not exists pgqueue;
+select plan(12);
+
+select pgqueue.enqueue('v', priority => 1) as ready \gset
+select pgqueue.enqueue('v', run_at => now() + interval '1 hour') as scheduled \gset
+select pgqueue.enqueue('v', priority => 9, kind => 'long') as running \gset
+select token from pgqueue.claim('v', 'w-1') \gset
+select pgqueue.enqueue('v', priority => 8) as expired \gset
+select pgqueue.claim('v', 'w-2');
+update pgqueue.job set lease_expires_at = now() - interval '1 second' where id = :expired;
+select pgqueue.enqueue('v') as blocked \gset
+update pgqueue.job set run_at = 'infinity' where id = :blocked;
+select pgqueue.enqueue('v', run_at => now() - interval '100 hours') as old \gset
+
+select results_eq(
+    'select id, state, run_at is null from pgqueue.jobs where queue = ''v'' order by id',
+    format(
+        $$ values (%s::bigint, 'ready', false), (%s, 'scheduled', false), (%s, 'running', false),
+            (%s, 'expired', false), (%s, 'blocked', true), (%s, 'ready', false) $$,
+        :ready, :scheduled, :running, :expired, :blocked, :old
+    ),
+    'jobs derives the state'
+);
+select hasnt_column('pgqueue'::name, v.name, 'payload'::name, format('%s shows no payload', v.name))
+from unnest(array['jobs', 'queues', 'running', 'kinds']::name[]) as v (name);
+
+select results_eq(
+    $$ select ready, scheduled, running, expired, blocked, dead, paused,
+           oldest_wait between '100 hours' and '101 hours', p99_wait between '100 hours' and '101 hours',
+           finished_last_hour, failed_last_hour
+       from pgqueue.queues where queue = 'v' $$,
+    $$ values (2::bigint, 1::bigint, 1::bigint, 1::bigint, 1::bigint, 0::bigint, false, true, true, 0::bigint, 0::bigint) $$,
+    'queues counts them'
+);
+select results_eq(
+    $$ select id, worker, lease_left > '0', kind from pgqueue.running where queue = 'v' $$,
+    format($$ values (%s::bigint, 'w-1', true, 'long'), (%s, 'w-2', false, 'v') $$, :running, :expired),
+    'running shows the longest first, and the lease that is left'
+);
+
+select pgqueue.complete(:running, :token);
+select id, token from pgqueue.claim('v', 'w', 1) \gset
+select pgqueue.fail(:id, :token, 'boom', permanent => true);
+select results_eq(
+    $$ select dead, finished_last_hour, failed_last_hour from pgqueue.queues where queue = 'v' $$,
+    $$ values (1::bigint, 1::bigint, 2::bigint) $$,
+    'queues counts the dead and the runs of the last hour'
+);
+select results_eq(
+    $$ select kind, runs, failures, p50_taken <= p99_taken from pgqueue.kinds where queue = 'v' order by kind $$,
+    $$ values ('long', 1::bigint, 0::bigint, true), ('v', 2::bigint, 2::bigint, true) $$,
+    'kinds says how long and how often'
+);
+select pgqueue.configure('quiet', keep_runs => 1);
+select results_eq(
+    $$ select ready, dead, oldest_wait from pgqueue.queues where queue = 'quiet' $$,
+    $$ values (0::bigint, 0::bigint, null::interval) $$,
+    'a queue with nothing but settings is shown too'
+);
+set transaction_read_only = on;
+select lives_ok('select * from pgqueue.' || v.name, v.name || ' can be read on a standby')
+from unnest(array['queues', 'kinds']) as v (name);
+
+select * from finish();
+rollback;
