@@ -447,7 +447,7 @@ create or replace function pgqueue._forget_runs()
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    today int := floor(extract(epoch from clock_timestamp()) / 86400);
+    today int := floor(extract(epoch from clock_timestamp()) / 86400)::int;
     slots int[];
     slot int;
     emptied int := 0;

@@ -95,7 +95,7 @@ create or replace function pgqueue._pick(
     set enable_sort = off
 as $$
 declare
-    mark pgqueue._mark := pgqueue._get_mark(queue, kinds, moment);
+    mark record := pgqueue._get_mark(queue, kinds, moment);
     remembered int[] := mark.lanes;
     -- The pages of job that this session has read: a measure of the walk that depends
     -- neither on the machine nor on the moment.
@@ -105,7 +105,7 @@ declare
     lane int;
     found_jobs tid[];
     has_expired boolean;
-    picks tid[] := '{}';
+    picks tid[] := '{}'::tid[];
 begin
     if mark.valid_until <= moment then
         mark.is_complete := false;

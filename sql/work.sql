@@ -71,7 +71,7 @@ create or replace function pgqueue._log(picks tid[], outcome text, moment timest
     set plan_cache_mode = force_generic_plan
 as $$
 declare
-    today int := floor(extract(epoch from moment) / 86400);
+    today int := floor(extract(epoch from moment) / 86400)::int;
 begin
     insert into pgqueue.run (
         slot, attempt, job_id, finished_at, waited, taken,
@@ -374,7 +374,7 @@ create or replace function pgqueue.complete(job_id bigint, token bigint, result 
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    today int := floor(extract(epoch from moment) / 86400);
+    today int := floor(extract(epoch from moment) / 86400)::int;
     completed bigint;
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
