@@ -8,7 +8,7 @@
 -- work and ends those attempts itself: recovery needs no daemon. reap() does the same
 -- for queues from which nobody claims.
 --
--- Locks: claim and reap skip what is locked and never wait. The other verbs lock
+-- Locks: claim, reap and extend skip what is locked and never wait. The other verbs lock
 -- jobs in the order of their ids. So no two of them wait for each other.
 
 create or replace function pgqueue._require_read_committed()
@@ -280,6 +280,31 @@ $$;
 comment on function pgqueue.claim(text, text, int, interval, text[]) is
 'Takes up to max_jobs due jobs of a queue (only of these kinds, if given) and returns them in the order in which to run them: highest priority, then run_at, then id. Each counts one attempt and is leased under its token until lease_expires_at; recovers expired leases on the way; never waits. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
+create or replace function pgqueue._check_leases(job_ids bigint[], tokens bigint[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform pgqueue._require_read_committed();
+    end if;
+    if cardinality(job_ids) is distinct from cardinality(tokens) then
+        perform pgqueue._refuse(
+            'job_ids and tokens must be equally long',
+            format(
+                'There are %s ids and %s tokens.',
+                coalesce(cardinality(job_ids), 0), coalesce(cardinality(tokens), 0)
+            ),
+            'Pass the token that claim returned for each job.'
+        );
+    end if;
+end;
+$$;
+
+comment on function pgqueue._check_leases(bigint[], bigint[]) is
+'Raises 25001 outside READ COMMITTED, 22023 for arrays of unequal length.';
+
 create or replace function pgqueue._held(job_ids bigint[], tokens bigint[])
     returns tid[]
     language plpgsql
@@ -289,17 +314,7 @@ create or replace function pgqueue._held(job_ids bigint[], tokens bigint[])
     set enable_seqscan = off
 as $$
 begin
-    if current_setting('transaction_isolation') <> 'read committed' then
-        perform pgqueue._require_read_committed();
-    end if;
-    if cardinality(job_ids) is distinct from cardinality(tokens) then
-        perform pgqueue._refuse(
-            'job_ids and tokens must be equally long',
-            format('There are %s ids and %s tokens.', cardinality(job_ids), cardinality(tokens)),
-            'Pass the token that claim returned for each job.'
-        );
-    end if;
-
+    perform pgqueue._check_leases(job_ids, tokens);
     return array(
         select j.ctid
         from pgqueue.job as j
@@ -314,7 +329,7 @@ end;
 $$;
 
 comment on function pgqueue._held(bigint[], bigint[]) is
-'Locks those jobs that are leased under these tokens, in the order of their ids, and returns where they are. Raises 25001 outside READ COMMITTED, 22023 (arrays of unequal length).';
+'Locks those jobs that are leased under these tokens, in the order of their ids, and returns where they are.';
 
 create or replace function pgqueue.extend(
     job_ids bigint[],
@@ -326,42 +341,55 @@ create or replace function pgqueue.extend(
     security definer
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
 as $$
 declare
     picks tid[];
 begin
+    perform pgqueue._check_leases(job_ids, tokens);
     if lease is not null then
         perform pgqueue._check_lease(lease);
     end if;
-    picks := pgqueue._held(job_ids, tokens);
+
+    -- A heartbeat never waits: a handler that has completed its job and not yet committed
+    -- holds the row, and the leases of all the other jobs would run out behind it.
+    picks := array(
+        select j.ctid
+        from pgqueue.job as j
+        where j.id = any (extend.job_ids)
+            and (j.id, j.token) in (
+                select h.id, h.token from unnest(extend.job_ids, extend.tokens) as h (id, token)
+            )
+        order by j.id
+        for update skip locked
+    );
+    update pgqueue.job as j
+    set lease_expires_at = clock_timestamp() + coalesce(
+        extend.lease,
+        (select q.lease from pgqueue.queue as q where q.name = j.queue),
+        (select q.lease from pgqueue.queue as q where q.name = ''),
+        '30 seconds'
+    )
+    where j.ctid = any (picks);
 
     return query
-    with extended as (
-        update pgqueue.job as j
-        set lease_expires_at = clock_timestamp() + coalesce(
-            extend.lease,
-            (select q.lease from pgqueue.queue as q where q.name = j.queue),
-            (select q.lease from pgqueue.queue as q where q.name = ''),
-            '30 seconds'
-        )
-        where j.ctid = any (picks)
-        returning j.id, j.token, j.cancelled_at
-    )
     select
         h.id,
-        case
-            when e.id is null then 'lost'
-            when e.cancelled_at is not null then 'cancelled'
-            else 'held'
-        end
+        coalesce(
+            (
+                select case when j.cancelled_at is null then 'held' else 'cancelled' end
+                from pgqueue.job as j
+                where j.id = h.id and j.token = h.token
+            ),
+            'lost'
+        )
     from unnest(extend.job_ids, extend.tokens) with ordinality as h (id, token, place)
-    left join extended as e on e.id = h.id and e.token = h.token
     order by h.place;
 end;
 $$;
 
 comment on function pgqueue.extend(bigint[], bigint[], interval) is
-'The heartbeat: lets leases last for another lease from now, and says of each job whether it is held, cancelled (stop working, then call fail or release) or lost (stop working, report nothing). A lease that expired but that nobody recovered is held again. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
+'The heartbeat: lets leases last for another lease from now, and says of each job whether it is held, cancelled (stop working, then call fail or release) or lost (stop working, report nothing). A lease that expired but that nobody recovered is held again; one that an open transaction is just ending is held, but not extended, so that this never waits. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
 -- One statement, and the columns of _log() once more: this is the hottest path of all,
 -- and locking, logging and deleting one after the other costs half as much again.
