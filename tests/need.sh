@@ -1,0 +1,66 @@
+#!/bin/sh
+# What `make demo` and `make test` need from the system. Root gets what is missing through
+# apt-get; anyone else is told the one line to run.
+set -eu
+
+what=$1
+python=${PYTHON:-python3}
+missing=
+
+need() { missing="$missing $1"; }
+
+if command -v "$python" >/dev/null &&
+    ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "pgqueue needs Python 3.11 or newer; PYTHON=/path/to/python3 names another one" >&2
+    exit 1
+fi
+# Debian keeps the half of venv that fills it in a package of its own.
+[ -x .venv/bin/python ] || "$python" -c 'import ensurepip' 2>/dev/null || need python3-venv
+
+if [ "$what" = test ]; then
+    # The version that tests/cluster.py will take: the newest, or the one Debian would install.
+    version=$(ls -d /usr/lib/postgresql/*/bin/postgres 2>/dev/null |
+        sed 's,/usr/lib/postgresql/\(.*\)/bin/postgres,\1,' | sort -n | tail -n 1)
+    if [ -z "$version" ]; then
+        debian() { apt-cache depends postgresql 2>/dev/null |
+            sed -n 's/.*Depends: postgresql-\([0-9]*\)$/\1/p'; }
+        version=$(debian)
+        if [ -z "$version" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+            apt-get update -qq
+            version=$(debian)
+        fi
+        need "postgresql-${version:-NN}"
+    fi
+    extension=/usr/share/postgresql/$version/extension
+    [ -e "$extension/pgtap.control" ] || need "postgresql-${version:-NN}-pgtap"
+    [ -e "$extension/plpgsql_check.control" ] || need "postgresql-${version:-NN}-plpgsql-check"
+    command -v pg_prove >/dev/null || need libtap-parser-sourcehandler-pgtap-perl
+fi
+
+[ -n "$missing" ] || exit 0
+
+if ! command -v apt-get >/dev/null; then
+    echo "pgqueue's make $what needs what Debian calls:$missing" >&2
+    exit 1
+fi
+if [ "$(id -u)" != 0 ]; then
+    case $missing in
+        *NN*) echo "Run this first: sudo apt-get update && sudo sh tests/need.sh $what" >&2 ;;
+        *) echo "Run this first: sudo apt-get install -y --no-install-recommends$missing" >&2 ;;
+    esac
+    exit 1
+fi
+
+# Debian's server package makes and starts a cluster "main". Nobody asked us for that, so
+# it is told not to, for the time of this install only.
+mute=/etc/postgresql-common/createcluster.d/pgqueue.conf
+trap 'rm -f "$mute"; rmdir -p "${mute%/*}" 2>/dev/null || :' EXIT
+trap 'exit 1' HUP INT TERM
+mkdir -p "${mute%/*}"
+echo 'create_main_cluster = false' >"$mute"
+
+echo "installing:$missing"
+export DEBIAN_FRONTEND=noninteractive
+# shellcheck disable=SC2086
+apt-get install -y -qq --no-install-recommends $missing >/dev/null ||
+    { apt-get update -qq && apt-get install -y -qq --no-install-recommends $missing >/dev/null; }
