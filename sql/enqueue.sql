@@ -105,6 +105,7 @@ create or replace function pgqueue._on_duplicate(
     returns bigint
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
 as $$
 declare
     present pgqueue.job;

@@ -21,6 +21,7 @@ create or replace function pgqueue.cancel(job_id bigint, reason text default nul
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -54,6 +55,7 @@ create or replace function pgqueue.run_now(job_id bigint)
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -81,6 +83,7 @@ create or replace function pgqueue.reprioritize(job_id bigint, priority int)
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
 as $$
 declare
     queue text;

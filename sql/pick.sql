@@ -41,6 +41,7 @@ create or replace function pgqueue._set_mark(
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
 as $$
 declare
     -- An enqueue that commits within this time is never behind the mark.

@@ -10,6 +10,10 @@
 --
 -- Locks: claim, reap and extend skip what is locked and never wait. The other verbs lock
 -- jobs in the order of their ids. So no two of them wait for each other.
+--
+-- Plans: each statement is planned once for a session, with whatever statistics there are
+-- then. A plan made while job is small would read all of it for ever, hence the settings
+-- on the functions: jobs are found by ctid or by primary key, never by a scan.
 
 create or replace function pgqueue._require_read_committed()
     returns void
@@ -69,6 +73,7 @@ create or replace function pgqueue._log(picks tid[], outcome text, moment timest
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
 as $$
 declare
     today int := floor(extract(epoch from moment) / 86400)::int;
@@ -142,6 +147,7 @@ create or replace function pgqueue._finish(
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
 as $$
 begin
     if cardinality(picks) = 0 then
@@ -187,6 +193,7 @@ create or replace function pgqueue._expire(picks tid[], moment timestamptz)
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
 as $$
 declare
     expired record;
@@ -230,6 +237,7 @@ create or replace function pgqueue.claim(
     security definer
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
 as $$
 declare
     settings pgqueue.queue := pgqueue._settings(claim.queue);
@@ -310,7 +318,6 @@ create or replace function pgqueue._held(job_ids bigint[], tokens bigint[])
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    -- Whatever the statistics say: by primary key.
     set enable_seqscan = off
 as $$
 begin
@@ -399,6 +406,7 @@ create or replace function pgqueue.complete(job_id bigint, token bigint, result 
     security definer
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -444,6 +452,7 @@ create or replace function pgqueue.complete_many(job_ids bigint[], tokens bigint
     security definer
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
 as $$
 declare
     picks tid[] := pgqueue._held(job_ids, tokens);
@@ -468,6 +477,7 @@ create or replace function pgqueue.fail(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -523,6 +533,7 @@ create or replace function pgqueue.release(
     security definer
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
 as $$
 declare
     picks tid[];
