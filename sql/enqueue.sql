@@ -336,6 +336,73 @@ comment on function pgqueue.enqueue(
 ) is
 'Adds a job in the caller''s transaction and returns its id; for a duplicate, the id of the job that has the unique_key. Larger priority runs first; kind defaults to the queue''s name. An enqueue whose key is taken by an open transaction waits for its end, then does as on_duplicate says: skip (default), replace or postpone a job that is not running, or error. Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with on_duplicate error).';
 
+create or replace function pgqueue._enqueue_keyed(
+    queue text,
+    payloads jsonb[],
+    kind text,
+    priority int,
+    run_at timestamptz,
+    max_attempts int,
+    unique_keys text[],
+    on_duplicate text,
+    group_keys text[],
+    headers jsonb,
+    moment timestamptz
+)
+    returns setof bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+    -- Ids are drawn in the order of the input, rows are written in the order of the keys:
+    -- two calls with the same keys then wait for each other, and never in a circle.
+    ids bigint[] := array(
+        select nextval('pgqueue.job_id_seq') from generate_series(1, cardinality(payloads))
+    );
+    added bigint[];
+    given record;
+begin
+    with inserted as (
+        insert into pgqueue.job as j (
+            id, run_at, enqueued_at, priority, max_attempts,
+            queue, kind, unique_key, group_key, payload, headers
+        )
+        overriding system value
+        select
+            g.id, coalesce(_enqueue_keyed.run_at, moment), moment,
+            coalesce(_enqueue_keyed.priority, 0), _enqueue_keyed.max_attempts,
+            _enqueue_keyed.queue, coalesce(_enqueue_keyed.kind, _enqueue_keyed.queue),
+            g.unique_key, g.group_key, coalesce(g.payload, '{}'), _enqueue_keyed.headers
+        from unnest(ids, payloads, unique_keys, group_keys)
+            as g (id, payload, unique_key, group_key)
+        order by g.unique_key, g.id
+        on conflict (queue, unique_key) where j.unique_key is not null do nothing
+        returning j.id
+    )
+    select array_agg(inserted.id) into added from inserted;
+
+    for given in
+        select g.*
+        from unnest(ids, payloads, unique_keys, group_keys) with ordinality
+            as g (id, payload, unique_key, group_key, place)
+        where not exists (select from unnest(added) as a (id) where a.id = g.id)
+        order by g.unique_key, g.place
+    loop
+        ids[given.place] := pgqueue.enqueue(
+            queue, given.payload, kind, priority, run_at, max_attempts,
+            given.unique_key, on_duplicate, given.group_key, headers
+        );
+    end loop;
+    return query select i.id from unnest(ids) as i (id);
+end;
+$$;
+
+comment on function pgqueue._enqueue_keyed(
+    text, jsonb[], text, int, timestamptz, int, text[], text, text[], jsonb, timestamptz
+) is
+'enqueue_many where some jobs may have a unique_key.';
+
 create or replace function pgqueue.enqueue_many(
     queue text,
     payloads jsonb[],
@@ -353,63 +420,36 @@ create or replace function pgqueue.enqueue_many(
     security definer
     set search_path = pg_catalog, pg_temp
 as $$
-#variable_conflict use_column
 declare
     settings pgqueue.queue := pgqueue._settings(enqueue_many.queue);
     moment timestamptz := clock_timestamp();
-    ids bigint[];
-    added bigint[];
-    given record;
 begin
     perform pgqueue._check_many(queue, payloads, unique_keys, group_keys, settings);
     perform pgqueue._check_job(kind, run_at, max_attempts, on_duplicate, headers);
-
-    -- Ids are drawn in the order of the input, rows are written in the order of the
-    -- keys: two calls with the same keys then wait for each other, and never in a circle.
-    ids := array(
-        select nextval('pgqueue.job_id_seq')
-        from generate_series(1, cardinality(payloads))
-    );
-    with inserted as (
-        insert into pgqueue.job as j (
-            id, run_at, enqueued_at, priority, max_attempts,
-            queue, kind, unique_key, group_key, payload, headers
-        )
-        overriding system value
-        select
-            given.id, coalesce(enqueue_many.run_at, moment), moment,
-            coalesce(enqueue_many.priority, 0),
-            coalesce(enqueue_many.max_attempts, settings.max_attempts),
-            enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
-            given.unique_key, given.group_key, coalesce(given.payload, '{}'),
-            enqueue_many.headers
-        from unnest(ids, payloads, unique_keys, group_keys)
-            as given (id, payload, unique_key, group_key)
-        order by given.unique_key, given.id
-        on conflict (queue, unique_key) where j.unique_key is not null do nothing
-        returning j.id
-    )
-    select array_agg(inserted.id) into added from inserted;
-
-    if cardinality(added) is distinct from cardinality(ids) then
-        for given in
-            select g.*
-            from unnest(ids, payloads, unique_keys, group_keys) with ordinality
-                as g (id, payload, unique_key, group_key, place)
-            where not exists (select from unnest(added) as a (id) where a.id = g.id)
-            order by g.unique_key, g.place
-        loop
-            ids[given.place] := pgqueue.enqueue(
-                queue, given.payload, kind, priority, run_at, max_attempts,
-                given.unique_key, on_duplicate, given.group_key, headers
-            );
-        end loop;
-    end if;
-
-    if settings.notify and cardinality(ids) > 0 then
+    max_attempts := coalesce(max_attempts, settings.max_attempts);
+    if settings.notify then
         perform pgqueue._wake(queue);
     end if;
-    return query select given.id from unnest(ids) as given (id);
+
+    if unique_keys is not null then
+        return query
+        select pgqueue._enqueue_keyed(
+            queue, payloads, kind, priority, run_at, max_attempts,
+            unique_keys, on_duplicate, group_keys, headers, moment
+        );
+    else
+        return query
+        insert into pgqueue.job as j (
+            run_at, enqueued_at, priority, max_attempts, queue, kind, group_key, payload, headers
+        )
+        select
+            coalesce(enqueue_many.run_at, moment), moment,
+            coalesce(enqueue_many.priority, 0), enqueue_many.max_attempts,
+            enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
+            g.group_key, coalesce(g.payload, '{}'), enqueue_many.headers
+        from unnest(payloads, group_keys) as g (payload, group_key)
+        returning j.id;
+    end if;
 end;
 $$;
 
