@@ -1,0 +1,269 @@
+"""The producer's side: enqueue on a connection, and in a transaction, that is yours."""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Literal, TypeVar, overload
+
+import psycopg
+from psycopg.rows import tuple_row
+
+OnDuplicate = Literal["skip", "replace", "postpone", "error"]
+AsyncConn = psycopg.AsyncConnection[Any] | psycopg.AsyncCursor[Any]
+T = TypeVar("T")
+
+
+# The code registers a class with psycopg, which then raises it for that SQLSTATE.
+class JobNotFound(psycopg.DatabaseError, code="PQ001", name="JOB_NOT_FOUND"):
+    """There is no such job, or dead job (SQLSTATE PQ001)."""
+
+
+class LeaseLost(psycopg.DatabaseError, code="PQ002", name="LEASE_LOST"):
+    """The job may be running elsewhere: discard the result (SQLSTATE PQ002)."""
+
+
+@overload
+def enqueue(
+    conn: AsyncConn,
+    queue: str,
+    payload: Any = None,
+    *,
+    kind: str | None = None,
+    priority: int | None = None,
+    run_at: datetime | None = None,
+    max_attempts: int | None = None,
+    unique_key: str | None = None,
+    on_duplicate: OnDuplicate | None = None,
+    group_key: str | None = None,
+    headers: Mapping[str, Any] | None = None,
+) -> Coroutine[Any, Any, int]: ...
+@overload
+def enqueue(
+    conn: Any,
+    queue: str,
+    payload: Any = None,
+    *,
+    kind: str | None = None,
+    priority: int | None = None,
+    run_at: datetime | None = None,
+    max_attempts: int | None = None,
+    unique_key: str | None = None,
+    on_duplicate: OnDuplicate | None = None,
+    group_key: str | None = None,
+    headers: Mapping[str, Any] | None = None,
+) -> int: ...
+def enqueue(
+    conn: Any,
+    queue: str,
+    payload: Any = None,
+    *,
+    kind: str | None = None,
+    priority: int | None = None,
+    run_at: datetime | None = None,
+    max_attempts: int | None = None,
+    unique_key: str | None = None,
+    on_duplicate: OnDuplicate | None = None,
+    group_key: str | None = None,
+    headers: Mapping[str, Any] | None = None,
+) -> Any:
+    """Add a job in the caller's transaction and return its id: pgqueue.enqueue().
+
+    Workers see the job when the caller commits; nothing here commits. `conn` is a
+    connection or cursor of psycopg 3 (of an async one, await the result), psycopg 2 or
+    Django, or a connection or session of SQLAlchemy 2. `payload` is anything that JSON
+    can hold, a dataclass or a pydantic model; a larger `priority` runs first; `run_at`
+    should have a time zone. Options left as None take the defaults of the queue.
+
+    Raises ValueError, naming the path, for a payload or headers that Postgres cannot
+    store, and the driver's error for what the SQL function refuses: 22023 (bad
+    argument), 54000 (payload too large), 23505 (duplicate with on_duplicate="error").
+    """
+    return _call(
+        conn,
+        "select pgqueue.enqueue(%s, %s::jsonb, kind => %s, priority => %s,"
+        " run_at => %s, max_attempts => %s, unique_key => %s, on_duplicate => %s,"
+        " group_key => %s, headers => %s::jsonb)",
+        (
+            queue,
+            to_json(payload, "payload"),
+            kind,
+            priority,
+            run_at,
+            max_attempts,
+            unique_key,
+            on_duplicate,
+            group_key,
+            to_json(headers, "headers"),
+        ),
+        lambda ids: ids[0],
+    )
+
+
+@overload
+def enqueue_many(
+    conn: AsyncConn,
+    queue: str,
+    payloads: Sequence[Any],
+    *,
+    kind: str | None = None,
+    priority: int | None = None,
+    run_at: datetime | None = None,
+    max_attempts: int | None = None,
+    unique_keys: Sequence[str | None] | None = None,
+    on_duplicate: OnDuplicate | None = None,
+    group_keys: Sequence[str | None] | None = None,
+    headers: Mapping[str, Any] | None = None,
+) -> Coroutine[Any, Any, list[int]]: ...
+@overload
+def enqueue_many(
+    conn: Any,
+    queue: str,
+    payloads: Sequence[Any],
+    *,
+    kind: str | None = None,
+    priority: int | None = None,
+    run_at: datetime | None = None,
+    max_attempts: int | None = None,
+    unique_keys: Sequence[str | None] | None = None,
+    on_duplicate: OnDuplicate | None = None,
+    group_keys: Sequence[str | None] | None = None,
+    headers: Mapping[str, Any] | None = None,
+) -> list[int]: ...
+def enqueue_many(
+    conn: Any,
+    queue: str,
+    payloads: Sequence[Any],
+    *,
+    kind: str | None = None,
+    priority: int | None = None,
+    run_at: datetime | None = None,
+    max_attempts: int | None = None,
+    unique_keys: Sequence[str | None] | None = None,
+    on_duplicate: OnDuplicate | None = None,
+    group_keys: Sequence[str | None] | None = None,
+    headers: Mapping[str, Any] | None = None,
+) -> Any:
+    """Add a job for each payload, all or none, and return their ids in the same order.
+
+    Calls pgqueue.enqueue_many(). `unique_keys` and `group_keys`, where given, are as
+    long as `payloads`, with None for a job without one. All else is as in `enqueue`.
+    """
+    return _call(
+        conn,
+        "select * from pgqueue.enqueue_many(%s, %s::text[]::jsonb[], kind => %s,"
+        " priority => %s, run_at => %s, max_attempts => %s, unique_keys => %s::text[],"
+        " on_duplicate => %s, group_keys => %s::text[], headers => %s::jsonb)",
+        (
+            queue,
+            [to_json(p, f"payloads[{i}]") for i, p in enumerate(payloads)],
+            kind,
+            priority,
+            run_at,
+            max_attempts,
+            None if unique_keys is None else list(unique_keys),
+            on_duplicate,
+            None if group_keys is None else list(group_keys),
+            to_json(headers, "headers"),
+        ),
+        lambda ids: ids,
+    )
+
+
+def to_json(value: Any, name: str) -> str | None:
+    """Encode a value as JSON that Postgres can store; None stays None.
+
+    Raises ValueError, or TypeError for a type that JSON does not have, with the path to
+    what is wrong.
+    """
+    if value is None:
+        return None
+    try:
+        text = json.dumps(value, allow_nan=False, default=_as_plain)
+    except (ValueError, TypeError, RecursionError) as error:
+        path = _find_unstorable(value, name) or f"{name}: {error}"
+        raise type(error)(f"cannot be stored as JSON: {path}") from None
+    # Only a text with such an escape is worth the walk.
+    if "\\u0000" in text or "\\ud" in text:
+        if found := _find_unstorable(value, name):
+            raise ValueError(f"cannot be stored as JSON: {found}")
+    return text
+
+
+def _as_plain(value: Any) -> Any:
+    """Turn a dataclass or a pydantic model into what JSON has."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if callable(dump := getattr(value, "model_dump", None)):
+        return dump(mode="json")
+    raise TypeError(f"{type(value).__name__} is not a type of JSON")
+
+
+def _find_unstorable(value: Any, name: str) -> str | None:
+    """Name the path to the first thing that Postgres cannot store, and what it is."""
+    # No recursion, and every container once: deep and circular values come here too.
+    todo, seen = [(name, value)], set[int]()
+    while todo:
+        path, item = todo.pop()
+        if isinstance(item, str):
+            if "\0" in item:
+                return f"{path}: a NUL character"
+            if any("\ud800" <= char <= "\udfff" for char in item):
+                return f"{path}: half of a surrogate pair"
+        elif isinstance(item, float):
+            if item != item or item in (float("inf"), float("-inf")):
+                return f"{path}: {item}"
+        elif isinstance(item, dict | list | tuple):
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+            if isinstance(item, dict):
+                for key in item:
+                    if not isinstance(key, str | int | float | bool | None):
+                        return f"{path}: a key of type {type(key).__name__}"
+                todo += [(f"{path}, a key", key) for key in item]
+                todo += [(f"{path}[{key!r}]", inner) for key, inner in item.items()]
+            else:
+                todo += [(f"{path}[{i}]", inner) for i, inner in enumerate(item)]
+        elif item is not None and not isinstance(item, int):
+            try:
+                todo.append((path, _as_plain(item)))
+            except TypeError as error:
+                return f"{path}: {error}"
+    return None
+
+
+def _call(
+    conn: Any, query: str, params: tuple[Any, ...], shape: Callable[[list[int]], T]
+) -> T | Awaitable[T]:
+    """Run a query on whatever connection this is, and shape its only column."""
+    if isinstance(conn, psycopg.Cursor | psycopg.AsyncCursor):
+        conn = conn.connection  # a cursor of our own leaves the caller's rows alone
+    if callable(getattr(conn, "connection", None)):
+        conn = conn.connection()  # of a SQLAlchemy session
+    if hasattr(conn, "exec_driver_sql"):
+        return shape([row[0] for row in conn.exec_driver_sql(query, params)])
+
+    if isinstance(conn, psycopg.Connection | psycopg.AsyncConnection):
+        cursor: Any = conn.cursor(row_factory=tuple_row)
+    else:
+        # Django's cursor has an attribute `cursor`, too.
+        cursor = conn.cursor() if callable(getattr(conn, "cursor", None)) else conn
+    executed = cursor.execute(query, params)
+    if inspect.isawaitable(executed):
+        return _finish(cursor, executed, shape)
+    return shape([_first(row) for row in cursor.fetchall()])
+
+
+async def _finish(
+    cursor: Any, executed: Awaitable[Any], shape: Callable[[list[int]], T]
+) -> T:
+    await executed
+    return shape([_first(row) for row in await cursor.fetchall()])
+
+
+def _first(row: Any) -> int:
+    """Read the only column of a row, also from a dict cursor's."""
+    value: int = next(iter(row.values())) if isinstance(row, Mapping) else row[0]
+    return value

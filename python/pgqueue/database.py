@@ -1,0 +1,100 @@
+"""The worker's connections: where to, and what to make of their errors."""
+
+import os
+import random
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.rows import TupleRow
+
+Connection = psycopg.Connection[TupleRow]
+
+# A cut network is noticed in 15 seconds: by keepalives while nothing is under way, by
+# tcp_user_timeout while something is.
+PATIENCE = {
+    "connect_timeout": 10,
+    "keepalives_idle": 5,
+    "keepalives_interval": 3,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+    "client_encoding": "utf8",
+    "application_name": "pgqueue",
+}
+ENVIRONMENT = {"PGCONNECT_TIMEOUT": "connect_timeout", "PGAPPNAME": "application_name"}
+CHANNEL = "pgqueue"
+
+# What no waiting mends: no such schema, or not these functions in it.
+INCOMPATIBLE = (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction)
+# What may be over soon. All else is the fault of a statement, or of a job in it.
+OUTAGE = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    psycopg.InternalError,
+    psycopg.errors.InsufficientPrivilege,
+)
+
+
+def conninfo(dsn: str | None, environ: Mapping[str, str] = os.environ) -> str:
+    """Complete a dsn: PGQUEUE_DSN, DATABASE_URL or libpq's own variables, and PATIENCE.
+
+    Raises psycopg.ProgrammingError for one that libpq does not understand.
+    """
+    dsn = dsn or environ.get("PGQUEUE_DSN") or environ.get("DATABASE_URL") or ""
+    dsn = re.sub(r"^postgres(ql)?\+\w+:", "postgresql:", dsn)  # as SQLAlchemy writes it
+    given = conninfo_to_dict(dsn)
+    known = set(given) | {ENVIRONMENT[name] for name in ENVIRONMENT if name in environ}
+    if "," in str(given.get("host") or environ.get("PGHOST") or ""):
+        given.setdefault("target_session_attrs", "read-write")
+    added: dict[str, Any] = {k: v for k, v in PATIENCE.items() if k not in known}
+    return make_conninfo(**{**given, **added})
+
+
+def connect(dsn: str) -> Connection:
+    """Connect for work: autocommit, READ COMMITTED, prepared unless behind a pooler."""
+    conn = psycopg.connect(dsn, autocommit=True, prepare_threshold=None)
+    try:
+        conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+        if not is_pooled(conn):
+            conn.prepare_threshold = 0
+    except BaseException:
+        conn.close()
+        raise
+    return conn
+
+
+async def connect_async(dsn: str) -> psycopg.AsyncConnection[TupleRow]:
+    """Connect as `connect` does; unprepared, because it is for handlers."""
+    conn = await psycopg.AsyncConnection.connect(
+        dsn, autocommit=True, prepare_threshold=None
+    )
+    await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+    return conn
+
+
+def is_pooled(conn: Connection) -> bool:
+    """Whether a pooler answers: it does not tell the process id of the real backend."""
+    row = conn.execute("select pg_backend_pid()").fetchone()
+    return row is None or row[0] != conn.info.backend_pid
+
+
+def hears(conn: Connection, dsn: str, patience: float = 2.0) -> bool:
+    """Whether a NOTIFY from another session arrives; LISTEN alone does not tell."""
+    channel = f"{CHANNEL}_{secrets.token_hex(8)}"  # its own: nobody else is woken
+    conn.execute(f"listen {channel}")
+    try:
+        with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as other:
+            other.execute("select pg_notify(%s, '')", (channel,))
+        heard = list(conn.notifies(timeout=patience, stop_after=1))
+    finally:
+        if not conn.closed:
+            conn.execute(f"unlisten {channel}")
+    return bool(heard)
+
+
+def backoff(failures: int) -> float:
+    """Say how many seconds to wait after so many failures in a row: 30 at most."""
+    return min(30.0, 0.1 * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0)

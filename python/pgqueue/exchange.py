@@ -1,0 +1,154 @@
+"""One round trip and one commit: reports to the server, jobs from it."""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+
+from pgqueue.app import Job, Report
+from pgqueue.client import LeaseLost
+from pgqueue.database import OUTAGE, Connection
+
+log = logging.getLogger("pgqueue")
+
+CLAIM = (
+    "select id, token, kind, queue, attempt, max_attempts,"
+    " payload::text, headers::text,"
+    " extract(epoch from lease_expires_at - claimed_at)::float8"
+    " from pgqueue.claim(%s, %s, %s, %s::float8 * interval '1 s', %s::text[])"
+)
+COMPLETE_MANY = "select * from pgqueue.complete_many(%s::bigint[], %s::bigint[])"
+COMPLETE = (
+    "select j.id, pgqueue.complete(j.id, j.token, j.result::jsonb)"
+    " from unnest(%s::bigint[], %s::bigint[], %s::text[]) as j (id, token, result)"
+)
+FAIL = (
+    "select j.id, pgqueue.fail(j.id, j.token, j.error, j.retry_in, j.permanent)"
+    " from unnest("
+    "%s::bigint[], %s::bigint[], %s::text[], %s::interval[], %s::boolean[])"
+    " as j (id, token, error, retry_in, permanent)"
+)
+RELEASE_AT = (
+    "select * from pgqueue.release(%s::bigint[], %s::bigint[], %s::timestamptz)"
+)
+RELEASE_IN = (
+    "select * from pgqueue.release("
+    "%s::bigint[], %s::bigint[], clock_timestamp() + %s::interval)"
+)
+NEXT_DUE = "select extract(epoch from pgqueue.next_due(%s::text[]))::float8"
+PARK = "select pgqueue.park(%s::text[])"
+UNPARK = "select pgqueue.unpark(%s::text[])"
+
+
+@dataclass
+class Ask:
+    """What to ask for beside the reports; nothing by default."""
+
+    claim: tuple[str, str, int, float | None, list[str] | None] | None = None
+    due_in: list[str] | None = None
+    park: list[str] | None = None
+    unpark: list[str] | None = None
+
+
+@dataclass
+class Answer:
+    """What came back."""
+
+    jobs: list[Job] = field(default_factory=list)
+    since: float = 0.0  # the monotonic time from which their leases count
+    due: float | None = None  # seconds until the next scheduled job
+    is_quiet: bool = True  # what park said
+    outcomes: dict[int, str] = field(default_factory=dict)  # by job id
+
+
+def exchange(conn: Connection, reported: Sequence[Job], ask: Ask) -> Answer:
+    """Report and ask in one transaction; all of it happens, or none.
+
+    Raises what psycopg raises, among them LeaseLost for one job of many: then tell them
+    one by one.
+    """
+    answer = Answer(since=time.monotonic())
+    tellings, due, quiet, claimed = [], None, None, None
+    with conn.pipeline(), conn.transaction():
+        for query, params in _statements(reported):
+            tellings.append(conn.execute(query, params))
+        # In this order: what falls due, or is enqueued, in between is claimed.
+        if ask.due_in:
+            due = conn.execute(NEXT_DUE, (ask.due_in,))
+        if ask.park:
+            quiet = conn.execute(PARK, (ask.park,))
+        if ask.unpark:
+            conn.execute(UNPARK, (ask.unpark,))
+        if ask.claim:
+            claimed = conn.execute(CLAIM, ask.claim)
+
+    for cursor in tellings:
+        answer.outcomes |= {told[0]: told[-1] for told in cursor}
+    if due and (row := due.fetchone()):
+        answer.due = row[0]
+    if quiet and (row := quiet.fetchone()):
+        answer.is_quiet = row[0]
+    if claimed:
+        answer.jobs = [Job(*row) for row in claimed.fetchall()]
+    return answer
+
+
+def _statements(jobs: Sequence[Job]) -> list[tuple[str, tuple[Any, ...]]]:
+    """Sort the reports into as few calls as there are verbs."""
+    plain: list[Job] = []
+    results: list[Job] = []
+    failed: list[Job] = []
+    released: defaultdict[Any, list[Job]] = defaultdict(list)
+    for job in sorted(jobs, key=lambda job: job.id):
+        report = job.report
+        if report.verb == "complete":
+            (plain if report.text is None else results).append(job)
+        elif report.verb == "fail":
+            failed.append(job)
+        elif report.verb == "release":
+            released[report.until].append(job)
+
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    if plain:
+        calls.append((COMPLETE_MANY, (*_names(plain),)))
+    if results:
+        texts = [job.report.text for job in results]
+        calls.append((COMPLETE, (*_names(results), texts)))
+    if failed:
+        reports = [job.report for job in failed]
+        errors, afters = [r.text for r in reports], [r.after for r in reports]
+        permanent = [r.permanent for r in reports]
+        calls.append((FAIL, (*_names(failed), errors, afters, permanent)))
+    for until, group in released.items():
+        release = RELEASE_IN if isinstance(until, timedelta) else RELEASE_AT
+        calls.append((release, (*_names(group), until)))
+    return calls
+
+
+def _names(jobs: Sequence[Job]) -> tuple[list[int], list[int]]:
+    return [job.id for job in jobs], [job.token for job in jobs]
+
+
+def tell_one_by_one(conn: Connection, jobs: Sequence[Job]) -> dict[int, str]:
+    """Report jobs when one among them made all fail; raises only what is an outage."""
+    outcomes: dict[int, str] = {}
+    for job in jobs:
+        try:
+            try:
+                outcomes |= exchange(conn, [job], Ask()).outcomes
+            except (*OUTAGE, LeaseLost):
+                raise
+            except psycopg.Error as error:
+                # A result or a moment that the server refuses is the handler's failure.
+                job.report = Report("fail", f"{job.report.verb} was refused: {error}")
+                outcomes |= exchange(conn, [job], Ask()).outcomes
+        except OUTAGE:
+            raise
+        except psycopg.Error as error:
+            log.info("job %s cannot be reported: %s", job.id, error)
+    return outcomes

@@ -1,0 +1,316 @@
+"""Where handlers run: `def` in threads, `async def` on an event loop in one more.
+
+The worker's loop fills `todo`; a lane hands each finished job, with its report, to the
+desk. A job is on the desk's `running` while its handler runs, and whoever takes it from
+there, lane or watch, reports it: a timed-out thread that returns late says no more.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+
+import psycopg
+from psycopg.rows import TupleRow
+
+from pgqueue import database
+from pgqueue.app import Handler, Job, Reject, Report, Retry, Snooze, begin
+from pgqueue.client import LeaseLost, to_json
+
+log = logging.getLogger("pgqueue")
+
+COMPLETE = "select pgqueue.complete(%s, %s, %s::jsonb)"
+COMPLETED = Report("complete")
+NOTHING = Report("none")
+NO_CONNECTION = Report("release", until=timedelta(seconds=1))
+
+
+class Desk:
+    """What runs, what is done and not yet reported, and the bell of the loop."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self.running: dict[int, Job] = {}
+        self.done: deque[Job] = deque()
+        self.is_waiting = False
+        self.ring = ring
+
+    def start(self, job: Job) -> bool:
+        """Note that a handler begins, unless the lease is over already."""
+        if job.lost:
+            self._put(job, NOTHING)
+            return False
+        self.running[job.token] = job
+        return True
+
+    def finish(self, job: Job, report: Report) -> bool:
+        """Take the report of a job; false if it has been given up meanwhile."""
+        if self.running.pop(job.token, None) is None:
+            return False
+        self._put(job, report)
+        return True
+
+    def _put(self, job: Job, report: Report) -> None:
+        job.report = report
+        self.done.append(job)
+        if self.is_waiting:
+            self.ring()
+
+
+def judge(job: Job, error: BaseException) -> Report:
+    """Turn what a handler raised into what to tell the server."""
+    if isinstance(error, Snooze):
+        return Report("release", until=error.until)
+    if isinstance(error, LeaseLost):
+        return NOTHING
+    if isinstance(error, asyncio.CancelledError) and job.lost and not job.cancelled:
+        return NOTHING
+    # It may be huge, and may hold what Postgres cannot store. The end says most.
+    try:
+        text = "".join(traceback.format_exception(error))
+    except BaseException as worse:
+        text = f"{type(error).__name__}, which raised {type(worse).__name__} when shown"
+    text = text[-6000:].replace("\0", "\\0").encode(errors="backslashreplace").decode()
+    after = error.after if isinstance(error, Retry) else None
+    return Report("fail", text, after=after, permanent=isinstance(error, Reject))
+
+
+class Threads:
+    """The lane of `def` handlers."""
+
+    def __init__(self, desk: Desk, dsn: str, size: int) -> None:
+        self.desk = desk
+        self.dsn = dsn
+        self.size = size
+        self.todo: SimpleQueue[Job | None] = SimpleQueue()
+        self.pulled_at = time.monotonic()
+
+    def open(self) -> None:
+        for _ in range(self.size):
+            self.hire()
+
+    def hire(self) -> None:
+        """Start one more thread, also in the place of one whose job timed out."""
+        threading.Thread(target=self._work, name="pgqueue-handler", daemon=True).start()
+
+    def close(self) -> None:
+        for _ in range(self.size):
+            self.todo.put(None)
+
+    def put(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            self.todo.put(job)
+
+    def take_back(self) -> list[Job]:
+        """Empty `todo`: the jobs that no handler has begun."""
+        jobs = []
+        with contextlib.suppress(Empty):
+            while True:
+                if job := self.todo.get_nowait():
+                    jobs.append(job)
+        return jobs
+
+    def _work(self) -> None:
+        desk = self.desk
+        with contextlib.ExitStack() as connection:
+            transact = _Transact(self.dsn, connection)
+            while (job := self.todo.get()) is not None:
+                self.pulled_at = time.monotonic()
+                if desk.start(job) and not desk.finish(
+                    job, self._attempt(job, transact)
+                ):
+                    return  # timed out: another thread has this one's place
+
+    def _attempt(self, job: Job, transact: "_Transact") -> Report:
+        try:
+            begin(job)
+            if job.handler.transaction:
+                return transact(job)
+            result = to_json(job.handler(job), "result")
+            return COMPLETED if result is None else Report("complete", result)
+        except BaseException as error:  # whatever a handler raises fails its job only
+            return judge(job, error)
+
+
+class _Transact:
+    """One thread's connection for handlers that complete in their own transaction."""
+
+    def __init__(self, dsn: str, stack: contextlib.ExitStack) -> None:
+        self.dsn = dsn
+        self.stack = stack
+        self.conn: database.Connection | None = None
+
+    def __call__(self, job: Job) -> Report:
+        with contextlib.ExitStack() as transaction:
+            try:
+                conn = job.conn = self._begin(transaction)
+            except psycopg.Error as error:
+                log.warning(
+                    "no connection for the handler of job %s: %s", job.id, error
+                )
+                return NO_CONNECTION
+            result = to_json(job.handler(job), "result")
+            conn.execute(COMPLETE, (job.id, job.token, result))
+        return NOTHING
+
+    def _begin(self, transaction: contextlib.ExitStack) -> database.Connection:
+        if self.conn is not None:
+            # It may have died since the last job, which is not this job's fault.
+            with contextlib.suppress(psycopg.Error):
+                transaction.enter_context(self.conn.transaction())
+                return self.conn
+            self.conn.close()
+        self.conn = self.stack.enter_context(
+            contextlib.closing(database.connect(self.dsn))
+        )
+        transaction.enter_context(self.conn.transaction())
+        return self.conn
+
+
+class Loop:
+    """The lane of `async def` handlers."""
+
+    def __init__(self, desk: Desk, dsn: str, size: int) -> None:
+        self.desk = desk
+        self.dsn = dsn
+        self.size = size
+        self.todo: deque[Job | None] = deque()
+        self.pulled_at = time.monotonic()
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._loop = asyncio.new_event_loop()
+
+    def open(self) -> None:
+        threading.Thread(target=self._run, name="pgqueue-loop", daemon=True).start()
+
+    def close(self) -> None:
+        self.todo.extend([None] * self.size)
+        self._loop.call_soon_threadsafe(self._wake)
+
+    def put(self, jobs: Iterable[Job]) -> None:
+        self.todo.extend(jobs)
+        self._loop.call_soon_threadsafe(self._wake)
+
+    def take_back(self) -> list[Job]:
+        """Empty `todo`: the jobs that no handler has begun."""
+        jobs = []
+        with contextlib.suppress(IndexError):
+            while True:
+                if job := self.todo.popleft():
+                    jobs.append(job)
+        return jobs
+
+    def cancel(self, job: Job) -> None:
+        """Cancel the handler of a job, from any thread."""
+        self._loop.call_soon_threadsafe(self._cancel, job)
+
+    def _cancel(self, job: Job) -> None:
+        if job.task and self.desk.running.get(job.token) is job:
+            job.task.cancel()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._pull_all())
+
+    async def _pull_all(self) -> None:
+        await asyncio.gather(*(self._pull() for _ in range(self.size)))
+
+    def _wake(self) -> None:
+        for _ in range(min(len(self.todo), len(self._idle))):
+            self._idle.popleft().set_result(None)
+
+    async def _pull(self) -> None:
+        async with contextlib.AsyncExitStack() as connection:
+            transact = _AsyncTransact(self.dsn, connection)
+            breath = time.monotonic()
+            while True:
+                if not self.todo:
+                    self._idle.append(self._loop.create_future())
+                    await self._idle[-1]
+                    continue
+                if (job := self.todo.popleft()) is None:
+                    return
+                self.pulled_at = time.monotonic()
+                # Handlers that never await must not keep the loop from its own work.
+                if self.pulled_at > breath + 0.005:
+                    await asyncio.sleep(0)
+                    breath = time.monotonic()
+                if self.desk.start(job):
+                    self.desk.finish(job, await self._attempt(job, transact))
+
+    async def _attempt(self, job: Job, transact: "_AsyncTransact") -> Report:
+        job.task = asyncio.current_task()
+        try:
+            begin(job)
+            async with asyncio.timeout(job.handler.timeout):
+                if job.handler.transaction:
+                    return await transact(job)
+                result = to_json(await job.handler(job), "result")
+            return COMPLETED if result is None else Report("complete", result)
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # whatever a handler raises fails its job only
+            if job.task and isinstance(error, asyncio.CancelledError):
+                job.task.uncancel()
+            return judge(job, error)
+
+
+class _AsyncTransact:
+    """One puller's connection for handlers that complete in their own transaction."""
+
+    def __init__(self, dsn: str, stack: contextlib.AsyncExitStack) -> None:
+        self.dsn = dsn
+        self.stack = stack
+        self.conn: psycopg.AsyncConnection[TupleRow] | None = None
+
+    async def __call__(self, job: Job) -> Report:
+        async with contextlib.AsyncExitStack() as transaction:
+            try:
+                conn = job.conn = await self._begin(transaction)
+            except psycopg.Error as error:
+                log.warning(
+                    "no connection for the handler of job %s: %s", job.id, error
+                )
+                return NO_CONNECTION
+            result = to_json(await job.handler(job), "result")
+            await conn.execute(COMPLETE, (job.id, job.token, result))
+        return NOTHING
+
+    async def _begin(
+        self, transaction: contextlib.AsyncExitStack
+    ) -> psycopg.AsyncConnection[TupleRow]:
+        if self.conn is not None:
+            with contextlib.suppress(psycopg.Error):
+                await transaction.enter_async_context(self.conn.transaction())
+                return self.conn
+            await self.conn.close()
+        self.conn = await database.connect_async(self.dsn)
+        self.stack.push_async_callback(self.conn.close)
+        await transaction.enter_async_context(self.conn.transaction())
+        return self.conn
+
+
+def watch(desk: Desk, threads: Threads, loop: Loop, is_over: threading.Event) -> None:
+    """Fail what runs too long in a thread, and cancel on the loop what must not go on.
+
+    It never talks to the server, so it fences also when nobody can.
+    """
+    while not is_over.wait(0.25):
+        for job in list(desk.running.values()):
+            handler: Handler = job.handler
+            if handler.is_async:
+                if job.lost or job.cancelled:
+                    loop.cancel(job)
+            elif (
+                handler.timeout is not None
+                and time.monotonic() > job.started + handler.timeout
+                and desk.finish(
+                    job, Report("fail", f"timed out after {handler.timeout} seconds")
+                )
+            ):
+                log.warning("%r timed out; its thread runs on", job)
+                threads.hire()
