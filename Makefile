@@ -25,7 +25,7 @@ CLUSTER  = $(VENV)/python tests/cluster.py
 CONFIG   = python/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test matrix lint plain all install uninstall installcheck clean
+.PHONY: help demo test bench matrix lint plain all install uninstall installcheck clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,12 @@ test: all ## everything, in a throwaway Postgres
 	@PYTHON=$(PYTHON) sh tests/need.sh test
 	@$(MAKE) -s .venv/dev
 	@$(CLUSTER) --fast $(MAKE) -s suite
+
+bench: all ## pgqueue beside pgmq and bare SQL, on a throwaway Postgres (ARGS='--rounds 3 held')
+	@PYTHON=$(PYTHON) sh tests/need.sh test
+	@$(MAKE) -s .venv/dev
+	@$(VENV)/python -m pip install --quiet --disable-pip-version-check pgmq
+	@PYTHONPATH=tests $(CLUSTER) $(VENV)/python -m bench $(ARGS)
 
 # Debian brings one version of Postgres; npm has the others, without clients.
 MATRIX = 14.23.0 15.18.0 16.14.0 17.10.0 18.4.0

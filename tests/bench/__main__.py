@@ -47,17 +47,22 @@ def number(conn: psycopg.Connection[tuple], query: str) -> int:
     return int(row[0])
 
 
+def times(pid: str) -> list[int]:
+    """utime, stime, and those of the children that it has waited for, in ticks."""
+    return [int(t) for t in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:15]]
+
+
 def server_cpu(conn: psycopg.Connection[tuple]) -> float:
     """Seconds of CPU that the server has used: the postmaster, its children, those that ended."""
-    children = conn.execute("select pg_backend_pid()").fetchone()
-    assert children
-    postmaster = Path(f"/proc/{children[0]}/stat").read_text().rsplit(")", 1)[1].split()[1]
-    living = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
-    ticks = 0
-    for pid in (postmaster, *living):
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        ticks += sum(map(int, fields[11:15] if pid == postmaster else fields[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+    backend = number(conn, "select pg_backend_pid()")
+    postmaster = Path(f"/proc/{backend}/stat").read_text().rsplit(")", 1)[1].split()[1]
+    while True:
+        try:
+            living = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
+            ticks = sum(times(postmaster)) + sum(sum(times(pid)[:2]) for pid in living)
+            return ticks / os.sysconf("SC_CLK_TCK")
+        except FileNotFoundError:
+            continue  # one ended meanwhile, and counts as the postmaster's now
 
 
 def measure(jobs: int, run: Callable[[], float | None]) -> Sample:
@@ -148,8 +153,8 @@ def lifecycle(system: System) -> dict[str, Sample]:
 def held(system: System) -> dict[str, Sample]:
     """Ten rounds while another session holds a snapshot, so that nothing can be cleaned up."""
     jobs, samples = 20_000, {}
-    fill(system, 0)
     with session() as conn, psycopg.connect() as holder:
+        conn.execute(system.reset)
         holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         holder.execute("select 1")
         for place in range(1, 11):
