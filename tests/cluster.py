@@ -84,6 +84,7 @@ class Cluster:
             "port": str(self.port),
             "unix_socket_directories": str(self.home),
             "max_connections": "200",
+            "max_prepared_transactions": "10",
             "fsync": "off" if fast else "on",
         } | dict(settings or {})
         inherited = {

@@ -50,7 +50,9 @@ def work(conn: psycopg.Connection, total: int) -> float:
     began = time.monotonic()
     try:
         with tqdm(total=total, unit="job", ncols=80, file=sys.stdout) as bar:
-            while (left := conn.execute("select count(*) from pgqueue.jobs").fetchone()[0]) > 0:
+            while (
+                left := conn.execute("select count(*) from pgqueue.jobs").fetchone()[0]
+            ) > 0:
                 bar.update(total - left - bar.n)
                 if worker.poll() is not None:
                     sys.exit(f"the worker stopped with exit code {worker.returncode}")
@@ -69,7 +71,9 @@ def main() -> None:
         conn.execute(
             "select pgqueue.enqueue_many(%s, %s, kind => 'count_source')", (QUEUE, jobs)
         )
-        print(f"{len(jobs)} jobs: count the functions in each file of the standard library")
+        print(
+            f"{len(jobs)} jobs: count the functions in each file of the standard library"
+        )
         seconds = work(conn, len(jobs))
         done = conn.execute("select count(*) from source_file").fetchone()[0]
     print(f"{done} jobs completed in {seconds:.1f} s: {done / seconds:.0f} a second\n")
@@ -77,7 +81,9 @@ def main() -> None:
         print(f"{title}: {query.split(' from ')[1].split(' ')[0]}", flush=True)
         subprocess.run(["psql", "-Xq", "-P", "footer=off", "-c", query], check=True)
 
-    where = " ".join(f"{name}={os.environ[name]}" for name in ("PGHOST", "PGPORT", "PGUSER"))
+    where = " ".join(
+        f"{name}={os.environ[name]}" for name in ("PGHOST", "PGPORT", "PGUSER")
+    )
     print(f"Look further while this server lives:\n    {where} psql")
     if sys.stdin.isatty():
         input("Enter stops it and removes it. ")

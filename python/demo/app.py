@@ -15,7 +15,9 @@ def count_source(job: pgqueue.Job, path: str) -> dict[str, int]:
     nodes = list(ast.walk(ast.parse(source)))
     counts = {
         "lines": source.count("\n"),
-        "functions": sum(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) for n in nodes),
+        "functions": sum(
+            isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) for n in nodes
+        ),
         "classes": sum(isinstance(n, ast.ClassDef) for n in nodes),
     }
     job.connection.execute(

@@ -49,7 +49,10 @@ def number(conn: psycopg.Connection[tuple], query: str) -> int:
 
 def times(pid: str) -> list[int]:
     """utime, stime, and those of the children that it has waited for, in ticks."""
-    return [int(t) for t in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:15]]
+    return [
+        int(t)
+        for t in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:15]
+    ]
 
 
 def server_cpu(conn: psycopg.Connection[tuple]) -> float:
@@ -58,7 +61,11 @@ def server_cpu(conn: psycopg.Connection[tuple]) -> float:
     postmaster = Path(f"/proc/{backend}/stat").read_text().rsplit(")", 1)[1].split()[1]
     while True:
         try:
-            living = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
+            living = (
+                Path(f"/proc/{postmaster}/task/{postmaster}/children")
+                .read_text()
+                .split()
+            )
             ticks = sum(times(postmaster)) + sum(sum(times(pid)[:2]) for pid in living)
             return ticks / os.sysconf("SC_CLK_TCK")
         except FileNotFoundError:
@@ -85,7 +92,9 @@ def pgbench(script: str, clients: int, transactions: int, mode: str) -> float:
         file.flush()
         command = ["pgbench", "-n", "-M", mode, "-f", file.name]
         command += ["-c", str(clients), "-j", "2", "-t", str(transactions)]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        output = subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout
     done = re.search(r"actually processed: (\d+)/(\d+)", output)
     rate = re.search(r"tps = ([\d.]+)", output)
     assert done and rate and done[1] == done[2], output
@@ -106,7 +115,9 @@ def fill(system: System, jobs: int) -> None:
         conn.execute("vacuum analyze")
 
 
-def drain(system: System, conn: psycopg.Connection[tuple], jobs: int, batch: int) -> None:
+def drain(
+    system: System, conn: psycopg.Connection[tuple], jobs: int, batch: int
+) -> None:
     """Take and finish so many jobs; each id may come once."""
     seen: set[int] = set()
     while len(seen) < jobs:
@@ -114,8 +125,12 @@ def drain(system: System, conn: psycopg.Connection[tuple], jobs: int, batch: int
         before = len(seen)
         seen.update(row[0] for row in rows)
         if not rows or len(seen) != before + len(rows):
-            sys.exit(f"{system.name}: a batch of {len(rows)} after {before} of {jobs} jobs")
-        conn.execute(system.finish, [list(column) for column in zip(*rows, strict=True)])
+            sys.exit(
+                f"{system.name}: a batch of {len(rows)} after {before} of {jobs} jobs"
+            )
+        conn.execute(
+            system.finish, [list(column) for column in zip(*rows, strict=True)]
+        )
 
 
 def enqueue(system: System) -> dict[str, Sample]:
@@ -123,7 +138,8 @@ def enqueue(system: System) -> dict[str, Sample]:
     with session() as conn:
         conn.execute(system.reset)
     sample = measure(
-        jobs, lambda: pgbench(system.enqueue + ";", CLIENTS, jobs // CLIENTS, "prepared")
+        jobs,
+        lambda: pgbench(system.enqueue + ";", CLIENTS, jobs // CLIENTS, "prepared"),
     )
     expect(system, jobs)
     return {f"one a commit, {CLIENTS} clients": sample}
@@ -144,7 +160,8 @@ def lifecycle(system: System) -> dict[str, Sample]:
         fill(system, jobs)
         script = system.lifecycle(batch)
         samples[f"take and finish by {batch}, {CLIENTS} clients"] = measure(
-            jobs, lambda: pgbench(script, CLIENTS, jobs // batch // CLIENTS, mode)  # noqa: B023
+            jobs,
+            lambda: pgbench(script, CLIENTS, jobs // batch // CLIENTS, mode),  # noqa: B023
         )
         expect(system, 0)
     return samples
@@ -185,12 +202,20 @@ def report(rounds: list[dict[str, dict[str, Sample]]], names: list[str]) -> None
     print("|---|---|--:|--:|--:|--:|--:|")
     for title in rounds[0][names[0]]:
         rates = {
-            name: [samples[name][title].rate for samples in rounds if title in samples[name]]
+            name: [
+                samples[name][title].rate
+                for samples in rounds
+                if title in samples[name]
+            ]
             for name in names
         }
-        rival = next((median(rates[name]) for name in names if name.startswith("pgmq")), None)
+        rival = next(
+            (median(rates[name]) for name in names if name.startswith("pgmq")), None
+        )
         for name in names:
-            found = [samples[name][title] for samples in rounds if title in samples[name]]
+            found = [
+                samples[name][title] for samples in rounds if title in samples[name]
+            ]
             if not found:
                 continue
             rate = median(rates[name])
@@ -206,7 +231,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("workloads", nargs="*", metavar="workload", help=", ".join(WORKLOADS))
+    parser.add_argument(
+        "workloads", nargs="*", metavar="workload", help=", ".join(WORKLOADS)
+    )
     options = parser.parse_args()
     if unknown := set(options.workloads) - set(WORKLOADS):
         parser.error(f"no such workload: {', '.join(sorted(unknown))}")
@@ -216,11 +243,17 @@ def main() -> None:
         for system in measured:
             conn.execute(system.setup)
     for name in options.workloads or WORKLOADS:
-        taking_part = [s for s in measured if s.name != "bare SQL" or name in ("enqueue", "bulk", "lifecycle")]
+        taking_part = [
+            s
+            for s in measured
+            if s.name != "bare SQL" or name in ("enqueue", "bulk", "lifecycle")
+        ]
         rounds = []
         for _ in range(options.rounds):
             # In turn, so that a slow minute of the machine meets all of them.
-            rounds.append({system.name: WORKLOADS[name](system) for system in taking_part})
+            rounds.append(
+                {system.name: WORKLOADS[name](system) for system in taking_part}
+            )
         report(rounds, [system.name for system in taking_part])
 
 

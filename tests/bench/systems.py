@@ -46,7 +46,9 @@ def pgqueue() -> System:
             f"from pgqueue.claim('bench', 'w', {batch}) \\gset\n"
             "select count(*) from pgqueue.complete_many('{:ids}', '{:tokens}');\n"
         ),
-        take=lambda batch: f"select id, token from pgqueue.claim('bench', 'w', {batch})",
+        take=lambda batch: (
+            f"select id, token from pgqueue.claim('bench', 'w', {batch})"
+        ),
         finish="select count(*) from pgqueue.complete_many(%s, %s)",
         depth="select count(*) from pgqueue.job",
         reset="truncate pgqueue.job, pgqueue.run",
@@ -95,7 +97,9 @@ def reference() -> System:
             "delete from bare where ctid = any (array("
             f"select ctid from bare order by id limit {batch} for update skip locked));\n"
         ),
-        take=lambda batch: f"select id from bare order by id limit {batch} for update skip locked",
+        take=lambda batch: (
+            f"select id from bare order by id limit {batch} for update skip locked"
+        ),
         finish="delete from bare where id = any (%s)",
         depth="select count(*) from bare",
         reset="truncate bare",

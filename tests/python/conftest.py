@@ -1,0 +1,90 @@
+"""Fixtures: each test has a database of its own on the server of PGHOST, PGPORT ..."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+Connect = Callable[..., psycopg.Connection]
+TEMPLATE = "pgqueue_template"
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def template() -> Iterator[str]:
+    """Name a database with the extension in it, to be copied."""
+    with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+        admin.execute(f"drop database if exists {TEMPLATE}")
+        admin.execute(f"create database {TEMPLATE}")
+        with psycopg.connect(dbname=TEMPLATE, autocommit=True) as conn:
+            conn.execute("create extension pgqueue")
+        yield TEMPLATE
+        admin.execute(f"drop database {TEMPLATE} with (force)")
+
+
+@pytest.fixture
+def dsn(template: str) -> Iterator[str]:
+    """Name a fresh database with the extension."""
+    name = f"pgqueue_test_{next(NUMBERS)}"
+    with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+        admin.execute(f"drop database if exists {name} with (force)")
+        admin.execute(f"create database {name} template {template}")
+        yield make_conninfo(dbname=name)
+        admin.execute(f"drop database {name} with (force)")
+
+
+@pytest.fixture
+def connect(dsn: str) -> Iterator[Connect]:
+    """Open sessions on the test's database, closed at its end; autocommit unless told."""
+    opened: list[psycopg.Connection] = []
+
+    def connect(**options) -> psycopg.Connection:
+        options.setdefault("autocommit", True)
+        opened.append(psycopg.connect(dsn, **options))
+        return opened[-1]
+
+    yield connect
+    for conn in opened:
+        conn.close()
+
+
+@pytest.fixture
+def db(connect: Connect) -> psycopg.Connection:
+    return connect()
+
+
+@pytest.fixture
+def blocked(connect: Connect) -> Callable[[psycopg.Connection], None]:
+    """Wait until a session waits for a lock that another holds."""
+    watcher = connect()
+
+    def wait(conn: psycopg.Connection, timeout: float = 20) -> None:
+        deadline = time.monotonic() + timeout
+        query = sql.SQL("select cardinality(pg_blocking_pids({})) > 0").format(
+            conn.info.backend_pid
+        )
+        while time.monotonic() < deadline:
+            if one(watcher, query):
+                return
+        raise AssertionError("the session was never blocked")
+
+    return wait
+
+
+def one(conn: psycopg.Connection, query, *args):
+    """The first column of the first row."""
+    row = conn.execute(query, _parameters(args)).fetchone()
+    return row[0] if row else None
+
+
+def column(conn: psycopg.Connection, query, *args) -> list:
+    """The first column of all rows."""
+    return [row[0] for row in conn.execute(query, _parameters(args))]
+
+
+def _parameters(args: tuple):
+    return args[0] if args and isinstance(args[0], dict) else args or None

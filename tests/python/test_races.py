@@ -1,0 +1,507 @@
+"""What two sessions do to each other, decided by two real sessions."""
+
+import itertools
+import random
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import psycopg
+import pytest
+from conftest import column, one
+from psycopg import IsolationLevel, errors
+
+CLAIM = "select id, token from pgqueue.claim('q', 'w')"
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(20) as pool:
+        yield pool
+
+
+def claimed(db: psycopg.Connection, **options) -> tuple[int, int]:
+    """Enqueue a job and claim it; return its id and token."""
+    one(
+        db,
+        "select pgqueue.enqueue('q', max_attempts => %s)",
+        options.get("max_attempts", 20),
+    )
+    return db.execute(CLAIM).fetchone()
+
+
+def expire(db: psycopg.Connection) -> None:
+    """Let every lease run out without waiting for the clock."""
+    db.execute(
+        "update pgqueue.job set lease_expires_at = now() - interval '1 second' "
+        "where lease_expires_at is not null"
+    )
+
+
+# Transactions
+
+
+def test_a_job_is_seen_when_its_enqueue_commits_and_not_before(db, connect):
+    other = connect()
+    with db.transaction():
+        db.execute("select pgqueue.enqueue('q')")
+        assert other.execute(CLAIM).fetchall() == []
+    assert len(other.execute(CLAIM).fetchall()) == 1
+
+
+@pytest.mark.parametrize("savepoint", [False, True])
+def test_a_job_whose_enqueue_is_rolled_back_never_was(db, savepoint):
+    with db.transaction():
+        with db.transaction(force_rollback=True):
+            db.execute("select pgqueue.enqueue('q')")
+        if not savepoint:
+            raise psycopg.Rollback
+        assert db.execute(CLAIM).fetchall() == []
+    assert one(db, "select count(*) from pgqueue.job") == 0
+
+
+def test_a_claim_that_is_rolled_back_never_happened(db):
+    db.execute("select pgqueue.enqueue('q')")
+    with db.transaction(force_rollback=True):
+        id, token = db.execute(CLAIM).fetchone()
+    assert db.execute("select attempt, token from pgqueue.job").fetchall() == [
+        (0, None)
+    ]
+    again = db.execute(CLAIM).fetchone()
+    assert again[0] == id and again[1] > token
+
+
+def test_a_handlers_writes_roll_back_with_a_lost_lease(db, connect):
+    db.execute("create table effect (job_id bigint)")
+    id, token = claimed(db)
+    expire(db)
+    assert one(connect(), "select id from pgqueue.claim('q', 'other')") == id
+    with pytest.raises(psycopg.Error) as lost, db.transaction():
+        db.execute("insert into effect values (%s)", (id,))
+        db.execute("select pgqueue.complete(%s, %s)", (id, token))
+    assert lost.value.sqlstate == "PQ002"
+    assert one(db, "select count(*) from effect") == 0
+
+
+# One lease, two sessions
+
+ENDS = {
+    "complete": "select pgqueue.complete(%(id)s, %(token)s)",
+    "complete_many": "select pgqueue.complete_many(array[%(id)s], array[%(token)s])",
+    "fail": "select pgqueue.fail(%(id)s, %(token)s, 'boom')",
+    "fail for good": "select pgqueue.fail(%(id)s, %(token)s, 'boom', permanent => true)",
+    "release": "select pgqueue.release(array[%(id)s], array[%(token)s])",
+    "reap": "select nullif(pgqueue.reap(), 0)",
+    "recover": "select id from pgqueue.claim('q', 'other')",
+}
+
+
+def attempt(conn: psycopg.Connection, verb: str, lease: dict) -> bool:
+    """Try to end an attempt; whether it was this call that did. Nothing but PQ002 may be raised."""
+    try:
+        # complete returns void, which psycopg shows as an empty text.
+        return one(conn, ENDS[verb], lease) is not None
+    except psycopg.Error as error:
+        assert error.sqlstate == "PQ002", error
+        return False
+
+
+@pytest.mark.parametrize("first, second", list(itertools.product(ENDS, repeat=2)))
+@pytest.mark.parametrize("commits", [True, False])
+def test_an_attempt_ends_once(db, connect, pool, blocked, first, second, commits):
+    id, token = claimed(db)
+    expire(db)
+    lease = {"id": id, "token": token}
+    a, b = connect(), connect()
+    a.execute("begin")
+    attempt(a, first, lease)
+    later: Future[bool] = pool.submit(attempt, b, second, lease)
+    if second in ("reap", "recover"):
+        later.result(20)  # what recovers skips what is locked
+    else:
+        blocked(b)
+    a.execute("commit" if commits else "rollback")
+    won = later.result(20)
+    runs = column(db, "select outcome from pgqueue.run where job_id = %s", id)
+    living = one(db, "select count(*) from pgqueue.job where id = %s", id)
+    dead = one(db, "select count(*) from pgqueue.dead_job where id = %s", id)
+    completed = runs.count("completed")
+    assert living + dead + completed == 1, "the job is in one place"
+    if commits:
+        assert len(runs) == (0 if first == "release" else 1), (
+            "only the first ended the attempt"
+        )
+        assert not (won and second not in ("reap", "recover")), "the second was told"
+    elif second not in ("reap", "recover"):
+        assert len(runs) == (0 if second == "release" else 1), (
+            "only the second ended it"
+        )
+
+
+def test_a_late_completion_is_accepted_until_somebody_recovers_the_job(db):
+    id, token = claimed(db)
+    expire(db)
+    db.execute("select pgqueue.complete(%s, %s)", (id, token))
+    assert column(db, "select outcome from pgqueue.run") == ["completed"]
+
+
+def test_a_heartbeat_does_not_wait_for_a_handler_that_is_about_to_commit(db, connect):
+    id, token = claimed(db)
+    other_id, other_token = claimed(db)
+    handler = connect()
+    with handler.transaction():
+        handler.execute("select pgqueue.complete(%s, %s)", (id, token))
+        answer = db.execute(
+            "select * from pgqueue.extend(array[%s, %s], array[%s, %s], '1 hour')",
+            (id, other_id, token, other_token),
+        ).fetchall()
+        assert answer == [(id, "held"), (other_id, "held")]
+    assert one(
+        db,
+        "select lease_left > interval '59 minutes' from pgqueue.running where id = %s",
+        other_id,
+    )
+
+
+def test_a_token_never_comes_back_after_an_operator_sent_the_job_back(db):
+    id, token = claimed(db, max_attempts=1)
+    expire(db)
+    db.execute("select pgqueue.reap()")
+    assert column(db, "select pgqueue.redrive()") == [id]
+    assert db.execute("select id, attempt from pgqueue.claim('q', 'w')").fetchone() == (
+        id,
+        1,
+    )
+    with pytest.raises(psycopg.Error) as lost:
+        db.execute("select pgqueue.complete(%s, %s)", (id, token))
+    assert lost.value.sqlstate == "PQ002"
+
+
+@pytest.mark.parametrize(
+    "level", [IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        "claim('q', 'w')",
+        "reap()",
+        "complete(1, 1)",
+        "complete_many(array[1], array[1])",
+        "fail(1, 1, 'e')",
+        "release(array[1], array[1])",
+        "extend(array[1], array[1])",
+        "maintain()",
+    ],
+)
+def test_leases_are_refused_outside_read_committed(db, level, call):
+    db.isolation_level = level
+    with pytest.raises(errors.ActiveSqlTransaction) as refused:
+        with db.transaction():
+            db.execute(f"select pgqueue.{call}")
+    assert (
+        refused.value.diag.message_hint
+        and "READ COMMITTED" in refused.value.diag.message_hint
+    )
+
+
+def test_a_claim_does_not_wait_for_row_locks(db, connect):
+    ids = column(
+        db, "select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[10]))"
+    )
+    clerk = connect()
+    with clerk.transaction():
+        clerk.execute(
+            "select from pgqueue.job where id = any (%s) for update", (ids[:5],)
+        )
+        assert column(db, "select id from pgqueue.claim('q', 'w', 10)") == ids[5:]
+
+
+SCANS = [
+    f"enable_{scan}"
+    for scan in (
+        "indexscan",
+        "indexonlyscan",
+        "bitmapscan",
+        "seqscan",
+        "tidscan",
+        "sort",
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "off",
+    [c for n in (1, 2, 6) for c in itertools.combinations(SCANS, n)],
+    ids=lambda c: "-".join(c),
+)
+def test_a_claim_never_takes_more_than_asked_under_any_plan(db, off):
+    db.execute("select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[20]))")
+    for setting in off:
+        db.execute(f"set {setting} = off")
+    assert one(db, "select count(*) from pgqueue.claim('q', 'w', 3)") == 3
+    assert one(db, "select count(*) from pgqueue.job where token is not null") == 3
+
+
+# Keys
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_duplicate_waits_for_the_first_and_then_follows_it(
+    db, connect, pool, blocked, commits
+):
+    first, second = connect(), connect()
+    first.execute("begin")
+    id = one(first, "select pgqueue.enqueue('q', '1', unique_key => 'k')")
+    later = pool.submit(
+        one, second, "select pgqueue.enqueue('q', '2', unique_key => 'k')"
+    )
+    blocked(second)
+    first.execute("commit" if commits else "rollback")
+    assert (later.result(20) == id) is commits
+    assert column(db, "select payload from pgqueue.job") == ([1] if commits else [2])
+
+
+def test_a_duplicate_of_a_job_that_is_just_completed_is_a_new_job(
+    db, connect, pool, blocked
+):
+    db.execute("select pgqueue.enqueue('q', unique_key => 'k')")
+    id, token = db.execute(CLAIM).fetchone()
+    handler, producer = connect(), connect()
+    handler.execute("begin")
+    handler.execute("select pgqueue.complete(%s, %s)", (id, token))
+    later = pool.submit(one, producer, "select pgqueue.enqueue('q', unique_key => 'k')")
+    blocked(producer)
+    handler.execute("commit")
+    assert later.result(20) > id
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "select pgqueue.cancel(%(id)s)",
+        "select pgqueue.complete(%(id)s, (select token from pgqueue.claim('q', 'w')))",
+        "select pgqueue.fail(%(id)s, (select token from pgqueue.claim('q', 'w')), 'e', permanent => true)",
+    ],
+)
+def test_a_key_is_free_when_its_job_has_ended(db, end):
+    id = one(db, "select pgqueue.enqueue('q', unique_key => 'k')")
+    db.execute(end, {"id": id})
+    assert one(db, "select pgqueue.enqueue('q', unique_key => 'k')") > id
+
+
+def test_eight_sessions_with_one_key_make_one_job(db, connect, pool):
+    def hammer(conn):
+        return [
+            one(
+                conn,
+                "select pgqueue.enqueue('q', unique_key => %s, on_duplicate => %s)",
+                f"k{n % 5}",
+                how,
+            )
+            for n, how in zip(
+                range(100), itertools.cycle(["skip", "replace", "postpone"])
+            )
+        ]
+
+    answers = pool.map(hammer, [connect() for _ in range(8)])
+    ids = {id for answer in answers for id in answer}
+    assert ids == set(column(db, "select id from pgqueue.job")) and len(ids) == 5
+
+
+def test_bulk_enqueues_of_the_same_keys_never_wait_in_a_circle(connect, pool, db):
+    def hammer(conn):
+        rng = random.Random(conn.info.backend_pid)
+        for n in range(40):
+            keys = [f"{n}-{k}" for k in range(30)]
+            rng.shuffle(keys)
+            conn.execute(
+                "select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[30]), unique_keys => %s, "
+                "on_duplicate => %s)",
+                (keys, rng.choice(["skip", "replace"])),
+            )
+
+    list(pool.map(hammer, [connect() for _ in range(6)]))
+    assert one(db, "select count(*) from pgqueue.job") == 40 * 30
+
+
+def test_a_retry_keeps_its_key_and_never_fails_on_it(db):
+    db.execute("select pgqueue.enqueue('q', unique_key => 'k')")
+    id, token = db.execute(CLAIM).fetchone()
+    assert one(db, "select pgqueue.enqueue('q', unique_key => 'k')") == id
+    assert one(db, "select pgqueue.fail(%s, %s, 'e')", id, token) == "retry"
+    assert one(db, "select pgqueue.enqueue('q', unique_key => 'k')") == id
+
+
+# Waking
+
+
+@pytest.fixture
+def listener(connect):
+    conn = connect()
+    conn.execute("listen pgqueue")
+    return conn
+
+
+def heard(listener) -> int:
+    """How many notifications have come, counted when one of our own has."""
+    listener.execute("notify pgqueue, 'end'")
+    count = 0
+    for notify in listener.notifies(timeout=20):
+        if notify.payload == "end":
+            return count
+        assert notify.payload == "", "a notification says nothing of the job"
+        count += 1
+    raise AssertionError("the notification never came")
+
+
+def test_an_enqueue_notifies_only_when_somebody_is_parked_on_its_queue(db, listener):
+    db.execute("select pgqueue.enqueue('q')")
+    assert heard(listener) == 0
+    assert one(listener, "select pgqueue.park(array['q', 'r'])") is True
+    db.execute("select pgqueue.enqueue('other')")
+    assert heard(listener) == 0
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute("select pgqueue.enqueue_many('r', array_fill('1'::jsonb, array[100]))")
+    assert heard(listener) == 2
+    db.execute("select pgqueue.configure('q', notify => false)")
+    db.execute("select pgqueue.enqueue('q')")
+    listener.execute("select pgqueue.unpark(array['q', 'r'])")
+    db.execute("select pgqueue.enqueue('r')")
+    assert heard(listener) == 0
+
+
+def test_a_worker_that_parks_sees_an_enqueue_that_is_still_open(db, listener):
+    with db.transaction():
+        db.execute("select pgqueue.enqueue('q')")
+        assert one(listener, "select pgqueue.park(array['q'])") is False
+    assert one(listener, "select pgqueue.park(array['q'])") is True
+
+
+def test_a_parked_worker_that_dies_leaves_nothing_behind(db, connect, listener):
+    worker = connect()
+    worker.execute("select pgqueue.park(array['q'])")
+    db.execute("select pg_terminate_backend(%s, 20000)", (worker.info.backend_pid,))
+    db.execute("select pgqueue.enqueue('q')")
+    assert heard(listener) == 0
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "select pgqueue.fail(%(id)s, %(token)s, 'e')",
+        "select pgqueue.release(array[%(id)s], array[%(token)s])",
+        "select pgqueue.run_now(%(id)s)",
+        "select pgqueue.resume('q')",
+        "select pgqueue.resume()",
+        "select pgqueue.redrive()",
+        "select pgqueue.reap()",
+    ],
+)
+def test_whatever_gives_work_to_a_queue_wakes_it(db, listener, verb):
+    dead_id, dead_token = claimed(db)
+    db.execute(
+        "select pgqueue.fail(%s, %s, 'e', permanent => true)", (dead_id, dead_token)
+    )
+    id, token = claimed(db)
+    if "reap" in verb:
+        expire(db)
+    listener.execute("select pgqueue.park(array['q'])")
+    db.execute(verb, {"id": id, "token": token})
+    assert heard(listener) == 1
+
+
+def test_notify_can_be_switched_off_for_two_phase_commit(dsn, db, listener):
+    if one(db, "show max_prepared_transactions") == "0":
+        pytest.skip("the server allows no prepared transactions")
+    listener.execute("select pgqueue.park(array['q'])")
+    db.execute("set pgqueue.notify = off")
+    db.execute("begin")
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute("prepare transaction 'p'")
+    assert one(listener, "select pgqueue.park(array['q'])") is False, (
+        "it is still in flight"
+    )
+    db.execute("commit prepared 'p'")
+    assert heard(listener) == 0
+    assert one(db, "select count(*) from pgqueue.job") == 1
+
+
+# Everything at once
+
+
+def test_no_two_verbs_wait_in_a_circle(db, connect, pool):
+    db.execute(
+        "select pgqueue.configure('q', max_attempts => 1000, retry_base => '0', lease => '50 ms')"
+    )
+    db.execute("select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[60]))")
+    tried: list[str] = []
+
+    def work(conn):
+        rng = random.Random(conn.info.backend_pid)
+        for _ in range(150):
+            rows = conn.execute(
+                "select id, token from pgqueue.job where token is not null"
+            ).fetchall()
+            rows += conn.execute(
+                "select id, token from pgqueue.claim('q', 'w', 20)"
+            ).fetchall()
+            rng.shuffle(rows)
+            ids, tokens = ([r[0] for r in rows], [r[1] for r in rows])
+            verb, args = rng.choice(
+                [
+                    ("extend(%s::bigint[], %s::bigint[])", (ids, tokens)),
+                    ("release(%s::bigint[], %s::bigint[])", (ids, tokens)),
+                    (
+                        "complete_many(%s::bigint[], %s::bigint[])",
+                        (ids[:3], tokens[:3]),
+                    ),
+                    ("reap()", ()),
+                    ("cancel(%s)", (rng.choice(ids or [0]),)),
+                    ("purge('r')", ()),
+                    ("enqueue_many('q', array_fill('1'::jsonb, array[4]))", ()),
+                ]
+            )
+            tried.append(verb)
+            try:
+                conn.execute(f"select pgqueue.{verb}", args)
+            except psycopg.Error as error:
+                assert error.sqlstate in ("PQ001", "PQ002"), error
+
+    list(pool.map(work, [connect() for _ in range(8)]))
+    assert len(set(tried)) == 7
+    assert one(db, "select count(*) from pgqueue.job") == one(
+        db,
+        "select count(*) filter (where state in ('ready', 'running', 'expired', 'scheduled')) from pgqueue.jobs",
+    )
+
+
+def test_every_job_of_eight_producers_is_done_exactly_once(db, connect, pool):
+    db.execute("create table effect (job_id bigint primary key)")
+    total = 8 * 2500
+
+    def produce(conn):
+        conn.execute(
+            "do $$ begin for n in 1..2500 loop perform pgqueue.enqueue('q'); commit; end loop; end $$"
+        )
+
+    def consume(conn):
+        done = 0
+        while one(conn, "select count(*) from effect") < total:
+            with conn.transaction():
+                for id, token in conn.execute(
+                    "select id, token from pgqueue.claim('q', 'w', 25)"
+                ).fetchall():
+                    conn.execute("insert into effect values (%s)", (id,))
+                    conn.execute("select pgqueue.complete(%s, %s)", (id, token))
+                    done += 1
+        return done
+
+    consumers = [pool.submit(consume, connect()) for _ in range(4)]
+    list(pool.map(produce, [connect() for _ in range(8)]))
+    assert sum(c.result(240) for c in consumers) == total
+    assert one(db, "select count(*) from pgqueue.job") == 0
+    assert (
+        one(
+            db,
+            "select count(*) from pgqueue.run where outcome = 'completed' and attempt = 1",
+        )
+        == total
+    )
