@@ -188,7 +188,7 @@ def deep(system: System) -> dict[str, Sample]:
     for backlog in (20_000, 1_000_000):
         fill(system, backlog)
         with session() as conn:
-            sample = measure(20_000, lambda: drain(system, conn, 20_000, 50))  # noqa: B023
+            sample = measure(20_000, lambda: drain(system, conn, 20_000, 50))
         samples[f"20,000 of {backlog:,} ready"] = sample
         expect(system, backlog - 20_000)
     return samples
