@@ -1,17 +1,278 @@
+"""Install, dump and restore, versions, and what the linters say of the built scripts."""
+
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
+import psycopg
+import pytest
+from conftest import column, one
+from psycopg import errors
+
+REPO = Path(__file__).parents[2]
 
 
-def test_every_file_that_must_name_the_version_names_the_same() -> None:
-    control = (REPO / "pgqueue.control").read_text()
-    versions = re.findall(r"^default_version *= *'(.*)'", control, re.M)
-    meta = json.loads((REPO / "META.json").read_text())
+def version() -> str:
+    found = re.search(
+        r"default_version = '(.+)'", (REPO / "pgqueue.control").read_text()
+    )
+    assert found
+    return found[1]
+
+
+def make(*arguments: str) -> None:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    subprocess.run(["make", "-s", *arguments], cwd=REPO, env=inherited, check=True)
+
+
+def script(kind: str = "") -> Path:
+    make("all", "plain")
+    return REPO / "sql" / f"pgqueue--{version()}{kind}.sql"
+
+
+def client(*command: str, **options) -> subprocess.CompletedProcess[str]:
+    """Run one of Postgres's own programs."""
+    return subprocess.run(command, text=True, capture_output=True, **options)
+
+
+@pytest.fixture
+def empty(request):
+    """An empty database."""
+    name = "pgqueue_empty"
+    with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+        admin.execute(f"drop database if exists {name} with (force)")
+        admin.execute(f"create database {name}")
+        yield name
+        admin.execute(f"drop database {name} with (force)")
+
+
+def test_every_place_says_the_same_version(db):
     project = tomllib.loads((REPO / "python/pyproject.toml").read_text())["project"]
-    versions += [meta["version"], meta["provides"]["pgqueue"]["version"]]
-    versions += [project["version"]]
-    assert len(versions) == 4
-    assert len(set(versions)) == 1
+    meta = json.loads((REPO / "META.json").read_text())
+    assert {
+        project["version"],
+        meta["version"],
+        meta["provides"]["pgqueue"]["version"],
+        one(db, "select pgqueue.version()"),
+        one(db, "select extversion from pg_extension where extname = 'pgqueue'"),
+    } == {version()}
+    assert project["name"] == "pgqueue-postgres"
+
+
+def test_the_control_file_leaves_no_room_for_another_schema_or_a_superuser():
+    control = (REPO / "pgqueue.control").read_text()
+    for fact in ("schema = pg_catalog", "relocatable = false", "superuser = false"):
+        assert fact in control
+    body = script().read_text().lower()
+    for macro in (
+        "@extschema@",
+        "@extowner@",
+        "@version@",
+        "create schema if not exists",
+    ):
+        assert macro not in body
+
+
+def test_pgxs_installs_and_uninstalls_below_a_folder(tmp_path):
+    pg_config = os.environ.get("PG_CONFIG", "pg_config")
+    pgxs = client(pg_config, "--pgxs")
+    if pgxs.returncode or not Path(pgxs.stdout.strip()).exists():
+        pytest.skip("no PGXS here")
+    make("install", f"DESTDIR={tmp_path}")
+    names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert names == {"pgqueue.control", f"pgqueue--{version()}.sql"}
+    make("uninstall", f"DESTDIR={tmp_path}")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_the_script_refuses_to_be_sourced_by_psql(empty):
+    before = client("psql", "-XAtc", "select count(*) from pg_proc", empty).stdout
+    sourced = client("psql", "-X", "-f", str(script()), empty)
+    assert 'Use "CREATE EXTENSION pgqueue"' in sourced.stdout
+    assert (
+        client("psql", "-XAtc", "select count(*) from pg_proc", empty).stdout == before
+    )
+
+
+def test_a_role_that_may_create_in_the_database_can_install_use_and_drop(empty):
+    with psycopg.connect(dbname=empty, autocommit=True) as conn:
+        conn.execute("drop role if exists pgqueue_installer")
+        conn.execute("create role pgqueue_installer")
+        conn.execute(f"grant create on database {empty} to pgqueue_installer")
+        conn.execute("set role pgqueue_installer")
+        conn.execute("create extension pgqueue")
+        owners = column(
+            conn,
+            "select distinct relowner::regrole::text from pg_class where relnamespace = 'pgqueue'::regnamespace",
+        )
+        assert owners == ["pgqueue_installer"]
+        conn.execute("select pgqueue.enqueue('q')")
+        id, token = conn.execute(
+            "select id, token from pgqueue.claim('q', 'w')"
+        ).fetchone()
+        conn.execute("select pgqueue.complete(%s, %s)", (id, token))
+        assert one(conn, "select count(*) from pgqueue.maintain()") == 2
+        conn.execute("drop extension pgqueue")
+        assert (
+            one(conn, "select count(*) from pg_namespace where nspname = 'pgqueue'")
+            == 0
+        )
+        conn.execute("reset role")
+        conn.execute(f"revoke all on database {empty} from pgqueue_installer")
+        conn.execute("drop role pgqueue_installer")
+
+
+def test_a_schema_that_somebody_else_made_stops_the_install(empty):
+    with psycopg.connect(dbname=empty, autocommit=True) as conn:
+        conn.execute("create schema pgqueue")
+        with pytest.raises(errors.DuplicateSchema):
+            conn.execute("create extension pgqueue")
+        with pytest.raises(errors.Error):
+            conn.execute("create extension pgqueue schema public")
+
+
+CATALOG = """
+select 'function', p.oid::regprocedure::text, p.prosrc, p.proconfig::text, p.prosecdef::text,
+    p.proacl::text, obj_description(p.oid, 'pg_proc')
+from pg_proc as p where p.pronamespace = 'pgqueue'::regnamespace
+union all
+select c.relkind::text, c.relname, a.attname, a.attnum::text, format_type(a.atttypid, a.atttypmod),
+    coalesce(c.relacl::text, '') || coalesce(c.reloptions::text, ''),
+    coalesce(col_description(c.oid, a.attnum), obj_description(c.oid, 'pg_class'))
+from pg_class as c join pg_attribute as a on a.attrelid = c.oid
+where c.relnamespace = 'pgqueue'::regnamespace and a.attnum > 0
+union all
+select 'constraint', k.conrelid::regclass::text, k.conname, pg_get_constraintdef(k.oid), '', '', ''
+from pg_constraint as k where k.connamespace = 'pgqueue'::regnamespace
+order by 1, 2, 3, 4
+"""
+
+
+def test_the_plain_file_makes_the_same_objects_and_refuses_to_do_it_twice(db, empty):
+    plain = script(".plain")
+    first = client("psql", "-Xq", "-f", str(plain), empty)
+    assert (first.returncode, first.stderr) == (0, "")
+    with psycopg.connect(dbname=empty, autocommit=True) as conn:
+        assert conn.execute(CATALOG).fetchall() == db.execute(CATALOG).fetchall()
+        id = one(conn, "select pgqueue.enqueue('q')")
+        again = client("psql", "-Xq", "-f", str(plain), empty)
+        assert again.returncode != 0 and "already exists" in again.stderr
+        assert column(conn, "select id from pgqueue.claim('q', 'w')") == [id]
+
+
+# Dump and restore
+
+TABLES = {
+    "job": "id",
+    "dead_job": "id",
+    "queue": "name",
+    "run": "job_id, attempt",
+}
+POPULATE = """
+select pgqueue.configure('mails', lease => '3 minutes', keep_runs => 14);
+select pgqueue.pause('halted');
+select pgqueue.enqueue('mails', jsonb_build_object('n', n), unique_key => 'k' || n, group_key => 'g',
+    headers => '{"a": 1}', priority => n % 3) from generate_series(1, 40) as n;
+select pgqueue.enqueue('mails', run_at => now() + interval '1 day'), pgqueue.enqueue('halted');
+select pgqueue.fail(c.id, c.token, 'boom') from pgqueue.claim('mails', 'w', 5) as c;
+select pgqueue.fail(c.id, c.token, 'boom', permanent => true) from pgqueue.claim('mails', 'w', 5) as c;
+select pgqueue.complete(c.id, c.token, '{"ok": 1}') from pgqueue.claim('mails', 'w', 5) as c;
+select count(*) from pgqueue.claim('mails', 'w', 5);
+update pgqueue.job set lease_expires_at = now() - interval '1 hour'
+    where id = (select max(id) from pgqueue.job where token is not null);
+select pgqueue.cancel((select min(id) from pgqueue.job where token is not null), 'why');
+"""
+
+
+def contents(conn: psycopg.Connection) -> dict[str, list]:
+    return {
+        table: conn.execute(f"select * from pgqueue.{table} order by {key}").fetchall()
+        for table, key in TABLES.items()
+    }
+
+
+def dump_plain(source: str, target: str, folder: Path, *options: str) -> list:
+    file = folder / "dump.sql"
+    return [
+        client("pg_dump", "-f", str(file), *options, source),
+        client("psql", "-Xq", "-v", "ON_ERROR_STOP=1", "-f", str(file), target),
+    ]
+
+
+def dump_custom(source: str, target: str, folder: Path) -> list:
+    file = folder / "dump"
+    return [
+        client("pg_dump", "-Fc", "-f", str(file), source),
+        client("pg_restore", "-j2", "--exit-on-error", "-d", target, str(file)),
+    ]
+
+
+def dump_queue_only(source: str, target: str, folder: Path) -> list:
+    return dump_plain(source, target, folder, "-e", "pgqueue", "-n", "pgqueue")
+
+
+@pytest.mark.parametrize("dump", [dump_plain, dump_custom, dump_queue_only])
+def test_a_restored_queue_has_every_row_and_reuses_no_id_or_token(
+    db, empty, tmp_path, dump
+):
+    if version_of("pg_dump") < db.info.server_version // 10000:
+        pytest.skip("pg_dump is older than the server")
+    db.execute(POPULATE)
+    before = contents(db)
+    assert all(before.values()), "there is something in every table"
+    last_id, last_token = (
+        one(
+            db,
+            "select max(id) from (select id from pgqueue.job union select id from pgqueue.dead_job) as j",
+        ),
+        one(db, "select last_value from pgqueue.token_seq"),
+    )
+    for step in dump(db.info.dbname, empty, tmp_path):
+        assert (step.returncode, step.stderr) == (0, ""), step.stderr
+    with psycopg.connect(dbname=empty, autocommit=True) as restored:
+        assert contents(restored) == before
+        assert one(restored, "select pgqueue.enqueue('new')") > last_id
+        id, token = restored.execute(
+            "select id, token from pgqueue.claim('new', 'w')"
+        ).fetchone()
+        assert token > last_token
+        restored.execute("select pgqueue.complete(%s, %s)", (id, token))
+        assert column(restored, "select pgqueue.claim('halted', 'w')") == []
+        assert (
+            one(restored, "select count(*) from pgqueue.claim('mails', 'w', 100)") == 21
+        )
+        assert restored.execute(CATALOG).fetchall() == db.execute(CATALOG).fetchall()
+
+
+def version_of(program: str) -> int:
+    found = re.search(r" (\d+)", client(program, "--version").stdout)
+    assert found
+    return int(found[1])
+
+
+# Linters
+
+
+@pytest.mark.parametrize("kind", ["", ".plain"])
+def test_pgspot_finds_nothing(kind):
+    pgspot = Path(sys.executable).parent / "pgspot"
+    found = client(str(pgspot), str(script(kind)))
+    assert found.returncode == 0, found.stdout
+    assert "Errors: 0 Warnings: 0 Unknown: 0" in found.stdout
+
+
+def test_plpgsql_check_finds_nothing(db):
+    try:
+        db.execute("create extension plpgsql_check")
+    except errors.Error as missing:
+        pytest.skip(f"plpgsql_check: {missing.diag.message_primary}")
+    found = db.execute(
+        "select p.proname, c.* from pg_proc as p join pg_language as l on l.oid = p.prolang, "
+        "plpgsql_check_function(p.oid, security_warnings => true, extra_warnings => true) as c "
+        "where p.pronamespace = 'pgqueue'::regnamespace and l.lanname = 'plpgsql'"
+    ).fetchall()
+    assert not found
