@@ -1,0 +1,193 @@
+"""Who may do what, and who can trick the functions into doing something else."""
+
+import psycopg
+import pytest
+from conftest import Connect, column, one
+from psycopg import errors
+
+# What each kind of role may call: the written promise, to be compared with the catalog.
+PRODUCER = {"enqueue", "enqueue_many", "version"}
+WORKER = {
+    "claim", "extend", "complete", "complete_many", "fail", "release",
+    "reap", "maintain", "park", "unpark", "next_due", "version",
+}  # fmt: skip
+OPERATOR = {
+    "cancel", "redrive", "redrive_job", "discard", "purge", "pause", "resume",
+    "run_now", "reprioritize", "configure", "reap", "maintain", "version",
+}  # fmt: skip
+VIEWS = {"jobs", "queues", "running", "kinds"}
+MATRIX = {
+    "producer": (PRODUCER, set()),
+    "worker": (WORKER, set()),
+    "operator": (OPERATOR, VIEWS | {"job", "dead_job", "run", "queue"}),
+    "reader": ({"version"}, VIEWS),
+}
+
+
+@pytest.fixture
+def role(db):
+    """A role of no rights."""
+    name = "pgqueue_nobody"
+    db.execute(f"drop role if exists {name}")
+    db.execute(f"create role {name} login")
+    yield name
+    db.execute(f"drop owned by {name}")
+    db.execute(f"drop role {name}")
+
+
+def functions(db: psycopg.Connection, role: str) -> set[str]:
+    return set(
+        column(
+            db,
+            "select proname from pg_proc where pronamespace = 'pgqueue'::regnamespace "
+            "and has_function_privilege(%s, oid, 'execute')",
+            role,
+        )
+    )
+
+
+def relations(db: psycopg.Connection, role: str, privileges: str) -> set[str]:
+    return set(
+        column(
+            db,
+            "select relname from pg_class where relnamespace = 'pgqueue'::regnamespace "
+            "and relkind in ('r', 'p', 'v') and has_table_privilege(%s, oid, %s)",
+            role,
+            privileges,
+        )
+    )
+
+
+def test_a_role_without_grants_can_do_nothing(db, role):
+    assert functions(db, role) == set()
+    assert (
+        relations(
+            db, role, "select, insert, update, delete, truncate, references, trigger"
+        )
+        == set()
+    )
+    assert not column(
+        db,
+        "select seqrelid::regclass from pg_sequence where seqrelid::regclass::text like 'pgqueue.%%' "
+        "and has_sequence_privilege(%s, seqrelid, 'usage, select, update')",
+        role,
+    )
+    assert not one(db, "select has_schema_privilege(%s, 'pgqueue', 'usage')", role)
+    assert not one(db, "select has_type_privilege(%s, 'pgqueue._mark', 'usage')", role)
+
+
+@pytest.mark.parametrize("kind", MATRIX)
+def test_a_kind_of_role_may_do_this_and_nothing_else(db, role, kind):
+    callable_, readable = MATRIX[kind]
+    db.execute("select pgqueue.grant_access(%s, %s)", (role, kind))
+    assert functions(db, role) == callable_
+    assert relations(db, role, "select") == readable
+    assert relations(db, role, "insert, update, delete, truncate, trigger") == set()
+    db.execute("select pgqueue.revoke_access(%s, %s)", (role, kind))
+    assert functions(db, role) == set() and relations(db, role, "select") == set()
+
+
+def test_every_public_function_is_granted_to_somebody_or_is_the_owners(db):
+    public = set(
+        column(
+            db,
+            "select proname from pg_proc where pronamespace = 'pgqueue'::regnamespace and proname not like '\\_%%'",
+        )
+    )
+    granted = set().union(*(functions for functions, _ in MATRIX.values()))
+    assert public - granted == {"grant_access", "revoke_access"}
+
+
+def test_a_producer_and_a_worker_do_their_work_without_any_table(
+    db, connect: Connect, role
+):
+    for kind in ("producer", "worker"):
+        db.execute("select pgqueue.grant_access(%s, %s)", (role, kind))
+    worker = connect(user=role)
+    worker.execute("select pgqueue.enqueue('q', unique_key => 'k')")
+    worker.execute(
+        "select pgqueue.enqueue('q', unique_key => 'k', on_duplicate => 'replace')"
+    )
+    worker.execute(
+        "select pgqueue.enqueue_many('q', array['1', '2']::jsonb[], unique_keys => array['k', 'l'])"
+    )
+    leases = worker.execute(
+        "select id, token from pgqueue.claim('q', 'w', 10)"
+    ).fetchall()
+    assert len(leases) == 2
+    worker.execute("select pgqueue.extend(array[%s], array[%s])", leases[0])
+    worker.execute("select pgqueue.complete(%s, %s)", leases[0])
+    worker.execute("select pgqueue.fail(%s, %s, 'e')", leases[1])
+    worker.execute(
+        "select pgqueue.maintain(), pgqueue.next_due(array['q']), pgqueue.park(array['q'])"
+    )
+    with pytest.raises(errors.InsufficientPrivilege):
+        worker.execute("select payload from pgqueue.job")
+
+
+def test_things_of_the_callers_that_are_named_like_ours_change_nothing(
+    db, connect: Connect, role
+):
+    for kind in ("producer", "worker", "operator"):
+        db.execute("select pgqueue.grant_access(%s, %s)", (role, kind))
+    db.execute(f"create schema evil authorization {role}")
+    caller = connect(user=role)
+    for table in ("job", "dead_job", "run", "queue"):
+        caller.execute(f"create temporary table {table} (like pgqueue.{table})")
+    caller.execute("""
+        create function evil.always(text, text) returns boolean language sql immutable as 'select true';
+        create operator evil.= (leftarg = text, rightarg = text, function = evil.always);
+        create function evil.clock_timestamp() returns timestamptz language sql as $$ select timestamptz '2100-01-01' $$;
+        create function evil.hashtext(text) returns int language sql as 'select 1/0';
+        set search_path = evil, pg_temp, pgqueue, pg_catalog;
+    """)
+    id = one(caller, "select enqueue('a')")
+    one(caller, "select enqueue('b')")
+    claimed = caller.execute("select id, token from claim('a', 'w', 10)").fetchall()
+    assert [row[0] for row in claimed] == [id]
+    assert (
+        one(caller, "select fail(%s, %s, 'e', permanent => true)", *claimed[0])
+        == "dead"
+    )
+    assert column(caller, "select redrive('a')") == [id]
+    assert one(caller, "select cancel(%s)", id) == "cancelled"
+    assert all(
+        one(caller, f"select count(*) from pg_temp.{t}") == 0
+        for t in ("job", "dead_job", "run", "queue")
+    )
+
+
+def test_an_app_can_open_one_queue_to_a_role(db, connect: Connect, role):
+    db.execute(f"""
+        create function enqueue_mail(payload jsonb) returns bigint
+            language sql security definer set search_path = pg_catalog, pg_temp
+            as $$ select pgqueue.enqueue('mail', payload) $$;
+        revoke all on function enqueue_mail from public;
+        grant execute on function enqueue_mail to {role};
+    """)
+    caller = connect(user=role)
+    assert one(caller, "select enqueue_mail('{}')") == one(
+        db, "select id from pgqueue.jobs where queue = 'mail'"
+    )
+    with pytest.raises(errors.InsufficientPrivilege):
+        caller.execute("select pgqueue.enqueue('other')")
+
+
+def test_an_error_says_nothing_of_other_peoples_jobs(db):
+    db.execute(
+        "select pgqueue.enqueue('q', '{\"secret\": \"swordfish\"}', unique_key => 'k')"
+    )
+    for call in (
+        "enqueue('q', unique_key => 'k', on_duplicate => 'error')",
+        "complete(1, 1)",
+        "cancel(99)",
+        "enqueue('q', run_at => 'infinity')",
+    ):
+        with pytest.raises(psycopg.Error) as refused:
+            db.execute(f"select pgqueue.{call}")
+        said = refused.value.diag
+        assert (
+            "swordfish"
+            not in f"{said.message_primary} {said.message_detail} {said.message_hint}"
+        )
+        assert said.message_hint, f"{call} says what to do now"
