@@ -126,7 +126,7 @@ class Job:
 class Report:
     """What to tell the server of a finished attempt."""
 
-    verb: Literal["complete", "fail", "release", "none"]
+    verb: Literal["complete", "fail", "release", "done", "lost"]
     text: str | None = None  # the result in JSON, or the error
     after: timedelta | None = None
     until: datetime | timedelta | None = None

@@ -60,6 +60,10 @@ def connect(dsn: str) -> Connection:
         conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         if not is_pooled(conn):
             conn.prepare_threshold = 0
+            # Compiling a plan takes longer than any of our statements.
+            conn.execute("set jit = off")
+            if conn.info.server_version >= 140000:
+                conn.execute("set idle_session_timeout = 0")
     except BaseException:
         conn.close()
         raise

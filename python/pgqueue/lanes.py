@@ -10,74 +10,21 @@ import contextlib
 import logging
 import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
-from datetime import timedelta
+from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 
 import psycopg
 from psycopg.rows import TupleRow
 
 from pgqueue import database
-from pgqueue.app import Handler, Job, Reject, Report, Retry, Snooze, begin
-from pgqueue.client import LeaseLost, to_json
+from pgqueue.app import Handler, Job, Report, begin
+from pgqueue.client import to_json
+from pgqueue.desk import COMPLETED, DONE, NO_CONNECTION, Desk, judge
 
 log = logging.getLogger("pgqueue")
 
 COMPLETE = "select pgqueue.complete(%s, %s, %s::jsonb)"
-COMPLETED = Report("complete")
-NOTHING = Report("none")
-NO_CONNECTION = Report("release", until=timedelta(seconds=1))
-
-
-class Desk:
-    """What runs, what is done and not yet reported, and the bell of the loop."""
-
-    def __init__(self, ring: Callable[[], None]) -> None:
-        self.running: dict[int, Job] = {}
-        self.done: deque[Job] = deque()
-        self.is_waiting = False
-        self.ring = ring
-
-    def start(self, job: Job) -> bool:
-        """Note that a handler begins, unless the lease is over already."""
-        if job.lost:
-            self._put(job, NOTHING)
-            return False
-        self.running[job.token] = job
-        return True
-
-    def finish(self, job: Job, report: Report) -> bool:
-        """Take the report of a job; false if it has been given up meanwhile."""
-        if self.running.pop(job.token, None) is None:
-            return False
-        self._put(job, report)
-        return True
-
-    def _put(self, job: Job, report: Report) -> None:
-        job.report = report
-        self.done.append(job)
-        if self.is_waiting:
-            self.ring()
-
-
-def judge(job: Job, error: BaseException) -> Report:
-    """Turn what a handler raised into what to tell the server."""
-    if isinstance(error, Snooze):
-        return Report("release", until=error.until)
-    if isinstance(error, LeaseLost):
-        return NOTHING
-    if isinstance(error, asyncio.CancelledError) and job.lost and not job.cancelled:
-        return NOTHING
-    # It may be huge, and may hold what Postgres cannot store. The end says most.
-    try:
-        text = "".join(traceback.format_exception(error))
-    except BaseException as worse:
-        text = f"{type(error).__name__}, which raised {type(worse).__name__} when shown"
-    text = text[-6000:].replace("\0", "\\0").encode(errors="backslashreplace").decode()
-    after = error.after if isinstance(error, Retry) else None
-    return Report("fail", text, after=after, permanent=isinstance(error, Reject))
 
 
 class Threads:
@@ -102,7 +49,11 @@ class Threads:
         for _ in range(self.size):
             self.todo.put(None)
 
+    def __len__(self) -> int:
+        return self.todo.qsize()
+
     def put(self, jobs: Iterable[Job]) -> None:
+        self.pulled_at = time.monotonic()
         for job in jobs:
             self.todo.put(job)
 
@@ -156,7 +107,7 @@ class _Transact:
                 return NO_CONNECTION
             result = to_json(job.handler(job), "result")
             conn.execute(COMPLETE, (job.id, job.token, result))
-        return NOTHING
+        return DONE
 
     def _begin(self, transaction: contextlib.ExitStack) -> database.Connection:
         if self.conn is not None:
@@ -172,7 +123,7 @@ class _Transact:
         return self.conn
 
 
-class Loop:
+class Tasks:
     """The lane of `async def` handlers."""
 
     def __init__(self, desk: Desk, dsn: str, size: int) -> None:
@@ -191,7 +142,11 @@ class Loop:
         self.todo.extend([None] * self.size)
         self._loop.call_soon_threadsafe(self._wake)
 
+    def __len__(self) -> int:
+        return len(self.todo)
+
     def put(self, jobs: Iterable[Job]) -> None:
+        self.pulled_at = time.monotonic()
         self.todo.extend(jobs)
         self._loop.call_soon_threadsafe(self._wake)
 
@@ -278,7 +233,7 @@ class _AsyncTransact:
                 return NO_CONNECTION
             result = to_json(await job.handler(job), "result")
             await conn.execute(COMPLETE, (job.id, job.token, result))
-        return NOTHING
+        return DONE
 
     async def _begin(
         self, transaction: contextlib.AsyncExitStack
@@ -294,7 +249,7 @@ class _AsyncTransact:
         return self.conn
 
 
-def watch(desk: Desk, threads: Threads, loop: Loop, is_over: threading.Event) -> None:
+def watch(desk: Desk, threads: Threads, tasks: Tasks, is_over: threading.Event) -> None:
     """Fail what runs too long in a thread, and cancel on the loop what must not go on.
 
     It never talks to the server, so it fences also when nobody can.
@@ -304,7 +259,7 @@ def watch(desk: Desk, threads: Threads, loop: Loop, is_over: threading.Event) ->
             handler: Handler = job.handler
             if handler.is_async:
                 if job.lost or job.cancelled:
-                    loop.cancel(job)
+                    tasks.cancel(job)
             elif (
                 handler.timeout is not None
                 and time.monotonic() > job.started + handler.timeout

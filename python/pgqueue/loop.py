@@ -3,8 +3,8 @@
 import contextlib
 import logging
 import os
+import random
 import secrets
-import select
 import socket
 import threading
 import time
@@ -15,13 +15,19 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.app import App, Job, Report
-from pgqueue.exchange import Answer, Ask, exchange, tell_one_by_one
+from pgqueue.desk import Bell, Desk
+from pgqueue.exchange import Answer, Ask, exchange, tell, tell_one_by_one
 from pgqueue.heart import Heart
-from pgqueue.lanes import Desk, Loop, Threads, watch
+from pgqueue.lanes import Tasks, Threads, watch
+from pgqueue.turns import Turns
 
 log = logging.getLogger("pgqueue")
 
 UNKNOWN_KIND_DELAY = timedelta(seconds=60)
+AHEAD = 0.1  # seconds of work to claim beyond what the free slots take
+STALE = 1.0  # seconds after which others shall have what nobody here begins
+GATHER = 0.003  # seconds for which a busy worker lets reports gather
+UNPARK_AFTER = 0.1  # seconds of work after which producers need not notify
 
 
 class Worker:
@@ -36,10 +42,10 @@ class Worker:
         app: App,
         queues: Mapping[str, int],
         *,
-        dsn: str = "",
+        dsn: str | None = None,
         name: str | None = None,
         concurrency: int = 10,
-        batch: int = 500,
+        batch: int = 1000,
         lease: float | None = None,
         poll_interval: float = 5.0,
         shutdown_timeout: float = 30.0,
@@ -49,62 +55,57 @@ class Worker:
         max_jobs: int | None = None,
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:
-        self.app = app
-        self.queues = dict(queues)
-        self.dsn = database.conninfo(dsn)
         host = (name or socket.gethostname()).encode()[:150].decode(errors="ignore")
         self.name = f"{host}:{os.getpid()}:{secrets.token_hex(4)}"
+        self.app = app
+        self.dsn = database.conninfo(dsn)
         self.concurrency = concurrency
         self.batch = batch
         self.lease = lease
         self.poll_interval = poll_interval
         self.shutdown_timeout = shutdown_timeout
-        self.listen = listen
+        self.listen = listen and not burst
         self.burst = burst
         self.kinds = list(app.handlers) if only_known else None
         self.left = max_jobs  # to claim; None is without limit
         self.on_tick = on_tick
-        self.claimed = 0
         self.stops = 0
+        self.gave_up = False  # whether handlers still run whose jobs were given back
 
-        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._desk = Desk(self._ring)
+        self._bell = Bell()
+        self._desk = Desk(self._bell)
         self._heart = Heart(self.dsn)
         self._threads = Threads(self._desk, self.dsn, concurrency)
-        self._loop = Loop(self._desk, self.dsn, concurrency)
+        self._tasks = Tasks(self._desk, self.dsn, concurrency)
+        self._turns = Turns(queues)
         self._unreported: list[Job] = []
-        self._credit = dict.fromkeys(self.queues, 0)
-        self._dry_until = dict.fromkeys(self.queues, 0.0)
+        self._rate = 0.0  # jobs finished in a second
+        self._counted, self._counted_at = 0, time.monotonic()
         self._stop_by = float("inf")
-        self._is_idle = False
+        self._failures = 0
+        self._complained: dict[str, float] = {}
+        self._is_parked = False
+        self._idle_at = 0.0
 
     def stop(self) -> None:
         """Drain and end; the second time release and end. For signal handlers, too."""
         self.stops += 1
         if self.stops == 1:
             self._stop_by = time.monotonic() + self.shutdown_timeout
-        self._ring()
-
-    def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._pipe[1], b".")
+        self._bell.ring()
 
     def run(self) -> None:
         """Work until stopped, drained (burst) or recycled (max_jobs).
 
-        Outages of any sort are waited for. Raises psycopg's InvalidSchemaName or
+        Waits for the end of any outage. Raises psycopg's InvalidSchemaName or
         UndefinedFunction where pgqueue is missing or too old.
         """
         over = threading.Event()
         self._heart.open()
         self._threads.open()
-        self._loop.open()
-        threading.Thread(
-            target=watch,
-            args=(self._desk, self._threads, self._loop, over),
-            daemon=True,
-        ).start()
-        failures = 0
+        self._tasks.open()
+        watched = (self._desk, self._threads, self._tasks, over)
+        threading.Thread(target=watch, args=watched, daemon=True).start()
         try:
             while not self._is_over():
                 try:
@@ -113,99 +114,215 @@ class Worker:
                 except database.INCOMPATIBLE:
                     raise
                 except psycopg.Error as error:
-                    failures += 1
-                    log.warning("no server: %s", error)
-                    self._sleep(database.backoff(failures))
+                    self._failures += 1
+                    log.warning("no server: %s", str(error).strip())
+                    self._wait_out(database.backoff(self._failures))
         finally:
             over.set()
             self._heart.close()
             self._threads.close()
-            self._loop.close()
+            self._tasks.close()
+
+    def _work(self, conn: database.Connection) -> None:
+        """Work with one connection until it breaks or all is over."""
+        self._is_parked = False
+        self._turns.refresh()
+        listens = self._start_listening(conn)
+        while True:
+            self.on_tick()
+            self._collect()
+            if self.stops > 1 or time.monotonic() > self._stop_by:
+                self._release_all(conn)
+                return
+            want = self._want()
+            if want > 0 and (queue := self._turns.next()) is not None:
+                answer = self._exchange(conn, self._ask(), queue, want)
+                if len(answer.jobs) < want:
+                    self._turns.found_empty(queue)
+            elif want > 0 and not self._turns.is_settled:
+                self._probe(conn, want, listens)
+            elif self._unreported or self._should_unpark():
+                self._exchange(conn, self._ask())
+            if self._is_over():
+                return
+            self._sleep(conn, want)
+
+    def _probe(self, conn: database.Connection, want: int, listens: bool) -> None:
+        """Ask all queues, so that it is safe to sleep when they have no more."""
+        names, changes = self._turns.names, self._turns.changes
+        ask = Ask(due_in=names, park=names if listens and not self._is_parked else None)
+        pause, found = self.poll_interval * random.uniform(0.8, 1.2), 0
+        for queue in self._turns.in_turn():
+            answer = self._exchange(conn, ask, queue, want - found)
+            found += len(answer.jobs)
+            if answer.due is not None:
+                pause = min(pause, answer.due)
+            if not answer.is_quiet:
+                pause = 0.005  # an enqueue is open, and does not know of us
+            if ask.park:
+                # Next time park once more, because who was not quiet may still be open.
+                self._is_parked = answer.is_quiet
+            if found >= want:
+                return
+            ask = Ask()
+        self._turns.settle(pause, changes)
+
+    def _exchange(
+        self,
+        conn: database.Connection,
+        ask: Ask,
+        queue: str | None = None,
+        want: int = 0,
+    ) -> Answer:
+        if queue is not None:
+            ask.claim = (queue, self.name, want, self.lease, self.kinds)
+        reported = self._unreported
+        try:
+            answer = exchange(conn, reported, ask)
+            tell(reported, answer.outcomes)
+        except database.OUTAGE:
+            raise
+        except psycopg.Error:
+            if not reported:
+                raise
+            tell_one_by_one(conn, reported)
+            answer = exchange(conn, (), ask)
+        self._failures = 0
+        for job in reported:
+            self._heart.held.pop(job.token, None)
+            if job.report.verb in ("fail", "release"):
+                self._turns.refresh()  # it may be due before we wake
+        self._unreported = []
+        self._hand_out(answer)
+        return answer
+
+    def _hand_out(self, answer: Answer) -> None:
+        self._heart.hold(answer.jobs, answer.since)
+        if self.left is not None:
+            self.left -= len(answer.jobs)
+        for_threads: list[Job] = []
+        for_tasks: list[Job] = []
+        for job in answer.jobs:
+            handler = self.app.handlers.get(job.kind)
+            if handler is None:
+                self._refuse(job)
+                continue
+            job.handler = handler
+            (for_tasks if handler.is_async else for_threads).append(job)
+        if for_threads:
+            self._threads.put(for_threads)
+        if for_tasks:
+            self._tasks.put(for_tasks)
+
+    def _refuse(self, job: Job) -> None:
+        """Let others have a job of a kind unknown here, but not at once."""
+        job.report = Report("release", until=UNKNOWN_KIND_DELAY)
+        self._unreported.append(job)
+        now = time.monotonic()
+        if now > self._complained.get(job.kind, float("-inf")) + 60:
+            self._complained[job.kind] = now
+            log.warning(
+                "no handler for the kind %r of job %s: put off", job.kind, job.id
+            )
+
+    def _collect(self) -> None:
+        """Take what is done, and take back what nobody here will begin soon."""
+        done, now = self._desk.done, time.monotonic()
+        while done:
+            self._unreported.append(done.popleft())
+            self._counted += 1
+        if now > self._counted_at + 0.05:
+            rate = self._counted / (now - self._counted_at)
+            self._rate = (self._rate + rate) / 2
+            self._counted, self._counted_at = 0, now
+        for lane in (self._threads, self._tasks):
+            if len(lane) and (self.stops or now > lane.pulled_at + STALE):
+                for job in lane.take_back():
+                    job.report = Report("release")
+                    self._unreported.append(job)
+
+    def _want(self) -> int:
+        """Say how many jobs to claim: for the free slots, and a little ahead."""
+        if self.stops:
+            return 0
+        held = len(self._heart.held) - len(self._unreported)
+        ahead = min(self.batch, int(self._rate * AHEAD))
+        want = min(self.concurrency + ahead - held, 10_000)
+        if held >= self.concurrency and want < ahead // 2:
+            return 0  # in larger bites
+        # Half of it is claimed while the other half runs.
+        want = min(want, max(self.concurrency, ahead // 2 + 1))
+        return want if self.left is None else min(want, self.left)
 
     def _is_over(self) -> bool:
         """Whether nothing is left to do, or no time for it."""
         if self.stops > 1 or time.monotonic() > self._stop_by:
-            return True
+            return not self._heart.held or self._failures > 0
         if self._heart.held:
             return False
-        return self.stops > 0 or self.left == 0 or (self.burst and self._is_idle)
-
-    def _work(self, conn: database.Connection) -> None:
-        while True:
-            self.on_tick()
-            self._collect()
-            want = self._want()
-            queue = self._next_queue() if want > 0 else None
-            if queue is not None or self._unreported:
-                self._exchange(conn, queue, want)
-            self._is_idle = want > 0 and self._next_queue() is None
-            if self._is_over():
-                break
-            if not (want > 0 and not self._is_idle):
-                self._sleep(self.poll_interval if not self._desk.done else 0)
-
-    def _collect(self) -> None:
-        done = self._desk.done
-        while done:
-            self._unreported.append(done.popleft())
-
-    def _want(self) -> int:
-        if self.stops:
-            return 0
-        want = self.concurrency - len(self._heart.held) + len(self._unreported)
-        return want if self.left is None else min(want, self.left)
-
-    def _next_queue(self) -> str | None:
-        now = time.monotonic()
-        return next((q for q in self.queues if self._dry_until[q] <= now), None)
-
-    def _exchange(
-        self, conn: database.Connection, queue: str | None, want: int
-    ) -> None:
-        ask = Ask(
-            claim=(queue, self.name, want, self.lease, self.kinds) if queue else None
+        return bool(
+            self.stops or self.left == 0 or (self.burst and self._turns.is_settled)
         )
-        try:
-            answer = exchange(conn, self._unreported, ask)
-        except database.OUTAGE:
-            raise
-        except psycopg.Error:
-            if not self._unreported:
-                raise
-            tell_one_by_one(conn, self._unreported)
-            answer = Answer(since=time.monotonic())
-            queue = None
-        for job in self._unreported:
-            self._heart.held.pop(job.token, None)
-        self._unreported.clear()
-        if queue is not None and len(answer.jobs) < want:
-            self._dry_until[queue] = time.monotonic() + self.poll_interval
-        self._hand_out(answer)
 
-    def _hand_out(self, answer: Answer) -> None:
-        self._heart.hold(answer.jobs, answer.since)
-        self.claimed += len(answer.jobs)
-        if self.left is not None:
-            self.left -= len(answer.jobs)
-        sync: list[Job] = []
-        on_loop: list[Job] = []
-        for job in answer.jobs:
-            handler = self.app.handlers.get(job.kind)
-            if handler is None:
-                job.report = Report("release", until=UNKNOWN_KIND_DELAY)
-                self._unreported.append(job)
-                continue
-            job.handler = handler
-            (on_loop if handler.is_async else sync).append(job)
-        self._threads.put(sync)
-        self._loop.put(on_loop)
+    def _release_all(self, conn: database.Connection) -> None:
+        """Report what is done and give back the rest; what runs on cannot complete."""
+        reported = set(map(id, self._unreported))
+        rest = [job for job in self._heart.held.values() if id(job) not in reported]
+        self.gave_up = bool(rest)
+        for job in rest:
+            job.report = Report("release")
+        log.warning("giving back %s unfinished jobs", len(rest))
+        self._unreported += rest
+        self._exchange(conn, Ask())
 
-    def _sleep(self, seconds: float) -> None:
+    def _should_unpark(self) -> bool:
+        return self._is_parked and time.monotonic() > self._idle_at + UNPARK_AFTER
+
+    def _ask(self) -> Ask:
+        if not self._should_unpark():
+            return Ask()
+        self._is_parked = False
+        self._turns.refresh()  # nobody will tell us any more
+        return Ask(unpark=self._turns.names)
+
+    def _start_listening(self, conn: database.Connection) -> bool:
+        if not self.listen:
+            return False
+        if conn.prepare_threshold == 0 and database.hears(conn, self.dsn):
+            conn.add_notify_handler(lambda _: self._turns.refresh())
+            conn.execute(f"listen {database.CHANNEL}")
+            return True
+        self.listen = False  # nor will it after the next reconnect
+        log.warning(
+            "NOTIFY does not arrive, as behind a transaction pooler: polling every %s s",
+            self.poll_interval,
+        )
+        return False
+
+    def _sleep(self, conn: database.Connection, want: int) -> None:
+        """Sleep until there is something to report, to hear, or to ask for."""
+        now = time.monotonic()
+        is_busy = len(self._threads) + len(self._tasks) > 0
+        if want > 0:
+            timeout = self._turns.quiet_until - now
+        else:
+            timeout = UNPARK_AFTER if self._is_parked else 1.0
+        if timeout <= 0 or self._unreported:
+            return
         self._desk.is_waiting = True
         if not self._desk.done:
-            poll = select.poll()
-            poll.register(self._pipe[0], select.POLLIN)
-            poll.poll(min(seconds, 1.0) * 1000)
+            if self._bell.wait(min(timeout, 1.0), conn.fileno()):
+                conn.pgconn.consume_input()
+                while conn.pgconn.notifies():
+                    self._turns.refresh()
+        if self._turns.is_settled:
+            self._idle_at = time.monotonic()
         self._desk.is_waiting = False
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._pipe[0], 4096)
+        if is_busy and self._rate > 1000:
+            time.sleep(GATHER)
+
+    def _wait_out(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self._is_over():
+            self.on_tick()
+            self._bell.wait(min(left, 1.0))

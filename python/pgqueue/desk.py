@@ -1,0 +1,87 @@
+"""Between lanes and loop: what runs, what is done, and how it went."""
+
+import asyncio
+import contextlib
+import os
+import select
+import traceback
+from collections import deque
+from datetime import timedelta
+
+from pgqueue.app import Job, Reject, Report, Retry, Snooze
+from pgqueue.client import LeaseLost
+
+COMPLETED = Report("complete")
+DONE = Report("done")
+LOST = Report("lost")
+NO_CONNECTION = Report("release", until=timedelta(seconds=1))
+
+
+class Bell:
+    """Wakes the loop from other threads and from signal handlers."""
+
+    def __init__(self) -> None:
+        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._pipe[1], b".")
+
+    def wait(self, timeout: float, *files: int) -> list[int]:
+        """Wait for the bell or for files to read; name those of them that have news."""
+        poll = select.poll()
+        for file in (self._pipe[0], *files):
+            poll.register(file, select.POLLIN)
+        ready = [file for file, _ in poll.poll(timeout * 1000)]
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._pipe[0], 4096)
+        return [file for file in files if file in ready]
+
+
+class Desk:
+    """What runs, what is done and not yet reported, and whom to tell."""
+
+    def __init__(self, bell: Bell) -> None:
+        self.running: dict[int, Job] = {}
+        self.done: deque[Job] = deque()
+        self.is_waiting = False
+        self.bell = bell
+
+    def start(self, job: Job) -> bool:
+        """Note that a handler begins, unless the lease is over already."""
+        if job.lost:
+            self._put(job, LOST)
+            return False
+        self.running[job.token] = job
+        return True
+
+    def finish(self, job: Job, report: Report) -> bool:
+        """Take the report of a job; false if it has been given up meanwhile."""
+        if self.running.pop(job.token, None) is None:
+            return False
+        self._put(job, report)
+        return True
+
+    def _put(self, job: Job, report: Report) -> None:
+        job.report = report
+        self.done.append(job)
+        if self.is_waiting:
+            self.bell.ring()
+
+
+def judge(job: Job, error: BaseException) -> Report:
+    """Turn what a handler raised into what to tell the server."""
+    if isinstance(error, Snooze):
+        return Report("release", until=error.until)
+    if isinstance(error, LeaseLost):
+        return LOST
+    if isinstance(error, asyncio.CancelledError) and job.lost and not job.cancelled:
+        return LOST
+    # It may be huge, and may hold what Postgres cannot store. The end says most.
+    try:
+        text = "".join(traceback.format_exception(error))
+    except BaseException as worse:
+        text = f"{type(error).__name__}, which raised {type(worse).__name__} when shown"
+    text = text[-6000:].replace("\0", "\\0").encode(errors="backslashreplace").decode()
+    after = error.after if isinstance(error, Retry) else None
+    return Report("fail", text, after=after, permanent=isinstance(error, Reject))
