@@ -143,6 +143,39 @@ def test_a_late_completion_is_accepted_until_somebody_recovers_the_job(db):
     assert column(db, "select outcome from pgqueue.run") == ["completed"]
 
 
+def test_a_call_repeated_after_its_answer_was_lost_is_harmless(db, connect):
+    """The link is cut after the query was sent: whether it was carried out, nobody knows."""
+    for n in range(60):
+        key = f"order-{n}"
+        enqueue = "select pgqueue.enqueue('q', unique_key => %s)"
+        lost = connect()
+        pid = lost.info.backend_pid
+        cut(lost, f"select pgqueue.enqueue('q', unique_key => '{key}')")
+        # A key holds duplicates off while its job lives, so let it be there first.
+        while one(db, "select count(*) from pg_stat_activity where pid = %s", pid):
+            pass
+        id = one(db, enqueue, key)
+        assert (
+            one(db, "select count(*) from pgqueue.job where unique_key = %s", key) == 1
+        )
+        token = one(db, "select token from pgqueue.claim('q', 'w') where id = %s", id)
+        cut(connect(), f"select pgqueue.complete({id}, {token})")
+        try:
+            db.execute("select pgqueue.complete(%s, %s)", (id, token))
+        except psycopg.Error as error:
+            assert error.sqlstate == "PQ002"
+        assert column(db, "select outcome from pgqueue.run where job_id = %s", id) == [
+            "completed"
+        ]
+
+
+def cut(conn: psycopg.Connection, query: str) -> None:
+    """Send a query and vanish."""
+    conn.pgconn.send_query(query.encode())
+    conn.pgconn.flush()
+    conn.pgconn.finish()
+
+
 def test_a_heartbeat_does_not_wait_for_a_handler_that_is_about_to_commit(db, connect):
     id, token = claimed(db)
     other_id, other_token = claimed(db)
