@@ -93,7 +93,10 @@ def main() -> None:
 
     for title, query in REPORT.items():
         print(title, flush=True)
-        subprocess.run(["psql", "-Xq", "-P", "footer=off", "-c", query], check=True)
+        subprocess.run(
+            ["psql", "-Xq", "-P", "pager=off", "-P", "footer=off", "-c", query],
+            check=True,
+        )
     where = " ".join(
         f"{name}={os.environ[name]}" for name in ("PGHOST", "PGPORT", "PGUSER")
     )
