@@ -17,10 +17,10 @@ Connection = psycopg.Connection[TupleRow]
 # tcp_user_timeout while something is.
 PATIENCE = {
     "connect_timeout": 10,
-    "keepalives_idle": 5,
-    "keepalives_interval": 3,
+    "keepalives_idle": 4,
+    "keepalives_interval": 2,
     "keepalives_count": 3,
-    "tcp_user_timeout": 10_000,
+    "tcp_user_timeout": 8_000,
     "client_encoding": "utf8",
     "application_name": "pgqueue",
 }

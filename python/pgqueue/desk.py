@@ -21,7 +21,9 @@ class Bell:
     """Wakes the loop from other threads and from signal handlers."""
 
     def __init__(self) -> None:
-        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
 
     def ring(self) -> None:
         with contextlib.suppress(BlockingIOError):

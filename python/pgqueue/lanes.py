@@ -206,8 +206,6 @@ class Tasks:
                     return await transact(job)
                 result = to_json(await job.handler(job), "result")
             return COMPLETED if result is None else Report("complete", result)
-        except GeneratorExit:
-            raise
         except BaseException as error:  # whatever a handler raises fails its job only
             if job.task and isinstance(error, asyncio.CancelledError):
                 job.task.uncancel()

@@ -85,6 +85,7 @@ class Worker:
         self._failures = 0
         self._complained: dict[str, float] = {}
         self._is_parked = False
+        self._unquiet = 0  # how often in a row an enqueue was open
         self._idle_at = 0.0
 
     def stop(self) -> None:
@@ -125,7 +126,7 @@ class Worker:
 
     def _work(self, conn: database.Connection) -> None:
         """Work with one connection until it breaks or all is over."""
-        self._is_parked = False
+        self._is_parked, self._unquiet = False, 0
         self._turns.refresh()
         listens = self._start_listening(conn)
         while True:
@@ -157,11 +158,12 @@ class Worker:
             found += len(answer.jobs)
             if answer.due is not None:
                 pause = min(pause, answer.due)
-            if not answer.is_quiet:
-                pause = 0.005  # an enqueue is open, and does not know of us
             if ask.park:
-                # Next time park once more, because who was not quiet may still be open.
+                # An open enqueue does not know of us: ask again soon, and park again.
                 self._is_parked = answer.is_quiet
+                self._unquiet = 0 if answer.is_quiet else self._unquiet + 1
+            if self._unquiet:
+                pause = min(pause, 0.005 * self._unquiet, 0.1)
             if found >= want:
                 return
             ask = Ask()
@@ -232,8 +234,9 @@ class Worker:
             self._unreported.append(done.popleft())
             self._counted += 1
         if now > self._counted_at + 0.05:
-            rate = self._counted / (now - self._counted_at)
-            self._rate = (self._rate + rate) / 2
+            elapsed = now - self._counted_at
+            rate = self._counted / elapsed
+            self._rate = rate if elapsed > 0.2 else (self._rate + rate) / 2
             self._counted, self._counted_at = 0, now
         for lane in (self._threads, self._tasks):
             if len(lane) and (self.stops or now > lane.pulled_at + STALE):

@@ -2,7 +2,8 @@
 
 All on the test's own psycopg connection, and in its transaction if it has one, so that
 a rollback leaves nothing. As a pytest plugin (`pytest_plugins = ["pgqueue.testing"]`)
-it gives the fixture `pgqueue_conn`.
+it gives the fixture `pgqueue_conn`. (PYTEST_DONT_REWRITE: or pytest warns of tests that
+import it, too.)
 """
 
 import asyncio
