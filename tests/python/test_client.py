@@ -1,0 +1,327 @@
+"""Enqueueing on every sort of connection: a rollback takes the job along."""
+
+import asyncio
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pgqueue
+import psycopg
+import pytest
+from conftest import column, one
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.rows import dict_row, scalar_row
+
+JOBS = "select count(*) from pgqueue.job"
+
+
+def address(db: psycopg.Connection) -> dict[str, object]:
+    info = db.info
+    return {
+        "host": info.host,
+        "port": info.port,
+        "user": info.user,
+        "dbname": info.dbname,
+    }
+
+
+@pytest.mark.parametrize("factory", [None, dict_row, scalar_row])
+def test_psycopg_connection_and_cursor(db, dsn, factory) -> None:
+    options = {"row_factory": factory} if factory else {}
+    with psycopg.connect(dsn, **options) as conn:
+        for target in (conn, conn.cursor(), conn.cursor("named")):
+            job = pgqueue.enqueue(target, "emails", {"to": "ada"})
+            assert isinstance(job, int)
+            assert pgqueue.enqueue_many(target, "emails", [1, 2]) == [job + 1, job + 2]
+        conn.rollback()
+        assert one(db, JOBS) == 0
+        pgqueue.enqueue(conn, "emails")
+        conn.commit()
+        assert one(db, JOBS) == 1
+
+
+def test_a_cursor_keeps_the_rows_it_was_reading(dsn) -> None:
+    with psycopg.connect(dsn) as conn, conn.cursor() as cursor:
+        cursor.execute("select generate_series(1, 3)")
+        assert cursor.fetchone() == (1,)
+        pgqueue.enqueue(cursor, "emails")
+        assert cursor.fetchall() == [(2,), (3,)]
+
+
+def test_async_psycopg(db, dsn) -> None:
+    async def run() -> None:
+        async with await psycopg.AsyncConnection.connect(dsn) as conn:
+            for target in (conn, conn.cursor()):
+                job = await pgqueue.enqueue(target, "emails", {"to": "ada"})
+                assert await pgqueue.enqueue_many(target, "emails", [1, 2]) == [
+                    job + 1,
+                    job + 2,
+                ]
+            await conn.rollback()
+            assert one(db, JOBS) == 0
+            await pgqueue.enqueue(conn, "emails")
+
+    asyncio.run(run())
+    assert one(db, JOBS) == 1
+
+
+def test_psycopg2(db) -> None:
+    psycopg2 = pytest.importorskip("psycopg2")
+    extras = pytest.importorskip("psycopg2.extras")
+    conn = psycopg2.connect(**address(db))
+    try:
+        for target in (
+            conn,
+            conn.cursor(),
+            conn.cursor(cursor_factory=extras.RealDictCursor),
+            conn.cursor(cursor_factory=extras.NamedTupleCursor),
+        ):
+            job = pgqueue.enqueue(target, "emails", {"to": "ada"}, headers={"a": 1})
+            assert pgqueue.enqueue_many(
+                target, "emails", [1, 2], unique_keys=[None, None]
+            ) == [
+                job + 1,
+                job + 2,
+            ]
+            assert pgqueue.enqueue_many(target, "emails", []) == []
+        conn.rollback()
+        assert one(db, JOBS) == 0
+        pgqueue.enqueue(conn, "emails", run_at=datetime.now(UTC))
+        conn.commit()
+        assert one(db, JOBS) == 1
+    finally:
+        conn.close()
+
+
+def test_django(db) -> None:
+    django = pytest.importorskip("django")
+    from django.conf import settings
+
+    where = {key.upper(): str(value) for key, value in address(db).items()}
+    where["NAME"] = where.pop("DBNAME")
+    if settings.configured:
+        pytest.skip("Django is configured for another database")
+    settings.configure(
+        DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", **where}}
+    )
+    django.setup()
+    from django.db import connection, transaction
+
+    try:
+        with pytest.raises(ZeroDivisionError), transaction.atomic():
+            with connection.cursor() as cursor:
+                job = pgqueue.enqueue(cursor, "emails", {"to": "ada"})
+                assert pgqueue.enqueue_many(cursor, "emails", [1, 2]) == [
+                    job + 1,
+                    job + 2,
+                ]
+            pgqueue.enqueue(connection, "emails")
+            raise ZeroDivisionError
+        assert one(db, JOBS) == 0
+        with transaction.atomic(), connection.cursor() as cursor:
+            pgqueue.enqueue(cursor, "emails")
+        assert one(db, JOBS) == 1
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
+def test_sqlalchemy(db, driver) -> None:
+    alchemy = pytest.importorskip("sqlalchemy")
+    orm = pytest.importorskip("sqlalchemy.orm")
+    pytest.importorskip(driver)
+    where = address(db)
+    url = alchemy.URL.create(
+        f"postgresql+{driver}",
+        username=where["user"],
+        database=where["dbname"],
+        query={"host": where["host"], "port": str(where["port"])},
+    )
+    engine = alchemy.create_engine(url)
+    try:
+        with engine.connect() as conn, orm.Session(engine) as session:
+            for target in (conn, session):
+                job = pgqueue.enqueue(target, "emails", {"to": "50 % of ada"})
+                assert pgqueue.enqueue_many(target, "emails", [1, 2]) == [
+                    job + 1,
+                    job + 2,
+                ]
+                target.rollback()
+                assert one(db, JOBS) == 0
+            pgqueue.enqueue(session, "emails")
+            session.commit()
+            assert one(db, JOBS) == 1
+    finally:
+        engine.dispose()
+
+
+def test_sqlalchemy_async(db) -> None:
+    pytest.importorskip("sqlalchemy")
+    pytest.importorskip("greenlet")
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    where = address(db)
+    url = (
+        f"postgresql+psycopg://{where['user']}@/{where['dbname']}"
+        f"?host={where['host']}&port={where['port']}"
+    )
+
+    async def run() -> None:
+        engine = create_async_engine(url)
+        async with engine.connect() as conn:
+            assert await conn.run_sync(pgqueue.enqueue, "emails", {"to": "ada"}) > 0
+            await conn.rollback()
+        await engine.dispose()
+
+    asyncio.run(run())
+    assert one(db, JOBS) == 0
+
+
+def test_every_option_arrives(db) -> None:
+    when = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
+    options = {
+        "kind": "welcome",
+        "priority": 7,
+        "run_at": when,
+        "max_attempts": 3,
+        "group_key": "g",
+        "headers": {"trace": "x"},
+    }
+    names = "kind, priority, run_at, max_attempts, group_key, headers"
+    first = pgqueue.enqueue(db, "emails", {"a": 1}, unique_key="u", **options)
+    query = f"select {names}, unique_key, payload from pgqueue.job where id = %s"
+    row = db.execute(query, (first,)).fetchone()
+    assert row == (*options.values(), "u", {"a": 1})
+    again = pgqueue.enqueue(
+        db, "emails", {"a": 2}, unique_key="u", on_duplicate="replace"
+    )
+    assert again == first
+    assert one(db, "select payload from pgqueue.job where id = %s", first) == {"a": 2}
+    del options["group_key"]
+    ids = pgqueue.enqueue_many(
+        db,
+        "emails",
+        [1, None],
+        unique_keys=["v", None],
+        group_keys=["g", None],
+        **options,
+    )
+    rows = db.execute(
+        "select payload, group_key from pgqueue.job where id = any(%s)", (ids,)
+    )
+    assert set(map(str, rows)) == {"(1, 'g')", "({}, None)"}
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        pgqueue.enqueue(db, "emails", unique_key="v", on_duplicate="error")
+    with pytest.raises(psycopg.errors.InvalidParameterValue):
+        pgqueue.enqueue(db, "")
+
+
+@dataclass
+class Person:
+    name: str
+
+
+class Model:
+    def model_dump(self, mode: str) -> dict[str, str]:
+        return {"mode": mode}
+
+
+def test_json_round_trips(db) -> None:
+    deep: list = []
+    for _ in range(500):
+        deep = [deep]
+    for value in (
+        {"ü": "\U0001f600 \\u0000 \\ud800 %s"},
+        [1.5, True, None, 2**70, -1e-300],
+        "text",
+        0,
+        deep,
+        OrderedDict(a=1),
+        {"a": (1, 2)},
+    ):
+        job = pgqueue.enqueue(db, "emails", value)
+        found = one(db, "select payload from pgqueue.job where id = %s", job)
+        assert found == ({"a": [1, 2]} if value == {"a": (1, 2)} else value)
+    job = pgqueue.enqueue(db, "emails", {"who": Person("ada"), "model": Model()})
+    found = one(db, "select payload from pgqueue.job where id = %s", job)
+    assert found == {"who": {"name": "ada"}, "model": {"mode": "json"}}
+
+
+CIRCLE: list = []
+CIRCLE.append(CIRCLE)
+BOTTOMLESS: list = []
+for _ in range(100_000):
+    BOTTOMLESS = [BOTTOMLESS]
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ({"a": [1, {"b": math.nan}]}, "payload['a'][1]['b']: nan"),
+        ([math.inf], "payload[0]: inf"),
+        ({"a": "x\0"}, "payload['a']: a NUL"),
+        ({"\0": 1}, "payload, a key: a NUL"),
+        (["\ud83d"], "payload[0]: half of a surrogate pair"),
+        ({"a": {1, 2}}, "payload['a']: set"),
+        ({"a": Path("x")}, "payload['a']: PosixPath"),
+        ({(1, 2): 3}, "payload: a key of type tuple"),
+        (b"x", "payload: bytes"),
+        (CIRCLE, "payload: Circular"),
+        (BOTTOMLESS, "payload: maximum recursion"),
+        (Person("\0"), "payload['name']: a NUL"),
+    ],
+)
+def test_json_that_cannot_be_stored_is_refused_with_its_path(db, value, where) -> None:
+    errors = (ValueError, TypeError, RecursionError)
+    with pytest.raises(errors) as caught:
+        pgqueue.enqueue(db, "emails", value)
+    assert where.lower() in str(caught.value).lower()
+    with pytest.raises(errors) as caught:
+        pgqueue.enqueue_many(db, "emails", [1, value])
+    assert "payloads[1]" in str(caught.value)
+    assert one(db, JOBS) == 0
+
+
+def test_errors_have_classes(db) -> None:
+    with pytest.raises(pgqueue.JobNotFound) as caught:
+        db.execute("select pgqueue.cancel(0)")
+    assert caught.value.sqlstate == "PQ001"
+    with pytest.raises(pgqueue.LeaseLost) as caught:
+        db.execute("select pgqueue.complete(0, 0)")
+    assert isinstance(caught.value, psycopg.DatabaseError)
+    assert column(db, "select id from pgqueue.job") == []
+
+
+def test_where_the_database_is(monkeypatch) -> None:
+    from pgqueue.database import PATIENCE, conninfo
+
+    for name in (
+        "PGQUEUE_DSN",
+        "DATABASE_URL",
+        "PGHOST",
+        "PGCONNECT_TIMEOUT",
+        "PGAPPNAME",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+    def host(dsn: str | None, **environ: str) -> object:
+        return conninfo_to_dict(conninfo(dsn, environ)).get("host")
+
+    both = {"PGQUEUE_DSN": "host=b", "DATABASE_URL": "postgres://c/d"}
+    assert host("host=a", **both) == "a"
+    assert host(None, **both) == "b"
+    assert host(None, DATABASE_URL="postgres://c/d") == "c"
+    assert host("postgresql+psycopg://e/f") == "e"
+    assert host(None) is None
+    plain = conninfo_to_dict(conninfo("host=a", {}))
+    assert {k: str(v) for k, v in PATIENCE.items()}.items() <= plain.items()
+    mine = conninfo_to_dict(
+        conninfo("host=a,b tcp_user_timeout=7", {"PGCONNECT_TIMEOUT": "3"})
+    )
+    assert mine["tcp_user_timeout"] == "7"
+    assert "connect_timeout" not in mine
+    assert mine["target_session_attrs"] == "read-write"
+    with pytest.raises(psycopg.ProgrammingError):
+        conninfo("no such thing", {})

@@ -1,0 +1,270 @@
+"""What a worker does with jobs, with real processes; the faults are in test_worker_faults."""
+
+import os
+import signal
+import time
+
+import pgqueue
+import pytest
+from conftest import column, one
+from worker_app import BAD, UNSTORABLE
+from worker_harness import QUEUE, is_empty, outcomes, wait_until
+
+pytest_plugins = ["worker_harness"]
+
+
+@pytest.mark.parametrize("kind", ["bad", "abad"])
+def test_whatever_a_handler_raises_or_returns_fails_only_its_job(
+    db, workers, kind
+) -> None:
+    db.execute("select pgqueue.configure(null, retry_base => '1 hour')")
+    cases = [*BAD, *UNSTORABLE]
+    ids = pgqueue.enqueue_many(db, QUEUE, [{"case": case} for case in cases], kind=kind)
+    good = pgqueue.enqueue(db, QUEUE, kind="mark")
+    worker = workers.start("--burst", "--concurrency", "2")
+    assert worker.wait(40) == 0
+    rows = db.execute(
+        "select id, attempt, state, last_error from pgqueue.jobs"
+    ).fetchall()
+    failed = {row[0]: row[1:] for row in rows}
+    for job_id, case in zip(ids, cases, strict=True):
+        attempt, state, error = failed[job_id]
+        assert (attempt, state) == (1, "scheduled"), case
+        assert 0 < len(error) <= 8000, case
+    assert list(workers.notes()) == [good]
+
+
+def test_outcomes_of_all_sorts(db, workers) -> None:
+    db.execute("create table effect (job_id bigint)")
+    kinds = (
+        "noop mark amark effect aeffect snooze reject retry retry_absurd person headers"
+    )
+    ids = {
+        kind: pgqueue.enqueue(
+            db,
+            QUEUE,
+            {"name": "ada", "age": 36} if kind in ("person", "headers") else None,
+            kind=kind,
+            headers={"trace": "1"},
+        )
+        for kind in kinds.split()
+    }
+    db.execute("select pgqueue.configure(null, retry_base => '1 hour')")
+    workers.start()
+    completed = "select count(*) from pgqueue.run where outcome = 'completed'"
+    wait_until(lambda: one(db, completed) == 8)
+    results = dict(
+        db.execute("select kind, result from pgqueue.run where outcome = 'completed'")
+    )
+    assert results == {
+        "noop": None,
+        "mark": None,
+        "amark": {"attempt": 1},
+        "effect": None,
+        "aeffect": ids["aeffect"],
+        "retry": None,
+        "person": "ada 36",
+        "headers": {
+            "headers": {"trace": "1"},
+            "payload": {"name": "ada", "age": 36},
+            "attempt": 1,
+        },
+    }
+    assert sorted(column(db, "select job_id from effect")) == [
+        ids["effect"],
+        ids["aeffect"],
+    ]
+    # An absurd delay is refused by the server, and the job fails as if without it.
+    left = {
+        row[0]: row[1:]
+        for row in db.execute("select kind, attempt, state from pgqueue.jobs")
+    }
+    assert left == {"snooze": (0, "scheduled"), "retry_absurd": (1, "scheduled")}
+    assert "never will" in one(
+        db, "select error from pgqueue.dead_job where id = %s", ids["reject"]
+    )
+
+
+def test_a_job_of_an_unknown_kind_is_put_off_and_only_known_leaves_it(
+    db, workers
+) -> None:
+    pgqueue.enqueue_many(db, QUEUE, [None] * 20, kind="no such")
+    assert workers.start("--burst", "--only-known").wait(30) == 0
+    assert set(db.execute("select state, attempt from pgqueue.jobs")) == {("ready", 0)}
+    assert workers.start("--burst").wait(30) == 0
+    assert set(db.execute("select state, attempt from pgqueue.jobs")) == {
+        ("scheduled", 0)
+    }
+    assert workers.log().count("no handler") == 1
+
+
+@pytest.mark.parametrize("kind", ["slow", "aslow"])
+def test_a_handler_that_runs_too_long_is_failed_and_its_place_is_free(
+    db, workers, kind
+) -> None:
+    db.execute("select pgqueue.configure(null, retry_base => '1 hour')")
+    late = pgqueue.enqueue(db, QUEUE, kind=kind)
+    pgqueue.enqueue(db, QUEUE, kind="amark" if kind == "slow" else "mark")
+    pgqueue.enqueue(db, QUEUE, kind="mark" if kind == "slow" else "amark", priority=-1)
+    workers.start("--concurrency", "1")
+    wait_until(lambda: outcomes(db) == {"retry": 1, "completed": 2})
+    assert column(db, "select id from pgqueue.jobs") == [late]
+    error = one(db, "select last_error from pgqueue.jobs")
+    assert "timed out" in error or "TimeoutError" in error
+
+
+def test_cancelling_reaches_running_handlers_of_both_sorts(db, workers) -> None:
+    ids = [pgqueue.enqueue(db, QUEUE, kind=kind) for kind in ("ahold", "polite")]
+    workers.start("--lease", "1")
+    workers.began(2)
+    assert [one(db, "select pgqueue.cancel(%s)", i) for i in ids] == ["cancelling"] * 2
+    wait_until(lambda: is_empty(db), timeout=10)
+    assert outcomes(db) == {"cancelled": 2}
+    assert list(workers.notes("cancelled")) == [ids[0]]
+
+
+def test_an_idle_worker_hears_of_jobs_at_once_and_of_delayed_ones_when_due(
+    db, workers
+) -> None:
+    worker = workers.start("--poll-interval", "60", "-q", f"other,{QUEUE}=3")
+    parked = "select count(*) from pg_locks where locktype = 'advisory' and granted"
+    wait_until(lambda: one(db, parked))
+    for count in range(1, 51):
+        pgqueue.enqueue(db, QUEUE, kind="mark")
+        wait_until(lambda: workers.notes().total() == count, 10)  # noqa: B023
+    pgqueue.enqueue(
+        db, QUEUE, kind="amark", run_at=one(db, "select now() + interval '1 second'")
+    )
+    wait_until(lambda: is_empty(db), timeout=10)
+    worst = one(db, "select max(waited) from pgqueue.run").total_seconds()
+    assert worst < 5, "no job waits for a poll"
+    assert workers.finish(worker) == 0
+
+
+def test_weights_share_out_a_worker_between_full_queues(db, workers) -> None:
+    for queue in ("heavy", "light"):
+        pgqueue.enqueue_many(db, queue, [{"seconds": 0.005}] * 200, kind="nap")
+    worker = workers.start(
+        "-q", "heavy=4,light", "--concurrency", "1", "--max-jobs", "100"
+    )
+    assert worker.wait(40) == 0
+    runs = dict(db.execute("select queue, count(*) from pgqueue.run group by 1"))
+    assert sum(runs.values()) == 100
+    assert 70 <= runs["heavy"] <= 90, runs
+
+
+def test_slow_handlers_hoard_nothing(db, workers) -> None:
+    pgqueue.enqueue_many(db, QUEUE, [None] * 500, kind="noop")
+    pgqueue.enqueue_many(db, QUEUE, [None] * 100, kind="hold")
+    workers.start("--concurrency", "3")
+    workers.began(3)
+    running = "select count(*) from pgqueue.jobs where state = 'running'"
+    wait_until(lambda: one(db, running) == 3, timeout=10)
+    workers.let_go()
+    wait_until(lambda: is_empty(db))
+    assert outcomes(db) == {"completed": 600}
+
+
+def test_sigterm_drains_and_gives_back_what_has_not_begun(db, workers) -> None:
+    ids = pgqueue.enqueue_many(db, QUEUE, [None] * 10, kind="hold")
+    worker = workers.start("--concurrency", "2")
+    began = workers.began(2)
+    worker.send_signal(signal.SIGTERM)
+    waiting = "select count(*) from pgqueue.jobs where state = 'ready' and attempt = 0"
+    wait_until(lambda: one(db, waiting) == 8)
+    workers.let_go()
+    assert worker.wait(20) == 0
+    assert sorted(workers.notes()) == sorted(began)
+    assert outcomes(db) == {"completed": 2}
+    assert len(ids) == 10
+
+
+@pytest.mark.parametrize("kind", ["hold", "ahold", "hold_effect"])
+def test_after_the_shutdown_timeout_jobs_are_given_back_unharmed(
+    db, workers, kind
+) -> None:
+    db.execute("create table effect (job_id bigint)")
+    pgqueue.enqueue_many(db, QUEUE, [None] * 3, kind=kind)
+    worker = workers.start("--shutdown-timeout", "1")
+    workers.began(3)
+    began = time.monotonic()
+    assert workers.finish(worker) == 0
+    assert 0.5 < time.monotonic() - began < 10
+    assert set(db.execute("select state, attempt from pgqueue.jobs")) == {("ready", 0)}
+    assert one(db, "select count(*) from effect") == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once_after_giving_back(db, workers, number) -> None:
+    pgqueue.enqueue_many(db, QUEUE, [None] * 3, kind="hold")
+    worker = workers.start()
+    workers.began(3)
+    worker.send_signal(number)
+    wait_until(lambda: worker.poll() is not None or not is_empty(db))
+    time.sleep(0.05)  # two signals at once would be one
+    worker.send_signal(number)
+    assert worker.wait(10) == 128 + number
+    assert set(db.execute("select state, attempt from pgqueue.jobs")) == {("ready", 0)}
+
+
+def test_a_signal_while_it_starts_counts(db, workers) -> None:
+    pgqueue.enqueue(db, QUEUE, kind="hold")
+    for delay in (0.15, 0.2, 0.25, 0.3, 0.4):
+        worker = workers.start("--shutdown-timeout", "0.1")
+        time.sleep(delay)
+        worker.send_signal(signal.SIGTERM)
+        # -15: the interpreter had not even begun with our code.
+        assert worker.wait(10) in (0, -signal.SIGTERM)
+    assert list(db.execute("select state, attempt from pgqueue.jobs")) == [("ready", 0)]
+
+
+def test_several_processes_work_are_restarted_and_stop_together(db, workers) -> None:
+    pgqueue.enqueue(db, QUEUE, kind="suicide", max_attempts=2)
+    ids = pgqueue.enqueue_many(db, QUEUE, [{"seconds": 0.02}] * 100, kind="nap")
+    parent = workers.start("--processes", "2", "--lease", "1", "--concurrency", "2")
+    wait_until(lambda: one(db, "select count(*) from pgqueue.dead_job") == 1)
+    wait_until(lambda: is_empty(db))
+    names = column(
+        db, "select distinct worker from pgqueue.run where outcome = 'completed'"
+    )
+    assert len(names) >= 2
+    assert workers.finish(parent) == 0
+    assert set(ids) <= set(workers.notes())
+
+
+def test_it_ends_with_its_parent(db, workers) -> None:
+    parent = workers.start("--processes", "2")
+    sessions = "select count(distinct pid) from pg_stat_activity where application_name = 'pgqueue'"
+    wait_until(lambda: one(db, sessions) >= 2)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: one(db, sessions) == 0)
+
+
+def test_max_jobs_recycles_it(db, workers) -> None:
+    pgqueue.enqueue_many(db, QUEUE, [None] * 50, kind="noop")
+    assert workers.start("--max-jobs", "20").wait(30) == 0
+    assert one(db, "select count(*) from pgqueue.run") == 20
+    assert one(db, "select count(*) from pgqueue.jobs where state = 'ready'") == 30
+
+
+def test_memory_stays_flat(db, workers, say) -> None:
+    total = int(os.environ.get("PGQUEUE_TEST_JOBS", "30000"))
+    worker = workers.start()
+
+    def run(count: int) -> int:
+        pgqueue.enqueue_many(db, QUEUE, [{}] * count, kind="noop")
+        wait_until(lambda: is_empty(db), timeout=300)
+        with open(f"/proc/{worker.pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+    before = run(total // 3)
+    after = run(total - total // 3)
+    say(f"\n{total} jobs: {before} kB resident after a third, {after} kB after all")
+    assert after - before < 10_000
+
+
+def test_a_held_interpreter_is_reported_late(db, workers) -> None:
+    pgqueue.enqueue(db, QUEUE, kind="gil")
+    workers.start("--lease", "0.6")
+    wait_until(lambda: "heartbeat" in workers.log() and "late" in workers.log())

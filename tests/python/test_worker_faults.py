@@ -1,0 +1,356 @@
+"""Workers against faults: kills, stops, dead sessions, dead servers, cut links, poolers.
+
+Each test says how many jobs were enqueued, run, run twice, and lost. PGQUEUE_TEST_LONG=1
+makes them as long as the requirements say.
+"""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pgqueue
+import psycopg
+import pytest
+from cluster import Cluster
+from conftest import column, one
+from worker_harness import QUEUE, is_empty, outcomes, tally, wait_until, workers_on
+
+pytest_plugins = ["worker_harness"]
+
+LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
+QUICK = "select pgqueue.configure(null, retry_base => '100 ms', max_attempts => 1000)"
+
+
+def enqueue_all(db: psycopg.Connection, count: int, seconds: float = 0.01) -> list[int]:
+    """Enqueue some of each sort: threads, tasks, transactions of both."""
+    db.execute("create table if not exists effect (job_id bigint)")
+    ids = []
+    for kind in ("amark", "effect", "aeffect"):
+        ids += pgqueue.enqueue_many(db, QUEUE, [None] * (count // 4), kind=kind)
+    naps = [{"seconds": seconds}] * (count - len(ids))
+    return ids + pgqueue.enqueue_many(db, QUEUE, naps, kind="nap")
+
+
+def check_effects(db: psycopg.Connection) -> None:
+    """In the completing transaction, each effect is there once, whatever happened."""
+    query = "select array_agg(id) from pgqueue.jobs"
+    assert one(db, query) is None
+    want = "select job_id from pgqueue.run where kind like '%effect' and outcome = 'completed'"
+    assert sorted(column(db, "select job_id from effect")) == sorted(column(db, want))
+
+
+def test_killed_workers_lose_nothing(db, workers, say) -> None:
+    db.execute(QUICK)
+    ids = enqueue_all(db, 400, seconds=0.05)
+    for _ in range(50 if LONG else 8):
+        seen = workers.notes().total()
+        worker = workers.start("--lease", "1", "--poll-interval", "1")
+        wait_until(lambda: workers.notes().total() > seen or is_empty(db))  # noqa: B023
+        time.sleep(random.uniform(0, 0.1))
+        worker.kill()
+        worker.wait()
+    worker = workers.start("--lease", "1", "--poll-interval", "1")
+    wait_until(lambda: is_empty(db), 60)
+    tally(say, "kill -9", db, workers, ids)
+    check_effects(db)
+    assert workers.finish(worker) == 0
+
+
+def test_a_job_that_kills_its_worker_ends_dead(db, workers, say) -> None:
+    ids = [pgqueue.enqueue(db, QUEUE, kind="suicide", max_attempts=3)]
+    ids += enqueue_all(db, 40)
+    worker = workers.start("--lease", "1", "--poll-interval", "0.5")
+    while not is_empty(db):
+        if worker.poll() is not None:
+            worker = workers.start("--lease", "1", "--poll-interval", "0.5")
+        time.sleep(0.05)
+    assert column(db, "select id from pgqueue.dead_job") == ids[:1]
+    assert one(db, "select attempt from pgqueue.dead_job") == 3
+    tally(say, "poison pill", db, workers, ids)
+
+
+@pytest.mark.parametrize("kind", ["hold", "ahold", "hold_effect"])
+def test_a_worker_stopped_past_its_lease_reports_nothing(
+    db, workers, say, kind
+) -> None:
+    db.execute("create table effect (job_id bigint)")
+    job = pgqueue.enqueue(db, QUEUE, kind=kind)
+    zombie = workers.start("--lease", "1")
+    workers.began()
+    zombie.send_signal(signal.SIGSTOP)
+    # Its lease runs out; another takes the job.
+    lapsed = "select state = 'expired' from pgqueue.jobs"
+    wait_until(lambda: one(db, lapsed))
+    # A transaction of the stopped one may still hold what it wrote, but not the job.
+    other = workers.start("--lease", "5")
+    wait_until(lambda: workers.notes("began")[job] == 2)
+    zombie.send_signal(signal.SIGCONT)
+    if kind == "ahold":
+        wait_until(lambda: workers.notes("cancelled")[job])
+    else:
+        wait_until(lambda: "lost" in workers.log() or workers.let_go() or True)
+    time.sleep(0.5)
+    workers.let_go()
+    wait_until(lambda: is_empty(db))
+    wait_until(lambda: "lost" in workers.log())
+    assert outcomes(db) == {"expired": 1, "completed": 1}
+    name = one(db, "select worker from pgqueue.run where outcome = 'completed'")
+    assert f":{other.pid}:" in name
+    assert one(db, "select count(*) from effect") == (kind == "hold_effect")
+    tally(say, f"SIGSTOP, {kind}", db, workers, [job])
+    assert workers.finish(zombie) == 0
+
+
+def test_killed_sessions_are_replaced_for_ever(db, workers, say) -> None:
+    db.execute(QUICK)
+    seconds = 60 if LONG else 8
+    worker = workers.start("--lease", "2", "--concurrency", "4")
+    ids: list[int] = []
+    end = time.monotonic() + seconds
+    kills = 0
+    kill = (
+        "select count(pg_terminate_backend(pid)) from pg_stat_activity"
+        " where application_name = 'pgqueue' and datname = current_database()"
+    )
+    while time.monotonic() < end:
+        ids += enqueue_all(db, 40)
+        kills += one(db, kill)
+        time.sleep(0.2)
+    spent = cpu_seconds(worker.pid) / seconds
+    wait_until(lambda: is_empty(db), 60)
+    tally(say, f"{kills} sessions terminated, {spent:.0%} of a core", db, workers, ids)
+    check_effects(db)
+    assert worker.poll() is None
+    channels = (
+        "select count(*) from pg_stat_activity where application_name = 'pgqueue'"
+    )
+    assert one(db, channels) <= 2 + 8
+    assert workers.finish(worker) == 0
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Cluster]:
+    """A server that a test may hurt."""
+    with Cluster(settings={"max_connections": "30"}) as cluster:
+        with psycopg.connect(where(cluster), autocommit=True) as conn:
+            conn.execute("create extension pgqueue")
+        yield cluster
+
+
+def where(cluster: Cluster, host: str | None = None) -> str:
+    return (
+        f"host={host or cluster.home} port={cluster.port} user=postgres dbname=postgres"
+    )
+
+
+@pytest.mark.parametrize("mode", ["immediate", "fast"])
+def test_a_restart_of_the_server_is_waited_for(server, say, mode) -> None:
+    with workers_on(where(server)) as workers:
+        with psycopg.connect(where(server), autocommit=True) as db:
+            db.execute(QUICK)
+            db.execute("truncate pgqueue.run")
+            db.execute("drop table if exists effect")
+            ids = enqueue_all(db, 800, seconds=0.05)
+        worker = workers.start("--lease", "2")
+        for _ in range(10 if LONG else 3):
+            seen = workers.notes().total()
+            wait_until(lambda: workers.notes().total() > seen + 50)  # noqa: B023
+            server.stop(mode)
+            time.sleep(0.3)
+            server.start()
+            with psycopg.connect(where(server), autocommit=True) as db:
+                ids += enqueue_all(db, 200)
+        with psycopg.connect(where(server), autocommit=True) as db:
+            wait_until(lambda: is_empty(db), 60)
+            tally(say, f"server stopped ({mode}) and started", db, workers, ids)
+            check_effects(db)
+        assert worker.poll() is None
+        assert workers.finish(worker) == 0
+
+
+def test_read_only_and_full_servers_are_waited_for(server, say) -> None:
+    with workers_on(where(server)) as workers, contextlib.ExitStack() as stack:
+        db = stack.enter_context(psycopg.connect(where(server), autocommit=True))
+        db.execute("truncate pgqueue.run")
+        db.execute("alter system set default_transaction_read_only = on")
+        db.execute("select pg_reload_conf()")
+        worker = workers.start()
+        wait_until(lambda: "read-only" in workers.log())
+        db.execute("alter system reset default_transaction_read_only")
+        db.execute("select pg_reload_conf()")
+        wait_until(lambda: one(db, "show default_transaction_read_only") == "off")
+        ids = [pgqueue.enqueue(db, QUEUE, kind="mark")]
+        wait_until(lambda: is_empty(db))
+
+        full = contextlib.ExitStack()
+        db.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where application_name = 'pgqueue'"
+        )
+        with contextlib.suppress(psycopg.OperationalError):
+            while True:
+                full.enter_context(psycopg.connect(where(server)))
+        ids += [pgqueue.enqueue(db, QUEUE, kind="mark")]
+        wait_until(lambda: "too many" in workers.log() or is_empty(db))
+        full.close()
+        wait_until(lambda: is_empty(db), 60)
+        tally(say, "read-only, then full", db, workers, ids)
+        assert workers.finish(worker) == 0
+
+
+def test_one_second_timeouts_and_serializable_by_default_do_no_harm(
+    db, dsn, workers, say
+) -> None:
+    name = psycopg.conninfo.conninfo_to_dict(dsn)["dbname"]
+    for setting in (
+        "statement_timeout = '1s'",
+        "lock_timeout = '1s'",
+        "idle_in_transaction_session_timeout = '1s'",
+        "idle_session_timeout = '1s'",
+        "default_transaction_isolation = 'serializable'",
+    ):
+        db.execute(f"alter database {name} set {setting}")
+    worker = workers.start("--no-listen", "--poll-interval", "1.5")
+    listener = workers.start()
+    ids = enqueue_all(db, 40)
+    wait_until(lambda: is_empty(db))
+    time.sleep(2.5)
+    ids += enqueue_all(db, 40)
+    wait_until(lambda: is_empty(db))
+    tally(say, "one-second timeouts", db, workers, ids)
+    check_effects(db)
+    assert workers.finish(worker) == workers.finish(listener) == 0
+    assert "serializ" not in workers.log().lower()
+
+
+@pytest.fixture
+def pooler(db, tmp_path) -> Iterator[str]:
+    program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH')}:/usr/sbin")
+    if program is None:
+        pytest.skip("pgbouncer is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = Path(f"/tmp/pgqueue-bouncer-{os.getpid()}-{port}")
+    folder.mkdir()
+    users = folder / "users"
+    users.write_text(f'"{db.info.user}" ""\n')
+    ini = folder / "ini"
+    ini.write_text(
+        f"[databases]\n* = host={db.info.host} port={db.info.port}\n[pgbouncer]\n"
+        f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
+        f"auth_type = trust\nauth_file = {users}\npool_mode = transaction\n"
+        "default_pool_size = 4\n"
+    )
+    for path in (folder, users, ini):
+        os.chmod(path, 0o755)
+    user = "nobody" if os.geteuid() == 0 else None
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [program, str(ini)], user=user, stdout=log, stderr=log
+        )
+    dsn = f"host=127.0.0.1 port={port} user={db.info.user} dbname={db.info.dbname}"
+
+    def is_up() -> bool:
+        with contextlib.suppress(psycopg.OperationalError), psycopg.connect(dsn):
+            return True
+        assert process.poll() is None, (folder / "log").read_text()
+        return False
+
+    try:
+        wait_until(is_up, 10)
+        yield dsn
+    finally:
+        process.terminate()
+        process.wait()
+        shutil.rmtree(folder)
+
+
+def test_behind_pgbouncer_in_transaction_mode_it_polls(
+    db, workers, pooler, say
+) -> None:
+    db.execute(QUICK)
+    worker = workers.start("--poll-interval", "0.5", "--lease", "2", dsn=pooler)
+    wait_until(lambda: "polling every" in workers.log())
+    ids = []
+    for _ in range(3):
+        ids += enqueue_all(db, 200)
+        wait_until(lambda: is_empty(db))
+    fast = pgqueue.enqueue_many(db, QUEUE, [None] * 5000, kind="noop")
+    held = pgqueue.enqueue(db, QUEUE, kind="hold")
+    workers.began()
+    time.sleep(3)  # longer than its lease
+    workers.let_go()
+    wait_until(lambda: is_empty(db))
+    tally(say, "pgbouncer", db, workers, ids + fast + [held])
+    check_effects(db)
+    assert workers.log().count("polling every") == 1
+    assert "expired" not in outcomes(db)
+    assert one(db, "select count(*) from pg_locks where locktype = 'advisory'") == 0
+    assert workers.finish(worker) == 0
+
+
+@pytest.fixture
+def link(db) -> Iterator[tuple[str, str]]:
+    """A network namespace, and the address of this side of the link to it."""
+    name, near, far = "pgqueue-test", "pgq-near", "pgq-far"
+    script = (
+        f"ip netns add {name} && ip link add {near} type veth peer name {far} netns {name}"
+        f" && ip addr add 10.213.77.1/30 dev {near} && ip link set {near} up"
+        f" && ip -n {name} addr add 10.213.77.2/30 dev {far} && ip -n {name} link set {far} up"
+    )
+    made = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
+    try:
+        if made.returncode:
+            pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
+        yield name, "10.213.77.1"
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        subprocess.run(["ip", "link", "del", near], capture_output=True)
+
+
+def test_a_cut_link_is_noticed_and_outlived(link, say) -> None:
+    name, address = link
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Cluster(settings={"listen_addresses": "*"}))
+        with (server.data / "pg_hba.conf").open("a") as hba:
+            hba.write("host all all 10.213.77.0/30 trust\n")
+        server.restart()
+        workers = stack.enter_context(workers_on(where(server)))
+        db = stack.enter_context(psycopg.connect(where(server), autocommit=True))
+        db.execute("create extension pgqueue")
+        db.execute(QUICK)
+        prefix = ("ip", "netns", "exec", name)
+        far = where(server, address)
+        worker = workers.start("--lease", "3", dsn=far, prefix=prefix)
+        ids = enqueue_all(db, 40)
+        wait_until(lambda: is_empty(db))
+        held = pgqueue.enqueue(db, QUEUE, kind="ahold")
+        workers.began()
+        cut = time.monotonic()
+        subprocess.run(["ip", "link", "set", "pgq-near", "down"], check=True)
+        wait_until(lambda: workers.notes("cancelled")[held], 10)
+        fenced = time.monotonic() - cut
+        wait_until(lambda: "no server" in workers.log(), 20)
+        noticed = time.monotonic() - cut
+        subprocess.run(["ip", "link", "set", "pgq-near", "up"], check=True)
+        ids += enqueue_all(db, 40)
+        workers.let_go()
+        wait_until(lambda: is_empty(db), 60)
+        what = f"link cut: fenced after {fenced:.1f} s, noticed after {noticed:.1f} s"
+        tally(say, what, db, workers, [*ids, held])
+        assert fenced < 5
+        assert noticed < 15
+        assert workers.finish(worker) == 0

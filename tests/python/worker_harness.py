@@ -1,0 +1,173 @@
+"""Starts real workers, waits on rows, and counts what was run, twice, or lost.
+
+A plugin that tests import from, too: PYTEST_DONT_REWRITE, or pytest warns.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+HERE = Path(__file__).resolve().parent
+QUEUE = "work"
+
+
+def wait_until(what: Callable[[], Any], timeout: float = 30) -> Any:
+    """Wait for something to be true, and return it."""
+    deadline = time.monotonic() + timeout
+    while not (found := what()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+class Workers:
+    """The workers of one test, their notes, and their logs."""
+
+    def __init__(self, dsn: str, folder: Path) -> None:
+        self.dsn = dsn
+        self.folder = folder
+        self.ran = folder / "ran"
+        self.ran.touch()
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self,
+        *args: str,
+        dsn: str | None = None,
+        env: dict[str, str] | None = None,
+        prefix=(),
+    ) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join((str(HERE), str(HERE.parents[1] / "python")))
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "pgqueue.worker",
+            "--app",
+            "worker_app",
+        ]
+        if not any(arg in ("--queue", "-q") for arg in args):
+            command += ["--queue", QUEUE]
+        ours = {
+            "PGQUEUE_DSN": dsn or self.dsn,
+            "RAN": str(self.ran),
+            "PYTHONPATH": path,
+        }
+        with (self.folder / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [*command, *args],
+                cwd=self.folder,
+                env={**os.environ, **ours, **(env or {})},
+                stdout=log,
+                stderr=log,
+            )
+        self.processes.append(process)
+        return process
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")
+
+    def notes(self, word: str = "ran") -> Counter[int]:
+        lines = (line.split() for line in self.ran.read_text().splitlines())
+        return Counter(int(number) for what, number in lines if what == word)
+
+    def began(self, count: int = 1) -> list[int]:
+        """Wait until so many handlers have begun to hold."""
+        return wait_until(
+            lambda: len(found := self.notes("began")) >= count and list(found)
+        )
+
+    def let_go(self) -> None:
+        Path(f"{self.ran}.go").touch()
+
+    def finish(self, process: subprocess.Popen[bytes], timeout: float = 40) -> int:
+        process.send_signal(signal.SIGTERM)
+        return process.wait(timeout)
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def workers_on(dsn: str) -> Iterator[Workers]:
+    with tempfile.TemporaryDirectory(prefix="pgqueue-worker-") as folder:
+        workers = Workers(dsn, Path(folder))
+        try:
+            yield workers
+        except BaseException:
+            sys.stderr.write(workers.log()[-6000:])
+            raise
+        finally:
+            workers.end()
+
+
+@pytest.fixture
+def workers(dsn: str) -> Iterator[Workers]:
+    with workers_on(dsn) as found:
+        yield found
+
+
+def is_empty(db: psycopg.Connection, queue: str = QUEUE) -> bool:
+    query = "select not exists (select from pgqueue.job where queue = %s)"
+    return db.execute(query, (queue,)).fetchone()[0]
+
+
+def outcomes(db: psycopg.Connection) -> Counter[str]:
+    return Counter(
+        {
+            name: n
+            for name, n in db.execute(
+                "select outcome, count(*) from pgqueue.run group by 1"
+            )
+        }
+    )
+
+
+def tally(
+    say: Callable[[str], None],
+    name: str,
+    db: psycopg.Connection,
+    workers: Workers,
+    ids: list[int],
+) -> int:
+    """Say what became of the jobs; none may be lost. Return how many ran twice."""
+    there = {
+        row[0]
+        for row in db.execute(
+            "select job_id from pgqueue.run where outcome = 'completed'"
+        )
+    }
+    there |= {row[0] for row in db.execute("select id from pgqueue.job")}
+    there |= {row[0] for row in db.execute("select id from pgqueue.dead_job")}
+    ran = workers.notes()
+    twice = sum(count > 1 for count in ran.values())
+    lost = len(set(ids) - there)
+    say(
+        f"\n{name}: {len(ids)} enqueued, {len(ran)} run, {twice} run twice, {lost} lost"
+    )
+    assert lost == 0
+    return twice
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        with capsys.disabled():
+            print(text, end="")
+
+    return say
