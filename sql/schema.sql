@@ -19,7 +19,8 @@
 -- leave nothing behind in the index that every claim walks.
 --
 -- Every finished attempt is a row in run, for the metrics. The rooms after this one:
--- enqueue (producer), work (worker), manage (operator), observe (views), access.
+-- common, enqueue (producer), wake, pick, work (worker), manage (operator), observe
+-- (views), access.
 
 -- CREATE EXTENSION has set this already; the plain install has not.
 set local search_path = pg_catalog, pg_temp;
@@ -254,6 +255,18 @@ comment on column pgqueue.queue.lease is 'Lease of a claim that names none; defa
 comment on column pgqueue.queue.retry_base is 'Delay before the second attempt, doubled each time; default 5 seconds.';
 comment on column pgqueue.queue.retry_cap is 'Longest delay between attempts; default 1 hour.';
 
+create type pgqueue._mark as (
+    queue text,
+    kinds text[],
+    valid_until timestamptz,
+    is_complete boolean,
+    lanes int[],
+    run_ats timestamptz[],
+    ids bigint[]
+);
+comment on type pgqueue._mark is
+'Up to where a session found the lanes of a queue empty; see _pick. Lanes, highest first, with the last (run_at, id) seen in each.';
+
 -- Marks for pg_dump: all rows of all tables, and the sequences, or a restored queue
 -- would hand out ids and tokens for a second time. The plain install needs no marks.
 do $$
@@ -270,15 +283,3 @@ begin
     end if;
 end;
 $$;
-
-create type pgqueue._mark as (
-    queue text,
-    kinds text[],
-    valid_until timestamptz,
-    is_complete boolean,
-    lanes int[],
-    run_ats timestamptz[],
-    ids bigint[]
-);
-comment on type pgqueue._mark is
-'Up to where a session found the lanes of a queue empty; see _pick. Lanes, highest first, with the last (run_at, id) seen in each.';

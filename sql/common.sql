@@ -1,0 +1,92 @@
+-- What the rooms share: the version, the settings in force, and how an argument is refused.
+
+create or replace function pgqueue.version()
+    returns text
+    language sql
+    immutable
+    parallel safe
+    set search_path = pg_catalog, pg_temp
+as $$ select '@VERSION@' $$;
+
+comment on function pgqueue.version() is 'The version of the installed functions.';
+
+create or replace function pgqueue._refuse(what text, detail text, hint text)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'invalid_parameter_value',
+        message = _refuse.what,
+        detail = _refuse.detail,
+        hint = _refuse.hint;
+end;
+$$;
+
+comment on function pgqueue._refuse(text, text, text) is 'Raises 22023 for a bad argument.';
+
+create or replace function pgqueue._refuse_name(what text, name text)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._refuse(
+        format('%s must be a text of 1 to 200 bytes', _refuse_name.what),
+        coalesce(format('It has %s bytes.', octet_length(_refuse_name.name)), 'It is null.'),
+        'Use a short name; content belongs into the payload.'
+    );
+end;
+$$;
+
+comment on function pgqueue._refuse_name(text, text) is
+'Raises 22023 for a queue, kind, key or worker name that is empty, too long or null.';
+
+create or replace function pgqueue._refuse_run_at(run_at timestamptz)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._refuse(
+        'run_at must lie between the years 1970 and 9998',
+        format('It is %s.', _refuse_run_at.run_at),
+        'Leave run_at out for a job that is due at once.'
+    );
+end;
+$$;
+
+comment on function pgqueue._refuse_run_at(timestamptz) is
+'Raises 22023 for a run_at that is infinite or absurd.';
+
+create or replace function pgqueue._settings(queue text)
+    returns pgqueue.queue
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    settings pgqueue.queue;
+begin
+    select
+        _settings.queue,
+        coalesce(own.paused, shared.paused, false),
+        coalesce(own.notify, shared.notify, true),
+        coalesce(own.max_attempts, shared.max_attempts, 20),
+        coalesce(own.keep_runs, shared.keep_runs, 7),
+        coalesce(own.max_payload_bytes, shared.max_payload_bytes),
+        coalesce(own.lease, shared.lease, '30 seconds'),
+        coalesce(own.retry_base, shared.retry_base, '5 seconds'),
+        coalesce(own.retry_cap, shared.retry_cap, '1 hour')
+    into settings
+    from (values (_settings.queue)) as asked (name)
+    left join pgqueue.queue as own on own.name = asked.name
+    left join pgqueue.queue as shared on shared.name = '';
+
+    return settings;
+end;
+$$;
+
+comment on function pgqueue._settings(text) is
+'The settings in force for a queue: its own, else those of all queues, else the defaults, which are written here.';
