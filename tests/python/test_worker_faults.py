@@ -290,7 +290,7 @@ def test_behind_pgbouncer_in_transaction_mode_it_polls(
         wait_until(lambda: is_empty(db))
     fast = pgqueue.enqueue_many(db, QUEUE, [None] * 5000, kind="noop")
     held = pgqueue.enqueue(db, QUEUE, kind="hold")
-    workers.began()
+    wait_until(lambda: workers.notes("began")[held])
     time.sleep(3)  # longer than its lease
     workers.let_go()
     wait_until(lambda: is_empty(db))
@@ -338,7 +338,7 @@ def test_a_cut_link_is_noticed_and_outlived(link, say) -> None:
         ids = enqueue_all(db, 40)
         wait_until(lambda: is_empty(db))
         held = pgqueue.enqueue(db, QUEUE, kind="ahold")
-        workers.began()
+        wait_until(lambda: workers.notes("began")[held])
         cut = time.monotonic()
         subprocess.run(["ip", "link", "set", "pgq-near", "down"], check=True)
         wait_until(lambda: workers.notes("cancelled")[held], 10)
