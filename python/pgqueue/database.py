@@ -5,6 +5,7 @@ import random
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import psycopg
@@ -60,6 +61,7 @@ def connect(dsn: str) -> Connection:
         conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         if not is_pooled(conn):
             conn.prepare_threshold = 0
+            conn.execute("set default_transaction_isolation = 'read committed'")
             # Compiling a plan takes longer than any of our statements.
             conn.execute("set jit = off")
             if conn.info.server_version >= 140000:
@@ -68,6 +70,14 @@ def connect(dsn: str) -> Connection:
         conn.close()
         raise
     return conn
+
+
+def transaction(conn: Connection) -> AbstractContextManager[Any]:
+    """Make a pipeline one transaction at READ COMMITTED.
+
+    It is one by itself; but behind a pooler nothing can be set for the session.
+    """
+    return conn.transaction() if conn.prepare_threshold is None else nullcontext()
 
 
 async def connect_async(dsn: str) -> psycopg.AsyncConnection[TupleRow]:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -12,7 +12,7 @@ import psycopg
 
 from pgqueue.app import Job, Report
 from pgqueue.client import LeaseLost
-from pgqueue.database import OUTAGE, Connection
+from pgqueue.database import OUTAGE, Connection, transaction
 
 log = logging.getLogger("pgqueue")
 
@@ -22,7 +22,19 @@ CLAIM = (
     " date_part('epoch', lease_expires_at - claimed_at)"
     " from pgqueue.claim(%s, %s, %s, %s::float8 * interval '1 s', %s::text[])"
 )
-COMPLETE_MANY = "select * from pgqueue.complete_many(%s::bigint[], %s::bigint[])"
+# These say how many, in one row; which, is read only when some are missing.
+COMPLETE_MANY = (
+    "select count(*), array_agg(d.id)::text"
+    " from pgqueue.complete_many(%s::bigint[], %s::bigint[]) as d (id)"
+)
+RELEASE_AT = (
+    "select count(*), array_agg(d.id)::text"
+    " from pgqueue.release(%s::bigint[], %s::bigint[], %s::timestamptz) as d (id)"
+)
+RELEASE_IN = (
+    "select count(*), array_agg(d.id)::text from pgqueue.release("
+    "%s::bigint[], %s::bigint[], clock_timestamp() + %s::interval) as d (id)"
+)
 COMPLETE = (
     "select j.id, pgqueue.complete(j.id, j.token, j.result::jsonb)"
     " from unnest(%s::bigint[], %s::bigint[], %s::text[]) as j (id, token, result)"
@@ -32,13 +44,6 @@ FAIL = (
     " from unnest("
     "%s::bigint[], %s::bigint[], %s::text[], %s::interval[], %s::boolean[])"
     " as j (id, token, error, retry_in, permanent)"
-)
-RELEASE_AT = (
-    "select * from pgqueue.release(%s::bigint[], %s::bigint[], %s::timestamptz)"
-)
-RELEASE_IN = (
-    "select * from pgqueue.release("
-    "%s::bigint[], %s::bigint[], clock_timestamp() + %s::interval)"
 )
 NEXT_DUE = "select extract(epoch from pgqueue.next_due(%s::text[]))::float8"
 PARK = "select pgqueue.park(%s::text[])"
@@ -63,20 +68,26 @@ class Answer:
     since: float = 0.0  # the monotonic time from which their leases count
     due: float | None = None  # seconds until the next scheduled job
     is_quiet: bool = True  # what park said
-    outcomes: dict[int, str] = field(default_factory=dict)  # by job id
+    outcomes: dict[int, str] = field(default_factory=dict)  # of failures, by job id
+    missing: set[int] = field(default_factory=set)  # ids of jobs that were lost
 
 
-def exchange(conn: Connection, reported: Sequence[Job], ask: Ask) -> Answer:
+def exchange(
+    conn: Connection,
+    reported: Sequence[Job],
+    ask: Ask,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Answer:
     """Report and ask in one transaction; all of it happens, or none.
 
-    Raises what psycopg raises, among them LeaseLost for one job of many: then tell them
-    one by one.
+    Calls `meanwhile` while the server works. Raises what psycopg raises, among them
+    LeaseLost for one job of many: then tell them one by one.
     """
     answer = Answer(since=time.monotonic())
     tellings, due, quiet, claimed = [], None, None, None
-    with conn.pipeline(), conn.transaction():
-        for query, params in _statements(reported):
-            tellings.append(conn.execute(query, params))
+    with conn.pipeline(), transaction(conn):
+        for query, params, jobs in _statements(reported):
+            tellings.append((query, conn.execute(query, params), jobs))
         # In this order: what falls due, or is enqueued, in between is claimed.
         if ask.due_in:
             due = conn.execute(NEXT_DUE, (ask.due_in,))
@@ -86,9 +97,16 @@ def exchange(conn: Connection, reported: Sequence[Job], ask: Ask) -> Answer:
             conn.execute(UNPARK, (ask.unpark,))
         if ask.claim:
             claimed = conn.execute(CLAIM, ask.claim, binary=True)
+        meanwhile()
 
-    for cursor in tellings:
-        answer.outcomes |= {told[0]: told[-1] for told in cursor.fetchall()}
+    for query, cursor, jobs in tellings:
+        if query in (COMPLETE, FAIL):
+            answer.outcomes.update(cursor.fetchall())
+        elif (told := cursor.fetchone()) and told[0] < len(jobs):
+            there = (told[1] or "{}")[1:-1]
+            answer.missing |= {job.id for job in jobs} - set(
+                map(int, filter(None, there.split(",")))
+            )
     if due and (row := due.fetchone()):
         answer.due = row[0]
     if quiet and (row := quiet.fetchone()):
@@ -98,7 +116,9 @@ def exchange(conn: Connection, reported: Sequence[Job], ask: Ask) -> Answer:
     return answer
 
 
-def _statements(jobs: Sequence[Job]) -> list[tuple[str, tuple[Any, ...]]]:
+def _statements(
+    jobs: Sequence[Job],
+) -> list[tuple[str, tuple[Any, ...], list[Job]]]:
     """Sort the reports into as few calls as there are verbs."""
     plain: list[Job] = []
     results: list[Job] = []
@@ -113,20 +133,20 @@ def _statements(jobs: Sequence[Job]) -> list[tuple[str, tuple[Any, ...]]]:
         elif report.verb == "release":
             released[report.until].append(job)
 
-    calls: list[tuple[str, tuple[Any, ...]]] = []
+    calls: list[tuple[str, tuple[Any, ...], list[Job]]] = []
     if plain:
-        calls.append((COMPLETE_MANY, (*_names(plain),)))
+        calls.append((COMPLETE_MANY, _names(plain), plain))
     if results:
         texts = [job.report.text for job in results]
-        calls.append((COMPLETE, (*_names(results), texts)))
+        calls.append((COMPLETE, (*_names(results), texts), results))
     if failed:
         reports = [job.report for job in failed]
         errors, afters = [r.text for r in reports], [r.after for r in reports]
         permanent = [r.permanent for r in reports]
-        calls.append((FAIL, (*_names(failed), errors, afters, permanent)))
+        calls.append((FAIL, (*_names(failed), errors, afters, permanent), failed))
     for until, group in released.items():
         release = RELEASE_IN if isinstance(until, timedelta) else RELEASE_AT
-        calls.append((release, (*_names(group), until)))
+        calls.append((release, (*_names(group), until), group))
     return calls
 
 
@@ -136,23 +156,21 @@ def _names(jobs: Sequence[Job]) -> tuple[str, str]:
     return "{" + ",".join(ids) + "}", "{" + ",".join(tokens) + "}"
 
 
-def tell(jobs: Sequence[Job], outcomes: dict[int, Any]) -> None:
+def tell(jobs: Sequence[Job], answer: Answer) -> None:
     """Log what became of reported jobs, by the server's word."""
+    is_talkative = log.isEnabledFor(logging.DEBUG)
     for job in jobs:
         verb = job.report.verb
-        if verb == "done":
-            log.debug("%r: complete", job, extra=_fields(job))
-        elif verb == "lost":
+        if verb == "lost":
             log.warning("%r lost its lease", job, extra=_fields(job))
-        elif job.id not in outcomes:
+        elif job.id in answer.missing:
             log.warning("%r was lost or ended before", job, extra=_fields(job))
         elif verb == "fail":
-            level = logging.ERROR if outcomes[job.id] == "dead" else logging.WARNING
+            outcome = answer.outcomes.get(job.id, "lost")
+            level = logging.ERROR if outcome == "dead" else logging.WARNING
             last = (job.report.text or "").strip().rpartition("\n")[2]
-            log.log(
-                level, "%r: %s: %s", job, outcomes[job.id], last, extra=_fields(job)
-            )
-        elif log.isEnabledFor(logging.DEBUG):
+            log.log(level, "%r: %s: %s", job, outcome, last, extra=_fields(job))
+        elif is_talkative:
             log.debug("%r: %s", job, verb, extra=_fields(job))
 
 
@@ -173,13 +191,13 @@ def tell_one_by_one(conn: Connection, jobs: Sequence[Job]) -> None:
     for job in jobs:
         try:
             try:
-                tell([job], exchange(conn, [job], Ask()).outcomes)
+                tell([job], exchange(conn, [job], Ask()))
             except (*OUTAGE, LeaseLost):
                 raise
             except psycopg.Error as error:
                 # What the server refuses to store is the handler's failure.
                 job.report = Report("fail", f"{job.report.verb} was refused: {error}")
-                tell([job], exchange(conn, [job], Ask()).outcomes)
+                tell([job], exchange(conn, [job], Ask()))
         except OUTAGE:
             raise
         except psycopg.Error as error:

@@ -19,12 +19,12 @@ from pgqueue.desk import Bell, Desk
 from pgqueue.exchange import Answer, Ask, exchange, tell, tell_one_by_one
 from pgqueue.heart import Heart
 from pgqueue.lanes import Tasks, Threads, watch
+from pgqueue.pace import Pace
 from pgqueue.turns import Turns
 
 log = logging.getLogger("pgqueue")
 
 UNKNOWN_KIND_DELAY = timedelta(seconds=60)
-AHEAD = 0.1  # seconds of work to claim beyond what the free slots take
 STALE = 1.0  # seconds after which others shall have what nobody here begins
 GATHER = 0.003  # seconds for which a busy worker lets reports gather
 UNPARK_AFTER = 0.1  # seconds of work after which producers need not notify
@@ -59,15 +59,12 @@ class Worker:
         self.name = f"{host}:{os.getpid()}:{secrets.token_hex(4)}"
         self.app = app
         self.dsn = database.conninfo(dsn)
-        self.concurrency = concurrency
-        self.batch = batch
         self.lease = lease
         self.poll_interval = poll_interval
         self.shutdown_timeout = shutdown_timeout
         self.listen = listen and not burst
         self.burst = burst
         self.kinds = list(app.handlers) if only_known else None
-        self.left = max_jobs  # to claim; None is without limit
         self.on_tick = on_tick
         self.stops = 0
         self.gave_up = False  # whether handlers still run whose jobs were given back
@@ -78,9 +75,9 @@ class Worker:
         self._threads = Threads(self._desk, self.dsn, concurrency)
         self._tasks = Tasks(self._desk, self.dsn, concurrency)
         self._turns = Turns(queues)
+        self._pace = Pace(concurrency, batch, max_jobs)
+        self._claimed: list[Job] = []  # and not yet in a lane
         self._unreported: list[Job] = []
-        self._rate = 0.0  # jobs finished in a second
-        self._counted, self._counted_at = 0, time.monotonic()
         self._stop_by = float("inf")
         self._failures = 0
         self._complained: dict[str, float] = {}
@@ -135,7 +132,8 @@ class Worker:
             if self.stops > 1 or time.monotonic() > self._stop_by:
                 self._release_all(conn)
                 return
-            want = self._want()
+            held = len(self._heart.held) - len(self._unreported)
+            want = 0 if self.stops else self._pace.want(held)
             if want > 0 and (queue := self._turns.next()) is not None:
                 answer = self._exchange(conn, self._ask(), queue, want)
                 if len(answer.jobs) < want:
@@ -180,8 +178,8 @@ class Worker:
             ask.claim = (queue, self.name, want, self.lease, self.kinds)
         reported = self._unreported
         try:
-            answer = exchange(conn, reported, ask)
-            tell(reported, answer.outcomes)
+            answer = exchange(conn, reported, ask, self._put)
+            tell(reported, answer)
         except database.OUTAGE:
             raise
         except psycopg.Error:
@@ -200,20 +198,25 @@ class Worker:
 
     def _hand_out(self, answer: Answer) -> None:
         self._heart.hold(answer.jobs, answer.since)
-        if self.left is not None:
-            self.left -= len(answer.jobs)
-        for_threads: list[Job] = []
-        for_tasks: list[Job] = []
+        self._pace.claimed(len(answer.jobs))
         for job in answer.jobs:
             handler = self.app.handlers.get(job.kind)
             if handler is None:
                 self._refuse(job)
                 continue
             job.handler = handler
-            (for_tasks if handler.is_async else for_threads).append(job)
-        if for_threads:
+            self._claimed.append(job)
+        # Quick handlers start when the next exchange is under way: they would keep the
+        # interpreter from writing it.
+        if not self._pace.is_quick:
+            self._put()
+
+    def _put(self) -> None:
+        """Let handlers have what was claimed."""
+        jobs, self._claimed = self._claimed, []
+        if for_threads := [job for job in jobs if not job.handler.is_async]:
             self._threads.put(for_threads)
-        if for_tasks:
+        if for_tasks := [job for job in jobs if job.handler.is_async]:
             self._tasks.put(for_tasks)
 
     def _refuse(self, job: Job) -> None:
@@ -229,33 +232,15 @@ class Worker:
 
     def _collect(self) -> None:
         """Take what is done, and take back what nobody here will begin soon."""
-        done, now = self._desk.done, time.monotonic()
+        done, now, before = self._desk.done, time.monotonic(), len(self._unreported)
         while done:
             self._unreported.append(done.popleft())
-            self._counted += 1
-        if now > self._counted_at + 0.05:
-            elapsed = now - self._counted_at
-            rate = self._counted / elapsed
-            self._rate = rate if elapsed > 0.2 else (self._rate + rate) / 2
-            self._counted, self._counted_at = 0, now
+        self._pace.count(len(self._unreported) - before)
         for lane in (self._threads, self._tasks):
             if len(lane) and (self.stops or now > lane.pulled_at + STALE):
                 for job in lane.take_back():
                     job.report = Report("release")
                     self._unreported.append(job)
-
-    def _want(self) -> int:
-        """Say how many jobs to claim: for the free slots, and a little ahead."""
-        if self.stops:
-            return 0
-        held = len(self._heart.held) - len(self._unreported)
-        ahead = min(self.batch, int(self._rate * AHEAD))
-        want = min(self.concurrency + ahead - held, 10_000)
-        if held >= self.concurrency and want < ahead // 2:
-            return 0  # in larger bites
-        # Half of it is claimed while the other half runs.
-        want = min(want, max(self.concurrency, ahead // 2 + 1))
-        return want if self.left is None else min(want, self.left)
 
     def _is_over(self) -> bool:
         """Whether nothing is left to do, or no time for it."""
@@ -264,7 +249,9 @@ class Worker:
         if self._heart.held:
             return False
         return bool(
-            self.stops or self.left == 0 or (self.burst and self._turns.is_settled)
+            self.stops
+            or self._pace.left == 0
+            or (self.burst and self._turns.is_settled)
         )
 
     def _release_all(self, conn: database.Connection) -> None:
@@ -312,6 +299,7 @@ class Worker:
             timeout = UNPARK_AFTER if self._is_parked else 1.0
         if timeout <= 0 or self._unreported:
             return
+        self._put()
         self._desk.is_waiting = True
         if not self._desk.done:
             if self._bell.wait(min(timeout, 1.0), conn.fileno()):
@@ -321,10 +309,11 @@ class Worker:
         if self._turns.is_settled:
             self._idle_at = time.monotonic()
         self._desk.is_waiting = False
-        if is_busy and self._rate > 1000:
+        if is_busy and self._pace.is_quick:
             time.sleep(GATHER)
 
     def _wait_out(self, seconds: float) -> None:
+        self._put()
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0 and not self._is_over():
             self.on_tick()
