@@ -54,10 +54,13 @@ comment on function pgqueue._on_duplicate(text, text, text, jsonb, int, timestam
 'Treats an enqueue whose key is taken as on_duplicate says; the id of the job that has the key, null if it is gone by now.';
 
 create or replace function pgqueue._check_job(
+    queue text,
     kind text,
     run_at timestamptz,
     max_attempts int,
+    unique_key text,
     on_duplicate text,
+    group_key text,
     headers jsonb
 )
     returns void
@@ -66,8 +69,17 @@ create or replace function pgqueue._check_job(
     set search_path = pg_catalog, pg_temp
 as $$
 begin
+    if (octet_length(queue) between 1 and 200) is not true then
+        perform pgqueue._refuse_name('queue', queue);
+    end if;
     if octet_length(kind) not between 1 and 200 then
         perform pgqueue._refuse_name('kind', kind);
+    end if;
+    if octet_length(unique_key) not between 1 and 200 then
+        perform pgqueue._refuse_name('unique_key', unique_key);
+    end if;
+    if octet_length(group_key) not between 1 and 200 then
+        perform pgqueue._refuse_name('group_key', group_key);
     end if;
     if run_at not between '1970-01-01' and '9998-12-31' then
         perform pgqueue._refuse_run_at(run_at);
@@ -96,8 +108,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_job(text, timestamptz, int, text, jsonb) is
-'Raises 22023 for what enqueue and enqueue_many refuse alike; null passes.';
+comment on function pgqueue._check_job(text, text, timestamptz, int, text, text, text, jsonb) is
+'Raises 22023 for what enqueue refuses; null passes, but for the queue.';
 
 create or replace function pgqueue._check_payload(payload jsonb, max_bytes int)
     returns void
@@ -120,7 +132,6 @@ comment on function pgqueue._check_payload(jsonb, int) is
 'Raises 54000 for a payload above the queue''s max_payload_bytes; a null limit is none.';
 
 create or replace function pgqueue._check_many(
-    queue text,
     payloads jsonb[],
     unique_keys text[],
     group_keys text[],
@@ -131,9 +142,6 @@ create or replace function pgqueue._check_many(
     set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if (octet_length(queue) between 1 and 200) is not true then
-        perform pgqueue._refuse_name('queue', queue);
-    end if;
     if payloads is null or array_ndims(payloads) > 1 then
         perform pgqueue._refuse(
             'payloads must be an array of one dimension',
@@ -165,7 +173,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_many(text, jsonb[], text[], text[], pgqueue.queue) is
+comment on function pgqueue._check_many(jsonb[], text[], text[], pgqueue.queue) is
 'Raises what enqueue_many refuses in its arrays.';
 
 create or replace function pgqueue.enqueue(
@@ -187,26 +195,25 @@ create or replace function pgqueue.enqueue(
 as $$
 #variable_conflict use_column
 declare
-    settings pgqueue.queue := pgqueue._settings(enqueue.queue);
+    settings pgqueue.queue;
     moment timestamptz := clock_timestamp();
+    fold int := hashtext(enqueue.queue) & 255;
     job_id bigint;
 begin
-    if (octet_length(queue) between 1 and 200) is not true then
-        perform pgqueue._refuse_name('queue', queue);
+    -- Three shortcuts for the plain call, of which each saves about a tenth: options
+    -- are checked only where there are any, settings are read only where there are any,
+    -- and _wake() is written out.
+    if (octet_length(queue) between 1 and 200) is not true
+        or num_nonnulls(
+            kind, run_at, max_attempts, unique_key, on_duplicate, group_key, headers
+        ) > 0
+    then
+        perform pgqueue._check_job(
+            queue, kind, run_at, max_attempts, unique_key, on_duplicate, group_key, headers
+        );
     end if;
-    if octet_length(unique_key) not between 1 and 200 then
-        perform pgqueue._refuse_name('unique_key', unique_key);
-    end if;
-    if octet_length(group_key) not between 1 and 200 then
-        perform pgqueue._refuse_name('group_key', group_key);
-    end if;
-    perform pgqueue._check_job(kind, run_at, max_attempts, on_duplicate, headers);
-
-    payload := coalesce(payload, '{}');
-    priority := coalesce(priority, 0);
-    run_at := coalesce(run_at, moment);
-    on_duplicate := coalesce(on_duplicate, 'skip');
-    if settings.max_payload_bytes is not null then
+    if exists (select from pgqueue.queue as q where q.name in (enqueue.queue, '')) then
+        settings := pgqueue._settings(queue);
         perform pgqueue._check_payload(payload, settings.max_payload_bytes);
     end if;
 
@@ -216,10 +223,11 @@ begin
             queue, kind, unique_key, group_key, payload, headers
         )
         values (
-            enqueue.run_at, moment, enqueue.priority,
-            coalesce(enqueue.max_attempts, settings.max_attempts),
+            coalesce(enqueue.run_at, moment), moment, coalesce(enqueue.priority, 0),
+            coalesce(enqueue.max_attempts, settings.max_attempts, 20),
             enqueue.queue, coalesce(enqueue.kind, enqueue.queue),
-            enqueue.unique_key, enqueue.group_key, enqueue.payload, enqueue.headers
+            enqueue.unique_key, enqueue.group_key,
+            coalesce(enqueue.payload, '{}'), enqueue.headers
         )
         -- Waits for a transaction that is just enqueueing, completing or claiming a
         -- job with this key.
@@ -228,13 +236,20 @@ begin
         exit when found;
 
         job_id := pgqueue._on_duplicate(
-            queue, unique_key, on_duplicate, payload, priority, run_at
+            queue, unique_key, coalesce(on_duplicate, 'skip'),
+            coalesce(payload, '{}'), coalesce(priority, 0), coalesce(run_at, moment)
         );
         exit when job_id is not null;
     end loop;
 
-    if settings.notify then
-        perform pgqueue._wake(queue);
+    if settings.notify is not false and current_setting('pgqueue.notify', true) is distinct from 'off'
+    then
+        perform pg_advisory_xact_lock_shared(7366513, fold);
+        if pg_try_advisory_lock(7366514, fold) then
+            perform pg_advisory_unlock(7366514, fold);
+        else
+            perform pgqueue._wake(queue);
+        end if;
     end if;
     return job_id;
 end;
@@ -333,8 +348,10 @@ declare
     settings pgqueue.queue := pgqueue._settings(enqueue_many.queue);
     moment timestamptz := clock_timestamp();
 begin
-    perform pgqueue._check_many(queue, payloads, unique_keys, group_keys, settings);
-    perform pgqueue._check_job(kind, run_at, max_attempts, on_duplicate, headers);
+    perform pgqueue._check_job(
+        queue, kind, run_at, max_attempts, null, on_duplicate, null, headers
+    );
+    perform pgqueue._check_many(payloads, unique_keys, group_keys, settings);
     max_attempts := coalesce(max_attempts, settings.max_attempts);
     if settings.notify then
         perform pgqueue._wake(queue);

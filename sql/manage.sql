@@ -242,7 +242,8 @@ begin
     with doomed as (
         select j.id
         from pgqueue.job as j
-        where j.queue = purge.queue and j.lease_expires_at is null
+        where hashtext(j.queue) = hashtext(purge.queue) and j.queue = purge.queue
+            and j.lease_expires_at is null
         order by j.id
         for update
     )

@@ -9,32 +9,6 @@
 -- late commit, a release, an expired lease) is found by the next full walk, which comes
 -- after 20 times the duration of the last: at most 5 % of the time goes into full walks.
 -- The mark costs no table, no bloat, and is safe to lose.
-create or replace function pgqueue._get_mark(queue text, kinds text[], moment timestamptz)
-    returns pgqueue._mark
-    language plpgsql
-    stable
-    set search_path = pg_catalog, pg_temp
-as $$
-declare
-    -- Folded, so that a session that works through many queues keeps few settings.
-    mark pgqueue._mark := nullif(
-        current_setting('pgqueue.mark_' || (hashtext(queue) & 63), true), ''
-    )::pgqueue._mark;
-begin
-    if mark.queue = queue and mark.kinds is not distinct from kinds
-        and mark.valid_until <= moment + interval '1 minute'
-    then
-        return mark;
-    end if;
-    return row(
-        queue, kinds, timestamptz '-infinity', false, '{}'::int[], '{}'::timestamptz[], '{}'::bigint[]
-    );
-end;
-$$;
-
-comment on function pgqueue._get_mark(text, text[], timestamptz) is
-'The session''s mark for a queue, valid or not any more; one without lanes if there is none.';
-
 create or replace function pgqueue._set_mark(
     mark pgqueue._mark, walked int, last_pick tid, remembered int[], moment timestamptz
 )
@@ -96,37 +70,54 @@ create or replace function pgqueue._pick(
     set enable_sort = off
 as $$
 declare
-    mark record := pgqueue._get_mark(queue, kinds, moment);
-    remembered int[] := mark.lanes;
+    -- Folded, so that a session that works through many queues keeps few settings.
+    mark record := coalesce(
+        nullif(current_setting('pgqueue.mark_' || (hashtext(queue) & 63), true), ''),
+        '(,,,,,,)'
+    )::pgqueue._mark;
+    remembered int[];
     -- The pages of job that this session has read: a measure of the walk that depends
     -- neither on the machine nor on the moment.
     pages bigint := pg_stat_get_xact_blocks_fetched('pgqueue.job'::regclass)
         + pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass);
     place int := 0;
+    is_valid boolean := false;
+    above bigint;
     lane int;
     found_jobs tid[];
     has_expired boolean;
     picks tid[] := '{}'::tid[];
 begin
-    if mark.valid_until <= moment then
-        mark.is_complete := false;
-        mark.lanes := '{}';
-        mark.run_ats := '{}';
-        mark.ids := '{}';
+    if mark.queue = queue and mark.kinds is not distinct from kinds then
+        remembered := mark.lanes;
+        is_valid := mark.valid_until > moment
+            and mark.valid_until <= moment + interval '1 minute';
+    end if;
+    if not is_valid then
+        mark := row(
+            queue, kinds, '-infinity', false, '{}', '{}', '{}'
+        )::pgqueue._mark;
     end if;
 
     while cardinality(picks) < max_jobs loop
         place := place + 1;
         if place > cardinality(mark.lanes) then
             exit when mark.is_complete;
+            -- Lane 0 is walked without asking whether it exists: to ask for the highest
+            -- lane reads a page full of the jobs in it, to ask for one above 0 does not.
+            above := coalesce(mark.lanes[place - 1], 2147483648);
             lane := (
                 select j.priority
                 from pgqueue.job as j
-                where j.queue = _pick.queue
-                    and j.priority < coalesce(mark.lanes[place - 1], 2147483648)
+                where hashtext(j.queue) = hashtext(_pick.queue)
+                    and j.priority < above
+                    and j.priority > case when above > 0 then 0 else -2147483649 end
                 order by j.priority desc
                 limit 1
             );
+            if above > 0 then
+                lane := coalesce(lane, 0);
+            end if;
             mark.is_complete := lane is null;
             exit when mark.is_complete;
             mark.lanes := mark.lanes || lane;
@@ -140,7 +131,7 @@ begin
             from (
                 select j.ctid as tid, j.lease_expires_at is not null as is_leased
                 from pgqueue.job as j
-                where j.queue = _pick.queue
+                where hashtext(j.queue) = hashtext(_pick.queue) and j.queue = _pick.queue
                     and j.priority = mark.lanes[place]
                     and j.run_at <= _pick.moment
                     and (j.run_at, j.id) > (mark.run_ats[place], mark.ids[place])

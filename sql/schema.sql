@@ -98,7 +98,9 @@ comment on column pgqueue.job.errors is 'The last 10 failures, oldest first: att
 -- A lane is one queue at one priority, in the order in which its jobs run. claim()
 -- walks one lane at a time, so that run_at is a bound of the scan: with a range over
 -- all priorities, jobs scheduled at a high priority would be walked by every claim.
-create index job_lane_idx on pgqueue.job (queue, priority, run_at, id);
+-- By the hash of the queue, because a page of numbers is read, and an entry is found its
+-- place, in half the time of a page that begins with texts; queries ask for both.
+create index job_lane_idx on pgqueue.job (hashtext(queue), priority, run_at, id);
 comment on index pgqueue.job_lane_idx is 'Which jobs of a lane are due, in order?';
 
 create unique index job_unique_key_idx on pgqueue.job (queue, unique_key)

@@ -122,7 +122,7 @@ begin
                 q.name,
                 (
                     select j.priority from pgqueue.job as j
-                    where j.queue = q.name
+                    where hashtext(j.queue) = hashtext(q.name)
                     order by j.priority desc limit 1
                 )
             from unnest(next_due.queues) as q (name)
@@ -132,7 +132,7 @@ begin
                 l.queue,
                 (
                     select j.priority from pgqueue.job as j
-                    where j.queue = l.queue and j.priority < l.priority
+                    where hashtext(j.queue) = hashtext(l.queue) and j.priority < l.priority
                     order by j.priority desc limit 1
                 )
             from lane as l
@@ -142,7 +142,8 @@ begin
         from lane as l
         cross join lateral (
             select j.run_at from pgqueue.job as j
-            where j.queue = l.queue and j.priority = l.priority
+            where hashtext(j.queue) = hashtext(l.queue) and j.queue = l.queue
+                and j.priority = l.priority
                 and j.run_at > moment and j.run_at < 'infinity'
                 and j.lease_expires_at is null
             order by j.run_at, j.id limit 1

@@ -240,10 +240,13 @@ create or replace function pgqueue.claim(
     set enable_seqscan = off
 as $$
 declare
-    settings pgqueue.queue := pgqueue._settings(claim.queue);
+    settings pgqueue.queue;
     moment timestamptz := clock_timestamp();
     picks tid[];
 begin
+    if exists (select from pgqueue.queue as q where q.name in (claim.queue, '')) then
+        settings := pgqueue._settings(queue);
+    end if;
     if current_setting('transaction_isolation') <> 'read committed' then
         perform pgqueue._require_read_committed();
     end if;
@@ -277,7 +280,7 @@ begin
             attempt = j.attempt + 1,
             worker = claim.worker,
             claimed_at = moment,
-            lease_expires_at = moment + coalesce(claim.lease, settings.lease)
+            lease_expires_at = moment + coalesce(claim.lease, settings.lease, '30 seconds')
         where j.ctid = any (picks)
         returning j.*
     )

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(13);
+select plan(17);
 
 create function pg_temp.mark(queue text) returns pgqueue._mark
     language sql
@@ -63,6 +63,20 @@ select is(
 select set_config('pgqueue.mark_' || (hashtext('other') & 63), (select pg_temp.mark('deep')::text), false);
 select pgqueue.enqueue('other', '1');
 select isnt_empty($$ select pgqueue.claim('other', 'w') $$, 'a mark of another queue is no mark');
+
+-- Two names with one hash share the index entries of a lane, and nothing else.
+select is(hashtext('15601'), hashtext('180514'), 'two queues may have one hash');
+select pgqueue.enqueue('15601', '1', priority => 3);
+select pgqueue.enqueue('180514', '2', run_at => clock_timestamp() + interval '1 hour');
+select is(
+    (select array_agg(c.queue) from pgqueue.claim('180514', 'w', 5) as c), null,
+    'a claim takes no job of the other'
+);
+select is(pgqueue.next_due(array['15601']), null, 'nor is one waited for');
+select is(
+    array[pgqueue.purge('180514'), (select count(*) from pgqueue.claim('15601', 'w', 5))],
+    array[1, 1]::bigint[], 'nor purged'
+);
 
 select * from finish();
 rollback;
