@@ -68,8 +68,9 @@ def test_async_psycopg(db, dsn) -> None:
 
 
 def test_psycopg2(db) -> None:
-    psycopg2 = pytest.importorskip("psycopg2")
-    extras = pytest.importorskip("psycopg2.extras")
+    import psycopg2
+    from psycopg2 import extras
+
     conn = psycopg2.connect(**address(db))
     try:
         for target in (
@@ -96,13 +97,11 @@ def test_psycopg2(db) -> None:
 
 
 def test_django(db) -> None:
-    django = pytest.importorskip("django")
+    import django
     from django.conf import settings
 
     where = {key.upper(): str(value) for key, value in address(db).items()}
     where["NAME"] = where.pop("DBNAME")
-    if settings.configured:
-        pytest.skip("Django is configured for another database")
     settings.configure(
         DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", **where}}
     )
@@ -129,9 +128,9 @@ def test_django(db) -> None:
 
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
 def test_sqlalchemy(db, driver) -> None:
-    alchemy = pytest.importorskip("sqlalchemy")
-    orm = pytest.importorskip("sqlalchemy.orm")
-    pytest.importorskip(driver)
+    import sqlalchemy as alchemy
+    from sqlalchemy import orm
+
     where = address(db)
     url = alchemy.URL.create(
         f"postgresql+{driver}",
@@ -158,8 +157,6 @@ def test_sqlalchemy(db, driver) -> None:
 
 
 def test_sqlalchemy_async(db) -> None:
-    pytest.importorskip("sqlalchemy")
-    pytest.importorskip("greenlet")
     from sqlalchemy.ext.asyncio import create_async_engine
 
     where = address(db)

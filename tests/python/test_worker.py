@@ -49,10 +49,13 @@ def test_outcomes_of_all_sorts(db, workers) -> None:
         )
         for kind in kinds.split()
     }
+    good = {"number": "7", "due": "2026-12-24"}
+    ids["order"] = pgqueue.enqueue(db, QUEUE, good, kind="order")
+    bad = pgqueue.enqueue(db, QUEUE, {"number": "x"}, kind="order", max_attempts=1)
     db.execute("select pgqueue.configure(null, retry_base => '1 hour')")
     workers.start()
     completed = "select count(*) from pgqueue.run where outcome = 'completed'"
-    wait_until(lambda: one(db, completed) == 8)
+    wait_until(lambda: one(db, completed) == 9)
     results = dict(
         db.execute("select kind, result from pgqueue.run where outcome = 'completed'")
     )
@@ -64,6 +67,7 @@ def test_outcomes_of_all_sorts(db, workers) -> None:
         "aeffect": ids["aeffect"],
         "retry": None,
         "person": "ada 36",
+        "order": "7 by 24.12.2026",
         "headers": {
             "headers": {"trace": "1"},
             "payload": {"name": "ada", "age": 36},
@@ -80,9 +84,9 @@ def test_outcomes_of_all_sorts(db, workers) -> None:
         for row in db.execute("select kind, attempt, state from pgqueue.jobs")
     }
     assert left == {"snooze": (0, "scheduled"), "retry_absurd": (1, "scheduled")}
-    assert "never will" in one(
-        db, "select error from pgqueue.dead_job where id = %s", ids["reject"]
-    )
+    why = "select error from pgqueue.dead_job where id = %s"
+    assert "never will" in one(db, why, ids["reject"])
+    assert "validation errors for Order" in one(db, why, bad)
 
 
 def test_a_job_of_an_unknown_kind_is_put_off_and_only_known_leaves_it(

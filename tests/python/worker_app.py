@@ -5,10 +5,11 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 
 import pgqueue
+import pydantic
 
 app = pgqueue.App()
 RAN = os.environ.get("RAN", os.devnull)
@@ -131,6 +132,16 @@ class Person:
 @app.job("person")
 def person(someone: Person) -> str:
     return f"{someone.name} {someone.age}"
+
+
+class Order(pydantic.BaseModel):
+    number: int
+    due: date
+
+
+@app.job("order")
+async def order(order: Order, job: pgqueue.Job) -> str:
+    return f"{order.number} by {order.due:%d.%m.%Y}"
 
 
 class Unprintable(Exception):
