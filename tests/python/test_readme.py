@@ -1,12 +1,13 @@
 """The README's blocks, run as written."""
 
-import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pgqueue
+import pytest
 from conftest import column, one
 
 README = Path(__file__).parents[2] / "README.md"
@@ -28,28 +29,62 @@ def test_the_sql_runs_in_order_in_a_fresh_database(db):
     assert column(db, "select outcome from pgqueue.run") == ["completed"]
 
 
-def test_the_python_enqueues_and_the_command_runs_it(db, tmp_path):
+@pytest.fixture
+def here(db, tmp_path, monkeypatch) -> Path:
+    """A folder with the modules that the README speaks of, in the environment."""
     (tmp_path / "jobs.py").write_text(blocks("python")[0])
+    (tmp_path / "handlers.py").write_text(blocks("python")[1])
+    (tmp_path / "test_jobs.py").write_text(blocks("python")[2])
+    monkeypatch.setenv("PGDATABASE", db.info.dbname)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{README.parent / 'python'}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*args: str) -> str:
+    command = [sys.executable, *args]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_the_python_enqueues_and_the_command_runs_it(db, here):
     command = shlex.split(blocks("sh")[0])
     assert command[0] == "python"
-    environment = os.environ | {
-        "PGDATABASE": db.info.dbname,
-        "PYTHONPATH": f"{tmp_path}:{README.parent / 'python'}",
-    }
-    script = (
-        "import psycopg, jobs; jobs.sign_up(psycopg.connect(autocommit=True), 'ada')"
+    run(
+        "-c",
+        "import psycopg, jobs; jobs.sign_up(psycopg.connect(autocommit=True), 'ada')",
     )
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
     assert one(db, "select kind from pgqueue.jobs") == "welcome"
-    ran = subprocess.run(
-        [sys.executable, *command[1:]],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "hello ada" in ran.stdout, ran.stderr
+    assert "hello ada" in run(*command[1:])
     assert column(db, "select outcome from pgqueue.run") == ["completed"]
+
+
+def test_the_handlers_and_the_commands_run(db, here):
+    db.execute("create table account as select 1 as id, 0 as balance")
+    (here / "text").write_text("three little words")
+    pgqueue.enqueue(db, "work", {"path": "text"}, kind="count words")
+    pgqueue.enqueue(db, "work", {"to": "ada"}, kind="remind")
+    pgqueue.enqueue(db, "work", {"account": 1, "amount": 7}, kind="pay")
+    run("-m", "pgqueue.worker", "--app", "handlers", "--queue", "work", "--burst")
+    outcomes = dict(db.execute("select kind, outcome from pgqueue.run"))
+    assert outcomes == {
+        "count words": "completed",
+        "remind": "retry",
+        "pay": "completed",
+    }
+    assert one(db, "select result from pgqueue.run where result is not null") == {
+        "words": 3
+    }
+    assert one(db, "select balance from account") == 7
+
+    _, check, status = blocks("sh")[1].splitlines()
+    assert run(*shlex.split(check, comments=True)[1:]).startswith("ok: ")
+    assert "work" in run(*shlex.split(status, comments=True)[1:])
+
+
+def test_the_test_passes(here):
+    assert "1 passed" in run("-m", "pytest", "-p", "no:cacheprovider", "test_jobs.py")
 
 
 def test_every_public_function_is_in_the_reference(db):
