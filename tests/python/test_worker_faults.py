@@ -56,6 +56,7 @@ def test_killed_workers_lose_nothing(db, workers, say) -> None:
         time.sleep(random.uniform(0, 0.1))
         worker.kill()
         worker.wait()
+        ids += enqueue_all(db, 40, seconds=0.05)
     worker = workers.start("--lease", "1", "--poll-interval", "1")
     wait_until(lambda: is_empty(db), 60)
     tally(say, "kill -9", db, workers, ids)
