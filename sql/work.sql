@@ -401,8 +401,9 @@ $$;
 comment on function pgqueue.extend(bigint[], bigint[], interval) is
 'The heartbeat: lets leases last for another lease from now, and says of each job whether it is held, cancelled (stop working, then call fail or release) or lost (stop working, report nothing). A lease that expired but that nobody recovered is held again; one that an open transaction is just ending is held, but not extended, so that this never waits. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
--- One statement, and the columns of _log() once more: this is the hottest path of all,
--- and locking, logging and deleting one after the other costs half as much again.
+-- One statement, and the columns of _log() once more, here and in complete_many: this is
+-- the hottest path of all, and locking, logging and deleting one after the other costs
+-- half as much again.
 create or replace function pgqueue.complete(job_id bigint, token bigint, result jsonb default null)
     returns void
     language plpgsql
@@ -456,13 +457,39 @@ create or replace function pgqueue.complete_many(job_ids bigint[], tokens bigint
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
+    -- An index scan meets the jobs, and locks them, in the order of their ids.
+    set enable_bitmapscan = off
 as $$
 declare
-    picks tid[] := pgqueue._held(job_ids, tokens);
+    moment timestamptz := clock_timestamp();
+    today int := floor(extract(epoch from moment) / 86400)::int;
 begin
-    perform pgqueue._log(picks, 'completed', clock_timestamp());
+    perform pgqueue._check_leases(job_ids, tokens);
     return query
-    delete from pgqueue.job as j where j.ctid = any (picks) returning j.id;
+    with done as (
+        delete from pgqueue.job as j
+        where j.id = any (complete_many.job_ids)
+            -- "Is true" keeps this a filter: as a join it might come first.
+            and ((j.id, j.token) in (
+                select h.id, h.token
+                from unnest(complete_many.job_ids, complete_many.tokens) as h (id, token)
+            )) is true
+        returning j.id, j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker
+    ), logged as (
+        insert into pgqueue.run (
+            slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker
+        )
+        select
+            (today + kept.days) % 16, d.attempt, d.id, moment,
+            d.claimed_at - least(d.run_at, d.claimed_at), moment - d.claimed_at,
+            d.queue, d.kind, 'completed', d.worker
+        from done as d
+        left join pgqueue.queue as own on own.name = d.queue
+        left join pgqueue.queue as shared on shared.name = ''
+        cross join lateral (values (coalesce(own.keep_runs, shared.keep_runs, 7))) as kept (days)
+        where kept.days > 0
+    )
+    select d.id from done as d;
 end;
 $$;
 

@@ -153,6 +153,11 @@ def test_no_statistics_make_a_claim_sort_or_scan(connect, state):
         if "for update skip locked" in plan and "job_lane_idx" in plan
     ]
     assert pick and not any("Sort" in plan for plan in pick)
+    # Jobs are locked in the order of their ids, as an index scan that is not joined does.
+    (many,) = (plan for plan in plans if "any (complete_many.job_ids)" in plan)
+    deletes = many.partition("CTE done")[2].partition("CTE logged")[0]
+    assert "Index Scan using job_pkey" in deletes and "Index Cond: (id = ANY" in deletes
+    assert not any(node in deletes for node in ("Join", "Nested Loop", "Sort"))
     scans = [plan for plan in plans if "Seq Scan on job" in plan]
     assert not scans, scans[0]
 
