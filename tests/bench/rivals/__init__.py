@@ -1,0 +1,125 @@
+"""The rivals that are measured beside pgqueue, each through a small driver of its own.
+
+A driver is a program here, NAME.mjs or NAME.py, that configures its rival as the rival's
+documentation says is best. `driver VERB JSON` prints one line of JSON; driver.mjs and
+driver.py hold what the drivers share and say what the verbs do. The database is the one
+that libpq's environment variables name.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+HERE = Path(__file__).resolve().parent
+TESTS = HERE.parent.parent
+NODE = "node@22.23.3"  # the Node rivals ask for 22.18 or later
+
+
+class RivalError(RuntimeError):
+    pass
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A rival: what it is, and once installed, how to run it."""
+
+    name: str
+    version: str
+    kind: Literal["npm", "pip"]
+    packages: tuple[str, ...]
+    configuration: str
+    command: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def run(self, verb: str, *, timeout: float = 600, **arguments: Any) -> dict:
+        """Do one verb and return its answer."""
+        process = self.start(verb, **arguments)
+        return self.answer(process, timeout)
+
+    def start(self, verb: str, **arguments: Any) -> "subprocess.Popen[str]":
+        """Start one verb, so that several can run at once; `answer` ends it."""
+        return subprocess.Popen(
+            [*self.command, verb, json.dumps(arguments)],
+            env={**os.environ, **self.environment},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def answer(self, process: "subprocess.Popen[str]", timeout: float = 600) -> dict:
+        """Wait for a started verb, and return its answer. It does not outlive this."""
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            process.communicate()
+            raise
+        if process.returncode != 0:
+            raise RivalError(f"{self.name} exited with {process.returncode}")
+        return json.loads(output)
+
+    def installed(self, folder: Path) -> "Rival":
+        """Install it below the folder, unless it is there, and return it with its command."""
+        if self.kind == "npm":
+            home = folder / "node"
+            node = home / "node_modules" / ".bin" / "node"
+            if not self._is_in(home):
+                home.mkdir(parents=True, exist_ok=True)
+                _quietly("npm", "install", "--prefix", str(home), NODE, *self.packages)
+            command = (str(node), str(HERE / f"{self.name}.mjs"))
+            environment = {"BENCH_NODE_MODULES": str(home)}
+        else:
+            home = folder / self.name
+            python = str(home / "bin" / "python")
+            if not self._is_in(home):
+                _quietly(sys.executable, "-m", "venv", str(home))
+                _quietly(python, "-m", "pip", "install", *self.packages)
+            # As a module: as a script, NAME.py would hide the package NAME from itself.
+            command = (python, "-m", f"bench.rivals.{self.name}")
+            environment = {"PYTHONPATH": str(TESTS)}
+        self._mark(home).touch()
+        return replace(self, command=command, environment=environment)
+
+    def _mark(self, home: Path) -> Path:
+        return home / f".{self.name}-{self.version}"
+
+    def _is_in(self, home: Path) -> bool:
+        return self._mark(home).exists()
+
+
+RIVALS = {
+    rival.name: rival
+    for rival in (
+        Rival(
+            "graphile-worker",
+            "0.18.0",
+            "npm",
+            ("graphile-worker@0.18.0",),
+            "concurrentJobs 24, localQueue.size 500, completeJobBatchDelay 0; naps: 32 and 50; latency: no localQueue, no batching",
+        ),
+    )
+}
+
+
+def install(folder: Path) -> list[Rival]:
+    """Install all rivals below the folder; leave out, saying so, what cannot be had."""
+    found = []
+    for rival in RIVALS.values():
+        try:
+            found.append(rival.installed(folder))
+        except (OSError, RivalError) as error:
+            print(f"without {rival.name} {rival.version}: {error}", file=sys.stderr)
+    return found
+
+
+def _quietly(*command: str) -> None:
+    """Run an installing command; its last line of complaint is the error."""
+    result = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    if result.returncode != 0:
+        lines = result.stderr.strip().splitlines() or ["no reason given"]
+        raise RivalError(f"{Path(command[0]).name}: {lines[-1]}")
