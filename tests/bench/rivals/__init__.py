@@ -100,6 +100,13 @@ RIVALS = {
             ("graphile-worker@0.18.0",),
             "concurrentJobs 24, localQueue.size 500, completeJobBatchDelay 0; naps: 32 and 50; latency: no localQueue, no batching",
         ),
+        Rival(
+            "pg-boss",
+            "12.34.0",
+            "npm",
+            ("pg-boss@12.34.0",),
+            "partitioned queue, batchSize 500, localConcurrency 3, burstWhenBatchFull; naps: 50 and 4, at most 32 at a time; latency: notify queue, batchSize 1",
+        ),
     )
 }
 

@@ -3,7 +3,8 @@
 // A driver gives `main` an object with
 //   depth, reset     SQL: the number of unfinished jobs; removal of all jobs
 //   install()        makes the schema in an empty database
-//   open(clients)    a producer with that many connections: {add(n), addMany(numbers), close()}
+//   open(clients, kind)  a producer with that many connections, for the verb latency if kind
+//                    is "latency": {add(n), addMany(numbers), close()}
 //   work(options)    starts a worker, returns an async function that stops it after its
 //                    acknowledgements are written. options.handle(n) is the handler,
 //                    options.acknowledged() is to be called when completions were committed,
@@ -98,7 +99,7 @@ async function latency(rival, { jobs, every = 0.02 }) {
     handled += 1;
   };
   const stop = await rival.work({ kind: "latency", handle, acknowledged() {} });
-  const producer = await rival.open(1);
+  const producer = await rival.open(1, "latency");
   await sleep(1000); // until the worker is idle and listens
   const start = performance.now();
   for (let n = 0; n < jobs; n++) {

@@ -1,0 +1,77 @@
+// pg-boss 12.34.0: a partitioned queue, work() with batches of 500, localConcurrency 3 and
+// burstWhenBatchFull (without which a worker sleeps between fetches); bulk by boss.insert.
+// Jobs that nap: batches of 50, localConcurrency 4, at most 32 naps at a time. Latency: a
+// queue with notify, useListenNotify, batchSize 1, localConcurrency 4.
+// A batch's completions are one statement, its own way to acknowledge.
+
+import { load, main } from "./driver.mjs";
+
+const { PgBoss } = load("pg-boss");
+
+const NAPS = 32;
+const WORK = {
+  noop: { batchSize: 500, localConcurrency: 3, burstWhenBatchFull: true },
+  nap: { batchSize: 50, localConcurrency: 4, burstWhenBatchFull: true },
+  latency: { batchSize: 1, localConcurrency: 4 },
+};
+
+async function start(options) {
+  const boss = new PgBoss({ schedule: false, ...options });
+  boss.on("error", (error) => console.error(error.message));
+  return boss.start();
+}
+
+/** A function that runs at most `size` async functions at once. */
+function gate(size) {
+  const waiting = [];
+  return async (task) => {
+    if (size > 0) size -= 1;
+    else await new Promise((go) => waiting.push(go));
+    try {
+      return await task();
+    } finally {
+      if (waiting.length) waiting.shift()();
+      else size += 1;
+    }
+  };
+}
+
+await main({
+  depth: "select count(*) from pgboss.job where name in ('bench', 'bench-notify') and state < 'completed'",
+  reset: "truncate pgboss.job",
+
+  async install() {
+    const boss = await start({ supervise: false });
+    await boss.createQueue("bench", { partition: true });
+    await boss.createQueue("bench-notify", { partition: true, notify: true });
+    await boss.stop();
+  },
+
+  async open(clients, kind) {
+    const queue = kind === "latency" ? "bench-notify" : "bench";
+    const boss = await start({ max: clients, min: clients, supervise: false });
+    await Promise.all(Array.from({ length: clients }, () => boss.getDb().executeSql("select 1")));
+    return {
+      add: (n) => boss.send(queue, { n }),
+      addMany: (all) => boss.insert(queue, all.map((n) => ({ data: { n } }))),
+      close: () => boss.stop({ graceful: false }),
+    };
+  },
+
+  async work({ kind, handle, acknowledged }) {
+    const latency = kind === "latency";
+    const boss = await start({ useListenNotify: latency });
+    const db = boss.getDb();
+    const execute = db.executeSql.bind(db);
+    db.executeSql = async (text, values) => {
+      const result = await execute(text, values);
+      if (/SET completed_on/.test(text)) acknowledged();
+      return result;
+    };
+    const enter = kind === "nap" ? gate(NAPS) : (task) => task();
+    await boss.work(latency ? "bench-notify" : "bench", { pollingIntervalSeconds: 0.5, ...WORK[kind] }, (jobs) =>
+      Promise.all(jobs.map((job) => enter(() => handle(job.data.n)))).then(() => {}),
+    );
+    return () => boss.stop();
+  },
+});
