@@ -20,13 +20,13 @@ from pgqueue.exchange import Answer, Ask, exchange, tell, tell_one_by_one
 from pgqueue.heart import Heart
 from pgqueue.lanes import Tasks, Threads, watch
 from pgqueue.pace import Pace
+from pgqueue.reporter import GATHER, Reporter
 from pgqueue.turns import Turns
 
 log = logging.getLogger("pgqueue")
 
 UNKNOWN_KIND_DELAY = timedelta(seconds=60)
 STALE = 1.0  # seconds after which others shall have what nobody here begins
-GATHER = 0.003  # seconds for which a busy worker lets reports gather
 UNPARK_AFTER = 0.1  # seconds of work after which producers need not notify
 
 
@@ -76,6 +76,9 @@ class Worker:
         self._tasks = Tasks(self._desk, self.dsn, concurrency)
         self._turns = Turns(queues)
         self._pace = Pace(concurrency, batch, max_jobs)
+        self._reporter = Reporter(
+            self.dsn, self._desk, self._heart, self._pace, self._turns
+        )
         self._claimed: list[Job] = []  # and not yet in a lane
         self._unreported: list[Job] = []
         self._stop_by = float("inf")
@@ -117,6 +120,7 @@ class Worker:
                     self._wait_out(database.backoff(self._failures))
         finally:
             over.set()
+            self._reporter.close()
             self._heart.close()
             self._threads.close()
             self._tasks.close()
@@ -129,11 +133,14 @@ class Worker:
         while True:
             self.on_tick()
             self._collect()
+            if self.stops:
+                self._reporter.close()
+            elif self._pace.is_quick:
+                self._reporter.come()
             if self.stops > 1 or time.monotonic() > self._stop_by:
                 self._release_all(conn)
                 return
-            held = len(self._heart.held) - len(self._unreported)
-            want = 0 if self.stops else self._pace.want(held)
+            want = 0 if self.stops else self._pace.want(self._count_unfinished())
             if want > 0 and (queue := self._turns.next()) is not None:
                 answer = self._exchange(conn, self._ask(), queue, want)
                 if len(answer.jobs) < want:
@@ -230,12 +237,17 @@ class Worker:
                 "no handler for the kind %r of job %s: put off", job.kind, job.id
             )
 
+    def _count_unfinished(self) -> int:
+        lanes = len(self._threads) + len(self._tasks)
+        return len(self._claimed) + lanes + len(self._desk.running)
+
     def _collect(self) -> None:
         """Take what is done, and take back what nobody here will begin soon."""
         done, now, before = self._desk.done, time.monotonic(), len(self._unreported)
-        while done:
-            self._unreported.append(done.popleft())
-        self._pace.count(len(self._unreported) - before)
+        if not self._reporter.is_there:
+            while done:
+                self._unreported.append(done.popleft())
+            self._pace.count(len(self._unreported) - before)
         for lane in (self._threads, self._tasks):
             if len(lane) and (self.stops or now > lane.pulled_at + STALE):
                 for job in lane.take_back():

@@ -136,6 +136,25 @@ def test_killed_sessions_are_replaced_for_ever(db, workers, say) -> None:
     assert workers.finish(worker) == 0
 
 
+def test_quick_jobs_survive_killed_sessions(db, workers, say) -> None:
+    ids = pgqueue.enqueue_many(db, QUEUE, [None] * 40_000, kind="noop")
+    worker = workers.start("--lease", "2", "-v")
+    kill = (
+        "select count(pg_terminate_backend(pid)) from pg_stat_activity"
+        " where application_name = 'pgqueue' and datname = current_database()"
+    )
+    end = time.monotonic() + 60
+    while not is_empty(db) and time.monotonic() < end:
+        one(db, kill)
+        time.sleep(0.2)
+    wait_until(lambda: is_empty(db), 60)
+    done = "select count(distinct job_id) from pgqueue.run where outcome = 'completed'"
+    assert one(db, done) == len(ids)
+    assert "no reports beside the loop" in workers.log()
+    tally(say, "quick jobs, sessions terminated", db, workers, ids)
+    assert workers.finish(worker) == 0
+
+
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
