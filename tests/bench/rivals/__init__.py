@@ -107,6 +107,13 @@ RIVALS = {
             ("pg-boss@12.34.0",),
             "partitioned queue, batchSize 500, localConcurrency 3, burstWhenBatchFull; naps: 50 and 4, at most 32 at a time; latency: notify queue, batchSize 1",
         ),
+        Rival(
+            "pgqueuer",
+            "1.6.0",
+            "pip",
+            ("pgqueuer==1.6.0", "asyncpg", "uvloop"),
+            "asyncpg, uvloop, durable install, batch_size 100; naps: 50, at most 32 at a time; latency: 10",
+        ),
     )
 }
 
