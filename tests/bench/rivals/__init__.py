@@ -114,6 +114,13 @@ RIVALS = {
             ("pgqueuer==1.6.0", "asyncpg", "uvloop"),
             "asyncpg, uvloop, durable install, batch_size 100; naps: 50, at most 32 at a time; latency: 10",
         ),
+        Rival(
+            "procrastinate",
+            "3.10.0",
+            "pip",
+            ("procrastinate==3.10.0", "psycopg[binary]", "uvloop"),
+            "uvloop, concurrency 30, delete_jobs=always, listen_notify; naps: 32",
+        ),
     )
 }
 

@@ -1,0 +1,97 @@
+"""procrastinate 3.10.0: psycopg pool, uvloop, run_worker_async with concurrency 30 (32 for naps).
+
+Finished jobs are deleted (delete_jobs="always") and the worker is woken by LISTEN/NOTIFY.
+The worker fetches one job a round trip and acknowledges each by itself; it has no
+batching. Producers: a pool, task.defer_async; bulk: task.batch_defer_async, 5,000 a call.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psycopg
+from procrastinate import App, PsycopgConnector
+from procrastinate.tasks import Task
+
+from bench.rivals.driver import Handle, Kind, main
+
+CONCURRENCY: dict[Kind, int] = {"noop": 30, "nap": 32, "latency": 30}
+
+logging.getLogger("procrastinate").setLevel(logging.ERROR)
+
+
+class Producer:
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    async def add(self, n: int) -> None:
+        await self.task.defer_async(n=n)
+
+    async def add_many(self, numbers: Iterable[int]) -> None:
+        await self.task.batch_defer_async(*({"n": n} for n in numbers))
+
+
+def new_app(connections: int, handle: Handle | None = None) -> tuple[App, Task]:
+    app = App(connector=PsycopgConnector(min_size=connections, max_size=connections))
+
+    @app.task(name="bench", queue="bench")
+    async def bench(n: int) -> None:
+        assert handle
+        await handle(n)
+
+    return app, bench
+
+
+class Procrastinate:
+    depth = "select count(*) from procrastinate_jobs where status in ('todo', 'doing')"
+    reset = "truncate procrastinate_jobs, procrastinate_events, procrastinate_periodic_defers"
+
+    async def sql(self, statement: str) -> Any:
+        connection = await psycopg.AsyncConnection.connect(autocommit=True)
+        async with connection, await connection.execute(statement) as cursor:
+            row = await cursor.fetchone() if cursor.description else None
+            return row[0] if row else None
+
+    async def install(self) -> None:
+        app, _ = new_app(1)
+        async with app.open_async():
+            await app.schema_manager.apply_schema_async()
+
+    @asynccontextmanager
+    async def open(self, clients: int) -> AsyncIterator[Producer]:
+        app, task = new_app(clients)
+        async with app.open_async():
+            yield Producer(task)
+
+    @asynccontextmanager
+    async def work(
+        self, kind: Kind, handle: Handle, acknowledged: Callable[[], None]
+    ) -> AsyncIterator[None]:
+        app, _ = new_app(10, handle)
+        finish = app.job_manager.finish_job
+
+        async def finish_and_tell(*args: Any, **named: Any) -> None:
+            await finish(*args, **named)
+            acknowledged()
+
+        app.job_manager.finish_job = finish_and_tell
+        async with app.open_async():
+            running = asyncio.create_task(
+                app.run_worker_async(
+                    concurrency=CONCURRENCY[kind],
+                    delete_jobs="always",
+                    listen_notify=True,
+                    install_signal_handlers=False,
+                )
+            )
+            try:
+                yield
+            finally:
+                running.cancel()  # which it takes as the request to stop gracefully
+                await asyncio.gather(running, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    main(Procrastinate())
