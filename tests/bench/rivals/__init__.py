@@ -121,6 +121,13 @@ RIVALS = {
             ("procrastinate==3.10.0", "psycopg[binary]", "uvloop"),
             "uvloop, concurrency 30, delete_jobs=always, listen_notify; naps: 32",
         ),
+        Rival(
+            "chancy",
+            "0.26.0",
+            "pip",
+            ("chancy==0.26.0", "psycopg[binary]", "uvloop"),
+            "AsyncExecutor, concurrency 100, eager_polling, polling_interval 1, uvloop; naps: 32",
+        ),
     )
 }
 
