@@ -35,7 +35,9 @@ class Rival:
     command: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
-    def run(self, verb: str, *, timeout: float = 600, **arguments: Any) -> dict:
+    def run(
+        self, verb: str, *, timeout: float = 600, **arguments: Any
+    ) -> dict[str, Any]:
         """Do one verb and return its answer."""
         process = self.start(verb, **arguments)
         return self.answer(process, timeout)
@@ -49,7 +51,9 @@ class Rival:
             text=True,
         )
 
-    def answer(self, process: "subprocess.Popen[str]", timeout: float = 600) -> dict:
+    def answer(
+        self, process: "subprocess.Popen[str]", timeout: float = 600
+    ) -> dict[str, Any]:
         """Wait for a started verb, and return its answer. It does not outlive this."""
         try:
             output, _ = process.communicate(timeout=timeout)
@@ -144,10 +148,12 @@ def install(folder: Path) -> list[Rival]:
 
 
 def _quietly(*command: str) -> None:
-    """Run an installing command; its last line of complaint is the error."""
+    """Run an installing command; what it says of its failure is the error."""
     result = subprocess.run(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     if result.returncode != 0:
-        lines = result.stderr.strip().splitlines() or ["no reason given"]
-        raise RivalError(f"{Path(command[0]).name}: {lines[-1]}")
+        # The rest names caches and logs of this machine.
+        told = [line for line in result.stderr.splitlines() if "o matching" in line]
+        told += [f"it exited with {result.returncode}"]
+        raise RivalError(f"{Path(command[0]).name}: {told[0]}")

@@ -11,10 +11,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import psycopg
 from chancy import Chancy, Job, Queue, Worker
 
-from bench.rivals.driver import Handle, Kind, main
+from bench.rivals.driver import Handle, Kind, main, psycopg_value
 
 CONCURRENCY: dict[Kind, int] = {"noop": 100, "nap": 32, "latency": 100}
 ENVIRONMENT = ""  # as a connection string: all from libpq's variables
@@ -64,10 +63,7 @@ class ChancyDriver:
     reset = "truncate chancy_jobs"
 
     async def sql(self, statement: str) -> Any:
-        connection = await psycopg.AsyncConnection.connect(autocommit=True)
-        async with connection, await connection.execute(statement) as cursor:
-            row = await cursor.fetchone() if cursor.description else None
-            return row[0] if row else None
+        return await psycopg_value(statement)
 
     async def install(self) -> None:
         async with Chancy(ENVIRONMENT, log=log) as chancy:

@@ -9,7 +9,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager as Context
 from typing import Any, Literal, Protocol
 
@@ -18,6 +18,7 @@ IDLE = 2.0  # seconds without a job after which a drain is over
 
 Kind = Literal["noop", "nap", "latency"]
 Handle = Callable[[int], Awaitable[None]]
+Answer = dict[str, Any]
 
 
 class Producer(Protocol):
@@ -52,6 +53,16 @@ class Driver(Protocol):
         """
 
 
+async def psycopg_value(statement: str) -> Any:
+    """Driver.sql for the rivals that bring psycopg."""
+    import psycopg
+
+    connection = await psycopg.AsyncConnection.connect(autocommit=True)
+    async with connection, await connection.execute(statement) as cursor:
+        row = await cursor.fetchone() if cursor.description else None
+        return row[0] if row else None
+
+
 def ranges(numbers: Iterable[int]) -> list[list[int]]:
     """Contiguous [first, last] ranges of distinct numbers."""
     found: list[list[int]] = []
@@ -63,21 +74,21 @@ def ranges(numbers: Iterable[int]) -> list[list[int]]:
     return found
 
 
-async def install(driver: Driver) -> dict:
+async def install(driver: Driver) -> Answer:
     await driver.install()
     return {}
 
 
-async def reset(driver: Driver) -> dict:
+async def reset(driver: Driver) -> Answer:
     await driver.sql(driver.reset)
     return {}
 
 
-async def depth(driver: Driver) -> dict:
+async def depth(driver: Driver) -> Answer:
     return {"jobs": await driver.sql(driver.depth)}
 
 
-async def bulk(driver: Driver, jobs: int) -> dict:
+async def bulk(driver: Driver, jobs: int) -> Answer:
     async with driver.open(1) as producer:
         start = time.monotonic()
         for first in range(0, jobs, BULK):
@@ -85,7 +96,7 @@ async def bulk(driver: Driver, jobs: int) -> dict:
         return {"seconds": time.monotonic() - start}
 
 
-async def enqueue(driver: Driver, jobs: int, clients: int = 8) -> dict:
+async def enqueue(driver: Driver, jobs: int, clients: int = 8) -> Answer:
     numbers = iter(range(jobs))
 
     async def client() -> None:
@@ -100,7 +111,7 @@ async def enqueue(driver: Driver, jobs: int, clients: int = 8) -> dict:
 
 async def drain(
     driver: Driver, jobs: int, limit: float, nap: tuple[float, float] | None = None
-) -> dict:
+) -> Answer:
     seen: set[int] = set()
     handled = 0
     start = active = last = time.monotonic()
@@ -131,7 +142,7 @@ async def drain(
     }
 
 
-async def latency(driver: Driver, jobs: int, every: float = 0.02) -> dict:
+async def latency(driver: Driver, jobs: int, every: float = 0.02) -> Answer:
     started: dict[int, float] = {}
     returned: dict[int, float] = {}
 
@@ -154,7 +165,7 @@ async def latency(driver: Driver, jobs: int, every: float = 0.02) -> dict:
     return {"ms": [1000 * (started[n] - returned[n]) for n in sorted(started)]}
 
 
-VERBS: dict[str, Callable[..., Awaitable[dict]]] = {
+VERBS: dict[str, Callable[..., Coroutine[Any, Any, Answer]]] = {
     verb.__name__: verb
     for verb in (install, bulk, enqueue, drain, latency, depth, reset)
 }

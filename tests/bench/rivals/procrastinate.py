@@ -1,4 +1,4 @@
-"""procrastinate 3.10.0: psycopg pool, uvloop, run_worker_async with concurrency 30 (32 for naps).
+"""procrastinate 3.10.0: psycopg pool of 10, uvloop, run_worker_async with concurrency 30 (32 for naps).
 
 Finished jobs are deleted (delete_jobs="always") and the worker is woken by LISTEN/NOTIFY.
 The worker fetches one job a round trip and acknowledges each by itself; it has no
@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import psycopg
 from procrastinate import App, PsycopgConnector
 from procrastinate.tasks import Task
 
-from bench.rivals.driver import Handle, Kind, main
+from bench.rivals.driver import Handle, Kind, main, psycopg_value
 
 CONCURRENCY: dict[Kind, int] = {"noop": 30, "nap": 32, "latency": 30}
 
@@ -49,10 +48,7 @@ class Procrastinate:
     reset = "truncate procrastinate_jobs, procrastinate_events, procrastinate_periodic_defers"
 
     async def sql(self, statement: str) -> Any:
-        connection = await psycopg.AsyncConnection.connect(autocommit=True)
-        async with connection, await connection.execute(statement) as cursor:
-            row = await cursor.fetchone() if cursor.description else None
-            return row[0] if row else None
+        return await psycopg_value(statement)
 
     async def install(self) -> None:
         app, _ = new_app(1)
