@@ -40,10 +40,9 @@ test: all ## everything, in a throwaway Postgres
 	@$(MAKE) -s .venv/dev
 	@$(CLUSTER) --fast $(MAKE) -s suite
 
-bench: all ## pgqueue beside pgmq and bare SQL, on a throwaway Postgres (ARGS='--rounds 3 held')
+bench: all ## pgqueue beside its rivals, on a throwaway Postgres (ARGS='--rounds 1 held')
 	@PYTHON=$(PYTHON) sh tests/need.sh test
 	@$(MAKE) -s .venv/dev
-	@$(VENV)/python -m pip install --quiet --disable-pip-version-check pgmq
 	@PYTHONPATH=tests $(CLUSTER) $(VENV)/python -m bench $(ARGS)
 
 # Debian brings one version of Postgres; npm has the others, without clients.

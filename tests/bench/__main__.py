@@ -1,260 +1,225 @@
-"""Measure pgqueue beside pgmq and bare SQL, in turn, on the cluster of PGHOST, PGPORT ...
+"""Measure pgqueue beside its rivals, in turn, on the cluster of PGHOST, PGPORT ...
 
-    make bench              all workloads, five rounds
-    make bench ARGS='--rounds 3 held deep'
+    make bench                                  everything, three rounds
+    make bench ARGS='--rounds 5 enqueue drains' some of it
+    make bench ARGS='--scale 0.02 --rounds 1'   all of it, just to see that it works
+    make bench ARGS=--write                     and put the tables into tests/bench/README.md
 
 Prints one table for each workload: medians, the smallest and largest round, the ratio to
-pgmq, and the server's CPU time and WAL for each job. Every run counts its jobs: one that
-is lost or handled twice ends the benchmark.
+the best rival, and the server's CPU time and WAL for each job. Every run counts its jobs: a
+job of pgqueue that is lost or handled twice ends the benchmark.
 """
 
 import argparse
 import os
-import re
-import subprocess
+import platform
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
-import psycopg
-
+from bench import client, sql
+from bench.plot import svg
+from bench.rivals import Rival, install
+from bench.server import Sample, number, session
 from bench.systems import System, systems
 
-CLIENTS = 8
+FOLDER = Path(".venv/bench").resolve()
+PAGE = Path(__file__).with_name("README.md")
+SQL = {
+    each.__name__: each
+    for each in (sql.enqueue, sql.bulk, sql.lifecycle, sql.held, sql.deep)
+}
+CLIENT = {each.__name__: each for each in (client.clients, client.drains, client.naps)}
+REFERENCE = "bare SQL"
+Rounds = list[dict[str, dict[str, Sample]]]
 
 
-@dataclass
-class Sample:
-    rate: float
-    cpu_us: float
-    wal_bytes: float
-
-
-@contextmanager
-def session() -> Iterator[psycopg.Connection[tuple]]:
-    with psycopg.connect(autocommit=True) as conn:
-        yield conn
-
-
-def number(conn: psycopg.Connection[tuple], query: str) -> int:
-    row = conn.execute(query).fetchone()
-    assert row
-    return int(row[0])
-
-
-def times(pid: str) -> list[int]:
-    """utime, stime, and those of the children that it has waited for, in ticks."""
-    return [
-        int(t)
-        for t in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:15]
+def table(rounds: Rounds) -> list[str]:
+    """Medians of all rounds, by title and system, beside the best rival."""
+    lines = [
+        "| workload | system | jobs/s | min–max | × best rival | CPU µs/job | WAL B/job |",
+        "|---|---|--:|--:|--:|--:|--:|",
     ]
-
-
-def server_cpu(conn: psycopg.Connection[tuple]) -> float:
-    """Seconds of CPU that the server has used: the postmaster, its children, those that ended."""
-    backend = number(conn, "select pg_backend_pid()")
-    postmaster = Path(f"/proc/{backend}/stat").read_text().rsplit(")", 1)[1].split()[1]
-    while True:
-        try:
-            living = (
-                Path(f"/proc/{postmaster}/task/{postmaster}/children")
-                .read_text()
-                .split()
-            )
-            ticks = sum(times(postmaster)) + sum(sum(times(pid)[:2]) for pid in living)
-            return ticks / os.sysconf("SC_CLK_TCK")
-        except FileNotFoundError:
-            continue  # one ended meanwhile, and counts as the postmaster's now
-
-
-def measure(jobs: int, run: Callable[[], float | None]) -> Sample:
-    """Run it; its own idea of the seconds, if it has one, counts."""
-    with session() as conn:
-        conn.execute("checkpoint")
-        lsn = conn.execute("select pg_current_wal_lsn()").fetchone()
-        cpu, began = server_cpu(conn), time.monotonic()
-        seconds = run() or time.monotonic() - began
-        cpu = server_cpu(conn) - cpu
-        wal = conn.execute("select pg_current_wal_lsn() - %s::pg_lsn", lsn).fetchone()
-    assert wal
-    return Sample(jobs / seconds, cpu / jobs * 1e6, float(wal[0]) / jobs)
-
-
-def pgbench(script: str, clients: int, transactions: int, mode: str) -> float:
-    """Run a script so many times for each client; return the seconds without connecting."""
-    with tempfile.NamedTemporaryFile("w", suffix=".sql") as file:
-        file.write(script)
-        file.flush()
-        command = ["pgbench", "-n", "-M", mode, "-f", file.name]
-        command += ["-c", str(clients), "-j", "2", "-t", str(transactions)]
-        output = subprocess.run(
-            command, check=True, capture_output=True, text=True
-        ).stdout
-    done = re.search(r"actually processed: (\d+)/(\d+)", output)
-    rate = re.search(r"tps = ([\d.]+)", output)
-    assert done and rate and done[1] == done[2], output
-    return int(done[1]) / float(rate[1])
-
-
-def expect(system: System, jobs: int) -> None:
-    with session() as conn:
-        found = number(conn, system.depth)
-    if found != jobs:
-        sys.exit(f"{system.name}: {found} jobs are there, {jobs} should be")
-
-
-def fill(system: System, jobs: int) -> None:
-    with session() as conn:
-        conn.execute(system.reset)
-        conn.execute(system.bulk(jobs))
-        conn.execute("vacuum analyze")
-
-
-def drain(
-    system: System, conn: psycopg.Connection[tuple], jobs: int, batch: int
-) -> None:
-    """Take and finish so many jobs; each id may come once."""
-    seen: set[int] = set()
-    while len(seen) < jobs:
-        rows = conn.execute(system.take(batch)).fetchall()
-        before = len(seen)
-        seen.update(row[0] for row in rows)
-        if not rows or len(seen) != before + len(rows):
-            sys.exit(
-                f"{system.name}: a batch of {len(rows)} after {before} of {jobs} jobs"
-            )
-        conn.execute(
-            system.finish, [list(column) for column in zip(*rows, strict=True)]
-        )
-
-
-def enqueue(system: System) -> dict[str, Sample]:
-    jobs = 20_000
-    with session() as conn:
-        conn.execute(system.reset)
-    sample = measure(
-        jobs,
-        lambda: pgbench(system.enqueue + ";", CLIENTS, jobs // CLIENTS, "prepared"),
+    titles = dict.fromkeys(
+        t for one in rounds for samples in one.values() for t in samples
     )
-    expect(system, jobs)
-    return {f"one a commit, {CLIENTS} clients": sample}
-
-
-def bulk(system: System) -> dict[str, Sample]:
-    jobs = 100_000
-    with session() as conn:
-        conn.execute(system.reset)
-        sample = measure(jobs, lambda: conn.execute(system.bulk(jobs)) and None)
-    expect(system, jobs)
-    return {"100,000 in one call": sample}
-
-
-def lifecycle(system: System) -> dict[str, Sample]:
-    samples = {}
-    for batch, jobs, mode in ((1, 8_000, "prepared"), (50, 80_000, "simple")):
-        fill(system, jobs)
-        script = system.lifecycle(batch)
-        samples[f"take and finish by {batch}, {CLIENTS} clients"] = measure(
-            jobs,
-            lambda: pgbench(script, CLIENTS, jobs // batch // CLIENTS, mode),  # noqa: B023
-        )
-        expect(system, 0)
-    return samples
-
-
-def held(system: System) -> dict[str, Sample]:
-    """Ten rounds while another session holds a snapshot, so that nothing can be cleaned up."""
-    jobs, samples = 20_000, {}
-    with session() as conn, psycopg.connect() as holder:
-        conn.execute(system.reset)
-        holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-        holder.execute("select 1")
-        for place in range(1, 11):
-            conn.execute(system.bulk(jobs))
-            sample = measure(jobs, lambda: drain(system, conn, jobs, 50))
-            if place in (1, 5, 10):
-                samples[f"round {place} under a held snapshot"] = sample
-    return samples
-
-
-def deep(system: System) -> dict[str, Sample]:
-    """The first 20,000 jobs of 20,000, and of 1,000,000."""
-    samples = {}
-    for backlog in (20_000, 1_000_000):
-        fill(system, backlog)
-        with session() as conn:
-            sample = measure(20_000, lambda: drain(system, conn, 20_000, 50))
-        samples[f"20,000 of {backlog:,} ready"] = sample
-        expect(system, backlog - 20_000)
-    return samples
-
-
-WORKLOADS = {each.__name__: each for each in (enqueue, bulk, lifecycle, held, deep)}
-
-
-def report(rounds: list[dict[str, dict[str, Sample]]], names: list[str]) -> None:
-    print("| workload | system | jobs/s | min–max | × pgmq | CPU µs/job | WAL B/job |")
-    print("|---|---|--:|--:|--:|--:|--:|")
-    for title in rounds[0][names[0]]:
-        rates = {
-            name: [
-                samples[name][title].rate
-                for samples in rounds
-                if title in samples[name]
-            ]
-            for name in names
+    for title in titles:
+        found = {
+            name: [one[name][title] for one in rounds if title in one.get(name, {})]
+            for name in rounds[0]
         }
-        rival = next(
-            (median(rates[name]) for name in names if name.startswith("pgmq")), None
-        )
-        for name in names:
-            found = [
-                samples[name][title] for samples in rounds if title in samples[name]
-            ]
-            if not found:
-                continue
-            rate = median(rates[name])
-            print(
-                f"| {title} | {name} | {rate:,.0f} | {min(rates[name]):,.0f}–{max(rates[name]):,.0f} "
-                f"| {f'{rate / rival:.2f}' if rival else ''} "
-                f"| {median(s.cpu_us for s in found):,.0f} | {median(s.wal_bytes for s in found):,.0f} |"
+        rates = {
+            name: median(s.rate for s in samples)
+            for name, samples in found.items()
+            if samples
+        }
+        rivals = [
+            rate for name, rate in rates.items() if name not in ("pgqueue", REFERENCE)
+        ]
+        for name, rate in sorted(rates.items(), key=lambda item: -item[1]):
+            samples = found[name]
+            span = f"{min(s.rate for s in samples):,.0f}–{max(s.rate for s in samples):,.0f}"
+            ratio = (
+                f"**{rate / max(rivals):.2f}**" if name == "pgqueue" and rivals else ""
             )
-    print(flush=True)
+            lines.append(
+                f"| {title} | {name} | {rate:,.0f} | {span} | {ratio} "
+                f"| {median(s.cpu_us for s in samples):,.0f} "
+                f"| {median(s.wal_bytes for s in samples):,.0f} |"
+            )
+    return lines
+
+
+def latency_table(rounds: list[dict[str, tuple[float, float, float]]]) -> list[str]:
+    """Medians of the percentiles of all rounds, the quickest first."""
+    lines = ["| pickup, ms after the commit | p50 | p95 | p99 |", "|---|--:|--:|--:|"]
+    found = {
+        name: [
+            median(column)
+            for column in zip(*(one[name] for one in rounds), strict=True)
+        ]
+        for name in rounds[0]
+    }
+    for name, values in sorted(found.items(), key=lambda item: item[1]):
+        lines.append(f"| {name} | " + " | ".join(f"{ms:.2f}" for ms in values) + " |")
+    return lines
+
+
+def held_table(rounds: Rounds) -> list[str]:
+    """Jobs a second and the p99 of a claim by the age of the snapshot; and the plot."""
+    places = list(next(iter(rounds[0].values())))
+    lines = [
+        f"| jobs/s (p99 of a claim, ms) in round | {' | '.join(places)} |",
+        "|---|" + "--:|" * len(places),
+    ]
+    rates: dict[str, list[float]] = {}
+    for name in rounds[0]:
+        cells = []
+        for place in places:
+            samples = [one[name][place] for one in rounds]
+            rates.setdefault(name, []).append(median(s.rate for s in samples))
+            p99 = median(s.p99_ms for s in samples)
+            cells.append(f"{rates[name][-1]:,.0f} ({p99:.1f})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    title = (
+        "Jobs a second, batches of 50, while a snapshot is held: 20,000 jobs a round"
+    )
+    PAGE.with_name("held.svg").write_text(svg(title, rates))
+    return lines
+
+
+def round_trip() -> tuple[float, float, float]:
+    """The same percentiles of `select 1`, from Python: what one round trip takes here."""
+    taken = []
+    with session() as conn:
+        for _ in range(1000):
+            began = time.perf_counter()
+            conn.execute("select 1", prepare=True).fetchone()
+            taken.append((time.perf_counter() - began) * 1000)
+    taken.sort()
+    return taken[500], taken[950], taken[990]
+
+
+def prepare(names: list[str]) -> tuple[list[System], list[Rival]]:
+    """Install everything, and give each driver a database of its own."""
+    rivals = []
+    with session() as conn:
+        for rival in install(FOLDER):
+            if names and rival.name not in names:
+                continue
+            database = "bench_" + rival.name.replace("-", "_")
+            conn.execute(f"create database {database}")
+            environment = {**rival.environment, "PGDATABASE": database}
+            rivals.append(replace(rival, environment=environment))
+        measured = [
+            s for s in systems(FOLDER) if not names or s.name in [*names, REFERENCE]
+        ]
+        for system in measured:
+            conn.execute(system.setup)
+    for rival in rivals:
+        rival.run("install")
+        print(f"{rival.name} {rival.version}: {rival.configuration}", flush=True)
+    return measured, rivals
+
+
+def run(
+    name: str, rounds: int, scale: float, measured: list[System], rivals: list[Rival]
+) -> list[str]:
+    """One workload, in turn: a slow minute of the machine meets all systems."""
+    if name == "latency":
+        return latency_table(
+            [
+                {r.name: client.latency(r) for r in rivals}
+                | {"(one round trip)": round_trip()}
+                for _ in range(rounds)
+            ]
+        )
+    workload: Callable = SQL.get(name) or CLIENT[name]
+    if scale != 1:
+        # What 8 clients, or batches of 50, can share out evenly.
+        jobs = max(3200, int(workload.__defaults__[0] * scale) // 3200 * 3200)
+        workload = partial(workload, jobs=jobs)
+    if name in CLIENT:
+        return table([{r.name: workload(r) for r in rivals} for _ in range(rounds)])
+    without_reference = name in ("held", "deep")
+    taking_part = [
+        s for s in measured if not (without_reference and s.name == REFERENCE)
+    ]
+    found = [{s.name: workload(s) for s in taking_part} for _ in range(rounds)]
+    return held_table(found) if name == "held" else table(found)
+
+
+def machine() -> str:
+    with session() as conn:
+        version = number(conn, "show server_version_num")
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return f"{os.cpu_count()} × {model}; Postgres {version // 10000}.{version % 10000}, fsync on, on the same machine as the clients"
+
+
+def write(lines: list[str]) -> None:
+    """Put the results between the two marks of the page."""
+    before, begin, rest = PAGE.read_text().partition("<!-- results -->\n")
+    _, end, after = rest.partition("<!-- end of results -->")
+    assert begin and end, "README.md has lost its marks"
+    PAGE.write_text(before + begin + "\n".join(lines) + "\n" + end + after)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=int, default=5)
+    names = [*SQL, *CLIENT, "latency"]
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=1, help="of the numbers of jobs")
+    parser.add_argument("--systems", default="", help="by commas; else all")
     parser.add_argument(
-        "workloads", nargs="*", metavar="workload", help=", ".join(WORKLOADS)
+        "--write", action="store_true", help="into tests/bench/README.md"
+    )
+    parser.add_argument(
+        "workloads", nargs="*", metavar="workload", help=", ".join(names)
     )
     options = parser.parse_args()
-    if unknown := set(options.workloads) - set(WORKLOADS):
+    if unknown := set(options.workloads) - set(names):
         parser.error(f"no such workload: {', '.join(sorted(unknown))}")
 
-    measured = systems()
-    with session() as conn:
-        for system in measured:
-            conn.execute(system.setup)
-    for name in options.workloads or WORKLOADS:
-        taking_part = [
-            s
-            for s in measured
-            if s.name != "bare SQL" or name in ("enqueue", "bulk", "lifecycle")
-        ]
-        rounds = []
-        for _ in range(options.rounds):
-            # In turn, so that a slow minute of the machine meets all of them.
-            rounds.append(
-                {system.name: WORKLOADS[name](system) for system in taking_part}
-            )
-        report(rounds, [system.name for system in taking_part])
+    measured, rivals = prepare([name for name in options.systems.split(",") if name])
+    lines = [f"{machine()}; medians of {options.rounds} rounds.", ""]
+    for name in options.workloads or names:
+        print(f"\n{name}", file=sys.stderr, flush=True)
+        lines += [*run(name, options.rounds, options.scale, measured, rivals), ""]
+        print("\n".join(lines), flush=True)
+        if options.write:
+            write(lines)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What is measured: each system as the SQL that its own documentation recommends."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,13 @@ PAYLOAD = '{"user": 4711, "template": "welcome", "to": "ada@example.org"}'
 class System:
     """One queue, driven by SQL alone.
 
-    enqueue is one job in one statement; bulk(n) and backlog(n) add n jobs in one; lifecycle(batch) is a
-    pgbench script that takes a batch and finishes it, in two transactions; take(batch) and
-    finish do the same for a client: take returns rows whose columns, as arrays, are what
-    finish is given.
+    enqueue is one job in one statement; bulk(n) adds n jobs in one, and tomorrow(n), where
+    there is such a thing, n that are due tomorrow, at a higher priority; lifecycle(batch)
+    is a pgbench script that takes a batch and finishes it, in two transactions;
+    take(batch) and finish do the same for a client: take returns rows whose columns, as
+    arrays, are what finish is given. notify and quiet switch the notification of workers
+    on and off, where that is not the system's own affair; idle is what the session of an
+    idle worker says to be notified.
     """
 
     name: str
@@ -27,6 +29,10 @@ class System:
     finish: str
     depth: str
     reset: str
+    tomorrow: Callable[[int], str] | None = None
+    notify: str = ""
+    quiet: str = ""
+    idle: str = ""
 
 
 def pgqueue() -> System:
@@ -52,17 +58,22 @@ def pgqueue() -> System:
         finish="select count(*) from pgqueue.complete_many(%s, %s)",
         depth="select count(*) from pgqueue.job",
         reset="truncate pgqueue.job, pgqueue.run",
+        tomorrow=lambda n: (
+            "select count(*) from pgqueue.enqueue_many('bench', "
+            f"array(select '{PAYLOAD}'::jsonb from generate_series(1, {n})), "
+            "priority => 9, run_at => now() + interval '1 day')"
+        ),
+        idle="listen pgqueue; select pgqueue.park(array['bench'])",
     )
 
 
-def pgmq() -> System | None:
+def pgmq(folder: Path) -> System | None:
     """pgmq's SQL file comes with its PyPI package; None where that is not installed."""
-    package = importlib.util.find_spec("pgmq")
-    if not package or not package.submodule_search_locations:
+    script = next(folder.glob("pgmq/lib/python*/site-packages/pgmq/sql/pgmq.sql"), None)
+    if script is None:
         return None
-    script = Path(package.submodule_search_locations[0]) / "sql" / "pgmq.sql"
     return System(
-        name=f"pgmq {(script.parent / 'VERSION').read_text().strip()}",
+        name="pgmq",
         setup=f"create schema if not exists pgmq;{script.read_text()};select pgmq.create('bench')",
         enqueue=f"select pgmq.send('bench', '{PAYLOAD}')",
         bulk=lambda n: (
@@ -81,6 +92,13 @@ def pgmq() -> System | None:
         finish="select count(*) from pgmq.delete('bench', %s::bigint[])",
         depth="select count(*) from pgmq.q_bench",
         reset="truncate pgmq.q_bench",
+        tomorrow=lambda n: (
+            "select count(*) from pgmq.send_batch('bench', "
+            f"array(select '{PAYLOAD}'::jsonb from generate_series(1, {n})), 86400)"
+        ),
+        notify="select pgmq.enable_notify_insert('bench', 0)",
+        quiet="select pgmq.disable_notify_insert('bench')",
+        idle='listen "pgmq.q_bench.INSERT"',
     )
 
 
@@ -106,5 +124,6 @@ def reference() -> System:
     )
 
 
-def systems() -> list[System]:
-    return [each for each in (pgqueue(), pgmq(), reference()) if each]
+def systems(folder: Path) -> list[System]:
+    """All that there are; pgmq if it is installed below the folder."""
+    return [each for each in (pgqueue(), pgmq(folder), reference()) if each]

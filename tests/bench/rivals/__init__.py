@@ -83,7 +83,9 @@ class Rival:
                 _quietly(python, "-m", "pip", "install", *self.packages)
             # As a module: as a script, NAME.py would hide the package NAME from itself.
             command = (python, "-m", f"bench.rivals.{self.name}")
-            environment = {"PYTHONPATH": str(TESTS)}
+            environment = {
+                "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent / 'python'}"
+            }
         self._mark(home).touch()
         return replace(self, command=command, environment=environment)
 
@@ -97,6 +99,20 @@ class Rival:
 RIVALS = {
     rival.name: rival
     for rival in (
+        Rival(
+            "pgqueue",
+            "here",
+            "pip",
+            ("psycopg[binary]", "uvloop"),
+            "its worker as it comes, async handlers; naps: 32",
+        ),
+        Rival(
+            "pgmq",
+            "1.13.0",
+            "pip",
+            ("pgmq==1.1.4", "psycopg[binary]", "uvloop"),
+            "read(100) + delete(bigint[]) in a loop, psycopg, prepared; naps: 50, 32 at a time; latency: enable_notify_insert(0), LISTEN",
+        ),
         Rival(
             "graphile-worker",
             "0.18.0",

@@ -1,62 +1,48 @@
-"""pgqueue itself: its worker, async handlers, as it comes; naps 32 at a time.
+"""pgqueue itself: its worker as it comes, async handlers; naps 32 at a time.
 
 Producers: the client on a pool of psycopg connections; bulk with lists of 5,000.
 """
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pgqueue
-import psycopg
 from pgqueue import loop, reporter
 
+from bench.rivals.connections import Pool, borrowed, pool, sql
 from bench.rivals.driver import Handle, Kind, main
 
 NAPS = 32
 
 
 class Producer:
-    def __init__(self, pool: asyncio.Queue[psycopg.AsyncConnection]) -> None:
-        self.pool = pool
+    def __init__(self, connections: Pool) -> None:
+        self.connections = connections
 
     async def add(self, n: int) -> None:
-        conn = await self.pool.get()
-        await pgqueue.enqueue(conn, "bench", {"n": n})
-        self.pool.put_nowait(conn)
+        async with borrowed(self.connections) as conn:
+            await pgqueue.enqueue(conn, "bench", {"n": n})
 
     async def add_many(self, numbers: Iterable[int]) -> None:
-        conn = await self.pool.get()
-        await pgqueue.enqueue_many(conn, "bench", [{"n": n} for n in numbers])
-        self.pool.put_nowait(conn)
+        async with borrowed(self.connections) as conn:
+            await pgqueue.enqueue_many(conn, "bench", [{"n": n} for n in numbers])
 
 
 class Pgqueue:
     depth = "select count(*) from pgqueue.job"
     reset = "truncate pgqueue.job, pgqueue.run"
-
-    async def sql(self, statement: str) -> Any:
-        async with await psycopg.AsyncConnection.connect(autocommit=True) as conn:
-            cursor = await conn.execute(statement)
-            row = await cursor.fetchone() if cursor.description else None
-        return row and row[0]
+    sql = staticmethod(sql)
 
     async def install(self) -> None:
-        await self.sql("create extension pgqueue")
+        await sql("create extension pgqueue")
 
     @asynccontextmanager
     async def open(self, clients: int) -> AsyncIterator[Producer]:
-        pool: asyncio.Queue[psycopg.AsyncConnection] = asyncio.Queue()
-        async with contextlib.AsyncExitStack() as stack:
-            for _ in range(clients):
-                conn = await psycopg.AsyncConnection.connect(
-                    autocommit=True, prepare_threshold=0
-                )
-                pool.put_nowait(await stack.enter_async_context(conn))
-            yield Producer(pool)
+        async with pool(clients) as connections:
+            yield Producer(connections)
 
     @asynccontextmanager
     async def work(
@@ -69,7 +55,7 @@ class Pgqueue:
             return answer
 
         exchange = loop.exchange
-        loop.exchange = reporter.exchange = telling  # type: ignore[assignment]
+        loop.exchange = reporter.exchange = telling
         app = pgqueue.App()
 
         @app.job("bench")
