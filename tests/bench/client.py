@@ -52,7 +52,7 @@ def drain(rival: Rival, jobs: int, workers: int, **how: object) -> Sample:
         started = [
             rival.start("drain", jobs=jobs, limit=LIMIT, **how) for _ in range(workers)
         ]
-        answers = [rival.answer(process) for process in started]
+        answers = [each.answer() for each in started]
         for answer in answers:
             ran = {n for first, last in answer["seen"] for n in range(first, last + 1)}
             duplicates += answer["duplicates"] + len(ran & seen)

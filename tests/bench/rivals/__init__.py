@@ -10,9 +10,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent.parent
@@ -21,6 +22,30 @@ NODE = "node@22.23.3"  # the Node rivals ask for 22.18 or later
 
 class RivalError(RuntimeError):
     pass
+
+
+@dataclass(frozen=True)
+class Run:
+    """A verb under way."""
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    output: IO[str]
+
+    def answer(self, timeout: float = 600) -> dict[str, Any]:
+        """Wait for its end, and return its answer. It does not outlive this."""
+        with self.output:
+            try:
+                self.process.wait(timeout)
+            except BaseException:
+                self.process.kill()
+                self.process.wait()
+                raise
+            if self.process.returncode != 0:
+                raise RivalError(f"{self.name} exited with {self.process.returncode}")
+            self.output.seek(0)
+            answer: dict[str, Any] = json.load(self.output)
+            return answer
 
 
 @dataclass(frozen=True)
@@ -39,31 +64,18 @@ class Rival:
         self, verb: str, *, timeout: float = 600, **arguments: Any
     ) -> dict[str, Any]:
         """Do one verb and return its answer."""
-        process = self.start(verb, **arguments)
-        return self.answer(process, timeout)
+        return self.start(verb, **arguments).answer(timeout)
 
-    def start(self, verb: str, **arguments: Any) -> "subprocess.Popen[str]":
-        """Start one verb, so that several can run at once; `answer` ends it."""
-        return subprocess.Popen(
+    def start(self, verb: str, **arguments: Any) -> "Run":
+        """Start one verb, so that several can run at once."""
+        # A file: a pipe is full at 64 kB, and nobody reads it before the end.
+        output = tempfile.TemporaryFile("w+")
+        process = subprocess.Popen(
             [*self.command, verb, json.dumps(arguments)],
             env={**os.environ, **self.environment},
-            stdout=subprocess.PIPE,
-            text=True,
+            stdout=output,
         )
-
-    def answer(
-        self, process: "subprocess.Popen[str]", timeout: float = 600
-    ) -> dict[str, Any]:
-        """Wait for a started verb, and return its answer. It does not outlive this."""
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except BaseException:
-            process.kill()
-            process.communicate()
-            raise
-        if process.returncode != 0:
-            raise RivalError(f"{self.name} exited with {process.returncode}")
-        return json.loads(output)
+        return Run(self.name, process, output)
 
     def installed(self, folder: Path) -> "Rival":
         """Install it below the folder, unless it is there, and return it with its command."""
