@@ -9,11 +9,11 @@ Chancy.push on a pool; bulk: Chancy.push_many(batch_size=1000).
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
 
 from chancy import Chancy, Job, Queue, Worker
 
-from bench.rivals.driver import Handle, Kind, main, psycopg_value
+from bench.rivals.connections import sql
+from bench.rivals.driver import Handle, Kind, main
 
 CONCURRENCY: dict[Kind, int] = {"noop": 100, "nap": 32, "latency": 100}
 ENVIRONMENT = ""  # as a connection string: all from libpq's variables
@@ -61,9 +61,7 @@ class ChancyDriver:
         "select count(*) from chancy_jobs where state not in ('succeeded', 'failed')"
     )
     reset = "truncate chancy_jobs"
-
-    async def sql(self, statement: str) -> Any:
-        return await psycopg_value(statement)
+    sql = staticmethod(sql)
 
     async def install(self) -> None:
         async with Chancy(ENVIRONMENT, log=log) as chancy:

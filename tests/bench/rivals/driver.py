@@ -53,16 +53,6 @@ class Driver(Protocol):
         """
 
 
-async def psycopg_value(statement: str) -> Any:
-    """Driver.sql for the rivals that bring psycopg."""
-    import psycopg
-
-    connection = await psycopg.AsyncConnection.connect(autocommit=True)
-    async with connection, await connection.execute(statement) as cursor:
-        row = await cursor.fetchone() if cursor.description else None
-        return row[0] if row else None
-
-
 def ranges(numbers: Iterable[int]) -> list[list[int]]:
     """Contiguous [first, last] ranges of distinct numbers."""
     found: list[list[int]] = []

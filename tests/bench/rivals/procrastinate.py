@@ -14,7 +14,8 @@ from typing import Any
 from procrastinate import App, PsycopgConnector
 from procrastinate.tasks import Task
 
-from bench.rivals.driver import Handle, Kind, main, psycopg_value
+from bench.rivals.connections import sql
+from bench.rivals.driver import Handle, Kind, main
 
 CONCURRENCY: dict[Kind, int] = {"noop": 30, "nap": 32, "latency": 30}
 
@@ -46,9 +47,7 @@ def new_app(connections: int, handle: Handle | None = None) -> tuple[App, Task]:
 class Procrastinate:
     depth = "select count(*) from procrastinate_jobs where status in ('todo', 'doing')"
     reset = "truncate procrastinate_jobs, procrastinate_events, procrastinate_periodic_defers"
-
-    async def sql(self, statement: str) -> Any:
-        return await psycopg_value(statement)
+    sql = staticmethod(sql)
 
     async def install(self) -> None:
         app, _ = new_app(1)
