@@ -1,85 +1,251 @@
-"""Workloads through each system's own client and worker; see bench.rivals for the drivers."""
+"""Workloads through each system's own client and worker; the drivers are in rivals/."""
 
-import sys
-from statistics import quantiles
+import time
+from functools import partial
+from statistics import median, quantiles
+from typing import Any
 
-from bench.rivals import Rival
-from bench.server import Sample, measure
+import psycopg
 
-LIMIT = 60  # seconds for one drain
+from bench import statements
+from bench.pgbench import Drain, depth, pgbench, refill, reset, sized
+from bench.server import Sample, Session, Size, measure, number, session
+from bench.sql import Samples, adds_many, found_lost
+from bench.systems import System
 
-
-def size(rival: Rival, jobs: int) -> int:
-    """Fewer jobs for the slow, who would take all day."""
-    return {"procrastinate": jobs // 30, "chancy": jobs // 10}.get(rival.name, jobs)
-
-
-def clients(rival: Rival, jobs: int = 10_000) -> dict[str, Sample]:
-    """One job a call and a commit, from 8 concurrent clients."""
-    rival.run("reset")
-    sample = measure(jobs, lambda: rival.run("enqueue", jobs=jobs)["seconds"])
-    expect(rival, jobs)
-    return {"one a call, 8 clients": sample}
+NAP = (0.002, 0.005)
 
 
-def drains(rival: Rival, jobs: int = 60_000) -> dict[str, Sample]:
+class Ledger:
+    """Which numbered jobs of a system ran, in one worker or another."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.twice = 0
+
+    def add(self, answers: list[dict[str, Any]]) -> int:
+        """Take down what some workers ran; return how many jobs are new."""
+        before = self.seen.bit_count()
+        for answer in answers:
+            ran = int.from_bytes(bytes.fromhex(answer["seen"]), "little")
+            self.twice += answer["twice"] + (ran & self.seen).bit_count()
+            self.seen |= ran
+        return self.seen.bit_count() - before
+
+
+def drain(
+    system: System,
+    jobs: int,
+    limit: float,
+    ledger: Ledger,
+    workers: int = 1,
+    **how: Any,
+) -> Sample:
+    """Let worker processes do so many jobs, or what time allows."""
+
+    def run() -> Sample:
+        twice = ledger.twice
+        started = [
+            system.start("drain", jobs=jobs, limit=limit, **how) for _ in range(workers)
+        ]
+        answers = [system.answer(process) for process in started]
+        sample = Sample(
+            ledger.add(answers),
+            max(answer["seconds"] for answer in answers) or limit,
+            twice=ledger.twice - twice,
+            cut=any(answer["cut"] for answer in answers),
+        )
+        if waits := answers[0]["waits"]:
+            sample.more = {"p50": waits[0] * 1000, "p99": waits[1] * 1000}
+        return sample
+
+    return measure(run)
+
+
+def emptied(system: System, jobs: int, size: Size, **how: Any) -> Sample:
+    """Drain what there is, and look for what is missing then."""
+    sample = drain(system, jobs, size.limit, Ledger(), **how)
+    return found_lost(sample, jobs, depth(system))
+
+
+def drains(system: System, size: Size) -> Samples:
     """No-op jobs, enqueued in bulk: one worker process, and two."""
-    jobs = size(rival, jobs)
+    jobs = size.jobs(100_000 // system.slow)
+    how = handlers(system, size)
     samples = {}
     for workers in (1, 2):
-        rival.run("reset")
-        bulk = measure(jobs, lambda: rival.run("bulk", jobs=jobs)["seconds"])
-        samples["bulk, 5,000 a call"] = bulk
+        reset(system)
+        system.run("bulk", jobs=jobs)
         title = f"drain, {workers} worker process{'es' * (workers - 1)}"
-        samples[title] = drain(rival, jobs, workers)
+        samples[title] = emptied(system, jobs, size, workers=workers, **how)
     return samples
 
 
-def naps(rival: Rival, jobs: int = 10_000) -> dict[str, Sample]:
-    """Handlers that sleep 2 to 5 ms, at most 32 at a time: no more than 9,100 a second."""
-    jobs = size(rival, jobs)
-    rival.run("reset")
-    rival.run("bulk", jobs=jobs)
-    return {"naps of 2–5 ms, 32 at once": drain(rival, jobs, 1, nap=(0.002, 0.005))}
+def handlers(system: System, size: Size) -> dict[str, str]:
+    """For pgqueue, whose worker runs async and sync ones: the quicker, found out once."""
+    if system.name == "pgqueue" and not system.handlers:
+        rates = {}
+        for kind in ("async", "sync"):
+            jobs = size.jobs(40_000)
+            reset(system)
+            system.run("bulk", jobs=jobs)
+            rates[kind] = emptied(system, jobs, size, handlers=kind).rate
+        system.handlers = max(rates, key=rates.__getitem__)
+        told = ", ".join(f"{kind} {rate:,.0f} jobs/s" for kind, rate in rates.items())
+        print(f"pgqueue's handlers: {told}; {system.handlers} from here on", flush=True)
+    return {"handlers": system.handlers} if system.handlers else {}
 
 
-def drain(rival: Rival, jobs: int, workers: int, **how: object) -> Sample:
-    seen: set[int] = set()
-    duplicates = 0
+def ceiling(system: System, size: Size) -> Samples:
+    """pgqueue's worker beside what its functions do: two pgbench clients, by 500."""
+    how = handlers(system, size)
+    jobs = max(1, size.jobs(100_000) // 1000) * 1000
+    script = system.sql.lifecycle(500) if system.sql else ""
+    refill(system, jobs)
 
-    def run() -> float:
-        nonlocal duplicates
-        started = [
-            rival.start("drain", jobs=jobs, limit=LIMIT, **how) for _ in range(workers)
-        ]
-        answers = [each.answer() for each in started]
-        for answer in answers:
-            ran = {n for first, last in answer["seen"] for n in range(first, last + 1)}
-            duplicates += answer["duplicates"] + len(ran & seen)
-            seen.update(ran)
-        return max(answer["seconds"] for answer in answers)
+    def run() -> Sample:
+        limit = str(jobs // 1000)
+        _, seconds = pgbench(system, script, "-t", limit, clients=2, mode="simple")
+        return Sample(jobs - depth(system), seconds)
 
-    sample = measure(jobs, run)
-    left = rival.run("depth")["jobs"]
-    if duplicates or left or len(seen) != jobs:
-        text = f"{rival.name}: {jobs - len(seen)} of {jobs} not run, {duplicates} twice, {left} left"
-        print(text, file=sys.stderr)
-        if rival.name == "pgqueue":
-            sys.exit(1)
-        sample.rate *= len(seen) / jobs
-    return sample
+    in_sql = measure(run)
+    reset(system)
+    system.run("bulk", jobs=jobs)
+    worker = emptied(system, jobs, size, **how)
+    worker.more = {"share": 100 * worker.rate / in_sql.rate}
+    return {
+        "claim + complete_many by 500, 2 pgbench clients": in_sql,
+        "drain, 1 worker process": worker,
+    }
 
 
-def latency(rival: Rival, jobs: int = 300) -> tuple[float, float, float]:
-    """One job each 20 ms to an idle worker: p50, p95 and p99, in ms from its commit."""
-    rival.run("reset")
-    found = rival.run("latency", jobs=jobs)["ms"]
-    if len(found) != jobs:
-        sys.exit(f"{rival.name}: {jobs - len(found)} of {jobs} jobs never began")
-    percentiles = quantiles(found, n=100)
-    return percentiles[49], percentiles[94], percentiles[98]
+def naps(system: System, size: Size) -> Samples:
+    """Priorities 0 to 10, handlers that sleep 2 to 5 ms, at most 32 at a time.
+
+    No more than 9,100 a second, therefore. Of `more`: p99 of the wait, in ms from the
+    worker's start, and the leases that expired, in %: where there is no log of them, the
+    jobs that ran again.
+    """
+    jobs = size.jobs(20_000 // min(10, system.slow))
+    reset(system)
+    system.run("bulk", jobs=jobs, priorities=11)
+    sample = emptied(system, jobs, size, nap=NAP)
+    expired = sample.twice
+    if system.sql and system.sql.expired:
+        with session(system.database) as conn:
+            expired = number(conn, system.sql.expired)
+    sample.more["expired"] = 100 * expired / jobs
+    return {"naps of 2–5 ms, 32 at once": sample}
 
 
-def expect(rival: Rival, jobs: int) -> None:
-    if (found := rival.run("depth")["jobs"]) != jobs:
-        sys.exit(f"{rival.name}: {found} jobs are there, {jobs} should be")
+def latency(system: System, size: Size) -> Samples:
+    """One job each 20 ms to an idle worker: percentiles in ms from its commit."""
+    title = "from commit to handler"
+    if not system.command:
+        return {title: round_trip(system)}
+    jobs = size.jobs(400)
+    reset(system)
+    began = time.monotonic()
+    answer = system.run("latency", jobs=jobs)
+    found = answer["ms"]
+    sample = Sample(len(found), time.monotonic() - began, twice=answer["twice"])
+    sample.more = percentiles(found)
+    return {title: found_lost(sample, jobs, depth(system))}
+
+
+def round_trip(system: System) -> Sample:
+    """The same of `select 1`, from Python: what one round trip takes here."""
+    taken = []
+    with session(system.database) as conn:
+        for _ in range(1000):
+            began = time.monotonic()
+            conn.execute("select 1", prepare=True).fetchone()
+            taken.append((time.monotonic() - began) * 1000)
+    return Sample(len(taken), sum(taken) / 1000, more=percentiles(taken))
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    parts = quantiles(values, n=100)
+    return {"p50": median(values), "p95": parts[94], "p99": parts[98]}
+
+
+def payloads(system: System, size: Size) -> Samples:
+    """Payloads of 100 bytes, 2 kB and 100 kB, in bulk and through one worker."""
+    samples = {}
+    for length, count in ((100, 10_000), (2_000, 10_000), (100_000, 800)):
+        jobs = size.jobs(count // min(10, system.slow))
+        reset(system)
+
+        samples[f"{length:,} B in bulk"] = measure(
+            partial(adds_many, system, jobs, size=length)
+        )
+        samples[f"{length:,} B, drain"] = emptied(system, jobs, size)
+    return samples
+
+
+def held(system: System, size: Size) -> Samples:
+    """Ten rounds while another session holds a snapshot, so that nothing is cleaned up.
+
+    By claims of 50 in SQL, where there are such; else by a worker.
+    """
+    in_sql = bool(system.sql and system.sql.take)
+    jobs = size.jobs(50_000 if in_sql else 20_000 // system.slow)
+    samples: Samples = {}
+    ledger = Ledger()
+    reset(system)
+    with (
+        session(system.database) as conn,
+        psycopg.connect(dbname=system.database) as holder,
+    ):
+        holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        holder.execute("select 1")
+        by_sql = Drain(system, conn) if in_sql and system.sql else None
+        for place in range(size.rounds(10)):
+            if by_sql and system.sql:
+                conn.execute(sized(system.sql.bulk, jobs))
+                sample = measure(partial(by_sql.run, jobs, size.limit / 5))
+            else:
+                system.run("bulk", jobs=jobs, first=place * jobs)
+                sample = drain(system, jobs, size.limit / 5, ledger)
+                sample.more = {}  # its waits are not those of claims
+            samples[str(place + 1)] = sample
+    done = sum(s.jobs - s.twice * bool(by_sql) for s in samples.values())
+    sample.lost = max(0, len(samples) * jobs - done - depth(system))
+    return samples
+
+
+def deep(system: System, size: Size) -> Samples:
+    """The first of few jobs, and of a million beside a million for tomorrow, more urgent.
+
+    As in held: by claims of 50 in SQL, or by a worker.
+    """
+    samples = {}
+    jobs = size.jobs(20_000 // min(20, system.slow))
+    for title, backlog in ("shallow", jobs), ("deep", size.jobs(1_000_000)):
+        in_all = backlog * (1 + (title == "deep"))
+        with session(system.database) as conn:
+            if system.sql and system.sql.take:
+                refill(system, backlog)
+                if in_all > backlog:
+                    conn.execute(sized(system.sql.tomorrow, backlog))
+                    conn.execute("vacuum analyze")
+                by_sql = Drain(system, conn)
+                sample = measure(partial(by_sql.run, jobs, size.limit))
+            else:
+                filled(system, conn, backlog, in_all > backlog)
+                sample = drain(system, jobs, size.limit, Ledger())
+                sample.more = {}
+        samples[title] = found_lost(sample, in_all, depth(system))
+    reset(system)
+    return samples
+
+
+def filled(system: System, conn: Session, jobs: int, tomorrow: bool) -> None:
+    """Leave so many jobs in its tables, and perhaps as many for tomorrow."""
+    reset(system)
+    system.run("bulk", jobs=1)  # for what else a first job makes
+    reset(system)
+    conn.execute(statements.fill(system.name, jobs, tomorrow=False))
+    if tomorrow:
+        conn.execute(statements.fill(system.name, jobs, tomorrow=True))
+    conn.execute("vacuum analyze")

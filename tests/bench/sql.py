@@ -1,148 +1,221 @@
-"""Workloads in SQL alone: every system by its functions, from pgbench or one session."""
+"""Workloads in SQL: every system by its functions, from pgbench or from one session."""
 
-import re
-import subprocess
-import sys
-import tempfile
-from statistics import quantiles
-from time import monotonic
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-import psycopg
-
-from bench.server import Sample, measure, number, session
+from bench.pgbench import (
+    CLIENTS,
+    Drain,
+    adds,
+    counted,
+    depth,
+    pgbench,
+    refill,
+    reset,
+    sized,
+    statements,
+)
+from bench.server import Sample, Session, Size, measure, session
 from bench.systems import System
 
-CLIENTS = 8
+Samples = dict[str, Sample]
 
 
-def pgbench(script: str, clients: int, transactions: int, mode: str) -> float:
-    """Run a script so many times for each client; return the seconds without connecting."""
-    with tempfile.NamedTemporaryFile("w", suffix=".sql") as file:
-        file.write(script)
-        file.flush()
-        command = ["pgbench", "-n", "-M", mode, "-f", file.name]
-        command += ["-c", str(clients), "-j", "2", "-t", str(transactions)]
-        ran = subprocess.run(command, check=True, capture_output=True, text=True)
-    done = re.search(r"actually processed: (\d+)/(\d+)", ran.stdout)
-    rate = re.search(r"tps = ([\d.]+)", ran.stdout)
-    assert done and rate and done[1] == done[2], ran.stdout
-    return int(done[1]) / float(rate[1])
+def enqueue(system: System, size: Size) -> Samples:
+    """One job a commit: nobody waiting, with slow commits, with an idle worker.
 
-
-def expect(system: System, jobs: int) -> None:
-    with session() as conn:
-        found = number(conn, system.depth)
-    if found != jobs:
-        sys.exit(f"{system.name}: {found} jobs are there, {jobs} should be")
-
-
-def fill(system: System, jobs: int) -> None:
-    with session() as conn:
-        conn.execute(system.reset)
-        conn.execute(system.bulk(jobs))
-        conn.execute("vacuum analyze")
-
-
-def drain(
-    system: System, conn: psycopg.Connection[tuple], jobs: int, batch: int = 50
-) -> list[float]:
-    """Take and finish so many jobs; each id may come once. Return the ms of each take."""
-    seen: set[int] = set()
-    taken = []
-    while len(seen) < jobs:
-        began = monotonic()
-        rows = conn.execute(system.take(batch)).fetchall()
-        taken.append((monotonic() - began) * 1000)
-        before = len(seen)
-        seen.update(row[0] for row in rows)
-        if not rows or len(seen) != before + len(rows):
-            sys.exit(f"{system.name}: {len(rows)} jobs after {before} of {jobs}")
-        ids = [list(column) for column in zip(*rows, strict=True)]
-        conn.execute(system.finish, ids)
-    return taken
-
-
-def enqueue(system: System, jobs: int = 20_000) -> dict[str, Sample]:
-    """One job a commit: nobody waiting, with slow commits, with an idle worker."""
-    samples = {"one a commit, 8 clients": _enqueue(system, jobs)}
-    if system.name == "bare SQL":
+    By pgbench; through its own client where a system composes its SQL there.
+    """
+    seconds = size.seconds(4)
+    samples = {"one a commit, 8 clients": add(system, seconds)}
+    if not system.command:
         return samples
-    with session() as conn:
-        if system.notify:
-            conn.execute(system.notify)
-        # As on a network's disk. A commit that others follow waits for them, too.
-        conn.execute("alter system set commit_delay = 2000")
-        conn.execute("alter system set commit_siblings = 0")
-        conn.execute("select pg_reload_conf()")
-        title = "commits of 2 ms, can notify, nobody waits"
-        samples[title] = _enqueue(system, jobs // 4)
-        conn.execute("alter system reset all")
-        conn.execute("select pg_reload_conf()")
-        with session() as worker:
-            worker.execute(system.idle)
-            samples["an idle worker is notified"] = _enqueue(system, jobs // 4)
-        if system.quiet:
-            conn.execute(system.quiet)
+    with session(system.database) as conn:
+        if system.sql and system.sql.notify:
+            conn.execute(system.sql.notify)
+        with slow_commits(conn):
+            title = "commits of 2 ms, can notify, nobody waits"
+            samples[title] = add(system, seconds)
+        with session(system.database) as worker:
+            if system.sql:
+                worker.execute(system.sql.idle)
+                samples["an idle worker is notified"] = add(system, seconds)
+        if system.sql and system.sql.quiet:
+            conn.execute(system.sql.quiet)
     return samples
 
 
-def _enqueue(system: System, jobs: int) -> Sample:
-    with session() as conn:
-        conn.execute(system.reset)
-    script = system.enqueue + ";"
-    sample = measure(
-        jobs, lambda: pgbench(script, CLIENTS, jobs // CLIENTS, "prepared")
-    )
-    expect(system, jobs)
+@contextmanager
+def slow_commits(conn: Session) -> Iterator[None]:
+    """As on a network's disk: a commit that others follow waits for them, too."""
+    conn.execute("alter system set commit_delay = 2000")
+    conn.execute("alter system set commit_siblings = 0")
+    conn.execute("select pg_reload_conf()")
+    try:
+        yield
+    finally:
+        conn.execute("alter system reset all")
+        conn.execute("select pg_reload_conf()")
+
+
+def add(system: System, seconds: int) -> Sample:
+    reset(system)
+    if system.sql:
+        script = system.sql.enqueue + ";"
+        return measure(partial(adds, system, script, seconds))
+
+    def run() -> Sample:
+        answer = system.run("enqueue", limit=seconds, clients=CLIENTS)
+        return counted(answer["jobs"], answer["seconds"], depth(system))
+
+    return measure(run)
+
+
+def bulk(system: System, size: Size) -> Samples:
+    """Many at once: by one call in SQL, and by 5,000 a call through the client."""
+    samples = {}
+    jobs = size.jobs(100_000)
+
+    def in_sql() -> Sample:
+        with session(system.database) as conn:
+            began = time.monotonic()
+            conn.execute(sized(statements(system).bulk, jobs))
+            return counted(jobs, time.monotonic() - began, depth(system))
+
+    def by_copy() -> Sample:
+        with session(system.database) as conn:
+            began = time.monotonic()
+            with conn.cursor().copy(statements(system).copy) as copy:
+                copy.write('{"user": 4711, "template": "welcome"}\n' * jobs)
+            return counted(jobs, time.monotonic() - began, depth(system))
+
+    if system.sql and system.sql.bulk:
+        reset(system)
+        samples[f"{jobs:,} in one call"] = measure(in_sql)
+    if system.sql and system.sql.copy:
+        reset(system)
+        samples[f"{jobs:,} by COPY"] = measure(by_copy)
+    if system.command:
+        jobs = size.jobs(100_000 if system.slow == 1 else 20_000)
+        reset(system)
+        samples["by the client, 5,000 a call"] = measure(
+            partial(adds_many, system, jobs)
+        )
+    return samples
+
+
+def adds_many(system: System, jobs: int, **how: int) -> Sample:
+    """Enqueue in bulk through the client."""
+    answer = system.run("bulk", jobs=jobs, **how)
+    return counted(jobs, answer["seconds"], depth(system))
+
+
+def lifecycle(system: System, size: Size) -> Samples:
+    """Take and finish in SQL, 8 clients, by 1 and by 50."""
+    samples = {}
+    for batch in statements(system).batches:
+        jobs = size.jobs(8_000 if batch == 1 else 80_000)
+        limit = "-t", str(jobs // batch // CLIENTS)
+        mode = "prepared" if batch == 1 else "simple"
+        script = statements(system).lifecycle(batch)
+        refill(system, jobs)
+
+        samples[f"take and finish by {batch}, 8 clients"] = measure(
+            partial(takes, system, jobs, script, limit, mode)
+        )
+    return samples
+
+
+def takes(
+    system: System, jobs: int, script: str, limit: tuple[str, str], mode: str
+) -> Sample:
+    """Run a lifecycle; what it left behind it did not do."""
+    _, seconds = pgbench(system, script, *limit, mode=mode)
+    return Sample(jobs - depth(system), seconds)
+
+
+def heartbeats(system: System, size: Size) -> Samples:
+    """A drain alone, in front of 5,000 running jobs, and while those are extended."""
+    jobs, running = size.jobs(60_000), size.jobs(5_000)
+    sql = statements(system)
+    samples = {}
+    for title in ("drain by 50", "beside running jobs", "extended each second"):
+        is_alone = title == "drain by 50"
+        refill(system, jobs if is_alone else jobs + running)
+        with session(system.database) as conn, session(system.database) as heart:
+            rows: list[tuple[Any, ...]] = []
+            if not is_alone:
+                rows = heart.execute(sized(sql.take, running)).fetchall()
+            columns = [list(column) for column in zip(*rows, strict=True)]
+            over = threading.Event()
+            extends = partial(heart.execute, sql.extend, columns)
+            thread = threading.Thread(target=beat, args=(over, extends))
+            if title.startswith("extended"):
+                thread.start()
+            drain = Drain(system, conn)
+            try:
+                sample = measure(partial(drain.run, jobs, min(25, size.limit)))
+            finally:
+                over.set()
+                if thread.ident:
+                    thread.join()
+        left = depth(system) - len(rows)
+        samples[title] = found_lost(sample, jobs, left)
+    return samples
+
+
+def beat(over: threading.Event, extend: Callable[[], object]) -> None:
+    """Extend each second."""
+    while not over.wait(1):
+        extend()
+
+
+def found_lost(sample: Sample, jobs: int, left: int) -> Sample:
+    """Note what of so many jobs was neither done nor is left."""
+    sample.lost = max(0, jobs - (sample.jobs - sample.twice) - left)
     return sample
 
 
-def bulk(system: System, jobs: int = 100_000) -> dict[str, Sample]:
-    with session() as conn:
-        conn.execute(system.reset)
-        sample = measure(jobs, lambda: conn.execute(system.bulk(jobs)) and None)
-    expect(system, jobs)
-    return {f"{jobs:,} in one call": sample}
-
-
-def lifecycle(system: System, jobs: int = 80_000) -> dict[str, Sample]:
+def queues(system: System, size: Size) -> Samples:
+    """One a commit into a random queue, and a drain by 50 of each queue in turn."""
+    sql = statements(system)
     samples = {}
-    for batch, size, mode in ((1, jobs // 10, "prepared"), (50, jobs, "simple")):
-        fill(system, size)
-        script = system.lifecycle(batch)
-        samples[f"take and finish by {batch}, {CLIENTS} clients"] = measure(
-            size,
-            lambda: pgbench(script, CLIENTS, size // batch // CLIENTS, mode),  # noqa: B023
-        )
-        expect(system, 0)
+    for count in (1, size.jobs(1_000)):
+        names = [f"q{place}" for place in range(1, count + 1)]
+        jobs = size.jobs(100_000) // count * count
+        reset(system)
+        with queues_made(system, names), session(system.database) as conn:
+            title = f"{count:,} queue{'s' * (count > 1)}"
+            script = f"\\set q random(1, {count})\n" + sql.enqueue.replace(
+                "'bench'", "'q' || :q"
+            )
+            seconds = size.seconds(4)
+            samples[f"one a commit, {title}"] = measure(
+                partial(adds, system, script + ";", seconds)
+            )
+            for name in names:  # pgmq has a table for each
+                conn.execute(sql.reset.replace("bench", name))
+            each = sized(sql.bulk, jobs // count).replace("'bench'", "'q' || g.q")
+            conn.execute(f"select ({each}) from generate_series(1, {count}) as g (q)")
+            conn.execute("vacuum analyze")
+            drain = Drain(system, conn)
+            sample = measure(partial(drain.run, jobs, size.limit, names))
+            left = depth(system)
+        samples[f"drain by 50, {title}"] = found_lost(sample, jobs, left)
     return samples
 
 
-def held(system: System, jobs: int = 20_000) -> dict[str, Sample]:
-    """Ten rounds while another session holds a snapshot, so that nothing is cleaned up."""
-    samples = {}
-    with session() as conn, psycopg.connect() as holder:
-        conn.execute(system.reset)
-        holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-        holder.execute("select 1")
-        for place in range(1, 11):
-            conn.execute(system.bulk(jobs))
-            taken: list[float] = []
-            sample = measure(jobs, lambda: taken.extend(drain(system, conn, jobs)))  # noqa: B023
-            sample.p99_ms = quantiles(taken, n=100)[98]
-            samples[str(place)] = sample
-    return samples
-
-
-def deep(system: System, jobs: int = 20_000) -> dict[str, Sample]:
-    """The first of few jobs, and of a million beside a million for tomorrow."""
-    samples = {}
-    for backlog in (jobs, 50 * jobs):
-        fill(system, backlog)
-        with session() as conn:
-            if backlog > jobs and system.tomorrow:
-                conn.execute(system.tomorrow(backlog))
-                conn.execute("vacuum analyze")
-            sample = measure(jobs, lambda: drain(system, conn, jobs) and None)
-        samples[f"{jobs:,} of {backlog:,} ready"] = sample
-    return samples
+@contextmanager
+def queues_made(system: System, names: list[str]) -> Iterator[None]:
+    """pgmq has to be told of its queues."""
+    is_told = system.name == "pgmq"
+    with session(system.database) as conn:
+        for name in names if is_told else ():
+            conn.execute("select pgmq.create(%s)", (name,))
+        yield
+        for name in names if is_told else ():
+            conn.execute("select pgmq.drop_queue(%s)", (name,))

@@ -1,129 +1,207 @@
-"""What is measured: each system as the SQL that its own documentation recommends."""
+"""What is measured: pgqueue, its rivals, and bare SQL; and how each is installed and run.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+A driver is a program in rivals/, NAME.mjs or NAME.py, that configures its system as the
+system's documentation says is best. `driver VERB JSON` prints one line of JSON; driver.mjs
+and driver.py hold what the drivers share and say what the verbs do. The database is the
+one that libpq's environment variables name: each system has its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
-PAYLOAD = '{"user": 4711, "template": "welcome", "to": "ada@example.org"}'
+from bench import statements
+from bench.statements import Statements
+
+HERE = Path(__file__).resolve().parent
+NODE = "node@22.23.3"  # the Node rivals ask for 22.18 or later
+PATIENCE = 900.0  # seconds after which a driver is ended, whatever it does
 
 
-@dataclass(frozen=True)
+class DriverError(RuntimeError):
+    pass
+
+
+@dataclass
 class System:
-    """One queue, driven by SQL alone.
+    """One system: what it is, how it is configured, and what drives it.
 
-    enqueue is one job in one statement; bulk(n) adds n jobs in one, and tomorrow(n), where
-    there is such a thing, n that are due tomorrow, at a higher priority; lifecycle(batch)
-    is a pgbench script that takes a batch and finishes it, in two transactions;
-    take(batch) and finish do the same for a client: take returns rows whose columns, as
-    arrays, are what finish is given. notify and quiet switch the notification of workers
-    on and off, where that is not the system's own affair; idle is what the session of an
-    idle worker says to be notified.
+    slow divides its numbers of jobs where its worker runs: it would take all day.
     """
 
     name: str
-    setup: str
-    enqueue: str
-    bulk: Callable[[int], str]
-    lifecycle: Callable[[int], str]
-    take: Callable[[int], str]
-    finish: str
-    depth: str
-    reset: str
-    tomorrow: Callable[[int], str] | None = None
-    notify: str = ""
-    quiet: str = ""
-    idle: str = ""
+    version: str
+    kind: Literal["npm", "pip", "sql"]
+    packages: tuple[str, ...]
+    configuration: str
+    sql: Statements | None = None
+    slow: int = 1
+    handlers: str = ""  # "async" or "sync", once one has proved to be quicker
+    command: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def database(self) -> str:
+        return "bench_" + self.name.replace("-", "_")
+
+    @property
+    def is_rival(self) -> bool:
+        return self.name != "pgqueue" and bool(self.command)
+
+    def run(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        """Do one verb and return its answer."""
+        return self.answer(self.start(verb, **arguments))
+
+    def start(self, verb: str, **arguments: Any) -> "subprocess.Popen[str]":
+        """Start one verb, so that several can run at once; `answer` ends it."""
+        return subprocess.Popen(
+            [*self.command, verb, json.dumps(arguments)],
+            env={**os.environ, **self.environment, "PGDATABASE": self.database},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def answer(self, process: "subprocess.Popen[str]") -> dict[str, Any]:
+        """Wait for a started verb, and return its answer. It does not outlive this."""
+        try:
+            output, _ = process.communicate(timeout=PATIENCE)
+        except BaseException:
+            process.kill()
+            process.communicate()
+            raise
+        if process.returncode != 0:
+            raise DriverError(f"{self.name} exited with {process.returncode}")
+        answer: dict[str, Any] = json.loads(output)
+        return answer
+
+    def install(self, folder: Path) -> None:
+        """Install it below the folder, unless it is there, and note its command."""
+        if self.kind == "npm":
+            home = folder / "node"
+            node = home / "node_modules" / ".bin" / "node"
+            if not self._mark(home).exists():
+                home.mkdir(parents=True, exist_ok=True)
+                _quietly("npm", "install", "--prefix", str(home), NODE, *self.packages)
+            self.command = (str(node), str(HERE / "rivals" / f"{self.name}.mjs"))
+            self.environment = {"BENCH_NODE_MODULES": str(home)}
+        elif self.kind == "pip":
+            home = folder / self.name
+            python = str(home / "bin" / "python")
+            if not self._mark(home).exists():
+                _quietly(sys.executable, "-m", "venv", str(home))
+                _quietly(python, "-m", "pip", "install", *self.packages)
+            # As a module: as a script, NAME.py would hide the package NAME from itself.
+            self.command = (python, "-m", f"bench.rivals.{self.name}")
+            tests = HERE.parent
+            paths = f"{tests}{os.pathsep}{tests.parent / 'python'}"
+            self.environment = {"PYTHONPATH": paths}
+        else:
+            return
+        self._mark(home).touch()
+
+    def _mark(self, home: Path) -> Path:
+        return home / f".{self.name}-{self.version}"
 
 
-def pgqueue() -> System:
-    return System(
-        name="pgqueue",
-        setup="create extension pgqueue",
-        enqueue=f"select pgqueue.enqueue('bench', '{PAYLOAD}')",
-        bulk=lambda n: (
-            "select count(*) from pgqueue.enqueue_many('bench', "
-            f"array(select '{PAYLOAD}'::jsonb from generate_series(1, {n})))"
+def systems() -> list[System]:
+    """All that there are, pgqueue first and bare SQL last."""
+    return [
+        System(
+            "pgqueue",
+            "here",
+            "pip",
+            ("psycopg[binary]", "uvloop"),
+            "the worker as it comes (concurrency 10); naps: 32",
+            statements.PGQUEUE,
         ),
-        lifecycle=lambda batch: (
-            "select id, token from pgqueue.claim('bench', 'w') \\gset\n"
-            "select pgqueue.complete(:id, :token);\n"
-            if batch == 1
-            else "select string_agg(id::text, ',') as ids, string_agg(token::text, ',') as tokens "
-            f"from pgqueue.claim('bench', 'w', {batch}) \\gset\n"
-            "select count(*) from pgqueue.complete_many('{:ids}', '{:tokens}');\n"
+        System(
+            "pgmq",
+            "1.13.0",
+            "pip",
+            ("pgmq==1.1.4", "psycopg[binary]", "uvloop"),
+            "read(100) + delete(bigint[]) in a loop, psycopg, prepared; naps: 50, 32 at a time; latency: enable_notify_insert(0), LISTEN",
+            statements.PGMQ,
         ),
-        take=lambda batch: (
-            f"select id, token from pgqueue.claim('bench', 'w', {batch})"
+        System(
+            "graphile-worker",
+            "0.18.0",
+            "npm",
+            ("graphile-worker@0.18.0",),
+            "concurrentJobs 24, localQueue.size 500, completeJobBatchDelay 0; naps: 32 and 50; latency: no localQueue, no batching",
+            statements.GRAPHILE_WORKER,
         ),
-        finish="select count(*) from pgqueue.complete_many(%s, %s)",
-        depth="select count(*) from pgqueue.job",
-        reset="truncate pgqueue.job, pgqueue.run",
-        tomorrow=lambda n: (
-            "select count(*) from pgqueue.enqueue_many('bench', "
-            f"array(select '{PAYLOAD}'::jsonb from generate_series(1, {n})), "
-            "priority => 9, run_at => now() + interval '1 day')"
+        System(
+            "pg-boss",
+            "12.34.0",
+            "npm",
+            ("pg-boss@12.34.0",),
+            "partitioned queue, batchSize 500, localConcurrency 3, burstWhenBatchFull; naps: 50 and 4, at most 32 at a time; latency: notify queue, batchSize 1",
         ),
-        idle="listen pgqueue; select pgqueue.park(array['bench'])",
+        System(
+            "pgqueuer",
+            "1.6.0",
+            "pip",
+            ("pgqueuer==1.6.0", "asyncpg", "uvloop"),
+            "asyncpg, uvloop, durable install, batch_size 100; naps: 50, at most 32 at a time; latency: 10",
+            slow=2,
+        ),
+        System(
+            "procrastinate",
+            "3.10.0",
+            "pip",
+            ("procrastinate==3.10.0", "psycopg[binary]", "uvloop"),
+            "uvloop, concurrency 30, delete_jobs=always, listen_notify; naps: 32",
+            statements.PROCRASTINATE,
+            slow=40,
+        ),
+        System(
+            "chancy",
+            "0.26.0",
+            "pip",
+            ("chancy==0.26.0", "psycopg[binary]", "uvloop"),
+            "AsyncExecutor, concurrency 100, eager_polling, polling_interval 1, uvloop; naps: 32",
+            slow=10,
+        ),
+        System(
+            "bare-sql",
+            "",
+            "sql",
+            (),
+            "no queue: INSERT, INSERT … SELECT, COPY, DELETE … SKIP LOCKED RETURNING",
+            statements.BARE,
+        ),
+    ]
+
+
+def installed(folder: Path, names: list[str]) -> Iterator[System]:
+    """Install those named, or all; leave out, saying so, what cannot be had."""
+    for system in systems():
+        if names and system.name not in names:
+            continue
+        try:
+            system.install(folder)
+        except (OSError, DriverError) as error:
+            print(f"without {system.name} {system.version}: {error}", flush=True)
+        else:
+            yield system
+
+
+def _quietly(*command: str) -> None:
+    """Run an installing command; what it says of its failure is the error."""
+    result = subprocess.run(
+        command,
+        check=False,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-
-
-def pgmq(folder: Path) -> System | None:
-    """pgmq's SQL file comes with its PyPI package; None where that is not installed."""
-    script = next(folder.glob("pgmq/lib/python*/site-packages/pgmq/sql/pgmq.sql"), None)
-    if script is None:
-        return None
-    return System(
-        name="pgmq",
-        setup=f"create schema if not exists pgmq;{script.read_text()};select pgmq.create('bench')",
-        enqueue=f"select pgmq.send('bench', '{PAYLOAD}')",
-        bulk=lambda n: (
-            "select count(*) from pgmq.send_batch('bench', "
-            f"array(select '{PAYLOAD}'::jsonb from generate_series(1, {n})))"
-        ),
-        lifecycle=lambda batch: (
-            "select msg_id from pgmq.read('bench', 30, 1) \\gset\n"
-            "select pgmq.delete('bench', :msg_id::bigint);\n"
-            if batch == 1
-            else "select string_agg(msg_id::text, ',') as ids "
-            f"from pgmq.read('bench', 30, {batch}) \\gset\n"
-            "select count(*) from pgmq.delete('bench', '{:ids}'::bigint[]);\n"
-        ),
-        take=lambda batch: f"select msg_id from pgmq.read('bench', 30, {batch})",
-        finish="select count(*) from pgmq.delete('bench', %s::bigint[])",
-        depth="select count(*) from pgmq.q_bench",
-        reset="truncate pgmq.q_bench",
-        tomorrow=lambda n: (
-            "select count(*) from pgmq.send_batch('bench', "
-            f"array(select '{PAYLOAD}'::jsonb from generate_series(1, {n})), 86400)"
-        ),
-        notify="select pgmq.enable_notify_insert('bench', 0)",
-        quiet="select pgmq.disable_notify_insert('bench')",
-        idle='listen "pgmq.q_bench.INSERT"',
-    )
-
-
-def reference() -> System:
-    """No queue at all: what the same cluster does with bare statements."""
-    return System(
-        name="bare SQL",
-        setup="create table bare (id bigint generated always as identity primary key, payload jsonb)",
-        enqueue=f"insert into bare (payload) values ('{PAYLOAD}')",
-        bulk=lambda n: (
-            f"insert into bare (payload) select '{PAYLOAD}' from generate_series(1, {n})"
-        ),
-        lifecycle=lambda batch: (
-            "delete from bare where ctid = any (array("
-            f"select ctid from bare order by id limit {batch} for update skip locked));\n"
-        ),
-        take=lambda batch: (
-            f"select id from bare order by id limit {batch} for update skip locked"
-        ),
-        finish="delete from bare where id = any (%s)",
-        depth="select count(*) from bare",
-        reset="truncate bare",
-    )
-
-
-def systems(folder: Path) -> list[System]:
-    """All that there are; pgmq if it is installed below the folder."""
-    return [each for each in (pgqueue(), pgmq(folder), reference()) if each]
+    if result.returncode != 0:
+        # The rest names caches and logs of this machine.
+        told = [line for line in result.stderr.splitlines() if "o matching" in line]
+        told += [f"it exited with {result.returncode}"]
+        raise DriverError(f"{Path(command[0]).name}: {told[0]}")

@@ -7,13 +7,13 @@ Chancy.push on a pool; bulk: Chancy.push_many(batch_size=1000).
 """
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from chancy import Chancy, Job, Queue, Worker
 
 from bench.rivals.connections import sql
-from bench.rivals.driver import Handle, Kind, main
+from bench.rivals.driver import Handle, Kind, Payload, main
 
 CONCURRENCY: dict[Kind, int] = {"noop": 100, "nap": 32, "latency": 100}
 ENVIRONMENT = ""  # as a connection string: all from libpq's variables
@@ -24,13 +24,13 @@ log.setLevel(logging.WARNING)
 handler: Handle | None = None  # what bench calls: jobs name functions of a module
 
 
-async def bench(*, n: int) -> None:
+async def bench(*, n: int, pad: str = "") -> None:
     assert handler
     await handler(n)
 
 
-def new_job(n: int) -> Job:
-    return Job(func="__main__.bench", kwargs={"n": n})
+def new_job(payload: Payload, priority: int = 0) -> Job:
+    return Job(func="__main__.bench", kwargs=payload, priority=priority)
 
 
 def queue(kind: Kind) -> Queue:
@@ -47,11 +47,11 @@ class Producer:
     def __init__(self, chancy: Chancy) -> None:
         self.chancy = chancy
 
-    async def add(self, n: int) -> None:
-        await self.chancy.push(new_job(n))
+    async def add(self, payload: Payload) -> None:
+        await self.chancy.push(new_job(payload))
 
-    async def add_many(self, numbers: Iterable[int]) -> None:
-        jobs = [new_job(n) for n in numbers]
+    async def add_many(self, payloads: list[Payload], priority: int) -> None:
+        jobs = [new_job(payload, priority) for payload in payloads]
         async for _ in self.chancy.push_many(jobs, batch_size=1000):
             pass
 
@@ -61,6 +61,7 @@ class ChancyDriver:
         "select count(*) from chancy_jobs where state not in ('succeeded', 'failed')"
     )
     reset = "truncate chancy_jobs"
+    handlers = "async"
     sql = staticmethod(sql)
 
     async def install(self) -> None:

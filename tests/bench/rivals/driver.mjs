@@ -4,13 +4,16 @@
 //   depth, reset     SQL: the number of unfinished jobs; removal of all jobs
 //   install()        makes the schema in an empty database
 //   open(clients, kind)  a producer with that many connections, for the verb latency if kind
-//                    is "latency": {add(n), addMany(numbers), close()}
+//                    is "latency": {add(payload), addMany(payloads, priority), close()}; a larger
+//                    priority is more urgent, a payload has a number n
 //   work(options)    starts a worker, returns an async function that stops it after its
 //                    acknowledgements are written. options.handle(n) is the handler,
 //                    options.acknowledged() is to be called when completions were committed,
 //                    options.kind is "noop", "nap" or "latency".
 // Everything it prints on stdout is one line of JSON.
 
+import { randomBytes } from "node:crypto";
+import { writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { setTimeout as sleep } from "node:timers/promises";
 
@@ -33,61 +36,88 @@ async function query(sql) {
 
 const depth = async (rival) => Number(Object.values((await query(rival.depth))[0])[0]);
 
-/** Contiguous [first, last] ranges of a set of numbers. */
-function ranges(seen) {
-  const found = [];
-  for (const n of [...seen].sort((a, b) => a - b)) {
-    const last = found.at(-1);
-    if (last && last[1] === n - 1) last[1] = n;
-    else found.push([n, n]);
-  }
-  return found;
-}
+/** Payloads of about so many bytes; random ones, which TOAST cannot make small. */
+const numbered = (numbers, size) =>
+  numbers.map((n) => (size ? { n, pad: randomBytes(size >> 1).toString("hex") } : { n }));
 
-async function bulk(rival, { jobs }) {
+/** Add so many jobs, numbered from `first`, their priorities in turn. */
+async function bulk(rival, { jobs, first = 0, priorities = 1, size = 0 }) {
+  const most = Math.min(BULK, Math.floor(20_000_000 / Math.max(size, 1)));
   const producer = await rival.open(1);
-  const start = performance.now();
-  for (let first = 0; first < jobs; first += BULK)
-    await producer.addMany(numbers(first, Math.min(first + BULK, jobs)));
-  const spent = seconds(start);
+  let spent = 0;
+  for (let place = first; place < first + jobs; place += most * priorities) {
+    const all = numbers(place, Math.min(place + most * priorities, first + jobs));
+    for (let priority = 0; priority < priorities; priority++) {
+      const payloads = numbered(all.filter((n) => (n - place) % priorities === priority), size);
+      const start = performance.now();
+      if (payloads.length) await producer.addMany(payloads, priority);
+      spent += seconds(start);
+    }
+  }
   await producer.close();
   return { seconds: spent };
 }
 
-async function enqueue(rival, { jobs, clients = 8 }) {
+/** Add jobs one by one for so many seconds. */
+async function enqueue(rival, { limit, clients = 8 }) {
   const producer = await rival.open(clients);
   let next = 0;
-  const client = async () => {
-    while (next < jobs) await producer.add(next++);
-  };
   const start = performance.now();
+  const client = async () => {
+    while (seconds(start) < limit) await producer.add({ n: next++ });
+  };
   await Promise.all(Array.from({ length: clients }, client));
   const spent = seconds(start);
   await producer.close();
-  return { seconds: spent };
+  return { seconds: spent, jobs: next };
 }
 
+/** A bit for each number. */
+class Bits {
+  bytes = Buffer.alloc(1 << 20);
+  twice = 0;
+  add(n) {
+    if (n >> 3 >= this.bytes.length) this.bytes = Buffer.concat([this.bytes, Buffer.alloc(n >> 3)]);
+    this.twice += (this.bytes[n >> 3] >> (n & 7)) & 1;
+    this.bytes[n >> 3] |= 1 << (n & 7);
+  }
+  hex() {
+    return this.bytes.subarray(0, this.bytes.findLastIndex((byte) => byte) + 1).toString("hex");
+  }
+}
+
+/** Work until so many jobs ran here, nothing comes any more, or time is up; see driver.py. */
 async function drain(rival, { jobs, limit, nap = null }) {
-  const seen = new Set();
-  let handled = 0;
+  const seen = new Bits();
+  const waits = [];
   const start = performance.now();
   let active = start; // when the last job was handled
   let last = start; // when the last completion was acknowledged
   const handle = async (n) => {
+    waits.push(seconds(start));
     if (nap) await sleep(1000 * (nap[0] + Math.random() * (nap[1] - nap[0])));
     seen.add(n);
-    handled += 1;
     active = performance.now();
   };
   const acknowledged = () => (last = performance.now());
   const stop = await rival.work({ kind: nap ? "nap" : "noop", handle, acknowledged });
-  while (handled < jobs && seconds(start) < limit) {
+  let cut = false;
+  while (waits.length < jobs && !cut) {
     await sleep(10);
+    cut = seconds(start) > limit;
     if (performance.now() - active < IDLE) continue;
-    if (handled || (await depth(rival)) === 0) break;
+    if (waits.length || (await depth(rival)) === 0) break;
   }
   await stop();
-  return { seconds: seconds(start, last), seen: ranges(seen), duplicates: handled - seen.size };
+  waits.sort((a, b) => a - b);
+  const percentiles = [50, 99].filter(() => waits.length);
+  return {
+    seconds: seconds(start, last),
+    seen: seen.hex(),
+    twice: seen.twice,
+    cut,
+    waits: percentiles.map((part) => waits[Math.floor((waits.length * part) / 100)]),
+  };
 }
 
 async function latency(rival, { jobs, every = 0.02 }) {
@@ -104,13 +134,14 @@ async function latency(rival, { jobs, every = 0.02 }) {
   const start = performance.now();
   for (let n = 0; n < jobs; n++) {
     await sleep(Math.max(0, start + n * every * 1000 - performance.now()));
-    await producer.add(n);
+    await producer.add({ n });
     returned[n] = performance.now();
   }
   for (let wait = 0; handled < jobs && wait < 1000; wait++) await sleep(10);
   await stop();
   await producer.close();
-  return { ms: numbers(0, jobs).filter((n) => started[n]).map((n) => started[n] - returned[n]) };
+  const ms = numbers(0, jobs).filter((n) => started[n]).map((n) => started[n] - returned[n]);
+  return { ms, twice: handled - ms.length };
 }
 
 const verbs = {
@@ -127,5 +158,7 @@ const verbs = {
 export async function main(rival) {
   const [verb, text = "{}"] = process.argv.slice(2);
   const answer = await verbs[verb](rival, JSON.parse(text));
-  process.stdout.write(`${JSON.stringify(answer)}\n`, () => process.exit(0));
+  // Not by process.stdout, which would lose what the pipe does not take at once.
+  writeFileSync(1, `${JSON.stringify(answer)}\n`);
+  process.exit(0);
 }

@@ -5,11 +5,12 @@ prints one line of JSON on stdout; whatever else is said goes to stderr.
 """
 
 import asyncio
+import itertools
 import json
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager as Context
 from typing import Any, Literal, Protocol
 
@@ -17,23 +18,28 @@ BULK = 5000  # jobs per bulk call
 IDLE = 2.0  # seconds without a job after which a drain is over
 
 Kind = Literal["noop", "nap", "latency"]
-Handle = Callable[[int], Awaitable[None]]
+Handle = Callable[[int], Coroutine[Any, Any, None]]
 Answer = dict[str, Any]
+Payload = dict[str, Any]
 
 
 class Producer(Protocol):
-    """Adds jobs with the payload {"n": n}."""
+    """Adds jobs whose payloads have a number n; a larger priority is more urgent."""
 
-    async def add(self, n: int) -> None: ...
+    async def add(self, payload: Payload) -> None: ...
 
-    async def add_many(self, numbers: Iterable[int]) -> None: ...
+    async def add_many(self, payloads: list[Payload], priority: int) -> None: ...
 
 
 class Driver(Protocol):
-    """One rival; depth and reset are SQL: the unfinished jobs, and to remove all jobs."""
+    """One rival; depth and reset are SQL: the unfinished jobs, and to remove all jobs.
+
+    handlers is "async" or "sync", for those who run both.
+    """
 
     depth: str
     reset: str
+    handlers: str
 
     async def sql(self, statement: str) -> Any:
         """Run a statement; the first value, if it has one."""
@@ -53,15 +59,11 @@ class Driver(Protocol):
         """
 
 
-def ranges(numbers: Iterable[int]) -> list[list[int]]:
-    """Contiguous [first, last] ranges of distinct numbers."""
-    found: list[list[int]] = []
-    for n in sorted(numbers):
-        if found and found[-1][1] == n - 1:
-            found[-1][1] = n
-        else:
-            found.append([n, n])
-    return found
+def numbered(numbers: Iterable[int], size: int) -> list[Payload]:
+    """Payloads of about so many bytes; random ones, which TOAST cannot make small."""
+    if size == 0:
+        return [{"n": n} for n in numbers]
+    return [{"n": n, "pad": random.randbytes(size // 2).hex()} for n in numbers]
 
 
 async def install(driver: Driver) -> Answer:
@@ -78,66 +80,103 @@ async def depth(driver: Driver) -> Answer:
     return {"jobs": await driver.sql(driver.depth)}
 
 
-async def bulk(driver: Driver, jobs: int) -> Answer:
+async def bulk(
+    driver: Driver, jobs: int, first: int = 0, priorities: int = 1, size: int = 0
+) -> Answer:
+    """Add so many jobs, numbered from `first`, their priorities in turn."""
+    most = min(BULK, 20_000_000 // max(size, 1))
+    spent = 0.0
     async with driver.open(1) as producer:
-        start = time.monotonic()
-        for first in range(0, jobs, BULK):
-            await producer.add_many(range(first, min(first + BULK, jobs)))
-        return {"seconds": time.monotonic() - start}
+        for place in range(first, first + jobs, most * priorities):
+            end = min(place + most * priorities, first + jobs)
+            for priority in range(priorities):
+                payloads = numbered(range(place + priority, end, priorities), size)
+                start = time.monotonic()
+                if payloads:
+                    await producer.add_many(payloads, priority)
+                spent += time.monotonic() - start
+    return {"seconds": spent}
 
 
-async def enqueue(driver: Driver, jobs: int, clients: int = 8) -> Answer:
-    numbers = iter(range(jobs))
+async def enqueue(driver: Driver, limit: float, clients: int = 8) -> Answer:
+    """Add jobs one by one for so many seconds."""
+    numbers = itertools.count()
 
     async def client() -> None:
-        for n in numbers:
-            await producer.add(n)
+        while time.monotonic() < start + limit:
+            await producer.add({"n": next(numbers)})
 
     async with driver.open(clients) as producer:
         start = time.monotonic()
         await asyncio.gather(*(client() for _ in range(clients)))
-        return {"seconds": time.monotonic() - start}
+        return {"seconds": time.monotonic() - start, "jobs": next(numbers)}
 
 
 async def drain(
-    driver: Driver, jobs: int, limit: float, nap: tuple[float, float] | None = None
+    driver: Driver,
+    jobs: int,
+    limit: float,
+    nap: tuple[float, float] | None = None,
+    handlers: str = "async",
 ) -> Answer:
-    seen: set[int] = set()
-    handled = 0
+    """Work until so many jobs ran here, nothing comes any more, or time is up.
+
+    seen is a bit for each number, in hexadecimal bytes, the lowest first; waits are the
+    percentiles 50 and 99 of the seconds until a job began, from the worker's start.
+    """
+    driver.handlers = handlers
+    seen = bytearray()
+    waits: list[float] = []
+    twice = 0
     start = active = last = time.monotonic()
 
+    def note(n: int) -> None:
+        nonlocal twice
+        if n // 8 >= len(seen):
+            seen.extend(bytes(n // 8 + 1 - len(seen)))
+        twice += seen[n // 8] >> n % 8 & 1
+        seen[n // 8] |= 1 << n % 8
+
     async def handle(n: int) -> None:
-        nonlocal handled, active
+        nonlocal active
+        waits.append(time.monotonic() - start)
         if nap:
             await asyncio.sleep(random.uniform(*nap))
-        seen.add(n)
-        handled += 1
+        note(n)
         active = time.monotonic()
 
     def acknowledged() -> None:
         nonlocal last
         last = time.monotonic()
 
+    cut = False
     async with driver.work("nap" if nap else "noop", handle, acknowledged):
-        while handled < jobs and time.monotonic() - start < limit:
+        while len(waits) < jobs and not cut:
             await asyncio.sleep(0.01)
+            cut = time.monotonic() - start > limit
             if time.monotonic() - active < IDLE:
                 continue
-            if handled or await driver.sql(driver.depth) == 0:
+            if waits or await driver.sql(driver.depth) == 0:
                 break
+    waits.sort()
     return {
         "seconds": last - start,
-        "seen": ranges(seen),
-        "duplicates": handled - len(seen),
+        "seen": seen.hex(),
+        "twice": twice,
+        "cut": cut,
+        "waits": [waits[len(waits) * part // 100] for part in (50, 99) if waits],
     }
 
 
 async def latency(driver: Driver, jobs: int, every: float = 0.02) -> Answer:
     started: dict[int, float] = {}
     returned: dict[int, float] = {}
+    handled = 0
 
     async def handle(n: int) -> None:
+        nonlocal handled
         started.setdefault(n, time.monotonic())
+        handled += 1
 
     async with (
         driver.work("latency", handle, lambda: None),
@@ -147,12 +186,13 @@ async def latency(driver: Driver, jobs: int, every: float = 0.02) -> Answer:
         start = time.monotonic()
         for n in range(jobs):
             await asyncio.sleep(max(0, start + n * every - time.monotonic()))
-            await producer.add(n)
+            await producer.add({"n": n})
             returned[n] = time.monotonic()
         deadline = time.monotonic() + 10
         while len(started) < jobs and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-    return {"ms": [1000 * (started[n] - returned[n]) for n in sorted(started)]}
+    found = [1000 * (started[n] - returned[n]) for n in sorted(started)]
+    return {"ms": found, "twice": handled - len(started)}
 
 
 VERBS: dict[str, Callable[..., Coroutine[Any, Any, Answer]]] = {

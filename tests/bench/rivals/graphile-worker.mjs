@@ -51,8 +51,10 @@ await main({
     const warm = await Promise.all(Array.from({ length: clients }, () => pool.connect()));
     for (const client of warm) client.release();
     return {
-      add: (n) => utils.addJob("bench", { n }),
-      addMany: (all) => utils.addJobs(all.map((n) => ({ identifier: "bench", payload: { n } }))),
+      add: (payload) => utils.addJob("bench", payload),
+      // Its smaller numbers are more urgent.
+      addMany: (payloads, priority) =>
+        utils.addJobs(payloads.map((payload) => ({ identifier: "bench", payload, priority: -priority }))),
       close: async () => (await utils.release(), await pool.end()),
     };
   },

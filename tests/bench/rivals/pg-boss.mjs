@@ -52,8 +52,8 @@ await main({
     const boss = await start({ max: clients, min: clients, supervise: false });
     await Promise.all(Array.from({ length: clients }, () => boss.getDb().executeSql("select 1")));
     return {
-      add: (n) => boss.send(queue, { n }),
-      addMany: (all) => boss.insert(queue, all.map((n) => ({ data: { n } }))),
+      add: (payload) => boss.send(queue, payload),
+      addMany: (payloads, priority) => boss.insert(queue, payloads.map((data) => ({ data, priority }))),
       close: () => boss.stop({ graceful: false }),
     };
   },

@@ -7,12 +7,12 @@ pgmq's SQL comes with its package.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib import resources
 
 from bench.rivals.connections import Pool, borrowed, connect, pool, sql
-from bench.rivals.driver import Handle, Kind, main
+from bench.rivals.driver import Handle, Kind, Payload, main
 
 NAPS = 32
 QUANTITY: dict[Kind, int] = {"noop": 100, "nap": 50, "latency": 10}
@@ -26,18 +26,20 @@ class Producer:
     def __init__(self, connections: Pool) -> None:
         self.connections = connections
 
-    async def add(self, n: int) -> None:
+    async def add(self, payload: Payload) -> None:
         async with borrowed(self.connections) as conn:
-            await conn.execute(SEND, (json.dumps({"n": n}),))
+            await conn.execute(SEND, (json.dumps(payload),))
 
-    async def add_many(self, numbers: Iterable[int]) -> None:
+    async def add_many(self, payloads: list[Payload], priority: int) -> None:
+        """It has no priorities."""
         async with borrowed(self.connections) as conn:
-            await conn.execute(SEND_BATCH, ([json.dumps({"n": n}) for n in numbers],))
+            await conn.execute(SEND_BATCH, ([json.dumps(each) for each in payloads],))
 
 
 class Pgmq:
     depth = "select count(*) from pgmq.q_bench"
     reset = "truncate pgmq.q_bench"
+    handlers = "async"
     sql = staticmethod(sql)
 
     async def install(self) -> None:

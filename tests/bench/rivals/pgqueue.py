@@ -1,11 +1,12 @@
-"""pgqueue itself: its worker as it comes, async handlers; naps 32 at a time.
+"""pgqueue itself: the worker of `python -m pgqueue.worker` with its defaults; naps 32 at a time.
 
-Producers: the client on a pool of psycopg connections; bulk with lists of 5,000.
+Its handlers are async or, if that is what the verb drain is told, sync. Producers: the client on a pool of psycopg connections; bulk with lists of 5,000.
 """
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,7 +14,7 @@ import pgqueue
 from pgqueue import loop, reporter
 
 from bench.rivals.connections import Pool, borrowed, pool, sql
-from bench.rivals.driver import Handle, Kind, main
+from bench.rivals.driver import Handle, Kind, Payload, main
 
 NAPS = 32
 
@@ -22,18 +23,19 @@ class Producer:
     def __init__(self, connections: Pool) -> None:
         self.connections = connections
 
-    async def add(self, n: int) -> None:
+    async def add(self, payload: Payload) -> None:
         async with borrowed(self.connections) as conn:
-            await pgqueue.enqueue(conn, "bench", {"n": n})
+            await pgqueue.enqueue(conn, "bench", payload)
 
-    async def add_many(self, numbers: Iterable[int]) -> None:
+    async def add_many(self, payloads: list[Payload], priority: int) -> None:
         async with borrowed(self.connections) as conn:
-            await pgqueue.enqueue_many(conn, "bench", [{"n": n} for n in numbers])
+            await pgqueue.enqueue_many(conn, "bench", payloads, priority=priority)
 
 
 class Pgqueue:
     depth = "select count(*) from pgqueue.job"
     reset = "truncate pgqueue.job, pgqueue.run"
+    handlers = "async"
     sql = staticmethod(sql)
 
     async def install(self) -> None:
@@ -57,11 +59,17 @@ class Pgqueue:
         exchange = loop.exchange
         loop.exchange = reporter.exchange = telling
         app = pgqueue.App()
+        lock = threading.Lock()
 
-        @app.job("bench")
-        async def bench(n: int) -> None:
+        async def run(n: int, pad: str = "") -> None:
             await handle(n)
 
+        def run_in_thread(n: int, pad: str = "") -> None:
+            # A no-op handler awaits nothing: one step runs it to its end.
+            with lock, contextlib.suppress(StopIteration):
+                handle(n).send(None)
+
+        app.job("bench")(run if self.handlers == "async" else run_in_thread)
         concurrency = NAPS if kind == "nap" else 10
         worker = loop.Worker(app, {"bench": 1}, concurrency=concurrency)
         thread = threading.Thread(target=worker.run)

@@ -8,7 +8,7 @@ Queries.enqueue; bulk with lists of 5,000.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from pgqueuer.db import AsyncpgDriver, AsyncpgPoolDriver
 from pgqueuer.models import Job
 from pgqueuer.queries import Queries
 
-from bench.rivals.driver import Handle, Kind, main
+from bench.rivals.driver import Handle, Kind, Payload, main
 
 NAPS = 32
 RUN: dict[Kind, dict[str, int]] = {
@@ -32,18 +32,19 @@ class Producer:
     def __init__(self, queries: Queries) -> None:
         self.queries = queries
 
-    async def add(self, n: int) -> None:
-        await self.queries.enqueue("bench", json.dumps({"n": n}).encode())
+    async def add(self, payload: Payload) -> None:
+        await self.queries.enqueue("bench", json.dumps(payload).encode())
 
-    async def add_many(self, numbers: Iterable[int]) -> None:
-        payloads: list[bytes | None] = [json.dumps({"n": n}).encode() for n in numbers]
-        names = ["bench"] * len(payloads)
-        await self.queries.enqueue(names, payloads, [0] * len(payloads))
+    async def add_many(self, payloads: list[Payload], priority: int) -> None:
+        contents: list[bytes | None] = [json.dumps(each).encode() for each in payloads]
+        names, priorities = ["bench"] * len(payloads), [priority] * len(payloads)
+        await self.queries.enqueue(names, contents, priorities)
 
 
 class Pgqueuer:
     depth = "select count(*) from pgqueuer where status in ('queued', 'picked')"
     reset = "truncate pgqueuer, pgqueuer_log, pgqueuer_statistics"
+    handlers = "async"
 
     async def sql(self, statement: str) -> Any:
         connection = await asyncpg.connect()

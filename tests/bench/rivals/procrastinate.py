@@ -7,7 +7,7 @@ batching. Producers: a pool, task.defer_async; bulk: task.batch_defer_async, 5,0
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from procrastinate import App, PsycopgConnector
 from procrastinate.tasks import Task
 
 from bench.rivals.connections import sql
-from bench.rivals.driver import Handle, Kind, main
+from bench.rivals.driver import Handle, Kind, Payload, main
 
 CONCURRENCY: dict[Kind, int] = {"noop": 30, "nap": 32, "latency": 30}
 
@@ -26,18 +26,18 @@ class Producer:
     def __init__(self, task: Task) -> None:
         self.task = task
 
-    async def add(self, n: int) -> None:
-        await self.task.defer_async(n=n)
+    async def add(self, payload: Payload) -> None:
+        await self.task.defer_async(**payload)
 
-    async def add_many(self, numbers: Iterable[int]) -> None:
-        await self.task.batch_defer_async(*({"n": n} for n in numbers))
+    async def add_many(self, payloads: list[Payload], priority: int) -> None:
+        await self.task.configure(priority=priority).batch_defer_async(*payloads)
 
 
 def new_app(connections: int, handle: Handle | None = None) -> tuple[App, Task]:
     app = App(connector=PsycopgConnector(min_size=connections, max_size=connections))
 
     @app.task(name="bench", queue="bench")
-    async def bench(n: int) -> None:
+    async def bench(n: int, pad: str = "") -> None:
         assert handle
         await handle(n)
 
@@ -47,6 +47,7 @@ def new_app(connections: int, handle: Handle | None = None) -> tuple[App, Task]:
 class Procrastinate:
     depth = "select count(*) from procrastinate_jobs where status in ('todo', 'doing')"
     reset = "truncate procrastinate_jobs, procrastinate_events, procrastinate_periodic_defers"
+    handlers = "async"
     sql = staticmethod(sql)
 
     async def install(self) -> None:

@@ -1,0 +1,141 @@
+"""The results as Markdown: medians of the rounds, beside the best rival."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from bench.server import Sample, Size
+from bench.sql import Samples
+from bench.systems import System
+
+Rounds = list[dict[str, Samples]]  # by system, by title
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One workload: what runs it, for whom, and how its results are told.
+
+    every says how many rounds of the others go into one of this. columns names what is
+    shown of a sample's `more`.
+    """
+
+    name: str
+    heading: str
+    run: Callable[[System, Size], Samples]
+    takes: Callable[[System], bool]
+    every: int = 1
+    columns: Mapping[str, str] = field(default_factory=dict)
+    table: Callable[["Workload", Rounds, set[str]], list[str]] | None = None
+
+
+def table(workload: Workload, rounds: Rounds, rivals: set[str]) -> list[str]:
+    """Rates, the highest first, with what they cost and what went wrong."""
+    more = workload.columns
+    lines = [
+        "| workload | system | jobs/s | min–max | × best rival | CPU µs/job | WAL B/job "
+        "| jobs | lost | twice |" + "".join(f" {title} |" for title in more.values()),
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|" + "--:|" * len(more),
+    ]
+    for title, found in by_title(rounds).items():
+        rates = {name: median(s.rate for s in all_) for name, all_ in found.items()}
+        best = max((rate for name, rate in rates.items() if name in rivals), default=0)
+        for name, rate in sorted(rates.items(), key=lambda item: -item[1]):
+            samples = found[name]
+            low, high = min(s.rate for s in samples), max(s.rate for s in samples)
+            cells = [title, name, f"{rate:,.0f}", f"{low:,.0f}–{high:,.0f}"]
+            cells.append(in_bold(name, f"{rate / best:.2f}") if best else "")
+            cells.append(f"{median(s.cpu_us for s in samples):,.0f}")
+            cells.append(f"{median(s.wal_bytes for s in samples):,.0f}")
+            cells += counts(samples)
+            cells += [shown(samples, key) for key in more]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def latencies(workload: Workload, rounds: Rounds, rivals: set[str]) -> list[str]:
+    """Percentiles in ms, the quickest first."""
+    lines = [
+        "| workload | system | p50 ms | p95 ms | p99 ms | p50 × best rival | lost | twice |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for title, found in by_title(rounds).items():
+        middle = {n: median(s.more["p50"] for s in all_) for n, all_ in found.items()}
+        best = min((ms for name, ms in middle.items() if name in rivals), default=0)
+        for name, ms in sorted(middle.items(), key=lambda item: item[1]):
+            told = [
+                f"{median(s.more[p] for s in found[name]):.2f}"
+                for p in ("p50", "p95", "p99")
+            ]
+            ratio = in_bold(name, f"{ms / best:.2f}") if best else ""
+            is_measured = name in rivals or name == "pgqueue"
+            cells = [title, name] if is_measured else ["one round trip", "select 1"]
+            cells += [*told, ratio if is_measured else "", *counts(found[name])[1:]]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def by_age(workload: Workload, rounds: Rounds, rivals: set[str]) -> list[str]:
+    """Jobs a second, and the p99 of a claim, by the age of the snapshot."""
+    places = list(by_title(rounds))
+    titles = [*places, "last / first", "CPU µs/job", "WAL B/job", "jobs a round"]
+    titles += ["lost", "twice"]
+    lines = [
+        f"| jobs/s (p99 of a claim, ms) in round | {' | '.join(titles)} |",
+        "|---|" + "--:|" * len(titles),
+    ]
+    for name in rounds[0]:
+        found = [[one[name][place] for one in rounds] for place in places]
+        rates = [median(s.rate for s in samples) for samples in found]
+        cells = [name]
+        for rate, samples in zip(rates, found, strict=True):
+            p99 = [s.more["p99"] for s in samples if "p99" in s.more]
+            cut = " T" if any(s.cut for s in samples) else ""
+            told = f" ({median(p99):.1f})" if p99 else ""
+            cells.append(f"{rate:,.0f}{told}{cut}")
+        cells.append(in_bold(name, f"{100 * rates[-1] / rates[0]:.0f} %"))
+        everything = [s for samples in found for s in samples]
+        cells.append(f"{median(s.cpu_us for s in everything):,.0f}")
+        cells.append(f"{median(s.wal_bytes for s in everything):,.0f}")
+        cells.append(f"{max(s.jobs for s in everything):,}")
+        cells.append(str(sum(s.lost for s in everything)))
+        cells.append(str(sum(s.twice for s in everything)))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def by_title(rounds: Rounds) -> dict[str, dict[str, list[Sample]]]:
+    """Turn rounds of systems of titles into titles of systems of rounds."""
+    found: dict[str, dict[str, list[Sample]]] = {}
+    for one in rounds:
+        for name, samples in one.items():
+            for title, sample in samples.items():
+                found.setdefault(title, {}).setdefault(name, []).append(sample)
+    return found
+
+
+def rates(rounds: Rounds) -> dict[str, dict[str, float]]:
+    """The median rate of each system, by title."""
+    found: dict[str, dict[str, float]] = {}
+    for title, systems in by_title(rounds).items():
+        for name, samples in systems.items():
+            found.setdefault(name, {})[title] = median(s.rate for s in samples)
+    return found
+
+
+def counts(samples: list[Sample]) -> list[str]:
+    """Jobs done, T for a run cut short; lost and twice, of all rounds."""
+    done = f"{median(s.jobs for s in samples):,.0f}"
+    return [
+        done + (" T" if any(s.cut for s in samples) else ""),
+        str(sum(s.lost for s in samples)),
+        str(sum(s.twice for s in samples)),
+    ]
+
+
+def shown(samples: list[Sample], key: str) -> str:
+    values = [s.more[key] for s in samples if key in s.more]
+    return f"{median(values):,.1f}" if values else ""
+
+
+def in_bold(name: str, text: str) -> str:
+    return f"**{text}**" if name == "pgqueue" else text
