@@ -212,7 +212,7 @@ begin
             queue, kind, run_at, max_attempts, unique_key, on_duplicate, group_key, headers
         );
     end if;
-    if exists (select from pgqueue.queue as q where q.name in (enqueue.queue, '')) then
+    if pg_relation_size('pgqueue.queue') > 0 then
         settings := pgqueue._settings(queue);
         perform pgqueue._check_payload(payload, settings.max_payload_bytes);
     end if;

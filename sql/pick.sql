@@ -16,6 +16,7 @@ create or replace function pgqueue._set_mark(
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
+    set enable_sort = on
 as $$
 declare
     -- An enqueue that commits within this time is never behind the mark.
@@ -36,7 +37,7 @@ begin
             select
                 u.lane, u.run_at, u.id,
                 u.place = walked and last_pick is not null as is_filled,
-                u.place <= walked and u.run_at < horizon as is_empty
+                u.place <= walked and coalesce(u.run_at < horizon, true) as is_empty
             from unnest(mark.lanes, mark.run_ats, mark.ids) with ordinality
                 as u (lane, run_at, id, place)
         ) as k
@@ -48,10 +49,10 @@ begin
             and (mark.is_complete or r.lane > any (mark.lanes))
     ) as l (lane, run_at, id);
 
-    if mark.valid_until <= moment then
-        mark.valid_until := clock_timestamp()
-            + least(20 * (clock_timestamp() - moment), interval '1 minute');
-    end if;
+    mark.valid_until := coalesce(
+        mark.valid_until,
+        clock_timestamp() + least(20 * (clock_timestamp() - moment), interval '1 minute')
+    );
     perform set_config('pgqueue.mark_' || (hashtext(mark.queue) & 63), mark::text, false);
 end;
 $$;
@@ -65,64 +66,70 @@ create or replace function pgqueue._pick(
     returns tid[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    -- Whatever the statistics say: the lane index gives the order, a sort never does.
-    set enable_sort = off
 as $$
 declare
     -- Folded, so that a session that works through many queues keeps few settings.
-    mark record := coalesce(
-        nullif(current_setting('pgqueue.mark_' || (hashtext(queue) & 63), true), ''),
-        '(,,,,,,)'
-    )::pgqueue._mark;
+    noted text := current_setting('pgqueue.mark_' || (hashtext(queue) & 63), true);
+    mark pgqueue._mark;
+    is_marked boolean := false;
     remembered int[];
+    lanes int[] := '{}'::int[];
+    is_complete boolean := false;
     -- The pages of job that this session has read: a measure of the walk that depends
     -- neither on the machine nor on the moment.
     pages bigint := pg_stat_get_xact_blocks_fetched('pgqueue.job'::regclass)
         + pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass);
+    wanted int := max_jobs;
     place int := 0;
-    is_valid boolean := false;
-    above bigint;
     lane int;
+    above bigint := 2147483648;
+    from_run_at timestamptz;
+    from_id bigint;
     found_jobs tid[];
     has_expired boolean;
     picks tid[] := '{}'::tid[];
 begin
-    if mark.queue = queue and mark.kinds is not distinct from kinds then
-        remembered := mark.lanes;
-        is_valid := mark.valid_until > moment
-            and mark.valid_until <= moment + interval '1 minute';
-    end if;
-    if not is_valid then
-        mark := row(
-            queue, kinds, '-infinity', false, '{}', '{}', '{}'
-        )::pgqueue._mark;
+    if noted <> '' then
+        mark := noted::pgqueue._mark;
+        if mark.queue = queue and mark.kinds is not distinct from kinds then
+            remembered := mark.lanes;
+            is_marked := mark.valid_until > moment
+                and mark.valid_until <= moment + interval '1 minute';
+        end if;
+        if is_marked then
+            lanes := mark.lanes;
+            is_complete := mark.is_complete;
+        else
+            mark := null;
+        end if;
     end if;
 
-    while cardinality(picks) < max_jobs loop
+    while wanted > 0 loop
         place := place + 1;
-        if place > cardinality(mark.lanes) then
-            exit when mark.is_complete;
+        if is_marked then
+            lane := lanes[place];
+            from_run_at := mark.run_ats[place];
+            from_id := mark.ids[place];
+        end if;
+        if lane is null then
+            exit when is_complete;
             -- Lane 0 is walked without asking whether it exists: to ask for the highest
             -- lane reads a page full of the jobs in it, to ask for one above 0 does not.
-            above := coalesce(mark.lanes[place - 1], 2147483648);
-            lane := (
-                select j.priority
-                from pgqueue.job as j
-                where hashtext(j.queue) = hashtext(_pick.queue)
-                    and j.priority < above
-                    and j.priority > case when above > 0 then 0 else -2147483649 end
-                order by j.priority desc
-                limit 1
+            lane := coalesce(
+                (
+                    select j.priority
+                    from pgqueue.job as j
+                    where hashtext(j.queue) = hashtext(_pick.queue)
+                        and j.priority < above
+                        and j.priority > case when above > 0 then 0 else -2147483649 end
+                    order by j.priority desc
+                    limit 1
+                ),
+                case when above > 0 then 0 end
             );
-            if above > 0 then
-                lane := coalesce(lane, 0);
-            end if;
-            mark.is_complete := lane is null;
-            exit when mark.is_complete;
-            mark.lanes := mark.lanes || lane;
-            mark.run_ats := mark.run_ats || timestamptz '-infinity';
-            mark.ids := mark.ids || 0::bigint;
+            is_complete := lane is null;
+            exit when is_complete;
+            lanes := lanes || lane;
         end if;
 
         loop
@@ -132,13 +139,13 @@ begin
                 select j.ctid as tid, j.lease_expires_at is not null as is_leased
                 from pgqueue.job as j
                 where hashtext(j.queue) = hashtext(_pick.queue) and j.queue = _pick.queue
-                    and j.priority = mark.lanes[place]
+                    and j.priority = lane
                     and j.run_at <= _pick.moment
-                    and (j.run_at, j.id) > (mark.run_ats[place], mark.ids[place])
+                    and (j.run_at, j.id) > (coalesce(from_run_at, '-infinity'), coalesce(from_id, 0))
                     and (j.lease_expires_at is null or j.lease_expires_at <= _pick.moment)
                     and (_pick.kinds is null or j.kind = any (_pick.kinds))
                 order by j.run_at, j.id
-                limit _pick.max_jobs - cardinality(picks)
+                limit wanted
                 for update skip locked
             ) as due;
             exit when has_expired is not true;
@@ -146,13 +153,19 @@ begin
             perform pgqueue._expire(found_jobs, moment);
         end loop;
         picks := picks || found_jobs;
+        wanted := max_jobs - cardinality(picks);
+        above := lane;
+        lane := null;
     end loop;
 
     pages := pg_stat_get_xact_blocks_fetched('pgqueue.job'::regclass)
         + pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass) - pages;
     if pages > 16 + 3 * max_jobs then
         perform pgqueue._set_mark(
-            mark, place, case when cardinality(picks) = max_jobs then picks[max_jobs] end,
+            row(
+                queue, kinds, mark.valid_until, is_complete, lanes, mark.run_ats, mark.ids
+            )::pgqueue._mark,
+            place, picks[max_jobs],
             remembered, moment
         );
     end if;
@@ -161,4 +174,4 @@ end;
 $$;
 
 comment on function pgqueue._pick(text, text[], int, timestamptz) is
-'Locks up to max_jobs due jobs of a queue and returns where they are, in the order in which they run; ends the attempts of those whose lease expired on the way.';
+'Locks up to max_jobs due jobs of a queue and returns where they are, in the order in which they run; ends the attempts of those whose lease expired on the way. Plans as claim sets it.';

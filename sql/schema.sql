@@ -57,9 +57,10 @@ create table pgqueue.job (
     errors jsonb not null default '[]',
     constraint job_pkey primary key (id)
 ) with (
-    -- Half of each page stays free for the new version that a claim, a heartbeat or a
-    -- release writes: only in the same page is the update HOT.
-    fillfactor = 50,
+    -- More than half of each page stays free for the new version that a claim, a heartbeat
+    -- or a release writes, a little longer than the old: only in the same page is the
+    -- update HOT.
+    fillfactor = 45,
     -- A queue makes garbage at the rate of its work whatever its length, so vacuum
     -- by count, at full speed, and before the planner's picture is far off.
     autovacuum_vacuum_scale_factor = 0,
@@ -78,7 +79,7 @@ comment on table pgqueue.job is
 comment on column pgqueue.job.id is 'Names the job for ever, also as a dead job and after a redrive.';
 comment on column pgqueue.job.run_at is 'Not before this moment; infinity while the job waits for something other than time.';
 comment on column pgqueue.job.enqueued_at is 'When enqueue was called.';
-comment on column pgqueue.job.token is 'Proof of the present lease, from a sequence that never repeats; null when not leased.';
+comment on column pgqueue.job.token is 'Proof, with the id, of the present lease: the number of its claim, from a sequence that never repeats; null when not leased.';
 comment on column pgqueue.job.claimed_at is 'When the present attempt began; null when not leased.';
 comment on column pgqueue.job.lease_expires_at is 'From then on anyone may recover the job; null when not leased.';
 comment on column pgqueue.job.cancelled_at is 'When an operator asked the running attempt to stop; null if nobody did.';
@@ -100,7 +101,9 @@ comment on column pgqueue.job.errors is 'The last 10 failures, oldest first: att
 -- all priorities, jobs scheduled at a high priority would be walked by every claim.
 -- By the hash of the queue, because a page of numbers is read, and an entry is found its
 -- place, in half the time of a page that begins with texts; queries ask for both.
-create index job_lane_idx on pgqueue.job (hashtext(queue), priority, run_at, id);
+-- Half full, because a claim of one job reads a whole page.
+create index job_lane_idx on pgqueue.job (hashtext(queue), priority, run_at, id)
+with (fillfactor = 50);
 comment on index pgqueue.job_lane_idx is 'Which jobs of a lane are due, in order?';
 
 create unique index job_unique_key_idx on pgqueue.job (queue, unique_key)

@@ -225,6 +225,37 @@ $$;
 comment on function pgqueue._expire(tid[], timestamptz) is
 'Ends the attempts of those among some locked jobs whose leases expired: back where they stood, dead when exhausted, gone when cancelled. Returns how many.';
 
+create or replace function pgqueue._check_claim(
+    queue text, worker text, max_jobs int, lease interval
+)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform pgqueue._require_read_committed();
+    end if;
+    if (octet_length(queue) between 1 and 200) is not true then
+        perform pgqueue._refuse_name('queue', queue);
+    end if;
+    if (octet_length(worker) between 1 and 200) is not true then
+        perform pgqueue._refuse_name('worker', worker);
+    end if;
+    perform pgqueue._check_lease(lease);
+    if max_jobs not between 1 and 10000 then
+        perform pgqueue._refuse(
+            'max_jobs must be 1 to 10000',
+            format('It is %s.', max_jobs),
+            'Claim what you can begin within one lease.'
+        );
+    end if;
+end;
+$$;
+
+comment on function pgqueue._check_claim(text, text, int, interval) is
+'Raises 25001 outside READ COMMITTED, 22023 for what claim refuses.';
+
 create or replace function pgqueue.claim(
     queue text,
     worker text,
@@ -238,53 +269,48 @@ create or replace function pgqueue.claim(
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
+    -- Whatever the statistics say: the lane index gives the order, a sort never does.
+    set enable_sort = off
 as $$
 declare
     settings pgqueue.queue;
     moment timestamptz := clock_timestamp();
+    number bigint;
     picks tid[];
 begin
-    if exists (select from pgqueue.queue as q where q.name in (claim.queue, '')) then
+    -- Two shortcuts for the plain call: its arguments are checked in one expression, and
+    -- settings are read only where there are any.
+    if (
+        octet_length(queue) between 1 and 200 and octet_length(worker) between 1 and 200
+        and max_jobs between 1 and 10000 and lease is null
+        and current_setting('transaction_isolation') = 'read committed'
+    ) is not true then
+        perform pgqueue._check_claim(queue, worker, max_jobs, lease);
+    end if;
+    if pg_relation_size('pgqueue.queue') > 0 then
         settings := pgqueue._settings(queue);
-    end if;
-    if current_setting('transaction_isolation') <> 'read committed' then
-        perform pgqueue._require_read_committed();
-    end if;
-    if (octet_length(queue) between 1 and 200) is not true then
-        perform pgqueue._refuse_name('queue', queue);
-    end if;
-    if (octet_length(worker) between 1 and 200) is not true then
-        perform pgqueue._refuse_name('worker', worker);
-    end if;
-    if lease is not null then
-        perform pgqueue._check_lease(lease);
-    end if;
-    max_jobs := coalesce(max_jobs, 1);
-    if max_jobs not between 1 and 10000 then
-        perform pgqueue._refuse(
-            'max_jobs must be 1 to 10000',
-            format('It is %s.', max_jobs),
-            'Claim what you can begin within one lease.'
-        );
-    end if;
-    if settings.paused then
-        return;
+        if settings.paused then
+            return;
+        end if;
     end if;
 
-    picks := pgqueue._pick(queue, kinds, max_jobs, moment);
+    picks := pgqueue._pick(queue, kinds, coalesce(max_jobs, 1), moment);
+    if picks = '{}' then
+        return;
+    end if;
     moment := clock_timestamp();
+    number := nextval('pgqueue.token_seq');
     return query
-    with claimed as (
-        update pgqueue.job as j
-        set token = nextval('pgqueue.token_seq'),
-            attempt = j.attempt + 1,
-            worker = claim.worker,
-            claimed_at = moment,
-            lease_expires_at = moment + coalesce(claim.lease, settings.lease, '30 seconds')
-        where j.ctid = any (picks)
-        returning j.*
-    )
-    select c.* from claimed as c order by c.priority desc, c.run_at, c.id;
+    -- A join, not "any": it keeps the order of the picks.
+    update pgqueue.job as j
+    set token = number,
+        attempt = j.attempt + 1,
+        worker = claim.worker,
+        claimed_at = moment,
+        lease_expires_at = moment + coalesce(claim.lease, settings.lease, '30 seconds')
+    from unnest(picks) as p (place)
+    where j.ctid = p.place
+    returning j.*;
 end;
 $$;
 
@@ -415,34 +441,33 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     today int := floor(extract(epoch from moment) / 86400)::int;
-    completed bigint;
+    keep_runs int := 7;
+    done record;
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
         perform pgqueue._require_read_committed();
     end if;
 
-    with done as (
-        delete from pgqueue.job as j
-        where j.id = complete.job_id and j.token = complete.token
-        returning j.*
-    ), logged as (
+    delete from pgqueue.job as j
+    where j.id = complete.job_id and j.token = complete.token
+    returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker into done;
+    if not found then
+        perform pgqueue._lost(job_id, token);
+    end if;
+
+    if pg_relation_size('pgqueue.queue') > 0 then
+        keep_runs := (pgqueue._settings(done.queue)).keep_runs;
+    end if;
+    if keep_runs > 0 then
         insert into pgqueue.run (
             slot, attempt, job_id, finished_at, waited, taken,
             queue, kind, outcome, worker, result
         )
-        select
-            (today + kept.days) % 16, d.attempt, d.id, moment,
-            d.claimed_at - least(d.run_at, d.claimed_at), moment - d.claimed_at,
-            d.queue, d.kind, 'completed', d.worker, complete.result
-        from done as d
-        left join pgqueue.queue as own on own.name = d.queue
-        left join pgqueue.queue as shared on shared.name = ''
-        cross join lateral (values (coalesce(own.keep_runs, shared.keep_runs, 7))) as kept (days)
-        where kept.days > 0
-    )
-    select d.id into completed from done as d;
-    if completed is null then
-        perform pgqueue._lost(job_id, token);
+        values (
+            (today + keep_runs) % 16, done.attempt, complete.job_id, moment,
+            done.claimed_at - least(done.run_at, done.claimed_at), moment - done.claimed_at,
+            done.queue, done.kind, 'completed', done.worker, complete.result
+        );
     end if;
 end;
 $$;
@@ -463,6 +488,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     today int := floor(extract(epoch from moment) / 86400)::int;
+    is_configured boolean := pg_relation_size('pgqueue.queue') > 0;
 begin
     perform pgqueue._check_leases(job_ids, tokens);
     return query
@@ -484,9 +510,14 @@ begin
             d.claimed_at - least(d.run_at, d.claimed_at), moment - d.claimed_at,
             d.queue, d.kind, 'completed', d.worker
         from done as d
-        left join pgqueue.queue as own on own.name = d.queue
-        left join pgqueue.queue as shared on shared.name = ''
-        cross join lateral (values (coalesce(own.keep_runs, shared.keep_runs, 7))) as kept (days)
+        cross join lateral (
+            select case when is_configured then coalesce(
+                (select q.keep_runs from pgqueue.queue as q where q.name = d.queue),
+                (select q.keep_runs from pgqueue.queue as q where q.name = ''),
+                7
+            ) else 7 end
+            offset 0
+        ) as kept (days)
         where kept.days > 0
     )
     select d.id from done as d;

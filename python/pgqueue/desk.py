@@ -44,7 +44,7 @@ class Desk:
     """What runs, what is done and not yet reported, and whom to tell."""
 
     def __init__(self, bell: Bell) -> None:
-        self.running: dict[int, Job] = {}
+        self.running: set[Job] = set()
         self.done: deque[Job] = deque()
         self.is_waiting = False
         self.bell = bell
@@ -54,12 +54,14 @@ class Desk:
         if job.lost:
             self._put(job, LOST)
             return False
-        self.running[job.token] = job
+        self.running.add(job)
         return True
 
     def finish(self, job: Job, report: Report) -> bool:
         """Take the report of a job; false if it has been given up meanwhile."""
-        if self.running.pop(job.token, None) is None:
+        try:
+            self.running.remove(job)
+        except KeyError:
             return False
         self._put(job, report)
         return True

@@ -28,11 +28,11 @@ LOST = float("-inf")
 
 
 class Heart:
-    """Keeps the leases of `held` alive, by token."""
+    """Keeps the leases of `held` alive."""
 
     def __init__(self, dsn: str) -> None:
         self.dsn = dsn
-        self.held: dict[int, Job] = {}
+        self.held: set[Job] = set()
         self.lease = 30.0
         self._conn: database.Connection | None = None
         self._lock = threading.Lock()
@@ -52,7 +52,7 @@ class Heart:
         for job in jobs:
             job.expires = since + job.lease
             job.extender = self.extend
-            self.held[job.token] = job
+            self.held.add(job)
             if job.lease < self.lease:
                 self.lease = job.lease
                 self._nudge.set()
@@ -80,7 +80,7 @@ class Heart:
                     late,
                 )
             try:
-                self._beat(list(self.held.values()))
+                self._beat(list(self.held))
                 if time.monotonic() > self._maintain_at:
                     self._maintain()
                 failures = 0
@@ -115,7 +115,7 @@ class Heart:
         for job, (_, status) in zip(jobs, rows, strict=True):
             if status == "lost":
                 # Unless it was completed just now.
-                if job.token in self.held:
+                if job in self.held:
                     job.expires = LOST
             else:
                 job.expires = now + lease

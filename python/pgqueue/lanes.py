@@ -164,7 +164,7 @@ class Tasks:
         self._loop.call_soon_threadsafe(self._cancel, job)
 
     def _cancel(self, job: Job) -> None:
-        if job.task and self.desk.running.get(job.token) is job:
+        if job.task and job in self.desk.running:
             job.task.cancel()
 
     def _run(self) -> None:
@@ -253,7 +253,7 @@ def watch(desk: Desk, threads: Threads, tasks: Tasks, is_over: threading.Event) 
     It never talks to the server, so it fences also when nobody can.
     """
     while not is_over.wait(0.25):
-        for job in list(desk.running.values()):
+        for job in list(desk.running):
             handler: Handler = job.handler
             if handler.is_async:
                 if job.lost or job.cancelled:

@@ -196,7 +196,7 @@ class Worker:
             answer = exchange(conn, (), ask)
         self._failures = 0
         for job in reported:
-            self._heart.held.pop(job.token, None)
+            self._heart.held.discard(job)
             if job.report.verb in ("fail", "release"):
                 self._turns.refresh()  # it may be due before we wake
         self._unreported = []
@@ -269,7 +269,7 @@ class Worker:
     def _release_all(self, conn: database.Connection) -> None:
         """Report what is done and give back the rest; what runs on cannot complete."""
         reported = set(map(id, self._unreported))
-        rest = [job for job in self._heart.held.values() if id(job) not in reported]
+        rest = [job for job in list(self._heart.held) if id(job) not in reported]
         self.gave_up = bool(rest)
         for job in rest:
             job.report = Report("release")

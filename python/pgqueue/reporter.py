@@ -80,7 +80,7 @@ class Reporter:
             raise
         tell(jobs, answer)
         for job in jobs:
-            self.heart.held.pop(job.token, None)
+            self.heart.held.discard(job)
             if job.report.verb in ("fail", "release"):
                 self.turns.refresh()
         if self.desk.is_waiting:

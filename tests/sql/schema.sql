@@ -14,7 +14,7 @@ select is(
     'the ring of run has sixteen tables'
 );
 select ok(
-    (select c.reloptions @> array['fillfactor=50'] from pg_class as c where c.oid = 'pgqueue.job'::regclass),
+    (select c.reloptions @> array['fillfactor=45'] from pg_class as c where c.oid = 'pgqueue.job'::regclass),
     'half of each page of job is free for HOT updates'
 );
 select is_empty(
