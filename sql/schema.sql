@@ -103,7 +103,7 @@ comment on column pgqueue.job.errors is 'The last 10 failures, oldest first: att
 -- place, in half the time of a page that begins with texts; queries ask for both.
 -- Half full, because a claim of one job reads a whole page.
 create index job_lane_idx on pgqueue.job (hashtext(queue), priority, run_at, id)
-with (fillfactor = 50);
+with (fillfactor = 50, deduplicate_items = off);
 comment on index pgqueue.job_lane_idx is 'Which jobs of a lane are due, in order?';
 
 create unique index job_unique_key_idx on pgqueue.job (queue, unique_key)

@@ -302,7 +302,7 @@ def test_behind_pgbouncer_in_transaction_mode_it_polls(
     db, workers, pooler, say
 ) -> None:
     db.execute(QUICK)
-    worker = workers.start("--poll-interval", "0.5", "--lease", "2", dsn=pooler)
+    worker = workers.start("--poll-interval", "0.5", "--lease", "5", dsn=pooler)
     wait_until(lambda: "polling every" in workers.log())
     ids = []
     for _ in range(3):
@@ -311,7 +311,7 @@ def test_behind_pgbouncer_in_transaction_mode_it_polls(
     fast = pgqueue.enqueue_many(db, QUEUE, [None] * 5000, kind="noop")
     held = pgqueue.enqueue(db, QUEUE, kind="hold")
     wait_until(lambda: workers.notes("began")[held])
-    time.sleep(3)  # longer than its lease
+    time.sleep(6)  # longer than its lease
     workers.let_go()
     wait_until(lambda: is_empty(db))
     tally(say, "pgbouncer", db, workers, ids + fast + [held])
