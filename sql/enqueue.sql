@@ -242,14 +242,16 @@ begin
         exit when job_id is not null;
     end loop;
 
-    if settings.notify is not false and current_setting('pgqueue.notify', true) is distinct from 'off'
+    -- Whoever can have the second lock exclusively knows that nobody is parked.
+    if settings.notify is not false
+        and current_setting('pgqueue.notify', true) is distinct from 'off'
+        and (
+            pg_advisory_xact_lock_shared(7366513, fold) is not null
+            and pg_try_advisory_lock(7366514, fold)
+            and pg_advisory_unlock(7366514, fold)
+        ) is not true
     then
-        perform pg_advisory_xact_lock_shared(7366513, fold);
-        if pg_try_advisory_lock(7366514, fold) then
-            perform pg_advisory_unlock(7366514, fold);
-        else
-            perform pgqueue._wake(queue);
-        end if;
+        perform pgqueue._wake(queue);
     end if;
     return job_id;
 end;

@@ -101,9 +101,12 @@ comment on column pgqueue.job.errors is 'The last 10 failures, oldest first: att
 -- all priorities, jobs scheduled at a high priority would be walked by every claim.
 -- By the hash of the queue, because a page of numbers is read, and an entry is found its
 -- place, in half the time of a page that begins with texts; queries ask for both.
--- Half full, because a claim of one job reads a whole page.
+-- Half full, because a claim of one job reads a whole page. The predicate is true for every
+-- row, but only a query that names a queue can know it: without it, a session that plans
+-- after an idle hour, when job looks empty, reads this whole index to find jobs by id.
 create index job_lane_idx on pgqueue.job (hashtext(queue), priority, run_at, id)
-with (fillfactor = 50, deduplicate_items = off);
+with (fillfactor = 50, deduplicate_items = off)
+where queue is not null;
 comment on index pgqueue.job_lane_idx is 'Which jobs of a lane are due, in order?';
 
 create unique index job_unique_key_idx on pgqueue.job (queue, unique_key)

@@ -292,6 +292,7 @@ begin
         if settings.paused then
             return;
         end if;
+        lease := coalesce(lease, settings.lease);
     end if;
 
     picks := pgqueue._pick(queue, kinds, coalesce(max_jobs, 1), moment);
@@ -307,7 +308,7 @@ begin
         attempt = j.attempt + 1,
         worker = claim.worker,
         claimed_at = moment,
-        lease_expires_at = moment + coalesce(claim.lease, settings.lease, '30 seconds')
+        lease_expires_at = moment + coalesce(claim.lease, '30 seconds')
     from unnest(picks) as p (place)
     where j.ctid = p.place
     returning j.*;

@@ -99,6 +99,14 @@ STATES = {
     "never analysed": ["fill"],
     "analysed empty": ["analyze", "fill"],
     "analysed when all was done": ["fill", "claim all", "analyze", "empty", "fill"],
+    "vacuumed when all was done": [
+        "fill",
+        "analyze",
+        "claim all",
+        "empty",
+        "vacuum",
+        "fill",
+    ],
     "analysed full": ["fill", "analyze"],
     "planned while small": ["fill few", "analyze", "claim few", "fill"],
 }
@@ -121,6 +129,7 @@ def test_no_statistics_make_a_claim_sort_or_scan(connect, state):
         ],
         "empty": lambda: db.execute("delete from pgqueue.job"),
         "analyze": lambda: db.execute("analyze"),
+        "vacuum": lambda: db.execute("vacuum analyze pgqueue.job"),
     }
     for step in STATES[state]:
         steps[step]()
@@ -158,6 +167,9 @@ def test_no_statistics_make_a_claim_sort_or_scan(connect, state):
     deletes = many.partition("CTE done")[2].partition("CTE logged")[0]
     assert "Index Scan using job_pkey" in deletes and "Index Cond: (id = ANY" in deletes
     assert not any(node in deletes for node in ("Join", "Nested Loop", "Sort"))
+    # Nor is a whole lane index read in search of ids.
+    lanes = [plan for plan in plans if "job_lane_idx" in plan]
+    assert all("Index Cond: ((hashtext(" in plan for plan in lanes)
     scans = [plan for plan in plans if "Seq Scan on job" in plan]
     assert not scans, scans[0]
 
