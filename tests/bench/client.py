@@ -147,6 +147,9 @@ def latency(system: System, size: Size) -> Samples:
     reset(system)
     began = time.monotonic()
     answer = system.run("latency", jobs=jobs)
+    if system.sql and system.sql.quiet:
+        with session(system.database) as conn:
+            conn.execute(system.sql.quiet)
     found = answer["ms"]
     sample = Sample(len(found), time.monotonic() - began, twice=answer["twice"])
     sample.more = percentiles(found)

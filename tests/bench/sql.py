@@ -39,7 +39,7 @@ def enqueue(system: System, size: Size) -> Samples:
             conn.execute(system.sql.notify)
         with slow_commits(conn):
             title = "commits of 2 ms, can notify, nobody waits"
-            samples[title] = add(system, seconds)
+            samples[title] = add(system, seconds, "latency")
         with session(system.database) as worker:
             if system.sql:
                 worker.execute(system.sql.idle)
@@ -62,14 +62,16 @@ def slow_commits(conn: Session) -> Iterator[None]:
         conn.execute("select pg_reload_conf()")
 
 
-def add(system: System, seconds: int) -> Sample:
+def add(system: System, seconds: int, kind: str = "noop") -> Sample:
+    """Enqueue; kind "latency" asks a client that does not always notify to do so."""
     reset(system)
     if system.sql:
         script = system.sql.enqueue + ";"
         return measure(partial(adds, system, script, seconds))
 
     def run() -> Sample:
-        answer = system.run("enqueue", limit=seconds, clients=CLIENTS)
+        how = {"kind": kind} if system.kind == "npm" else {}
+        answer = system.run("enqueue", limit=seconds, clients=CLIENTS, **how)
         return counted(answer["jobs"], answer["seconds"], depth(system))
 
     return measure(run)

@@ -116,7 +116,7 @@ def systems() -> list[System]:
             "here",
             "pip",
             ("psycopg[binary]", "uvloop"),
-            "the worker as it comes (concurrency 10); naps: 32",
+            "the worker as it comes (concurrency 10), uvloop; naps: 32",
             statements.PGQUEUE,
         ),
         System(

@@ -3,7 +3,7 @@
 // A driver gives `main` an object with
 //   depth, reset     SQL: the number of unfinished jobs; removal of all jobs
 //   install()        makes the schema in an empty database
-//   open(clients, kind)  a producer with that many connections, for the verb latency if kind
+//   open(clients, kind)  a producer with that many connections, one that notifies if kind
 //                    is "latency": {add(payload), addMany(payloads, priority), close()}; a larger
 //                    priority is more urgent, a payload has a number n
 //   work(options)    starts a worker, returns an async function that stops it after its
@@ -59,8 +59,8 @@ async function bulk(rival, { jobs, first = 0, priorities = 1, size = 0 }) {
 }
 
 /** Add jobs one by one for so many seconds. */
-async function enqueue(rival, { limit, clients = 8 }) {
-  const producer = await rival.open(clients);
+async function enqueue(rival, { limit, clients = 8, kind = "noop" }) {
+  const producer = await rival.open(clients, kind);
   let next = 0;
   const start = performance.now();
   const client = async () => {

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pgqueue
+import uvloop
 from pgqueue import loop, reporter
 
 from bench.rivals.connections import Pool, borrowed, pool, sql
@@ -56,6 +57,7 @@ class Pgqueue:
                 acknowledged()
             return answer
 
+        uvloop.install()  # for async handlers, as an application would
         exchange = loop.exchange
         loop.exchange = reporter.exchange = telling
         app = pgqueue.App()
