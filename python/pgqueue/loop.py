@@ -195,10 +195,7 @@ class Worker:
             tell_one_by_one(conn, reported)
             answer = exchange(conn, (), ask)
         self._failures = 0
-        for job in reported:
-            self._heart.held.discard(job)
-            if job.report.verb in ("fail", "release"):
-                self._turns.refresh()  # it may be due before we wake
+        self._reporter.let_go(reported)
         self._unreported = []
         self._hand_out(answer)
         return answer
@@ -268,8 +265,7 @@ class Worker:
 
     def _release_all(self, conn: database.Connection) -> None:
         """Report what is done and give back the rest; what runs on cannot complete."""
-        reported = set(map(id, self._unreported))
-        rest = [job for job in list(self._heart.held) if id(job) not in reported]
+        rest = list(self._heart.held.difference(self._unreported))
         self.gave_up = bool(rest)
         for job in rest:
             job.report = Report("release")

@@ -8,10 +8,12 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterable
 
 import psycopg
 
 from pgqueue import database
+from pgqueue.app import Job
 from pgqueue.desk import Desk
 from pgqueue.exchange import Ask, exchange, tell
 from pgqueue.heart import Heart
@@ -57,6 +59,13 @@ class Reporter:
         if self.is_there:
             self._thread.join(5)
 
+    def let_go(self, jobs: Iterable[Job]) -> None:
+        """Forget jobs that were reported, by whomever."""
+        for job in jobs:
+            self.heart.held.discard(job)
+            if job.report.verb in ("fail", "release"):
+                self.turns.refresh()  # it may be due before the loop wakes
+
     def _run(self) -> None:
         try:
             with contextlib.closing(database.connect(self.dsn)) as conn:
@@ -79,10 +88,7 @@ class Reporter:
             done.extendleft(jobs)
             raise
         tell(jobs, answer)
-        for job in jobs:
-            self.heart.held.discard(job)
-            if job.report.verb in ("fail", "release"):
-                self.turns.refresh()
+        self.let_go(jobs)
         if self.desk.is_waiting:
             self.desk.bell.ring()  # it may have been the last
         return len(jobs)
