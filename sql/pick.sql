@@ -16,7 +16,6 @@ create or replace function pgqueue._set_mark(
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
-    set enable_sort = on
 as $$
 declare
     -- An enqueue that commits within this time is never behind the mark.

@@ -230,7 +230,8 @@ create index run_finished_idx on pgqueue.run using brin (finished_at);
 comment on index pgqueue.run_finished_idx is 'What finished since then?';
 
 -- A queue needs no row here. The row with the empty name speaks for every queue, and a
--- null says nothing; what nobody says is in _settings().
+-- null says nothing; what nobody says is in _settings(). The hot functions read it only when
+-- pg_relation_size finds a page, which costs nothing to ask.
 create table pgqueue.queue (
     name text,
     paused boolean,

@@ -15,7 +15,7 @@ select is(
 );
 select ok(
     (select c.reloptions @> array['fillfactor=45'] from pg_class as c where c.oid = 'pgqueue.job'::regclass),
-    'half of each page of job is free for HOT updates'
+    'more than half of each page of job is free for HOT updates'
 );
 select is_empty(
     $$ select a.attname
