@@ -71,7 +71,7 @@ def emptied(system: System, jobs: int, size: Size, **how: Any) -> Sample:
 def drains(system: System, size: Size) -> Samples:
     """No-op jobs, enqueued in bulk: one worker process, and two."""
     jobs = size.jobs(100_000 // system.slow)
-    how = handlers(system, size)
+    how = noop(system, size)
     samples = {}
     for workers in (1, 2):
         reset(system)
@@ -81,24 +81,24 @@ def drains(system: System, size: Size) -> Samples:
     return samples
 
 
-def handlers(system: System, size: Size) -> dict[str, str]:
-    """For pgqueue, whose worker runs async and sync ones: the quicker, found out once."""
-    if system.name == "pgqueue" and not system.handlers:
+def noop(system: System, size: Size) -> dict[str, str]:
+    """For pgqueue, whose worker runs async and sync handlers: the quicker, found out once."""
+    if system.name == "pgqueue" and not system.noop:
         rates = {}
-        for kind in ("async", "sync"):
+        for kind in ("noop", "sync"):
             jobs = size.jobs(40_000)
             reset(system)
             system.run("bulk", jobs=jobs)
-            rates[kind] = emptied(system, jobs, size, handlers=kind).rate
-        system.handlers = max(rates, key=rates.__getitem__)
-        told = ", ".join(f"{kind} {rate:,.0f} jobs/s" for kind, rate in rates.items())
-        print(f"pgqueue's handlers: {told}; {system.handlers} from here on", flush=True)
-    return {"handlers": system.handlers} if system.handlers else {}
+            rates[kind] = emptied(system, jobs, size, kind=kind).rate
+        system.noop = max(rates, key=rates.__getitem__)
+        told = f"async {rates['noop']:,.0f} jobs/s, sync {rates['sync']:,.0f}"
+        print(f"pgqueue's handlers: {told}; the quicker from here on", flush=True)
+    return {"kind": system.noop} if system.noop else {}
 
 
 def ceiling(system: System, size: Size) -> Samples:
     """pgqueue's worker beside what its functions do: two pgbench clients, by 500."""
-    how = handlers(system, size)
+    how = noop(system, size)
     jobs = max(1, size.jobs(100_000) // 1000) * 1000
     script = system.sql.lifecycle(500) if system.sql else ""
     refill(system, jobs)
@@ -191,8 +191,8 @@ def held(system: System, size: Size) -> Samples:
 
     By claims of 50 in SQL, where there are such; else by a worker.
     """
-    in_sql = bool(system.sql and system.sql.take)
-    jobs = size.jobs(50_000 if in_sql else 20_000 // system.slow)
+    sql = system.sql if system.sql and system.sql.take else None
+    jobs = size.jobs(50_000 if sql else 20_000 // system.slow)
     samples: Samples = {}
     ledger = Ledger()
     reset(system)
@@ -202,17 +202,17 @@ def held(system: System, size: Size) -> Samples:
     ):
         holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         holder.execute("select 1")
-        by_sql = Drain(system, conn) if in_sql and system.sql else None
+        by_sql = Drain(system, conn) if sql else None
         for place in range(size.rounds(10)):
-            if by_sql and system.sql:
-                conn.execute(sized(system.sql.bulk, jobs))
+            if sql and by_sql:
+                conn.execute(sized(sql.bulk, jobs))
                 sample = measure(partial(by_sql.run, jobs, size.limit / 5))
             else:
                 system.run("bulk", jobs=jobs, first=place * jobs)
                 sample = drain(system, jobs, size.limit / 5, ledger)
                 sample.more = {}  # its waits are not those of claims
             samples[str(place + 1)] = sample
-    done = sum(s.jobs - s.twice * bool(by_sql) for s in samples.values())
+    done = sum(s.jobs for s in samples.values())
     sample.lost = max(0, len(samples) * jobs - done - depth(system))
     return samples
 

@@ -14,7 +14,7 @@ Session = psycopg.Connection[tuple[Any, ...]]
 
 @dataclass
 class Sample:
-    """One run: how many jobs it did, in what time, at what cost, and what went wrong.
+    """One run: how many different jobs it did, in what time, at what cost, and what went wrong.
 
     lost jobs were neither handled nor are they still there; twice counts handlings after
     a job's first. A run that was cut short did what `jobs` says. Of `more`, each workload

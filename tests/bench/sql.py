@@ -178,7 +178,7 @@ def beat(over: threading.Event, extend: Callable[[], object]) -> None:
 
 def found_lost(sample: Sample, jobs: int, left: int) -> Sample:
     """Note what of so many jobs was neither done nor is left."""
-    sample.lost = max(0, jobs - (sample.jobs - sample.twice) - left)
+    sample.lost = max(0, jobs - sample.jobs - left)
     return sample
 
 

@@ -15,8 +15,8 @@ class Statements:
     are due tomorrow, at a higher priority where there is such a thing. lifecycle(batch) is
     a pgbench script that takes a batch and finishes it, in two transactions, for one of
     `batches`; take, of {n}, and finish do the same for a client: take returns rows whose
-    columns, as arrays, are what finish is given, and extend the heartbeat. scattered,
-    sweep and make_queues are enqueue, take and preparation for a thousand queues. notify
+    columns, as arrays, are what finish is given, and extend, the heartbeat. copy reads
+    payloads; expired counts the leases that ran out, where there is a log of them. notify
     and quiet switch the notification of workers on and off, where that is not the
     system's own affair; idle is what the session of an idle worker says to be notified.
     """

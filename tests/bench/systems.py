@@ -41,7 +41,7 @@ class System:
     configuration: str
     sql: Statements | None = None
     slow: int = 1
-    handlers: str = ""  # "async" or "sync", once one has proved to be quicker
+    noop: str = ""  # the kind "noop" or "sync", once one has proved to be quicker
     command: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 

@@ -61,7 +61,6 @@ class ChancyDriver:
         "select count(*) from chancy_jobs where state not in ('succeeded', 'failed')"
     )
     reset = "truncate chancy_jobs"
-    handlers = "async"
     sql = staticmethod(sql)
 
     async def install(self) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import psycopg
 
@@ -40,3 +40,22 @@ async def borrowed(connections: Pool) -> AsyncIterator[psycopg.AsyncConnection]:
     conn = await connections.get()
     yield conn
     connections.put_nowait(conn)
+
+
+class Borrower:
+    """A producer that borrows a connection for each call."""
+
+    def __init__(self, connections: Pool) -> None:
+        self.connections = connections
+
+
+class Pooled:
+    """What drivers share whose producer is a Borrower."""
+
+    producer: ClassVar[type[Borrower]]
+    sql = staticmethod(sql)
+
+    @asynccontextmanager
+    async def open(self, clients: int) -> AsyncIterator[Borrower]:
+        async with pool(clients) as connections:
+            yield self.producer(connections)

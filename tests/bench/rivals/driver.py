@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 BULK = 5000  # jobs per bulk call
 IDLE = 2.0  # seconds without a job after which a drain is over
 
-Kind = Literal["noop", "nap", "latency"]
+Kind = Literal["noop", "sync", "nap", "latency"]  # sync: noop, without async
 Handle = Callable[[int], Coroutine[Any, Any, None]]
 Answer = dict[str, Any]
 Payload = dict[str, Any]
@@ -32,14 +32,10 @@ class Producer(Protocol):
 
 
 class Driver(Protocol):
-    """One rival; depth and reset are SQL: the unfinished jobs, and to remove all jobs.
-
-    handlers is "async" or "sync", for those who run both.
-    """
+    """One rival; depth and reset are SQL: the unfinished jobs, and to remove all jobs."""
 
     depth: str
     reset: str
-    handlers: str
 
     async def sql(self, statement: str) -> Any:
         """Run a statement; the first value, if it has one."""
@@ -117,14 +113,13 @@ async def drain(
     jobs: int,
     limit: float,
     nap: tuple[float, float] | None = None,
-    handlers: str = "async",
+    kind: Kind = "noop",
 ) -> Answer:
     """Work until so many jobs ran here, nothing comes any more, or time is up.
 
     seen is a bit for each number, in hexadecimal bytes, the lowest first; waits are the
     percentiles 50 and 99 of the seconds until a job began, from the worker's start.
     """
-    driver.handlers = handlers
     seen = bytearray()
     waits: list[float] = []
     twice = 0
@@ -150,7 +145,7 @@ async def drain(
         last = time.monotonic()
 
     cut = False
-    async with driver.work("nap" if nap else "noop", handle, acknowledged):
+    async with driver.work("nap" if nap else kind, handle, acknowledged):
         while len(waits) < jobs and not cut:
             await asyncio.sleep(0.01)
             cut = time.monotonic() - start > limit

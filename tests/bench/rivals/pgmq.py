@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib import resources
 
-from bench.rivals.connections import Pool, borrowed, connect, pool, sql
+from bench.rivals.connections import Borrower, Pooled, borrowed, connect, sql
 from bench.rivals.driver import Handle, Kind, Payload, main
 
 NAPS = 32
@@ -22,10 +22,7 @@ SEND = "select pgmq.send('bench', %s::jsonb)"
 SEND_BATCH = "select pgmq.send_batch('bench', %s::text[]::jsonb[])"
 
 
-class Producer:
-    def __init__(self, connections: Pool) -> None:
-        self.connections = connections
-
+class Producer(Borrower):
     async def add(self, payload: Payload) -> None:
         async with borrowed(self.connections) as conn:
             await conn.execute(SEND, (json.dumps(payload),))
@@ -36,21 +33,15 @@ class Producer:
             await conn.execute(SEND_BATCH, ([json.dumps(each) for each in payloads],))
 
 
-class Pgmq:
+class Pgmq(Pooled):
+    producer = Producer
     depth = "select count(*) from pgmq.q_bench"
     reset = "truncate pgmq.q_bench"
-    handlers = "async"
-    sql = staticmethod(sql)
 
     async def install(self) -> None:
         await sql("create schema if not exists pgmq")
         await sql(resources.files("pgmq").joinpath("sql/pgmq.sql").read_text())
         await sql("select pgmq.create('bench')")
-
-    @asynccontextmanager
-    async def open(self, clients: int) -> AsyncIterator[Producer]:
-        async with pool(clients) as connections:
-            yield Producer(connections)
 
     @asynccontextmanager
     async def work(

@@ -1,6 +1,7 @@
 """pgqueue itself: the worker of `python -m pgqueue.worker` with its defaults; naps 32 at a time.
 
-Its handlers are async or, if that is what the verb drain is told, sync. Producers: the client on a pool of psycopg connections; bulk with lists of 5,000.
+Its handlers are async, for the kind "sync" sync. Producers: the client on a pool of psycopg
+connections; bulk with lists of 5,000.
 """
 
 import asyncio
@@ -14,16 +15,13 @@ import pgqueue
 import uvloop
 from pgqueue import loop, reporter
 
-from bench.rivals.connections import Pool, borrowed, pool, sql
+from bench.rivals.connections import Borrower, Pooled, borrowed, sql
 from bench.rivals.driver import Handle, Kind, Payload, main
 
 NAPS = 32
 
 
-class Producer:
-    def __init__(self, connections: Pool) -> None:
-        self.connections = connections
-
+class Producer(Borrower):
     async def add(self, payload: Payload) -> None:
         async with borrowed(self.connections) as conn:
             await pgqueue.enqueue(conn, "bench", payload)
@@ -33,19 +31,13 @@ class Producer:
             await pgqueue.enqueue_many(conn, "bench", payloads, priority=priority)
 
 
-class Pgqueue:
+class Pgqueue(Pooled):
+    producer = Producer
     depth = "select count(*) from pgqueue.job"
     reset = "truncate pgqueue.job, pgqueue.run"
-    handlers = "async"
-    sql = staticmethod(sql)
 
     async def install(self) -> None:
         await sql("create extension pgqueue")
-
-    @asynccontextmanager
-    async def open(self, clients: int) -> AsyncIterator[Producer]:
-        async with pool(clients) as connections:
-            yield Producer(connections)
 
     @asynccontextmanager
     async def work(
@@ -71,7 +63,7 @@ class Pgqueue:
             with lock, contextlib.suppress(StopIteration):
                 handle(n).send(None)
 
-        app.job("bench")(run if self.handlers == "async" else run_in_thread)
+        app.job("bench")(run_in_thread if kind == "sync" else run)
         concurrency = NAPS if kind == "nap" else 10
         worker = loop.Worker(app, {"bench": 1}, concurrency=concurrency)
         thread = threading.Thread(target=worker.run)

@@ -44,7 +44,6 @@ class Producer:
 class Pgqueuer:
     depth = "select count(*) from pgqueuer where status in ('queued', 'picked')"
     reset = "truncate pgqueuer, pgqueuer_log, pgqueuer_statistics"
-    handlers = "async"
 
     async def sql(self, statement: str) -> Any:
         connection = await asyncpg.connect()

@@ -47,7 +47,6 @@ def new_app(connections: int, handle: Handle | None = None) -> tuple[App, Task]:
 class Procrastinate:
     depth = "select count(*) from procrastinate_jobs where status in ('todo', 'doing')"
     reset = "truncate procrastinate_jobs, procrastinate_events, procrastinate_periodic_defers"
-    handlers = "async"
     sql = staticmethod(sql)
 
     async def install(self) -> None:
