@@ -25,6 +25,7 @@ from pgqueue.desk import COMPLETED, DONE, NO_CONNECTION, Desk, judge
 log = logging.getLogger("pgqueue")
 
 COMPLETE = "select pgqueue.complete(%s, %s, %s::jsonb)"
+UNLIMITED = contextlib.nullcontext()
 
 
 class Threads:
@@ -201,7 +202,7 @@ class Tasks:
         job.task = asyncio.current_task()
         try:
             begin(job)
-            async with asyncio.timeout(job.handler.timeout):
+            async with _limit(job.handler.timeout):
                 if job.handler.transaction:
                     return await transact(job)
                 result = to_json(await job.handler(job), "result")
@@ -245,6 +246,11 @@ class _AsyncTransact:
         self.stack.push_async_callback(self.conn.close)
         await transaction.enter_async_context(self.conn.transaction())
         return self.conn
+
+
+def _limit(seconds: float | None) -> contextlib.AbstractAsyncContextManager[object]:
+    # A timeout that never comes is a fifth of what a quick async job costs here.
+    return UNLIMITED if seconds is None else asyncio.timeout(seconds)
 
 
 def watch(desk: Desk, threads: Threads, tasks: Tasks, is_over: threading.Event) -> None:

@@ -140,7 +140,7 @@ class Worker:
             if self.stops > 1 or time.monotonic() > self._stop_by:
                 self._release_all(conn)
                 return
-            want = 0 if self.stops else self._pace.want(self._count_unfinished())
+            want = 0 if self.stops else self._want()
             if want > 0 and (queue := self._turns.next()) is not None:
                 answer = self._exchange(conn, self._ask(), queue, want)
                 if len(answer.jobs) < want:
@@ -234,9 +234,10 @@ class Worker:
                 "no handler for the kind %r of job %s: put off", job.kind, job.id
             )
 
-    def _count_unfinished(self) -> int:
+    def _want(self) -> int:
         lanes = len(self._threads) + len(self._tasks)
-        return len(self._claimed) + lanes + len(self._desk.running)
+        held = len(self._claimed) + lanes + len(self._desk.running)
+        return self._pace.want(held, len(self._desk.done))
 
     def _collect(self) -> None:
         """Take what is done, and take back what nobody here will begin soon."""
@@ -317,7 +318,7 @@ class Worker:
         if self._turns.is_settled:
             self._idle_at = time.monotonic()
         self._desk.is_waiting = False
-        if is_busy and self._pace.is_quick:
+        if self._pace.is_quick and (is_busy or self._desk.done):
             time.sleep(GATHER)
 
     def _wait_out(self, seconds: float) -> None:

@@ -36,12 +36,18 @@ class Pace:
         if self.left is not None:
             self.left -= jobs
 
-    def want(self, held: int) -> int:
-        """Say how many jobs to claim: for the free slots, and a little ahead."""
+    def want(self, held: int, done: int) -> int:
+        """Say how many jobs to claim: for the free slots, and a little ahead.
+
+        None while so many are done and not reported that reports have fallen behind.
+        """
+        if done > max(self.batch, self.concurrency):
+            return 0
         ahead = min(self.batch, int(self.rate * AHEAD))
         want = min(self.concurrency + ahead - held, MOST)
-        if held >= self.concurrency and want < ahead // 2:
-            return 0  # in larger bites
-        # Half of it is claimed while the other half runs.
-        want = min(want, max(self.concurrency, ahead // 2 + 1))
+        # In bites of a third: one is claimed while another runs and a third is there.
+        bite = ahead // 3
+        if held >= self.concurrency and want < bite:
+            return 0
+        want = min(want, max(self.concurrency, bite + 1))
         return want if self.left is None else min(want, self.left)

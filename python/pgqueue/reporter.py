@@ -23,7 +23,6 @@ from pgqueue.turns import Turns
 log = logging.getLogger("pgqueue")
 
 GATHER = 0.003  # seconds for which a busy worker lets reports gather
-MOST = 1000  # reports in one exchange
 
 
 class Reporter:
@@ -78,7 +77,7 @@ class Reporter:
 
     def _report(self, conn: database.Connection) -> int:
         done = self.desk.done
-        jobs = [done.popleft() for _ in range(min(len(done), MOST))]
+        jobs = [done.popleft() for _ in range(len(done))]
         self.pace.count(len(jobs))
         if not jobs:
             return 0

@@ -169,6 +169,25 @@ def test_slow_handlers_hoard_nothing(db, workers) -> None:
     assert outcomes(db) == {"completed": 600}
 
 
+def test_jobs_are_not_claimed_faster_than_they_can_be_reported(
+    db, workers, connect
+) -> None:
+    pgqueue.enqueue_many(db, QUEUE, [None] * 30_000, kind="noop")
+    workers.start("--batch", "200", "--lease", "1")
+    wait_until(lambda: one(db, "select count(*) from pgqueue.run") > 5000)
+    other = connect()
+    with other.transaction():
+        other.execute("lock table pgqueue.run in exclusive mode")  # no completion
+        held = "select count(*) from pgqueue.job where token is not null"
+        second_heartbeat = (
+            f"{held} and lease_expires_at > claimed_at + interval '1.5 s'"
+        )
+        wait_until(lambda: one(db, second_heartbeat) > 0)
+        assert one(db, held) < 1000
+    wait_until(lambda: is_empty(db))
+    assert outcomes(db) == {"completed": 30_000}
+
+
 def test_sigterm_drains_and_gives_back_what_has_not_begun(db, workers) -> None:
     ids = pgqueue.enqueue_many(db, QUEUE, [None] * 10, kind="hold")
     worker = workers.start("--concurrency", "2")
