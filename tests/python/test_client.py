@@ -241,9 +241,39 @@ def test_json_round_trips(db) -> None:
         job = pgqueue.enqueue(db, "emails", value)
         found = one(db, "select payload from pgqueue.job where id = %s", job)
         assert found == ({"a": [1, 2]} if value == {"a": (1, 2)} else value)
+        [job] = pgqueue.enqueue_many(db, "emails", [value])
+        assert one(db, "select payload from pgqueue.job where id = %s", job) == found
     job = pgqueue.enqueue(db, "emails", {"who": Person("ada"), "model": Model()})
     found = one(db, "select payload from pgqueue.job where id = %s", job)
     assert found == {"who": {"name": "ada"}, "model": {"mode": "json"}}
+
+
+def test_keys_of_many_jobs_arrive_as_they_are(db) -> None:
+    keys = [
+        "a b",
+        " ",
+        '"',
+        "\\",
+        '\\"',
+        "{",
+        "}",
+        ",",
+        "NULL",
+        "null",
+        "%s",
+        "ü\n\t",
+        None,
+    ]
+    pgqueue.enqueue_many(
+        db, "emails", [None] * len(keys), unique_keys=keys, group_keys=keys
+    )
+    query = "select {} from pgqueue.job order by id"
+    assert column(db, query.format("unique_key")) == keys
+    assert column(db, query.format("group_key")) == keys
+    with pytest.raises(TypeError, match="a key is a str or None, not int"):
+        pgqueue.enqueue_many(db, "emails", [None], unique_keys=[5])
+    with pytest.raises(psycopg.DataError):
+        pgqueue.enqueue_many(db, "emails", [None], unique_keys=["\0"])
 
 
 CIRCLE: list = []
