@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import psycopg
@@ -127,7 +128,7 @@ def _statements(
     results: list[Job] = []
     failed: list[Job] = []
     released: defaultdict[Any, list[Job]] = defaultdict(list)
-    for job in sorted(jobs, key=lambda job: job.id):
+    for job in sorted(jobs, key=attrgetter("id")):
         report = job.report
         if report.verb == "complete":
             (plain if report.text is None else results).append(job)

@@ -49,9 +49,10 @@ class Heart:
 
     def hold(self, jobs: Iterable[Job], since: float) -> None:
         """Take in what was claimed at a moment of the monotonic clock."""
+        extend = self.extend
         for job in jobs:
             job.expires = since + job.lease
-            job.extender = self.extend
+            job.extender = extend
             self.held.add(job)
             if job.lease < self.lease:
                 self.lease = job.lease
