@@ -228,8 +228,7 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def begin(job: Job) -> None:
-    """Decode what the handler will see, in its own thread, and start its clock."""
-    job.started = time.monotonic()
+    """Decode what the handler will see, in its own thread, and set its deadline."""
     job.payload, _ = _decode(job.payload)
     if job.headers is not None:
         job.headers, _ = _decode(job.headers)

@@ -49,11 +49,12 @@ class Desk:
         self.is_waiting = False
         self.bell = bell
 
-    def start(self, job: Job) -> bool:
-        """Note that a handler begins, unless the lease is over already."""
-        if job.lost:
+    def start(self, job: Job, now: float) -> bool:
+        """Note that a handler begins now, unless the lease is over already."""
+        if now >= job.expires:
             self._put(job, LOST)
             return False
+        job.started = now  # before watch sees it running
         self.running.add(job)
         return True
 

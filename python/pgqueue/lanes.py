@@ -72,8 +72,8 @@ class Threads:
         with contextlib.ExitStack() as connection:
             transact = _Transact(self.dsn, connection)
             while (job := self.todo.get()) is not None:
-                self.pulled_at = time.monotonic()
-                if desk.start(job) and not desk.finish(
+                self.pulled_at = now = time.monotonic()
+                if desk.start(job, now) and not desk.finish(
                     job, self._attempt(job, transact)
                 ):
                     return  # timed out: another thread has this one's place
@@ -190,12 +190,12 @@ class Tasks:
                     continue
                 if (job := self.todo.popleft()) is None:
                     return
-                self.pulled_at = time.monotonic()
+                self.pulled_at = now = time.monotonic()
                 # Handlers that never await must not keep the loop from its own work.
-                if self.pulled_at > breath + 0.005:
+                if now > breath + 0.005:
                     await asyncio.sleep(0)
-                    breath = time.monotonic()
-                if self.desk.start(job):
+                    breath = now = time.monotonic()
+                if self.desk.start(job, now):
                     self.desk.finish(job, await self._attempt(job, transact))
 
     async def _attempt(self, job: Job, transact: "_AsyncTransact") -> Report:

@@ -2,12 +2,15 @@
 
 import os
 import signal
+import threading
 import time
 
 import pgqueue
 import pytest
 from conftest import column, one
-from worker_app import BAD, UNSTORABLE
+from pgqueue import lanes
+from pgqueue.desk import Bell, Desk
+from worker_app import BAD, UNSTORABLE, app
 from worker_harness import QUEUE, is_empty, outcomes, wait_until
 
 pytest_plugins = ["worker_harness"]
@@ -115,6 +118,19 @@ def test_a_handler_that_runs_too_long_is_failed_and_its_place_is_free(
     assert column(db, "select id from pgqueue.jobs") == [late]
     error = one(db, "select last_error from pgqueue.jobs")
     assert "timed out" in error or "TimeoutError" in error
+
+
+def test_the_clock_of_a_job_runs_before_anyone_sees_it_run() -> None:
+    desk = Desk(Bell())
+    row = (1, 1, "slow", QUEUE, 1, 20, "{}", None, 30.0)
+    job = pgqueue.Job(*row)
+    job.handler = app.handlers["slow"]  # fails after half a second
+    assert desk.start(job, time.monotonic())
+    rounds = iter((False, True))
+    over = threading.Event()
+    over.wait = lambda timeout=None: next(rounds)  # look around once
+    lanes.watch(desk, lanes.Threads(desk, "", 1), lanes.Tasks(desk, "", 1), over)
+    assert desk.running == {job}
 
 
 def test_cancelling_reaches_running_handlers_of_both_sorts(db, workers) -> None:
