@@ -133,7 +133,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--batch",
         help="most jobs to hold ahead of quick handlers",
         default=1000,
-        type=int,
+        type=count,
     )
     add(
         "--lease",
@@ -187,6 +187,12 @@ def weights(text: str) -> dict[str, int]:
         is_weighted = name and weight.isdecimal() and int(weight) > 0
         found.update({name: int(weight)} if is_weighted else {item: 1})
     return found
+
+
+def count(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise ValueError
+    return number
 
 
 def positive(text: str) -> int:

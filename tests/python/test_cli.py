@@ -87,6 +87,7 @@ def test_json_lines_name_the_job(run, db) -> None:
         (["--app", "worker_app:nothing"], 2),
         (["--app", "worker_app:note"], 2),
         (["--app", "worker_app", "--concurrency", "0"], 2),
+        (["--app", "worker_app", "--batch", "-1"], 2),
         (["--app", "worker_app", "--lease", "nan"], 2),
         (["--app", "worker_app", "--log-level", "loud"], 2),
         (["--app", "worker_app", "--dsn", "nonsense"], 2),
