@@ -14,6 +14,7 @@ from bench.statements import Statements
 from bench.systems import System
 
 CLIENTS = 8
+MOST = 1_000_000  # jobs in one call, whose array must stay below 1 GB
 
 
 def statements(system: System) -> Statements:
@@ -81,7 +82,8 @@ def refill(system: System, jobs: int) -> None:
     """Leave so many jobs there, and the planner's statistics of them."""
     reset(system)
     with session(system.database) as conn:
-        conn.execute(sized(statements(system).bulk, jobs))
+        for place in range(0, jobs, MOST):
+            conn.execute(sized(statements(system).bulk, min(MOST, jobs - place)))
         conn.execute("vacuum analyze")
 
 
