@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from operator import attrgetter
 from typing import Any
 
 import psycopg
 
 from pgqueue.app import Job, Report
-from pgqueue.client import LeaseLost
+from pgqueue.client import LeaseLost, to_array
 from pgqueue.database import OUTAGE, Connection, transaction
 
 log = logging.getLogger("pgqueue")
@@ -128,7 +127,7 @@ def _statements(
     results: list[Job] = []
     failed: list[Job] = []
     released: defaultdict[Any, list[Job]] = defaultdict(list)
-    for job in sorted(jobs, key=attrgetter("id")):
+    for job in sorted(jobs, key=lambda job: job.id):
         report = job.report
         if report.verb == "complete":
             (plain if report.text is None else results).append(job)
@@ -141,12 +140,12 @@ def _statements(
     if plain:
         calls.append((COMPLETE_MANY, _names(plain), plain))
     if results:
-        texts = [job.report.text for job in results]
+        texts = to_array(job.report.text for job in results)
         calls.append((COMPLETE, (*_names(results), texts), results))
     if failed:
         reports = [job.report for job in failed]
-        errors, afters = [r.text for r in reports], [r.after for r in reports]
-        permanent = [r.permanent for r in reports]
+        errors = to_array(r.text for r in reports)
+        afters, permanent = [r.after for r in reports], [r.permanent for r in reports]
         calls.append((FAIL, (*_names(failed), errors, afters, permanent), failed))
     for until, group in released.items():
         release = RELEASE_IN if isinstance(until, timedelta) else RELEASE_AT
