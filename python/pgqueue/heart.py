@@ -49,10 +49,9 @@ class Heart:
 
     def hold(self, jobs: Iterable[Job], since: float) -> None:
         """Take in what was claimed at a moment of the monotonic clock."""
-        extend = self.extend
         for job in jobs:
             job.expires = since + job.lease
-            job.extender = extend
+            job.extender = self.extend
             self.held.add(job)
             if job.lease < self.lease:
                 self.lease = job.lease

@@ -236,8 +236,8 @@ class Worker:
 
     def _want(self) -> int:
         lanes = len(self._threads) + len(self._tasks)
-        held = len(self._claimed) + lanes + len(self._desk.running)
-        return self._pace.want(held, len(self._desk.done))
+        unfinished = len(self._claimed) + lanes + len(self._desk.running)
+        return self._pace.want(unfinished, len(self._desk.done))
 
     def _collect(self) -> None:
         """Take what is done, and take back what nobody here will begin soon."""

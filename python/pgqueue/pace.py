@@ -36,7 +36,7 @@ class Pace:
         if self.left is not None:
             self.left -= jobs
 
-    def want(self, held: int, done: int) -> int:
+    def want(self, unfinished: int, done: int) -> int:
         """Say how many jobs to claim: for the free slots, and a little ahead.
 
         None while so many are done and not reported that reports have fallen behind.
@@ -44,10 +44,10 @@ class Pace:
         if done > max(self.batch, self.concurrency):
             return 0
         ahead = min(self.batch, int(self.rate * AHEAD))
-        want = min(self.concurrency + ahead - held, MOST)
+        want = min(self.concurrency + ahead - unfinished, MOST)
         # In bites of a third: one is claimed while another runs and a third is there.
         bite = ahead // 3
-        if held >= self.concurrency and want < bite:
+        if unfinished >= self.concurrency and want < bite:
             return 0
         want = min(want, max(self.concurrency, bite + 1))
         return want if self.left is None else min(want, self.left)
