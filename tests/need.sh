@@ -35,6 +35,8 @@ if [ "$what" = test ]; then
     [ -e "$extension/pgtap.control" ] || need "postgresql-${version:-NN}-pgtap"
     [ -e "$extension/plpgsql_check.control" ] || need "postgresql-${version:-NN}-plpgsql-check"
     command -v pg_prove >/dev/null || need libtap-parser-sourcehandler-pgtap-perl
+    # For the test that cuts a link, which is skipped for anyone but root.
+    [ "$(id -u)" != 0 ] || command -v ip >/dev/null || need iproute2
 fi
 
 [ -n "$missing" ] || exit 0

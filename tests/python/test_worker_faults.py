@@ -7,6 +7,7 @@ makes them as long as the requirements say.
 import contextlib
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -323,30 +324,40 @@ def test_behind_pgbouncer_in_transaction_mode_it_polls(
 
 
 @pytest.fixture
-def link(db) -> Iterator[tuple[str, str]]:
-    """A network namespace, and the address of this side of the link to it."""
-    name, near, far = "pgqueue-test", "pgq-near", "pgq-far"
+def link() -> Iterator[tuple[str, str, str]]:
+    """A network namespace, this side's end of the link to it, and its address.
+
+    Named at random: another run may go on beside this one.
+    """
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a network namespace")
+    if shutil.which("ip") is None:
+        pytest.skip("there is no ip to make a network namespace with (iproute2)")
+    tag = secrets.token_hex(3)
+    name, near, far = f"pgqueue-{tag}", f"pgq-near-{tag}", f"pgq-far-{tag}"
+    net = f"10.213.{random.randrange(256)}"
     script = (
         f"ip netns add {name} && ip link add {near} type veth peer name {far} netns {name}"
-        f" && ip addr add 10.213.77.1/30 dev {near} && ip link set {near} up"
-        f" && ip -n {name} addr add 10.213.77.2/30 dev {far} && ip -n {name} link set {far} up"
+        f" && ip addr add {net}.1/30 dev {near} && ip link set {near} up"
+        f" && ip -n {name} addr add {net}.2/30 dev {far} && ip -n {name} link set {far} up"
+        f" && ip netns exec {name} true"
     )
     made = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
     try:
         if made.returncode:
             pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
-        yield name, "10.213.77.1"
+        yield name, near, f"{net}.1"
     finally:
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
         subprocess.run(["ip", "link", "del", near], capture_output=True)
 
 
 def test_a_cut_link_is_noticed_and_outlived(link, say) -> None:
-    name, address = link
+    name, near, address = link
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Cluster(settings={"listen_addresses": "*"}))
         with (server.data / "pg_hba.conf").open("a") as hba:
-            hba.write("host all all 10.213.77.0/30 trust\n")
+            hba.write(f"host all all {address}/30 trust\n")
         server.restart()
         workers = stack.enter_context(workers_on(where(server)))
         db = stack.enter_context(psycopg.connect(where(server), autocommit=True))
@@ -360,12 +371,12 @@ def test_a_cut_link_is_noticed_and_outlived(link, say) -> None:
         held = pgqueue.enqueue(db, QUEUE, kind="ahold")
         wait_until(lambda: workers.notes("began")[held])
         cut = time.monotonic()
-        subprocess.run(["ip", "link", "set", "pgq-near", "down"], check=True)
+        subprocess.run(["ip", "link", "set", near, "down"], check=True)
         wait_until(lambda: workers.notes("cancelled")[held], 10)
         fenced = time.monotonic() - cut
         wait_until(lambda: "no server" in workers.log(), 20)
         noticed = time.monotonic() - cut
-        subprocess.run(["ip", "link", "set", "pgq-near", "up"], check=True)
+        subprocess.run(["ip", "link", "set", near, "up"], check=True)
         ids += enqueue_all(db, 40)
         workers.let_go()
         wait_until(lambda: is_empty(db), 60)
