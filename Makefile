@@ -25,7 +25,7 @@ CLUSTER  = $(VENV)/python tests/cluster.py
 CONFIG   = python/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench matrix lint plain all install uninstall installcheck clean
+.PHONY: help demo test bench matrix bare lint plain all install uninstall installcheck clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +58,9 @@ matrix: all ## the SQL tests and the races on Postgres 14 to 18
 	        '$(MAKE) -s installcheck && $(VENV)/pytest -c $(CONFIG) --rootdir . tests/python/test_races.py' \
 	    || exit 1; \
 	done
+
+bare: ## demo and test in a Debian with only python3, venv, make and git (ARGS=trixie)
+	@sh tests/bare $(ARGS)
 
 lint: all plain .venv/dev ## ruff, mypy, pgspot
 	$(VENV)/ruff check --config $(CONFIG) python tests
