@@ -12,11 +12,12 @@ as $$
     from unnest(case _grants.kind
         when 'producer' then array['enqueue', 'enqueue_many', 'version']
         when 'worker' then array[
-            'claim', 'extend', 'complete', 'complete_many', 'fail', 'release',
-            'reap', 'maintain', 'park', 'unpark', 'next_due', 'version'
+            'claim', 'claim_from', 'extend', 'complete', 'complete_many', 'fail', 'release',
+            'finish', 'reap', 'maintain', 'rest', 'version'
         ]
         when 'operator' then array[
-            'cancel', 'redrive', 'redrive_job', 'discard', 'purge', 'pause', 'resume',
+            'cancel', 'cancel_many', 'redrive', 'redrive_job', 'discard', 'discard_many',
+            'purge', 'pause', 'resume',
             'run_now', 'reprioritize', 'configure', 'reap', 'maintain', 'version'
         ]
         when 'reader' then array['version']
@@ -63,6 +64,18 @@ begin
             execute format('revoke select on pgqueue.%I from %I', change.object, role);
         end if;
     end loop;
+    -- Who may do nothing any more shall not see the schema either.
+    if not is_granted and not exists (
+        select from (
+            select p.proacl from pg_proc as p where p.pronamespace = 'pgqueue'::regnamespace
+            union all
+            select c.relacl from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
+        ) as o (acl)
+        cross join lateral aclexplode(o.acl) as a
+        where a.grantee = format('%I', role)::regrole
+    ) then
+        execute format('revoke usage on schema pgqueue from %I', role);
+    end if;
 end;
 $$;
 
@@ -101,4 +114,3 @@ revoke all on schema pgqueue from public;
 revoke all on all tables in schema pgqueue from public;
 revoke all on all sequences in schema pgqueue from public;
 revoke all on all routines in schema pgqueue from public;
-revoke all on type pgqueue._mark from public;

@@ -60,6 +60,47 @@ $$;
 comment on function pgqueue._refuse_run_at(timestamptz) is
 'Raises 22023 for a run_at that is infinite or absurd.';
 
+create or replace function pgqueue._check_priority(priority int)
+    returns void
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if priority not between -100 and 100 then
+        perform pgqueue._refuse(
+            'priority must be -100 to 100',
+            format('It is %s.', priority),
+            'Larger runs first; the default is 0. Use run_at or another queue for finer orders.'
+        );
+    end if;
+end;
+$$;
+
+comment on function pgqueue._check_priority(int) is 'Raises 22023 for a priority out of range; null passes.';
+
+create or replace function pgqueue._check_queues(queues text[])
+    returns void
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if coalesce(cardinality(queues), 0) = 0 or array_ndims(queues) > 1 then
+        perform pgqueue._refuse(
+            'queues must be an array of one or more names',
+            coalesce(format('It has %s dimensions.', array_ndims(queues)), 'It is null or empty.'),
+            'Write array[''emails''].'
+        );
+    end if;
+    perform pgqueue._refuse_name('every queue', q.name)
+    from unnest(queues) as q (name)
+    where (octet_length(q.name) between 1 and 200) is not true;
+end;
+$$;
+
+comment on function pgqueue._check_queues(text[]) is 'Raises 22023 for an array that does not name queues.';
+
 create or replace function pgqueue._settings(queue text)
     returns pgqueue.queue
     language plpgsql

@@ -15,16 +15,19 @@ create or replace function pgqueue._on_duplicate(
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
+    set enable_tidscan = on
 as $$
 declare
-    present pgqueue.job;
+    moment timestamptz := clock_timestamp();
+    present record;
+    picks tid[];
+    lane int;
 begin
-    select j.* into present
+    select j.id, j.lease_expires_at into present
     from pgqueue.job as j
     where j.queue = _on_duplicate.queue and j.unique_key = _on_duplicate.unique_key;
-
-    if not found or on_duplicate = 'skip' then
-        return present.id;
+    if not found then
+        return null;
     end if;
 
     if on_duplicate = 'error' then
@@ -33,29 +36,48 @@ begin
             message = 'a job with this unique_key already waits or runs',
             detail = format('It is job %s.', present.id),
             hint = 'Choose another on_duplicate to get its id instead of this error.';
+    elsif present.lease_expires_at <= moment then
+        -- Its worker is dead, and so is perhaps the job: end that attempt, and look again.
+        picks := array(
+            select j.ctid from pgqueue.job as j where j.id = present.id for update skip locked
+        );
+        if pgqueue._expire(picks, moment) > 0 then
+            perform pgqueue._wake(queue);
+            return null;
+        end if;
+    elsif present.lease_expires_at is null and on_duplicate <> 'skip' then
+        update pgqueue.job as j
+        set payload = case when on_duplicate = 'replace' then _on_duplicate.payload else j.payload end,
+            priority = case when on_duplicate = 'replace' then _on_duplicate.priority else j.priority end,
+            run_at = case
+                when on_duplicate = 'replace' then _on_duplicate.run_at
+                else greatest(j.run_at, _on_duplicate.run_at)
+            end
+        where j.id = present.id and j.lease_expires_at is null
+        returning j.id, j.priority into present.id, lane;
+        perform pgqueue._reopen_lane(queue, lane);
+        -- Null when the job was claimed, or ended, while the update waited for it.
+        return present.id;
     end if;
 
     -- A job that runs keeps what its worker has read.
-    update pgqueue.job as j
-    set payload = case when on_duplicate = 'replace' then _on_duplicate.payload else j.payload end,
-        priority = case when on_duplicate = 'replace' then _on_duplicate.priority else j.priority end,
-        run_at = case
-            when on_duplicate = 'replace' then _on_duplicate.run_at
-            else greatest(j.run_at, _on_duplicate.run_at)
-        end
-    where j.id = present.id and j.lease_expires_at is null;
-
-    -- Null when the job ended while the update waited for it.
-    return (select j.id from pgqueue.job as j where j.id = present.id);
+    if present.lease_expires_at is not null then
+        raise notice using
+            message = format('job %s with this unique_key is running and stays as it is', present.id),
+            detail = 'Nothing was enqueued, and nothing replaced.',
+            hint = 'To run once more after it, enqueue without a unique_key, or with one of its own.';
+    end if;
+    return present.id;
 end;
 $$;
 
 comment on function pgqueue._on_duplicate(text, text, text, jsonb, int, timestamptz) is
-'Treats an enqueue whose key is taken as on_duplicate says; the id of the job that has the key, null if it is gone by now.';
+'Treats an enqueue whose key is taken as on_duplicate says; the id of the job that has the key, null if one must look again.';
 
 create or replace function pgqueue._check_job(
     queue text,
     kind text,
+    priority int,
     run_at timestamptz,
     max_attempts int,
     unique_key text,
@@ -81,6 +103,7 @@ begin
     if octet_length(group_key) not between 1 and 200 then
         perform pgqueue._refuse_name('group_key', group_key);
     end if;
+    perform pgqueue._check_priority(priority);
     if run_at not between '1970-01-01' and '9998-12-31' then
         perform pgqueue._refuse_run_at(run_at);
     end if;
@@ -108,7 +131,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_job(text, text, timestamptz, int, text, text, text, jsonb) is
+comment on function pgqueue._check_job(text, text, int, timestamptz, int, text, text, text, jsonb) is
 'Raises 22023 for what enqueue refuses; null passes, but for the queue.';
 
 create or replace function pgqueue._check_payload(payload jsonb, max_bytes int)
@@ -176,6 +199,23 @@ $$;
 comment on function pgqueue._check_many(jsonb[], text[], text[], pgqueue.queue) is
 'Raises what enqueue_many refuses in its arrays.';
 
+create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if run_at <= clock_timestamp() then
+        perform pgqueue._reopen_lane(queue, coalesce(priority, 0));
+    elsif priority <> 0 then
+        perform pgqueue._list_lane(queue, priority);
+    end if;
+end;
+$$;
+
+comment on function pgqueue._announce(text, int, timestamptz) is
+'Lets claims know of a new job where they would not look at once: beside lane 0, or in the past.';
+
 create or replace function pgqueue.enqueue(
     queue text,
     payload jsonb default '{}',
@@ -198,18 +238,17 @@ declare
     settings pgqueue.queue;
     moment timestamptz := clock_timestamp();
     fold int := hashtext(enqueue.queue) & 255;
+    has_options boolean := num_nonnulls(
+        kind, priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers
+    ) > 0;
     job_id bigint;
 begin
     -- Three shortcuts for the plain call, of which each saves about a tenth: options
     -- are checked only where there are any, settings are read only where there are any,
     -- and _wake() is written out.
-    if (octet_length(queue) between 1 and 200) is not true
-        or num_nonnulls(
-            kind, run_at, max_attempts, unique_key, on_duplicate, group_key, headers
-        ) > 0
-    then
+    if has_options or (octet_length(queue) between 1 and 200) is not true then
         perform pgqueue._check_job(
-            queue, kind, run_at, max_attempts, unique_key, on_duplicate, group_key, headers
+            queue, kind, priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers
         );
     end if;
     if pg_relation_size('pgqueue.queue') > 0 then
@@ -242,11 +281,14 @@ begin
         exit when job_id is not null;
     end loop;
 
+    if has_options then
+        perform pgqueue._announce(queue, priority, run_at);
+    end if;
     -- Whoever can have the second lock exclusively knows that nobody is parked.
     if settings.notify is not false
         and current_setting('pgqueue.notify', true) is distinct from 'off'
         and (
-            pg_advisory_xact_lock_shared(7366513, fold) is not null
+            pg_try_advisory_xact_lock_shared(7366513, fold)
             and pg_try_advisory_lock(7366514, fold)
             and pg_advisory_unlock(7366514, fold)
         ) is not true
@@ -260,7 +302,81 @@ $$;
 comment on function pgqueue.enqueue(
     text, jsonb, text, int, timestamptz, int, text, text, text, jsonb
 ) is
-'Adds a job in the caller''s transaction and returns its id; for a duplicate, the id of the job that has the unique_key. Larger priority runs first; kind defaults to the queue''s name. An enqueue whose key is taken by an open transaction waits for its end, then does as on_duplicate says: skip (default), replace or postpone a job that is not running, or error. Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with on_duplicate error).';
+'Adds a job in the caller''s transaction and returns its id; for a duplicate, the id of the job that has the unique_key. Larger priority (-100 to 100) runs first; kind defaults to the queue''s name. An enqueue whose key is taken by an open transaction waits for its end, then does as on_duplicate says: skip (default), replace or postpone a job that is not running, or error; one that runs stays as it is, which a NOTICE tells. Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with on_duplicate error).';
+
+create or replace function pgqueue._insert_keyed(
+    queue text, ids bigint[], payloads jsonb[], kind text, priority int, run_at timestamptz,
+    max_attempts int, unique_keys text[], on_duplicate text, group_keys text[], headers jsonb,
+    moment timestamptz
+)
+    returns bigint[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+as $$
+#variable_conflict use_column
+declare
+    is_locking boolean := coalesce(on_duplicate in ('replace', 'postpone'), false);
+    added bigint[];
+begin
+    -- Whoever holds several jobs waits for none but in the order of their ids. So lock what is
+    -- there first; what appears meanwhile must be had without waiting, or all begins again.
+    loop
+        begin
+            perform from pgqueue.job as j
+            where is_locking and j.queue = _insert_keyed.queue
+                and j.unique_key = any (_insert_keyed.unique_keys)
+            order by j.id
+            for update;
+
+            with inserted as (
+                insert into pgqueue.job as j (
+                    id, run_at, enqueued_at, priority, max_attempts,
+                    queue, kind, unique_key, group_key, payload, headers
+                )
+                overriding system value
+                select
+                    g.id,
+                    coalesce(
+                        _insert_keyed.run_at,
+                        moment - (cardinality(payloads) - g.place) * interval '1 microsecond'
+                    ),
+                    moment, coalesce(_insert_keyed.priority, 0), _insert_keyed.max_attempts,
+                    _insert_keyed.queue, coalesce(_insert_keyed.kind, _insert_keyed.queue),
+                    g.unique_key, g.group_key, coalesce(g.payload, '{}'), _insert_keyed.headers
+                from unnest(ids, payloads, unique_keys, group_keys) with ordinality
+                    as g (id, payload, unique_key, group_key, place)
+                order by g.unique_key, g.id
+                on conflict (queue, unique_key) where j.unique_key is not null do nothing
+                returning j.id
+            )
+            select array_agg(i.id) into added from inserted as i;
+
+            exit when not is_locking or not exists (
+                select p.id from pgqueue.job as p
+                where p.queue = _insert_keyed.queue
+                    and p.unique_key = any (_insert_keyed.unique_keys)
+                except
+                select l.id from (
+                    select j.id from pgqueue.job as j
+                    where j.queue = _insert_keyed.queue
+                        and j.unique_key = any (_insert_keyed.unique_keys)
+                    for update skip locked
+                ) as l
+            );
+            raise sqlstate 'PQ003';
+        exception when sqlstate 'PQ003' then
+            null;
+        end;
+    end loop;
+    return added;
+end;
+$$;
+
+comment on function pgqueue._insert_keyed(
+    text, bigint[], jsonb[], text, int, timestamptz, int, text[], text, text[], jsonb, timestamptz
+) is
+'Adds the jobs whose keys are free, and returns their ids; to replace or postpone, locks those that have the other keys.';
 
 create or replace function pgqueue._enqueue_keyed(
     queue text,
@@ -279,40 +395,24 @@ create or replace function pgqueue._enqueue_keyed(
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
-#variable_conflict use_column
 declare
     -- Ids are drawn in the order of the input, rows are written in the order of the keys:
     -- two calls with the same keys then wait for each other, and never in a circle.
     ids bigint[] := array(
         select nextval('pgqueue.job_id_seq') from generate_series(1, cardinality(payloads))
     );
-    added bigint[];
+    added bigint[] := pgqueue._insert_keyed(
+        queue, ids, payloads, kind, priority, run_at, max_attempts,
+        unique_keys, on_duplicate, group_keys, headers, moment
+    );
     given record;
 begin
-    with inserted as (
-        insert into pgqueue.job as j (
-            id, run_at, enqueued_at, priority, max_attempts,
-            queue, kind, unique_key, group_key, payload, headers
-        )
-        overriding system value
-        select
-            g.id, coalesce(_enqueue_keyed.run_at, moment), moment,
-            coalesce(_enqueue_keyed.priority, 0), _enqueue_keyed.max_attempts,
-            _enqueue_keyed.queue, coalesce(_enqueue_keyed.kind, _enqueue_keyed.queue),
-            g.unique_key, g.group_key, coalesce(g.payload, '{}'), _enqueue_keyed.headers
-        from unnest(ids, payloads, unique_keys, group_keys)
-            as g (id, payload, unique_key, group_key)
-        order by g.unique_key, g.id
-        on conflict (queue, unique_key) where j.unique_key is not null do nothing
-        returning j.id
-    )
-    select array_agg(inserted.id) into added from inserted;
-
     for given in
         select g.*
         from unnest(ids, payloads, unique_keys, group_keys) with ordinality
             as g (id, payload, unique_key, group_key, place)
-        where not exists (select from unnest(added) as a (id) where a.id = g.id)
+        left join unnest(added) as a (id) on a.id = g.id
+        where a.id is null
         order by g.unique_key, g.place
     loop
         ids[given.place] := pgqueue.enqueue(
@@ -320,7 +420,7 @@ begin
             given.unique_key, on_duplicate, given.group_key, headers
         );
     end loop;
-    return query select i.id from unnest(ids) as i (id);
+    return query select i.id from unnest(ids) with ordinality as i (id, place) order by i.place;
 end;
 $$;
 
@@ -351,13 +451,12 @@ declare
     moment timestamptz := clock_timestamp();
 begin
     perform pgqueue._check_job(
-        queue, kind, run_at, max_attempts, null, on_duplicate, null, headers
+        queue, kind, priority, run_at, max_attempts, null, on_duplicate, null, headers
     );
     perform pgqueue._check_many(payloads, unique_keys, group_keys, settings);
     max_attempts := coalesce(max_attempts, settings.max_attempts);
-    if settings.notify then
-        perform pgqueue._wake(queue);
-    end if;
+    perform pgqueue._wake(queue);
+    perform pgqueue._announce(queue, priority, run_at);
 
     if unique_keys is not null then
         return query
@@ -370,12 +469,16 @@ begin
         insert into pgqueue.job as j (
             run_at, enqueued_at, priority, max_attempts, queue, kind, group_key, payload, headers
         )
+        -- A microsecond apart, so that the position of a claim can lie between any two.
         select
-            coalesce(enqueue_many.run_at, moment), moment,
-            coalesce(enqueue_many.priority, 0), enqueue_many.max_attempts,
+            coalesce(
+                enqueue_many.run_at,
+                moment - (cardinality(payloads) - g.place) * interval '1 microsecond'
+            ),
+            moment, coalesce(enqueue_many.priority, 0), enqueue_many.max_attempts,
             enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
             g.group_key, coalesce(g.payload, '{}'), enqueue_many.headers
-        from unnest(payloads, group_keys) as g (payload, group_key)
+        from unnest(payloads, group_keys) with ordinality as g (payload, group_key, place)
         returning j.id;
     end if;
 end;

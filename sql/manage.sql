@@ -42,7 +42,7 @@ begin
     if is_running then
         return 'cancelling';
     end if;
-    perform pgqueue._finish(array[pick], 'cancelled', null, null, moment);
+    perform pgqueue._end(array[pick], array['cancelled'], null, null, moment);
     return 'cancelled';
 end;
 $$;
@@ -60,6 +60,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     queue text;
+    lane int;
 begin
     update pgqueue.job as j
     set run_at = case
@@ -67,11 +68,11 @@ begin
             else j.run_at
         end
     where j.id = run_now.job_id
-    returning j.queue into queue;
+    returning j.queue, j.priority into queue, lane;
     if not found then
         perform pgqueue._not_found('job', job_id, 'A dead job goes back to work with redrive_job.');
     end if;
-    perform pgqueue._reopened(array[queue]);
+    perform pgqueue._reopened(array[queue], array[lane]);
 end;
 $$;
 
@@ -91,6 +92,7 @@ begin
     if priority is null then
         perform pgqueue._refuse('priority must not be null', 'It is null.', 'The default is 0.');
     end if;
+    perform pgqueue._check_priority(priority);
     update pgqueue.job as j
     set priority = reprioritize.priority
     where j.id = reprioritize.job_id
@@ -98,12 +100,12 @@ begin
     if not found then
         perform pgqueue._not_found('job', job_id, 'Only a job that waits or runs has a priority.');
     end if;
-    perform pgqueue._reopened(array[queue]);
+    perform pgqueue._reopened(array[queue], array[priority]);
 end;
 $$;
 
 comment on function pgqueue.reprioritize(bigint, int) is
-'Gives a job another priority; larger runs first. For one that runs it counts from the next attempt. Raises PQ001, 22023 (null).';
+'Gives a job another priority, -100 to 100; larger runs first. For one that runs it counts from the next attempt. Raises PQ001, 22023 (bad argument).';
 
 create or replace function pgqueue._redrive(dead_ids bigint[])
     returns setof bigint
@@ -114,6 +116,7 @@ declare
     moment timestamptz := clock_timestamp();
     revived bigint[];
     queues text[];
+    lanes int[];
 begin
     with back as (
         insert into pgqueue.job as j (
@@ -122,26 +125,99 @@ begin
         )
         overriding system value
         select
-            d.id, moment, d.enqueued_at, d.priority, d.max_attempts,
+            d.id, moment - (count(*) over () - row_number() over (order by d.id)) * interval '1 microsecond',
+            d.enqueued_at, d.priority, d.max_attempts,
             d.queue, d.kind, d.unique_key, d.group_key, d.payload, d.headers, d.errors
         from pgqueue.dead_job as d
         where d.id = any (_redrive.dead_ids)
         order by d.unique_key, d.id
         on conflict do nothing
-        returning j.id, j.queue
+        returning j.id, j.queue, j.priority
     )
-    select array_agg(b.id order by b.id), array_agg(distinct b.queue)
-    into revived, queues
+    select array_agg(b.id order by b.id), array_agg(b.queue), array_agg(b.priority)
+    into revived, queues, lanes
     from back as b;
 
     delete from pgqueue.dead_job as d where d.id = any (revived);
-    perform pgqueue._reopened(queues);
+    perform pgqueue._reopened(queues, lanes);
     return query select r.id from unnest(revived) as r (id);
 end;
 $$;
 
 comment on function pgqueue._redrive(bigint[]) is
 'Sends locked dead jobs back to work and returns their ids; one whose unique_key is taken stays dead.';
+
+create or replace function pgqueue._check_max_jobs(max_jobs int)
+    returns void
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if max_jobs < 1 then
+        perform pgqueue._refuse(
+            'max_jobs must be at least 1', format('It is %s.', max_jobs), 'Leave it out for 1000.'
+        );
+    end if;
+end;
+$$;
+
+comment on function pgqueue._check_max_jobs(int) is 'Raises 22023 for less than one job; null passes.';
+
+create or replace function pgqueue._find_dead(
+    queue text, kind text, error_like text, died_after timestamptz, died_before timestamptz,
+    max_jobs int, is_for_work boolean
+)
+    returns bigint[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._check_max_jobs(max_jobs);
+    return array(
+        select d.id
+        from pgqueue.dead_job as d
+        where (_find_dead.queue is null or d.queue = _find_dead.queue)
+            and (_find_dead.kind is null or d.kind = _find_dead.kind)
+            and (_find_dead.error_like is null or pgqueue._summary(d.error) ilike _find_dead.error_like)
+            and (_find_dead.died_after is null or d.died_at >= _find_dead.died_after)
+            and (_find_dead.died_before is null or d.died_at < _find_dead.died_before)
+            and not (_find_dead.is_for_work and exists (
+                select from pgqueue.job as j
+                where j.queue = d.queue and j.unique_key = d.unique_key
+            ))
+        order by d.id
+        limit coalesce(_find_dead.max_jobs, 1000)
+        for update of d skip locked
+    );
+end;
+$$;
+
+comment on function pgqueue._find_dead(text, text, text, timestamptz, timestamptz, int, boolean) is
+'Locks the dead jobs that pass these filters, oldest id first, and returns their ids; for work only those whose unique_key no living job has.';
+
+create or replace function pgqueue._tell_counts(what text, summaries text[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    counted record;
+begin
+    for counted in
+        select s.summary, count(*) as jobs
+        from unnest(summaries) as s (summary)
+        group by s.summary
+        order by count(*) desc, s.summary
+        limit 20
+    loop
+        raise notice '% of %: %', counted.jobs, what, coalesce(counted.summary, 'no error');
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._tell_counts(text, text[]) is
+'For a dry run: tells how many there are of each error, in NOTICEs, the 20 most frequent.';
 
 create or replace function pgqueue.redrive(
     queue text default null,
@@ -158,30 +234,14 @@ create or replace function pgqueue.redrive(
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    dead_ids bigint[];
-begin
-    if max_jobs < 1 then
-        perform pgqueue._refuse(
-            'max_jobs must be at least 1', format('It is %s.', max_jobs), 'Leave it out for 1000.'
-        );
-    end if;
-    dead_ids := array(
-        select d.id
-        from pgqueue.dead_job as d
-        where (redrive.queue is null or d.queue = redrive.queue)
-            and (redrive.kind is null or d.kind = redrive.kind)
-            and (redrive.error_like is null or d.error like redrive.error_like)
-            and (redrive.died_after is null or d.died_at >= redrive.died_after)
-            and (redrive.died_before is null or d.died_at < redrive.died_before)
-            and not exists (
-                select from pgqueue.job as j
-                where j.queue = d.queue and j.unique_key = d.unique_key
-            )
-        order by d.id
-        limit coalesce(redrive.max_jobs, 1000)
-        for update of d skip locked
+    dead_ids bigint[] := pgqueue._find_dead(
+        queue, kind, error_like, died_after, died_before, max_jobs, true
     );
+begin
     if dry_run then
+        perform pgqueue._tell_counts('the dead jobs to redrive', array(
+            select pgqueue._summary(d.error) from pgqueue.dead_job as d where d.id = any (dead_ids)
+        ));
         return query select d.id from unnest(dead_ids) as d (id);
     else
         return query select pgqueue._redrive(dead_ids);
@@ -192,7 +252,95 @@ $$;
 comment on function pgqueue.redrive(
     text, text, text, timestamptz, timestamptz, int, boolean
 ) is
-'Sends dead jobs back to work, oldest id first, and returns their ids: same id, errors kept, due now, attempts counted from 0 again. Filters by queue, kind, LIKE pattern of the last error, and time of death (from died_after, before died_before); null does not filter. A job whose unique_key is taken by a living one stays dead. dry_run only returns the ids. Raises 22023 (bad argument).';
+'Sends dead jobs back to work, oldest id first, and returns their ids: same id, errors kept, due now, attempts counted from 0 again. Filters by queue, kind, pattern of the first line of the last error (ILIKE), and time of death (from died_after, before died_before); null does not filter. A job whose unique_key is taken by a living one stays dead. dry_run only returns the ids, and tells in NOTICEs how many there are of each error. Raises 22023 (bad argument).';
+
+create or replace function pgqueue.discard_many(
+    queue text default null,
+    kind text default null,
+    error_like text default null,
+    died_after timestamptz default null,
+    died_before timestamptz default null,
+    max_jobs int default 1000,
+    dry_run boolean default false
+)
+    returns setof bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    dead_ids bigint[] := pgqueue._find_dead(
+        queue, kind, error_like, died_after, died_before, max_jobs, false
+    );
+begin
+    if dry_run then
+        perform pgqueue._tell_counts('the dead jobs to discard', array(
+            select pgqueue._summary(d.error) from pgqueue.dead_job as d where d.id = any (dead_ids)
+        ));
+    else
+        delete from pgqueue.dead_job as d where d.id = any (dead_ids);
+    end if;
+    return query select d.id from unnest(dead_ids) as d (id);
+end;
+$$;
+
+comment on function pgqueue.discard_many(
+    text, text, text, timestamptz, timestamptz, int, boolean
+) is
+'Drops dead jobs for good, oldest id first, and returns their ids; filters and dry_run are those of redrive. Raises 22023 (bad argument).';
+
+create or replace function pgqueue.cancel_many(
+    queue text default null,
+    kind text default null,
+    error_like text default null,
+    enqueued_after timestamptz default null,
+    enqueued_before timestamptz default null,
+    max_jobs int default 1000,
+    dry_run boolean default false,
+    reason text default null
+)
+    returns setof bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    job_ids bigint[];
+begin
+    perform pgqueue._check_max_jobs(max_jobs);
+    -- What is just being claimed or ended is left alone.
+    job_ids := array(
+        select j.id
+        from pgqueue.job as j
+        where (cancel_many.queue is null or j.queue = cancel_many.queue)
+            and (cancel_many.kind is null or j.kind = cancel_many.kind)
+            and (
+                cancel_many.error_like is null
+                or pgqueue._summary(j.errors -> -1 ->> 'error') ilike cancel_many.error_like
+            )
+            and (cancel_many.enqueued_after is null or j.enqueued_at >= cancel_many.enqueued_after)
+            and (cancel_many.enqueued_before is null or j.enqueued_at < cancel_many.enqueued_before)
+            and j.cancelled_at is null
+        order by j.id
+        limit coalesce(cancel_many.max_jobs, 1000)
+        for update skip locked
+    );
+    if dry_run then
+        perform pgqueue._tell_counts('the jobs to cancel', array(
+            select pgqueue._summary(j.errors -> -1 ->> 'error')
+            from pgqueue.job as j where j.id = any (job_ids)
+        ));
+    else
+        perform pgqueue.cancel(c.id, cancel_many.reason) from unnest(job_ids) as c (id);
+    end if;
+    return query select c.id from unnest(job_ids) as c (id);
+end;
+$$;
+
+comment on function pgqueue.cancel_many(
+    text, text, text, timestamptz, timestamptz, int, boolean, text
+) is
+'Cancels jobs that wait or run, oldest id first, and returns their ids. Filters by queue, kind, pattern of the first line of the last error (ILIKE) and time of enqueue (from enqueued_after, before enqueued_before); null does not filter. dry_run only returns the ids, and tells in NOTICEs how many there are of each error. Raises 22023 (bad argument).';
 
 create or replace function pgqueue.redrive_job(dead_id bigint, payload jsonb default null)
     returns bigint
@@ -266,12 +414,31 @@ begin
     if octet_length(_set_paused.queue) not between 1 and 200 then
         perform pgqueue._refuse_name('queue', _set_paused.queue);
     end if;
+    if _set_paused.queue is not null
+        and not exists (select from pgqueue.queue as q where q.name = _set_paused.queue)
+        and not exists (
+            select from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_set_paused.queue) and j.queue = _set_paused.queue
+        )
+    then
+        raise notice using
+            message = format('there is no job in a queue "%s", and no setting of it', _set_paused.queue),
+            hint = 'Is this its name? select queue from pgqueue.queues lists those that there are.';
+    end if;
     if _set_paused.queue is null then
         update pgqueue.queue as q set paused = null where q.paused is not null;
     end if;
     insert into pgqueue.queue as q (name, paused)
     values (coalesce(_set_paused.queue, ''), _set_paused.paused)
     on conflict (name) do update set paused = excluded.paused;
+    -- A row that says nothing is no setting.
+    delete from pgqueue.queue as q
+    where q.paused is not true and num_nonnulls(
+            q.notify, q.max_attempts, q.keep_runs, q.max_payload_bytes, q.lease, q.retry_base, q.retry_cap
+        ) = 0
+        and (q.name = '' or not exists (
+            select from pgqueue.queue as shared where shared.name = '' and shared.paused
+        ));
 end;
 $$;
 
@@ -411,94 +578,3 @@ comment on function pgqueue.configure(
     text, interval, int, interval, interval, int, int, boolean, boolean
 ) is
 'Sets what is named and leaves the rest; reset first forgets all that was set. A null queue sets it for every queue that says nothing else. lease: up to 30 days. max_attempts: from 1. retry_base, retry_cap: first and longest delay, up to 1 year. keep_runs: days in run, 0 to 14. max_payload_bytes: from 1. notify: may enqueue send NOTIFY. Raises 22023 (bad argument).';
-
--- One TRUNCATE for each table, because a name put together at run time is dynamic SQL.
-create or replace function pgqueue._empty_run(slot int)
-    returns void
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-    -- Do not wait in front of inserts behind somebody's long SELECT; the next maintain tries again.
-    set lock_timeout = '1ms'
-as $$
-begin
-    case slot
-        when 0 then truncate pgqueue.run_0;
-        when 1 then truncate pgqueue.run_1;
-        when 2 then truncate pgqueue.run_2;
-        when 3 then truncate pgqueue.run_3;
-        when 4 then truncate pgqueue.run_4;
-        when 5 then truncate pgqueue.run_5;
-        when 6 then truncate pgqueue.run_6;
-        when 7 then truncate pgqueue.run_7;
-        when 8 then truncate pgqueue.run_8;
-        when 9 then truncate pgqueue.run_9;
-        when 10 then truncate pgqueue.run_10;
-        when 11 then truncate pgqueue.run_11;
-        when 12 then truncate pgqueue.run_12;
-        when 13 then truncate pgqueue.run_13;
-        when 14 then truncate pgqueue.run_14;
-        when 15 then truncate pgqueue.run_15;
-    end case;
-end;
-$$;
-
-comment on function pgqueue._empty_run(int) is
-'Empties one table of the ring run, or raises 55P03 when somebody is using it.';
-
-create or replace function pgqueue._forget_runs()
-    returns int
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-declare
-    today int := floor(extract(epoch from clock_timestamp()) / 86400)::int;
-    slots int[];
-    slot int;
-    emptied int := 0;
-begin
-    -- The last day of forgetting that each table stood for is one of the 16 before
-    -- today. A row written after that day is kept for a later one, 16 days on.
-    slots := array(
-        select d.day % 16
-        from generate_series(today - 16, today - 1) as d (day)
-        where exists (select from pgqueue.run as r where r.slot = d.day % 16)
-            and not exists (
-                select from pgqueue.run as r
-                where r.slot = d.day % 16
-                    and r.finished_at >= to_timestamp((d.day + 1) * 86400::float8)
-            )
-    );
-    foreach slot in array slots loop
-        begin
-            perform pgqueue._empty_run(slot);
-            emptied := emptied + 1;
-        exception
-            -- Another session, or an open cursor of this one, is reading it.
-            when lock_not_available or object_in_use then null;
-        end;
-    end loop;
-    return emptied;
-end;
-$$;
-
-comment on function pgqueue._forget_runs() is
-'Empties the tables of the ring run whose day is over; returns how many. One in use is put off.';
-
-create or replace function pgqueue.maintain()
-    returns table (task text, done bigint)
-    language plpgsql
-    security definer
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    task := 'reap';
-    done := pgqueue.reap();
-    return next;
-    task := 'forget runs';
-    done := pgqueue._forget_runs();
-    return next;
-end;
-$$;
-
-comment on function pgqueue.maintain() is
-'Everything that must happen from time to time: recovers up to 1000 expired leases (done: jobs), and empties the tables of run whose days are over (done: tables). Call it every minute or so, from a worker, cron or psql; any number may run at once. Raises 25001 outside READ COMMITTED.';

@@ -19,8 +19,8 @@
 -- leave nothing behind in the index that every claim walks.
 --
 -- Every finished attempt is a row in run, for the metrics. The rooms after this one:
--- common, enqueue (producer), wake, pick, work (worker), manage (operator), observe
--- (views), access.
+-- common, enqueue (producer), wake, attempt, pick, work (worker), manage (operator),
+-- maintain, observe (views), access.
 
 -- CREATE EXTENSION has set this already; the plain install has not.
 set local search_path = pg_catalog, pg_temp;
@@ -79,11 +79,11 @@ comment on table pgqueue.job is
 comment on column pgqueue.job.id is 'Names the job for ever, also as a dead job and after a redrive.';
 comment on column pgqueue.job.run_at is 'Not before this moment; infinity while the job waits for something other than time.';
 comment on column pgqueue.job.enqueued_at is 'When enqueue was called.';
-comment on column pgqueue.job.token is 'Proof, with the id, of the present lease: the number of its claim, from a sequence that never repeats; null when not leased.';
+comment on column pgqueue.job.token is 'Proof, with the id, of the present lease: the number of its claim, from a sequence that never repeats what was committed; null when not leased.';
 comment on column pgqueue.job.claimed_at is 'When the present attempt began; null when not leased.';
 comment on column pgqueue.job.lease_expires_at is 'From then on anyone may recover the job; null when not leased.';
 comment on column pgqueue.job.cancelled_at is 'When an operator asked the running attempt to stop; null if nobody did.';
-comment on column pgqueue.job.priority is 'Larger runs first.';
+comment on column pgqueue.job.priority is 'Larger runs first; -100 to 100.';
 comment on column pgqueue.job.attempt is 'Attempts begun since the job was enqueued or redriven; counted at claim.';
 comment on column pgqueue.job.max_attempts is 'With this many attempts used up the job is dead.';
 comment on column pgqueue.job.queue is 'The queue it waits in.';
@@ -175,7 +175,8 @@ create table pgqueue.run (
     kind text not null,
     outcome text not null,
     worker text,
-    result jsonb
+    result jsonb,
+    error text
 ) partition by list (slot);
 comment on table pgqueue.run is
 'One row for each finished attempt, kept as many days as the queue''s keep_runs says.';
@@ -191,6 +192,7 @@ comment on column pgqueue.run.outcome is
 'completed; retry (failed, runs again); dead; cancelled; expired (the worker let the lease run out, runs again).';
 comment on column pgqueue.run.worker is 'Who ran it.';
 comment on column pgqueue.run.result is 'What complete was given; the reason of a cancelled job.';
+comment on column pgqueue.run.error is 'The first line of the error of an attempt that failed or expired.';
 
 create table pgqueue.run_0 partition of pgqueue.run for values in (0);
 comment on table pgqueue.run_0 is 'Runs to forget on the days that are 0 modulo 16.';
@@ -264,20 +266,19 @@ comment on column pgqueue.queue.lease is 'Lease of a claim that names none; defa
 comment on column pgqueue.queue.retry_base is 'Delay before the second attempt, doubled each time; default 5 seconds.';
 comment on column pgqueue.queue.retry_cap is 'Longest delay between attempts; default 1 hour.';
 
-create type pgqueue._mark as (
-    queue text,
-    kinds text[],
-    valid_until timestamptz,
-    is_complete boolean,
-    lanes int[],
-    run_ats timestamptz[],
-    ids bigint[]
-);
-comment on type pgqueue._mark is
-'Up to where a session found the lanes of a queue empty; see _pick. Lanes, highest first, with the last (run_at, id) seen in each.';
+-- What claims remember for each other; room pick says what is in them. Sequences, because
+-- these can be shared and written without a version of a row.
+do $$
+begin
+    for cell in 0 .. 639 loop
+        execute format('create sequence pgqueue._cell_%s minvalue 0', cell);
+        execute format($c$comment on sequence pgqueue._cell_%s is 'One of 640 cells of 64 bits in which claims note where to begin. Only saves work: safe to lose.'$c$, cell);
+    end loop;
+end;
+$$;
 
--- Marks for pg_dump: all rows of all tables, and the sequences, or a restored queue
--- would hand out ids and tokens for a second time. The plain install needs no marks.
+-- Marks for pg_dump: all rows of all tables, and the sequences that count, or a restored
+-- queue would hand out ids and tokens for a second time. The plain install needs no marks.
 do $$
 declare
     relation regclass;
@@ -286,6 +287,7 @@ begin
         for relation in
             select c.oid from pg_catalog.pg_class as c
             where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S')
+                and c.relname not like '\_cell\_%'
         loop
             perform pg_catalog.pg_extension_config_dump(relation, '');
         end loop;

@@ -4,12 +4,16 @@
 -- somebody waits for it. Two families of advisory locks tell, each folded to 256 keys so
 -- that one transaction over many queues cannot fill the lock table:
 --
---   "in flight"  held shared by every enqueue until its transaction ends
---   "parked"     held shared by the session of every worker that waits (see park)
+--   7366513 "in flight"  held shared by every enqueue until its transaction ends
+--   7366514 "parked"     held shared by the session of every worker that waits (see rest)
 --
 -- A producer first takes "in flight", then looks whether anybody is parked. A worker
 -- first parks, then looks whether anything is in flight. So either the producer sees
 -- the worker and notifies, or the worker sees the producer and asks again soon.
+--
+-- Any role may take any advisory lock, so nobody here waits for one: what cannot be had at
+-- once counts as "somebody is there", which costs a needless NOTIFY or another look. And who
+-- only looks takes and gives back in one expression: no interrupt falls in between.
 
 create or replace function pgqueue._wake(queue text)
     returns void
@@ -17,75 +21,30 @@ create or replace function pgqueue._wake(queue text)
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- The classes 7366513 and 7366514 are "pgq" in ASCII and the number after it.
     fold int := hashtext(_wake.queue) & 255;
 begin
-    if current_setting('pgqueue.notify', true) = 'off' then
+    if current_setting('pgqueue.notify', true) = 'off' or not (pgqueue._settings(queue)).notify then
         return;
     end if;
-
-    perform pg_advisory_xact_lock_shared(7366513, fold);
-
-    -- A probe: whoever gets this lock exclusively knows that nobody is parked.
-    if pg_try_advisory_lock(7366514, fold) then
-        perform pg_advisory_unlock(7366514, fold);
-    -- A full queue of notifications makes COMMIT fail, and a hint is not worth that.
-    elsif pg_notification_queue_usage() < 0.5 then
+    if (
+        pg_try_advisory_xact_lock_shared(7366513, fold)
+        and pg_try_advisory_lock(7366514, fold)
+        and pg_advisory_unlock(7366514, fold)
+    ) is not true
+        -- A full queue of notifications makes COMMIT fail, and a hint is not worth that.
+        and pg_notification_queue_usage() < 0.5
+    then
         perform pg_notify('pgqueue', '');
     end if;
 end;
 $$;
 
 comment on function pgqueue._wake(text) is
-'Notifies the workers parked on a queue, if any, when this transaction commits. SET pgqueue.notify = off switches it off, as PREPARE TRANSACTION needs.';
+'Notifies the workers parked on a queue, if any, when this transaction commits. SET pgqueue.notify = off, or configure(notify => false), switches it off, as PREPARE TRANSACTION needs.';
 
-create or replace function pgqueue._reopened(queues text[])
+create or replace function pgqueue._unpark()
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- Others find a reopened job behind their mark with their next full walk.
-    perform set_config('pgqueue.mark_' || (hashtext(q.name) & 63), '', false), pgqueue._wake(q.name)
-    from unnest(_reopened.queues) as q (name);
-end;
-$$;
-
-comment on function pgqueue._reopened(text[]) is
-'For jobs that come back to their old place in a lane: forgets this session''s marks, so that it finds them at once, and wakes the parked.';
-
-create or replace function pgqueue.park(queues text[])
-    returns boolean
-    language plpgsql
-    security definer
-    set search_path = pg_catalog, pg_temp
-as $$
-declare
-    fold int;
-    is_quiet boolean := true;
-begin
-    perform pgqueue.unpark(queues);
-    for fold in
-        select distinct hashtext(q.name) & 255 from unnest(park.queues) as q (name) order by 1
-    loop
-        perform pg_advisory_lock_shared(7366514, fold);
-        if pg_try_advisory_lock(7366513, fold) then
-            perform pg_advisory_unlock(7366513, fold);
-        else
-            is_quiet := false;
-        end if;
-    end loop;
-    return is_quiet;
-end;
-$$;
-
-comment on function pgqueue.park(text[]) is
-'For a session that has said LISTEN pgqueue: from now on enqueues into these queues notify it. True: claim once more, and if that finds nothing, sleep until a notification, next_due or the poll interval. False: an enqueue is still open, so claim again after a short pause. Parked until unpark or the end of the session. Not behind a transaction pooler: poll there.';
-
-create or replace function pgqueue.unpark(queues text[])
-    returns void
-    language plpgsql
-    security definer
     set search_path = pg_catalog, pg_temp
 as $$
 begin
@@ -94,63 +53,157 @@ begin
     from pg_locks as l
     where l.locktype = 'advisory' and l.pid = pg_backend_pid()
         and l.database = (select d.oid from pg_database as d where d.datname = current_database())
-        and l.classid = 7366514 and l.objsubid = 2 and l.mode = 'ShareLock'
-        and l.objid::int in (
-            select hashtext(q.name) & 255 from unnest(unpark.queues) as q (name)
-        );
+        and l.classid = 7366514 and l.objsubid = 2 and l.mode = 'ShareLock';
+    perform set_config('pgqueue.parked', '', false);
 end;
 $$;
 
-comment on function pgqueue.unpark(text[]) is
-'Ends what park began, so that enqueues into these queues cost no NOTIFY while the worker works. Harmless when not parked.';
+comment on function pgqueue._unpark() is 'Ends what _park began. Harmless when not parked.';
 
-create or replace function pgqueue.next_due(queues text[])
+create or replace function pgqueue._unpark_if_busy(moment timestamptz)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- As texts of equal length, so that no setting can be one that cannot be read.
+    if current_setting('pgqueue.parked') = 'resting' then
+        perform set_config('pgqueue.parked', pgqueue._since_2020(moment)::text, false);
+    elsif current_setting('pgqueue.parked')
+        < pgqueue._since_2020(moment - interval '100 milliseconds')::text
+    then
+        perform pgqueue._unpark();
+    end if;
+end;
+$$;
+
+comment on function pgqueue._unpark_if_busy(timestamptz) is
+'For a claim that found work: a session that has worked for 100 ms without a rest needs no notifications.';
+
+create or replace function pgqueue._park(queues text[])
+    returns boolean
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    fold int;
+    is_quiet boolean := true;
+begin
+    perform pgqueue._unpark();
+    perform set_config('pgqueue.parked', 'resting', false);
+    for fold in
+        select distinct hashtext(q.name) & 255 from unnest(queues) as q (name) order by 1
+    loop
+        is_quiet := pg_try_advisory_lock_shared(7366514, fold)
+            and pg_try_advisory_lock(7366513, fold)
+            and pg_advisory_unlock(7366513, fold)
+            and is_quiet;
+    end loop;
+    return is_quiet;
+exception when query_canceled then
+    perform pgqueue._unpark();
+    raise;
+end;
+$$;
+
+comment on function pgqueue._park(text[]) is
+'From now on enqueues into these queues notify this session. False when one is still open, or may be.';
+
+create or replace function pgqueue._until_due(queue text, kinds text[], moment timestamptz)
     returns interval
     language plpgsql
-    security definer
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
+    set enable_indexscan = on
 as $$
 declare
-    moment timestamptz := clock_timestamp();
+    live record;
+    lease_ends_at timestamptz;
+    unlocked_at timestamptz;
+    until timestamptz;
 begin
-    return (
-        with recursive lane (queue, priority) as (
+    for live in select * from pgqueue._live_lanes(queue) loop
+        if live.first_run_at <= moment then
+            perform from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
+                and j.priority = live.lane and j.run_at <= moment
+                and (j.lease_expires_at is null or j.lease_expires_at <= moment)
+                and (_until_due.kinds is null or j.kind = any (_until_due.kinds))
+            limit 1
+            for update skip locked;
+            if found then
+                return interval '0';
+            end if;
             select
-                q.name,
-                (
-                    select j.priority from pgqueue.job as j
-                    where hashtext(j.queue) = hashtext(q.name)
-                    order by j.priority desc limit 1
-                )
-            from unnest(next_due.queues) as q (name)
-            where not (pgqueue._settings(q.name)).paused
-            union all
-            select
-                l.queue,
-                (
-                    select j.priority from pgqueue.job as j
-                    where hashtext(j.queue) = hashtext(l.queue) and j.priority < l.priority
-                    order by j.priority desc limit 1
-                )
-            from lane as l
-            where l.priority is not null
-        )
-        select min(due.run_at) - moment
-        from lane as l
-        cross join lateral (
-            select j.run_at from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(l.queue) and j.queue = l.queue
-                and j.priority = l.priority
-                and j.run_at > moment and j.run_at < 'infinity'
+                min(j.lease_expires_at) filter (where j.lease_expires_at > moment),
+                -- Locked just now. If it is not claimed after all, nobody will say so.
+                case when bool_or((j.lease_expires_at > moment) is not true)
+                    then moment + interval '1 second'
+                end
+            into lease_ends_at, unlocked_at
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
+                and j.priority = live.lane and j.run_at <= moment
+                and (_until_due.kinds is null or j.kind = any (_until_due.kinds));
+            until := least(until, lease_ends_at, unlocked_at);
+        end if;
+        until := least(until, (
+            select j.run_at
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
+                and j.priority = live.lane and j.run_at > moment and j.run_at < 'infinity'
                 and j.lease_expires_at is null
-            order by j.run_at, j.id limit 1
-        ) as due
-    );
+                and (_until_due.kinds is null or j.kind = any (_until_due.kinds))
+            order by j.run_at, j.id
+            limit 1
+        ));
+    end loop;
+    return until - moment;
 end;
 $$;
 
-comment on function pgqueue.next_due(text[]) is
-'How long until the next scheduled job of these queues is due; null when none is scheduled. Ask before the last claim, so that what falls due in between is claimed. Jobs that are due already, and paused queues, do not count.';
+comment on function pgqueue._until_due(text, text[], timestamptz) is
+'How long until a queue has something to claim: zero when it has, else until a job is due or a lease ends; null when nothing stands there.';
+
+create or replace function pgqueue.rest(
+    queues text[], kinds text[] default null, park boolean default true
+)
+    returns interval
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    is_quiet boolean := true;
+    pause interval;
+begin
+    perform pgqueue._check_queues(queues);
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform pgqueue._require_read_committed();
+    end if;
+    if park is not false then
+        is_quiet := pgqueue._park(queues);
+    end if;
+    select min(least(
+        pgqueue._until_due(s.name, rest.kinds, moment),
+        case when not s.notify then interval '5 seconds' end
+    ))
+    into pause
+    from unnest(queues) as q (name)
+    cross join lateral pgqueue._settings(q.name) as s
+    where not s.paused;
+    if not is_quiet then
+        -- Not before 40 times what the look took: a twentieth of the time, with a claim.
+        pause := least(pause, interval '5 seconds', greatest(
+            interval '20 milliseconds', 40 * (clock_timestamp() - moment)
+        ));
+    end if;
+    return pause;
+end;
+$$;
+
+comment on function pgqueue.rest(text[], text[], boolean) is
+'For a session that has said LISTEN pgqueue and whose claim found nothing in these queues (of these kinds): says how long it may sleep, unless a notification comes before. Zero: claim again at once. Null: until notified. From now on enqueues into these queues notify it; 100 ms of work without a rest end that. NOTIFY is a hint, so look every few seconds all the same. Behind a transaction pooler nothing can be heard: park => false only looks. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

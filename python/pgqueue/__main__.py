@@ -27,7 +27,7 @@ RUNNING = (
 )
 DEAD = (
     "select id, died_at::timestamptz(0), queue, kind, attempt,"
-    " right(regexp_replace(rtrim(error, E'\\n'), '.*\\n', ''), 80) as error"
+    " left(split_part(error, E'\\n', 1), 80) as error"
     " from pgqueue.dead_job where %(queue)s::text is null or queue = %(queue)s"
     " order by died_at desc limit %(limit)s"
 )

@@ -82,11 +82,14 @@ def judge(job: Job, error: BaseException) -> Report:
         return LOST
     if isinstance(error, asyncio.CancelledError) and job.lost and not job.cancelled:
         return LOST
-    # It may be huge, and may hold what Postgres cannot store. The end says most.
+    # A summary in the first line, by which errors are found; of the rest the end says most,
+    # for it may be huge. It may hold what Postgres cannot store, too.
     try:
-        text = "".join(traceback.format_exception(error))
+        said = " ".join(str(error).split())
+        text = f"{type(error).__name__}: {said[:500]}" if said else type(error).__name__
+        text += "\n\n" + "".join(traceback.format_exception(error))[-6000:]
     except BaseException as worse:
         text = f"{type(error).__name__}, which raised {type(worse).__name__} when shown"
-    text = text[-6000:].replace("\0", "\\0").encode(errors="backslashreplace").decode()
+    text = text.replace("\0", "\\0").encode(errors="backslashreplace").decode()
     after = error.after if isinstance(error, Retry) else None
     return Report("fail", text, after=after, permanent=isinstance(error, Reject))

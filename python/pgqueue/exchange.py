@@ -2,11 +2,10 @@
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -28,27 +27,19 @@ COMPLETE_MANY = (
     "select count(*), array_agg(d.id)::text"
     " from pgqueue.complete_many(%s::bigint[], %s::bigint[]) as d (id)"
 )
-RELEASE_AT = (
-    "select count(*), array_agg(d.id)::text"
-    " from pgqueue.release(%s::bigint[], %s::bigint[], %s::timestamptz) as d (id)"
+# A moment becomes a delay by the server's clock.
+FINISH = (
+    "select f.job_id, f.status from pgqueue.finish("
+    "%s::bigint[], %s::bigint[], %s::text[], %s::text[], array("
+    "select coalesce(d.delay, case when d.until is not null"
+    " then greatest(d.until - clock_timestamp(), interval '0') end)"
+    " from unnest(%s::interval[], %s::timestamptz[]) with ordinality"
+    " as d (delay, until, place) order by d.place)) as f"
 )
-RELEASE_IN = (
-    "select count(*), array_agg(d.id)::text from pgqueue.release("
-    "%s::bigint[], %s::bigint[], clock_timestamp() + %s::interval) as d (id)"
+REST = (
+    "select extract(epoch from pgqueue.rest("
+    "%s::text[], %s::text[], park => %s))::float8"
 )
-COMPLETE = (
-    "select j.id, pgqueue.complete(j.id, j.token, j.result::jsonb)"
-    " from unnest(%s::bigint[], %s::bigint[], %s::text[]) as j (id, token, result)"
-)
-FAIL = (
-    "select j.id, pgqueue.fail(j.id, j.token, j.error, j.retry_in, j.permanent)"
-    " from unnest("
-    "%s::bigint[], %s::bigint[], %s::text[], %s::interval[], %s::boolean[])"
-    " as j (id, token, error, retry_in, permanent)"
-)
-NEXT_DUE = "select extract(epoch from pgqueue.next_due(%s::text[]))::float8"
-PARK = "select pgqueue.park(%s::text[])"
-UNPARK = "select pgqueue.unpark(%s::text[])"
 
 
 @dataclass
@@ -56,9 +47,7 @@ class Ask:
     """What to ask for beside the reports; nothing by default."""
 
     claim: tuple[str, str, int, float | None, list[str] | None] | None = None
-    due_in: list[str] | None = None
-    park: list[str] | None = None
-    unpark: list[str] | None = None
+    rest: tuple[list[str], list[str] | None, bool] | None = None
 
 
 @dataclass
@@ -67,9 +56,8 @@ class Answer:
 
     jobs: list[Job] = field(default_factory=list)
     since: float = 0.0  # the monotonic time from which their leases count
-    due: float | None = None  # seconds until the next scheduled job
-    is_quiet: bool = True  # what park said
-    outcomes: dict[int, str] = field(default_factory=dict)  # of failures, by job id
+    rest: float | None = None  # seconds to sleep, unless notified before
+    outcomes: dict[int, str] = field(default_factory=dict)  # by job id
     missing: set[int] = field(default_factory=set)  # ids of jobs that were lost
 
 
@@ -85,35 +73,28 @@ def exchange(
     LeaseLost for one job of many: then tell them one by one.
     """
     answer = Answer(since=time.monotonic())
-    tellings, due, quiet, claimed = [], None, None, None
+    tellings, rested, claimed = [], None, None
     # A claim alone, as when an idle worker is woken, is quicker without a pipeline.
-    is_alone = not (reported or ask.due_in or ask.park or ask.unpark)
+    is_alone = not reported
     with nullcontext() if is_alone else conn.pipeline(), transaction(conn):
         for query, params, jobs in _statements(reported):
             tellings.append((query, conn.execute(query, params), jobs))
-        # In this order: what falls due, or is enqueued, in between is claimed.
-        if ask.due_in:
-            due = conn.execute(NEXT_DUE, (ask.due_in,))
-        if ask.park:
-            quiet = conn.execute(PARK, (ask.park,))
-        if ask.unpark:
-            conn.execute(UNPARK, (ask.unpark,))
         if ask.claim:
             claimed = conn.execute(CLAIM, ask.claim, binary=True)
+        if ask.rest:
+            rested = conn.execute(REST, ask.rest)
         meanwhile()
 
     for query, cursor, jobs in tellings:
-        if query in (COMPLETE, FAIL):
+        if query == FINISH:
             answer.outcomes.update(cursor.fetchall())
         elif (told := cursor.fetchone()) and told[0] < len(jobs):
             there = (told[1] or "{}")[1:-1]
             answer.missing |= {job.id for job in jobs} - set(
                 map(int, filter(None, there.split(",")))
             )
-    if due and (row := due.fetchone()):
-        answer.due = row[0]
-    if quiet and (row := quiet.fetchone()):
-        answer.is_quiet = row[0]
+    if rested and (row := rested.fetchone()):
+        answer.rest = row[0]
     if claimed:
         answer.jobs = [Job(*row) for row in claimed.fetchall()]
     return answer
@@ -124,33 +105,33 @@ def _statements(
 ) -> list[tuple[str, tuple[Any, ...], list[Job]]]:
     """Sort the reports into as few calls as there are verbs."""
     plain: list[Job] = []
-    results: list[Job] = []
-    failed: list[Job] = []
-    released: defaultdict[Any, list[Job]] = defaultdict(list)
+    others: list[Job] = []
     for job in sorted(jobs, key=lambda job: job.id):
         report = job.report
-        if report.verb == "complete":
-            (plain if report.text is None else results).append(job)
-        elif report.verb == "fail":
-            failed.append(job)
-        elif report.verb == "release":
-            released[report.until].append(job)
+        if report.verb == "complete" and report.text is None:
+            plain.append(job)
+        elif report.verb in ("complete", "fail", "release"):
+            others.append(job)
 
     calls: list[tuple[str, tuple[Any, ...], list[Job]]] = []
     if plain:
         calls.append((COMPLETE_MANY, _names(plain), plain))
-    if results:
-        texts = to_array(job.report.text for job in results)
-        calls.append((COMPLETE, (*_names(results), texts), results))
-    if failed:
-        reports = [job.report for job in failed]
-        errors = to_array(r.text for r in reports)
-        afters, permanent = [r.after for r in reports], [r.permanent for r in reports]
-        calls.append((FAIL, (*_names(failed), errors, afters, permanent), failed))
-    for until, group in released.items():
-        release = RELEASE_IN if isinstance(until, timedelta) else RELEASE_AT
-        calls.append((release, (*_names(group), until), group))
+    if others:
+        calls.append((*finish(others), others))
     return calls
+
+
+def finish(jobs: Sequence[Job]) -> tuple[str, tuple[Any, ...]]:
+    """Tell all outcomes in one call."""
+    reports = [job.report for job in jobs]
+    outcomes = ["reject" if r.permanent else r.verb for r in reports]
+    delays = [
+        max(r.until, timedelta()) if isinstance(r.until, timedelta) else r.after
+        for r in reports
+    ]
+    untils = [r.until if isinstance(r.until, datetime) else None for r in reports]
+    texts = to_array(r.text for r in reports)
+    return FINISH, (*_names(jobs), outcomes, texts, delays, untils)
 
 
 def _names(jobs: Sequence[Job]) -> tuple[str, str]:
@@ -168,11 +149,11 @@ def tell(jobs: Sequence[Job], answer: Answer) -> None:
             log.warning("%r lost its lease", job, extra=_fields(job))
         elif job.id in answer.missing:
             log.warning("%r was lost or ended before", job, extra=_fields(job))
-        elif verb == "fail":
+        elif verb == "fail" or answer.outcomes.get(job.id) in ("retry", "dead", "lost"):
             outcome = answer.outcomes.get(job.id, "lost")
             level = logging.ERROR if outcome == "dead" else logging.WARNING
-            last = (job.report.text or "").strip().rpartition("\n")[2]
-            log.log(level, "%r: %s: %s", job, outcome, last, extra=_fields(job))
+            summary = (job.report.text or "").strip().partition("\n")[0]
+            log.log(level, "%r: %s: %s", job, outcome, summary, extra=_fields(job))
         elif is_talkative:
             log.debug("%r: %s", job, verb, extra=_fields(job))
 

@@ -27,7 +27,6 @@ log = logging.getLogger("pgqueue")
 
 UNKNOWN_KIND_DELAY = timedelta(seconds=60)
 STALE = 1.0  # seconds after which others shall have what nobody here begins
-UNPARK_AFTER = 0.1  # seconds of work after which producers need not notify
 
 
 class Worker:
@@ -84,9 +83,6 @@ class Worker:
         self._stop_by = float("inf")
         self._failures = 0
         self._complained: dict[str, float] = {}
-        self._is_parked = False
-        self._unquiet = 0  # how often in a row an enqueue was open
-        self._idle_at = 0.0
 
     def stop(self) -> None:
         """Drain and end; the second time release and end. For signal handlers, too."""
@@ -127,7 +123,6 @@ class Worker:
 
     def _work(self, conn: database.Connection) -> None:
         """Work with one connection until it breaks or all is over."""
-        self._is_parked, self._unquiet = False, 0
         self._turns.refresh()
         listens = self._start_listening(conn)
         while True:
@@ -142,36 +137,31 @@ class Worker:
                 return
             want = 0 if self.stops else self._want()
             if want > 0 and (queue := self._turns.next()) is not None:
-                answer = self._exchange(conn, self._ask(), queue, want)
+                answer = self._exchange(conn, Ask(), queue, want)
                 if len(answer.jobs) < want:
                     self._turns.found_empty(queue)
             elif want > 0 and not self._turns.is_settled:
                 self._probe(conn, want, listens)
-            elif self._unreported or self._should_unpark():
-                self._exchange(conn, self._ask())
+            elif self._unreported:
+                self._exchange(conn, Ask())
             if self._is_over():
                 return
             self._sleep(conn, want)
 
     def _probe(self, conn: database.Connection, want: int, listens: bool) -> None:
         """Ask all queues, so that it is safe to sleep when they have no more."""
-        names, changes = self._turns.names, self._turns.changes
-        ask = Ask(due_in=names, park=names if listens and not self._is_parked else None)
-        pause, found = self.poll_interval * random.uniform(0.8, 1.2), 0
+        changes, found = self._turns.changes, 0
         for queue in self._turns.in_turn():
-            answer = self._exchange(conn, ask, queue, want - found)
+            answer = self._exchange(conn, Ask(), queue, want - found)
             found += len(answer.jobs)
-            if answer.due is not None:
-                pause = min(pause, answer.due)
-            if ask.park:
-                # An open enqueue does not know of us: ask again soon, and park again.
-                self._is_parked = answer.is_quiet
-                self._unquiet = 0 if answer.is_quiet else self._unquiet + 1
-            if self._unquiet:
-                pause = min(pause, 0.005 * self._unquiet, 0.1)
             if found >= want:
                 return
-            ask = Ask()
+        pause = self.poll_interval * random.uniform(0.8, 1.2)
+        answer = self._exchange(
+            conn, Ask(rest=(self._turns.names, self.kinds, listens))
+        )
+        if answer.rest is not None:
+            pause = min(pause, answer.rest)
         self._turns.settle(pause, changes)
 
     def _exchange(
@@ -274,16 +264,6 @@ class Worker:
         self._unreported += rest
         self._exchange(conn, Ask())
 
-    def _should_unpark(self) -> bool:
-        return self._is_parked and time.monotonic() > self._idle_at + UNPARK_AFTER
-
-    def _ask(self) -> Ask:
-        if not self._should_unpark():
-            return Ask()
-        self._is_parked = False
-        self._turns.refresh()  # nobody will tell us any more
-        return Ask(unpark=self._turns.names)
-
     def _start_listening(self, conn: database.Connection) -> bool:
         if not self.listen:
             return False
@@ -305,7 +285,7 @@ class Worker:
         if want > 0:
             timeout = self._turns.quiet_until - now
         else:
-            timeout = UNPARK_AFTER if self._is_parked else 1.0
+            timeout = 1.0
         if timeout <= 0 or self._unreported:
             return
         self._put()
@@ -315,8 +295,6 @@ class Worker:
                 conn.pgconn.consume_input()
                 while conn.pgconn.notifies():
                     self._turns.refresh()
-        if self._turns.is_settled:
-            self._idle_at = time.monotonic()
         self._desk.is_waiting = False
         if self._pace.is_quick and (is_busy or self._desk.done):
             time.sleep(GATHER)

@@ -9,7 +9,7 @@ import it, too.)
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -18,7 +18,8 @@ from pgqueue import database
 from pgqueue.app import App, Job, begin
 from pgqueue.client import to_json
 from pgqueue.desk import judge
-from pgqueue.exchange import CLAIM, COMPLETE, FAIL, RELEASE_AT, RELEASE_IN
+from pgqueue.exchange import CLAIM, finish
+from pgqueue.lanes import COMPLETE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,20 +147,19 @@ def _run(conn: psycopg.Connection[Any], job: Job, raises: bool) -> Ran:
             if job.handler.is_async:
                 result = asyncio.run(result)
             text = to_json(result, "result")
-            conn.execute(COMPLETE, ([job.id], [job.token], [text]))
+            conn.execute(COMPLETE, (job.id, job.token, text))
         return Ran(job, "completed", result)
     except Exception as error:
-        report = judge(job, error)
-        names = [job.id], [job.token]
-        if report.verb == "release":
-            is_delay = isinstance(report.until, timedelta)
-            conn.execute(RELEASE_IN if is_delay else RELEASE_AT, (*names, report.until))
-            return Ran(job, "released")
-        if raises and report.after is None and not report.permanent:
+        job.report = report = judge(job, error)
+        if (
+            raises
+            and report.verb == "fail"
+            and report.after is None
+            and not report.permanent
+        ):
             raise
-        values = [report.text], [report.after], [report.permanent]
         with conn.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
-            row = cursor.execute(FAIL, (*names, *values)).fetchone()
+            row = cursor.execute(*finish([job])).fetchone()
         return Ran(job, row[1] if row else "lost", error=report.text)
 
 

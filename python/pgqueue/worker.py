@@ -26,8 +26,7 @@ from pgqueue.signs import Pulse, notify_systemd, set_up_logging
 log = logging.getLogger("pgqueue")
 
 VERBS = (
-    "claim, complete, complete_many, extend, fail, maintain, next_due, park, release,"
-    " unpark"
+    "claim, complete, complete_many, extend, fail, finish, maintain, release, rest"
 ).split(", ")
 PRIVILEGES = (
     "select p.proname, has_function_privilege(p.oid, 'execute') from pg_proc as p"

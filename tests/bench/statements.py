@@ -66,7 +66,7 @@ PGQUEUE = Statements(
     finish="select count(*) from pgqueue.complete_many(%s, %s)",
     extend="select count(*) from pgqueue.extend(%s, %s)",
     expired="select count(*) from pgqueue.run where outcome = 'expired'",
-    idle="listen pgqueue; select pgqueue.park(array['bench'])",
+    idle="listen pgqueue; select pgqueue.rest(array['bench'])",
 )
 
 

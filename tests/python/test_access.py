@@ -8,12 +8,12 @@ from psycopg import errors
 # What each kind of role may call: the written promise, to be compared with the catalog.
 PRODUCER = {"enqueue", "enqueue_many", "version"}
 WORKER = {
-    "claim", "extend", "complete", "complete_many", "fail", "release",
-    "reap", "maintain", "park", "unpark", "next_due", "version",
+    "claim", "claim_from", "extend", "complete", "complete_many", "fail", "release",
+    "finish", "reap", "maintain", "rest", "version",
 }  # fmt: skip
 OPERATOR = {
-    "cancel", "redrive", "redrive_job", "discard", "purge", "pause", "resume",
-    "run_now", "reprioritize", "configure", "reap", "maintain", "version",
+    "cancel", "cancel_many", "redrive", "redrive_job", "discard", "discard_many",
+    "purge", "pause", "resume", "run_now", "reprioritize", "configure", "reap", "maintain", "version",
 }  # fmt: skip
 VIEWS = {"jobs", "queues", "running", "kinds"}
 MATRIX = {
@@ -73,7 +73,6 @@ def test_a_role_without_grants_can_do_nothing(db, role):
         role,
     )
     assert not one(db, "select has_schema_privilege(%s, 'pgqueue', 'usage')", role)
-    assert not one(db, "select has_type_privilege(%s, 'pgqueue._mark', 'usage')", role)
 
 
 @pytest.mark.parametrize("kind", MATRIX)
@@ -118,9 +117,7 @@ def test_a_producer_and_a_worker_do_their_work_without_any_table(
     worker.execute("select pgqueue.extend(array[%s], array[%s])", leases[0])
     worker.execute("select pgqueue.complete(%s, %s)", leases[0])
     worker.execute("select pgqueue.fail(%s, %s, 'e')", leases[1])
-    worker.execute(
-        "select pgqueue.maintain(), pgqueue.next_due(array['q']), pgqueue.park(array['q'])"
-    )
+    worker.execute("select pgqueue.maintain(), pgqueue.rest(array['q'])")
     with pytest.raises(errors.InsufficientPrivilege):
         worker.execute("select payload from pgqueue.job")
 

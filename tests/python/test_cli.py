@@ -176,7 +176,7 @@ def test_operator_commands(run, db) -> None:
     assert status[2].split()[:2] == ["emails", "1"]
 
     db.execute(
-        "select pgqueue.fail(id, token, E'line\\nlast line', permanent => true)"
+        "select pgqueue.fail(id, token, E'last line\\nline', permanent => true)"
         " from pgqueue.claim('emails', 'me')"
     )
     dead = run("pgqueue", "dead", "--queue", "emails").stdout

@@ -3,6 +3,7 @@
 import itertools
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 
 import psycopg
 import pytest
@@ -375,6 +376,7 @@ def listener(connect):
 
 def heard(listener) -> int:
     """How many notifications have come, counted when one of our own has."""
+    listener.execute("listen pgqueue")
     listener.execute("notify pgqueue, 'end'")
     count = 0
     for notify in listener.notifies(timeout=20):
@@ -385,10 +387,12 @@ def heard(listener) -> int:
     raise AssertionError("the notification never came")
 
 
-def test_an_enqueue_notifies_only_when_somebody_is_parked_on_its_queue(db, listener):
+def test_an_enqueue_notifies_only_when_somebody_rests_on_its_queue(
+    db, connect, listener
+):
     db.execute("select pgqueue.enqueue('q')")
     assert heard(listener) == 0
-    assert one(listener, "select pgqueue.park(array['q', 'r'])") is True
+    assert one(listener, "select pgqueue.rest(array['q', 'r'])") == timedelta(0)
     db.execute("select pgqueue.enqueue('other')")
     assert heard(listener) == 0
     db.execute("select pgqueue.enqueue('q')")
@@ -396,21 +400,22 @@ def test_an_enqueue_notifies_only_when_somebody_is_parked_on_its_queue(db, liste
     assert heard(listener) == 2
     db.execute("select pgqueue.configure('q', notify => false)")
     db.execute("select pgqueue.enqueue('q')")
-    listener.execute("select pgqueue.unpark(array['q', 'r'])")
+    listener.close()
     db.execute("select pgqueue.enqueue('r')")
-    assert heard(listener) == 0
+    assert heard(connect()) == 0
 
 
 def test_a_worker_that_parks_sees_an_enqueue_that_is_still_open(db, listener):
     with db.transaction():
         db.execute("select pgqueue.enqueue('q')")
-        assert one(listener, "select pgqueue.park(array['q'])") is False
-    assert one(listener, "select pgqueue.park(array['q'])") is True
+        pause = one(listener, "select pgqueue.rest(array['q'])")
+        assert timedelta(0) < pause < timedelta(seconds=1), "look again soon"
+    assert one(listener, "select pgqueue.rest(array['q'])") == timedelta(0)
 
 
 def test_a_parked_worker_that_dies_leaves_nothing_behind(db, connect, listener):
     worker = connect()
-    worker.execute("select pgqueue.park(array['q'])")
+    worker.execute("select pgqueue.rest(array['q'])")
     db.execute("select pg_terminate_backend(%s, 20000)", (worker.info.backend_pid,))
     db.execute("select pgqueue.enqueue('q')")
     assert heard(listener) == 0
@@ -436,7 +441,7 @@ def test_whatever_gives_work_to_a_queue_wakes_it(db, listener, verb):
     id, token = claimed(db)
     if "reap" in verb:
         expire(db)
-    listener.execute("select pgqueue.park(array['q'])")
+    listener.execute("select pgqueue.rest(array['q'])")
     db.execute(verb, {"id": id, "token": token})
     assert heard(listener) == 1
 
@@ -444,7 +449,7 @@ def test_whatever_gives_work_to_a_queue_wakes_it(db, listener, verb):
 def test_notify_can_be_switched_off_for_two_phase_commit(dsn, db, listener):
     if one(db, "show max_prepared_transactions") == "0":
         pytest.skip("the server allows no prepared transactions")
-    listener.execute("select pgqueue.park(array['q'])")
+    listener.execute("select pgqueue.rest(array['q'])")
     db.execute("set pgqueue.notify = off")
     db.execute("begin")
     db.execute("select pgqueue.enqueue('q')")

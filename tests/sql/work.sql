@@ -144,7 +144,7 @@ select results_eq(
 );
 select results_eq(
     format('select last_error from pgqueue.jobs where id = %s', :id),
-    $$ values ('the lease expired: the worker died or stopped extending it') $$,
+    $$ values ('the lease expired: worker slow stopped extending it and held this job alone') $$,
     'and among the errors of the job'
 );
 

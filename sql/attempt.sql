@@ -1,0 +1,201 @@
+-- The ends of attempts that did not complete: how long to wait, what is kept of the error, and
+-- where the job goes. Only this room moves a job to dead_job or sends it back. Its callers have
+-- locked the jobs.
+
+create or replace function pgqueue._retry_delay(attempt int, retry_base interval, retry_cap interval)
+    returns interval
+    language sql
+    volatile
+    set search_path = pg_catalog, pg_temp
+as $$
+    -- The exponent is capped before the power, or high attempts would overflow. Between
+    -- half and all of it: jobs that failed together must not come back together.
+    select make_interval(secs => (0.5 + random() / 2) * least(
+        extract(epoch from _retry_delay.retry_cap)::float8,
+        extract(epoch from _retry_delay.retry_base)::float8
+            * power(2::float8, least(greatest(_retry_delay.attempt, 1) - 1, 60))
+    ))
+$$;
+
+comment on function pgqueue._retry_delay(int, interval, interval) is
+'How long to wait after a failed attempt: least(cap, base * 2^(attempt - 1)) times a random 0.5 to 1.';
+
+create or replace function pgqueue._summary(error text)
+    returns text
+    language sql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$ select left(split_part(ltrim(_summary.error, E' \t\r\n'), E'\n', 1), 500) $$;
+
+comment on function pgqueue._summary(text) is
+'The first line of an error, by which errors are found, counted and logged.';
+
+create or replace function pgqueue._add_error(j pgqueue.job, error text, moment timestamptz)
+    returns jsonb
+    language sql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+    select
+        case when jsonb_array_length((_add_error.j).errors) >= 10
+            then (_add_error.j).errors - 0
+            else (_add_error.j).errors
+        end
+        || jsonb_build_array(jsonb_build_object(
+            'attempt', (_add_error.j).attempt,
+            'at', _add_error.moment,
+            'worker', (_add_error.j).worker,
+            'error', _add_error.error
+        ))
+$$;
+
+comment on function pgqueue._add_error(pgqueue.job, text, timestamptz) is
+'A job''s errors with one more, the last 10.';
+
+create or replace function pgqueue._log(
+    picks tid[], outcomes text[], errors text[], moment timestamptz
+)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+    set enable_nestloop = on
+as $$
+declare
+    today int := floor(extract(epoch from moment) / 86400)::int;
+begin
+    insert into pgqueue.run (
+        slot, attempt, job_id, finished_at, waited, taken,
+        queue, kind, outcome, worker, result, error
+    )
+    select
+        (today + kept.days) % 16,
+        j.attempt, j.id, _log.moment,
+        coalesce(j.claimed_at, _log.moment) - least(j.run_at, j.claimed_at, _log.moment),
+        _log.moment - coalesce(j.claimed_at, _log.moment),
+        j.queue, j.kind, e.outcome, j.worker,
+        case when e.outcome = 'cancelled' then to_jsonb(j.cancel_reason) end,
+        case when e.outcome <> 'cancelled' then pgqueue._summary(e.error) end
+    from unnest(picks, outcomes, errors) as e (place, outcome, error)
+    join pgqueue.job as j on j.ctid = e.place
+    left join pgqueue.queue as own on own.name = j.queue
+    left join pgqueue.queue as shared on shared.name = ''
+    cross join lateral (values (coalesce(own.keep_runs, shared.keep_runs, 7))) as kept (days)
+    where kept.days > 0;
+end;
+$$;
+
+comment on function pgqueue._log(tid[], text[], text[], timestamptz) is
+'Writes the present attempts of some locked jobs into run.';
+
+create or replace function pgqueue._end(
+    picks tid[], outcomes text[], errors text[], retry_ats timestamptz[], moment timestamptz
+)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+    set enable_nestloop = on
+as $$
+begin
+    if cardinality(picks) = 0 then
+        return;
+    end if;
+    perform pgqueue._log(picks, outcomes, errors, moment);
+
+    insert into pgqueue.dead_job (
+        id, died_at, enqueued_at, run_at, claimed_at, priority, attempt, max_attempts,
+        queue, kind, unique_key, group_key, worker, error, payload, headers, errors
+    )
+    select
+        j.id, _end.moment, j.enqueued_at, j.run_at, j.claimed_at,
+        j.priority, j.attempt, j.max_attempts, j.queue, j.kind,
+        j.unique_key, j.group_key, j.worker, e.error, j.payload,
+        j.headers, pgqueue._add_error(j, e.error, _end.moment)
+    from unnest(picks, outcomes, errors) as e (place, outcome, error)
+    join pgqueue.job as j on j.ctid = e.place
+    where e.outcome = 'dead';
+
+    delete from pgqueue.job as j
+    where j.ctid = any (array(
+        select e.place
+        from unnest(picks, outcomes) as e (place, outcome)
+        where e.outcome in ('dead', 'cancelled')
+    ));
+
+    update pgqueue.job as j
+    set run_at = coalesce(e.retry_at, j.run_at),
+        token = null,
+        claimed_at = null,
+        lease_expires_at = null,
+        worker = null,
+        errors = pgqueue._add_error(j, e.error, _end.moment)
+    from unnest(_end.picks, _end.outcomes, _end.errors, _end.retry_ats)
+        as e (place, outcome, error, retry_at)
+    where j.ctid = e.place and e.outcome in ('retry', 'expired');
+end;
+$$;
+
+comment on function pgqueue._end(tid[], text[], text[], timestamptz[], timestamptz) is
+'Ends the attempts of some locked jobs that did not complete, each by its outcome: retry and expired go back to work at retry_at (null: where they stand), dead to dead_job, cancelled is gone.';
+
+create or replace function pgqueue._expire(picks tid[], moment timestamptz)
+    returns int
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+as $$
+declare
+    ended record;
+begin
+    select
+        array_agg(e.place) as picks,
+        array_agg(e.outcome) as outcomes,
+        -- Who held many did not fail because of each of them; who held one, perhaps.
+        array_agg(format(
+            'the lease expired: worker %s stopped extending it and held %s',
+            e.worker, case e.held when 1 then 'this job alone' else e.held || ' jobs' end
+        )) as errors
+    into ended
+    from (
+        select
+            j.ctid as place,
+            j.worker,
+            count(*) over (partition by j.worker) as held,
+            case
+                when j.cancelled_at is not null then 'cancelled'
+                when j.attempt >= j.max_attempts then 'dead'
+                else 'expired'
+            end as outcome
+        from pgqueue.job as j
+        where j.ctid = any (_expire.picks) and j.lease_expires_at is not null
+    ) as e;
+    perform pgqueue._end(coalesce(ended.picks, '{}'), ended.outcomes, ended.errors, null, moment);
+    return coalesce(cardinality(ended.picks), 0);
+end;
+$$;
+
+comment on function pgqueue._expire(tid[], timestamptz) is
+'Ends the attempts of those among some locked jobs whose leases expired: back where they stood, dead when exhausted, gone when cancelled. Returns how many.';
+
+create or replace function pgqueue._reopened(queues text[], lanes int[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._reopen_lane(o.queue, o.lane)
+    from (select distinct u.* from unnest(_reopened.queues, _reopened.lanes) as u) as o (queue, lane);
+    perform pgqueue._wake(o.queue)
+    from (select distinct u.queue from unnest(_reopened.queues) as u (queue)) as o;
+end;
+$$;
+
+comment on function pgqueue._reopened(text[], int[]) is
+'For jobs that come back to their old place in a lane, or to a new one in its midst: lets claims find them at once, and wakes who waits.';

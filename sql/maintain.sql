@@ -1,0 +1,169 @@
+-- Maintenance: what must happen from time to time, and what nobody waits for.
+
+create or replace function pgqueue.reap(max_jobs int default 1000)
+    returns int
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_tidscan = on
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    picks tid[];
+    queues text[];
+    lanes int[];
+begin
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform pgqueue._require_read_committed();
+    end if;
+    perform pgqueue._check_max_jobs(max_jobs);
+
+    -- A walk over the whole table: an index on the lease would be written by every claim
+    -- and every heartbeat, and claims find what expired without one.
+    picks := array(
+        select j.ctid
+        from pgqueue.job as j
+        where j.lease_expires_at <= moment
+        limit coalesce(reap.max_jobs, 1000)
+        for update skip locked
+    );
+    select array_agg(j.queue), array_agg(j.priority) into queues, lanes
+    from pgqueue.job as j
+    where j.ctid = any (picks);
+    perform pgqueue._reopened(queues, lanes);
+    return pgqueue._expire(picks, moment);
+end;
+$$;
+
+comment on function pgqueue.reap(int) is
+'Ends the attempts of up to max_jobs jobs whose lease expired, and returns how many: each goes back where it stood in its lane, or to dead_job when its attempts are used up. Claims do this for their own queue; any number of reaps may run at once. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
+
+-- One statement for each table, because a name put together at run time is dynamic SQL.
+create or replace function pgqueue._lock_run(slot int)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    case slot
+        when 0 then lock table pgqueue.run_0 in access exclusive mode nowait;
+        when 1 then lock table pgqueue.run_1 in access exclusive mode nowait;
+        when 2 then lock table pgqueue.run_2 in access exclusive mode nowait;
+        when 3 then lock table pgqueue.run_3 in access exclusive mode nowait;
+        when 4 then lock table pgqueue.run_4 in access exclusive mode nowait;
+        when 5 then lock table pgqueue.run_5 in access exclusive mode nowait;
+        when 6 then lock table pgqueue.run_6 in access exclusive mode nowait;
+        when 7 then lock table pgqueue.run_7 in access exclusive mode nowait;
+        when 8 then lock table pgqueue.run_8 in access exclusive mode nowait;
+        when 9 then lock table pgqueue.run_9 in access exclusive mode nowait;
+        when 10 then lock table pgqueue.run_10 in access exclusive mode nowait;
+        when 11 then lock table pgqueue.run_11 in access exclusive mode nowait;
+        when 12 then lock table pgqueue.run_12 in access exclusive mode nowait;
+        when 13 then lock table pgqueue.run_13 in access exclusive mode nowait;
+        when 14 then lock table pgqueue.run_14 in access exclusive mode nowait;
+        when 15 then lock table pgqueue.run_15 in access exclusive mode nowait;
+    end case;
+end;
+$$;
+
+comment on function pgqueue._lock_run(int) is
+'Locks one table of the ring run, or raises 55P03 when somebody is using it: nobody waits behind us behind a long SELECT.';
+
+create or replace function pgqueue._empty_run(slot int)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    case slot
+        when 0 then truncate pgqueue.run_0;
+        when 1 then truncate pgqueue.run_1;
+        when 2 then truncate pgqueue.run_2;
+        when 3 then truncate pgqueue.run_3;
+        when 4 then truncate pgqueue.run_4;
+        when 5 then truncate pgqueue.run_5;
+        when 6 then truncate pgqueue.run_6;
+        when 7 then truncate pgqueue.run_7;
+        when 8 then truncate pgqueue.run_8;
+        when 9 then truncate pgqueue.run_9;
+        when 10 then truncate pgqueue.run_10;
+        when 11 then truncate pgqueue.run_11;
+        when 12 then truncate pgqueue.run_12;
+        when 13 then truncate pgqueue.run_13;
+        when 14 then truncate pgqueue.run_14;
+        when 15 then truncate pgqueue.run_15;
+    end case;
+end;
+$$;
+
+comment on function pgqueue._empty_run(int) is
+'Empties one table of the ring run, or raises 55006 when a cursor of this session is reading it.';
+
+create or replace function pgqueue._is_over(day int)
+    returns boolean
+    language sql
+    volatile
+    set search_path = pg_catalog, pg_temp
+as $$
+    select exists (select from pgqueue.run as r where r.slot = _is_over.day % 16)
+        and not exists (
+            select from pgqueue.run as r
+            where r.slot = _is_over.day % 16
+                and r.finished_at >= to_timestamp((_is_over.day + 1) * 86400::float8)
+        )
+$$;
+
+comment on function pgqueue._is_over(int) is
+'Whether the table of the ring run that stands for a day of forgetting holds runs, and none that ended after that day.';
+
+create or replace function pgqueue._forget_runs()
+    returns int
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    today int := floor(extract(epoch from clock_timestamp()) / 86400)::int;
+    emptied int := 0;
+begin
+    -- The last day of forgetting that each table stood for is one of the 16 before
+    -- today. A row written after that day is kept for a later one, 16 days on.
+    for day in today - 16 .. today - 1 loop
+        continue when not pgqueue._is_over(day);
+        begin
+            -- Somebody may have written into it since.
+            perform pgqueue._lock_run(day % 16);
+            if pgqueue._is_over(day) then
+                perform pgqueue._empty_run(day % 16);
+                emptied := emptied + 1;
+            end if;
+        exception
+            -- Another session, or an open cursor of this one, is reading it.
+            when lock_not_available or object_in_use then null;
+        end;
+    end loop;
+    return emptied;
+end;
+$$;
+
+comment on function pgqueue._forget_runs() is
+'Empties the tables of the ring run whose day is over; returns how many. One in use is put off.';
+
+create or replace function pgqueue.maintain()
+    returns table (task text, done bigint)
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    task := 'reap';
+    done := pgqueue.reap();
+    return next;
+    task := 'forget runs';
+    done := pgqueue._forget_runs();
+    return next;
+end;
+$$;
+
+comment on function pgqueue.maintain() is
+'Everything that must happen from time to time: recovers up to 1000 expired leases (done: jobs), and empties the tables of run whose days are over (done: tables). Call it every minute or so, from a worker, cron or psql; any number may run at once. Raises 25001 outside READ COMMITTED.';
