@@ -3,8 +3,8 @@
 --
 -- A lane is walked from its beginning. In front of the jobs that are ready stand those that
 -- run, those that others are just claiming, and index entries of finished jobs that some old
--- snapshot keeps from being removed. While that is cheap nothing else happens. A walk that has
--- read far more pages than its jobs account for leaves a position for all sessions: the run_at
+-- snapshot keeps from being removed. While these are few nothing else happens. A walk that has
+-- met many of them leaves a position for all sessions: the run_at
 -- up to which the jobs of the lane have been taken. From then on each claim starts there and
 -- moves it to its last pick at once, before it commits, so that the next meets none of its rows.
 -- After 100 ms, or 20 times the duration of that walk, one claim walks from the beginning again
@@ -266,10 +266,11 @@ declare
     valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
     now_us bigint;
     position bigint;
+    reached bigint;
     start timestamptz := '-infinity'::timestamptz;
     start_id bigint := 0;
     began timestamptz;
-    pages bigint;
+    walked bigint;
     picks tid[];
     last_run_at timestamptz;
     expired_at timestamptz;
@@ -284,29 +285,33 @@ begin
             record := case when random() < 0.5 then record else (key & 127) * 5 end;
         end if;
     end if;
+    if valid_until > 0 then
+        position := pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass);
+    end if;
     if valid_until > 0 and not is_whole then
-        now_us := pgqueue._since_2020(moment);
+        now_us := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
         if valid_until between now_us and now_us + 60000000 then
-            position := pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass);
             start := '2020-01-01 00:00 UTC'::timestamptz + (position >> 12) * interval '1 microsecond';
             if position & 4095 > 0 then
                 start_id := pg_sequence_last_value(('pgqueue._cell_' || record + 2)::regclass);
             end if;
             if (start < moment) is not true then
                 start := '-infinity';
+                position := null;
             end if;
             if (start_id % 4095 + 1 = position & 4095) is not true then
                 start_id := 0;
             end if;
+        elsif valid_until between now_us - 1000000 and now_us then
+            -- This claim walks from the beginning, the others go on.
+            perform setval(('pgqueue._cell_' || record)::regclass, tag | now_us + 100000);
         end if;
     end if;
 
     loop
-        if start = '-infinity' then
-            began := clock_timestamp();
-            pages := pg_stat_get_xact_blocks_fetched('pgqueue.job'::regclass)
-                + pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass);
-        end if;
+        began := clock_timestamp();
+        walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
+            + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass);
         select array_agg(due.tid), max(due.run_at), min(due.run_at) filter (where due.is_leased)
         into picks, last_run_at, expired_at
         from (
@@ -339,15 +344,15 @@ begin
         start_id := 0;
     end loop;
 
-    if picks is null and start > '-infinity' then
-        return '{}'::tid[];
-    end if;
-    if start = '-infinity' then
-        pages := pg_stat_get_xact_blocks_fetched('pgqueue.job'::regclass)
-            + pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass) - pages;
-        if pages <= 16 + 3 * coalesce(cardinality(picks), 0)
-            or picks is null and clock_timestamp() < began + interval '5 milliseconds'
-        then
+    -- Entries that it met, and pages: a measure that depends neither on the machine nor on the
+    -- moment.
+    walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
+        + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass) - walked
+        - 3 * coalesce(cardinality(picks), 0);
+    if start > '-infinity' and (picks is null or wanted = 1 and walked <= 60) then
+        return coalesce(picks, '{}'::tid[]);
+    elsif start = '-infinity' then
+        if walked <= 200 or picks is null and clock_timestamp() < began + interval '5 milliseconds' then
             return coalesce(picks, '{}'::tid[]);
         end if;
         valid_until := pgqueue._since_2020(clock_timestamp() + least(
@@ -365,10 +370,17 @@ begin
         select j.id into start_id from pgqueue.job as j where j.ctid = picks[wanted];
         perform setval(('pgqueue._cell_' || record + 2)::regclass, start_id);
     end if;
+    reached := ((date_part('epoch', last_run_at) * 1000000)::bigint - 1577836800000000 << 12)
+        | case when start_id > 0 then start_id % 4095 + 1 else 0 end;
+    -- Back only if something stood behind: others may have come further meanwhile.
     perform setval(
         ('pgqueue._cell_' || record + 1)::regclass,
-        pgqueue._since_2020(last_run_at) << 12
-            | case when start_id > 0 then start_id % 4095 + 1 else 0 end
+        case
+            when start > '-infinity' or reached >= position then greatest(
+                reached, pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass)
+            )
+            else reached
+        end
     );
     if start = '-infinity' then
         perform setval(('pgqueue._cell_' || record)::regclass, tag | valid_until);
