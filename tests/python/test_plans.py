@@ -1,5 +1,6 @@
 """The claim stays flat: its buffers and plans, however deep the queue and whatever the statistics."""
 
+import contextlib
 import json
 
 import psycopg
@@ -22,14 +23,20 @@ def fill(
     db.execute(FILL.format(jobs=jobs, after=after, priority=priority))
 
 
+def explained(db: psycopg.Connection, query: str) -> dict:
+    plan = one(db, f"explain (analyze, buffers, format json) {query}")
+    return (json.loads(plan) if isinstance(plan, str) else plan)[0]["Plan"]
+
+
+def pages(db: psycopg.Connection, query: str) -> int:
+    """The pages that a query touches."""
+    root = explained(db, query)
+    return root["Shared Hit Blocks"] + root["Shared Read Blocks"]
+
+
 def buffers(db: psycopg.Connection, batch: int = 50) -> int:
     """The pages that one claim touches."""
-    plan = one(
-        db,
-        "explain (analyze, buffers, format json) "
-        f"select from pgqueue.claim('q', 'w', {batch})",
-    )
-    root = (json.loads(plan) if isinstance(plan, str) else plan)[0]["Plan"]
+    root = explained(db, f"select from pgqueue.claim('q', 'w', {batch})")
     assert root["Actual Rows"] == batch
     return root["Shared Hit Blocks"] + root["Shared Read Blocks"]
 
@@ -202,3 +209,179 @@ def test_the_settings_of_the_pick_do_not_leak_into_the_session(db):
     before = column(db, settings, names)
     db.execute("select pgqueue.claim('q', 'w')")
     assert column(db, settings, names) == before
+
+
+# One position for all sessions
+
+
+def lease(db: psycopg.Connection, jobs: int) -> None:
+    """Let another worker hold the first jobs that are ready."""
+    held = (
+        "update pgqueue.job set token = nextval('pgqueue.token_seq'), attempt = 1, "
+        "worker = 'other', claimed_at = now(), lease_expires_at = now() + interval '1 hour' "
+        "where id in (select id from pgqueue.job where lease_expires_at is null order by run_at limit %s)"
+    )
+    db.execute(held, (jobs,))
+
+
+def test_ninety_six_sessions_with_fifty_leases_each_do_not_meet_each_other(
+    dsn, db, usual
+):
+    fill(db, 96 * 50 + 20_000)
+    with contextlib.ExitStack() as stack:
+        sessions = [
+            stack.enter_context(psycopg.connect(dsn, autocommit=True))
+            for _ in range(96)
+        ]
+        for session in sessions:
+            assert one(session, "select count(*) from pgqueue.claim('q', 'w', 50)")
+        for session in sessions:
+            buffers(session)  # makes its plans
+        # One in a while walks from the beginning, for all.
+        assert is_flat(counts := [buffers(each) for each in sessions], usual), counts
+
+
+def test_ten_thousand_running_jobs_are_not_walked_by_every_claim(db, usual):
+    fill(db, 11_000)
+    lease(db, 10_000)
+    assert is_flat(counts := warmed(db), usual), (counts, usual)
+
+
+def test_every_priority_in_use_costs_a_claim_no_more_than_one(db, usual):
+    """201 lanes, of which all but the lowest have only jobs for tomorrow."""
+    for priority in range(-99, 101):
+        fill(db, 20, after="interval '1 day' + n * interval '1 us'", priority=priority)
+    fill(db, 1000, priority=-100)
+    assert is_flat(counts := warmed(db), usual), (counts, usual)
+
+
+def test_finished_jobs_of_other_priorities_under_a_held_snapshot_are_not_walked(
+    db, connect, usual
+):
+    holder = connect(autocommit=False)
+    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    holder.execute("select count(*) from pgqueue.job")
+    for priority in (5, 3, -3):
+        fill(db, 50_000, priority=priority)
+    db.execute("delete from pgqueue.job")
+    fill(db, 1000)
+    assert is_flat(counts := warmed(db), usual), (counts, usual)
+
+
+def test_many_queues_and_kinds_in_one_session_keep_their_positions_apart(db, usual):
+    """0.1.0 kept one mark for all queues of a fold, and one for all kinds of a queue."""
+    queues = [f"queue {n}" for n in range(40)]
+    for queue in queues:
+        db.execute(FILL.replace("'q', 'q'", f"'{queue}', 'k' || n % 2").format(
+            jobs=3000, after="n * interval '1 us'", priority=0))  # fmt: skip
+        db.execute(f"select count(*) from pgqueue.claim('{queue}', 'w', 2000)")
+    claim = "select from pgqueue.claim('{}', 'w', 25, kinds => {})"
+    asked = [
+        (queue, kinds)
+        for queue in queues
+        for kinds in ("null", "array['k0']", "array['k1']")
+    ]
+    for _ in range(2):
+        for queue, kinds in asked:
+            db.execute(claim.format(queue, kinds))
+    counts = [pages(db, claim.format(queue, kinds)) for queue, kinds in asked]
+    # Of 120 lanes a few have found both their records taken.
+    assert sum(count > 3 * usual for count in counts) <= 12, (counts, usual)
+
+
+def test_two_lanes_that_share_a_record_take_the_second_one(db, usual):
+    first = "hashtextextended(q, 0) & 127"
+    twins = column(
+        db,
+        f"select array_agg(q) from (select 'q' || n as q from generate_series(1, 2000) as n) as s "
+        f"group by {first} having count(*) >= 2 limit 1",
+    )[0][:2]
+    for queue in twins:
+        db.execute(FILL.replace("'q', 'q'", f"'{queue}', 'k'").format(
+            jobs=8000, after="n * interval '1 us'", priority=0))  # fmt: skip
+        db.execute(f"select count(*) from pgqueue.claim('{queue}', 'w', 5000)")
+    claim = "select from pgqueue.claim('{}', 'w', 50)"
+    for _ in range(5):
+        for queue in twins:
+            db.execute(claim.format(queue))
+    counts = [pages(db, claim.format(queue)) for _ in range(10) for queue in twins]
+    assert is_flat(counts, usual), (counts, usual)
+
+
+def test_jobs_of_one_moment_are_drained_flat_under_a_held_snapshot(db, connect, usual):
+    holder = connect(autocommit=False)
+    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    holder.execute("select count(*) from pgqueue.job")
+    fill(db, 100_000, after="interval '0'")
+    done = (
+        "select count(*) from (select array_agg(id) as ids, array_agg(token) as tokens "
+        "from pgqueue.claim('q', 'w', 10000)) as c, pgqueue.complete_many(c.ids, c.tokens)"
+    )
+    for _ in range(9):
+        assert one(db, done) == 10_000
+    assert one(db, "select count(*) from pgqueue.job") == 10_000
+    assert is_flat(counts := warmed(db), usual), (counts, usual)
+
+
+def test_ten_thousand_exhausted_leases_cost_a_claim_no_more_than_a_thousand(db):
+    """0.1.0 was quadratic in them: 5.75 s for one claim of one."""
+    fill(db, 10_000)
+    lease(db, 10_000)
+    db.execute(
+        "update pgqueue.job set max_attempts = 1, lease_expires_at = now() - interval '1 s'"
+    )
+    fill(db, 1, after="interval '1 minute'")
+    first = pages(db, "select from pgqueue.claim('q', 'w')")
+    assert one(db, "select count(*) from pgqueue.dead_job") == 1000
+    assert one(db, "select count(*) from pgqueue.job where worker = 'w'") == 1
+    # Some thirty pages for each job that is buried, and one walk past the others.
+    assert first < 60_000
+    buried = 1000
+    while buried < 10_000:
+        # Once from the position, once from the beginning before it says that there is nothing.
+        assert column(db, "select id from pgqueue.claim('q', 'w')") == []
+        before, buried = buried, one(db, "select count(*) from pgqueue.dead_job")
+        assert before + 1000 <= buried <= before + 2000
+
+
+def test_an_idle_worker_walks_dead_entries_once_for_a_claim_and_once_for_a_rest(
+    db, connect
+):
+    """At one look in five seconds that is two or three per cent of a core for 500,000."""
+    holder = connect(autocommit=False)
+    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    holder.execute("select count(*) from pgqueue.job")
+    fill(db, 100_000)
+    walk = (
+        "select from pgqueue.job where hashtext(queue) = hashtext('q') and queue = 'q' "
+        "and priority = 0 and run_at <= now() order by run_at, id limit 1"
+    )
+    db.execute("delete from pgqueue.job")
+    db.execute("set enable_seqscan = off")
+    db.execute("set enable_bitmapscan = off")
+    db.execute("set enable_sort = off")
+    once = pages(db, walk)
+    assert once > 1000
+    for _ in range(2):
+        db.execute("select pgqueue.claim('q', 'w', 10)")
+        db.execute("select pgqueue.rest(array['q'])")
+    assert pages(db, "select pgqueue.claim('q', 'w', 10)") < 1.2 * once
+    assert pages(db, "select pgqueue.rest(array['q'])") < 1.2 * once
+
+
+def test_a_position_of_before_a_restore_or_another_clock_is_none(db):
+    fill(db, 6000)
+    assert one(db, "select count(*) from pgqueue.claim('q', 'w', 5000)") == 5000
+    for _ in range(3):
+        db.execute("select pgqueue.claim('q', 'w', 10)")
+    # The rows are those of a day before; the cells are not dumped, but a copy has them.
+    db.execute(
+        "update pgqueue.job set run_at = run_at - interval '1 day', lease_expires_at = null, token = null"
+    )
+    first = column(db, "select id from pgqueue.job order by run_at, id limit 10")
+    found: list[int] = []
+    while len(found) < 6000:
+        taken = column(db, "select id from pgqueue.claim('q', 'w', 500)")
+        assert taken, "never empty while jobs are due"
+        found += taken
+    assert sorted(found) == sorted(set(found)) and set(first) <= set(found)

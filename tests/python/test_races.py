@@ -459,6 +459,285 @@ def test_notify_can_be_switched_off_for_two_phase_commit(dsn, db, listener):
     assert one(db, "select count(*) from pgqueue.job") == 1
 
 
+# Positions decide nothing
+
+
+@pytest.fixture
+def dear(db, connect):
+    """A queue whose walk takes long: 100,000 finished jobs that an old snapshot still sees."""
+    holder = connect(autocommit=False)
+    holder.isolation_level = IsolationLevel.REPEATABLE_READ
+    holder.execute("select count(*) from pgqueue.job")
+    fill = "select count(*) from pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[100000]))"
+    db.execute(fill)
+    db.execute("delete from pgqueue.job")
+    db.execute("select pgqueue.enqueue('q')")
+    id, token = db.execute(CLAIM).fetchone()
+    db.execute("select pgqueue.complete(%s, %s)", (id, token))
+    return holder
+
+
+def looks(conn: psycopg.Connection) -> list[int] | timedelta | None:
+    """One turn of a worker: the jobs that it claims, else how long it would sleep."""
+    return (
+        column(conn, "select id from pgqueue.claim('q', 'w')")
+        or one(conn, "select pgqueue.rest(array['q'])")
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("priority", [0, 7, -7])
+def test_a_job_that_commits_late_is_not_slept_on_where_a_walk_is_dear(
+    dear, db, connect, listener, priority
+):
+    producer = connect(autocommit=False)
+    producer.execute("select pgqueue.enqueue('q', priority => %s)", (priority,))
+    assert looks(db) != [], "a worker beside looks, and finds nothing"
+    pause = looks(listener)
+    assert isinstance(pause, timedelta) and pause <= timedelta(seconds=5), "for a while"
+    producer.commit()
+    assert len(looks(listener)) == 1
+
+
+def test_a_job_given_back_elsewhere_is_found_at_once_where_a_walk_is_dear(
+    dear, db, connect, listener
+):
+    db.execute("select pgqueue.enqueue('q')")
+    id, token = db.execute(CLAIM).fetchone()
+    assert looks(listener) > timedelta(seconds=20), "until the lease ends"
+    connect().execute("select pgqueue.release(array[%s], array[%s])", (id, token))
+    assert heard(listener) == 1
+    assert looks(listener) == [id]
+
+
+def test_a_claim_that_is_rolled_back_is_found_where_a_walk_is_dear(dear, db, connect):
+    ids = column(
+        db, "select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[30]))"
+    )
+    other = connect()
+    with other.transaction(force_rollback=True):
+        assert len(column(other, "select id from pgqueue.claim('q', 'w', 10)")) == 10
+    taken: list[int] = []
+    while len(taken) < 30:
+        found = column(db, "select id from pgqueue.claim('q', 'w', 7)")
+        assert found, "never empty while jobs are due"
+        taken += found
+    assert sorted(taken) == ids
+
+
+def test_what_appears_behind_the_position_of_a_busy_lane_is_found_before_its_end(
+    dear, db, connect
+):
+    late = connect(autocommit=False)
+    id = one(late, "select pgqueue.enqueue('q', '\"late\"')")
+    fill = "select count(*) from pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[20000]))"
+    db.execute(fill)
+    claim = "select id from pgqueue.claim('q', 'w', 5)"
+    for _ in range(10):
+        assert len(column(db, claim)) == 5
+    late.commit()
+    claims = 0
+    while id not in (found := column(db, claim)):
+        assert len(found) == 5, "the lane is busy all the time"
+        claims += 1
+    assert claims < 3900
+
+
+# Heartbeats say what is
+
+
+def test_a_heartbeat_that_could_not_extend_a_lease_says_lost_at_its_end(db, connect):
+    id, token = claimed(db)
+    extend = "select status from pgqueue.extend(array[%s], array[%s], '1 hour')"
+    clerk = connect(autocommit=False)
+    clerk.execute("select pgqueue.reprioritize(%s, 3)", (id,))
+    assert one(db, extend, id, token) == "held", "the lease it has goes on"
+    clerk.rollback()
+    expire(db)
+    clerk.execute("select pgqueue.reprioritize(%s, 3)", (id,))
+    assert one(db, extend, id, token) == "lost"
+    clerk.commit()
+    assert one(connect(), "select id from pgqueue.claim('q', 'other')") == id
+
+
+def test_a_heartbeat_beside_an_open_claim_of_its_expired_job_says_lost(db, connect):
+    id, token = claimed(db)
+    expire(db)
+    thief = connect(autocommit=False)
+    assert one(thief, "select id from pgqueue.claim('q', 'other')") == id
+    extend = "select status from pgqueue.extend(array[%s], array[%s], '1 hour')"
+    assert one(db, extend, id, token) == "lost"
+    thief.rollback()
+    assert one(db, extend, id, token) == "held", "nobody has taken it after all"
+
+
+# Duplicates wait in one order
+
+REPLACE = (
+    "select pgqueue.enqueue_many('q', %s::jsonb[], unique_keys => %s, "
+    "on_duplicate => 'replace')"
+)
+
+
+def keyed(db: psycopg.Connection, *keys: str) -> dict[str, int]:
+    return {
+        key: one(db, "select pgqueue.enqueue('q', unique_key => %s)", key)
+        for key in keys
+    }
+
+
+def many(conn: psycopg.Connection, *keys: str) -> list[int]:
+    return column(conn, REPLACE, ["{}"] * len(keys), list(keys))
+
+
+def test_a_purge_and_a_bulk_replace_do_not_wait_in_a_circle(db, connect, pool, blocked):
+    """Rows were locked by id here and by key there."""
+    ids = keyed(db, "b", "a")
+    clerk, bulk, operator = connect(autocommit=False), connect(), connect()
+    clerk.execute("select from pgqueue.job where id = %s for update", (ids["b"],))
+    replaced = pool.submit(many, bulk, "a", "b")
+    blocked(bulk)
+    purged = pool.submit(one, operator, "select pgqueue.purge('q')")
+    blocked(operator)
+    clerk.commit()
+    assert len(replaced.result(20)) == 2 and purged.result(20) in (0, 2)
+
+
+def test_two_bulk_replaces_beside_a_cancel_do_not_wait_in_a_circle(
+    db, connect, pool, blocked
+):
+    ids = keyed(db, "b", "d")
+    clerk, first, second = connect(autocommit=False), connect(), connect()
+    clerk.execute("select from pgqueue.job where id = %s for update", (ids["b"],))
+    a = pool.submit(many, first, "b", "d")
+    blocked(first)
+    db.execute("select pgqueue.cancel(%s)", (ids["d"],))
+    b = pool.submit(many, second, "b", "d")
+    blocked(second)
+    clerk.commit()
+    assert a.result(20) == b.result(20)
+
+
+def test_two_bulk_replaces_beside_a_completion_do_not_wait_in_a_circle(
+    db, connect, pool, blocked
+):
+    low = one(db, "select pgqueue.enqueue('q', unique_key => 'a0', priority => -1)")
+    keyed(db, "a1")
+    id, token = db.execute(CLAIM).fetchone()
+    clerk, first, second = connect(autocommit=False), connect(), connect()
+    clerk.execute("select from pgqueue.job where id = %s for update", (low,))
+    a = pool.submit(many, first, "a0", "a1", "b")
+    blocked(first)
+    db.execute("select pgqueue.complete(%s, %s)", (id, token))
+    b = pool.submit(many, second, "a1", "b")
+    b.result(20)
+    clerk.commit()
+    assert a.result(20)[1:] == b.result(20)
+
+
+def test_a_bulk_replace_begins_again_when_a_locked_duplicate_has_appeared(
+    db, connect, pool, blocked
+):
+    ids = keyed(db, "a")
+    clerk, other, bulk = connect(autocommit=False), connect(autocommit=False), connect()
+    clerk.execute("select from pgqueue.job where id = %s for update", (ids["a"],))
+    replaced = pool.submit(many, bulk, "a", "b")
+    blocked(bulk)
+    id = keyed(db, "b")["b"]
+    other.execute("select from pgqueue.job where id = %s for update", (id,))
+    clerk.commit()
+    blocked(bulk)
+    purged = pool.submit(one, connect(), "select pgqueue.purge('q')")
+    other.rollback()
+    assert replaced.result(20)[1] >= id and purged.result(20) >= 0
+
+
+@pytest.mark.parametrize("how", ["skip", "replace", "postpone"])
+@pytest.mark.parametrize("attempts", [1, 20])
+def test_a_duplicate_of_a_job_whose_worker_died_is_not_dropped(db, how, attempts):
+    enqueue = "select pgqueue.enqueue('q', %s, unique_key => 'k', on_duplicate => %s, max_attempts => %s)"
+    id = one(db, enqueue, '"old"', how, attempts)
+    token = one(db, "select token from pgqueue.claim('q', 'w')")
+    expire(db)
+    second = one(db, enqueue, '"new"', how, attempts)
+    assert (second == id) is (attempts > 1), (
+        "an exhausted job is dead, and its key free"
+    )
+    with pytest.raises(psycopg.Error) as lost:
+        db.execute("select pgqueue.complete(%s, %s)", (id, token))
+    assert lost.value.sqlstate == "PQ002"
+    payload = one(db, "select payload from pgqueue.job")
+    assert payload == ("old" if attempts > 1 and how != "replace" else "new")
+
+
+@pytest.mark.parametrize("how", ["skip", "replace", "postpone"])
+def test_a_notice_tells_that_a_duplicate_is_running(db, how):
+    notices: list[str] = []
+    db.add_notice_handler(lambda notice: notices.append(notice.message_primary or ""))
+    enqueue = "select pgqueue.enqueue('q', %s, unique_key => 'k', on_duplicate => %s)"
+    id = one(db, enqueue, "1", how)
+    assert one(db, enqueue, "2", how) == id and notices == []
+    db.execute(CLAIM)
+    assert one(db, enqueue, "3", how) == id
+    (notice,) = notices
+    assert f"job {id}" in notice and "running" in notice
+
+
+# Notifications can be switched off
+
+NOISY = {
+    "enqueue": "select pgqueue.enqueue('q')",
+    "enqueue_many": "select pgqueue.enqueue_many('q', array['1']::jsonb[])",
+    "fail": "select pgqueue.fail(%(id)s, %(token)s, 'e')",
+    "finish": "select pgqueue.finish(array[%(id)s], array[%(token)s], array['fail'])",
+    "release": "select pgqueue.release(array[%(id)s], array[%(token)s])",
+    "run_now": "select pgqueue.run_now(%(id)s)",
+    "reprioritize": "select pgqueue.reprioritize(%(id)s, 4)",
+    "redrive": "select pgqueue.redrive()",
+    "reap": "select pgqueue.reap()",
+    "claim": "select id from pgqueue.claim('q', 'w')",
+    "resume": "select pgqueue.resume('q')",
+}
+
+
+@pytest.mark.parametrize("verb", NOISY)
+def test_a_queue_that_does_not_notify_allows_two_phase_commit(db, listener, verb):
+    if one(db, "show max_prepared_transactions") == "0":
+        pytest.skip("the server allows no prepared transactions")
+    dead_id, dead_token = claimed(db)
+    db.execute(
+        "select pgqueue.fail(%s, %s, 'e', permanent => true)", (dead_id, dead_token)
+    )
+    id, token = claimed(db)
+    if verb in ("reap", "claim"):
+        expire(db)
+    db.execute("select pgqueue.configure('q', notify => false)")
+    listener.execute("select pgqueue.rest(array['q'])")
+    db.execute("begin")
+    db.execute(NOISY[verb], {"id": id, "token": token})
+    db.execute("prepare transaction 'p'")
+    db.execute("commit prepared 'p'")
+    assert heard(listener) == 0
+
+
+# Retention
+
+
+def test_a_run_that_commits_while_its_table_is_emptied_is_kept(db, connect):
+    insert = (
+        "insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome) "
+        "select floor(extract(epoch from at) / 86400 + 7)::int %% 16, 1, %s, at, '0', '0', 'q', 'k', 'completed' "
+        "from (values (now() - %s::interval)) as v (at)"
+    )
+    db.execute(insert, (1, "20 days"))
+    writer = connect(autocommit=False)
+    writer.execute(insert, (2, "4 days"))
+    assert (
+        one(db, "select done from pgqueue.maintain() where task = 'forget runs'") == 0
+    )
+    writer.commit()
+    assert column(db, "select job_id from pgqueue.run order by 1") == [1, 2]
+
+
 # Everything at once
 
 

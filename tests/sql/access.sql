@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(12);
+select plan(13);
 
 create role pgqueue_test_role;
 select is(
@@ -30,6 +30,11 @@ select throws_ok($$ select pgqueue.enqueue('q') $$, '42501', null, 'what is revo
 select isnt_empty('select * from pgqueue.queues', 'a reader reads the views');
 select throws_ok('select * from pgqueue.run', '42501', null, 'and no table');
 reset role;
+select pgqueue.revoke_access('pgqueue_test_role', 'reader');
+select ok(
+    not has_schema_privilege('pgqueue_test_role', 'pgqueue', 'usage'),
+    'whoever may do nothing any more does not see the schema'
+);
 
 select * from finish();
 rollback;

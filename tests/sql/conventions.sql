@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(20);
+select plan(21);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -112,6 +112,12 @@ select is_empty(
     $$ select r.name from routine as r
        where r.prosrc ~* '\mexecute\M' and r.name <> '_change_access' $$,
     'no function but one runs dynamic SQL'
+);
+
+select is_empty(
+    $$ select r.name from routine as r
+       where r.prosrc ~ '\mpg_advisory_(xact_)?lock' or r.prosrc ~* '\mlock table\M(?![^;]*\mnowait\M)' $$,
+    'no function waits for a lock that any role may take'
 );
 
 select * from finish();

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(64);
+select plan(75);
 
 -- A dead job, for the tests below.
 create function pg_temp.dead(queue text, payload jsonb, kind text, error text, unique_key text)
@@ -183,6 +183,41 @@ select is(
     array['7 days', '1 day', '0']::interval[],
     'a run is forgotten when its days are over, and not before'
 );
+
+-- Many at once
+
+select pgqueue.enqueue('bulk', max_attempts => 1) from generate_series(1, 6);
+select pgqueue.fail(c.id, c.token, case when c.id % 2 = 0 then E'TimeoutError: slow\n  timeout=5' else E'ValueError: 404\n  timeout=5' end)
+from pgqueue.claim('bulk', 'w', 6) as c;
+select is(
+    (select count(*) from pgqueue.redrive('bulk', error_like => '%timeout%', dry_run => true)), 3::bigint,
+    'a filter matches the first line of an error, without case'
+);
+select is(
+    (select count(*) from pgqueue.discard_many('bulk', error_like => 'valueerror%', dry_run => true)), 3::bigint,
+    'so it does for many that are to be dropped'
+);
+select is((select count(*) from pgqueue.dead_job where queue = 'bulk'), 6::bigint, 'a dry run changes nothing');
+select is((select count(*) from pgqueue.discard_many('bulk', error_like => 'valueerror%')), 3::bigint, 'dead jobs can be dropped by filter');
+select is((select count(*) from pgqueue.redrive('bulk')), 3::bigint, 'and the others go on');
+select pgqueue.enqueue('bulk', kind => 'other', run_at => now() + interval '1 day');
+select count(*) from pgqueue.claim('bulk', 'w');
+select is(
+    (select count(*) from pgqueue.cancel_many('bulk', kind => 'bulk', dry_run => true)), 3::bigint, 'what would be cancelled'
+);
+select is((select count(*) from pgqueue.cancel_many('bulk', kind => 'bulk', max_jobs => 2)), 2::bigint, 'many can be cancelled');
+select is((select count(*) from pgqueue.cancel_many('bulk', kind => 'bulk', reason => 'why')), 1::bigint, 'the rest later');
+select results_eq(
+    $$ select kind, state from pgqueue.jobs where queue = 'bulk' order by 1 $$,
+    $$ values ('bulk', 'running'), ('other', 'scheduled') $$, 'what waits is gone, what runs hears of it'
+);
+
+-- No phantoms
+
+select pgqueue.pause('no such queue');
+select pgqueue.resume('no such queue');
+select is_empty($$ select * from pgqueue.queues where queue = 'no such queue' $$, 'a pause that is over leaves no queue behind');
+select throws_ok($$ select pgqueue.discard_many(max_jobs => 0) $$, '22023', null, 'less than one job is refused');
 
 select * from finish();
 rollback;

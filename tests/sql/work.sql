@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(76);
+select plan(105);
 
 -- Claim
 
@@ -299,6 +299,136 @@ select is(
 select is(
     (select count(*) from pgqueue.dead_job where queue = 'storm'), 15::bigint, 'none is lost'
 );
+
+-- Who killed whom
+
+select pgqueue.enqueue_many('victims', array['1', '2', '3', '4']::jsonb[]);
+select pgqueue.claim('victims', 'many', 3), pgqueue.claim('victims', 'single');
+update pgqueue.job set lease_expires_at = now() - interval '1 second' where queue = 'victims';
+select count(*) from pgqueue.claim('victims', 'w');
+select results_eq(
+    $$ select error, count(*) from pgqueue.run where queue = 'victims' group by 1 order by 1 $$,
+    $$ values
+        ('the lease expired: worker many stopped extending it and held 3 jobs', 3::bigint),
+        ('the lease expired: worker single stopped extending it and held this job alone', 1) $$,
+    'an expiry names the worker, and how many jobs it held; one claim ends them all'
+);
+select is(
+    (select count(*) from pgqueue.jobs where queue = 'victims' and state = 'ready'), 3::bigint,
+    'those that it does not take are ready for others'
+);
+select pgqueue.enqueue_many('exhausted', (select array_agg(to_jsonb(n)) from generate_series(1, 2500) as n), max_attempts => 1);
+select count(*) from pgqueue.claim('exhausted', 'w', 2500);
+update pgqueue.job set lease_expires_at = now() - interval '1 second' where queue = 'exhausted';
+select pgqueue.enqueue('exhausted', '"behind"');
+select is(
+    (select c.payload #>> '{}' from pgqueue.claim('exhausted', 'w') as c), 'behind',
+    'a claim finds what stands behind exhausted jobs'
+);
+select is(
+    (select count(*) from pgqueue.dead_job where queue = 'exhausted'), 1000::bigint,
+    'and buries at most a thousand of them, so that it always gets somewhere'
+);
+
+-- What extend promises
+
+select pgqueue.enqueue('beat') as id \gset
+select token, lease_expires_at from pgqueue.claim('beat', 'w', lease => '10 minutes') \gset
+select is(
+    (select status from pgqueue.extend(array[:id], array[:token])), 'held', 'a heartbeat without a lease'
+);
+select is(
+    (select lease_expires_at from pgqueue.job where id = :id), :'lease_expires_at'::timestamptz,
+    'does not shorten what the claim asked for'
+);
+
+-- Many outcomes in one call
+
+select pgqueue.enqueue_many('ends', (select array_agg(to_jsonb(n)) from generate_series(1, 9) as n));
+select array_agg(c.id order by c.id) as ids, array_agg(c.token order by c.id) as tokens
+from pgqueue.claim('ends', 'w', 9) as c \gset
+select pgqueue.cancel((:'ids'::bigint[])[7]), pgqueue.cancel((:'ids'::bigint[])[8]);
+select pgqueue.complete((:'ids'::bigint[])[9], (:'tokens'::bigint[])[9]);
+create temporary table ended as
+select f.status, j.place from pgqueue.finish(
+    :'ids'::bigint[], :'tokens'::bigint[],
+    array['complete', 'complete', 'fail', 'reject', 'release', 'complete', 'fail', 'release', 'complete'],
+    array['{"ok": 1}', null, E'TimeoutError: slow\nat line 7', 'no', null, '{"half": ', 'x', null, null],
+    array[null, null, '1 hour', null, '2 hours', null, null, null, null]::interval[]
+) with ordinality as f (job_id, status, place)
+join unnest(:'ids'::bigint[]) with ordinality as j (id, place) on j.id = f.job_id and j.place = f.place;
+select results_eq(
+    'select status from ended order by place',
+    $$ values ('completed'), ('completed'), ('retry'), ('dead'), ('released'), ('retry'), ('cancelled'),
+       ('cancelled'), ('lost') $$,
+    'each attempt ends by its own outcome, and the answers come in the order of the question'
+);
+select results_eq(
+    format('select outcome, result, error from pgqueue.run where job_id = any (%L) and job_id <= %s order by job_id',
+        :'ids', (:'ids'::bigint[])[6]),
+    $$ values ('completed', '{"ok": 1}'::jsonb, null), ('completed', null, null),
+       ('retry', null, 'TimeoutError: slow'), ('dead', null, 'no'),
+       ('retry', null, 'the result cannot be stored: invalid input syntax for type json') $$,
+    'a result is stored, the log keeps the first line of an error, and a bad result fails its own job'
+);
+select ok(
+    (select run_at between now() + interval '59 minutes' and now() + interval '61 minutes'
+     from pgqueue.job where id = (:'ids'::bigint[])[3]),
+    'a delay takes the place of the backoff'
+);
+select ok(
+    (select run_at > now() + interval '119 minutes' and attempt = 0
+     from pgqueue.job where id = (:'ids'::bigint[])[5]),
+    'and puts a released job off, its attempt not counted'
+);
+select is_empty($$ select pgqueue.finish('{}', '{}', '{}') $$, 'nothing to finish is nothing');
+select results_eq(
+    $$ select * from pgqueue.finish(array[0, 0], array[1, 1], array['complete', 'fail']) $$,
+    $$ values (0::bigint, 'lost'), (0, 'lost') $$, 'what is not held is lost'
+);
+select pgqueue.enqueue('twice') as id \gset
+select token from pgqueue.claim('twice', 'w') \gset
+select results_eq(
+    format('select status from pgqueue.finish(array[%1$s, %1$s], array[%2$s, %2$s], array[''complete'', ''fail''])', :id, :token),
+    $$ values ('completed'), ('lost') $$, 'a job ends once, by what was said first'
+);
+select throws_ok(b.call, '22023', null, format('refused: %s', b.call))
+from (values
+    ('select pgqueue.finish(array[1], array[1], array[''done''])'),
+    ('select pgqueue.finish(array[1], array[1], array[null])'),
+    ('select pgqueue.finish(array[1], array[1], null)'),
+    ('select pgqueue.finish(array[1], array[1, 2], array[''fail''])'),
+    ('select pgqueue.finish(array[1], array[1], array[''fail''], array[''a'', ''b''])'),
+    ('select pgqueue.finish(array[1], array[1], array[''fail''], null, array[interval ''-1 s''])'),
+    ('select pgqueue.complete_many(array[1], array[1], array[''1'', ''2'']::jsonb[])'),
+    ('select pgqueue.claim_from(array[''q''], ''w'', 0)'),
+    ('select pgqueue.claim_from(array[''q''], ''w'', weights => array[0])'),
+    ('select pgqueue.claim_from(array[''q''], ''w'', limits => array[1, 2])')
+) as b (call);
+select pgqueue.enqueue_many('res', array['1', '2']::jsonb[]);
+select array_agg(c.id) as ids, array_agg(c.token) as tokens from pgqueue.claim('res', 'w', 2) as c \gset
+select is(
+    (select count(*) from pgqueue.complete_many(:'ids', :'tokens', array['{"r": 1}', null]::jsonb[])), 2::bigint,
+    'many complete with their results'
+);
+select is(
+    (select array_agg(result order by job_id) from pgqueue.run where queue = 'res'),
+    array['{"r": 1}', null]::jsonb[], 'which the log keeps'
+);
+
+-- Several queues
+
+select pgqueue.enqueue_many(q, (select array_agg('1'::jsonb) from generate_series(1, 100)))
+from (values ('full'), ('half'), ('few')) as v (q);
+select count(pgqueue.cancel(id)) from pgqueue.job where queue = 'few' and id % 100 > 4;
+create temporary table taken as
+select c.queue, count(*) as jobs
+from pgqueue.claim_from(array['full', 'half', 'few', 'none'], 'w', 60, weights => array[2, 1, 1, 1], limits => array[null, 15, null, 5]) as c
+group by 1;
+select is((select sum(jobs) from taken), 60::numeric, 'a claim over several queues takes as many as it was asked to');
+select is((select jobs from taken where queue = 'half'), 15::bigint, 'no more of a queue than its limit');
+select cmp_ok((select jobs from taken where queue = 'few'), '<', 10::bigint, 'what a queue leaves of its share');
+select cmp_ok((select jobs from taken where queue = 'full'), '>', 30::bigint, 'goes to those that have more');
 
 select * from finish();
 rollback;
