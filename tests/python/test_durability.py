@@ -167,3 +167,22 @@ def wait_for(condition: Callable[[], bool], timeout: float = 90) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
+
+
+def test_a_claim_that_a_crash_cuts_off_never_happened(server):
+    """Its token may be given again: whoever had it never heard that it was committed."""
+    with psycopg.connect(**where(server), autocommit=True) as db:
+        id = one(db, "select pgqueue.enqueue('cut')")
+        db.execute("select pgqueue.enqueue('other')")
+        committed = one(db, "select token from pgqueue.claim('other', 'w')")
+    claimer = psycopg.connect(**where(server))
+    assert one(claimer, "select id from pgqueue.claim('cut', 'w')") == id
+    server.restart("immediate")
+    claimer.close()
+    with psycopg.connect(**where(server), autocommit=True) as db:
+        state = "select state, attempt from pgqueue.jobs where id = %s"
+        assert db.execute(state, (id,)).fetchone() == ("ready", 0)
+        token = one(db, "select token from pgqueue.claim('cut', 'w')")
+        assert token > committed, "no token of a committed claim comes again"
+        db.execute("select pgqueue.complete(%s, %s)", (id, token))
+        db.execute("delete from pgqueue.job")
