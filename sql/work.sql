@@ -44,8 +44,11 @@ begin
         raise exception using
             errcode = 'read_only_sql_transaction',
             message = 'cannot claim in a read-only transaction',
-            detail = case when pg_is_in_recovery() then 'This server is a standby.' end,
-            hint = 'Work on the primary.';
+            detail = case when pg_is_in_recovery()
+                then 'This server is a standby.'
+                else 'This transaction is READ ONLY, or the default of this session or server is.'
+            end,
+            hint = 'Work on the primary, in a transaction that may write.';
     end if;
 end;
 $$;
