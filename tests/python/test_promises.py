@@ -1,0 +1,141 @@
+"""Sentences of the README that no other test proves."""
+
+import time
+
+import psycopg
+import pytest
+from conftest import column, one
+from psycopg import errors
+
+ERRORS = (
+    "TimeoutError: no answer\n  File 'smtp.py', line 7\n    connect(host)",
+    "timeouterror: no answer\nby another program",
+    "ValueError: no such host\n  File 'smtp.py', line 5\n    connect(timeout=5)",
+)
+
+
+def told(db: psycopg.Connection) -> list[str]:
+    """Every NOTICE from now on."""
+    notices: list[str] = []
+    db.add_notice_handler(lambda notice: notices.append(notice.message_primary or ""))
+    return notices
+
+
+def failed(db: psycopg.Connection, *, for_good: bool) -> list[int]:
+    """One job for each of ERRORS."""
+    db.execute("select pgqueue.enqueue_many('q', array['1', '2', '3']::jsonb[])")
+    ids = []
+    for error in ERRORS:
+        id, token = db.execute(
+            "select id, token from pgqueue.claim('q', 'w')"
+        ).fetchone()
+        db.execute(
+            "select pgqueue.fail(%s, %s, %s, '1 day', %s)", (id, token, error, for_good)
+        )
+        ids.append(id)
+    return ids
+
+
+@pytest.mark.parametrize("verb", ["redrive", "discard_many", "cancel_many"])
+def test_filters_match_the_first_line_of_the_error_without_case(db, verb):
+    ids = failed(db, for_good=verb != "cancel_many")
+    found = f"select * from pgqueue.{verb}(error_like => %s, dry_run => %s)"
+    assert column(db, found, "%TIMEOUT%", True) == ids[:2]
+    assert column(db, found, "%connect%", True) == []
+    assert column(db, found, "%TIMEOUT%", False) == ids[:2]
+    assert column(db, found, "%", True) == ids[2:] or verb == "redrive"
+
+
+@pytest.mark.parametrize("verb", ["redrive", "discard_many", "cancel_many"])
+def test_a_dry_run_counts_by_the_first_line_of_the_error_and_changes_nothing(db, verb):
+    ids = failed(db, for_good=verb != "cancel_many")
+    ids += failed(db, for_good=verb != "cancel_many")[2:]
+    notices = told(db)
+    state = "select array_agg(d.*)::text from (table pgqueue.{}) as d"
+    before = [one(db, state.format(table)) for table in ("job", "dead_job", "run")]
+    what = "error_like => '%host%', dry_run => true"
+    assert column(db, f"select pgqueue.{verb}({what})") == [ids[2], ids[3]]
+    (notice,) = notices
+    assert notice.startswith("2 of ") and notice.endswith(": ValueError: no such host")
+    assert before == [
+        one(db, state.format(table)) for table in ("job", "dead_job", "run")
+    ]
+
+
+@pytest.mark.parametrize("outcome", ["fail", "reject"])
+def test_the_log_keeps_the_first_line_of_an_error(db, outcome):
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute(
+        "select pgqueue.finish(array[id], array[token], array[%s], array[%s])"
+        " from pgqueue.claim('q', 'w')",
+        (outcome, f"\n{ERRORS[0]}"),
+    )
+    assert column(db, "select error from pgqueue.run") == ["TimeoutError: no answer"]
+
+
+def test_a_result_above_64_mb_fails_its_attempt_alone(db):
+    db.execute("select pgqueue.enqueue_many('q', array['1', '2']::jsonb[])")
+    statuses = column(
+        db,
+        """
+        select (
+            select array_agg(f.status) from pgqueue.finish(
+                array_agg(c.id), array_agg(c.token), array['complete', 'complete'],
+                array['"' || repeat('x', 64000000) || '"', '"small"']
+            ) as f
+        )
+        from pgqueue.claim('q', 'w', 2) as c
+        """,
+    )
+    assert statuses == [["retry", "completed"]]
+    assert "64000002 bytes" in one(db, "select last_error from pgqueue.jobs")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_claim_in_a_read_only_transaction_is_refused(db, number):
+    db.execute(
+        "select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[%s]))", [number]
+    )
+    db.execute("set default_transaction_read_only = on")
+    with pytest.raises(errors.ReadOnlySqlTransaction):
+        db.execute("select pgqueue.claim('q', 'w')")
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_nothing_waits_for_a_strangers_advisory_locks(db, connect, is_shared):
+    stranger = connect()
+    stranger.execute(
+        f"select pg_advisory_lock{'_shared' if is_shared else ''}(class, key)"
+        " from unnest(array[7366513, 7366514]) as class, generate_series(0, 255) as key"
+    )
+    db.execute("set statement_timeout = '10 s'")
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute("select pgqueue.enqueue_many('q', array['2', '3', '4']::jsonb[])")
+    assert one(db, "select pgqueue.rest(array['q'])").total_seconds() == 0
+    claim = "select id, token from pgqueue.claim('q', 'w')"
+    db.execute("select pgqueue.complete(%s, %s)", db.execute(claim).fetchone())
+    db.execute("select pgqueue.fail(%s, %s, 'e')", db.execute(claim).fetchone())
+    lease = [[each] for each in db.execute(claim).fetchone()]
+    db.execute("select pgqueue.release(%s, %s)", lease)
+    assert one(db, "select count(*) from pgqueue.claim('q', 'w', 9)") == 2
+    rest = one(db, "select pgqueue.rest(array['q'])")
+    assert 0 < rest.total_seconds() <= 30, "it sleeps, if less long"
+
+
+def test_a_late_commit_in_a_busy_and_deep_lane_starts_soon(db, connect):
+    fill = "select count(*) from pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[%s]))"
+    db.execute(fill, [1000])
+    late = connect(autocommit=False)
+    # In the past, because a bulk is spread over the microseconds before its call.
+    enqueue = "select pgqueue.enqueue('q', run_at => now() - interval '1 hour')"
+    id = one(late, enqueue)
+    db.execute(fill, [30000])
+    claim = "select id from pgqueue.claim('q', 'w', 5)"
+    for _ in range(300):  # they run, and a walk over them is dear enough for a position
+        assert len(column(db, claim)) == 5
+    late.commit()
+    began = time.monotonic()
+    while id not in (found := column(db, claim)):
+        assert len(found) == 5, "the lane is busy all the time"
+    # 100 ms and what this machine adds.
+    assert time.monotonic() - began < 2
