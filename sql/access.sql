@@ -46,7 +46,7 @@ begin
     if not exists (select from pgqueue._grants(kind)) then
         perform pgqueue._refuse(
             'kind must be producer, worker, operator or reader',
-            coalesce(format('It is "%s".', kind), 'It is null.'),
+            coalesce('It is "' || kind || '".', 'It is null.'),
             'A role may have several kinds: call once for each.'
         );
     end if;

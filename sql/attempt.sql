@@ -159,8 +159,12 @@ begin
         array_agg(e.outcome) as outcomes,
         -- Who held many did not fail because of each of them; who held one, perhaps.
         array_agg(format(
-            'the lease expired: worker %s stopped extending it and held %s',
-            e.worker, case e.held when 1 then 'this job alone' else e.held || ' jobs' end
+            'the lease expired: worker %s stopped extending it (%s)',
+            e.worker,
+            case e.held
+                when 1 then 'the only lease of it that was found expired'
+                else format('one of %s leases of it that were found expired together', e.held)
+            end
         )) as errors
     into ended
     from (

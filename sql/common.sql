@@ -34,7 +34,7 @@ as $$
 begin
     perform pgqueue._refuse(
         format('%s must be a text of 1 to 200 bytes', _refuse_name.what),
-        coalesce(format('It has %s bytes.', octet_length(_refuse_name.name)), 'It is null.'),
+        coalesce('It has ' || octet_length(_refuse_name.name) || ' bytes.', 'It is null.'),
         'Use a short name; content belongs into the payload.'
     );
 end;
@@ -89,7 +89,7 @@ begin
     if coalesce(cardinality(queues), 0) = 0 or array_ndims(queues) > 1 then
         perform pgqueue._refuse(
             'queues must be an array of one or more names',
-            coalesce(format('It has %s dimensions.', array_ndims(queues)), 'It is null or empty.'),
+            coalesce('It has ' || array_ndims(queues) || ' dimensions.', 'It is null or empty.'),
             'Write array[''emails''].'
         );
     end if;

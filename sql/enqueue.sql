@@ -168,7 +168,7 @@ begin
     if payloads is null or array_ndims(payloads) > 1 then
         perform pgqueue._refuse(
             'payloads must be an array of one dimension',
-            coalesce(format('It has %s dimensions.', array_ndims(payloads)), 'It is null.'),
+            coalesce('It has ' || array_ndims(payloads) || ' dimensions.', 'It is null.'),
             'Pass one payload for each job.'
         );
     end if;

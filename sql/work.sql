@@ -792,7 +792,7 @@ begin
     end if;
     perform pgqueue._refuse(
         'every outcome must be complete, fail, reject or release',
-        coalesce(format('One is "%s".', o.outcome), 'One is null.'),
+        coalesce('One is "' || o.outcome || '".', 'One is null.'),
         'reject is for what no retry can mend.'
     )
     from unnest(outcomes) as o (outcome)

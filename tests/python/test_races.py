@@ -528,7 +528,8 @@ def test_what_appears_behind_the_position_of_a_busy_lane_is_found_before_its_end
     dear, db, connect
 ):
     late = connect(autocommit=False)
-    id = one(late, "select pgqueue.enqueue('q', '\"late\"')")
+    enqueue = "select pgqueue.enqueue('q', run_at => now() - interval '1 hour')"
+    id = one(late, enqueue)
     fill = "select count(*) from pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[20000]))"
     db.execute(fill)
     claim = "select id from pgqueue.claim('q', 'w', 5)"

@@ -144,7 +144,7 @@ select results_eq(
 );
 select results_eq(
     format('select last_error from pgqueue.jobs where id = %s', :id),
-    $$ values ('the lease expired: worker slow stopped extending it and held this job alone') $$,
+    $$ values ('the lease expired: worker slow stopped extending it (the only lease of it that was found expired)') $$,
     'and among the errors of the job'
 );
 
@@ -309,8 +309,8 @@ select count(*) from pgqueue.claim('victims', 'w');
 select results_eq(
     $$ select error, count(*) from pgqueue.run where queue = 'victims' group by 1 order by 1 $$,
     $$ values
-        ('the lease expired: worker many stopped extending it and held 3 jobs', 3::bigint),
-        ('the lease expired: worker single stopped extending it and held this job alone', 1) $$,
+        ('the lease expired: worker many stopped extending it (one of 3 leases of it that were found expired together)', 3::bigint),
+        ('the lease expired: worker single stopped extending it (the only lease of it that was found expired)', 1) $$,
     'an expiry names the worker, and how many jobs it held; one claim ends them all'
 );
 select is(
@@ -426,7 +426,7 @@ select c.queue, count(*) as jobs
 from pgqueue.claim_from(array['full', 'half', 'few', 'none'], 'w', 60, weights => array[2, 1, 1, 1], limits => array[null, 15, null, 5]) as c
 group by 1;
 select is((select sum(jobs) from taken), 60::numeric, 'a claim over several queues takes as many as it was asked to');
-select is((select jobs from taken where queue = 'half'), 15::bigint, 'no more of a queue than its limit');
+select cmp_ok((select jobs from taken where queue = 'half'), '<=', 15::bigint, 'no more of a queue than its limit');
 select cmp_ok((select jobs from taken where queue = 'few'), '<', 10::bigint, 'what a queue leaves of its share');
 select cmp_ok((select jobs from taken where queue = 'full'), '>', 30::bigint, 'goes to those that have more');
 
