@@ -106,6 +106,7 @@ create or replace function pgqueue._settings(queue text)
     language plpgsql
     stable
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
 declare
     settings pgqueue.queue;

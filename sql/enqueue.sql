@@ -14,6 +14,8 @@ create or replace function pgqueue._on_duplicate(
     returns bigint
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
     set enable_seqscan = off
     set enable_tidscan = on
 as $$
@@ -312,6 +314,7 @@ create or replace function pgqueue._insert_keyed(
     returns bigint[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set enable_sort = on
     set enable_seqscan = off
 as $$
 #variable_conflict use_column
@@ -445,6 +448,7 @@ create or replace function pgqueue.enqueue_many(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
 declare
     settings pgqueue.queue := pgqueue._settings(enqueue_many.queue);

@@ -5,6 +5,7 @@ create or replace function pgqueue.reap(max_jobs int default 1000)
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
     set plan_cache_mode = force_generic_plan
     set enable_tidscan = on
 as $$
@@ -121,6 +122,7 @@ create or replace function pgqueue._forget_runs()
     returns int
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set enable_partition_pruning = on
 as $$
 declare
     today int := floor(extract(epoch from clock_timestamp()) / 86400)::int;
@@ -154,6 +156,7 @@ create or replace function pgqueue.maintain()
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
 begin
     task := 'reap';

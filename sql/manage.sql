@@ -21,6 +21,8 @@ create or replace function pgqueue.cancel(job_id bigint, reason text default nul
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
     set enable_seqscan = off
 as $$
 declare
@@ -55,6 +57,8 @@ create or replace function pgqueue.run_now(job_id bigint)
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
     set enable_seqscan = off
 as $$
 declare
@@ -84,6 +88,8 @@ create or replace function pgqueue.reprioritize(job_id bigint, priority int)
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
     set enable_seqscan = off
 as $$
 declare
@@ -111,6 +117,8 @@ create or replace function pgqueue._redrive(dead_ids bigint[])
     returns setof bigint
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set enable_indexscan = on
+    set enable_seqscan = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -171,6 +179,7 @@ create or replace function pgqueue._find_dead(
     returns bigint[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set enable_indexscan = on
 as $$
 begin
     perform pgqueue._check_max_jobs(max_jobs);
@@ -232,6 +241,9 @@ create or replace function pgqueue.redrive(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
 as $$
 declare
     dead_ids bigint[] := pgqueue._find_dead(
@@ -267,6 +279,9 @@ create or replace function pgqueue.discard_many(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
 as $$
 declare
     dead_ids bigint[] := pgqueue._find_dead(
@@ -303,6 +318,10 @@ create or replace function pgqueue.cancel_many(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
+    set enable_sort = off
 as $$
 declare
     job_ids bigint[];
@@ -347,6 +366,9 @@ create or replace function pgqueue.redrive_job(dead_id bigint, payload jsonb def
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
 as $$
 begin
     update pgqueue.dead_job as d
@@ -367,6 +389,9 @@ create or replace function pgqueue.discard(dead_id bigint)
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
 as $$
 begin
     delete from pgqueue.dead_job as d where d.id = discard.dead_id;
@@ -383,6 +408,7 @@ create or replace function pgqueue.purge(queue text)
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
 declare
     purged bigint;
@@ -450,6 +476,7 @@ create or replace function pgqueue.pause(queue text default null)
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
 begin
     perform pgqueue._set_paused(queue, true);
@@ -464,6 +491,7 @@ create or replace function pgqueue.resume(queue text default null)
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
 begin
     perform pgqueue._set_paused(queue, false);
@@ -537,6 +565,7 @@ create or replace function pgqueue.configure(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
 #variable_conflict use_column
 begin

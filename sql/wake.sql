@@ -174,6 +174,7 @@ create or replace function pgqueue.rest(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
 declare
     moment timestamptz := clock_timestamp();

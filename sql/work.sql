@@ -13,7 +13,9 @@
 --
 -- Plans: each statement is planned once for a session, with whatever statistics there are
 -- then. A plan made while job is small would read all of it for ever, hence the settings
--- on the functions: jobs are found by ctid or by primary key, never by a scan.
+-- on the functions: jobs are found by ctid or by primary key, never by a scan, whatever ways
+-- the caller has switched off. Nor is a statement compiled: a way that is off and has to be gone
+-- all the same looks so dear that Postgres would, for longer than all the rest takes.
 
 create or replace function pgqueue._require_read_committed()
     returns void
@@ -133,6 +135,7 @@ create or replace function pgqueue.claim(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_tidscan = on
@@ -247,6 +250,7 @@ create or replace function pgqueue.claim_from(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
 declare
     wanted int := coalesce(max_jobs, 1);
@@ -350,6 +354,7 @@ create or replace function pgqueue.extend(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_tidscan = on
@@ -465,6 +470,7 @@ create or replace function pgqueue.complete_many(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     -- An index scan meets the jobs, and locks them, in the order of their ids.
@@ -683,6 +689,7 @@ create or replace function pgqueue.fail(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
 declare
     picks tid[];
@@ -713,6 +720,7 @@ create or replace function pgqueue.release(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
 begin
     if run_at not between '1970-01-01' and '9998-12-31' then
@@ -884,6 +892,7 @@ create or replace function pgqueue.finish(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
 #variable_conflict use_column
 declare

@@ -1,0 +1,539 @@
+"""A client's settings are its own affair: under any of them each verb does the same at the same price.
+
+All sessions find the same deep queue and roll back what they did to it.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import psycopg
+import pytest
+from conftest import column, one
+from psycopg.conninfo import make_conninfo
+from psycopg.types.json import Jsonb
+
+DEEP = "pgqueue_deep"
+NUMBERS = itertools.count()
+
+# 60,000 jobs in the lane, the first 5,000 of them running and some of those expired; others
+# scheduled at a higher priority; other queues, kinds, priorities, keys and dead jobs.
+FILL = [
+    """
+    insert into pgqueue.job (
+        run_at, enqueued_at, priority, max_attempts, queue, kind, unique_key, group_key, payload
+    )
+    select now() - interval '1 hour' + n * interval '1 us', now(), 0, 20, 'deep',
+        case when n % 10 = 0 then 'rare' else 'deep' end,
+        case when n > 55000 then 'key ' || n - 55000 end,
+        case when n % 100 = 0 then 'group ' || n % 7 end, jsonb_build_object('n', n)
+    from generate_series(1, 60000) as n
+    """,
+    """
+    insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload)
+    select now() + interval '30 days', now(), 50, 20, 'deep', 'deep', '{}'::jsonb from generate_series(1, 3000)
+    union all
+    select now() + interval '30 days', now(), 0, 20, 'later', 'k', '{}' from generate_series(1, 100)
+    union all
+    select now() - interval '1 hour', now(), 0, 20, 'second', 'k', '{}' from generate_series(1, 1000)
+    union all
+    select now() - interval '1 hour' + n * interval '1 us', now(), n % 7 - 3, 20, 'mixed', 'k', '{}'
+    from generate_series(1, 1000) as n
+    union all
+    select now() - interval '1 hour', now(), 0, n / 2 % 2 + 1, 'lapsed ' || n % 2, 'k', '{}'
+    from generate_series(0, 599) as n
+    union all
+    select now() - interval '1 hour', now(), 0, 1, 'grave ' || n % 4, 'k', '{}'
+    from generate_series(1, 800) as n
+    union all
+    select now() - interval '1 hour', now(), 0, 20, 'bin ' || n % 4, 'k', '{}'
+    from generate_series(1, 2000) as n
+    """,
+    "select count(*) from pgqueue.claim('deep', 'elsewhere', 5000, '30 days')",
+    "select count(*) from generate_series(0, 1) as n cross join pgqueue.claim('lapsed ' || n, 'gone', 300)",
+    """
+    update pgqueue.job set lease_expires_at = now() - interval '1 hour'
+    where worker = 'gone' or queue = 'deep' and token is not null and id % 100 = 0
+    """,
+    """
+    select pgqueue.fail(id, token, case when id % 2 = 0 then 'TimeoutError: slow' else 'E' end, permanent => true)
+    from generate_series(0, 3) as n cross join pgqueue.claim('grave ' || n, 'w', 1000)
+    """,
+    # Runs of a day that is over, for maintain to forget.
+    """
+    update pgqueue.run set finished_at = finished_at - interval '10 days',
+        slot = (extract(epoch from finished_at)::int / 86400 - 3) % 16
+    where queue = 'grave 0'
+    """,
+    # Names and operators that win over those of pg_catalog wherever a search_path lets them.
+    """
+    do $$
+    declare
+        f record;
+        o record;
+    begin
+        create schema evil;
+        for f in
+            select distinct on (p.proname, p.proargtypes) p.proname,
+                pg_get_function_identity_arguments(p.oid) as args, p.prorettype::regtype as result
+            from pg_proc as p
+            where p.pronamespace = 'pg_catalog'::regnamespace and p.prokind = 'f'
+                and p.provariadic = 0 and not p.proretset
+                and p.prorettype not in ('internal'::regtype, 'trigger'::regtype, 'cstring'::regtype)
+                and not 'internal'::regtype = any (p.proargtypes::oid[])
+                and not 'cstring'::regtype = any (p.proargtypes::oid[])
+                and p.proname = any (array[
+                    'array_fill', 'array_length', 'array_ndims', 'cardinality', 'clock_timestamp',
+                    'current_setting', 'date_part', 'extract', 'floor', 'greatest', 'hashtext',
+                    'hashtextextended', 'jsonb_array_length', 'jsonb_typeof', 'left', 'ltrim',
+                    'make_interval', 'nextval', 'now', 'octet_length', 'pg_advisory_unlock',
+                    'pg_notify', 'pg_relation_size', 'pg_sequence_last_value',
+                    'pg_try_advisory_lock', 'power', 'random', 'set_config', 'setval',
+                    'split_part', 'to_jsonb', 'to_timestamp'
+                ])
+        loop
+            execute format(
+                'create function evil.%I(%s) returns %s language plpgsql as %L',
+                f.proname, f.args, f.result, 'begin raise exception ''evil''; end'
+            );
+        end loop;
+        for o in
+            select p.oprname, p.oprleft::regtype as l, p.oprright::regtype as r,
+                p.oprresult::regtype as result, 'op_' || p.oid as fn
+            from pg_operator as p
+            where p.oprnamespace = 'pg_catalog'::regnamespace and p.oprkind = 'b'
+                and p.oprleft in ('text'::regtype, 'int4'::regtype, 'int8'::regtype,
+                    'timestamptz'::regtype, 'interval'::regtype, 'tid'::regtype, 'jsonb'::regtype)
+                and p.oprname in ('=', '<>', '<', '<=', '>', '>=', '||', '+', '-', '*', '->', '#')
+        loop
+            execute format(
+                'create function evil.%I(%s, %s) returns %s language plpgsql as %L',
+                o.fn, o.l, o.r, o.result, 'begin raise exception ''evil''; end'
+            );
+            execute format(
+                'create operator evil.%s (leftarg = %s, rightarg = %s, procedure = evil.%I)',
+                o.oprname, o.l, o.r, o.fn
+            );
+        end loop;
+        create table evil.job as select from pgqueue.job;
+        create table evil.queue as select from pgqueue.queue;
+        create table evil.run as select from pgqueue.run;
+        create table evil.dead_job as select from pgqueue.dead_job;
+    end;
+    $$
+    """,
+    "vacuum analyze",
+]
+
+# What a client may have said, one session a line; what a version does not know is skipped.
+SETTINGS = [
+    "datestyle = 'SQL, DMY'",
+    "datestyle = 'German'",
+    "datestyle = 'Postgres, MDY'",
+    "datestyle = 'ISO, YMD'",
+    "datestyle = 'SQL, MDY'; timezone = 'Asia/Jakarta'",
+    "timezone = 'America/St_Johns'",
+    "timezone = '<+1245>-12:45'",
+    "intervalstyle = 'sql_standard'",
+    "intervalstyle = 'iso_8601'",
+    "intervalstyle = 'postgres_verbose'",
+    "search_path = ''",
+    "search_path = evil, pg_catalog",
+    "search_path = evil, pg_temp, pg_catalog, pgqueue",
+    "plan_cache_mode = force_custom_plan",
+    "plan_cache_mode = force_generic_plan",
+    "jit = on; jit_above_cost = 0; jit_tuple_deforming = off",
+    "random_page_cost = 1000",
+    "random_page_cost = 0",
+    "seq_page_cost = 0",
+    "seq_page_cost = 1000",
+    # So dear that all would be compiled, which another session tries.
+    "cpu_index_tuple_cost = 1000; jit = off",
+    "cpu_tuple_cost = 1000; jit = off",
+    "cpu_operator_cost = 1000; jit = off",
+    "effective_cache_size = '8kB'",
+    "effective_cache_size = '100GB'",
+    "work_mem = '64kB'",
+    "work_mem = '10GB'",
+    "hash_mem_multiplier = 1000",
+    "from_collapse_limit = 1",
+    "join_collapse_limit = 1",
+    "geqo_threshold = 2; geqo_effort = 1",
+    "cursor_tuple_fraction = 0.0000001",
+    "cursor_tuple_fraction = 1",
+    "recursive_worktable_factor = 1000000",
+    "recursive_worktable_factor = 0.001",
+    "constraint_exclusion = on",
+    "constraint_exclusion = off",
+    "parallel_setup_cost = 0; parallel_tuple_cost = 0; min_parallel_table_scan_size = 0; "
+    "min_parallel_index_scan_size = 0; max_parallel_workers_per_gather = 4",
+    "force_parallel_mode = on",
+    "debug_parallel_query = on",
+    "client_encoding = 'LATIN1'",
+    "client_encoding = 'SQL_ASCII'",
+    "standard_conforming_strings = off; escape_string_warning = off",
+    "backslash_quote = off",
+    "array_nulls = off",
+    "transform_null_equals = on",
+    "quote_all_identifiers = on",
+    "extra_float_digits = -15; bytea_output = 'escape'; xmloption = 'document'",
+    "synchronous_commit = off; commit_delay = 1000; commit_siblings = 0",
+    "check_function_bodies = off; default_transaction_deferrable = on; row_security = off",
+    "session_replication_role = 'replica'",
+    "lock_timeout = '1ms'; deadlock_timeout = '1ms'",
+    "client_min_messages = 'error'",
+    "client_min_messages = 'debug5'",
+    "stats_fetch_consistency = 'snapshot'; track_functions = 'all'",
+    "temp_buffers = 100; maintenance_work_mem = '1MB'; default_statistics_target = 1",
+    "plpgsql.extra_errors = 'all'; plpgsql.extra_warnings = 'all'",
+    "plpgsql.variable_conflict = 'use_column'",
+    "plpgsql.variable_conflict = 'use_variable'",
+    "plpgsql.check_asserts = off; plpgsql.print_strict_params = on",
+    "pgqueue.parked = 'x'",
+    "pgqueue.parked = '1'",
+    "pgqueue.notify = 'nonsense'",
+    "pgqueue.notify = 'off'",
+    "pgqueue.mark_1 = 'x'",
+]
+
+
+JOBS = "id, token, queue, kind, priority, attempt, worker, payload from pgqueue"
+HELD = "%(ids)s::bigint[], %(tokens)s::bigint[]"
+
+# Each verb, in an order: what claims comes before what gives jobs back in front of a position,
+# because when those are found again is a matter of time.
+CALLS = {
+    "enqueue": "pgqueue.enqueue('deep', '{\"n\": 1}')",
+    "enqueue with options": "pgqueue.enqueue('deep', '1', 'rare', 5, null, 3, %(name)s, null, 'g', '{}')",
+    "enqueue for later": "pgqueue.enqueue('deep', run_at => '2999-01-01 00:00 UTC')",
+    "enqueue a duplicate": "pgqueue.enqueue('deep', '2', unique_key => %(key)s, on_duplicate => 'replace')",
+    "enqueue_many": "pgqueue.enqueue_many('deep', %(payloads)s)",
+    "enqueue_many with keys": "pgqueue.enqueue_many('deep', %(payloads)s, "
+    "unique_keys => %(keys)s, on_duplicate => 'postpone')",
+    "claim of one": f"{JOBS}.claim('deep', 'w')",
+    "claim of 50": f"{JOBS}.claim('deep', 'w', 50)",
+    "claim of a kind": f"{JOBS}.claim('deep', 'w', 50, kinds => array['rare'])",
+    "claim of priorities": f"{JOBS}.claim('mixed', 'w', 150, '1 minute')",
+    "claim of the expired": f"{JOBS}.claim('lapsed 0', 'w', 50)",
+    "claim of nothing": f"{JOBS}.claim('empty', 'w', 50)",
+    "claim_from": "id, queue from "
+    "pgqueue.claim_from(array['deep', 'second'], 'w', 50, weights => array[3, 2])",
+    "extend": f"* from pgqueue.extend({HELD}, '1 hour')",
+    "complete": "pgqueue.complete(%(id)s, %(token)s, '\"done\"')",
+    "complete_many": f"pgqueue.complete_many({HELD}, %(results)s)",
+    "configure": "pgqueue.configure('deep', '1 minute', 9, '1 hour', '30 days', 3)",
+    "claim with settings": f"{JOBS}.claim('deep', 'w', 50)",
+    "fail": "pgqueue.fail(%(id)s, %(token)s, E'TimeoutError: a\\nb')",
+    "fail for good": "pgqueue.fail(%(id)s, %(token)s, 'e', permanent => true)",
+    "finish": f"* from pgqueue.finish({HELD}, %(outcomes)s, %(texts)s, %(delays)s)",
+    "release": f"pgqueue.release({HELD})",
+    "release for later": f"pgqueue.release({HELD}, '2999-01-01 00:00 UTC')",
+    "rest": "extract(epoch from pgqueue.rest(array['deep', 'empty']))::int",
+    "rest until later": "(extract(epoch from pgqueue.rest(array['later'])) / 86400)::int",
+    "reap": "pgqueue.reap(100)",
+    "maintain": "* from pgqueue.maintain()",
+    "cancel": "pgqueue.cancel(%(ready)s, 'reason')",
+    "cancel of a running job": "pgqueue.cancel(%(id)s)",
+    "cancel_many": "pgqueue.cancel_many('deep', 'rare', enqueued_before => '2999-01-01', max_jobs => 20)",
+    "run_now": "pgqueue.run_now(%(scheduled)s)",
+    "reprioritize": "pgqueue.reprioritize(%(ready)s, 7)",
+    "redrive": "pgqueue.redrive('grave 1', error_like => 'e', max_jobs => 20)",
+    "redrive_job": "pgqueue.redrive_job(%(dead)s, '[]')",
+    "discard": "pgqueue.discard(%(dead)s)",
+    "discard_many": "pgqueue.discard_many('grave 2', max_jobs => 20)",
+    "purge": "pgqueue.purge(%(bin)s)",
+    "pause": "pgqueue.pause('deep')",
+    "claim of a paused queue": f"{JOBS}.claim('deep', 'w')",
+    "resume": "pgqueue.resume('deep')",
+    "pause all": "pgqueue.pause()",
+    "resume all": "pgqueue.resume()",
+    "queues": "queue, ready, scheduled, running, expired, blocked, dead, paused, finished_last_hour, "
+    "failed_last_hour from pgqueue.queues order by queue",
+    "jobs": "state, count(*), sum(id), sum(attempt) from pgqueue.jobs group by 1 order by 1",
+    "running": "id, queue, kind, worker, attempt from pgqueue.running order by id limit 300",
+}
+# These read a whole table, each time alike: to measure them once, or their answer, is enough.
+CALLED = {"reap": 2, "maintain": 2, "queues": 1, "jobs": 1, "running": 1}
+# These hold or look for leases.
+LEASING = {
+    "claim", "claim_from", "extend", "complete", "complete_many",
+    "fail", "finish", "release", "reap", "maintain", "rest",
+}  # fmt: skip
+
+# What no rollback undoes: the numbers that were drawn, what claims remember, dead rows.
+RESET = [
+    "select setval('pgqueue.job_id_seq', (select max(id) from pgqueue.job))",
+    "select setval('pgqueue.token_seq', (select max(token) from pgqueue.job))",
+    "select setval(c.oid::regclass, 0) from pg_class as c where starts_with(c.relname, '_cell_')",
+    "vacuum pgqueue.job, pgqueue.dead_job",
+]
+# What a session left, but for what is random or of the clock.
+LEFT = """
+select array[
+    (
+        select count(*) || ' ' || sum(hashtextextended(concat_ws(
+            '|', j.id, j.queue, j.kind, j.state, j.priority, j.attempt, j.max_attempts, j.worker,
+            j.cancelled_at is null, j.unique_key, j.group_key, j.last_error
+        ), 0)) from pgqueue.jobs as j
+    ),
+    (
+        select count(*) || ' ' || sum(hashtextextended(concat_ws(
+            '|', r.slot, r.attempt, r.job_id, r.queue, r.kind, r.outcome, r.worker, r.result, r.error
+        ), 0)) from pgqueue.run as r
+    ),
+    (
+        select count(*) || ' ' || sum(hashtextextended(concat_ws(
+            '|', d.id, d.queue, d.attempt, d.worker, d.error, d.payload, jsonb_array_length(d.errors)
+        ), 0)) from pgqueue.dead_job as d
+    ),
+    (select string_agg(q::text, ' ' order by q.name) from pgqueue.queue as q)
+]
+"""
+
+
+@dataclass
+class Session:
+    """What a session was answered and left, and the pages that its calls touched."""
+
+    answers: dict[str, list | str] = field(default_factory=dict)
+    buffers: dict[str, float] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def deep(template: str) -> Iterator[str]:
+    """Name a database with a deep queue in it."""
+    dsn = make_conninfo(dbname=DEEP)
+    with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+        admin.execute(f"drop database if exists {DEEP} with (force)")
+        admin.execute(f"create database {DEEP} template {template}")
+        with psycopg.connect(dsn, autocommit=True) as db:
+            for step in FILL:
+                db.execute(step)
+        yield dsn
+        admin.execute(f"drop database {DEEP} with (force)")
+
+
+def run(
+    deep: str,
+    *settings: str,
+    prepare: Callable[[psycopg.Connection], object] = lambda db: None,
+    changing: Iterable[str] = (),
+) -> Session:
+    """Call each verb in a fresh session, with these settings, and roll back."""
+    session, changes = Session(), iter(changing)
+    with (
+        psycopg.connect(deep, autocommit=True) as other,
+        psycopg.connect(deep, autocommit=True) as db,
+    ):
+        for step in RESET:
+            other.execute(step)
+        given = arguments(other)
+        prepare(db)
+        for setting in settings:
+            db.execute(f"set {setting}")
+        with db.transaction(force_rollback=True):
+            for name, call in CALLS.items():
+                for setting in itertools.islice(changes, 1):
+                    db.execute(f"set {setting}")
+                first, *others = itertools.islice(given, 4)
+                session.answers[name] = answer(db, f"select {call}", first)
+                others = others[: CALLED.get(name, 4) - 1]
+                if others and isinstance(session.answers[name], list):
+                    # The plans are made. The middle one of three, because now and then a
+                    # claim walks from the beginning.
+                    session.buffers[name] = statistics.median(
+                        buffers(db, f"select {call}", each) for each in others
+                    )
+            db.execute("reset all")
+            session.left = one(db, LEFT)
+    return session
+
+
+def arguments(db: psycopg.Connection) -> Iterator[dict]:
+    """For each call names, keys, leases and ids that no other call gets."""
+    leases = db.execute(
+        "select id, token from pgqueue.job where worker = 'elsewhere' and id %% 100 > 0 order by id desc",
+        [],
+    ).fetchall()
+    some = {
+        state: column(
+            db,
+            "select id from pgqueue.jobs where queue = 'deep' and state = %s order by id desc limit 300",
+            state,
+        )
+        for state in ("ready", "scheduled")
+    }
+    dead = column(
+        db, "select id from pgqueue.dead_job where queue = 'grave 3' order by id"
+    )
+    for n in range(len(dead)):
+        held = leases[n * 20 : n * 20 + 20]
+        yield {
+            "name": f"name {n}",
+            "key": f"key {n + 1}",
+            "keys": [f"key {4985 + n - k}" for k in range(30)],
+            "payloads": [Jsonb(n)] * 30,
+            "results": [Jsonb(n)] * 20,
+            "delays": [timedelta(hours=1)] * 20,
+            "bin": f"bin {n % 4}",
+            "id": held[0][0],
+            "token": held[0][1],
+            "ids": [id for id, _ in held],
+            "tokens": [token for _, token in held],
+            "outcomes": ["complete", "fail", "reject", "release"] * 5,
+            "texts": ["1", "e", "e", None] * 4 + ["{"] * 4,
+            "ready": some["ready"][n],
+            "scheduled": some["scheduled"][n],
+            "dead": dead[n],
+        }
+
+
+def answer(db: psycopg.Connection, query: str, given: dict) -> list | str:
+    """The rows, or the SQLSTATE."""
+    try:
+        with db.transaction():
+            rows = db.execute(query, given).fetchall()
+    except psycopg.Error as error:
+        return error.sqlstate or str(error)
+    # psycopg does not guess what SQL_ASCII means.
+    rows = [
+        tuple(cell.decode() if isinstance(cell, bytes) else cell for cell in row)
+        for row in rows
+    ]
+    # Which queue comes first is drawn by lot.
+    return sorted(rows) if "claim_from" in query else rows
+
+
+def buffers(db: psycopg.Connection, query: str, given: dict) -> int:
+    """The pages that a call touches."""
+    (plan,) = one(db, f"explain (analyze, buffers, format json) {query}", given)
+    return plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]
+
+
+@pytest.fixture(scope="module")
+def usual(deep: str) -> Session:
+    """What a session without any setting is answered, leaves and at most pays."""
+    first, second = run(deep), run(deep)
+    assert differences(first, second) == {}, "nothing that is random is compared"
+    assert all(isinstance(rows, list) for rows in first.answers.values())
+    idle = {name for name, rows in first.answers.items() if not rows}
+    assert idle == {"claim of nothing", "claim of a paused queue"}
+    for name in first.buffers:
+        first.buffers[name] = max(first.buffers[name], second.buffers[name])
+    return first
+
+
+def differences(session: Session, usual: Session) -> dict[str, object]:
+    """What was answered or left otherwise, or touched more than three times the pages, beside the usual."""
+    found: dict[str, object] = {
+        name: (rows, usual.answers[name])
+        for name, rows in session.answers.items()
+        if rows != usual.answers[name]
+    }
+    found |= {
+        f"{name}: pages": (pages, usual.buffers[name])
+        for name, pages in session.buffers.items()
+        if pages > max(20, 3 * usual.buffers[name])
+    }
+    if session.left != usual.left:
+        found["left"] = (session.left, usual.left)
+    return found
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_no_setting_of_a_session_changes_an_answer_or_its_price(deep, usual, settings):
+    each = settings.split("; ")
+    with psycopg.connect(dbname="postgres") as db:
+        known = column(db, "select lower(name) from pg_settings")
+    names = [setting.split(" = ")[0] for setting in each]
+    if any(name not in known and "." not in name for name in names):
+        pytest.skip("a setting of another version")
+    assert differences(run(deep, *each), usual) == {}
+
+
+def test_settings_may_change_between_calls(deep, usual):
+    styles = [
+        "datestyle = 'SQL, DMY'",
+        "timezone = 'Asia/Jakarta'",
+        "datestyle = 'ISO, MDY'",
+        "intervalstyle = 'sql_standard'",
+        "datestyle = 'German'",
+        "timezone = 'UTC'",
+        "intervalstyle = 'postgres'",
+    ]
+    session = run(deep, changing=itertools.cycle(styles))
+    assert differences(session, usual) == {}
+
+
+def test_no_planner_switch_changes_an_answer_or_its_price(deep, usual):
+    """All those that this version has, each turned round."""
+    with psycopg.connect(dbname="postgres") as db:
+        switches = column(
+            db,
+            "select name || ' = ' || case setting when 'on' then 'off' else 'on' end "
+            "from pg_settings where starts_with(name, 'enable_')",
+        )
+    assert len(switches) > 15
+    found = {switch: differences(run(deep, switch), usual) for switch in switches}
+    assert {switch: wrong for switch, wrong in found.items() if wrong} == {}
+
+
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+def test_an_old_snapshot_is_refused_by_what_deals_with_leases_and_by_nothing_else(
+    deep, usual, level
+):
+    session = run(deep, f"default_transaction_isolation = '{level}'")
+    refused = {name for name, rows in session.answers.items() if rows == "25001"}
+    assert refused == {name for name in CALLS if name.split()[0] in LEASING}
+    # The views tell of the claims that were refused.
+    others = CALLS.keys() - refused - {"queues", "jobs", "running"}
+    for name in others:
+        assert session.answers[name] == usual.answers[name], name
+
+
+def test_a_read_only_session_is_refused_everything_but_a_look(deep, usual):
+    session = run(deep, "default_transaction_read_only = on")
+    allowed = {name for name, rows in session.answers.items() if rows != "25006"}
+    assert allowed == {"rest until later", "queues", "jobs", "running"}
+    assert session.answers["rest until later"] == usual.answers["rest until later"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["jit = on"]
+    + [
+        f"enable_{way} = off"
+        for way in ("indexscan", "nestloop", "seqscan", "sort", "tidscan")
+    ],
+)
+def test_no_statement_is_compiled(deep, setting):
+    """A way that is switched off and has to be gone all the same looks so dear that Postgres
+    compiles the statement, each time for longer than all the rest takes."""
+    plans: list[str] = []
+
+    def listen(db: psycopg.Connection) -> None:
+        if not one(db, "select pg_jit_available()"):
+            pytest.skip("a server that cannot compile")
+        db.execute("load 'auto_explain'")
+        db.add_notice_handler(
+            lambda notice: (
+                plans.append(notice.message_primary or "")
+                if "pgqueue." in (notice.context or "")
+                else None
+            )
+        )
+
+    run(
+        deep,
+        setting,
+        "auto_explain.log_min_duration = 0",
+        "auto_explain.log_nested_statements = on",
+        "client_min_messages = log",
+        prepare=listen,
+    )
+    assert len(plans) > 1000, "auto_explain has shown the plans inside the functions"
+    compiled = [plan for plan in plans if "JIT:" in plan]
+    assert not compiled, (len(compiled), compiled[0])
