@@ -100,9 +100,6 @@ begin
             and is_quiet;
     end loop;
     return is_quiet;
-exception when query_canceled then
-    perform pgqueue._unpark();
-    raise;
 end;
 $$;
 
@@ -203,6 +200,10 @@ begin
         ));
     end if;
     return pause;
+-- Who was not told that it may sleep is not parked.
+exception when query_canceled or read_only_sql_transaction then
+    perform pgqueue._unpark();
+    raise;
 end;
 $$;
 
