@@ -47,24 +47,25 @@ select pgqueue.enqueue('deep', '"urgent"', priority => 5);
 select pgqueue.enqueue('deep', '"lesser"', priority => -5);
 select is(pg_temp.numbers('deep', 1), 'urgent', 'a job of higher priority goes first');
 select is(pg_temp.numbers('deep', 5), '2004 2005 2006 2007 2008', 'one of lower priority last');
-select pgqueue.enqueue('deep', '"past"', run_at => clock_timestamp() - interval '1 hour');
-select is(pg_temp.numbers('deep', 1), 'past', 'what appears behind the position is found at once where a walk is cheap');
-select id, token from pgqueue.job where payload = '7' and queue = 'deep' \gset
-select pgqueue.release(array[:id], array[:token]);
-select is(pg_temp.numbers('deep', 1), '7', 'so is what is given back');
-
--- As if a walk from the beginning had taken long: none is made for half a minute.
-create function pg_temp.make_dear() returns bigint
+-- As if a walk from the beginning had taken no time, or long: until then none is made.
+create function pg_temp.last_walk_until(moment timestamptz) returns bigint
     language sql
 as $$
     select setval(
         pgqueue._cell((hashtextextended('deep', 0) & 127)::int, 0),
-        ((hashtextextended('deep', 0) >> 20 & 4095) << 51)
-            | pgqueue._since_2020(clock_timestamp() + interval '30 s')
+        ((hashtextextended('deep', 0) >> 20 & 4095) << 51) | pgqueue._since_2020($1)
     )
 $$;
+select pg_temp.last_walk_until(clock_timestamp() + interval '80 ms');
+select pgqueue.enqueue('deep', '"past"', run_at => clock_timestamp() - interval '1 hour');
+select is(pg_temp.numbers('deep', 1), 'past', 'what appears behind the position is found at once where a walk is cheap');
+select id, token from pgqueue.job where payload = '7' and queue = 'deep' \gset
+select pg_temp.last_walk_until(clock_timestamp() + interval '80 ms');
+select pgqueue.release(array[:id], array[:token]);
+select is(pg_temp.numbers('deep', 1), '7', 'so is what is given back');
+
 select is(pg_temp.numbers('deep', 1), '2009', 'the position moves on');
-select pg_temp.make_dear();
+select pg_temp.last_walk_until(clock_timestamp() + interval '30 s');
 select pgqueue.enqueue('deep', '"late"', run_at => clock_timestamp() - interval '1 hour');
 select is(pg_temp.numbers('deep', 1), '2010', 'where a walk is dear, what appears behind the position comes later');
 select is(
@@ -83,14 +84,10 @@ select setval(
     pgqueue._cell((hashtextextended('deep', 0) & 127)::int, 1),
     pgqueue._since_2020(clock_timestamp() + interval '1 day') << 12
 );
-select pg_temp.make_dear();
+select pg_temp.last_walk_until(clock_timestamp() + interval '30 s');
 select pgqueue.enqueue('deep', '"today"');
 select is(pg_temp.numbers('deep', 1), 'today', 'a position in the future is none');
-select setval(
-    pgqueue._cell((hashtextextended('deep', 0) & 127)::int, 0),
-    ((hashtextextended('deep', 0) >> 20 & 4095) << 51)
-        | pgqueue._since_2020(clock_timestamp() + interval '1 day')
-);
+select pg_temp.last_walk_until(clock_timestamp() + interval '1 day');
 select pgqueue.enqueue('deep', '"behind"', run_at => clock_timestamp() - interval '1 day');
 select is(pg_temp.numbers('deep', 1), 'behind', 'nor is one valid for longer than a minute');
 
