@@ -116,27 +116,38 @@ def adds_many(system: System, jobs: int, **how: int) -> Sample:
     return counted(jobs, answer["seconds"], depth(system))
 
 
-def lifecycle(system: System, size: Size) -> Samples:
-    """Take and finish in SQL, 8 clients, by 1 and by 50."""
-    samples = {}
-    for batch in statements(system).batches:
-        jobs = size.jobs(8_000 if batch == 1 else 80_000)
-        limit = "-t", str(jobs // batch // CLIENTS)
-        mode = "prepared" if batch == 1 else "simple"
-        script = statements(system).lifecycle(batch)
-        refill(system, jobs)
+# Clients, jobs in a batch, and the batches of each client: enough that its first calls, which
+# make the plans, are few among them.
+LIFECYCLES = (
+    (8, 1, 1000),
+    (32, 1, 500),
+    (96, 1, 300),
+    (1, 50, 400),
+    (8, 50, 200),
+    (32, 50, 100),
+    (96, 50, 100),
+)
 
-        samples[f"take and finish by {batch}, 8 clients"] = measure(
-            partial(takes, system, jobs, script, limit, mode)
-        )
+
+def lifecycle(system: System, size: Size) -> Samples:
+    """Take and finish in SQL, by 1 and by 50, with more and more clients."""
+    samples = {}
+    for clients, batch, each in LIFECYCLES:
+        if batch not in statements(system).batches:
+            continue
+        each = max(1, round(each * size.scale))
+        jobs = clients * batch * each
+        refill(system, jobs)
+        title = f"take and finish by {batch}, {clients} client{'s' * (clients > 1)}"
+        samples[title] = measure(partial(takes, system, jobs, batch, clients, each))
     return samples
 
 
-def takes(
-    system: System, jobs: int, script: str, limit: tuple[str, str], mode: str
-) -> Sample:
+def takes(system: System, jobs: int, batch: int, clients: int, each: int) -> Sample:
     """Run a lifecycle; what it left behind it did not do."""
-    _, seconds = pgbench(system, script, *limit, mode=mode)
+    script = statements(system).lifecycle(batch)
+    mode = "prepared" if batch == 1 else "simple"
+    _, seconds = pgbench(system, script, "-t", str(each), clients=clients, mode=mode)
     return Sample(jobs - depth(system), seconds)
 
 
