@@ -25,7 +25,8 @@ CLUSTER  = $(VENV)/python tests/cluster.py
 CONFIG   = python/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench matrix bare lint plain all install uninstall installcheck clean
+.PHONY: help demo test bench instructions matrix bare lint plain all install uninstall \
+        installcheck clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +45,10 @@ bench: all ## pgqueue beside its rivals, on a throwaway Postgres (ARGS='--rounds
 	@PYTHON=$(PYTHON) sh tests/need.sh test
 	@$(MAKE) -s .venv/dev
 	@PYTHONPATH=tests $(CLUSTER) $(VENV)/python -m bench $(ARGS)
+
+instructions: all ## what a call costs, counted by valgrind (ARGS=/another/checkout)
+	@PYTHON=$(PYTHON) sh tests/need.sh instructions
+	@$(PYTHON) tests/bench/instructions.py $(ARGS)
 
 # Debian brings one version of Postgres; npm has the others, without clients.
 MATRIX = 14.23.0 15.18.0 16.14.0 17.10.0 18.4.0

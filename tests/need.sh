@@ -1,6 +1,6 @@
 #!/bin/sh
-# What `make demo` and `make test` need from the system. Root gets what is missing through
-# apt-get; anyone else is told the one line to run.
+# What `make demo`, `make test` and `make instructions` need from the system. Root gets what is
+# missing through apt-get; anyone else is told the one line to run.
 set -eu
 
 what=$1
@@ -17,7 +17,8 @@ fi
 # Debian keeps the half of venv that fills it in a package of its own.
 [ -x .venv/bin/python ] || "$python" -c 'import ensurepip' 2>/dev/null || need python3-venv
 
-if [ "$what" = test ]; then
+[ "$what" != instructions ] || command -v valgrind >/dev/null || need valgrind
+if [ "$what" != demo ]; then
     # The version that tests/cluster.py will take: the newest, or the one Debian would install.
     version=$(ls -d /usr/lib/postgresql/*/bin/postgres 2>/dev/null |
         sed 's,/usr/lib/postgresql/\(.*\)/bin/postgres,\1,' | sort -n | tail -n 1)
