@@ -45,8 +45,8 @@ FILL = [
     select now() - interval '1 hour', now(), 0, n / 2 % 2 + 1, 'lapsed ' || n % 2, 'k', '{}'
     from generate_series(0, 599) as n
     union all
-    select now() - interval '1 hour', now(), 0, 1, 'grave ' || n % 4, 'k', '{}'
-    from generate_series(1, 800) as n
+    select now() - interval '1 hour', now(), 0, 1, 'grave ' || n / 200, 'k', '{}'
+    from generate_series(0, 799) as n
     union all
     select now() - interval '1 hour', now(), 0, 20, 'bin ' || n % 4, 'k', '{}'
     from generate_series(1, 2000) as n
