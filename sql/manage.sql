@@ -194,6 +194,7 @@ begin
             and not (_find_dead.is_for_work and exists (
                 select from pgqueue.job as j
                 where j.queue = d.queue and j.unique_key = d.unique_key
+                offset 0  -- by the key's index, not by a hash of all jobs
             ))
         order by d.id
         limit coalesce(_find_dead.max_jobs, 1000)

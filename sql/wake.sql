@@ -201,7 +201,9 @@ begin
     end if;
     return pause;
 -- Who was not told that it may sleep is not parked.
-exception when query_canceled or read_only_sql_transaction then
+exception when query_canceled or lock_not_available or deadlock_detected
+    or insufficient_resources or program_limit_exceeded or read_only_sql_transaction
+then
     perform pgqueue._unpark();
     raise;
 end;
