@@ -1,15 +1,16 @@
--- The pick: which jobs are due, in order, locked, however deep the queue. Only claim() and
--- rest() come here.
+-- The pick: which jobs are due, in order, locked, however deep the queue. claim() comes here
+-- for jobs, rest() for the lanes that hold any, and who adds or reopens a job to say where.
 --
 -- A lane is walked from its beginning. In front of the jobs that are ready stand those that
 -- run, those that others are just claiming, and index entries of finished jobs that some old
 -- snapshot keeps from being removed. While these are few nothing else happens. A walk that has
--- met many of them leaves a position for all sessions: the run_at
--- up to which the jobs of the lane have been taken. From then on each claim starts there and
--- moves it to its last pick at once, before it commits, so that the next meets none of its rows.
--- After 100 ms, or 20 times the duration of that walk, one claim walks from the beginning again
--- and finds what stands behind: late commits, releases, expired leases, claims that were rolled
--- back. A claim that finds nothing behind the position walks from the beginning before it says so.
+-- met many of them leaves a position for all sessions: the run_at up to which the jobs of the
+-- lane have been taken. From then on claims start there and move it to their last pick at once,
+-- before they commit, so that the next meets none of their rows; a claim of one only where its
+-- walk was longer than usual. After 100 ms, or 20 times the duration of that walk, one claim
+-- walks from the beginning again and finds what stands behind: late commits, releases, expired
+-- leases, claims that were rolled back. A claim that finds nothing behind the position walks
+-- from the beginning before it says so.
 --
 -- Memory only saves work. It is kept in cells, sequences that are never counted up: 64 bits
 -- that all sessions share, neither transactional nor versioned, so that no snapshot can bloat
