@@ -366,23 +366,21 @@ begin
         case when cardinality(picks) = wanted then last_run_at else moment end,
         moment - interval '10 milliseconds'
     );
+    reached := (date_part('epoch', last_run_at) * 1000000)::bigint - 1577836800000000;
     start_id := 0;
-    if last_run_at = start then
+    if reached = position >> 12 then
         select j.id into start_id from pgqueue.job as j where j.ctid = picks[wanted];
         perform setval(('pgqueue._cell_' || record + 2)::regclass, start_id);
     end if;
-    reached := ((date_part('epoch', last_run_at) * 1000000)::bigint - 1577836800000000 << 12)
-        | case when start_id > 0 then start_id % 4095 + 1 else 0 end;
     -- Back only if something stood behind: others may have come further meanwhile.
-    perform setval(
-        ('pgqueue._cell_' || record + 1)::regclass,
-        case
-            when start > '-infinity' or reached >= position then greatest(
-                reached, pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass)
-            )
-            else reached
-        end
-    );
+    position := case
+        when start > '-infinity' or reached >= position >> 12
+            then pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass)
+    end;
+    if (reached < position >> 12) is not true then
+        position := reached << 12 | case when start_id > 0 then start_id % 4095 + 1 else 0 end;
+        perform setval(('pgqueue._cell_' || record + 1)::regclass, position);
+    end if;
     if start = '-infinity' then
         perform setval(('pgqueue._cell_' || record)::regclass, tag | valid_until);
     end if;
