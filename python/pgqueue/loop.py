@@ -82,6 +82,7 @@ class Worker:
         self._unreported: list[Job] = []
         self._stop_by = float("inf")
         self._failures = 0
+        self._rested = -1  # after which change it was last safe to sleep
         self._complained: dict[str, float] = {}
 
     def stop(self) -> None:
@@ -124,6 +125,7 @@ class Worker:
     def _work(self, conn: database.Connection) -> None:
         """Work with one connection until it breaks or all is over."""
         self._turns.refresh()
+        self._rested = -1  # on this connection never
         listens = self._start_listening(conn)
         while True:
             self.on_tick()
@@ -136,6 +138,10 @@ class Worker:
                 self._release_all(conn)
                 return
             want = 0 if self.stops else self._want()
+            # An idle worker that heard nothing only looks: where a walk is dear, one is enough.
+            if want > 0 and self._rested == self._turns.changes:
+                if not self._turns.is_settled:
+                    self._rest(conn, listens)
             if want > 0 and (queue := self._turns.next()) is not None:
                 answer = self._exchange(conn, Ask(), queue, want)
                 if len(answer.jobs) < want:
@@ -150,19 +156,26 @@ class Worker:
 
     def _probe(self, conn: database.Connection, want: int, listens: bool) -> None:
         """Ask all queues, so that it is safe to sleep when they have no more."""
-        changes, found = self._turns.changes, 0
+        found = 0
         for queue in self._turns.in_turn():
             answer = self._exchange(conn, Ask(), queue, want - found)
             found += len(answer.jobs)
             if found >= want:
                 return
+        self._rest(conn, listens)
+
+    def _rest(self, conn: database.Connection, listens: bool) -> bool:
+        """Say whether it is safe to sleep, and settle for as long."""
+        changes = self._turns.changes
+        ask = Ask(rest=(self._turns.names, self.kinds, listens))
+        seconds = self._exchange(conn, ask).rest
+        if seconds == 0:
+            self._rested = -1
+            return False
         pause = self.poll_interval * random.uniform(0.8, 1.2)
-        answer = self._exchange(
-            conn, Ask(rest=(self._turns.names, self.kinds, listens))
-        )
-        if answer.rest is not None:
-            pause = min(pause, answer.rest)
-        self._turns.settle(pause, changes)
+        self._turns.settle(pause if seconds is None else min(pause, seconds), changes)
+        self._rested = changes
+        return True
 
     def _exchange(
         self,

@@ -307,3 +307,17 @@ def test_a_held_interpreter_is_reported_late(db, workers) -> None:
     pgqueue.enqueue(db, QUEUE, kind="gil")
     workers.start("--lease", "0.6")
     wait_until(lambda: "heartbeat" in workers.log() and "late" in workers.log())
+
+
+def test_an_idle_worker_rests_and_does_not_claim(db, workers) -> None:
+    """Behind half a million dead entries each of them walks all: one is enough."""
+    db.execute(f"alter database {db.info.dbname} set track_functions = 'pl'")
+    workers.start("--poll-interval", "0.1", "--no-listen")
+    calls = (
+        "select coalesce(sum(calls), 0) from pg_stat_user_functions "
+        "where schemaname = 'pgqueue' and funcname = '{}'"
+    )
+    wait_until(lambda: one(db, calls.format("rest")) >= 20)
+    assert one(db, calls.format("claim")) <= 5
+    job = pgqueue.enqueue(db, QUEUE, kind="mark")
+    wait_until(lambda: job in workers.notes())
