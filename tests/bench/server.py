@@ -93,7 +93,7 @@ def _cpu(conn: Session) -> float:
                 sum(_times(pid)[:2]) for pid in living
             )
             return ticks / os.sysconf("SC_CLK_TCK")
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue  # one ended meanwhile, and counts as the postmaster's now
 
 
