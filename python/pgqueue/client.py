@@ -87,25 +87,21 @@ def enqueue(
     store, and the driver's error for what the SQL function refuses: 22023 (bad
     argument), 54000 (payload too large), 23505 (duplicate with on_duplicate="error").
     """
-    return _call(
-        conn,
-        "select pgqueue.enqueue(%s, %s::jsonb, kind => %s, priority => %s,"
-        " run_at => %s, max_attempts => %s, unique_key => %s, on_duplicate => %s,"
-        " group_key => %s, headers => %s::jsonb)",
-        (
-            queue,
-            to_json(payload, "payload"),
-            kind,
-            priority,
-            run_at,
-            max_attempts,
-            unique_key,
-            on_duplicate,
-            group_key,
-            to_json(headers, "headers"),
-        ),
-        lambda ids: ids[0],
+    query, params = _statement(
+        "pgqueue.enqueue(%s, %s::jsonb",
+        {
+            "kind": kind,
+            "priority": priority,
+            "run_at": run_at,
+            "max_attempts": max_attempts,
+            "unique_key": unique_key,
+            "on_duplicate": on_duplicate,
+            "group_key": group_key,
+            "headers": to_json(headers, "headers"),
+        },
     )
+    params = (queue, to_json(payload, "payload"), *params)
+    return _call(conn, f"select {query}", params, lambda ids: ids[0])
 
 
 @overload
@@ -158,25 +154,33 @@ def enqueue_many(
     long as `payloads`, with None for a job without one; raises TypeError for a key that
     is no str. All else is as in `enqueue`.
     """
-    return _call(
-        conn,
-        "select * from pgqueue.enqueue_many(%s, %s::jsonb[], kind => %s,"
-        " priority => %s, run_at => %s, max_attempts => %s, unique_keys => %s::text[],"
-        " on_duplicate => %s, group_keys => %s::text[], headers => %s::jsonb)",
-        (
-            queue,
-            to_array(to_json(p, f"payloads[{i}]") for i, p in enumerate(payloads)),
-            kind,
-            priority,
-            run_at,
-            max_attempts,
-            None if unique_keys is None else to_array(unique_keys),
-            on_duplicate,
-            None if group_keys is None else to_array(group_keys),
-            to_json(headers, "headers"),
-        ),
-        lambda ids: ids,
+    query, params = _statement(
+        "pgqueue.enqueue_many(%s, %s::jsonb[]",
+        {
+            "kind": kind,
+            "priority": priority,
+            "run_at": run_at,
+            "max_attempts": max_attempts,
+            "unique_keys": None if unique_keys is None else to_array(unique_keys),
+            "on_duplicate": on_duplicate,
+            "group_keys": None if group_keys is None else to_array(group_keys),
+            "headers": to_json(headers, "headers"),
+        },
     )
+    texts = to_array(to_json(p, f"payloads[{i}]") for i, p in enumerate(payloads))
+    return _call(
+        conn, f"select * from {query}", (queue, texts, *params), lambda ids: ids
+    )
+
+
+CASTS = {"headers": "::jsonb", "unique_keys": "::text[]", "group_keys": "::text[]"}
+
+
+def _statement(start: str, options: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
+    """Name only the options that were given: there is less to send, and to read."""
+    given = {name: value for name, value in options.items() if value is not None}
+    named = [f", {name} => %s{CASTS.get(name, '')}" for name in given]
+    return start + "".join(named) + ")", tuple(given.values())
 
 
 def to_json(value: Any, name: str) -> str | None:
