@@ -268,6 +268,7 @@ create or replace function pgqueue.claim_from(
 as $$
 declare
     wanted int := coalesce(max_jobs, 1);
+    start float8 := random();
     turn record;
     share int;
     found_jobs int;
@@ -276,21 +277,33 @@ declare
 begin
     perform pgqueue._check_claim_from(queues, weights, limits);
     perform pgqueue._check_claim(queues[1], worker, max_jobs, lease);
-    -- Twice round: first each queue up to its share, then those that had more. The order is
-    -- drawn by weight (Efraimidis and Spirakis 2006), so that a claim of one is fair, too.
+    -- Twice round: first each queue up to its share, then those that had more. Shares are rounded
+    -- up or down at random, so that they are right on average also where each is less than one
+    -- job (systematic sampling, Madow 1949), and the order is drawn by weight (Efraimidis and
+    -- Spirakis 2006).
     for turn in
         select
             q.queue,
             least(q.most, wanted) as most,
-            ceil(wanted * coalesce(q.weight, 1)::float8 / sum(coalesce(q.weight, 1)) over ())::int as share
-        from unnest(queues, weights, limits) as q (queue, weight, most)
+            (floor(q.upto + start) - floor(q.upto - q.part + start))::int as share
+        from (
+            select p.*, sum(p.part) over (order by p.place) as upto
+            from (
+                select
+                    u.*,
+                    wanted * coalesce(u.weight, 1)::float8 / sum(coalesce(u.weight, 1)) over () as part
+                from unnest(queues, weights, limits) with ordinality as u (queue, weight, most, place)
+            ) as p
+        ) as q
         order by -ln(1 - random()) / coalesce(q.weight, 1)
     loop
         share := least(turn.share, turn.most, wanted);
-        continue when share = 0;
-        return query select * from pgqueue.claim(turn.queue, worker, share, lease, kinds);
-        get diagnostics found_jobs = row_count;
-        wanted := wanted - found_jobs;
+        found_jobs := 0;
+        if share > 0 then
+            return query select * from pgqueue.claim(turn.queue, worker, share, lease, kinds);
+            get diagnostics found_jobs = row_count;
+            wanted := wanted - found_jobs;
+        end if;
         if found_jobs = share then
             rest_of := rest_of || turn.queue;
             rest_limits := rest_limits || turn.most - share;

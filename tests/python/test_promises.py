@@ -139,3 +139,22 @@ def test_a_late_commit_in_a_busy_and_deep_lane_starts_soon(db, connect):
         assert len(found) == 5, "the lane is busy all the time"
     # 100 ms and what this machine adds.
     assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 4, 7])
+def test_small_claims_share_by_weight_on_average(db, wanted):
+    """Shares of less than a job were rounded up: one queue of weight 1 got a quarter of its due."""
+    for queue in ("heavy", "light"):
+        db.execute(
+            "select count(*) from pgqueue.enqueue_many(%s, array_fill('1'::jsonb, array[3000]))",
+            (queue,),
+        )
+    calls = 300
+    taken = (
+        "select count(*) filter (where c.queue = 'heavy'), count(*) from generate_series(1, %s) as n,"
+        " pgqueue.claim_from(array['heavy', 'light'], 'w', %s + 0 * n, weights => array[4, 1]) as c"
+    )
+    heavy, jobs = db.execute(taken, (calls, wanted)).fetchone()
+    assert jobs == calls * wanted
+    # Six standard deviations of shares that are rounded up or down.
+    assert abs(heavy / jobs - 0.8) < 3 / calls**0.5 / wanted
