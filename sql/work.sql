@@ -928,7 +928,7 @@ declare
 begin
     perform pgqueue._check_leases(job_ids, tokens);
     perform pgqueue._check_finish(job_ids, outcomes, texts, delays);
-    if 'complete' = all (outcomes) and num_nonnulls(variadic texts) is not distinct from 0 then
+    if 'complete' = all (outcomes) and coalesce(num_nonnulls(variadic texts), 0) = 0 then
         ended := array(select pgqueue.complete_many(finish.job_ids, finish.tokens));
         statuses := array_fill('completed'::text, array[cardinality(ended)]);
     else

@@ -34,6 +34,14 @@ def pages(db: psycopg.Connection, query: str) -> int:
     return root["Shared Hit Blocks"] + root["Shared Read Blocks"]
 
 
+def records(db: psycopg.Connection, query: str) -> int:
+    """The WAL records that a query writes."""
+    plan = one(db, f"explain (analyze, wal, format json) {query}")
+    return (json.loads(plan) if isinstance(plan, str) else plan)[0]["Plan"][
+        "WAL Records"
+    ]
+
+
 def buffers(db: psycopg.Connection, batch: int = 50) -> int:
     """The pages that one claim touches."""
     root = explained(db, f"select from pgqueue.claim('q', 'w', {batch})")
@@ -387,3 +395,21 @@ def test_a_position_of_before_a_restore_or_another_clock_is_none(db):
         assert taken, "never empty while jobs are due"
         found += taken
     assert sorted(found) == sorted(set(found)) and set(first) <= set(found)
+
+
+@pytest.mark.parametrize("texts", ["", ", array_fill(null::text, array[50])"])
+def test_finishing_many_without_a_result_costs_no_more_than_completing_them(db, texts):
+    fill(db, 300)
+    claimed = (
+        "(select array_agg(id) as ids, array_agg(token) as tokens "
+        "from pgqueue.claim('q', 'w', 50)) as c"
+    )
+    completed = (
+        f"select count(*) from {claimed}, pgqueue.complete_many(c.ids, c.tokens)"
+    )
+    outcomes = "array_fill('complete'::text, array[50])"
+    finished = f"select count(*) from {claimed}, pgqueue.finish(c.ids, c.tokens, {outcomes}{texts})"
+    for query in (completed, finished):
+        assert one(db, query) == 50
+    # Nor does it lock rows before it deletes them.
+    assert records(db, finished) <= records(db, completed) + 10
