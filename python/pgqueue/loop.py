@@ -139,9 +139,9 @@ class Worker:
                 return
             want = 0 if self.stops else self._want()
             # An idle worker that heard nothing only looks: where a walk is dear, one is enough.
-            if want > 0 and self._rested == self._turns.changes:
-                if not self._turns.is_settled:
-                    self._rest(conn, listens)
+            heard_nothing = self._rested == self._turns.changes
+            if want > 0 and heard_nothing and not self._turns.is_settled:
+                self._rest(conn, listens)
             if want > 0 and (queue := self._turns.next()) is not None:
                 answer = self._exchange(conn, Ask(), queue, want)
                 if len(answer.jobs) < want:
@@ -164,18 +164,17 @@ class Worker:
                 return
         self._rest(conn, listens)
 
-    def _rest(self, conn: database.Connection, listens: bool) -> bool:
-        """Say whether it is safe to sleep, and settle for as long."""
+    def _rest(self, conn: database.Connection, listens: bool) -> None:
+        """Settle for as long as it is safe to sleep."""
         changes = self._turns.changes
         ask = Ask(rest=(self._turns.names, self.kinds, listens))
         seconds = self._exchange(conn, ask).rest
         if seconds == 0:
             self._rested = -1
-            return False
+            return
         pause = self.poll_interval * random.uniform(0.8, 1.2)
         self._turns.settle(pause if seconds is None else min(pause, seconds), changes)
         self._rested = changes
-        return True
 
     def _exchange(
         self,
