@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(21);
+select plan(22);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -118,6 +118,15 @@ select is_empty(
     $$ select r.name from routine as r
        where r.prosrc ~ '\mpg_advisory_(xact_)?lock' or r.prosrc ~* '\mlock table\M(?![^;]*\mnowait\M)' $$,
     'no function waits for a lock that any role may take'
+);
+
+-- claim() leases one job without a sort and many with one: the UPDATE stands there twice.
+select results_eq(
+    $$ select count(*), count(distinct regexp_replace(m.leased[1], '\s+', ' ', 'g'))
+       from routine as r
+       cross join regexp_matches(r.prosrc, 'update pgqueue\.job as j\s+?set token.*?returning j\.\*', 'g') as m (leased)
+       where r.name = 'claim' $$,
+    'values (2::bigint, 1::bigint)', 'claim leases one job as it leases many'
 );
 
 select * from finish();
