@@ -3,8 +3,14 @@
 The SQL functions in the schema pgqueue are the product; this calls them.
 """
 
-from pgqueue.app import App, Job, Reject, Retry, Snooze
+from typing import TYPE_CHECKING, Any
+
+from pgqueue.app import App, Reject, Retry, Snooze, Task
 from pgqueue.client import JobNotFound, LeaseLost, enqueue, enqueue_many
+from pgqueue.job import Job
+
+if TYPE_CHECKING:
+    from pgqueue.worker import Share, Worker
 
 __all__ = [
     "App",
@@ -13,7 +19,19 @@ __all__ = [
     "LeaseLost",
     "Reject",
     "Retry",
+    "Share",
     "Snooze",
+    "Task",
+    "Worker",
     "enqueue",
     "enqueue_many",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the worker for those who ask for it: producers do without."""
+    if name in ("Share", "Worker"):
+        from pgqueue import worker
+
+        return getattr(worker, name)
+    raise AttributeError(f"module 'pgqueue' has no attribute {name!r}")

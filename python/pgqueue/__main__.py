@@ -1,20 +1,30 @@
 """python -m pgqueue: enqueue, and look after queues, from a shell.
 
-Each command is one call or one SELECT that psql can do as well.
+Each command is a call or a SELECT or two that psql can do as well. Exit codes: 0 done, 1
+failed, 2 wrong usage, 3 no pgqueue in the database or one of another version, 130 Ctrl-C.
 """
 
 import argparse
+import io
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import psycopg
-from psycopg.rows import TupleRow
 
 from pgqueue import client, database
+from pgqueue.install import install
+from pgqueue.terminal import (
+    explain,
+    refuse_other_than_utf8,
+    say,
+    sentences,
+    show,
+    show_record,
+)
 
 STATUS = (
     "select queue, ready, scheduled, running, expired, blocked, dead, oldest_wait,"
@@ -26,74 +36,131 @@ RUNNING = (
     " from pgqueue.running order by running_for desc limit 10"
 )
 DEAD = (
-    "select id, died_at::timestamptz(0), queue, kind, attempt,"
-    " left(split_part(error, E'\\n', 1), 80) as error"
+    "select id, died_at::timestamp(0), queue, kind, attempt,"
+    " split_part(error, E'\\n', 1) as error"
     " from pgqueue.dead_job where %(queue)s::text is null or queue = %(queue)s"
     " order by died_at desc limit %(limit)s"
+)
+RUNS = (
+    "select attempt, finished_at::timestamp(0), taken, outcome, worker, error"
+    " from pgqueue.run where job_id = %(id)s order by finished_at, attempt"
+)
+JOB = (
+    "select id, 'dead' as state, queue, kind, attempt, max_attempts, unique_key,"
+    " headers::text, payload::text, error from pgqueue.dead_job where id = %(id)s"
+    " union all select id, state, queue, kind, s.attempt, s.max_attempts, s.unique_key,"
+    " headers::text, payload::text, last_error"
+    " from pgqueue.job join pgqueue.jobs as s using (id, queue, kind) where id = %(id)s"
 )
 REDRIVE = (
     "select pgqueue.redrive(%(queue)s, %(kind)s, %(error_like)s,"
     " max_jobs => %(limit)s, dry_run => %(dry_run)s)"
 )
+# Each is the SQL function of that name: its parameters, and what it does.
+VERBS = {
+    "pause": (["queue?"], "let a queue give out no jobs; all, where none is named"),
+    "resume": (["queue?"], "undo pause"),
+    "cancel": (["id", "--reason"], "stop a job that waits or runs"),
+    "discard": (["id"], "drop a dead job for good"),
+    "purge": (["queue"], "drop all jobs of a queue that wait; prints how many"),
+}
+ROLES = {"enqueue": "producer", "install": None}  # the others are an operator's
 
 
 def main() -> int:
     args = parse(sys.argv[1:])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         dsn = database.conninfo(args.dsn)
         with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as conn:
+            conn.add_notice_handler(tell)
             run(conn, args)
-    except database.INCOMPATIBLE as error:
-        print(f"pgqueue: install or update the extension: {error}", file=sys.stderr)
+        print(end="", flush=True)
+    except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
+        say(f"install or update the extension: {explain(error)}")
         return 3
-    except psycopg.ProgrammingError as error:
-        print(f"pgqueue: {error}", file=sys.stderr)
-        return 2
-    except (psycopg.Error, ValueError) as error:
-        # The context would be a tour of the SQL functions.
-        text, _, _ = str(error).partition("\nCONTEXT:")
-        print(f"pgqueue: {text}", file=sys.stderr)
+    except BrokenPipeError:
+        # Nobody reads on. Python would try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (psycopg.Error, ValueError, TypeError, LookupError, OSError) as error:
+        say(explain(error, ROLES.get(args.command, "operator")))
+        is_dsn = isinstance(error, psycopg.ProgrammingError) and not error.sqlstate
+        return 2 if is_dsn else 1
     except KeyboardInterrupt:
         return 130
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
+    refuse_other_than_utf8(parser, argv)
+    args = parser.parse_args(argv)
+    if getattr(args, "payload", None) is not None:
+        try:
+            args.payload = json.loads(args.payload)
+        except (ValueError, RecursionError) as error:
+            parser.error(f"payload must be JSON: {error}")
+    return args
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pgqueue", description=__doc__)
     parser.add_argument("--dsn", help="else PGQUEUE_DSN, DATABASE_URL, libpq's own")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    enqueue = commands.add_parser("enqueue", help="add a job and print its id")
-    enqueue.add_argument("queue")
-    enqueue.add_argument("payload", nargs="?", type=json.loads, help="JSON")
-    for option in (
-        "--kind",
-        "--run-at",
-        "--unique-key",
-        "--on-duplicate",
-        "--group-key",
-    ):
-        enqueue.add_argument(option)
-    for option in ("--priority", "--max-attempts"):
-        enqueue.add_argument(option, type=int)
+    command = commands.add_parser("enqueue", help="add a job and print its id")
+    command.add_argument("queue")
+    command.add_argument("payload", nargs="?", help='JSON, such as \'{"to": "ada"}\'')
+    for name in "kind", "run-at", "unique-key", "on-duplicate", "group-key":
+        command.add_argument(f"--{name}")
+    for name in "priority", "max-attempts":
+        command.add_argument(f"--{name}", type=integer)
 
+    command = commands.add_parser("install", help="bring pgqueue into the database")
+    command.add_argument("--plain", action="store_true", help="not as an extension")
     commands.add_parser("status", help="the queues")
-    top = commands.add_parser("top", help="queues and running jobs, live")
-    top.add_argument("--every", type=float, default=2.0, help="seconds")
-    top.add_argument("--times", type=int, help="end after so many")
+    command = commands.add_parser("top", help="queues and running jobs, live")
+    command.add_argument("--every", type=float, default=2.0, help="seconds")
+    command.add_argument("--times", type=int, help="end after so many")
 
     dead = commands.add_parser("dead", help="the latest dead letters")
+    command = commands.add_parser(
+        "error", help="one job that failed: its payload, runs and whole error"
+    )
+    command.add_argument("id", type=bigint)
     redrive = commands.add_parser(
         "redrive", help="send dead jobs back; prints their ids"
     )
     redrive.add_argument("--kind")
-    redrive.add_argument("--error-like", help="LIKE pattern of the last error")
+    redrive.add_argument("--error-like", help="ILIKE pattern of the error's first line")
     redrive.add_argument("--dry-run", action="store_true")
     for command, limit in (dead, 20), (redrive, 1000):
         command.add_argument("--queue")
-        command.add_argument("--limit", type=int, default=limit)
-    return parser.parse_args(argv)
+        command.add_argument("--limit", type=integer, default=limit)
+    for verb, (parameters, help) in VERBS.items():
+        command = commands.add_parser(verb, help=help)
+        for name in parameters:
+            how: dict[str, Any] = {"nargs": "?"} if name.endswith("?") else {}
+            kind = bigint if name == "id" else str
+            command.add_argument(name.rstrip("?"), type=kind, **how)
+    return parser
+
+
+def integer(text: str, bits: int = 32) -> int:
+    """Read a number that Postgres takes: a larger one would find no function."""
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from error
+    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+        raise argparse.ArgumentTypeError(f"{number} is out of range")
+    return number
+
+
+def bigint(text: str) -> int:
+    return integer(text, 64)
 
 
 def run(conn: database.Connection, args: argparse.Namespace) -> None:
@@ -102,15 +169,45 @@ def run(conn: database.Connection, args: argparse.Namespace) -> None:
         skipped = ("command", "dsn", "queue", "payload")
         given = {k: v for k, v in options.items() if k not in skipped}
         print(client.enqueue(conn, args.queue, args.payload, **given))
+    elif args.command == "install":
+        with conn.transaction():
+            print(install(conn, args.plain))
     elif args.command == "status":
         show(conn.execute(STATUS))
     elif args.command == "top":
         top(conn, args.every, args.times)
     elif args.command == "dead":
         show(conn.execute(DEAD, options))
+    elif args.command == "error":
+        job, runs = conn.execute(JOB, options), conn.execute(RUNS, options)
+        if runs.rowcount:
+            show(runs)
+            print()
+        show_record(job)
     elif args.command == "redrive":
-        for (job_id,) in conn.execute(REDRIVE, options):
-            print(job_id)
+        redrive(conn, options)
+    else:
+        parameters, _ = VERBS[args.command]
+        places = ", ".join(f"%({name.strip('-?')})s" for name in parameters)
+        row = conn.execute(f"select pgqueue.{args.command}({places})", options)
+        for value in row.fetchone() or ():
+            if value != "":  # of void
+                print(value)
+
+
+def redrive(conn: database.Connection, options: dict[str, Any]) -> None:
+    """Send dead jobs back, and say when the limit left some behind."""
+    done = conn.execute(REDRIVE, options).fetchall()
+    for (job_id,) in done:
+        print(job_id)
+    if len(done) < options["limit"]:
+        return
+    conn.remove_notice_handler(tell)
+    dry = {**options, "dry_run": True, "limit": 1}
+    if options["dry_run"]:
+        dry["limit"] += len(done)
+    if len(conn.execute(REDRIVE, dry).fetchall()) == dry["limit"]:
+        say(f"stopped at the --limit of {len(done)}; more match: call it again")
 
 
 def top(conn: database.Connection, every: float, times: int | None) -> None:
@@ -127,30 +224,9 @@ def top(conn: database.Connection, every: float, times: int | None) -> None:
             time.sleep(every)
 
 
-def show(cursor: psycopg.Cursor[TupleRow]) -> None:
-    """Print rows as a table: numbers to the right, text to the left."""
-    heads = [column.name for column in cursor.description or ()]
-    rows = cursor.fetchall()
-    texts = [heads, *([_text(value) for value in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for i, line in enumerate(texts):
-        cells = []
-        for place, (text, width) in enumerate(zip(line, widths, strict=True)):
-            is_number = bool(rows) and isinstance(rows[0][place], int | timedelta)
-            cells.append(text.rjust(width) if is_number else text.ljust(width))
-        print("  ".join(cells).rstrip())
-        if i == 0:
-            print("  ".join("-" * width for width in widths))
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else ""
-    if isinstance(value, timedelta):
-        return str(timedelta(seconds=round(value.total_seconds())))
-    return str(value)
+def tell(notice: psycopg.errors.Diagnostic) -> None:
+    """Pass on what the server has to say: a dry run's counts, a queue unheard of."""
+    say(sentences(notice))
 
 
 if __name__ == "__main__":

@@ -1,205 +1,154 @@
-"""What a handler sees: the app it registers with, its job, and what it may raise."""
+"""The handlers of an application, and what they may raise."""
 
-import asyncio
-import dataclasses
 import inspect
-import json
-import time
-import typing
-from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
+from pgqueue.client import Options, enqueue
+from pgqueue.drivers import AsyncConn
+from pgqueue.job import Job
+from pgqueue.payload import Arguments
+
+P = ParamSpec("P")
+R = TypeVar("R")
 H = TypeVar("H", bound=Callable[..., Any])
+Seconds = float | timedelta
+Middleware = Callable[[Job], AbstractContextManager[Any]]
 
 
 class Retry(Exception):
     """Fail this attempt and run again, after seconds or a timedelta or the backoff."""
 
-    def __init__(
-        self, after: float | timedelta | None = None, reason: str = "retry"
-    ) -> None:
+    after: timedelta | None = None
+
+    def __init__(self, after: Seconds | None = None, reason: str = "retry") -> None:
         super().__init__(reason)
-        self.after = (
-            timedelta(seconds=after) if isinstance(after, int | float) else after
-        )
+        self.after = None if after is None else _timedelta(after)
 
 
 class Snooze(Exception):
-    """Run again at a datetime or after a timedelta; the attempt is not counted."""
+    """Run again at a datetime, or after seconds or a timedelta; counts no attempt."""
 
-    def __init__(self, until: datetime | timedelta) -> None:
+    until: datetime | timedelta = timedelta()
+
+    def __init__(self, until: datetime | Seconds) -> None:
         super().__init__(f"snooze until {until}")
-        if isinstance(until, datetime) and until.tzinfo is None:
-            raise ValueError("until must have a time zone")
-        self.until = until
+        if isinstance(until, datetime):
+            if until.tzinfo is None:
+                raise ValueError("until must have a time zone")
+            self.until = until
+        else:
+            self.until = _timedelta(until)
 
 
 class Reject(Exception):
     """Fail the job for good: it goes to the dead letters with this reason."""
 
 
-class Job:
-    """One attempt of a job, as its handler sees it."""
+def _timedelta(value: Seconds) -> timedelta:
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, int | float):
+        return timedelta(seconds=value)
+    raise TypeError(f"not seconds nor a timedelta: {value!r}")
 
-    __slots__ = (
-        "attempt",
-        "cancelled",
-        "conn",
-        "deadline",
-        "expires",
-        "extender",
-        "handler",
-        "headers",
-        "id",
-        "kind",
-        "lease",
-        "max_attempts",
-        "payload",
-        "queue",
-        "report",
-        "started",
-        "task",
-        "token",
-    )
 
-    def __init__(
-        self,
-        id: int,
-        token: int,
-        kind: str,
-        queue: str,
-        attempt: int,
-        max_attempts: int,
-        payload: Any,
-        headers: Any,
-        lease: float,
-    ) -> None:
-        self.id = id
-        self.kind = kind
-        self.queue = queue
-        self.attempt = attempt  # 1 the first time
-        self.max_attempts = max_attempts
-        self.payload = payload
-        self.headers = headers
-        self.deadline: datetime | None = None  # when the timeout is over, in UTC
-        self.cancelled = False  # an operator asked it to stop
-        # The rest is the worker's. `expires` is in this machine's monotonic seconds.
-        self.token = token
-        self.lease = lease
-        self.expires = float("inf")
-        self.started = 0.0
-        self.handler: Handler
-        self.extender: Callable[[Job], bool]
-        self.conn: Any = None
-        self.task: asyncio.Task[Any] | None = None
-        self.report: Report
+class TaskOptions(Options, total=False):
+    """What `with_options` takes: the options of `pgqueue.enqueue`, and the queue."""
 
-    @property
-    def lost(self) -> bool:
-        """Whether the lease is over, by the server's word or this machine's clock."""
-        return time.monotonic() >= self.expires
+    queue: str
 
-    def extend(self) -> bool:
-        """Extend the lease now, and return whether to go on working.
 
-        The worker does so by itself at a third of the lease. This one waits for a round
-        trip (async: `await asyncio.to_thread(job.extend)`) and may raise psycopg.Error.
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a handler runs, and what becomes of its failures."""
+
+    timeout: float | None = None  # seconds
+    transaction: bool = False
+    max_attempts: int | None = None
+    retry_base: float | None = None  # seconds
+    retry_cap: float = 3600.0
+    retry_for: tuple[type[BaseException], ...] = (BaseException,)
+    give_up_on: tuple[type[BaseException], ...] = ()
+
+
+@dataclass(frozen=True)
+class Task(Generic[P, R]):
+    """A handler: call it as the function that it is, or enqueue it."""
+
+    kind: str
+    function: Callable[..., R]
+    arguments: Arguments
+    policy: Policy
+    options: TaskOptions
+    is_async: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        return self.function(*args, **kwargs)
+
+    def with_options(self, **options: Unpack[TaskOptions]) -> "Task[P, R]":
+        """Enqueue with these options of `pgqueue.enqueue`: run_at, unique_key, …"""
+        return replace(self, options={**self.options, **options})
+
+    @overload
+    def enqueue(
+        self, conn: AsyncConn, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, int]: ...
+    @overload
+    def enqueue(self, conn: Any, /, *args: P.args, **kwargs: P.kwargs) -> int: ...
+    def enqueue(self, conn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Add a job with these arguments, as `pgqueue.enqueue` does, and return its id.
+
+        Raises TypeError at once for arguments that the handler does not take.
         """
-        return self.extender(self)
-
-    @property
-    def connection(self) -> Any:
-        """The connection whose transaction also completes the job (transaction=True).
-
-        A psycopg.Connection, or in an async handler a psycopg.AsyncConnection.
-        """
-        if self.conn is None:
-            raise RuntimeError("a connection needs @app.job(..., transaction=True)")
-        return self.conn
-
-    def __repr__(self) -> str:
-        return f"<job {self.id} {self.kind!r} of {self.queue!r}, try {self.attempt}>"
-
-
-@dataclasses.dataclass(slots=True)
-class Report:
-    """What to tell the server of a finished attempt."""
-
-    verb: Literal["complete", "fail", "release", "done", "lost"]
-    text: str | None = None  # the result in JSON, or the error
-    after: timedelta | None = None
-    until: datetime | timedelta | None = None
-    permanent: bool = False
-
-
-class Handler:
-    """A function, and how its parameters are made of a job."""
-
-    def __init__(
-        self, function: Callable[..., Any], timeout: float | None, transaction: bool
-    ) -> None:
-        self.function = function
-        self.timeout = timeout
-        self.transaction = transaction
-        self.is_async = inspect.iscoroutinefunction(function)
-        parameters = [
-            p
-            for p in inspect.signature(function).parameters.values()
-            if p.kind not in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)
-        ]
-        self.takes_job = any(p.name == "job" for p in parameters)
-        others = [p for p in parameters if p.name != "job"]
-        self.takes_payload = bool(others)
-        self.model: tuple[str, Callable[[Any], Any]] | None = None
-        if len(others) == 1 and (make := _model(function, others[0].name)):
-            self.model = (others[0].name, make)
-
-    def __call__(self, job: Job) -> Any:
-        """Run the function, or return the coroutine of an async one."""
-        payload = job.payload
-        if self.model:
-            name, make = self.model
-            arguments = {name: make(payload)}
-        elif not self.takes_payload and self.takes_job:
-            return self.function(job=job)
-        elif isinstance(payload, dict):
-            arguments = payload
-        else:
-            raise TypeError(
-                f"the payload is no JSON object but {type(payload).__name__}"
-            )
-        if self.takes_job:
-            return self.function(**{**arguments, "job": job})
-        return self.function(**arguments)
-
-
-def _model(function: Callable[..., Any], name: str) -> Callable[[Any], Any] | None:
-    """Find what makes a dataclass or pydantic model of a payload, if one is due."""
-    try:
-        annotation = typing.get_type_hints(function).get(name)
-    except NameError:  # imported for type checkers only
-        return None
-    if validate := getattr(annotation, "model_validate", None):
-        return typing.cast(Callable[[Any], Any], validate)
-    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        return lambda payload: annotation(**payload)
-    return None
+        payload = self.arguments.payload(args, kwargs)
+        options: dict[str, Any] = {"kind": self.kind, **self.options}
+        return enqueue(conn, options.pop("queue"), payload, **options)
 
 
 class App:
-    """The handlers of a worker, by kind."""
+    """The handlers of a worker, by kind.
 
-    def __init__(self) -> None:
-        self.handlers: dict[str, Handler] = {}
+    `timeout` is that of all handlers without one of their own. `middleware` makes a
+    context manager of a Job, which is entered around every attempt, in its thread or
+    task; what the handler raises passes through it.
+    """
+
+    def __init__(
+        self, *, timeout: Seconds | None = None, middleware: Middleware | None = None
+    ) -> None:
+        self.tasks: dict[str, Task[Any, Any]] = {}
+        self.timeout = None if timeout is None else _timedelta(timeout).total_seconds()
+        self.middleware = middleware
+        self.startup: list[Callable[[], Any]] = []
+        self.shutdown: list[Callable[[], Any]] = []
+
+    def on_startup(self, function: H) -> H:
+        """Call the decorated function when a worker starts, before it claims."""
+        self.startup.append(function)
+        return function
+
+    def on_shutdown(self, function: H) -> H:
+        """Call the decorated function when a worker has ended its last attempt."""
+        self.shutdown.append(function)
+        return function
 
     def job(
         self,
         kind: str,
         *,
-        timeout: float | timedelta | None = None,
+        queue: str = "default",
+        timeout: Seconds | None = None,
         transaction: bool = False,
-    ) -> Callable[[H], H]:
+        max_attempts: int | None = None,
+        retry_base: Seconds | None = None,
+        retry_cap: Seconds = 3600.0,
+        retry_for: tuple[type[BaseException], ...] = (BaseException,),
+        give_up_on: tuple[type[BaseException], ...] = (),
+    ) -> "Register":
         """Make the decorated function, `def` or `async def`, the handler of a kind.
 
         A parameter named `job` gets the Job; the others get the payload's keys, or, if
@@ -207,30 +156,54 @@ class App:
         Returning completes the job and stores the result, which must be JSON; raising
         fails it; Retry, Snooze and Reject say the rest. A `def` runs in a thread.
 
-        `timeout` (seconds or timedelta) fails an attempt that runs longer: an async one
-        is cancelled; a thread cannot be, so it runs on and its result is dropped.
-        With `transaction`, job.connection is in the transaction that completes the job:
-        the handler's writes and the completion commit together, or not at all.
+        `queue` is where `.enqueue` puts it. `timeout` (seconds or timedelta) fails an
+        attempt that runs longer: an async one is cancelled; a thread cannot be, so it
+        keeps its slot until it returns, and its result is dropped. With `transaction`,
+        job.connection is in the transaction that completes the job: the handler's writes
+        and the completion commit together, or not at all.
+
+        `max_attempts`, and `retry_base` doubled for each attempt up to `retry_cap`,
+        count instead of the queue's. Only exceptions of `retry_for` are
+        retried; those of `give_up_on` never.
         """
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        policy = Policy(
+            self.timeout if timeout is None else _timedelta(timeout).total_seconds(),
+            transaction,
+            max_attempts,
+            None if retry_base is None else _timedelta(retry_base).total_seconds(),
+            _timedelta(retry_cap).total_seconds(),
+            retry_for,
+            give_up_on,
+        )
+        options: TaskOptions = {"queue": queue}
+        if max_attempts is not None:
+            options["max_attempts"] = max_attempts
+        return Register(self, kind, policy, options)
 
-        def register(function: H) -> H:
-            if kind in self.handlers:
-                raise ValueError(f"the kind {kind!r} has a handler already")
-            self.handlers[kind] = Handler(function, seconds, transaction)
-            return function
 
-        return register
+@dataclass
+class Register:
+    """The decorator that App.job returns."""
 
+    app: App
+    kind: str
+    policy: Policy
+    options: TaskOptions
 
-# json.loads looks for white space on both sides, which takes as long as a short payload.
-_decode = json.JSONDecoder().raw_decode
-
-
-def begin(job: Job) -> None:
-    """Decode what the handler will see, in its own thread, and set its deadline."""
-    job.payload, _ = _decode(job.payload)
-    if job.headers is not None:
-        job.headers, _ = _decode(job.headers)
-    if job.handler.timeout is not None:
-        job.deadline = datetime.now(UTC) + timedelta(seconds=job.handler.timeout)
+    @overload
+    def __call__(self, function: Callable[Concatenate[Job, P], R]) -> Task[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, R]) -> Task[P, R]: ...
+    def __call__(self, function: Callable[..., Any]) -> Task[Any, Any]:
+        if self.kind in self.app.tasks:
+            raise ValueError(f"the kind {self.kind!r} has a handler already")
+        task = Task[Any, Any](
+            self.kind,
+            function,
+            Arguments(function),
+            self.policy,
+            self.options,
+            inspect.iscoroutinefunction(function),
+        )
+        self.app.tasks[self.kind] = task
+        return task

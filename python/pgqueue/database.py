@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import secrets
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,17 +25,19 @@ PATIENCE = {
     "application_name": "pgqueue",
 }
 ENVIRONMENT = {"PGCONNECT_TIMEOUT": "connect_timeout", "PGAPPNAME": "application_name"}
-CHANNEL = "pgqueue"
 
 # What no waiting mends: no such schema, or not these functions in it.
 INCOMPATIBLE = (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction)
-# What may be over soon. All else is the fault of a statement, or of a job in it.
-OUTAGE = (
-    psycopg.OperationalError,
-    psycopg.InterfaceError,
-    psycopg.InternalError,
-    psycopg.errors.InsufficientPrivilege,
-)
+# SQLSTATEs, or their classes, of what may be over soon: connection, rollback, resources,
+# operator, system, internal; read-only (a standby), lock not available. The others are told.
+OUTAGES = ("08", "40", "53", "57", "58", "XX", "25006", "25P03", "25P04", "55P03")
+
+
+def is_outage(error: psycopg.Error) -> bool:
+    """Whether to try again: what the server has no word for is a broken connection."""
+    if error.sqlstate is None:
+        return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+    return error.sqlstate.startswith(OUTAGES)
 
 
 def conninfo(dsn: str | None, environ: Mapping[str, str] = os.environ) -> str:
@@ -64,8 +65,7 @@ def connect(dsn: str) -> Connection:
             conn.execute("set default_transaction_isolation = 'read committed'")
             # Compiling a plan takes longer than any of our statements.
             conn.execute("set jit = off")
-            if conn.info.server_version >= 140000:
-                conn.execute("set idle_session_timeout = 0")
+            conn.execute("set idle_session_timeout = 0")
     except BaseException:
         conn.close()
         raise
@@ -73,40 +73,14 @@ def connect(dsn: str) -> Connection:
 
 
 def transaction(conn: Connection) -> AbstractContextManager[Any]:
-    """Make a pipeline one transaction at READ COMMITTED.
-
-    It is one by itself; but behind a pooler nothing can be set for the session.
-    """
+    """Be at READ COMMITTED: behind a pooler nothing can be set for the session."""
     return conn.transaction() if conn.prepare_threshold is None else nullcontext()
-
-
-async def connect_async(dsn: str) -> psycopg.AsyncConnection[TupleRow]:
-    """Connect as `connect` does; unprepared, because it is for handlers."""
-    conn = await psycopg.AsyncConnection.connect(
-        dsn, autocommit=True, prepare_threshold=None
-    )
-    await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
-    return conn
 
 
 def is_pooled(conn: Connection) -> bool:
     """Whether a pooler answers: it does not tell the process id of the real backend."""
     row = conn.execute("select pg_backend_pid()").fetchone()
     return row is None or row[0] != conn.info.backend_pid
-
-
-def hears(conn: Connection, dsn: str, patience: float = 2.0) -> bool:
-    """Whether a NOTIFY from another session arrives; LISTEN alone does not tell."""
-    channel = f"{CHANNEL}_{secrets.token_hex(8)}"  # its own: nobody else is woken
-    conn.execute(f"listen {channel}")
-    try:
-        with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as other:
-            other.execute("select pg_notify(%s, '')", (channel,))
-        heard = list(conn.notifies(timeout=patience, stop_after=1))
-    finally:
-        if not conn.closed:
-            conn.execute(f"unlisten {channel}")
-    return bool(heard)
 
 
 def backoff(failures: int) -> float:

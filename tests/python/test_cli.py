@@ -3,37 +3,23 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pgqueue
 import psycopg
 import pytest
-from conftest import one
+from conftest import column, one
+from pgqueue.install import install
 from worker_harness import QUEUE, is_empty, wait_until
 
-pytest_plugins = ["worker_harness"]
+pytest_plugins = ["worker_harness", "command_line"]
 
 HERE = Path(__file__).resolve().parent
-
-
-@pytest.fixture
-def run(dsn, tmp_path):
-    def run(module: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-        path = os.pathsep.join((str(HERE), str(HERE.parents[1] / "python")))
-        return subprocess.run(
-            [sys.executable, "-m", module, *args],
-            env={**os.environ, "PYTHONPATH": path, "PGQUEUE_DSN": dsn, **env},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-    return run
 
 
 def test_help_shows_every_flag_with_its_variable_and_default(run) -> None:
@@ -81,65 +67,178 @@ def test_json_lines_name_the_job(run, db) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "code"),
+    ("args", "said"),
     [
-        (["--app", "no_such_module"], 2),
-        (["--app", "worker_app:nothing"], 2),
-        (["--app", "worker_app:note"], 2),
-        (["--app", "worker_app", "--concurrency", "0"], 2),
-        (["--app", "worker_app", "--batch", "-1"], 2),
-        (["--app", "worker_app", "--lease", "nan"], 2),
-        (["--app", "worker_app", "--log-level", "loud"], 2),
-        (["--app", "worker_app", "--dsn", "nonsense"], 2),
-        ([], 2),
-        (["--app", "worker_app", "--dsn", "dbname=template1"], 3),
-        (["--app", "worker_app", "--dsn", "dbname=template1", "--processes", "2"], 3),
-        (["--check", "--dsn", "dbname=template1"], 3),
-        (["--check", "--dsn", "host=/nowhere"], 1),
-        (["--check"], 0),
-        (["--version"], 0),
+        ([], "--app is required"),
+        (["--app", "no_such_module"], "there is no module 'no_such_module'"),
+        (["--app", ":x"], "MODULE or MODULE:NAME"),
+        (["--app", ".x"], "MODULE or MODULE:NAME"),
+        (["--app", b"\xff"], "not UTF-8"),
+        (["--app", "worker_app", "--name", b"caf\xe9"], "not UTF-8: caf\\udce9"),
+        (["--app", "worker_app", "--concurrency", "0"], "--concurrency"),
+        (["--app", "worker_app", "--batch", "-1"], "--batch"),
+        (["--app", "worker_app", "--lease", "nan"], "--lease"),
+        (["--app", "worker_app", "--log-level", "loud"], "--log-level"),
+        (["--app", "worker_app", "--log-format", "xml"], "--log-format"),
+        (["--app", "worker_app", "--dsn", "nonsense"], "connection info string"),
+        (["--app", "worker_app", "--queue", ","], "--queue names no queue"),
+        (["--app", "worker_app", "--queue", "=3"], "a queue has a name"),
+        *(
+            (["--app", "worker_app", "--queue", f"b,{bad}"], f"{bad!r}: weights")
+            for bad in ("a=0", "a=x", "a=", "a=1000000", "a=1:0", "a:0", "a:-1")
+        ),
     ],
 )
-def test_exit_codes(run, args, code) -> None:
+def test_what_is_wrong_with_a_command_line_is_said_and_ends_it_with_2(
+    run, args, said
+) -> None:
     done = run("pgqueue.worker", *args)
-    assert done.returncode == code, done.stderr
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stdout or done.stderr
 
 
-def test_check_tells_a_missing_privilege(run, db, dsn) -> None:
+def test_a_queue_may_have_a_colon_in_its_name(run, db) -> None:
+    for queue in "tenant:eu", "tenant:42", "a=b", "plain":
+        pgqueue.enqueue(db, queue, kind="noop")
+    queues = "tenant:eu,tenant:42=1,a=b=2:3,plain:9"
+    worker = ("pgqueue.worker", "--app", "worker_app", "--burst", "--queue", queues)
+    done = run(*worker)
+    assert done.returncode == 0, done.stderr
+    assert one(db, "select count(*) from pgqueue.job") == 0
+    assert "ends: 4 completed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("BURST", "maybe", "PGQUEUE_BURST must be one of"),
+        ("LOG_FORMAT", "xml", "PGQUEUE_LOG_FORMAT must be one of text, json"),
+        ("LOG_LEVEL", "loud", "PGQUEUE_LOG_LEVEL must be one of"),
+        ("QUEUE", "a=0", "weights and limits"),
+        ("CONCURRENCY", "many", "--concurrency"),
+        ("NAME", "\udcff", "not UTF-8"),
+    ],
+)
+def test_a_variable_is_checked_like_its_flag(run, variable, value, said) -> None:
+    done = run("pgqueue.worker", "--check", **{f"PGQUEUE_{variable}": value})
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_a_switch_that_is_off_or_empty_is_off(run, db) -> None:
+    worker = ("pgqueue.worker", "--app", "worker_app", "--max-jobs", "1")
+    for value in "off", "":
+        pgqueue.enqueue(db, "default", kind="noop")
+        pgqueue.enqueue(db, "default", kind="no such kind", priority=1)
+        done = run(*worker, PGQUEUE_ONLY_KNOWN=value, PGQUEUE_LOG_LEVEL="")
+        assert done.returncode == 0, done.stderr
+        assert "no handler for the kind" in done.stderr
+        db.execute("truncate pgqueue.job")
+    pgqueue.enqueue(db, "default", kind="noop")
+    pgqueue.enqueue(db, "default", kind="no such kind", priority=1)
+    done = run(*worker, PGQUEUE_ONLY_KNOWN="on", PGQUEUE_LOG_LEVEL="INFO")
+    assert "ends: 1 completed" in done.stderr
+
+
+BROKEN = {
+    "x = 1\nraise ValueError('no config')\n": ("line 2", "ValueError: no config"),
+    "x = 1\n\ndef f(:\n    pass\n": ("line 3", "SyntaxError"),
+    "import json\nimport no_such_thing\n": ("line 2", "No module named"),
+    "\nfrom json import no_such_name\n": ("line 2", "ImportError"),
+    "import pgqueue\npgqueue.App().jobs\n": ("line 2", "AttributeError"),
+}
+
+
+@pytest.mark.parametrize("source", BROKEN)
+def test_an_error_in_the_apps_module_shows_where_it_is(run, tmp_path, source) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    done = run("pgqueue.worker", "--app", "broken")
+    assert done.returncode == 2
+    line, said = BROKEN[source]
+    assert f'File "{tmp_path}/broken.py", {line}' in done.stderr
+    assert said in done.stderr
+    for ours in ("importlib", "options.py"):
+        assert ours not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("app", "said"),
+    [
+        ("worker_app:nothing", "there is no 'nothing' in "),
+        ("command_line", "there is no 'app' in "),
+        ("worker_app:note", "'note' in {} is no pgqueue.App but a function"),
+    ],
+)
+def test_an_app_that_is_none_is_named_with_its_file(run, app, said) -> None:
+    done = run("pgqueue.worker", "--app", app)
+    file = HERE / f"{app.partition(':')[0]}.py"
+    assert done.returncode == 2
+    assert said.format(file) in done.stderr
+    assert str(file) in done.stderr
+
+
+def test_burst_says_what_became_of_how_many(run, db) -> None:
+    pgqueue.enqueue_many(db, QUEUE, [None] * 3, kind="noop")
+    pgqueue.enqueue(db, QUEUE, kind="reject")
+    worker = ("pgqueue.worker", "--app", "worker_app", "-q", QUEUE, "--burst")
+    (said,) = re.findall(r"ends: (.*)", run(*worker).stderr)
+    assert set(said.split(", ")) == {"3 completed", "1 dead"}
+    assert "ends: no jobs" in run(*worker).stderr
+
+
+@pytest.fixture
+def stranger(db, dsn):
+    """A role that may do nothing, and where it connects."""
     role = f"nobody_{db.info.dbname}"
     db.execute(f"create role {role} login")
-    try:
-        assert (
-            run("pgqueue.worker", "--check", "--dsn", f"{dsn} user={role}").returncode
-            == 1
-        )
-        db.execute("select pgqueue.grant_access(%s, 'worker')", (role,))
-        done = run("pgqueue.worker", "--check", "--dsn", f"{dsn} user={role}")
-        assert (done.returncode, done.stdout[:3]) == (0, "ok:")
-        assert "notified" in done.stdout
-    finally:
-        db.execute(f"drop owned by {role}; drop role {role}")
+    yield role, f"{dsn} user={role}"
+    db.execute(f"drop owned by {role}; drop role {role}")
 
 
-def test_signs_of_life(db, workers, tmp_path) -> None:
-    file = tmp_path / "alive"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-        address = str(tmp_path / "notify")
-        systemd.bind(address)
-        systemd.settimeout(20)
-        worker = workers.start(
-            "--health-file", str(file), env={"NOTIFY_SOCKET": address}
-        )
-        assert systemd.recv(100) == b"READY=1\nWATCHDOG=1"
-        assert systemd.recv(100) == b"WATCHDOG=1"
-        first = file.stat().st_mtime_ns
-        wait_until(lambda: file.stat().st_mtime_ns > first)
-        assert workers.finish(worker) == 0
-        while (message := systemd.recv(100)) == b"WATCHDOG=1":
-            pass
-        assert message == b"STOPPING=1"
+def test_check_names_the_grant_that_is_missing(run, db, stranger) -> None:
+    role, dsn = stranger
+    check = ("pgqueue.worker", "--check", "--dsn", dsn)
+    done = run(*check)  # not even the schema
+    assert (done.returncode, "grant_access(role, 'worker')" in done.stdout) == (1, True)
+    db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
+    done = run(*check)
+    assert (done.returncode, "grant_access(role, 'worker')" in done.stdout) == (1, True)
+    db.execute("select pgqueue.grant_access(%s, 'worker')", (role,))
+    done = run(*check)
+    assert (done.returncode, done.stdout[:3]) == (0, "ok:")
+    assert "notified" in done.stdout
+
+
+def test_a_command_names_the_grant_that_is_missing(run, stranger) -> None:
+    _, dsn = stranger
+    for kind, args in ("producer", ["enqueue", "q"]), ("operator", ["status"]):
+        done = run("pgqueue", "--dsn", dsn, *args)
+        assert done.returncode == 1
+        assert f"grant_access(role, '{kind}')" in done.stderr
+
+
+def test_no_control_character_of_a_job_reaches_the_log(run, db, tmp_path) -> None:
+    nasty = "a\x1b]0;x\x07\x1b[31m\r\nb\x9b\u202e"
+    (tmp_path / "nasty.py").write_text(
+        "import pgqueue\n"
+        "app = pgqueue.App()\n"
+        f"@app.job({nasty!r})\n"
+        "def handler():\n"
+        f"    raise ValueError({nasty!r})\n"
+    )
+    pgqueue.enqueue(db, nasty, kind=nasty, max_attempts=1)
+    pgqueue.enqueue(db, nasty, kind=f"{nasty} unknown")
+    worker = ("pgqueue.worker", "--app", "nasty", "--burst", "--queue", nasty)
+    done = run(*worker, "--name", nasty)
+    assert done.returncode == 0
+    assert " 1 dead" in done.stderr
+    assert not [c for c in done.stderr if not c.isprintable() and c != "\n"]
+    assert "ValueError: a" + r"\x1b]0;x\x07\x1b[31m" in done.stderr
+    # What a job says begins no line that looks like the log's own.
+    stamp = r"\d{4}-\d\d-\d\d .* (INFO|WARNING|ERROR) "
+    for line in done.stderr.splitlines():
+        assert re.match(stamp, line) or line.startswith("    "), line
 
 
 def test_a_server_that_comes_late_is_waited_for(db, dsn, workers) -> None:
@@ -155,48 +254,6 @@ def test_a_server_that_comes_late_is_waited_for(db, dsn, workers) -> None:
     assert workers.finish(worker) == 0
 
 
-def test_operator_commands(run, db) -> None:
-    added = run(
-        "pgqueue",
-        "enqueue",
-        "emails",
-        '{"to": "ada"}',
-        "--kind",
-        "k",
-        "--priority",
-        "3",
-    )
-    job = int(added.stdout)
-    row = db.execute(
-        "select queue, kind, priority, payload from pgqueue.job"
-    ).fetchone()
-    assert row == ("emails", "k", 3, {"to": "ada"})
-    status = run("pgqueue", "status").stdout.splitlines()
-    assert status[0].split()[:2] == ["queue", "ready"]
-    assert status[2].split()[:2] == ["emails", "1"]
-
-    db.execute(
-        "select pgqueue.fail(id, token, E'last line\\nline', permanent => true)"
-        " from pgqueue.claim('emails', 'me')"
-    )
-    dead = run("pgqueue", "dead", "--queue", "emails").stdout
-    assert str(job) in dead
-    assert "last line" in dead
-    assert str(job) not in run("pgqueue", "dead", "--queue", "other").stdout
-    assert run("pgqueue", "redrive", "--dry-run").stdout == f"{job}\n"
-    assert run("pgqueue", "redrive", "--kind", "other").stdout == ""
-    assert run("pgqueue", "redrive", "--error-like", "%last%").stdout == f"{job}\n"
-    assert one(db, "select state from pgqueue.jobs") == "ready"
-    top = run("pgqueue", "top", "--times", "2", "--every", "0.1").stdout
-    assert top.count("emails") == 2
-
-    refused = run("pgqueue", "enqueue", "")
-    assert (refused.returncode, "CONTEXT" in refused.stderr) == (1, False)
-    assert run("pgqueue", "enqueue", "q", "{bad json").returncode == 2
-    assert run("pgqueue", "status", "--dsn", "x").returncode == 2
-    assert run("pgqueue", "--dsn", "dbname=template1", "status").returncode in (2, 3)
-
-
 def test_importing_it_has_no_side_effects() -> None:
     code = (
         "import logging, threading, signal; before = signal.getsignal(signal.SIGTERM);"
@@ -209,3 +266,46 @@ def test_importing_it_has_no_side_effects() -> None:
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=True
     )
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("how", ["extension", "plain"])
+def test_install_brings_it_into_a_database_once(run, db, how) -> None:
+    db.execute("drop extension pgqueue")
+    args = ("pgqueue", "install", *(["--plain"] if how == "plain" else []))
+    done = run(*args)
+    assert done.returncode == 0, done.stderr
+    assert how in done.stdout
+    found = one(db, "select count(*) from pg_extension where extname = 'pgqueue'")
+    assert found == (how == "extension")
+    assert "there already" in run(*args).stdout
+    job = pgqueue.enqueue(db, "q")
+    assert column(db, "select id from pgqueue.claim('q', 'w')") == [job]
+
+
+@pytest.mark.parametrize("how", ["extension", "plain"])
+def test_of_two_installs_at_once_the_second_finds_it_there(
+    run, db, connect, how
+) -> None:
+    db.execute("drop extension pgqueue")
+    other = connect()
+    waits = "select count(*) from pg_stat_activity where wait_event = 'advisory'"
+    with ThreadPoolExecutor() as pool:
+        with other.transaction():
+            install(other, plain=how == "plain")
+            second = pool.submit(run, "pgqueue", "install", "--plain")
+            wait_until(lambda: one(db, waits) == 1 or second.done())
+        done = second.result()
+    assert (done.returncode, "there already" in done.stdout) == (0, True), done.stderr
+
+
+def test_a_wheel_brings_the_sql(tmp_path) -> None:
+    root = HERE.parents[1]
+    command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run(
+        [sys.executable, *command, "-w", str(tmp_path), "./python"],
+        cwd=root,
+        check=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert b"create table pgqueue.job" in archive.read("pgqueue/pgqueue.sql")

@@ -1,14 +1,22 @@
 """Enqueueing on every sort of connection: a rollback takes the job along."""
 
 import asyncio
+import dataclasses
+import enum
 import math
+import os
+import subprocess
+import sys
+import uuid
 from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import pgqueue
 import psycopg
+import pydantic
 import pytest
 from conftest import column, one
 from psycopg.conninfo import conninfo_to_dict
@@ -156,24 +164,66 @@ def test_sqlalchemy(db, driver) -> None:
         engine.dispose()
 
 
-def test_sqlalchemy_async(db) -> None:
-    from sqlalchemy.ext.asyncio import create_async_engine
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_sqlalchemy_async(db, driver) -> None:
+    from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
     where = address(db)
     url = (
-        f"postgresql+psycopg://{where['user']}@/{where['dbname']}"
+        f"postgresql+{driver}://{where['user']}@/{where['dbname']}"
         f"?host={where['host']}&port={where['port']}"
     )
 
     async def run() -> None:
         engine = create_async_engine(url)
-        async with engine.connect() as conn:
+        async with engine.connect() as conn, AsyncSession(engine) as session:
             assert await conn.run_sync(pgqueue.enqueue, "emails", {"to": "ada"}) > 0
-            await conn.rollback()
+            for target in (conn, session):
+                job = await pgqueue.enqueue(
+                    target, "emails", {"a": 1}, headers={"b": 2}
+                )
+                many = pgqueue.enqueue_many(
+                    target, "emails", [1, 2], unique_keys=["a", None]
+                )
+                assert await many == [job + 1, job + 2]
+                await target.rollback()
+                assert one(db, JOBS) == 0
         await engine.dispose()
 
     asyncio.run(run())
     assert one(db, JOBS) == 0
+
+
+def test_asyncpg(db) -> None:
+    import asyncpg
+
+    where = address(db)
+
+    async def run() -> None:
+        conn = await asyncpg.connect(
+            host=where["host"],
+            port=where["port"],
+            user=where["user"],
+            database=where["dbname"],
+        )
+        try:
+            when = datetime(2030, 1, 2, tzinfo=UTC)
+            job = await pgqueue.enqueue(
+                conn, "emails", {"to": "50 %s"}, run_at=when, priority=3
+            )
+            many = pgqueue.enqueue_many(
+                conn, "emails", [1, None], group_keys=["a", None]
+            )
+            assert await many == [job + 1, job + 2]
+        finally:
+            await conn.close()
+
+    asyncio.run(run())
+    assert column(db, "select payload from pgqueue.job order by id") == [
+        {"to": "50 %s"},
+        1,
+        {},
+    ]
 
 
 def test_every_option_arrives(db) -> None:
@@ -220,9 +270,8 @@ class Person:
     name: str
 
 
-class Model:
-    def model_dump(self, mode: str) -> dict[str, str]:
-        return {"mode": mode}
+class Model(pydantic.BaseModel):
+    mode: str = "json"
 
 
 def test_json_round_trips(db) -> None:
@@ -284,31 +333,146 @@ for _ in range(100_000):
 
 
 @pytest.mark.parametrize(
-    ("value", "where"),
+    ("value", "why"),
     [
-        ({"a": [1, {"b": math.nan}]}, "payload['a'][1]['b']: nan"),
-        ([math.inf], "payload[0]: inf"),
-        ({"a": "x\0"}, "payload['a']: a NUL"),
-        ({"\0": 1}, "payload, a key: a NUL"),
-        (["\ud83d"], "payload[0]: half of a surrogate pair"),
-        ({"a": {1, 2}}, "payload['a']: set"),
-        ({"a": Path("x")}, "payload['a']: PosixPath"),
-        ({(1, 2): 3}, "payload: a key of type tuple"),
-        (b"x", "payload: bytes"),
-        (CIRCLE, "payload: Circular"),
-        (BOTTOMLESS, "payload: maximum recursion"),
-        (Person("\0"), "payload['name']: a NUL"),
+        ({"a": [1, {"b": math.nan}]}, "not JSON compliant"),
+        ([math.inf], "not JSON compliant"),
+        ({(1, 2): 3}, "keys must be str"),
+        (CIRCLE, "Circular"),
+        (BOTTOMLESS, "too deep"),
+        ({"a": object()}, "serialize unknown type"),
+        ({"a": "x\0"}, "Unicode"),
+        ({"\0": 1}, "Unicode"),
+        (["\ud83d"], "surrogate"),
     ],
 )
-def test_json_that_cannot_be_stored_is_refused_with_its_path(db, value, where) -> None:
-    errors = (ValueError, TypeError, RecursionError)
-    with pytest.raises(errors) as caught:
-        pgqueue.enqueue(db, "emails", value)
-    assert where.lower() in str(caught.value).lower()
-    with pytest.raises(errors) as caught:
-        pgqueue.enqueue_many(db, "emails", [1, value])
-    assert "payloads[1]" in str(caught.value)
+def test_what_is_no_json_is_refused_and_nothing_is_enqueued(db, value, why) -> None:
+    for enqueue in (pgqueue.enqueue, pgqueue.enqueue_many):
+        with pytest.raises((ValueError, TypeError, psycopg.DataError), match=why):
+            enqueue(db, "emails", value if enqueue is pgqueue.enqueue else [1, value])
     assert one(db, JOBS) == 0
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+def test_what_json_does_not_have_is_encoded_by_pydantic(db) -> None:
+    key = uuid.UUID(int=7)
+    payload = {
+        "when": datetime(2026, 12, 24, tzinfo=UTC),
+        "key": key,
+        "price": Decimal("1.10"),
+        "colour": Colour.RED,
+        "path": Path("x"),
+    }
+    job = pgqueue.enqueue(db, "emails", payload)
+    assert one(db, "select payload from pgqueue.job where id = %s", job) == {
+        "when": "2026-12-24T00:00:00Z",
+        "key": str(key),
+        "price": "1.10",
+        "colour": "red",
+        "path": "x",
+    }
+
+
+def test_without_pydantic_what_cannot_be_encoded_or_read_is_told() -> None:
+    code = """
+import sys
+sys.modules["pydantic"] = None
+import dataclasses, datetime, pgqueue
+app = pgqueue.App()
+
+@dataclasses.dataclass
+class Plain:
+    to: str
+    n: int | None = None
+
+@dataclasses.dataclass
+class Nested:
+    inner: Plain
+
+@app.job("plain")
+def plain(it: Plain): ...
+
+assert plain.arguments.read({"to": "ada"}) == {"it": Plain("ada")}
+for bad in (Nested, datetime.datetime, Plain | None):
+    def handler(value): ...
+    handler.__annotations__["value"] = bad
+    try:
+        app.job(str(bad))(handler)
+    except TypeError as error:
+        assert "needs pydantic" in str(error), error
+    else:
+        raise AssertionError(bad)
+from pgqueue.payload import to_json
+assert to_json(Plain("ada"), "payload") == '{"to": "ada", "n": null}'
+try:
+    to_json({"at": datetime.datetime.now()}, "payload")
+except TypeError as error:
+    assert "pydantic" in str(error)
+"""
+    path = str(Path(__file__).resolve().parents[2] / "python")
+    env = {**os.environ, "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+
+
+@dataclasses.dataclass
+class Parcel:
+    to: Person
+    weight: Decimal
+
+
+def test_a_task_enqueues_what_its_handler_takes(db) -> None:
+    app = pgqueue.App()
+
+    @app.job("welcome", queue="emails", max_attempts=5)
+    def welcome(to: str, at: datetime | None = None, job: object = None) -> str:
+        return f"{to} {at:%Y}"
+
+    @app.job("ship", queue="parcels")
+    def ship(parcel: Parcel) -> str:
+        return parcel.to.name
+
+    when = datetime(2026, 12, 24, tzinfo=UTC)
+    first = welcome.enqueue(db, to="ada", at=when)
+    options = welcome.with_options(priority=7, unique_key="u", queue="other")
+    second = options.enqueue(db, "bob")
+    third = ship.enqueue(db, Parcel(Person("eve"), Decimal("1.5")))
+    rows = db.execute(
+        "select id, queue, kind, priority, max_attempts, unique_key, payload from pgqueue.job"
+        " order by id"
+    ).fetchall()
+    assert rows == [
+        (
+            first,
+            "emails",
+            "welcome",
+            0,
+            5,
+            None,
+            {"to": "ada", "at": "2026-12-24T00:00:00Z"},
+        ),
+        (second, "other", "welcome", 7, 5, "u", {"to": "bob"}),
+        (
+            third,
+            "parcels",
+            "ship",
+            0,
+            20,
+            None,
+            {"to": {"name": "eve"}, "weight": "1.5"},
+        ),
+    ]
+    assert welcome.arguments.read(rows[0][6])["at"] == when
+    assert ship.arguments.read(rows[2][6]) == {
+        "parcel": Parcel(Person("eve"), Decimal("1.5"))
+    }
+    assert welcome("ada", when) == "ada 2026"
+    for args, kwargs in (((), {}), ((), {"too": 1}), (("a", None, "b"), {})):
+        with pytest.raises(TypeError):
+            welcome.enqueue(db, *args, **kwargs)
+    assert one(db, JOBS) == 3
 
 
 def test_errors_have_classes(db) -> None:

@@ -1,17 +1,22 @@
 """Install, dump and restore, versions, and what the linters say of the built scripts."""
 
+import email
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import psycopg
 import pytest
 from conftest import column, one
+from pgqueue.install import install
 from psycopg import errors
+from psycopg.rows import dict_row
 
 REPO = Path(__file__).parents[2]
 
@@ -252,6 +257,107 @@ def version_of(program: str) -> int:
     found = re.search(r" (\d+)", client(program, "--version").stdout)
     assert found
     return int(found[1])
+
+
+# The Python package
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """A copy of what the package is built of: a build leaves files behind."""
+    folder = tmp_path_factory.mktemp("clone")
+    make("all", "plain")
+    for name in ("Makefile", "pgqueue.control", "LICENSE", "META.json"):
+        shutil.copy(REPO / name, folder)
+    unwanted = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    for name in ("sql", "python"):
+        shutil.copytree(REPO / name, folder / name, symlinks=True, ignore=unwanted)
+    return folder
+
+
+def pip(*arguments: str) -> None:
+    command = (sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments)
+    done = client(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
+    options = ("--no-deps", "--no-build-isolation", "--no-index")
+    pip("wheel", "-q", *options, "-w", str(folder), str(source))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(clone, tmp_path_factory) -> Path:
+    return wheel_of(clone / "python", tmp_path_factory.mktemp("wheel"))
+
+
+def test_a_wheel_holds_every_module_the_sql_and_the_license(wheel):
+    source = REPO / "python"
+    modules = {str(p.relative_to(source)) for p in source.glob("pgqueue/**/*.py")}
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        assert archive.read("pgqueue/pgqueue.sql") == script(".plain").read_bytes()
+        (license,) = (n for n in names if n.endswith("/LICENSE"))
+        assert archive.read(license) == (REPO / "LICENSE").read_bytes()
+    assert {n for n in names if n.endswith(".py")} == modules
+    assert "pgqueue/py.typed" in names
+
+
+def test_the_package_index_is_told_what_it_shows(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
+        told = email.message_from_bytes(archive.read(name))
+    assert told["Name"] == "pgqueue-postgres"
+    assert told["Version"] == version()
+    assert told["License-Expression"] == "PostgreSQL"
+    assert told["Requires-Python"] == ">=3.11"
+    assert told["Description-Content-Type"] == "text/markdown"
+    page = told.get_payload(decode=True).decode()
+    assert page == (REPO / "python/README.md").read_text()
+    # There it stands alone.
+    assert re.findall(r"\]\((?!https?:)(.*?)\)", page) == []
+    needed = [n for n in told.get_all("Requires-Dist") if "extra" not in n]
+    assert needed == ["psycopg>=3.2"]
+    found = " ".join(told.get_all("Classifier"))
+    for word in ("Django", "FastAPI", "Typed", "3.11"):
+        assert word in found
+
+
+def test_a_source_distribution_brings_the_sql_to_its_wheel(clone, tmp_path):
+    code = "from setuptools.build_meta import build_sdist as b; print(b({!r}))"
+    command = (sys.executable, "-c", code.format(str(tmp_path)))
+    built = client(*command, cwd=clone / "python")
+    assert built.returncode == 0, built.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path)
+    (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    with zipfile.ZipFile(wheel_of(source, tmp_path)) as found:
+        assert found.read("pgqueue/pgqueue.sql") == script(".plain").read_bytes()
+
+
+def test_the_installed_command_installs_the_sql(wheel, empty, tmp_path):
+    pip("install", "-q", "--no-deps", "--no-index", "-t", str(tmp_path), str(wheel))
+    command = str(tmp_path / "bin" / "pgqueue")
+    env = {k: v for k, v in os.environ.items() if "PGQUEUE" not in k}
+    env |= {"PGDATABASE": empty, "PYTHONPATH": str(tmp_path)}
+    for said in ("ran the plain script", "there already"):
+        done = client(command, "install", "--plain", env=env, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert said in done.stdout
+    added = client(command, "enqueue", "emails", env=env)
+    assert added.stdout == "1\n"
+
+
+def test_install_is_undone_with_its_transaction_and_needs_no_kind_of_rows(empty):
+    with psycopg.connect(dbname=empty, row_factory=dict_row) as conn:
+        for plain, said in ((True, "ran the plain script"), (False, "created the ext")):
+            assert said in install(conn, plain)
+            assert "there already" in install(conn, plain)
+            conn.rollback()
+        found = conn.execute("select to_regnamespace('pgqueue') as there").fetchone()
+        assert found == {"there": None}
 
 
 # Linters

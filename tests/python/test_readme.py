@@ -37,14 +37,19 @@ def test_the_sql_runs_in_order_in_a_fresh_database(db):
 def here(db, tmp_path, monkeypatch) -> Path:
     """A folder with the modules that the README speaks of, in the environment."""
     (tmp_path / "jobs.py").write_text(blocks("python")[0])
-    (tmp_path / "handlers.py").write_text(blocks("python")[1])
-    (tmp_path / "test_jobs.py").write_text(blocks("python")[2])
-    (tmp_path / "worker.py").write_text(blocks("python")[3])
+    (tmp_path / "handlers.py").write_text("".join(blocks("python")[1:3]))
+    (tmp_path / "test_jobs.py").write_text(blocks("python")[3])
+    (tmp_path / "worker.py").write_text(blocks("python")[4])
     (tmp_path / "worker.sql").write_text(blocks("psql")[0])
     monkeypatch.setenv("PGDATABASE", db.info.dbname)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{README.parent / 'python'}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_the_page_installs_from_the_clone_until_the_package_is_published():
+    commands = re.findall(r"pip install [^\s`]+", README.read_text())
+    assert commands == ["pip install ./python"]
 
 
 def run(*args: str) -> str:
@@ -69,6 +74,16 @@ def test_the_python_enqueues_and_the_command_runs_it(db, here):
 def test_the_handlers_and_the_commands_run(db, here):
     db.execute("create table account as select 1 as id, 0 as balance")
     (here / "text").write_text("three little words")
+    run(
+        "-c",
+        "import psycopg, handlers; handlers.sign_up(psycopg.connect(autocommit=True), 'bob')",
+    )
+    waiting = "select queue, kind, priority, max_attempts, payload from pgqueue.job order by id"
+    assert db.execute(waiting).fetchall() == [
+        ("emails", "remind", 0, 5, {"to": "bob"}),
+        ("emails", "remind", 5, 5, {"to": "bob"}),
+        ("emails", "remind", 0, 20, {"to": "bob"}),
+    ]
     pgqueue.enqueue(db, "work", {"path": "text"}, kind="count words")
     pgqueue.enqueue(db, "work", {"to": "ada"}, kind="remind")
     pgqueue.enqueue(db, "work", {"account": 1, "amount": 7}, kind="pay")
@@ -89,7 +104,8 @@ def test_the_handlers_and_the_commands_run(db, here):
     assert "work" in run(*shlex.split(status, comments=True)[1:])
 
 
-def test_the_test_passes(here):
+def test_the_test_passes(here, dsn, monkeypatch):
+    monkeypatch.setenv("PGQUEUE_TEST_DSN", dsn)
     assert "1 passed" in run("-m", "pytest", "-p", "no:cacheprovider", "test_jobs.py")
 
 

@@ -1,12 +1,22 @@
 """What pgqueue.testing gives to the tests of applications."""
 
-from datetime import timedelta
+import asyncio
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pgqueue
 import psycopg
 import pytest
 from conftest import column, one
 from pgqueue.testing import assert_enqueued, drain, enqueued
+from psycopg.rows import dict_row
 
 pytest_plugins = ["pgqueue.testing"]
 
@@ -24,6 +34,15 @@ def sign_up(job: pgqueue.Job, to: str) -> None:
     pgqueue.enqueue(job.connection, "default", {"to": to}, kind="welcome")
 
 
+@app.job("asign up", transaction=True)
+async def asign_up(job: pgqueue.Job, to: str) -> list[object]:
+    assert isinstance(job.connection, psycopg.AsyncConnection)
+    await welcome.enqueue(job.connection, to)
+    async with job.connection.cursor() as cursor:
+        await cursor.execute("select 7, pg_backend_pid()")
+        return list(await cursor.fetchone())
+
+
 @app.job("later")
 async def later(job: pgqueue.Job) -> int:
     if job.attempt == 1 and not job.payload.get("now"):
@@ -36,59 +55,306 @@ def broken() -> None:
     raise ZeroDivisionError("as it must")
 
 
-def test_drain_runs_what_is_due_and_what_that_enqueues(dsn, db) -> None:
+@app.job("final", give_up_on=(ZeroDivisionError,))
+def final() -> None:
+    raise ZeroDivisionError("for good")
+
+
+@app.job("hopeless")
+def hopeless() -> None:
+    raise pgqueue.Reject("never")
+
+
+@app.job("own loop")
+def own_loop() -> int:
+    return asyncio.run(asyncio.sleep(0, 5))
+
+
+@app.job("each hour", transaction=True)
+def each_hour(job: pgqueue.Job) -> None:
+    each_hour.with_options(run_at=timedelta(hours=1)).enqueue(job.connection)
+
+
+@pytest.fixture
+def conn(dsn):
+    """A connection in a transaction, as tests of applications have one."""
     with psycopg.connect(dsn) as conn:
-        pgqueue.enqueue(conn, "default", {"to": "ada"}, kind="sign up")
-        pgqueue.enqueue(conn, "default", {"to": "bob"}, kind="welcome", priority=-1)
-        pgqueue.enqueue(conn, "other", {"now": True}, kind="later")
-        ran = drain(conn, app, ["default", "other"])
-        assert [(r.job.kind, r.outcome, r.result) for r in ran] == [
-            ("sign up", "completed", None),
-            ("welcome", "completed", "hello ada"),
-            ("welcome", "completed", "hello bob"),
-            ("later", "completed", 1),
-        ]
-        assert enqueued(conn) == []
+        yield conn
         conn.rollback()
+
+
+def test_drain_runs_what_is_due_and_what_that_enqueues(conn, db) -> None:
+    pgqueue.enqueue(conn, "default", {"to": "ada"}, kind="sign up")
+    pgqueue.enqueue(conn, "default", {"to": "bob"}, kind="welcome", priority=-1)
+    pgqueue.enqueue(conn, "other", {"now": True}, kind="later")
+    ran = drain(conn, app, ["default", "other"])
+    assert [(r.job.kind, r.job.queue, r.outcome, r.result) for r in ran] == [
+        ("sign up", "default", "completed", None),
+        ("welcome", "default", "completed", "hello ada"),
+        ("welcome", "default", "completed", "hello bob"),
+        ("later", "other", "completed", 1),
+    ]
+    assert enqueued(conn) == []
+    conn.rollback()
     assert column(db, "select id from pgqueue.job") == []
     assert one(db, "select count(*) from pgqueue.run") == 0
 
 
-def test_drain_raises_or_fails_as_a_worker_would(dsn) -> None:
-    with psycopg.connect(dsn) as conn:
-        pgqueue.enqueue(conn, "default", kind="broken")
+def test_drain_runs_all_queues_or_those_that_are_named(conn) -> None:
+    for queue, priority in (("a", 0), ("b", 1), ("c", 2)):
+        welcome.with_options(queue=queue, priority=priority).enqueue(conn, queue)
+    assert [r.job.queue for r in drain(conn, app, "a")] == ["a"]
+    assert [r.job.queue for r in drain(conn, app)] == ["c", "b"]
+
+
+def test_drain_raises_or_fails_as_a_worker_would(conn) -> None:
+    for kind in ("broken", "final"):
+        pgqueue.enqueue(conn, "default", kind=kind)
         with pytest.raises(ZeroDivisionError):
             drain(conn, app)
         conn.rollback()
-        pgqueue.enqueue(conn, "default", kind="broken")
-        pgqueue.enqueue(conn, "default", kind="later")
-        failed, put_off = drain(conn, app, raises=False)
-        assert (failed.outcome, put_off.outcome) == ("retry", "released")
-        assert "as it must" in failed.error
-        assert drain(conn, app) == []
+    for kind in ("broken", "final", "hopeless", "later"):
+        pgqueue.enqueue(conn, "default", kind=kind)
+    failed, *dead, put_off = drain(conn, app, raises=False)
+    assert (failed.outcome, put_off.outcome) == ("retry", "released")
+    assert [d.outcome for d in dead] == ["dead", "dead"]
+    assert "as it must" in failed.error
+    assert drain(conn, app) == []
+
+
+def test_drain_refuses_a_kind_without_a_handler(conn) -> None:
+    pgqueue.enqueue(conn, "default", kind="unheard of")
+    with pytest.raises(LookupError, match="unheard of"):
+        drain(conn, app)
+
+
+def test_drain_neither_runs_nor_locks_what_others_enqueued(conn, db) -> None:
+    pgqueue.enqueue(db, "default", kind="broken", priority=100)
+    pgqueue.enqueue(db, "default", kind="broken", run_at=timedelta(days=1))
+    pgqueue.enqueue(conn, "default", {"to": "first"}, kind="welcome")
+    # Those that commit in the course of this transaction are of others, too.
+    strange = pgqueue.enqueue(db, "default", kind="broken", priority=100)
+    with conn.transaction(), conn.transaction():
+        welcome.enqueue(conn, "second")
+    with contextlib.suppress(ZeroDivisionError), conn.transaction():
+        welcome.enqueue(conn, "undone")
+        raise ZeroDivisionError
+    with conn.transaction():
+        conn.execute("create table t ()")
+        welcome.enqueue(conn, "third")
+        found = drain(conn, app, scheduled=True)
+    assert [r.result for r in found] == ["hello first", "hello second", "hello third"]
+    claimed = column(db, "select id from pgqueue.claim('default', 'w', 10)")
+    assert (strange in claimed, len(claimed)) == (True, 2)
+    assert one(db, "select count(*) from pgqueue.jobs where state = 'scheduled'") == 1
+
+
+def test_drain_needs_a_transaction_or_is_told_to_run_all(conn, db) -> None:
+    welcome.enqueue(db, "committed")
+    with db.transaction():
+        assert drain(db, app) == []
+        welcome.enqueue(db, "own")
+        assert [r.result for r in drain(db, app)] == ["hello own"]
+    assert [r.result for r in drain(db, app, committed=True)] == ["hello committed"]
+    assert one(db, "select count(*) from pgqueue.run where outcome = 'completed'") == 2
+    welcome.enqueue(db, "once more")
+    for refused in (db, conn):  # the one would begin a transaction with its first query
+        with pytest.raises(ValueError, match="committed=True"):
+            drain(refused, app)
+    assert [r.result for r in drain(conn, app, committed=True)] == ["hello once more"]
+
+
+def test_what_is_scheduled_runs_in_its_order_and_once_a_drain(conn) -> None:
+    for name, hours in (("second", 2), ("third", 3), ("first", 1)):
+        in_hours = timedelta(hours=hours)
+        welcome.with_options(run_at=in_hours).enqueue(conn, name)
+    welcome.with_options(run_at=datetime.now(UTC)).enqueue(conn, "now")
+    each_hour.with_options(run_at=timedelta(days=1)).enqueue(conn)
+    later.with_options(run_at=timedelta(days=2)).enqueue(conn)
+    assert [r.result for r in drain(conn, app)] == ["hello now"]
+    ran = drain(conn, app, scheduled=True)
+    assert [r.result for r in ran[:3]] == ["hello first", "hello second", "hello third"]
+    assert [r.job.kind for r in ran[3:]] == ["each hour", "later"]
+    assert drain(conn, app) == []
+    assert [j.kind for j in enqueued(conn)] == ["later", "each hour"]
+    assert len(drain(conn, app, scheduled=True)) == 2
+
+
+def test_a_retry_runs_in_the_next_drain_of_what_is_scheduled(conn) -> None:
+    broken.with_options(max_attempts=2).enqueue(conn)
+    ends = [drain(conn, app, raises=False, scheduled=True) for _ in range(3)]
+    assert [[r.outcome for r in ran] for ran in ends] == [["retry"], ["dead"], []]
+
+
+def test_a_job_that_enqueues_itself_ends_with_max_jobs(conn) -> None:
+    again = pgqueue.App()
+
+    @again.job("again", transaction=True)
+    def handler(job: pgqueue.Job) -> None:
+        handler.enqueue(job.connection)
+
+    handler.enqueue(conn)
+    assert len(drain(conn, again, max_jobs=30)) == 30
+
+
+def test_a_handler_has_the_session_as_a_worker_gives_it(dsn) -> None:
+    with psycopg.connect(dsn, row_factory=dict_row) as conn:
+        heard: list[str] = []
+        conn.add_notice_handler(lambda notice: heard.append(notice.message_primary))
+        asign_up.enqueue(conn, to="ada")
+        pid = conn.info.backend_pid
+        assert [r.result for r in drain(conn, app)] == [[7, pid], "hello ada"]
+        conn.execute("do $$ begin raise notice 'still heard'; end $$")
+        assert heard == ["still heard"]
+        assert conn.execute("select 1 as n").fetchone() == {"n": 1}
         conn.rollback()
 
 
-def test_assertions_on_what_was_enqueued(dsn) -> None:
+def test_a_failed_statement_undoes_its_attempt_and_not_the_test(conn) -> None:
+    own = pgqueue.App()
+
+    @own.job("fails")
+    def fails() -> None:
+        conn.execute("create table left_behind ()")
+        conn.execute("select 1 / 0")
+
+    @own.job("fails whole", transaction=True)
+    async def fails_whole(job: pgqueue.Job) -> None:
+        await job.connection.execute("create table left_behind ()")
+        await job.connection.execute("select 1 / 0")
+
+    for task in (fails, fails_whole):
+        task.enqueue(conn)
+        with pytest.raises(psycopg.errors.DivisionByZero):
+            drain(conn, own)
+        assert one(conn, "select to_regclass('left_behind')") is None
+        task.enqueue(conn)
+        assert [r.outcome for r in drain(conn, own, raises=False)] == ["retry"]
+
+
+def test_drain_leaves_nothing_open(conn) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for task in (sign_up, asign_up):
+            task.enqueue(conn, to="ada")
+        before = threading.active_count()
+        assert len(drain(conn, app)) == 4
+        assert threading.active_count() == before
+        gc.collect()
+    assert told == []
+
+
+def test_an_event_loop_may_run_and_the_connection_be_async(dsn, db) -> None:
+    async def run() -> None:
+        async with await psycopg.AsyncConnection.connect(dsn) as conn:
+            pgqueue.enqueue(db, "default", kind="broken")
+            await own_loop.enqueue(conn)
+            await asign_up.enqueue(conn, to="ada")
+            assert_enqueued(conn, kind="own loop", count=1)
+            first, second, third = drain(conn, app)
+            assert (first.result, second.result[0]) == (5, 7)
+            assert third.result == "hello ada"
+            await conn.rollback()
+
+    asyncio.run(run())
+
+
+def address(dsn: str, driver: str) -> str:
     with psycopg.connect(dsn) as conn:
-        ids = pgqueue.enqueue_many(
-            conn, "emails", [{"to": "ada", "n": 1}, {"to": "bob"}]
+        info = conn.info
+        return (
+            f"postgresql+{driver}://{info.user}@/{info.dbname}"
+            f"?host={info.host}&port={info.port}"
         )
-        (job,) = assert_enqueued(conn, "emails", payload={"to": "ada"})
-        assert (job.id, job.payload["n"], job.kind) == (ids[0], 1, "emails")
-        assert_enqueued(conn, kind="emails", count=2)
-        assert_enqueued(conn, "other", count=0)
-        for wrong in ({"queue": "other"}, {"count": 3}, {"payload": {"to": "eve"}}):
-            with pytest.raises(AssertionError):
-                assert_enqueued(conn, **wrong)
-        conn.rollback()
+
+
+def test_connections_and_sessions_of_sqlalchemy_will_do(dsn) -> None:
+    import sqlalchemy as alchemy
+    from sqlalchemy import orm
+
+    engine = alchemy.create_engine(address(dsn, "psycopg"))
+    with engine.connect() as conn, orm.Session(engine) as session:
+        for target in (conn, session):
+            welcome.enqueue(target, to="ada")
+            assert_enqueued(target, "default", payload={"to": "ada"}, count=1)
+            assert [r.result for r in drain(target, app)] == ["hello ada"]
+            target.rollback()
+    engine.dispose()
+
+
+def test_async_ones_of_sqlalchemy_will_do_and_asyncpg_is_refused(dsn) -> None:
+    from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+
+    async def run() -> None:
+        engine = create_async_engine(address(dsn, "psycopg"))
+        async with engine.connect() as conn, AsyncSession(engine) as session:
+            for target in (conn, session):
+                await welcome.enqueue(target, to="ada")
+                assert [r.result for r in drain(target, app)] == ["hello ada"]
+                await target.rollback()
+        await engine.dispose()
+        engine = create_async_engine(address(dsn, "asyncpg"))
+        async with engine.connect() as conn:
+            with pytest.raises(TypeError, match="psycopg 3"):
+                drain(conn, app)
+        await engine.dispose()
+
+    asyncio.run(run())
+
+
+def test_assertions_on_what_was_enqueued(conn) -> None:
+    ids = pgqueue.enqueue_many(conn, "emails", [{"to": "ada", "n": 1}, {"to": "bob"}])
+    (job,) = assert_enqueued(conn, "emails", payload={"to": "ada"})
+    assert (job.id, job.payload["n"], job.kind) == (ids[0], 1, "emails")
+    assert_enqueued(conn, kind="emails", count=2)
+    assert_enqueued(conn, "other", count=0)
+    for wrong in ({"queue": "other"}, {"count": 3}, {"payload": {"to": "eve"}}):
+        with pytest.raises(AssertionError):
+            assert_enqueued(conn, **wrong)
 
 
 @pytest.fixture
 def _here(dsn, monkeypatch) -> None:
-    monkeypatch.setenv("PGQUEUE_DSN", dsn)
+    monkeypatch.setenv("PGQUEUE_TEST_DSN", dsn)
+    monkeypatch.setenv("PGQUEUE_DSN", "host=/nowhere")
+    monkeypatch.setenv("DATABASE_URL", "host=/nowhere")
 
 
-def test_the_fixture_gives_a_connection(_here, pgqueue_conn) -> None:
-    pgqueue.enqueue(pgqueue_conn, "emails")
+def test_nothing_done_on_the_fixtures_connection_is_committed(
+    _here, db, pgqueue_conn
+) -> None:
+    with pgqueue_conn.transaction():  # as an application does
+        pgqueue.enqueue(pgqueue_conn, "emails", {"to": "ada"}, kind="welcome")
     assert_enqueued(pgqueue_conn, "emails", count=1)
+    assert len(drain(pgqueue_conn, app)) == 1
+    with pytest.raises(psycopg.ProgrammingError):
+        pgqueue_conn.commit()
+    assert one(db, "select count(*) from pgqueue.run") == 0
+
+
+def test_the_fixture_takes_no_database_but_that_of_tests(dsn, db, tmp_path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import pgqueue\n"
+        "pytest_plugins = ['pgqueue.testing']\n"
+        "def test_it(pgqueue_conn):\n"
+        "    pgqueue.enqueue(pgqueue_conn, 'emails')\n"
+    )
+
+    def run(**env: str) -> str:
+        path = str(Path(pgqueue.__file__).parents[1])
+        inherited = {k: v for k, v in os.environ.items() if "PGQUEUE" not in k}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+            cwd=tmp_path,
+            env={**inherited, "PYTHONPATH": path, **env},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        return done.stdout
+
+    refused = run(PGQUEUE_DSN=dsn, DATABASE_URL=dsn)
+    assert "pgqueue_conn needs PGQUEUE_TEST_DSN" in refused
+    assert "1 error" in refused
+    assert "1 passed" in run(PGQUEUE_TEST_DSN=dsn)
+    assert one(db, "select count(*) from pgqueue.job") == 0

@@ -1,14 +1,22 @@
 """The handlers of the worker tests. They note what they do in the file $RAN."""
 
 import asyncio
+import contextlib
+import contextvars
+import ctypes
+import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
 from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
 
 import pgqueue
+import psycopg
 import pydantic
 
 app = pgqueue.App()
@@ -212,3 +220,496 @@ def reject() -> None:
 @app.job("headers")
 def headers(job: pgqueue.Job, **payload: object) -> dict[str, object]:
     return {"headers": job.headers, "payload": payload, "attempt": job.attempt}
+
+
+async def exiting() -> None:
+    sys.exit(3)
+
+
+@app.job("exit_in_child")
+async def exit_in_child() -> None:
+    await asyncio.gather(exiting())
+
+
+class Careless(pgqueue.Retry):
+    def __init__(self) -> None:
+        pass
+
+
+class CarelessSnooze(pgqueue.Snooze):
+    def __init__(self) -> None:
+        pass
+
+
+@app.job("careless")
+def careless() -> None:
+    raise Careless
+
+
+@app.job("careless_snooze")
+async def careless_snooze() -> None:
+    raise CarelessSnooze
+
+
+@app.job("cleans_up")
+async def cleans_up(job: pgqueue.Job, seconds: float) -> None:
+    note("began", job.id)
+    try:
+        await asyncio.sleep(60)
+    finally:
+        await asyncio.sleep(seconds)
+        note("cleaned", job.id)
+
+
+@app.job("groups")
+async def groups(job: pgqueue.Job) -> None:
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        group.create_task(asyncio.sleep(0.01))
+    note("ran", job.id)
+
+
+@app.job("blocks", timeout=1)
+async def blocks(job: pgqueue.Job) -> None:
+    note("began", job.id)
+    while not may_go():
+        time.sleep(0.01)
+
+
+@app.job("forks")
+def forks(job: pgqueue.Job) -> int:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join(10)
+    return child.exitcode or 0
+
+
+@app.job("forks_and_returns")
+def forks_and_returns(job: pgqueue.Job) -> None:
+    if child := os.fork():
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        note("ran", job.id)
+
+
+leak: contextvars.ContextVar[int] = contextvars.ContextVar("leak", default=0)
+
+
+def leaked(job: pgqueue.Job) -> int:
+    before = leak.get()
+    leak.set(job.id)
+    return before
+
+
+@app.job("leaks")
+def leaks(job: pgqueue.Job) -> int:
+    return leaked(job)
+
+
+@app.job("aleaks")
+async def aleaks(job: pgqueue.Job) -> int:
+    return leaked(job)
+
+
+@app.job("leaks_into_session", transaction=True)
+def leaks_into_session(job: pgqueue.Job) -> list[object]:
+    conn = job.connection
+    row = conn.execute(
+        "select current_setting('search_path'), pg_backend_pid()"
+    ).fetchone()
+    conn.row_factory = psycopg.rows.dict_row
+    conn.execute("set search_path = nowhere")
+    conn.execute("create temp table left_behind (n int)")
+    return list(row)
+
+
+@app.job("aleaks_into_session", transaction=True)
+async def aleaks_into_session(job: pgqueue.Job) -> list[object]:
+    conn = job.connection
+    cursor = await conn.execute(
+        "select current_setting('search_path'), pg_backend_pid()"
+    )
+    row = await cursor.fetchone()
+    conn.row_factory = psycopg.rows.dict_row
+    await conn.execute("set search_path = nowhere")
+    await conn.execute("create temp table left_behind (n int)")
+    return list(row)
+
+
+@app.job("hangs", timeout=0.5)
+def hangs(job: pgqueue.Job) -> None:
+    note("began", job.id)
+    time.sleep(60)
+
+
+# Handlers that do not end, each in its own way.
+
+
+def begin(job: pgqueue.Job) -> None:
+    print(f"said by {job.id}")  # into a file, so that it waits in a buffer
+    note("began", job.id)
+
+
+@app.job("hang")
+def hang(job: pgqueue.Job) -> None:
+    begin(job)
+    time.sleep(60)
+
+
+@app.job("hang_in_query", transaction=True)
+def hang_in_query(job: pgqueue.Job) -> None:
+    begin(job)
+    job.connection.execute("select pg_sleep(60)")
+
+
+@app.job("hang_in_left_thread")
+def hang_in_left_thread(job: pgqueue.Job) -> None:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    begin(job)
+
+
+@app.job("ahang_in_query", transaction=True)
+async def ahang_in_query(job: pgqueue.Job) -> None:
+    begin(job)
+    await job.connection.execute("select pg_sleep(60)")
+
+
+@app.job("ahang_in_thread")
+async def ahang_in_thread(job: pgqueue.Job) -> None:
+    begin(job)
+    await asyncio.to_thread(time.sleep, 60)
+
+
+@app.job("ahang_in_left_thread", timeout=0.3)
+async def ahang_in_left_thread(job: pgqueue.Job) -> None:
+    begin(job)
+    await asyncio.to_thread(time.sleep, 60)
+
+
+@app.job("ahang_stubborn")
+async def ahang_stubborn(job: pgqueue.Job) -> None:
+    begin(job)
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+
+
+@app.job("ahang_blocking")
+async def ahang_blocking(job: pgqueue.Job) -> None:
+    begin(job)
+    time.sleep(60)
+
+
+# What hostile handlers do.
+
+
+@app.job("exit_in_callback")
+async def exit_in_callback() -> None:
+    asyncio.get_running_loop().call_soon(sys.exit, 3)
+    await asyncio.sleep(0.1)
+
+
+@app.job("exit_in_left_task")
+async def exit_in_left_task() -> None:
+    leaks_task.append(asyncio.get_running_loop().create_task(exiting()))
+
+
+leaks_task: list[asyncio.Task[None]] = []
+
+
+@app.job("stops_loop")
+async def stops_loop() -> None:
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0.1)
+
+
+@app.job("cancels_itself")
+async def cancels_itself() -> None:
+    task = asyncio.current_task()
+    assert task
+    task.cancel()
+    await asyncio.sleep(0)
+
+
+@app.job("cancels_all")
+async def cancels_all() -> None:
+    for task in asyncio.all_tasks():
+        task.cancel()
+
+
+@app.job("recurses")
+def recurses() -> None:
+    recurses()
+
+
+class Later(pgqueue.Snooze):
+    """Overrides `until` with what the base class would have refused."""
+
+    until = 30  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        pass
+
+
+class Soon(pgqueue.Retry):
+    after = "soon"  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        pass
+
+
+class Objectionable(pgqueue.Retry):
+    after = object()  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        pass
+
+
+class Faceless(Exception):
+    @property
+    def __class__(self) -> type:
+        raise ValueError("no class for this")
+
+
+CARELESS = {"until": Later, "soon": Soon, "object": Objectionable, "class": Faceless}
+
+
+@app.job("careless_with")
+def careless_with(what: str) -> None:
+    raise CARELESS[what]()
+
+
+@app.job("acareless_with")
+async def acareless_with(what: str) -> None:
+    raise CARELESS[what]()
+
+
+@app.job("aforks_and_returns")
+async def aforks_and_returns(job: pgqueue.Job) -> None:
+    forks_and_returns(job)
+
+
+def interrupt(thread: threading.Thread) -> None:
+    """Raise SystemExit in a thread, as soon as it runs Python again."""
+    assert thread.ident
+    number, error = ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error) == 1
+
+
+@app.job("kills_thread")
+def kills_thread(name: str) -> None:
+    mine = threading.current_thread()
+    found = [
+        thread
+        for thread in threading.enumerate()
+        if thread is not mine and thread.name == f"pgqueue-{name}"
+    ]
+    assert found, [thread.name for thread in threading.enumerate()]
+    interrupt(found[0])
+
+
+@app.job("interrupts_itself")
+def interrupts_itself() -> None:
+    """As a timeout made of such exceptions does that comes too late."""
+    thread = threading.current_thread()
+    threading.Timer(0.2, interrupt, [thread]).start()
+
+
+@app.job("closes_output")
+def closes_output() -> None:
+    sys.stdout.close()
+    sys.stderr.close()
+
+
+@app.job("blocks_until_told")
+async def blocks_until_told(job: pgqueue.Job) -> None:
+    note("began", job.id)
+    while not may_go():
+        time.sleep(0.01)
+    note("ran", job.id)
+
+
+peak_lock = threading.Lock()
+at_work: set[int] = set()
+
+
+def arrive(job: pgqueue.Job) -> int:
+    with peak_lock:
+        at_work.add(job.id)
+        return len(at_work)
+
+
+def leave(job: pgqueue.Job) -> None:
+    with peak_lock:
+        at_work.remove(job.id)
+
+
+@app.job("peak")
+def peak(job: pgqueue.Job) -> int:
+    try:
+        return arrive(job)
+    finally:
+        time.sleep(0.01)
+        leave(job)
+
+
+@app.job("apeak")
+async def apeak(job: pgqueue.Job) -> int:
+    try:
+        return arrive(job)
+    finally:
+        await asyncio.sleep(0.01)
+        leave(job)
+
+
+@app.job("peak_hangs", timeout=0.3)
+def peak_hangs(job: pgqueue.Job) -> None:
+    arrive(job)
+    time.sleep(60)
+
+
+@app.job("mega")
+def mega(bytes: int) -> str:
+    return "x" * bytes
+
+
+@app.job("mega_together")
+def mega_together(job: pgqueue.Job, bytes: int) -> str:
+    hold(job)
+    return "x" * bytes
+
+
+@app.job("mega_transaction", transaction=True)
+def mega_transaction(job: pgqueue.Job, bytes: int) -> str:
+    job.connection.execute("insert into effect values (%s)", (job.id,))
+    return "x" * bytes
+
+
+hurried = pgqueue.App(timeout=0.5)
+hurried.job("hang")(hang.function)
+hurried.job("ahold")(ahold.function)
+hurried.job("nap", timeout=30)(nap.function)
+
+
+# What transactional handlers leave in their session.
+
+STATE = """
+    select jsonb_build_object(
+        'settings', (
+            select jsonb_object_agg(name, setting) from pg_settings
+            where name in ('search_path', 'timezone', 'datestyle', 'statement_timeout',
+                'work_mem', 'role', 'transaction_isolation', 'transaction_read_only',
+                'default_transaction_read_only', 'client_encoding')
+        ),
+        'custom', coalesce(current_setting('app.tenant', true), ''),
+        'user', current_user,
+        'temporary', (
+            select count(*) from pg_class where relpersistence = 't'
+                and pg_table_is_visible(oid)
+        ),
+        'listening', (select count(*) from pg_listening_channels()),
+        'prepared', (select count(*) from pg_prepared_statements where name = 'left'),
+        'cursors', (select count(*) from pg_cursors where is_holdable),
+        'locks', (
+            select count(*) from pg_locks
+            where locktype = 'advisory' and pid = pg_backend_pid()
+        )
+    )
+"""
+DIRT = """
+    set search_path = nowhere;
+    set timezone = 'Asia/Jakarta';
+    set datestyle = 'SQL, DMY';
+    set statement_timeout = '1h';
+    set work_mem = '1 MB';
+    set client_encoding = 'latin1';
+    set default_transaction_read_only = on;
+    set app.tenant = 'ada';
+    set role pg_monitor;
+    create temp table left_behind (n int);
+    declare left_open cursor with hold for select 1;
+    listen left_listening;
+    prepare "left" as select 1;
+    select pg_advisory_lock(4711);
+"""
+
+
+def state_of(conn: Any, row: Any) -> dict[str, Any]:
+    row["row_factory"] = conn.row_factory.__name__
+    row["threshold"] = conn.prepare_threshold
+    row["autocommit"] = conn.autocommit
+    row["loader"] = conn.adapters.get_loader(23, psycopg.pq.Format.TEXT).__name__
+    row["handlers"] = len(conn._notice_handlers) + len(conn._notify_handlers)
+    return row
+
+
+class Shouting(psycopg.adapt.Loader):
+    def load(self, data: Any) -> str:
+        return "!"
+
+
+def soil(conn: Any) -> None:
+    conn.row_factory = psycopg.rows.dict_row
+    conn.prepare_threshold = 1
+    conn.adapters.register_loader("int4", Shouting)
+    conn.add_notice_handler(print)
+    conn.add_notify_handler(print)
+
+
+@app.job("soils", transaction=True)
+def soils(job: pgqueue.Job) -> dict[str, Any]:
+    conn = job.connection
+    found = state_of(conn, conn.execute(STATE).fetchone()[0])
+    soil(conn)
+    conn.execute(DIRT)
+    conn.execute("reset role")
+    return found
+
+
+@app.job("asoils", transaction=True)
+async def asoils(job: pgqueue.Job) -> dict[str, Any]:
+    conn = job.connection
+    found = state_of(conn, (await (await conn.execute(STATE)).fetchone())[0])
+    soil(conn)
+    await conn.execute(DIRT)
+    await conn.execute("reset role")
+    return found
+
+
+@app.job("wrecks", transaction=True)
+def wrecks(job: pgqueue.Job, how: str) -> None:
+    conn = job.connection
+    conn.execute("insert into effect values (%s)", (job.id,))
+    match how:
+        case "close":
+            conn.close()
+        case "copy":
+            conn.pgconn.exec_(b"copy (select 1) to stdout")
+        case "unread":
+            conn.pgconn.send_query(b"select 1")
+        case "commit" | "rollback":
+            conn.execute(how)
+        case "terminate":
+            conn.execute("select pg_terminate_backend(pg_backend_pid())")
+        case "abort":
+            with contextlib.suppress(psycopg.DataError):
+                conn.execute("select 1 / 0")
+
+
+@app.job("awrecks", transaction=True)
+async def awrecks(job: pgqueue.Job, how: str) -> None:
+    conn = job.connection
+    await conn.execute("insert into effect values (%s)", (job.id,))
+    match how:
+        case "close":
+            await conn.close()
+        case "copy":
+            conn.pgconn.exec_(b"copy (select 1) to stdout")
+        case "unread":
+            conn.pgconn.send_query(b"select 1")
+        case "commit" | "rollback":
+            await conn.execute(how)
+        case "terminate":
+            await conn.execute("select pg_terminate_backend(pg_backend_pid())")
+        case "abort":
+            with contextlib.suppress(psycopg.DataError):
+                await conn.execute("select 1 / 0")

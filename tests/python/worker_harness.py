@@ -17,6 +17,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from cluster import Cluster
 
 HERE = Path(__file__).resolve().parent
 QUEUE = "work"
@@ -47,6 +48,7 @@ class Workers:
         dsn: str | None = None,
         env: dict[str, str] | None = None,
         prefix=(),
+        output: int | None = None,
     ) -> subprocess.Popen[bytes]:
         path = os.pathsep.join((str(HERE), str(HERE.parents[1] / "python")))
         command = [
@@ -63,14 +65,15 @@ class Workers:
             "PGQUEUE_DSN": dsn or self.dsn,
             "RAN": str(self.ran),
             "PYTHONPATH": path,
+            "PYTHONUNBUFFERED": "",  # as where prints are lost
         }
         with (self.folder / "log").open("ab") as log:
             process = subprocess.Popen(
                 [*command, *args],
                 cwd=self.folder,
                 env={**os.environ, **ours, **(env or {})},
-                stdout=log,
-                stderr=log,
+                stdout=log if output is None else output,
+                stderr=log if output is None else output,
             )
         self.processes.append(process)
         return process
@@ -109,17 +112,31 @@ def workers_on(dsn: str) -> Iterator[Workers]:
         workers = Workers(dsn, Path(folder))
         try:
             yield workers
-        except BaseException:
-            sys.stderr.write(workers.log()[-6000:])
-            raise
         finally:
             workers.end()
+            if workers.processes:
+                sys.stderr.write(workers.log()[-6000:])  # pytest shows it of a failure
 
 
 @pytest.fixture
 def workers(dsn: str) -> Iterator[Workers]:
     with workers_on(dsn) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Cluster]:
+    """A server that a test may hurt."""
+    with Cluster(settings={"max_connections": "30"}) as cluster:
+        with psycopg.connect(where(cluster), autocommit=True) as conn:
+            conn.execute("create extension pgqueue")
+        yield cluster
+
+
+def where(cluster: Cluster, host: str | None = None) -> str:
+    return (
+        f"host={host or cluster.home} port={cluster.port} user=postgres dbname=postgres"
+    )
 
 
 def is_empty(db: psycopg.Connection, queue: str = QUEUE) -> bool:

@@ -4,16 +4,13 @@ Its handlers are async, for the kind "sync" sync. Producers: the client on a poo
 connections; bulk with lists of 5,000.
 """
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pgqueue
 import uvloop
-from pgqueue import loop, reporter
 
 from bench.rivals.connections import Borrower, Pooled, borrowed, sql
 from bench.rivals.driver import Handle, Kind, Payload, main
@@ -43,15 +40,7 @@ class Pgqueue(Pooled):
     async def work(
         self, kind: Kind, handle: Handle, acknowledged: Callable[[], None]
     ) -> AsyncIterator[None]:
-        def telling(*args: Any) -> Any:
-            answer = exchange(*args)
-            if args[1]:
-                acknowledged()
-            return answer
-
         uvloop.install()  # for async handlers, as an application would
-        exchange = loop.exchange
-        loop.exchange = reporter.exchange = telling
         app = pgqueue.App()
         lock = threading.Lock()
 
@@ -65,14 +54,11 @@ class Pgqueue(Pooled):
 
         app.job("bench")(run_in_thread if kind == "sync" else run)
         concurrency = NAPS if kind == "nap" else 10
-        worker = loop.Worker(app, {"bench": 1}, concurrency=concurrency)
-        thread = threading.Thread(target=worker.run)
-        thread.start()
-        try:
+        worker = pgqueue.Worker(
+            app, {"bench": 1}, concurrency=concurrency, on_commit=acknowledged
+        )
+        async with worker.running():
             yield
-        finally:
-            worker.stop()
-            await asyncio.to_thread(thread.join)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""How fast jobs are done here, and how many to claim for that."""
+"""How many jobs to claim: for the free slots, and ahead where jobs are quick."""
 
 import time
 
 AHEAD = 0.1  # seconds of work to claim beyond what the free slots take
 QUICK = 1000.0  # jobs a second, from which on batches matter more than moments
+GATHER = 0.003  # seconds in which a busy worker lets quick jobs gather
 MOST = 10_000  # jobs in one claim
 
 
-class Pace:
+class Prefetch:
     """Counts finished jobs, and limits claims: by that, and by `left` in all."""
 
     def __init__(self, concurrency: int, batch: int, left: int | None) -> None:
@@ -19,7 +20,7 @@ class Pace:
 
     @property
     def is_quick(self) -> bool:
-        return self.rate > QUICK
+        return self.rate > QUICK and time.monotonic() < self._counted_at + 0.2
 
     def count(self, finished: int) -> None:
         """Note so many more finished jobs, perhaps none."""
@@ -32,17 +33,11 @@ class Pace:
             self._counted, self._counted_at = 0, now
 
     def claimed(self, jobs: int) -> None:
-        """Note so many claimed jobs."""
         if self.left is not None:
             self.left -= jobs
 
-    def want(self, unfinished: int, done: int) -> int:
-        """Say how many jobs to claim: for the free slots, and a little ahead.
-
-        None while so many are done and not reported that reports have fallen behind.
-        """
-        if done > max(self.batch, self.concurrency):
-            return 0
+    def want(self, unfinished: int) -> int:
+        """Say how many jobs to claim."""
         ahead = min(self.batch, int(self.rate * AHEAD))
         want = min(self.concurrency + ahead - unfinished, MOST)
         # In bites of a third: one is claimed while another runs and a third is there.

@@ -1,0 +1,259 @@
+"""One attempt of a job: run its handler, and judge how it went. It never raises.
+
+The worker and pgqueue.testing both come here.
+"""
+
+import asyncio
+import contextvars
+import json
+import os
+import random
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+from pgqueue.app import App, Middleware, Policy, Reject, Retry, Snooze, Task
+from pgqueue.client import LeaseLost
+from pgqueue.job import Job
+from pgqueue.payload import to_json
+
+COMPLETE = "select pgqueue.complete(%s, %s, %s::jsonb)"
+LARGEST_RESULT = 64_000_000  # bytes; pgqueue.finish() takes no more
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What to tell the server of an attempt. `none`: nothing, it knows or it is lost."""
+
+    name: Literal["complete", "fail", "reject", "release", "none"]
+    text: str | None = None  # the result in JSON, or the error
+    delay: timedelta | None = None
+    until: datetime | None = None
+    error: BaseException | None = None
+
+
+COMPLETED = Outcome("complete")
+RELEASED = Outcome("release")
+LOST = Outcome("none")
+NOTHING_AROUND: Any = nullcontext()
+NO_TASK = App().job("")(lambda: None)
+
+
+class Unready(Exception):
+    """The worker has no connection for the handler: not the job's fault."""
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """The worker's record of one: what was claimed, and where it stands."""
+
+    id: int
+    token: int
+    kind: str
+    queue: str
+    number: int  # 1 the first time
+    max_attempts: int
+    payload: str  # JSON, until the handler's own thread or task decodes it
+    headers: str | None
+    lease: float  # seconds
+    task: Task[Any, Any] = NO_TASK
+    timeout: float | None = None  # seconds
+    extender: Callable[["Attempt"], bool] = bool
+    expires: float = float("inf")  # monotonic, as all moments here
+    is_cancelled: bool = False  # an operator asked it to stop
+    connection: Any = None
+    started: float = 0.0
+    stops_since: float = 0.0  # when it was cancelled, or told of it
+    runs_in: asyncio.Task[None] | None = None  # if async and begun
+    outcome: Outcome = RELEASED
+
+    def extend(self) -> bool:
+        return self.extender(self)
+
+    def is_late(self, patience: float = 0.0) -> bool:
+        if self.timeout is None:
+            return False
+        return time.monotonic() >= self.started + self.timeout + patience
+
+    def as_job(self, payload: Any) -> Job:
+        """Show it as its handler sees it."""
+        headers = None if self.headers is None else _decode(self.headers)[0]
+        deadline = None
+        if self.timeout is not None:
+            deadline = datetime.now(UTC) + timedelta(seconds=self.timeout)
+        row = (self.id, self.queue, self.kind, self.number, self.max_attempts)
+        return Job(*row, payload, headers, deadline, self)
+
+    def __str__(self) -> str:
+        return f"job {self.id} {self.kind!r} of {self.queue!r}, attempt {self.number}"
+
+
+# json.loads looks for white space on both sides, which takes as long as a short payload.
+_decode = json.JSONDecoder().raw_decode
+
+
+def _prepare(
+    attempt: Attempt, middleware: Middleware | None
+) -> tuple[dict[str, Any], AbstractContextManager[Any]]:
+    """Read the arguments of the handler, and find what is to be around it."""
+    payload, _ = _decode(attempt.payload)
+    arguments = attempt.task.arguments.read(payload)
+    takes_job = attempt.task.arguments.takes_job
+    if not takes_job and middleware is None:
+        return arguments, NOTHING_AROUND
+    job = attempt.as_job(payload)
+    if takes_job:
+        arguments = {**arguments, "job": job}
+    return arguments, NOTHING_AROUND if middleware is None else middleware(job)
+
+
+def run(
+    attempt: Attempt,
+    connections: Callable[[], AbstractContextManager[Any]],
+    middleware: Middleware | None = None,
+) -> Outcome:
+    """Run a `def` handler in this thread, in a context of its own, and judge it."""
+    generation = _forks
+    try:
+        return contextvars.Context().run(_run, attempt, connections, middleware)
+    except BaseException as error:  # whatever a handler raises fails its job only
+        return judge(attempt, error)
+    finally:
+        _end_fork(generation)
+
+
+def _run(attempt: Attempt, connections: Any, middleware: Middleware | None) -> Outcome:
+    if not attempt.task.policy.transaction:
+        arguments, around = _prepare(attempt, middleware)
+        if around is NOTHING_AROUND:  # which quick jobs feel
+            return completed(attempt.task.function(**arguments))
+        outcome = COMPLETED  # also if the middleware swallows what the handler raises
+        with around:
+            outcome = completed(attempt.task.function(**arguments))
+        return outcome
+    with connections() as conn:
+        attempt.connection, outcome = conn, COMPLETED
+        arguments, around = _prepare(attempt, middleware)
+        with around:
+            outcome = completed(attempt.task.function(**arguments))
+        conn.execute(COMPLETE, (attempt.id, attempt.token, outcome.text))
+    return Outcome("none", outcome.text)
+
+
+async def run_async(
+    attempt: Attempt,
+    connections: Callable[[], AbstractAsyncContextManager[Any]],
+    middleware: Middleware | None = None,
+) -> Outcome:
+    """Run an `async def` handler in this task, which is its own, and judge it."""
+    generation = _forks
+    is_in_transaction = attempt.task.policy.transaction
+    try:
+        async with connections() if is_in_transaction else NOTHING_AROUND as conn:
+            attempt.connection, outcome = conn, COMPLETED
+            arguments, around = _prepare(attempt, middleware)
+            with around:
+                outcome = completed(await attempt.task.function(**arguments))
+            if is_in_transaction:
+                await conn.execute(COMPLETE, (attempt.id, attempt.token, outcome.text))
+        return Outcome("none", outcome.text) if is_in_transaction else outcome
+    except BaseException as error:  # whatever a handler raises fails its job only
+        return judge(attempt, error)
+    finally:
+        _end_fork(generation)
+
+
+_forks = 0  # how many lie between the first process and this one; getpid() is dearer
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _end_fork(generation: int) -> None:
+    """End a child that the handler forked, if it came back from there."""
+    if _forks != generation:
+        os._exit(0)
+
+
+def completed(result: Any) -> Outcome:
+    """Encode a result; raises ValueError or TypeError for what cannot be stored."""
+    if result is None:
+        return COMPLETED
+    text = to_json(result, "result")
+    if text and len(text) > LARGEST_RESULT:
+        raise ValueError(
+            f"the result has {len(text)} of at most {LARGEST_RESULT} bytes"
+        )
+    return Outcome("complete", text)
+
+
+def judge(attempt: Attempt, error: BaseException) -> Outcome:
+    """Turn what a handler raised into what to tell the server."""
+    try:
+        return _judge(attempt, error)
+    except BaseException:  # of a class that does more than to be raised
+        return Outcome("fail", describe(error))
+
+
+def _judge(attempt: Attempt, error: BaseException) -> Outcome:
+    if isinstance(error, Unready):
+        return Outcome("release", delay=timedelta(seconds=1))
+    if isinstance(error, Snooze):
+        if isinstance(error.until, datetime):
+            return Outcome("release", until=error.until)
+        return Outcome("release", delay=max(error.until, timedelta()))
+    if isinstance(error, LeaseLost):
+        return LOST
+    if isinstance(error, asyncio.CancelledError) and not attempt.is_cancelled:
+        if time.monotonic() >= attempt.expires:
+            return LOST
+        if attempt.is_late():
+            error = TimeoutError(f"timed out after {attempt.timeout:g} seconds")
+    policy = attempt.task.policy
+    is_final = _is_final(error, policy, attempt.number)
+    delay = _backoff(policy, attempt.number)
+    if isinstance(error, Retry) and error.after is not None:
+        delay = error.after
+    name: Literal["reject", "fail"] = "reject" if is_final else "fail"
+    return Outcome(name, describe(error), delay, error=error)
+
+
+def _is_final(error: BaseException, policy: Policy, number: int) -> bool:
+    if policy.max_attempts is not None and number >= policy.max_attempts:
+        return True
+    if isinstance(error, Retry):
+        return False
+    is_given_up = isinstance(error, (Reject, *policy.give_up_on))
+    return is_given_up or not isinstance(error, policy.retry_for)
+
+
+def _backoff(policy: Policy, number: int) -> timedelta | None:
+    """Double with each attempt, less up to half of it; None is as the queue has it."""
+    if policy.retry_base is None:
+        return None
+    seconds = min(policy.retry_cap, policy.retry_base * 2.0 ** min(number - 1, 60))
+    return timedelta(seconds=seconds * random.uniform(0.5, 1))
+
+
+def describe(error: BaseException) -> str:
+    """Show an error: a summary in the first line, by which it is found; then the traceback.
+
+    Of a huge one the end says most. It may hold what Postgres cannot store.
+    """
+    try:
+        said = " ".join(str(error).split())
+        text = f"{type(error).__name__}: {said[:500]}" if said else type(error).__name__
+        if error.__traceback__:
+            text += "\n\n" + "".join(traceback.format_exception(error))[-6000:]
+    except BaseException as worse:
+        text = f"{type(error).__name__}, which raised {type(worse).__name__} when shown"
+    return text.replace("\0", "\\0").encode(errors="backslashreplace").decode()

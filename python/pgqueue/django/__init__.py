@@ -1,0 +1,1 @@
+"""Django: `INSTALLED_APPS += ["pgqueue.django"]` gives `manage.py pgqueue_worker`."""

@@ -1,0 +1,46 @@
+"""Brings the SQL into a database: the extension where the server has it, else the script."""
+
+import importlib.resources
+from pathlib import Path
+from typing import Any
+
+from psycopg.rows import tuple_row
+
+AVAILABLE = "select default_version from pg_available_extensions where name = 'pgqueue'"
+THERE = "select to_regprocedure('pgqueue.version()') is not null"
+ALONE = "select pg_advisory_xact_lock(hashtext('pgqueue.install'))"
+SOURCE = Path(__file__).parents[2] / "sql"  # in a clone: `make plain` writes it
+
+
+def script() -> str:
+    """Read the plain script that came with this package."""
+    packaged = importlib.resources.files("pgqueue") / "pgqueue.sql"
+    if packaged.is_file():
+        text = packaged.read_text()
+    elif found := sorted(SOURCE.glob("pgqueue--*.plain.sql")):
+        text = found[-1].read_text()
+    else:
+        raise FileNotFoundError("there is no script here: make plain writes it")
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("\\"))
+
+
+def install(conn: Any, plain: bool = False) -> str:
+    """Install pgqueue unless it is there, and say what was done.
+
+    In the transaction of a psycopg 3 connection; for migrations of Django or Alembic, too. Raises
+    psycopg's InsufficientPrivilege where the role may not create it, and FileNotFoundError
+    in a clone without the script.
+    """
+    cursor = conn.cursor(row_factory=tuple_row)
+    cursor.execute(ALONE)  # of two migrations at once, the second finds it there
+    if cursor.execute(THERE).fetchone() == (True,):
+        (version,) = cursor.execute("select pgqueue.version()").fetchone()
+        return f"pgqueue {version} is there already"
+    available = None if plain else cursor.execute(AVAILABLE).fetchone()
+    if available:
+        cursor.execute("create extension pgqueue")
+        return f"created the extension pgqueue {available[0]}"
+    body = script().replace("begin;\n", "", 1)
+    cursor.execute(body.removesuffix("commit;\n").encode())
+    return "ran the plain script: the server has no extension pgqueue"

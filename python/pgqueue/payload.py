@@ -1,0 +1,150 @@
+"""Payloads and results: to JSON that Postgres can store, and back to arguments.
+
+What JSON does not have (datetime, UUID, Decimal, Enum, models) is pydantic's work, where
+it is installed; without it there are plain values and flat dataclasses.
+"""
+
+import dataclasses
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import pydantic
+    from pydantic_core import to_jsonable_python
+except ImportError:
+    pydantic = None  # type: ignore[assignment]
+
+PLAIN = (str, int, float, bool, list, dict, type(None), object, Any)
+
+
+def to_json(value: Any, name: str) -> str | None:
+    """Encode a value as JSON; None stays None.
+
+    Raises ValueError, or TypeError for a type that JSON does not have. NUL characters and
+    halves of surrogate pairs are the server's to refuse.
+    """
+    if value is None:
+        return None
+    try:
+        return _encode(value)
+    except RecursionError:
+        raise ValueError(f"{name} cannot be stored as JSON: it is too deep") from None
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name} cannot be stored as JSON: {error}") from error
+
+
+def _as_plain(value: Any) -> Any:
+    """Turn what json does not know into what it does."""
+    if pydantic is not None:
+        return to_jsonable_python(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    raise TypeError(f"{type(value).__name__} is not a type of JSON (pydantic has more)")
+
+
+_encode = json.JSONEncoder(allow_nan=False, default=_as_plain).encode
+
+
+class Arguments:
+    """How the parameters of a handler become a payload, and a payload the parameters.
+
+    A handler with one parameter whose annotation is a dataclass or a pydantic model, or
+    such a one or None, gets the payload as that; others get its keys by name. A parameter
+    named `job` is the Job, and no part of the payload.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        signature = inspect.signature(function)
+        parameters = [p for p in signature.parameters.values() if p.name != "job"]
+        self.takes_job = len(parameters) < len(signature.parameters)
+        self._signature = signature.replace(parameters=parameters)
+        positional = (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.VAR_POSITIONAL,
+        )
+        self._names = [p.name for p in parameters if p.kind not in positional]
+        try:
+            known = typing.get_type_hints(function)
+        except NameError:  # imported for type checkers only
+            known = {}
+        hints = {n: known[n] for n in self._names if known.get(n, Any) is not Any}
+        self._is_model = len(self._names) == 1 and _is_model(hints.get(self._names[0]))
+        read = _read_plainly if pydantic is None else _read_by_pydantic
+        self._read = read(function, self._signature, hints, self._is_model)
+
+    def payload(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the payload of a call; raises TypeError for one that does not bind."""
+        bound = self._signature.bind(*args, **kwargs).arguments
+        if self._is_model:
+            return bound.get(self._names[0])
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                bound |= bound.pop(parameter.name, {})
+        return bound
+
+    def read(self, payload: Any) -> dict[str, Any]:
+        """Make the arguments of a payload; raises ValueError or TypeError for a bad one."""
+        if self._is_model and self._read:
+            return {self._names[0]: self._read(payload)}
+        if self.takes_job and not self._names:
+            return {}
+        if not isinstance(payload, dict):
+            kind = type(payload).__name__
+            raise TypeError(f"the payload is no JSON object but {kind}")
+        arguments: dict[str, Any] = self._read(**payload) if self._read else payload
+        return arguments
+
+
+Read = Callable[..., Any] | None
+
+
+def _read_by_pydantic(
+    function: Any, signature: inspect.Signature, hints: dict[str, Any], is_model: bool
+) -> Read:
+    """Let pydantic read a model, or arguments as for a function of the same signature."""
+    if is_model:
+        (hint,) = hints.values()
+        return pydantic.TypeAdapter(hint).validate_python
+    if not hints:
+        return None
+
+    def arguments(**values: Any) -> dict[str, Any]:
+        return values
+
+    arguments.__signature__ = signature  # type: ignore[attr-defined]
+    arguments.__annotations__ = hints
+    arguments.__name__ = arguments.__qualname__ = function.__qualname__
+    return pydantic.validate_call(arguments)
+
+
+def _read_plainly(
+    function: Any, signature: inspect.Signature, hints: dict[str, Any], is_model: bool
+) -> Read:
+    """Take values as JSON has them; raises TypeError where the annotations want more."""
+    model = next(iter(hints.values())) if is_model else None
+    if dataclasses.is_dataclass(model):
+        hints = typing.get_type_hints(model)
+    for hint in hints.values():
+        for one in typing.get_args(hint) if _is_union(hint) else [hint]:
+            if (typing.get_origin(one) or one) not in PLAIN:
+                where = function.__qualname__
+                raise TypeError(f"{where}: reading {hint} from JSON needs pydantic")
+    return None if model is None else lambda payload: model(**payload)
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _is_model(annotation: Any) -> bool:
+    if _is_union(annotation):
+        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return len(inner) == 1 and _is_model(inner[0])
+    return isinstance(annotation, type) and (
+        dataclasses.is_dataclass(annotation) or hasattr(annotation, "model_validate")
+    )

@@ -1,0 +1,125 @@
+"""What the command lines show: tables that fit, and nothing that a terminal would obey."""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+from psycopg.rows import TupleRow
+
+LINES = "\n\t"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Escape control characters, and whatever else has no look of its own."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode()
+        for c in text
+    )
+
+
+def say(text: str) -> None:
+    print(f"pgqueue: {printable(text, keep=LINES)}", file=sys.stderr)
+
+
+def explain(error: Exception, role: str | None = None) -> str:
+    """Say what went wrong, and which kind of role may do it."""
+    text = str(error)
+    if isinstance(error, psycopg.Error):
+        text = sentences(error.diag) or text
+    if role and isinstance(error, psycopg.errors.InsufficientPrivilege):
+        text += f"; pgqueue.grant_access(role, '{role}') allows it"
+    return text.strip()
+
+
+def sentences(said: psycopg.errors.Diagnostic) -> str:
+    """Join what the server says, without its tour of the SQL functions."""
+    parts = said.message_primary, said.message_detail, said.message_hint
+    return ". ".join(part.rstrip(".") for part in parts if part)
+
+
+def refuse_other_than_utf8(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> None:
+    """Python carries such bytes along as halves of surrogate pairs; Postgres takes none."""
+    values = (v for name, v in os.environ.items() if name.startswith("PGQUEUE_"))
+    for text in (*argv, *values):
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            parser.error(f"not UTF-8: {printable(text)}")
+
+
+@dataclass
+class Column:
+    head: str
+    values: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        self.texts = [_text(value) for value in self.values]
+        # Numbers are not cut.
+        self.is_number = any(isinstance(v, int | timedelta) for v in self.values)
+        longest = max(map(len, self.texts), default=0)
+        self.width = max(len(self.head), longest)
+        self.least = longest if self.is_number else min(self.width, 8)
+
+    def lines(self) -> list[str]:
+        place = ">" if self.is_number else "<"
+        shown = [self.head, "-" * self.width, *self.texts]
+        return [f"{_cut(text, self.width):{place}{self.width}}" for text in shown]
+
+
+def show(cursor: psycopg.Cursor[TupleRow]) -> None:
+    """Print rows as a table: numbers to the right, text to the left.
+
+    Where it would not fit, columns with nothing in them are left out, and then what is
+    longest is cut.
+    """
+    rows, heads = cursor.fetchall(), [c.name for c in cursor.description or ()]
+    columns = [Column(head, [row[i] for row in rows]) for i, head in enumerate(heads)]
+    room = shutil.get_terminal_size((80, 24)).columns
+    if _width(columns) > room:
+        columns = [c for c in columns if any(c.values)] or columns
+    while _width(columns) > room and (
+        long := [c for c in columns if c.width > c.least]
+    ):
+        max(long, key=lambda column: column.width).width -= 1
+    for cells in zip(*(column.lines() for column in columns), strict=True):
+        print("  ".join(cells)[:room].rstrip())
+
+
+def show_record(cursor: psycopg.Cursor[TupleRow]) -> None:
+    """Print all of one row, a line or more for each column that has something in it.
+
+    Raises LookupError when there is none.
+    """
+    row = cursor.fetchone()
+    if row is None:
+        raise LookupError("no such job waits, runs or is dead")
+    for column, value in zip(cursor.description or (), row, strict=True):
+        if value is not None:
+            print(f"{column.name}: {printable(str(value), keep=LINES)}")
+
+
+def _width(columns: Sequence[Column]) -> int:
+    return sum(column.width + 2 for column in columns) - 2
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    if isinstance(value, timedelta):
+        rounded = timedelta(seconds=round(value.total_seconds()))
+        return f"-{-rounded}" if rounded < timedelta() else str(rounded)
+    return printable(str(value))

@@ -1,0 +1,210 @@
+"""For the tests of applications: look at what was enqueued, and run it inline.
+
+All in the test's own transaction, so that a rollback leaves nothing. Wherever a connection
+is wanted, one of psycopg, of Django or of SQLAlchemy on psycopg will do, sync or async; none
+of these calls is awaited.
+
+As a pytest plugin (`pytest_plugins = ["pgqueue.testing"]`) it gives the fixture
+`pgqueue_conn`. (PYTEST_DONT_REWRITE: or pytest warns of tests that import it, too.)
+"""
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from pgqueue import database
+from pgqueue.app import App
+from pgqueue.attempt import Attempt
+from pgqueue.testing.attempts import Ran, run_inline
+from pgqueue.testing.sessions import is_in_transaction, lent
+from pgqueue.worker.protocol import claim
+
+__all__ = ["Enqueued", "Ran", "assert_enqueued", "drain", "enqueued", "pgqueue_conn"]
+
+if TYPE_CHECKING:
+    fixture: Callable[..., Any]
+else:
+    try:
+        from pytest import fixture
+    except ImportError:  # all but the fixture works without pytest
+
+        def fixture(function):
+            return function
+
+
+ENQUEUED = (
+    "select id, queue, kind, payload, priority, nullif(run_at, 'infinity'), attempt,"
+    " unique_key, group_key, headers from pgqueue.job"
+    " where (%(queue)s::text is null or queue = %(queue)s)"
+    " and (%(kind)s::text is null or kind = %(kind)s) order by id"
+)
+# A row that is seen, and whose writer is in progress, was written by this transaction: by
+# itself or in a savepoint, which has an id of its own, greater than that of the transaction.
+# So nobody else's row is touched, nor locked. (xmin lacks the upper half of an id.)
+CANDIDATE = """
+    from (
+        select pg_current_xact_id_if_assigned()::text::bigint, clock_timestamp()
+    ) as t (id, moment), pgqueue.job as j
+    where j.lease_expires_at is null
+        and (%(queues)s::text[] is null or j.queue = any (%(queues)s))
+        and (%(committed)s or case
+            when (j.xmin::text::bigint - t.id) & 4294967295 < 2147483648 then pg_xact_status(
+                (t.id + ((j.xmin::text::bigint - t.id) & 4294967295))::text::xid8
+            ) = 'in progress'
+        end)
+"""
+NEXT = f"""
+    select j.id, j.queue {CANDIDATE} and j.run_at <= t.moment
+    order by array_position(%(queues)s, j.queue), j.priority desc, j.run_at, j.id
+    limit 1
+"""
+# Due now, in their order.
+MAKE_DUE = f"""
+    update pgqueue.job
+    set run_at = due.moment - due.place * interval '1 microsecond'
+    from (
+        select j.id, t.moment, row_number() over (order by j.run_at desc, j.id desc) as place
+        {CANDIDATE} and j.run_at > t.moment and j.run_at < 'infinity'
+    ) as due
+    where job.id = due.id
+"""
+MOVE = "update pgqueue.job set queue = %s where id = %s and queue = %s"
+
+
+@dataclass(frozen=True)
+class Enqueued:
+    """A job that waits or runs."""
+
+    id: int
+    queue: str
+    kind: str
+    payload: Any
+    priority: int
+    run_at: datetime | None
+    attempt: int
+    unique_key: str | None
+    group_key: str | None
+    headers: dict[str, Any] | None
+
+
+def enqueued(
+    conn: Any, queue: str | None = None, kind: str | None = None
+) -> list[Enqueued]:
+    """List the jobs that wait, oldest first. Reads pgqueue.job, as an operator may."""
+    with lent(conn) as session:
+        rows = session.execute(ENQUEUED, {"queue": queue, "kind": kind}).fetchall()
+    return [Enqueued(*row) for row in rows]
+
+
+def assert_enqueued(
+    conn: Any,
+    queue: str | None = None,
+    kind: str | None = None,
+    payload: Any = None,
+    count: int | None = None,
+) -> list[Enqueued]:
+    """Assert that such jobs wait (one at least, or exactly `count`), and return them.
+
+    An object as payload matches payloads that hold its keys and values.
+    """
+    waiting = enqueued(conn)
+    found = [
+        job
+        for job in waiting
+        if (queue is None or job.queue == queue)
+        and (kind is None or job.kind == kind)
+        and (payload is None or _holds(job.payload, payload))
+    ]
+    is_right = len(found) == count if count is not None else found
+    assert is_right, f"{len(found)} such jobs among {waiting}"
+    return found
+
+
+def _holds(whole: Any, part: Any) -> bool:
+    if isinstance(whole, dict) and isinstance(part, dict):
+        return all(key in whole and whole[key] == part[key] for key in part)
+    return bool(whole == part)
+
+
+def drain(
+    conn: Any,
+    app: App,
+    queues: str | Sequence[str] | None = None,
+    *,
+    max_jobs: int = 1000,
+    raises: bool = True,
+    scheduled: bool = False,
+    committed: bool = False,
+) -> list[Ran]:
+    """Run what this transaction enqueued and is due, and what that enqueues; inline.
+
+    Returns what became of each, in the order in which a worker would begin them. `queues` are
+    emptied one after the other; None is all together. With `scheduled`, what is due later runs
+    too, once: what is put off or enqueued for later meanwhile waits for the next drain.
+
+    Jobs of others are not run, nor locked, unless `committed`: then all are, for tests whose
+    code commits, in a database that is theirs alone. Without it, raises ValueError unless a
+    transaction is open.
+
+    What a handler raises is raised, unless it is Retry, Snooze or Reject, or `raises` is false:
+    then the job is failed as a worker would. A handler with transaction=True gets this
+    session, in a savepoint.
+    Raises LookupError for a kind without a handler. Needs to own the table pgqueue.job.
+    """
+    names = [queues] if isinstance(queues, str) else queues and list(queues)
+    which = {"queues": names, "committed": committed}
+    ran: list[Ran] = []
+    with lent(conn) as session:
+        if not committed and not is_in_transaction(session):
+            raise ValueError(
+                "drain runs what its transaction enqueued, and this connection is in none;"
+                " committed=True runs whatever is in the database"
+            )
+        if scheduled:
+            session.execute(MAKE_DUE, which)
+        while len(ran) < max_jobs and (attempt := _claim(session, which)):
+            if attempt.kind not in app.tasks:
+                raise LookupError(f"the app has no handler for kind {attempt.kind!r}")
+            attempt.task = app.tasks[attempt.kind]
+            attempt.timeout = attempt.task.policy.timeout
+            ran.append(run_inline(conn, session, app, attempt, raises))
+    return ran
+
+
+def _claim(conn: database.Connection, which: dict[str, Any]) -> Attempt | None:
+    """Claim the next one as a worker would, but no other: from a queue where it is alone."""
+    with conn.transaction():
+        if (row := conn.execute(NEXT, which).fetchone()) is None:
+            return None
+        job_id, queue = row
+        aside = f"pgqueue.testing {secrets.token_hex(8)}"
+        conn.execute(MOVE, (aside, job_id, queue))
+        attempts = claim(conn, "pgqueue.testing", [aside], 1, lease=3600)
+        conn.execute(MOVE, (queue, job_id, aside))
+    for attempt in attempts:
+        attempt.queue = queue
+        return attempt
+    return None
+
+
+@fixture
+def pgqueue_conn() -> Iterator[database.Connection]:
+    """A connection to PGQUEUE_TEST_DSN, in a transaction that is rolled back after the test.
+
+    PGQUEUE_DSN and DATABASE_URL are not asked: they may name what is in production. Within it
+    `conn.transaction()` is a savepoint, and `conn.commit()` raises psycopg.ProgrammingError.
+    """
+    dsn = os.environ.get("PGQUEUE_TEST_DSN")
+    if not dsn:
+        raise LookupError(
+            "pgqueue_conn needs PGQUEUE_TEST_DSN, the address of a database for tests"
+            " (PGQUEUE_DSN and DATABASE_URL are not asked: they may name production)"
+        )
+    conn = psycopg.connect(database.conninfo(dsn))
+    with conn, conn.transaction(force_rollback=True):
+        yield conn

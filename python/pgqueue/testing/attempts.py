@@ -1,0 +1,98 @@
+"""An attempt in a test: made here and now, in the session of the test."""
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from psycopg.pq import TransactionStatus
+
+from pgqueue import database
+from pgqueue.app import App, Reject, Retry
+from pgqueue.attempt import LOST, Attempt, Outcome, run, run_async
+from pgqueue.job import Job
+from pgqueue.testing.sessions import async_savepoint, is_in_transaction, savepoint
+from pgqueue.worker.protocol import finish
+
+
+@dataclass(frozen=True)
+class Ran:
+    """An attempt that drain made, and what became of it."""
+
+    job: Job
+    outcome: str  # completed, retry, dead, cancelled or released
+    result: Any = None
+    error: str | None = None
+
+
+def run_inline(
+    owner: Any, conn: database.Connection, app: App, attempt: Attempt, raises: bool
+) -> Ran:
+    attempt.started = time.monotonic()
+    with _undo_if_broken(owner, conn):
+        attempt.outcome = outcome = _attempt(conn, app, attempt)
+    if raises and outcome.error and not isinstance(outcome.error, Retry | Reject):
+        raise outcome.error
+    status = "lost" if outcome is LOST else "completed"
+    if outcome.name != "none":
+        status = finish(conn, [attempt]).get(attempt.id, status)
+    job = attempt.as_job(json.loads(attempt.payload))
+    if outcome.name in ("fail", "reject"):
+        return Ran(job, status, error=outcome.text)
+    return Ran(job, status, None if outcome.text is None else json.loads(outcome.text))
+
+
+@contextlib.contextmanager
+def _undo_if_broken(owner: Any, conn: database.Connection) -> Iterator[None]:
+    """Undo what a handler did that leaves the transaction broken, as its own would be."""
+    if not is_in_transaction(conn):
+        yield
+        return
+    conn.execute("savepoint pgqueue_attempt")
+    yield
+    is_refused = getattr(owner, "needs_rollback", False)  # by Django
+    if is_refused or conn.info.transaction_status == TransactionStatus.INERROR:
+        conn.execute("rollback to savepoint pgqueue_attempt")
+    if is_refused:
+        owner.set_rollback(False)
+    conn.execute("release savepoint pgqueue_attempt")
+
+
+def _attempt(conn: database.Connection, app: App, attempt: Attempt) -> Outcome:
+    if attempt.task.is_async:
+        return _await(
+            lambda: run_async(attempt, lambda: async_savepoint(conn), app.middleware)
+        )
+    return _call(lambda: run(attempt, lambda: savepoint(conn), app.middleware))
+
+
+def _call(function: Callable[[], Outcome]) -> Outcome:
+    """Call it as a worker does: where no event loop runs."""
+    if not _has_loop():
+        return function()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def _await(function: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
+    """Run it on an event loop of its own, which is in another thread."""
+    if "django.db" in sys.modules and not _has_loop():
+        # Then sync_to_async leads back to this thread, where the test's connection is.
+        from asgiref.sync import async_to_sync
+
+        return async_to_sync(function)()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: asyncio.run(function())).result()
+
+
+def _has_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,67 @@
+"""A test's own session, lent as a worker would have it."""
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from pgqueue import database
+
+
+def is_in_transaction(conn: database.Connection) -> bool:
+    return conn.info.transaction_status != TransactionStatus.IDLE
+
+
+@contextlib.contextmanager
+def lent(conn: Any) -> Iterator[database.Connection]:
+    """Lend the session of a connection as a worker would have it: without the cursors, row
+    factory and types of its owner.
+    """
+    owner = of_psycopg(conn)
+    session = owner.pgconn
+    handlers = session.notice_handler, session.notify_handler
+    view = psycopg.Connection[tuple[Any, ...]](session)
+    view.prepare_threshold = None
+    try:
+        if not is_in_transaction(view):
+            view.autocommit = owner.autocommit
+        yield view
+    finally:
+        del view.pgconn  # or it would complain that nobody closed it
+        session.notice_handler, session.notify_handler = handlers
+
+
+def of_psycopg(conn: Any) -> psycopg.Connection[Any] | psycopg.AsyncConnection[Any]:
+    """Find the connection of psycopg below that of Django or SQLAlchemy."""
+    if hasattr(conn, "ensure_connection"):
+        conn.ensure_connection()
+        conn = conn.connection
+    elif not isinstance(conn, psycopg.Connection | psycopg.AsyncConnection):
+        conn = getattr(conn, "sync_session", getattr(conn, "sync_connection", conn))
+        if callable(getattr(conn, "connection", None)):
+            conn = conn.connection()
+        conn = getattr(getattr(conn, "connection", conn), "driver_connection", conn)
+    if not isinstance(conn, psycopg.Connection | psycopg.AsyncConnection):
+        raise TypeError(f"not a connection on psycopg 3: {type(conn).__name__}")
+    return conn
+
+
+@contextlib.contextmanager
+def savepoint(conn: database.Connection) -> Iterator[database.Connection]:
+    with lent(conn) as view, view.transaction():
+        yield view
+
+
+@contextlib.asynccontextmanager
+async def async_savepoint(
+    conn: database.Connection,
+) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+    view = psycopg.AsyncConnection[Any](conn.pgconn)
+    view.prepare_threshold = None
+    try:
+        async with view.transaction():
+            yield view
+    finally:
+        del view.pgconn

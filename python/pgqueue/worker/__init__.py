@@ -1,0 +1,251 @@
+"""The worker: claims jobs, runs their handlers, and tells how they ended.
+
+    dispatcher  claims for the free slots, and sleeps when there is nothing
+    executor    runs handlers in threads and on an event loop
+    finisher    tells the server how attempts ended
+    heartbeat   extends the leases of all that is held
+    maintenance calls maintain() now and then
+
+Those that talk to the server have a thread and a connection each. The thread of
+`Worker.run` looks after them: what dies ends the worker.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import KW_ONLY, dataclass
+from datetime import timedelta
+from typing import Any
+
+from pgqueue import database
+from pgqueue.app import App
+from pgqueue.attempt import NO_TASK, Attempt, Outcome
+from pgqueue.worker.dispatcher import Dispatcher, Share
+from pgqueue.worker.executor import Executor
+from pgqueue.worker.finisher import Finisher
+from pgqueue.worker.heartbeat import Heartbeat
+from pgqueue.worker.prefetch import Prefetch
+from pgqueue.worker.service import Maintenance, Service
+
+__all__ = ["Share", "Worker"]
+
+log = logging.getLogger("pgqueue")
+
+TICK = 0.25  # seconds between two looks at what runs
+LAST_WORDS = 0.8  # seconds for reports after the shutdown timeout
+UNKNOWN_KIND = 60.0  # seconds for which a job of a kind unknown here is put off
+STOPPED = Outcome("fail", "WorkerStopped: it ran when its worker ended", timedelta())
+AGAIN = {"retry", "released"}  # what may be due at once
+UNKNOWN = Outcome("release", delay=timedelta(seconds=UNKNOWN_KIND))
+
+
+@dataclass(eq=False, repr=False)
+class Worker:
+    """Runs the jobs of some queues with the handlers of an app.
+
+    `queues` maps names to a Share, or to its weight. Times are in seconds. `on_tick` is
+    called some times a second as long as the worker is well, `on_commit` whenever outcomes
+    have been committed.
+    """
+
+    app: App
+    queues: Mapping[str, Share | int]
+    _: KW_ONLY
+    dsn: str | None = None
+    name: str | None = None
+    concurrency: int = 10
+    batch: int = 5000
+    lease: float | None = None
+    timeout: float | None = None
+    poll_interval: float = 5.0
+    shutdown_timeout: float = 30.0
+    listen: bool = True
+    burst: bool = False
+    only_known: bool = False
+    max_jobs: int | None = None
+    on_tick: Callable[[], None] = lambda: None
+    on_commit: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        if not self.queues or self.concurrency < 1:
+            raise ValueError("a worker needs a queue and a concurrency of 1 at least")
+        host = self.name or socket.gethostname()
+        host = host.encode(errors="replace")[:150].decode(errors="ignore")
+        self.id = f"{host}:{os.getpid()}:{secrets.token_hex(4)}"
+        self.listen = self.listen and not self.burst
+        self._stops = 0
+        self.stop_by = float("inf")  # in monotonic seconds
+        self._tick = threading.Event()
+        self._unknown: set[str] = set()  # kinds, of which it has told
+
+        dsn = database.conninfo(self.dsn)
+        self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
+        self.heartbeat = Heartbeat(dsn)
+        self.dispatcher = Dispatcher(dsn, self)
+        self.finisher = Finisher(dsn, self)
+        middleware = self.app.middleware
+        self.executor = Executor(dsn, self.concurrency, self._ended, middleware)
+        self._services: list[Service] = [self.finisher, self.heartbeat]
+        self._services += [Maintenance(dsn), self.dispatcher]
+
+    def stop(self) -> None:
+        """Drain and end; the second time give back and end. For signal handlers, too."""
+        self._stops += 1
+        self.stop_by = time.monotonic() + self.shutdown_timeout * (self._stops == 1)
+        self._tick.set()
+
+    def run(self) -> None:
+        """Work until stopped, drained (burst) or recycled (max_jobs).
+
+        Waits for the end of any outage. Raises what no waiting mends: psycopg's errors, such
+        as InvalidSchemaName without pgqueue, or InsufficientPrivilege; RuntimeError when
+        handlers that do not end hold all slots.
+        """
+        try:
+            if self._call(self.app.startup):
+                for service in self._services:
+                    service.thread.start()
+            while not self._is_over():
+                self._look()
+                self._tick.wait(TICK)
+                self._tick.clear()
+        finally:
+            self._end()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Worker"]:
+        """Run in a thread beside an event loop, as in FastAPI's lifespan; then stop."""
+        pool = ThreadPoolExecutor(1, "pgqueue-worker")
+        running = asyncio.get_running_loop().run_in_executor(pool, self._run_and_tell)
+        pool.shutdown(wait=False)
+        try:
+            yield self
+        finally:
+            self.stop()
+            await running
+
+    def _run_and_tell(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:
+            log.error("%s has failed: %s", self.id, error)  # who awaits hears it late
+            raise
+
+    def _call(self, hooks: list[Callable[[], Any]], until: float = 0.0) -> bool:
+        """Call hooks, and return whether they ended before the time to stop was over."""
+        called = self.executor.loop.call(hooks)
+        while not called.done() and time.monotonic() < max(self.stop_by, until):
+            wait([called], TICK)
+        if called.done():
+            called.result()
+        else:
+            log.warning("a hook does not end: given up")
+        return called.done()
+
+    # What the parts ask it
+
+    def kinds(self) -> list[str] | None:
+        """Name the kinds to claim; None for all."""
+        if self.executor.loop.is_blocked:
+            return [kind for kind, task in self.app.tasks.items() if not task.is_async]
+        return list(self.app.tasks) if self.only_known else None
+
+    def want(self) -> int:
+        """Say how many jobs to claim; none while reports have fallen behind."""
+        if len(self.heartbeat.held) > 2 * (self.batch + self.concurrency):
+            return 0
+        return self.prefetch.want(self.executor.unfinished)
+
+    def begin(self, attempts: list[Attempt], since: float) -> None:
+        """Have these run that were claimed at a moment of the monotonic clock."""
+        self.heartbeat.hold(attempts, since)
+        self.prefetch.claimed(len(attempts))
+        for attempt in attempts:
+            if self.dispatcher.is_paused:  # meanwhile: others shall have it
+                self.finisher.put(attempt)
+            elif task := self.app.tasks.get(attempt.kind):
+                attempt.task = task
+                attempt.timeout = task.policy.timeout or self.timeout
+            else:
+                self._put_off(attempt)
+        self.executor.submit(a for a in attempts if a.task is not NO_TASK)
+
+    def _put_off(self, attempt: Attempt) -> None:
+        """Let others have a job of a kind unknown here, but not at once."""
+        attempt.outcome = UNKNOWN
+        self.finisher.put(attempt)
+        if attempt.kind not in self._unknown:
+            self._unknown.add(attempt.kind)
+            log.warning("no handler for the kind of %s: put off", attempt)
+
+    def _ended(self, attempt: Attempt) -> None:
+        self.finisher.put(attempt)
+        self.dispatcher.slot_freed()
+
+    def told(self, attempts: list[Attempt], statuses: set[str]) -> None:
+        """Forget these, whose outcomes have been committed."""
+        self.on_commit()
+        self.heartbeat.held.difference_update(attempts)
+        if self.dispatcher.has_limits or not AGAIN.isdisjoint(statuses):
+            self.dispatcher.look_again()
+        self.dispatcher.slot_freed()
+        if not self.heartbeat.held and (self._stops or self.burst):
+            self._tick.set()  # it may have been the last
+
+    # Looking after them
+
+    def _look(self) -> None:
+        for service in self._services:
+            service.check()
+        self.executor.watch()
+        if self.executor.error:
+            raise RuntimeError(
+                "a thread of handlers has ended"
+            ) from self.executor.error
+        if self.executor.is_stuck:
+            raise RuntimeError("handlers that do not end hold all slots")
+        if self._stops:
+            if not self.dispatcher.is_paused:
+                log.info("%s is stopping", self.id)
+            self.dispatcher.is_paused = True
+            self.executor.release_waiting()
+        self.on_tick()
+
+    def _is_over(self) -> bool:
+        """Whether nothing is left to do, or no time for it."""
+        if time.monotonic() >= self.stop_by:
+            return True
+        if self.heartbeat.held:
+            return False
+        is_done = self.prefetch.left == 0 or (self.burst and self.dispatcher.is_settled)
+        return bool(self._stops) or is_done
+
+    def _end(self) -> None:
+        until = time.monotonic() + LAST_WORDS
+        self.dispatcher.is_paused = True
+        self.dispatcher.close()
+        self.dispatcher.join(until - LAST_WORDS / 2)  # what it claims is released
+        left = list(self.executor.running)
+        if left:
+            log.warning("giving up %s unfinished attempts", len(left))
+        for attempt in left:
+            self.executor.end(attempt, STOPPED, runs_on=True)
+        self.executor.release_waiting()
+        for service in self._services:
+            service.close()
+        for service in self._services:
+            service.join(until)
+        try:
+            if self.dispatcher.thread.ident:  # it began
+                self._call(self.app.shutdown, until)
+        finally:
+            self.executor.close()
+        told = [f"{n} {status}" for status, n in self.finisher.statuses.items()]
+        log.info("%s ends: %s", self.id, ", ".join(told) or "no jobs")

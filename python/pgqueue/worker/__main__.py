@@ -1,0 +1,198 @@
+"""python -m pgqueue.worker --app MODULE[:NAME]: run the jobs of some queues.
+
+Exit codes: 0 done or drained, 1 failed, 2 wrong usage, 3 no pgqueue in the database or
+one of another version, 130 or 143 ended by a second signal. See python/README.md.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import psycopg
+
+from pgqueue import database
+from pgqueue.app import Middleware
+from pgqueue.terminal import explain, say
+from pgqueue.worker import Worker
+from pgqueue.worker.health import Health, notify_systemd, set_up_logging
+from pgqueue.worker.options import load, parse
+from pgqueue.worker.supervisor import SIGNALS, listen_to_supervisor, supervise
+
+log = logging.getLogger("pgqueue")
+
+VERBS = "claim_from, complete, extend, finish, maintain, rest".split(", ")
+PRIVILEGES = (
+    "select p.proname, has_function_privilege(p.oid, 'execute') from pg_proc as p"
+    " where p.pronamespace = 'pgqueue'::regnamespace and p.proname = any(%s)"
+)
+
+
+signals: list[int] = []
+BOTH = (signal.SIGTERM, signal.SIGINT)
+
+
+def stop_early(number: int, frame: FrameType | None) -> None:
+    """End at once: nothing is claimed yet. Where Python swallows it, it is not forgotten."""
+    signals.append(number)
+    raise SystemExit(0)
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    dsn: str | None = None,
+    wrap: Callable[[Middleware | None], Middleware | None] = lambda middleware: (
+        middleware
+    ),
+) -> int:
+    """Run the command line; `wrap` goes around the middleware of the app."""
+    for number in BOTH:
+        signal.signal(number, stop_early)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    args = parse(sys.argv[1:] if argv is None else argv)
+    set_up_logging(args.log_level, args.log_format)
+    try:
+        dsn = database.conninfo(args.dsn or dsn)
+        if args.check:
+            return check(dsn)
+        if args.processes > 1:
+            return supervise(args.processes, args.burst)
+        app = load(args.app)
+        app.middleware = wrap(app.middleware)
+        worker = Worker(
+            app,
+            args.queue,
+            dsn=dsn,
+            name=args.name,
+            concurrency=args.concurrency,
+            batch=args.batch,
+            lease=args.lease,
+            timeout=args.timeout,
+            poll_interval=args.poll_interval,
+            shutdown_timeout=args.shutdown_timeout,
+            listen=not args.no_listen,
+            burst=args.burst,
+            only_known=args.only_known,
+            max_jobs=args.max_jobs,
+        )
+    except (ValueError, psycopg.ProgrammingError) as error:
+        say(str(error))
+        return 2
+    return run(worker, args)
+
+
+def run(worker: Worker, args: argparse.Namespace) -> int:
+    is_supervised = stop_by_signal(worker)
+    health = Health(args.health_file)
+    worker.on_tick = lambda: health(worker.dispatcher.has_connected)
+    names = ", ".join(args.queue)
+    log.info("%s works on %s, %s at once", worker.id, names, args.concurrency)
+    code = 0
+    try:
+        worker.run()
+    except database.INCOMPATIBLE as error:
+        log.error("%s ends: install or update pgqueue: %s", worker.id, explain(error))
+        code = 3
+    except (psycopg.Error, RuntimeError) as error:
+        log.error("%s ends: %s", worker.id, explain(error, "worker"))
+        code = 1
+    if not is_supervised:
+        notify_systemd("STOPPING=1")
+    if len(signals) > 1:
+        code = 128 + signals[-1]
+    now = time.monotonic()
+    leave_within(min(worker.stop_by - now, worker.shutdown_timeout), code)
+    return code
+
+
+def leave_within(seconds: float, code: int) -> None:
+    """End the process then, if threads that handlers have begun keep Python waiting."""
+
+    def leave() -> None:
+        for file in sys.stdout, sys.stderr:
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # nobody reads, or it is closed
+                file.flush()
+        os._exit(code)
+
+    timer = threading.Timer(max(seconds, 0.1), leave)
+    timer.daemon = True
+    timer.start()
+
+
+def stop_by_signal(worker: Worker) -> bool:
+    """Stop at signals, at those that came before, and when a supervisor says so.
+
+    Return whether there is one.
+    """
+    told = 0
+
+    def supervised() -> None:
+        nonlocal told
+        told += 1
+        if told > len(signals):
+            worker.stop()
+        if told > 2:
+            os._exit(128 + signal.SIGTERM)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        if len(signals) > told:
+            worker.stop()
+        if len(signals) > 2:
+            os._exit(128 + number)
+
+    def default_in_child() -> None:
+        for number in BOTH:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH)
+
+    early = len(signals)
+    for number in BOTH:
+        signal.signal(number, on_signal)
+    # A child that a handler forks shall end at SIGTERM, as any other, however early.
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, BOTH),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH),
+        after_in_child=default_in_child,
+    )
+    for _ in range(early):
+        worker.stop()
+    return listen_to_supervisor(supervised)
+
+
+def check(dsn: str) -> int:
+    """Say in one line whether a worker could work with this database."""
+    for number in BOTH:
+        signal.signal(number, signal.SIG_DFL)  # 0 would say that it could
+    try:
+        with database.connect(dsn) as conn:
+            row = conn.execute("select pgqueue.version()").fetchone()
+            granted = {v: ok for v, ok in conn.execute(PRIVILEGES, (VERBS,))}
+            is_pooled = conn.prepare_threshold is None
+    except database.INCOMPATIBLE as error:
+        print(f"no pgqueue: {explain(error)}")
+        return 3
+    except psycopg.Error as error:
+        print(f"failed: {explain(error, 'worker')}")
+        return 1
+    if missing := [name for name in VERBS if name not in granted]:
+        print(f"pgqueue lacks {', '.join(missing)}")
+        return 3
+    if denied := [name for name in VERBS if not granted[name]]:
+        print(f"not allowed: {', '.join(denied)}: pgqueue.grant_access(role, 'worker')")
+        return 1
+    how = "polling: NOTIFY does not arrive" if is_pooled else "notified"
+    print(f"ok: pgqueue {row[0] if row else '?'}, {how}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

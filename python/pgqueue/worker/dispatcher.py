@@ -1,0 +1,174 @@
+"""Claims jobs for the free slots; sleeps when there is nothing, until notified or due."""
+
+import contextlib
+import logging
+import random
+import select
+import socket
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pgqueue import database
+from pgqueue.worker import protocol
+from pgqueue.worker.prefetch import GATHER
+from pgqueue.worker.service import Service
+
+if TYPE_CHECKING:
+    from pgqueue.worker import Worker
+
+log = logging.getLogger("pgqueue")
+
+CHANNEL = "pgqueue"
+HANDOVER = 0.0002  # seconds
+
+
+@dataclass(frozen=True)
+class Share:
+    """A queue's part of a worker: twice the weight, twice the jobs; at most `limit` at once."""
+
+    weight: int = 1
+    limit: int | None = None
+
+
+class Dispatcher(Service):
+    """Has the worker begin what it claims."""
+
+    name = "dispatcher"
+
+    def __init__(self, dsn: str, worker: "Worker") -> None:
+        super().__init__(dsn)
+        self.is_paused = False  # to drain: it claims no more
+        self._worker = worker
+        self._queues = {
+            name: share if isinstance(share, Share) else Share(share)
+            for name, share in worker.queues.items()
+        }
+        self.has_limits = any(share.limit for share in self._queues.values())
+        self._has_news = True  # there may be something to claim, by what it has heard
+        self._quiet_until = 0.0
+        self._is_asleep = False
+        self._lacks_slots = False
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # it is full, or closed
+            self._waker.send(b".")
+
+    def look_again(self) -> None:
+        """There may be something to claim now; from any thread."""
+        self._has_news = True
+        if self._is_asleep:
+            self.wake()
+
+    def slot_freed(self) -> None:
+        """Claim for it, if there was none; from any thread."""
+        if self._lacks_slots:
+            self._lacks_slots = False
+            self.wake()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing was due when it last looked, and nothing was heard since."""
+        return not self._has_news and time.monotonic() < self._quiet_until
+
+    def work(self, conn: database.Connection) -> None:
+        parks = self._start_listening(conn)
+        self._has_news = True
+        while not self.over.is_set():
+            self._lacks_slots = True  # until known, or one freed now is missed
+            queues, kinds, want = self._open_queues(), self._worker.kinds(), 0
+            if queues and kinds != [] and not self.is_paused:
+                want = self._worker.want()
+            self._lacks_slots = want <= 0
+            if want > 0 and not self.is_settled:
+                # One that heard nothing only looks: where a walk is dear, one is enough.
+                if self._has_news and self._claim(conn, queues, kinds, want) == want:
+                    continue
+                seconds = protocol.rest(conn, list(queues), kinds, parks)
+                self._rest(seconds)
+            self._sleep(conn, want)
+
+    def ended(self) -> None:
+        self._woken.close()
+        self._waker.close()
+
+    def _open_queues(self) -> dict[str, int | None]:
+        """Find those that are not at their limit, and how much of it is left."""
+        if not self.has_limits:
+            return dict.fromkeys(self._queues)
+        held = Counter(attempt.queue for attempt in list(self._worker.heartbeat.held))
+        left = {n: s.limit and s.limit - held[n] for n, s in self._queues.items()}
+        return {
+            name: limit for name, limit in left.items() if limit is None or limit > 0
+        }
+
+    def _claim(
+        self,
+        conn: database.Connection,
+        queues: dict[str, int | None],
+        kinds: list[str] | None,
+        want: int,
+    ) -> int:
+        worker, now = self._worker, time.monotonic()
+        weights = [self._queues[name].weight for name in queues]
+        limits = list(queues.values())
+        self._quiet_until, self._has_news = 0.0, False
+        attempts = protocol.claim(
+            conn, worker.id, list(queues), want, worker.lease, kinds, weights, limits
+        )
+        self.succeeded()
+        worker.begin(attempts, now)
+        if attempts and not worker.prefetch.is_quick:
+            # A thread that is told to run waits until this one lets go of the interpreter.
+            time.sleep(HANDOVER)
+        if len(attempts) == want:
+            self._has_news = True
+        return len(attempts)
+
+    def _rest(self, seconds: float | None) -> None:
+        """Be quiet for so long, or until the next poll."""
+        self.succeeded()
+        pause = self._worker.poll_interval * random.uniform(0.8, 1.2)
+        pause = pause if seconds is None else min(pause, seconds)
+        self._quiet_until = time.monotonic() + pause
+        if pause == 0:
+            self._has_news = True
+
+    def _sleep(self, conn: database.Connection, want: int) -> None:
+        """Sleep until there is something to hear or to do, at most a second."""
+        if self._worker.prefetch.is_quick:
+            time.sleep(GATHER)
+        self._is_asleep = True  # before the last look: what is heard now wakes it
+        timeout = 1.0
+        if want > 0:
+            timeout = min(timeout, self._quiet_until - time.monotonic())
+        if timeout > 0 and not (self._has_news and want > 0) and not self.over.is_set():
+            poll = select.poll()
+            poll.register(self._woken, select.POLLIN)
+            poll.register(conn.fileno(), select.POLLIN)
+            ready = {file for file, _ in poll.poll(timeout * 1000)}
+            if self._woken.fileno() in ready:
+                self._woken.recv(4096)
+            if conn.fileno() in ready:
+                conn.pgconn.consume_input()
+                while conn.pgconn.notifies():
+                    self._has_news = True
+        self._is_asleep = False
+
+    def _start_listening(self, conn: database.Connection) -> bool:
+        if not self._worker.listen:
+            return False
+        if conn.prepare_threshold is None:
+            self._worker.listen = False  # nor will it after the next reconnect
+            log.warning(
+                "NOTIFY does not arrive through a pooler: polling every %s s",
+                self._worker.poll_interval,
+            )
+            return False
+        conn.add_notify_handler(lambda _: self.look_again())
+        conn.execute(f"listen {CHANNEL}")
+        return True

@@ -1,0 +1,233 @@
+"""Where attempts run: `def` in threads, `async def` as tasks of an event loop.
+
+There are `concurrency` slots for both together. An attempt has one from before it begins
+until its handler has returned: also when it was given up long before. Who ends an attempt
+takes the next one along with the slot.
+"""
+
+import contextlib
+import contextvars
+import logging
+import threading
+import time
+from asyncio import CancelledError
+from collections import deque
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+
+from pgqueue.app import Middleware
+from pgqueue.attempt import RELEASED, Attempt, Outcome, judge, run, run_async
+from pgqueue.worker.connections import Connections
+from pgqueue.worker.event_loop import EventLoop
+
+log = logging.getLogger("pgqueue")
+
+# Seconds
+REACT = 10.0  # for a handler that was told to stop, before a warning
+DELIVERY = 1.0  # for the event loop to cancel what is timed out
+CLEAN_UP = 30.0  # for an async handler that is timed out, before it is given up
+STALE = 1.0  # without a beginning, after which others shall have what waits
+
+
+class Executor:
+    """Begins what is submitted in order, and passes each ended attempt to `on_end` once."""
+
+    def __init__(
+        self,
+        dsn: str,
+        concurrency: int,
+        on_end: Callable[[Attempt], None],
+        middleware: Middleware | None,
+    ) -> None:
+        self.concurrency = concurrency
+        self.loop = EventLoop()
+        self.waiting: deque[Attempt] = deque()
+        self.running: set[Attempt] = set()  # these have a slot
+        self.given_up: set[Attempt] = set()  # and these: their handlers run on
+        self.error: BaseException | None = (
+            None  # what ended a thread, if not its handler
+        )
+        self._on_end = on_end
+        self._middleware = middleware
+        self._connections = Connections(dsn)
+        self._lock = threading.Lock()  # of the three counts
+        self._free = concurrency
+        self._threads = 0
+        self._idle_threads = 0
+        self._for_threads: SimpleQueue[Attempt | None] = SimpleQueue()
+        self._began_at = time.monotonic()
+
+    @property
+    def unfinished(self) -> int:
+        return self.concurrency - self._free + len(self.waiting)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether no slot can work any more: its handlers were given up, and run on."""
+        return len(self.given_up) >= self.concurrency or (
+            self.loop.is_blocked and any(a.task.is_async for a in self.given_up)
+        )
+
+    def submit(self, attempts: Iterable[Attempt]) -> None:
+        """Begin these as slots become free."""
+        if not self.waiting:
+            self._began_at = time.monotonic()
+        self.waiting.extend(attempts)
+        with self._lock:
+            self._fill()
+
+    def release_waiting(self) -> None:
+        """Let others have what has not begun."""
+        with contextlib.suppress(IndexError):
+            while True:
+                attempt = self.waiting.popleft()
+                attempt.outcome = RELEASED
+                self._on_end(attempt)
+
+    def end(self, attempt: Attempt, outcome: Outcome, runs_on: bool = False) -> None:
+        """End an attempt, unless it has ended: a given-up handler says no more.
+
+        With `runs_on` it is given up; its handler has the slot until it returns.
+        """
+        if runs_on and attempt.started:
+            self.given_up.add(attempt)
+        try:
+            self.running.remove(attempt)
+        except KeyError:
+            self.given_up.discard(attempt)
+            return
+        attempt.outcome = outcome if attempt.started else RELEASED
+        self._on_end(attempt)
+
+    def close(self) -> None:
+        """End idle threads and the loop; a handler that runs on is left to itself."""
+        for _ in range(self._threads):
+            self._for_threads.put(None)
+        self._connections.close_idle(after=0)
+        if not any(a.task.is_async for a in self.running | self.given_up):
+            self.loop.close()
+
+    # Slots
+
+    def _fill(self) -> None:
+        """Give free slots to what waits; with the lock."""
+        while self._free and self.waiting:
+            try:
+                attempt = self.waiting.popleft()
+            except IndexError:  # another slot was quicker
+                return
+            self._free -= 1
+            self._place(attempt)
+
+    def _place(self, attempt: Attempt) -> None:
+        self.running.add(attempt)
+        if attempt.task.is_async:
+            self.loop.get().call_soon_threadsafe(self._start_task, attempt)
+            return
+        self._for_threads.put(attempt)
+        if self._idle_threads:
+            self._idle_threads -= 1
+            return
+        self._threads += 1
+        name = "pgqueue-handler"
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def _next(self, is_async: bool) -> Attempt | None:
+        """Take the next attempt along with the caller's slot, if it is of its sort."""
+        with contextlib.suppress(IndexError):
+            attempt = self.waiting.popleft()  # without the lock, which quick jobs feel
+            if attempt.task.is_async is is_async:
+                self.running.add(attempt)
+                return attempt
+            with self._lock:
+                self._idle_threads += not is_async
+                self._place(attempt)
+            return None
+        with self._lock:
+            self._free += 1
+            self._idle_threads += not is_async
+            self._fill()  # what has come meanwhile
+        return None
+
+    def _begin(self, attempt: Attempt) -> bool:
+        now = time.monotonic()
+        if now >= attempt.expires:
+            self.end(attempt, RELEASED)
+        if attempt not in self.running:
+            return False
+        attempt.started = self._began_at = now
+        return True
+
+    def _work(self) -> None:
+        connections, attempt = self._connections.connection, self._for_threads.get()
+        try:
+            while attempt is not None:
+                if self._begin(attempt):
+                    self.end(attempt, run(attempt, connections, self._middleware))
+                attempt = self._next(is_async=False) or self._for_threads.get()
+        except BaseException as error:
+            self.error = error
+
+    def _start_task(self, attempt: Attempt) -> None:
+        attempt.runs_in = self.loop.get().create_task(
+            self._attempt(attempt), context=contextvars.Context()
+        )
+
+    async def _attempt(self, attempt: Attempt) -> None:
+        if attempt not in self.running:
+            return  # the loop was blocked, and others have it
+        connections = self._connections.async_connection
+        try:
+            if self._begin(attempt):
+                outcome = await run_async(attempt, connections, self._middleware)
+                self.end(attempt, outcome)
+        finally:
+            if following := self._next(is_async=True):
+                self._start_task(following)
+
+    # Looking after them
+
+    def watch(self) -> None:
+        """Stop what must not go on; call it some times a second. It needs no server."""
+        now = time.monotonic()
+        for attempt in list(self.running):
+            if attempt.started:
+                self._watch(attempt, now)
+        self._connections.close_idle()
+        if now > self._began_at + STALE:
+            self.release_waiting()
+        on_loop = [a for a in list(self.running) if a.task.is_async]
+        if self.loop.look():
+            names = [str(a) for a in on_loop if a.started]
+            log.warning("a handler blocks the event loop: one of %s", names)
+        if self.loop.is_blocked:
+            for attempt in on_loop:
+                if not attempt.started:
+                    self.end(attempt, RELEASED)  # others shall have it
+                    with self._lock:
+                        self._free += 1
+            self.submit(())
+
+    def _watch(self, attempt: Attempt, now: float) -> None:
+        must_stop = attempt.is_cancelled or now >= attempt.expires
+        patience = 0.0
+        if attempt.task.is_async:
+            patience = CLEAN_UP if attempt.stops_since else DELIVERY
+            if not attempt.stops_since and (must_stop or attempt.is_late()):
+                self.loop.get().call_soon_threadsafe(self._cancel, attempt)
+        elif must_stop and not attempt.stops_since:
+            attempt.stops_since = now
+        if attempt.is_late(patience):
+            log.warning("%s timed out, and runs on in its slot", attempt)
+            self.end(attempt, judge(attempt, CancelledError()), runs_on=True)
+        elif attempt.stops_since and now > attempt.stops_since + REACT:
+            attempt.stops_since = now
+            log.warning("%s was told to stop and does not react", attempt)
+            if attempt.is_cancelled:
+                self.end(attempt, judge(attempt, CancelledError()), runs_on=True)
+
+    def _cancel(self, attempt: Attempt) -> None:
+        # Once: a second time would cut its clean-up short.
+        if attempt in self.running and not attempt.stops_since and attempt.runs_in:
+            attempt.stops_since = time.monotonic()
+            attempt.runs_in.cancel()

@@ -1,0 +1,98 @@
+"""Signs of life: the log, a file to look at, systemd's watchdog."""
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import socket
+import textwrap
+import time
+import traceback
+from typing import Any
+
+from pgqueue.terminal import LINES, printable
+
+log = logging.getLogger("pgqueue")
+
+
+class Health:
+    """Shows others, once a second, that the worker is well."""
+
+    def __init__(self, file: str | None) -> None:
+        self._file = pathlib.Path(file) if file else None
+        self._next_at = 0.0
+        self._is_ready = False
+        self._has_complained = False
+
+    def __call__(self, has_connected: bool) -> None:
+        if time.monotonic() < self._next_at:
+            return
+        self._next_at = time.monotonic() + 1
+        if self._file:
+            self._touch(self._file)
+        state = "WATCHDOG=1"
+        if has_connected and not self._is_ready:
+            self._is_ready = True
+            state = f"READY=1\n{state}"
+        notify_systemd(state)
+
+    def _touch(self, file: pathlib.Path) -> None:
+        try:
+            file.touch()
+            self._has_complained = False
+        except OSError as error:
+            if not self._has_complained:
+                log.warning("cannot touch the health file: %s", error)
+            self._has_complained = True
+
+
+def notify_systemd(state: str) -> None:
+    """Tell systemd (Type=notify); with --processes it needs NotifyAccess=all."""
+    if address := os.environ.get("NOTIFY_SOCKET"):
+        address = "\0" + address[1:] if address.startswith("@") else address
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s,
+        ):
+            s.sendto(state.encode(), address)
+
+
+def set_up_logging(level: str, form: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+class TextLines(logging.Formatter):
+    """A line each, and the traceback indented below; nothing that a terminal would obey."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(process)d %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        lines = (line.strip() for line in record.message.splitlines())
+        record.message = printable(" ".join(lines))
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return textwrap.indent(printable(super().formatException(ei), LINES), "    ")
+
+
+class JsonLines(logging.Formatter):
+    """One object a line: when, level, logger, what, and the job's fields if any."""
+
+    fields = ("job_id", "kind", "queue", "attempt", "token", "ms")
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "pid": record.process,
+            "message": record.getMessage(),
+        }
+        line |= {n: getattr(record, n) for n in self.fields if hasattr(record, n)}
+        if record.exc_info:
+            line["error"] = "".join(traceback.format_exception(*record.exc_info))
+        return json.dumps(line, default=str)

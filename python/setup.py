@@ -1,0 +1,38 @@
+"""Puts the SQL into the wheel and the source distribution; all else is in pyproject.toml."""
+
+import subprocess
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
+
+HERE = Path(__file__).resolve().parent
+CLONE = HERE.parent
+SQL = Path("pgqueue", "pgqueue.sql")
+
+
+def write_sql(folder: Path) -> None:
+    """Build the plain script in a clone; a source distribution has it already."""
+    if (CLONE / "Makefile").exists():
+        subprocess.run(["make", "-s", "-C", str(CLONE), "plain"], check=True)
+        (script,) = (CLONE / "sql").glob("pgqueue--*.plain.sql")
+    else:
+        script = HERE / SQL
+    (folder / SQL).write_bytes(script.read_bytes())
+
+
+class BuildWithSql(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            write_sql(Path(self.build_lib))
+
+
+class SdistWithSql(sdist):
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        write_sql(Path(base_dir))
+
+
+setup(cmdclass={"build_py": BuildWithSql, "sdist": SdistWithSql})

@@ -1,0 +1,33 @@
+"""Runs the two command lines as a shell does. PYTEST_DONT_REWRITE, as for worker_harness."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+PATH = os.pathsep.join((str(HERE), str(HERE.parents[1] / "python")))
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(dsn: str, tmp_path: Path) -> Run:
+    """Run a module, in an empty folder, on the test's database; keywords are variables."""
+
+    def run(
+        module: str, *args: str | bytes, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        ours = {"PYTHONPATH": f"{tmp_path}:{PATH}", "PGQUEUE_DSN": dsn}
+        return subprocess.run(
+            [sys.executable, "-m", module, *args],
+            env={**os.environ, **ours, **env},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    return run

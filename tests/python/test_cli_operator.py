@@ -1,0 +1,239 @@
+"""python -m pgqueue, as an operator's shell sees it."""
+
+import os
+import subprocess
+import sys
+
+import pgqueue
+import pytest
+from command_line import PATH
+from conftest import column, one
+
+pytest_plugins = ["command_line"]
+
+# What would set a title, colour the terminal, begin a line, or write from right to left.
+NASTY = "a\x1b]0;x\x07\x1b[31m\r\nb\x9b\u202e"
+
+
+def kill(db, queue: str, error: str = "ValueError: bad\n\nTraceback ...") -> None:
+    """End all jobs of a queue dead."""
+    db.execute(
+        "select pgqueue.fail(id, token, %s, permanent => true)"
+        " from pgqueue.claim(%s, 'me', 5000)",
+        (error, queue),
+    )
+
+
+def test_enqueue_adds_a_job_and_prints_its_id(run, db) -> None:
+    options = "--kind k --priority 3 --max-attempts 2 --unique-key u --group-key g"
+    done = run("pgqueue", "enqueue", "emails", '{"to": "ada"}', *options.split())
+    query = (
+        "select id, queue, kind, priority, max_attempts, unique_key, group_key, payload"
+        " from pgqueue.job"
+    )
+    assert db.execute(query).fetchall() == [
+        (int(done.stdout), "emails", "k", 3, 2, "u", "g", {"to": "ada"})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (["enqueue", "q", "hello"], 2, "payload must be JSON"),
+        (["enqueue", "q", "[" * 100_000], 2, "payload must be JSON"),
+        (["enqueue", "q", "NaN"], 1, "payload cannot be stored as JSON"),
+        (["enqueue", ""], 1, "queue"),
+        (["enqueue", b"\xff"], 2, "not UTF-8"),
+        (["enqueue", "q", "--priority", "99999999999"], 2, "out of range"),
+        (["enqueue", "q", "--priority", "101"], 1, "priority must be -100 to 100"),
+        (["enqueue", "q", "--run-at", "soon"], 1, '"soon"'),
+        (["dead", "--limit", "99999999999"], 2, "out of range"),
+        (["cancel", "9" * 20], 2, "out of range"),
+        (["cancel", "one"], 2, "no whole number"),
+        (["cancel", "1"], 1, "job 1 not found"),
+        (["discard", "1"], 1, "dead job 1 not found"),
+        (["error", "1"], 1, "no such job"),
+        (["--dsn", "nonsense", "status"], 2, "connection info string"),
+        (["--dsn", "host=/nowhere", "status"], 1, "/nowhere"),
+        (["--dsn", "dbname=template1", "status"], 3, "install"),
+        (["--dsn", "dbname=template1", "enqueue", "q"], 3, "install"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line_without_a_traceback(
+    run, args, code, said
+) -> None:
+    done = run("pgqueue", *args)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+    for noise in "Traceback", "CONTEXT", "LINE 1":
+        assert noise not in done.stderr
+
+
+def test_a_dead_job_is_shown_found_and_sent_back(run, db) -> None:
+    job = pgqueue.enqueue(db, "emails", kind="k")
+    status = run("pgqueue", "status").stdout.splitlines()
+    assert status[0].split()[:2] == ["queue", "ready"]
+    assert status[2].split()[:2] == ["emails", "1"]
+    kill(db, "emails", "ValueError: bad thing\n\nat the end")
+    dead = run("pgqueue", "dead", "--queue", "emails").stdout
+    assert dead.splitlines()[2].split()[0] == str(job)
+    assert "ValueError: bad thing" in dead
+    assert "at the end" not in dead
+    assert len(run("pgqueue", "dead", "--queue", "other").stdout.splitlines()) == 2
+
+    dry = run("pgqueue", "redrive", "--dry-run")
+    assert dry.stdout == f"{job}\n"
+    assert "1 of the dead jobs to redrive: ValueError: bad thing" in dry.stderr
+    for other in (
+        ["--kind", "other"],
+        ["--queue", "other"],
+        ["--error-like", "%the end%"],
+    ):
+        assert run("pgqueue", "redrive", *other).stdout == ""
+    done = run("pgqueue", "redrive", "--error-like", "%Bad%")
+    assert (done.stdout, done.stderr) == (f"{job}\n", "")
+    assert one(db, "select state from pgqueue.jobs") == "ready"
+
+
+def test_redrive_says_when_its_limit_left_some_behind(run, db) -> None:
+    pgqueue.enqueue_many(db, "q", [None] * 1005)
+    kill(db, "q")
+    said = "stopped at the --limit of 1000; more match"
+    dry = run("pgqueue", "redrive", "--dry-run")
+    assert (len(dry.stdout.split()), said in dry.stderr) == (1000, True)
+    done = run("pgqueue", "redrive")
+    assert len(done.stdout.split()) == 1000
+    assert done.stderr == f"pgqueue: {said}: call it again\n"
+    # Exactly so many are no reason to call again.
+    for args in ["--limit", "5", "--dry-run"], ["--limit", "5"]:
+        done = run("pgqueue", "redrive", *args)
+        assert (len(done.stdout.split()), "stopped" in done.stderr) == (5, False)
+    assert one(db, "select count(*) from pgqueue.dead_job") == 0
+
+
+def test_pause_and_resume_hold_one_queue_or_all(run, db) -> None:
+    for queue in "a", "b":
+        pgqueue.enqueue(db, queue)
+    paused = "select queue from pgqueue.queues where paused order by 1"
+    assert run("pgqueue", "pause", "a").returncode == 0
+    assert column(db, paused) == ["a"]
+    assert run("pgqueue", "pause").returncode == 0
+    assert column(db, paused) == ["a", "b"]
+    assert run("pgqueue", "resume", "a").returncode == 0
+    assert column(db, paused) == ["b"]
+    done = run("pgqueue", "resume")
+    assert (done.stdout, done.stderr, column(db, paused)) == ("", "", [])
+    # The server's notice is passed on: it may be a slip of the pen.
+    assert 'no job in a queue "emial"' in run("pgqueue", "pause", "emial").stderr
+
+
+def test_cancel_discard_and_purge_are_those_of_sql(run, db) -> None:
+    first, second = pgqueue.enqueue_many(db, "q", [None] * 2)
+    pgqueue.enqueue_many(db, "other", [None] * 3)
+    assert run("pgqueue", "cancel", str(first), "--reason", "why").stdout == (
+        "cancelled\n"
+    )
+    assert column(db, "select result from pgqueue.run") == ["why"]
+    kill(db, "q")
+    assert run("pgqueue", "discard", str(second)).returncode == 0
+    assert column(db, "select id from pgqueue.dead_job") == []
+    assert run("pgqueue", "purge", "other").stdout == "3\n"
+    assert run("pgqueue", "purge", "other").stdout == "0\n"
+    assert column(db, "select id from pgqueue.job") == []
+
+
+def test_error_shows_all_of_a_job_that_failed(run, db) -> None:
+    job = pgqueue.enqueue(db, "q", {"to": "ada"}, kind="k", headers={"trace": 7})
+    error = "ValueError: {}\n\nTraceback (most recent call last):\n" + "x" * 5000
+    for text in "first", "second":
+        db.execute(
+            "select pgqueue.fail(id, token, %s, retry_in => '0')"
+            " from pgqueue.claim('q', 'me')",
+            (error.format(text),),
+        )
+    shown = run("pgqueue", "error", str(job)).stdout
+    assert "state: ready" in shown
+    for part in '"to": "ada"', '"trace": 7', "ValueError: first", "x" * 5000:
+        assert part in shown
+    assert shown.endswith(f"error: {error.format('second')}\n")
+    kill(db, "q", "LastError: third")
+    shown = run("pgqueue", "error", str(job)).stdout
+    assert "state: dead" in shown
+    assert "attempt: 3" in shown
+    assert shown.endswith("error: LastError: third\n")
+    for line, outcome in zip(
+        shown.splitlines()[2:5], ("retry", "retry", "dead"), strict=True
+    ):
+        assert outcome in line
+
+
+def test_no_control_character_reaches_the_terminal(run, db) -> None:
+    job = pgqueue.enqueue(db, NASTY, {"x": NASTY}, kind=NASTY)
+    db.execute("select id from pgqueue.claim(%s, %s)", (NASTY, NASTY))
+    shown = [run("pgqueue", "top", "--times", "1", COLUMNS="200").stdout]
+    db.execute(
+        "select pgqueue.fail(id, token, %s, permanent => true) from pgqueue.job",
+        (NASTY,),
+    )
+    for args in (
+        ["status"], ["dead"], ["error", str(job)], ["redrive", "--dry-run"],
+        ["pause", f"{NASTY}?"],
+    ):  # fmt: skip
+        done = run("pgqueue", *args, COLUMNS="200")
+        assert done.returncode == 0, done.stderr
+        shown += [done.stdout, done.stderr]
+    text = "".join(shown)
+    assert not [c for c in text if not c.isprintable() and c != "\n"]
+    assert text.count(r"a\x1b]0;x\x07\x1b[31m") >= 8
+    assert "\nb" not in shown[0]
+
+
+@pytest.mark.parametrize("columns", ["", "80", "40", "200"])
+def test_a_table_fits_the_terminal(run, db, columns) -> None:
+    for number, queue in enumerate(("short", "q" * 150)):
+        tomorrow = one(db, "select now() + interval '1 day'")
+        pgqueue.enqueue(db, queue, run_at=tomorrow)
+        pgqueue.enqueue_many(db, queue, [None] * 3, kind="k" * 150)
+        db.execute("select from pgqueue.claim(%s, %s)", (queue, "w" * 150))
+        if number:
+            kill(db, queue, "E" * 500)
+        pgqueue.enqueue(db, queue)
+    room = int(columns or 80)
+    for args in ["status"], ["dead"], ["top", "--times", "1"]:
+        lines = run("pgqueue", *args, COLUMNS=columns).stdout.splitlines()
+        assert max(map(len, lines)) <= room
+        # Numbers and names are there all the same.
+        assert "queue" in lines[0]
+    status = run("pgqueue", "status", COLUMNS=columns).stdout
+    assert status.splitlines()[3].split()[0] == "short"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_pipe_that_nobody_reads_is_left_quietly(db, dsn, unbuffered) -> None:
+    pgqueue.enqueue(db, "q")
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pgqueue", "status"],
+            env={
+                **os.environ,
+                "PYTHONPATH": PATH,
+                "PYTHONUNBUFFERED": unbuffered,
+                "PGQUEUE_DSN": dsn,
+            },
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_top_shows_what_runs_again_and_again(run, db) -> None:
+    pgqueue.enqueue(db, "emails", kind="welcome")
+    db.execute("select from pgqueue.claim('emails', 'me')")
+    shown = run("pgqueue", "top", "--times", "2", "--every", "0.1").stdout
+    assert shown.count("welcome") == 2
+    assert "\x1b" not in shown  # it is no terminal

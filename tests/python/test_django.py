@@ -1,0 +1,393 @@
+"""Django: the README's project, with manage.py and the ORM, as real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pgqueue
+import psycopg
+import pytest
+from conftest import column, one
+from recipes import blocks
+from worker_harness import wait_until
+
+PACKAGE = Path(pgqueue.__file__).parents[1]
+
+MANAGE = """
+import os, sys
+from django.core.management import execute_from_command_line
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "settings")
+execute_from_command_line(sys.argv)
+"""
+SETTINGS = """
+import json, os
+DATABASES = {"default": {
+    "ENGINE": "django.db.backends.postgresql",
+    "NAME": os.environ["NAME"],
+    "HOST": os.environ["PGHOST"],
+    **json.loads(os.environ.get("MORE", "{}")),
+}}
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+USE_TZ = True
+"""
+MODELS = """
+from django.db import models
+
+class Order(models.Model):
+    is_confirmed = models.BooleanField(default=False)
+    is_shipped = models.BooleanField(default=False)
+"""
+ORDERS = """
+from django.db import migrations, models
+
+class Migration(migrations.Migration):
+    initial = True
+    operations = [migrations.CreateModel("Order", [
+        ("id", models.BigAutoField(primary_key=True, serialize=False)),
+        ("is_confirmed", models.BooleanField(default=False)),
+        ("is_shipped", models.BooleanField(default=False)),
+    ])]
+"""
+DEPENDENCY = 'Migration.dependencies = [("shop", "0001_orders")]'
+
+
+class Site:
+    """A Django project in a folder, on the test's database."""
+
+    def __init__(self, folder: Path, dbname: str) -> None:
+        self.folder = folder
+        self.env = {k: v for k, v in os.environ.items() if "PGQUEUE" not in k}
+        # Nothing but the settings leads to the test's database.
+        self.env |= {"PGDATABASE": "template1", "NAME": dbname}
+        self.env["PYTHONPATH"] = str(PACKAGE)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        installed, migration, jobs, tests = blocks("Django")
+        for name, *texts in (
+            ("manage.py", MANAGE),
+            ("settings.py", SETTINGS, installed),
+            ("shop/__init__.py",),
+            ("shop/models.py", MODELS),
+            ("shop/migrations/__init__.py",),
+            ("shop/migrations/0001_orders.py", ORDERS),
+            ("shop/migrations/0002_pgqueue.py", migration, DEPENDENCY),
+            ("shop/jobs.py", jobs),
+            ("shop/tests.py", tests),
+        ):
+            self.write(name, *texts)
+
+    def write(self, name: str, *texts: str) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(texts))
+
+    def try_to(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run manage.py."""
+        return subprocess.run(
+            [sys.executable, "manage.py", *args],
+            cwd=self.folder,
+            env={**self.env, **env},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    def manage(self, *args: str, **env: str) -> str:
+        done = self.try_to(*args, **env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def start(self, *args: str, **env: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "manage.py", *args]
+        process = subprocess.Popen(
+            command, cwd=self.folder, env={**self.env, **env}, start_new_session=True
+        )
+        self.processes.append(process)
+        return process
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@pytest.fixture
+def site(db, tmp_path) -> Iterator[Site]:
+    site = Site(tmp_path, db.info.dbname)
+    yield site
+    site.end()
+
+
+@pytest.fixture
+def migrated(db, site) -> Site:
+    db.execute("drop extension pgqueue")
+    site.manage("migrate")
+    return site
+
+
+def outcomes(db) -> list[str]:
+    return column(db, "select outcome from pgqueue.run order by finished_at")
+
+
+def test_a_migration_installs_the_sql_once(db, migrated) -> None:
+    assert one(db, "select pgqueue.version()") is not None
+    migrated.manage("migrate", "shop", "0001")
+    migrated.manage("migrate")
+    pgqueue.enqueue(db, "q")
+
+
+def test_the_worker_runs_handlers_that_use_the_orm(db, migrated) -> None:
+    migrated.manage("shell", "-c", "from shop import jobs; jobs.place()")
+    assert column(db, "select kind from pgqueue.job order by id") == ["confirm", "ship"]
+    args = ("--app", "shop.jobs", "--queue", "orders")
+    migrated.manage("pgqueue_worker", *args, "--burst")
+    order = db.execute("select is_confirmed, is_shipped from shop_order").fetchall()
+    assert order == [(True, True)]
+    assert outcomes(db) == ["completed", "completed"]
+
+
+def test_a_rolled_back_transaction_takes_its_jobs_along(db, migrated) -> None:
+    code = """
+from django.db import connection, transaction
+from shop import jobs
+try:
+    with transaction.atomic():
+        jobs.place()
+        raise ZeroDivisionError
+except ZeroDivisionError:
+    pass
+with transaction.atomic():
+    try:
+        with transaction.atomic():
+            jobs.confirm.enqueue(connection, order=1)
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        jobs.confirm.enqueue(connection, order=2)
+"""
+    migrated.manage("shell", "-c", code)
+    assert column(db, "select payload from pgqueue.job") == [{"order": 2}]
+    assert one(db, "select count(*) from shop_order") == 0
+
+
+def test_the_tests_of_django_run_jobs_in_their_transaction(site) -> None:
+    site.write("shop/tests.py", blocks("Django")[3], MORE_TESTS)
+    said = site.manage("test", "-v", "2")
+    assert "Ran 6 tests" in said
+    assert "Applying shop.0002_pgqueue" in said
+
+
+MORE_TESTS = """
+from asgiref.sync import sync_to_async
+from django.db import IntegrityError
+from django.test import TransactionTestCase
+from pgqueue.testing import enqueued
+
+class MoreTest(TestCase):
+    def test_it_was_rolled_back(self):
+        self.assertEqual(enqueued(connection), [])
+
+    def test_a_handler_that_breaks_the_transaction_fails_alone(self):
+        app = jobs.pgqueue.App()
+
+        @app.job("twice")
+        def twice() -> None:
+            jobs.Order.objects.create(pk=1)
+            jobs.Order.objects.create(pk=1)
+
+        twice.enqueue(connection)
+        (ran,) = drain(connection, app, raises=False)
+        self.assertEqual(ran.outcome, "retry")
+        self.assertEqual(jobs.Order.objects.count(), 0)
+        twice.enqueue(connection)
+        with self.assertRaises(IntegrityError):
+            drain(connection, app)
+        self.assertEqual(jobs.Order.objects.count(), 0)
+
+    def test_moments_and_payloads_are_values_of_python(self):
+        soon = jobs.confirm.with_options(run_at=jobs.timedelta(hours=1))
+        soon.enqueue(connection, order=7)
+        (job,) = enqueued(connection, "orders")
+        self.assertEqual(job.payload, {"order": 7})
+        self.assertIsNotNone(job.run_at.tzinfo)
+
+    async def test_in_an_async_test(self):
+        order = await sync_to_async(jobs.place)()
+        ran = await sync_to_async(drain)(connection, jobs.app)
+        assert [r.outcome for r in ran] == ["completed"] * 2
+        await order.arefresh_from_db()
+        self.assertTrue(order.is_confirmed and order.is_shipped)
+
+class CommittedTest(TransactionTestCase):
+    def test_what_was_committed_runs_if_that_is_said(self):
+        jobs.place()
+        with self.assertRaises(ValueError):
+            drain(connection, jobs.app)
+        self.assertEqual(len(drain(connection, jobs.app, committed=True)), 2)
+
+jobs.timedelta = __import__("datetime").timedelta
+"""
+
+
+# Killed sessions
+
+HUNTED = """
+import asyncio
+import pgqueue
+from asgiref.sync import sync_to_async
+from django.db import connection
+
+app = pgqueue.App()
+
+def query(statement):
+    with connection.cursor() as cursor:
+        cursor.execute(statement)
+        return cursor.fetchone()[0]
+
+def work(number):
+    query("insert into session values (pg_backend_pid()) returning pid")
+    if number == 1:
+        query("select 1 from pg_sleep(600)")
+    return query("select pg_backend_pid()")
+
+@app.job("sync", retry_base=0.01)
+def sync(job: pgqueue.Job) -> int:
+    return work(job.payload["number"] if job.attempt == 1 else 0)
+
+@app.job("async", retry_base=0.01)
+async def asynchronous(job: pgqueue.Job) -> int:
+    return await sync_to_async(work)(job.payload["number"] if job.attempt == 1 else 0)
+
+@app.job("pair")
+async def pair() -> None:
+    await sync_to_async(query)("insert into session values (pg_backend_pid()) returning pid")
+    async with asyncio.timeout(60):
+        while await sync_to_async(query)("select count(*) from session") < 2:
+            await asyncio.sleep(0.01)
+"""
+PERSISTENT = '{"CONN_MAX_AGE": null}'
+CHECKED = '{"CONN_MAX_AGE": null, "CONN_HEALTH_CHECKS": true}'
+SESSIONS = (
+    "select count(*) from pg_stat_activity where pid in (select pid from session)"
+)
+
+
+@pytest.fixture
+def hunted(db, site) -> Site:
+    db.execute("create table session (pid int)")
+    site.write("hunted.py", HUNTED)
+    return site
+
+
+def kill_sessions(db) -> int:
+    """End the sessions of handlers, and say how many there were."""
+    query = (
+        "select count(*) filter (where pg_terminate_backend(pid, 10000)) from session"
+    )
+    return one(db, query)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("more", ["{}", PERSISTENT])
+def test_a_killed_session_costs_its_own_attempt_alone(db, hunted, kind, more) -> None:
+    ids = [pgqueue.enqueue(db, "q", {"number": n}, kind=kind) for n in range(1, 11)]
+    args = ("--app", "hunted", "--queue", "q", "--concurrency", "1")
+    hunted.start("pgqueue_worker", *args, MORE=more)
+    wait_until(lambda: one(db, "select count(*) from session") == 1)
+    assert kill_sessions(db) == 1
+    wait_until(lambda: one(db, "select not exists (select from pgqueue.job)"))
+    failed = column(db, "select job_id from pgqueue.run where outcome = 'retry'")
+    assert failed == ids[:1]
+    assert outcomes(db).count("completed") == 10
+
+
+@pytest.mark.parametrize(("more", "burnt"), [("{}", 0), (PERSISTENT, 1), (CHECKED, 0)])
+def test_a_session_killed_between_jobs_costs_one_attempt_at_most(
+    db, hunted, more, burnt
+) -> None:
+    args = ("--app", "hunted", "--queue", "q", "--concurrency", "1")
+    hunted.start("pgqueue_worker", *args, MORE=more)
+    for count in (1, 10):
+        pgqueue.enqueue_many(db, "q", [{"number": 0}] * count, kind="sync")
+        wait_until(lambda: one(db, "select not exists (select from pgqueue.job)"))
+        kill_sessions(db)
+    assert outcomes(db).count("retry") == burnt
+    assert outcomes(db).count("completed") == 11
+
+
+def test_async_attempts_share_no_connection_and_leave_none_open(db, hunted) -> None:
+    pgqueue.enqueue_many(db, "q", [None] * 2, kind="pair")
+    args = ("--app", "hunted", "--queue", "q")
+    hunted.start("pgqueue_worker", *args, MORE=PERSISTENT)
+    wait_until(lambda: outcomes(db) == ["completed"] * 2)
+    assert len(set(column(db, "select pid from session"))) == 2
+    wait_until(lambda: one(db, SESSIONS) == 0)
+
+
+# The command
+
+
+def test_the_command_connects_as_the_settings_say(db, site, tmp_path) -> None:
+    name = db.info.dbname
+    assert site.manage("pgqueue_worker", "--check").startswith("ok: ")
+    (tmp_path / "services").write_text(f"[shop]\ndbname={name}\n")
+    service = {"PGSERVICEFILE": str(tmp_path / "services"), "NAME": ""}
+    more = '{"OPTIONS": {"service": "shop"}}'
+    assert "ok: " in site.manage("pgqueue_worker", "--check", MORE=more, **service)
+    more = '{"OPTIONS": {"sslmode": "require"}, "HOST": "127.0.0.1"}'
+    refused = site.try_to("pgqueue_worker", "--check", MORE=more)
+    assert refused.returncode == 1
+    assert "SSL" in refused.stdout
+    more = '{"USER": "nobody here"}'
+    refused = site.try_to("pgqueue_worker", "--check", MORE=more)
+    assert '"nobody here"' in refused.stdout
+    refused = site.try_to("pgqueue_worker", "--check", "--dsn", "dbname=template1")
+    assert refused.returncode == 3
+
+
+def test_the_command_takes_another_database_of_the_settings(db, site) -> None:
+    site.write("others.py", "from settings import *", OTHERS)
+    say = ("pgqueue_worker", "--check", "--settings", "others", "--database")
+    assert site.try_to(*say[:-1]).returncode == 3
+    assert "ok: " in site.manage(*say, "queue")
+    for wrong, why in (("none", "no database"), ("lite", "not PostgreSQL")):
+        refused = site.try_to(*say, wrong)
+        assert (refused.returncode, why in refused.stderr) == (2, True)
+
+
+OTHERS = """
+DATABASES["queue"] = DATABASES["default"]
+DATABASES["default"] = {**DATABASES["queue"], "NAME": "template1"}
+DATABASES["lite"] = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+"""
+
+
+def test_options_of_django_and_of_the_worker_go_together(db, site) -> None:
+    elsewhere = site.folder / "elsewhere"
+    site.write("elsewhere/others.py", "from settings import *")
+    more = ("--settings=others", f"--pythonpath={elsewhere}", "--check")
+    assert "ok: " in site.manage("pgqueue_worker", *more)
+    shown = site.manage("pgqueue_worker", "--help")
+    assert "--concurrency" in shown
+    assert "--database" in shown
+    assert "--concurrency" in site.manage("help", "pgqueue_worker")
+    assert site.manage("pgqueue_worker", "--version").strip()
+    refused = site.try_to("pgqueue_worker", "--app", "shop.jobs", "--no-such-option")
+    assert refused.returncode == 2
+    assert "pgqueue_worker" in site.manage("help")
+
+
+def test_several_processes_are_started_and_stopped(db, hunted) -> None:
+    args = ("--app", "hunted", "--queue", "q", "--processes", "2")
+    worker = hunted.start("pgqueue_worker", *args)
+    pgqueue.enqueue_many(db, "q", [{"number": 0}] * 10, kind="sync")
+    wait_until(lambda: outcomes(db) == ["completed"] * 10)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(40) == 0
+
+
+def test_psycopg_is_what_django_uses(db, site) -> None:
+    code = "from django.db import connection as c; c.ensure_connection(); print(type(c.connection))"
+    assert f"{psycopg.__name__}.Connection" in site.manage("shell", "-c", code)

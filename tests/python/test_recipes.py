@@ -1,0 +1,376 @@
+"""The recipes of the package's README, run as written; Django's are in test_django."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pgqueue
+import psycopg
+import pytest
+from conftest import column, one
+from recipes import blocks, sections
+from worker_harness import wait_until
+
+PACKAGE = Path(pgqueue.__file__).parents[1]
+ENDS = "select kind, outcome, result from pgqueue.run order by finished_at"
+
+
+class Project:
+    """A folder with somebody's modules, on the test's database."""
+
+    def __init__(self, folder: Path, dbname: str) -> None:
+        self.folder = folder
+        self.env = {k: v for k, v in os.environ.items() if "PGQUEUE" not in k}
+        self.env |= {"PGDATABASE": dbname, "PYTHONPATH": f"{folder}:{PACKAGE}"}
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.write("jobs.py", blocks("")[0])
+
+    def write(self, name: str, *texts: str) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(texts))
+
+    def run(self, *args: str, **env: str) -> str:
+        """Run Python, and return what it says."""
+        done = subprocess.run(
+            [sys.executable, *args],
+            cwd=self.folder,
+            env={**self.env, **env},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def start(self, *args: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, *args]
+        self.processes.append(subprocess.Popen(command, cwd=self.folder, env=self.env))
+        return self.processes[-1]
+
+    def work(self, app: str, queue: str = "default") -> str:
+        """Run what is due with a worker, and return what the handlers say."""
+        worker = ("-m", "pgqueue.worker", "--burst", "--app", app)
+        return self.run(*worker, "--queue", queue)
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def project(db, tmp_path) -> Iterator[Project]:
+    project = Project(tmp_path, db.info.dbname)
+    yield project
+    project.end()
+
+
+def ends(db) -> list[tuple[str, str]]:
+    return [row[:2] for row in db.execute(ENDS)]
+
+
+def test_no_recipe_is_left_out() -> None:
+    assert sections() == [
+        "Enqueue on your connection",
+        "Arguments",
+        "FastAPI",
+        "Django",
+        "Alembic",
+        "Coming from Celery",
+        "Around every attempt",
+        "A job that enqueues its next run",
+        "In your tests",
+        "At run time",
+    ]
+
+
+def test_the_commands_install_the_sql_and_run_the_worker(db, project) -> None:
+    db.execute("drop extension pgqueue")
+    install, worker = blocks("", "sh")
+    _, command = (shlex.split(line, comments=True) for line in install.splitlines())
+    assert "created the extension" in project.run(*command[1:])
+    assert "there already" in project.run(*command[1:])
+    pgqueue.enqueue(db, "emails", {"to": "ada"}, kind="welcome")
+    assert "hello ada" in project.run(*shlex.split(worker)[1:], "--burst")
+    assert ends(db) == [("welcome", "completed")]
+
+
+def test_jobs_are_enqueued_in_the_transaction_of_any_connection(db, project) -> None:
+    db.execute("create table person (name text unique)")
+    own, others = blocks("Enqueue on your connection")
+    project.write("own.py", own)
+    project.write("others.py", others)
+    project.write("main.py", CALLS)
+    project.run("main.py")
+    waiting = "select payload ->> 'to' from pgqueue.job order by id"
+    assert column(db, waiting) == [
+        "ada",
+        "bob",
+        "SQLAlchemy",
+        "psycopg",
+        "async SQLAlchemy",
+        "asyncpg",
+    ]
+    assert (
+        one(db, "select state from pgqueue.jobs where unique_key = 'bob'")
+        == "scheduled"
+    )
+    assert column(db, "select name from person") == ["ada"]
+    assert "hello async SQLAlchemy" in project.work("jobs", "emails")
+
+
+CALLS = """
+import asyncio, asyncpg, others, own, psycopg
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+
+with psycopg.connect() as conn:
+    assert own.sign_up(conn, "ada") > 0
+    try:
+        own.sign_up(conn, "ada")
+    except psycopg.errors.UniqueViolation:
+        pass  # and no second job
+    own.remind(conn, "bob")
+with Session(create_engine("postgresql+psycopg://")) as session:
+    others.with_sqlalchemy(session)
+
+async def main():
+    async with await psycopg.AsyncConnection.connect(autocommit=True) as conn:
+        await others.with_psycopg(conn)
+    engine = create_async_engine("postgresql+psycopg://")
+    async with AsyncSession(engine) as session:
+        await others.with_async_sqlalchemy(session)
+    await engine.dispose()
+    conn = await asyncpg.connect()
+    await others.with_asyncpg(conn)
+    await conn.close()
+
+asyncio.run(main())
+"""
+
+
+def test_arguments_come_back_by_their_annotations(db, project) -> None:
+    (block,) = blocks("Arguments")
+    project.write("shop.py", block)
+    project.write("main.py", ORDERS)
+    project.run("main.py")
+    project.work("shop")
+    assert db.execute(
+        "select kind, outcome from pgqueue.run order by job_id"
+    ).fetchall() == [
+        ("invoice", "completed"),
+        ("refund", "completed"),
+        ("invoice", "retry"),
+    ]
+    results = "select result from pgqueue.run order by job_id limit 2"
+    assert column(db, results) == [
+        "3.50",
+        "00000000-0000-0000-0000-000000000007 on 24.12.2026 in KRONA: tea",
+    ]
+    assert "validation error" in one(db, "select errors::text from pgqueue.job")
+
+
+ORDERS = """
+import psycopg, pgqueue, shop
+from datetime import UTC, datetime
+from decimal import Decimal
+from uuid import UUID
+
+number, when = UUID(int=7), datetime(2026, 12, 24, tzinfo=UTC)
+items = [shop.Item(name="tea", price="1.50"), shop.Item(name="milk", price=2)]
+with psycopg.connect() as conn:
+    shop.invoice.enqueue(conn, shop.Order(number=number, placed_at=when, items=items))
+    shop.refund.enqueue(conn, number, when, how=shop.Currency.KRONA, items=items)
+    pgqueue.enqueue(conn, "default", {"number": "seven"}, kind="invoice")
+"""
+
+
+def test_without_pydantic_a_worker_runs_plain_handlers_and_refuses_others(
+    db, project
+) -> None:
+    project.write("sitecustomize.py", "import sys; sys.modules['pydantic'] = None")
+    pgqueue.enqueue(db, "emails", {"to": "ada"}, kind="welcome")
+    assert project.work("jobs", "emails") == "hello ada\n"
+    project.write("dated.py", DATED)
+    with pytest.raises(AssertionError, match=r"TypeError: .*needs pydantic"):
+        project.work("dated")
+
+
+DATED = """
+from datetime import datetime
+import pgqueue
+
+app = pgqueue.App()
+
+@app.job("dated")
+def dated(when: datetime) -> None: ...
+"""
+
+
+def test_a_worker_lives_in_the_lifespan_of_fastapi(db, project) -> None:
+    (block,) = blocks("FastAPI")
+    project.write("web.py", block)
+    project.write("main.py", REQUEST)
+    assert project.run("main.py").split() == ["hello", "ada", "200"]
+    assert ends(db) == [("welcome", "completed")]
+
+
+REQUEST = """
+import asyncio, psycopg, web
+
+async def request(path):
+    sent = []
+    async def receive():
+        return {"type": "http.request", "body": b""}
+    async def send(message):
+        sent.append(message)
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    await web.api(scope, receive, send)
+    return sent[0]["status"]
+
+async def main():
+    async with web.api.router.lifespan_context(web.api):
+        status = await request("/people/ada")
+        async with await psycopg.AsyncConnection.connect(autocommit=True) as conn:
+            while not await (await conn.execute("select 1 from pgqueue.run")).fetchone():
+                await asyncio.sleep(0.05)
+    print(status)
+
+asyncio.run(asyncio.wait_for(main(), 60))
+"""
+
+
+def test_a_migration_of_alembic_installs_the_sql(db, project) -> None:
+    db.execute("drop extension pgqueue")
+    (block,) = blocks("Alembic")
+    project.write("alembic.ini", "[alembic]", "script_location = migrations")
+    project.write("migrations/env.py", ALEMBIC)
+    project.write("migrations/script.py.mako")
+    project.write("migrations/versions/1_install.py", block)
+    for command in ("upgrade", "head"), ("downgrade", "base"), ("upgrade", "head"):
+        project.run("-m", "alembic", *command)
+        job = pgqueue.enqueue(db, "q")
+        assert column(db, "select id from pgqueue.claim('q', 'w')") == [job]
+    assert column(db, "select version_num from alembic_version") == ["1"]
+
+
+ALEMBIC = """
+from alembic import context
+from sqlalchemy import create_engine
+
+with create_engine("postgresql+psycopg://").connect() as conn:
+    context.configure(connection=conn)
+    with context.begin_transaction():
+        context.run_migrations()
+"""
+
+
+def test_what_celery_has_is_done_so(db, project) -> None:
+    (block,) = blocks("Coming from Celery")
+    project.write("bank.py", block)
+    project.run("-c", "import bank, psycopg; bank.delay(psycopg.connect(autocommit=1))")
+    worker = project.start("-m", "pgqueue.worker", "--app", "bank")
+    wait_until(lambda: len(ends(db)) == 5)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(40) == 0
+    assert sorted(ends(db)) == [
+        ("charge", "completed"),
+        ("charge", "dead"),
+        ("charge", "retry"),
+        ("charge", "retry"),
+        ("receipt", "completed"),
+    ]
+    error = one(db, "select error from pgqueue.dead_job")
+    assert error.startswith("ValueError: no such account")
+
+
+def test_errors_go_to_sentry_and_planned_ones_do_not(db, project) -> None:
+    project.write("watched.py", blocks("Around every attempt")[0], WATCHED)
+    for kind in ("fails", "again"):
+        pgqueue.enqueue(db, "default", kind=kind)
+    said = project.work("watched").splitlines()
+    (job,) = column(db, "select job_id from pgqueue.run where kind = 'fails'")
+    assert said == [f"ZeroDivisionError fails {job}"]
+    assert sorted(ends(db)) == [("again", "retry"), ("fails", "retry")]
+
+
+WATCHED = """
+def say(event, hint):
+    tags = event["tags"]
+    error = event["exception"]["values"][-1]["type"]
+    print(error, tags["pgqueue.kind"], tags["pgqueue.job"])
+
+sentry_sdk.init(before_send=say, dsn="http://key@localhost/1")
+
+@app.job("fails")
+def fails() -> None:
+    raise ZeroDivisionError
+
+@app.job("again")
+async def again() -> None:
+    raise pgqueue.Retry(after=60)
+"""
+
+
+def test_a_trace_goes_on_in_the_handler(db, project) -> None:
+    project.write("traced.py", blocks("Around every attempt")[1])
+    project.write("main.py", TRACE)
+    project.run("main.py")
+    project.work("traced")
+    assert column(db, "select result from pgqueue.run") == [f"{7:032x}"]
+
+
+TRACE = """
+import psycopg, traced
+from opentelemetry import context, trace
+
+span = trace.NonRecordingSpan(trace.SpanContext(7, 1, is_remote=False))
+context.attach(trace.set_span_in_context(span))
+with psycopg.connect() as conn:
+    traced.enqueue(conn)
+"""
+
+
+@pytest.fixture
+def sweep() -> str:
+    (block,) = blocks("A job that enqueues its next run")
+    assert "SECONDS = 3600" in block
+    return block.replace("SECONDS = 3600", "SECONDS = 1")
+
+
+def test_a_job_that_enqueues_its_next_run_goes_on(db, project, sweep) -> None:
+    project.write("tidy.py", sweep)
+    workers = [project.start("-m", "pgqueue.worker", "--app", "tidy") for _ in "ab"]
+    wait_until(lambda: len(ends(db)) >= 3, timeout=60)
+    for worker in workers:
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(40) == 0
+    assert set(ends(db)) == {("sweep", "completed")}
+    # Each slot once, though two planned the first: and the next one waits.
+    (slot,) = column(db, "select payload -> 'slot' from pgqueue.job")
+    assert one(db, "select unique_key from pgqueue.job") == f"sweep {slot}"
+
+
+def test_under_one_unique_key_the_series_would_end(db, project, sweep) -> None:
+    assert 'key = f"sweep {slot}"' in sweep
+    project.write("tidy.py", sweep.replace('f"sweep {slot}"', '"sweep"'))
+    project.start("-m", "pgqueue.worker", "--app", "tidy")
+    wait_until(lambda: ends(db), timeout=60)
+    assert column(db, "select id from pgqueue.job") == []
+
+
+def test_the_tests_of_an_application_pass(db, dsn, project) -> None:
+    (block,) = blocks("In your tests")
+    project.write("test_jobs.py", block)
+    with psycopg.connect(dsn) as stranger:  # whose due job is none of theirs
+        pgqueue.enqueue(stranger, "emails", kind="unheard of")
+    tests = ("-m", "pytest", "-p", "no:cacheprovider", "test_jobs.py")
+    assert "2 passed" in project.run(*tests, PGQUEUE_TEST_DSN=dsn)
+    assert column(db, "select kind from pgqueue.job") == ["unheard of"]

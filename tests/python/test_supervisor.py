@@ -1,0 +1,287 @@
+"""The worker as a process: its start, its signs of life, and several under a supervisor."""
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pgqueue
+import psycopg
+import pytest
+from conftest import one
+from worker_harness import QUEUE, Workers, is_empty, outcomes, wait_until
+
+pytest_plugins = ["worker_harness"]
+
+# Modules that wait at their import, or when a worker starts.
+SLOW_IMPORT = """
+import os, pathlib, time
+pathlib.Path(f"waits.{os.getpid()}").touch()
+time.sleep(300)
+"""
+SLOW_START = """
+import os, pathlib, time
+import pgqueue
+app = pgqueue.App()
+
+@app.on_startup
+def wait():
+    pathlib.Path(f"waits.{os.getpid()}").touch()
+    time.sleep(300)
+"""
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ]
+
+
+def wait_for_waiting(workers: Workers, count: int) -> None:
+    wait_until(lambda: len(list(workers.folder.glob("waits.*"))) == count)
+
+
+def left(workers: Workers) -> list[int]:
+    """Find what still runs of a test's workers."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(workers.ran).encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+class Systemd:
+    """The socket at which systemd hears of a service."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(folder / "notify"))
+        self.socket.settimeout(30)
+        self.env = {"NOTIFY_SOCKET": str(folder / "notify")}
+
+    def wait_for(self, word: str) -> list[str]:
+        """Wait for a word, and return all that came until then."""
+        heard: list[str] = []
+        while word not in heard:
+            heard += self.socket.recv(1000).decode().splitlines()
+        return heard
+
+    def rest(self) -> list[str]:
+        """Take what has come."""
+        heard = []
+        self.socket.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                heard += self.socket.recv(1000).decode().splitlines()
+        return heard
+
+
+@pytest.fixture
+def systemd(tmp_path: Path) -> Iterator[Systemd]:
+    found = Systemd(tmp_path)
+    yield found
+    found.socket.close()
+
+
+# Its start
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_signal_before_the_app_is_imported_ends_it_with_0(
+    db, workers, number, processes
+) -> None:
+    pgqueue.enqueue(db, QUEUE, kind="mark")
+    (workers.folder / "slow.py").write_text(SLOW_IMPORT)
+    worker = workers.start("--app", "slow", "--processes", processes)
+    wait_for_waiting(workers, int(processes))
+    if processes != "1":  # as systemd, which tells all of them
+        for pid in children(worker.pid):
+            os.kill(pid, number)
+    worker.send_signal(number)
+    assert worker.wait(30) == 0
+    assert left(workers) == []
+    assert one(db, "select attempt from pgqueue.jobs") == 0
+
+
+def test_as_process_1_it_ends_at_a_signal(db, workers) -> None:
+    unshare = ("unshare", "--pid", "--fork", "--kill-child")
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("no namespace for processes can be made here")
+    (workers.folder / "slow.py").write_text(SLOW_IMPORT)
+    for args in ["--app", "slow"], []:
+        worker = workers.start(*args, prefix=unshare)
+        if args:
+            wait_for_waiting(workers, 1)
+        else:
+            wait_until(lambda: "works on" in workers.log())
+        (first,) = children(worker.pid)
+        os.kill(first, signal.SIGTERM)
+        assert worker.wait(30) == 0
+
+
+def test_a_check_that_was_ended_by_a_signal_does_not_say_that_all_is_well(
+    workers,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(30)
+        host, port = silent.getsockname()
+        check = workers.start("--check", "--dsn", f"host={host} port={port}")
+        accepted, _ = silent.accept()
+        check.terminate()
+        assert check.wait(30) == -signal.SIGTERM
+        accepted.close()
+
+
+def test_two_thousand_slots_are_not_two_thousand_threads(db, workers) -> None:
+    worker = workers.start("--concurrency", "2000")
+    job = pgqueue.enqueue(db, QUEUE, kind="mark")
+    wait_until(lambda: job in workers.notes())
+    status = Path(f"/proc/{worker.pid}/status").read_text()
+    (threads,) = (line.split()[1] for line in status.splitlines() if "Threads" in line)
+    assert int(threads) < 20
+    ids = pgqueue.enqueue_many(db, QUEUE, [None] * 100, kind="mark")
+    wait_until(lambda: set(ids) <= set(workers.notes()))
+    assert workers.finish(worker) == 0
+
+
+# Its signs of life
+
+
+def test_systemd_hears_that_it_is_ready_when_it_has_connected(
+    db, workers, systemd
+) -> None:
+    with psycopg.connect(dbname="postgres", autocommit=True) as other:
+        name = db.info.dbname
+        other.execute(f"alter database {name} allow_connections false")
+        worker = workers.start(env=systemd.env)
+        wait_until(lambda: "no server" in workers.log())
+        for _ in range(3):
+            assert systemd.wait_for("WATCHDOG=1") == ["WATCHDOG=1"]
+        other.execute(f"alter database {name} allow_connections true")
+    assert set(systemd.wait_for("READY=1")) == {"WATCHDOG=1", "READY=1"}
+    assert "READY=1" not in systemd.wait_for("WATCHDOG=1")
+    assert workers.finish(worker) == 0
+    assert set(systemd.rest()) - {"WATCHDOG=1"} == {"STOPPING=1"}
+
+
+def test_the_health_file_is_touched_as_long_as_it_runs(db, workers, tmp_path) -> None:
+    file = tmp_path / "alive"
+    worker = workers.start("--health-file", str(file))
+    wait_until(file.exists)
+    for _ in range(2):
+        before = file.stat().st_mtime_ns
+        wait_until(lambda: file.stat().st_mtime_ns > before)  # noqa: B023
+    worker.send_signal(signal.SIGSTOP)
+    # It may have been at it just now.
+    wait_until(lambda: "T (stopped)" in Path(f"/proc/{worker.pid}/status").read_text())
+    before = file.stat().st_mtime_ns
+    other = workers.start("--burst")
+    assert other.wait(30) == 0
+    assert file.stat().st_mtime_ns == before
+    worker.send_signal(signal.SIGCONT)
+    assert workers.finish(worker) == 0
+
+
+def test_a_health_file_that_cannot_be_touched_is_told_of_once(
+    db, workers, systemd
+) -> None:
+    file = str(workers.folder / "no such folder" / "alive")
+    worker = workers.start("--health-file", file, env=systemd.env)
+    for _ in range(3):
+        systemd.wait_for("WATCHDOG=1")
+    assert workers.log().count("cannot touch the health file") == 1
+    assert workers.finish(worker) == 0
+
+
+# Several of them
+
+
+def test_a_killed_child_is_replaced(db, workers) -> None:
+    parent = workers.start("--processes", "2", "--lease", "1")
+    wait_until(lambda: workers.log().count("works on") == 2)
+    before = children(parent.pid)
+    os.kill(before[0], signal.SIGKILL)
+    wait_until(lambda: workers.log().count("works on") == 3)
+    after = children(parent.pid)
+    assert (len(after), before[1] in after, before[0] in after) == (2, True, False)
+    assert f"process {before[0]} ended with -9: restarting" in workers.log()
+    assert workers.finish(parent) == 0
+    assert left(workers) == []
+
+
+def test_a_child_whose_handlers_hold_all_slots_is_replaced(db, workers) -> None:
+    db.execute("select pgqueue.configure(null, retry_base => '1 hour')")
+    parent = workers.start("--processes", "2", "--concurrency", "1")
+    wait_until(lambda: workers.log().count("works on") == 2)
+    before = set(children(parent.pid))
+    pgqueue.enqueue(db, QUEUE, kind="hangs")
+    wait_until(lambda: "ended with 1: restarting" in workers.log())
+    wait_until(lambda: workers.log().count("works on") == 3)
+    assert len(before & set(children(parent.pid))) == 1
+    pgqueue.enqueue_many(db, QUEUE, [None] * 10, kind="mark")
+    wait_until(lambda: outcomes(db) == {"retry": 1, "completed": 10})
+    assert workers.finish(parent) == 0
+
+
+def test_a_signal_as_soon_as_it_spawns_is_not_lost(db, workers) -> None:
+    for count in range(1, 5):
+        parent = workers.start("--processes", "4")
+        wait_until(lambda: len(children(parent.pid)) >= count)  # noqa: B023
+        assert workers.finish(parent) == 0
+        assert left(workers) == []
+
+
+def test_with_the_supervisor_its_children_end_and_finish_what_runs(db, workers) -> None:
+    pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="hold")
+    parent = workers.start("--processes", "2", "--concurrency", "1")
+    workers.began(2)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: workers.log().count("is stopping") == 2)
+    workers.let_go()
+    wait_until(lambda: left(workers) == [])
+    assert outcomes(db) == {"completed": 2}
+    assert is_empty(db)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_signals_end_it_whatever_it_waits_for(db, workers, processes) -> None:
+    (workers.folder / "hangs.py").write_text(SLOW_START)
+    worker = workers.start("--app", "hangs", "--processes", processes)
+    wait_for_waiting(workers, int(processes))
+    wait_until(lambda: worker.send_signal(signal.SIGTERM) or worker.poll() is not None)
+    assert worker.wait() == 128 + signal.SIGTERM
+    wait_until(lambda: left(workers) == [])
+
+
+def test_a_process_that_cannot_be_made_is_tried_again(db, workers) -> None:
+    parent = workers.start("--processes", "2")
+    wait_until(lambda: workers.log().count("works on") == 2)
+    limits = resource.prlimit(parent.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    os.kill(children(parent.pid)[0], signal.SIGKILL)
+    wait_until(lambda: "no new process: " in workers.log())
+    assert len(children(parent.pid)) == 1
+    resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, limits)
+    wait_until(lambda: len(children(parent.pid)) == 2)
+    assert workers.finish(parent) == 0
+
+
+def test_systemd_hears_of_the_end_from_the_supervisor_alone(
+    db, workers, systemd
+) -> None:
+    parent = workers.start("--processes", "2", "--max-jobs", "1", env=systemd.env)
+    systemd.wait_for("READY=1")
+    pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="mark")
+    wait_until(lambda: workers.log().count("works on") == 4)
+    heard = systemd.rest()
+    assert "WATCHDOG=1" in heard
+    assert "STOPPING=1" not in heard
+    assert workers.finish(parent) == 0
+    assert systemd.rest().count("STOPPING=1") == 1

@@ -1,0 +1,181 @@
+"""A Worker inside a process of somebody else: it leaves nothing behind."""
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pgqueue
+import psycopg
+import pytest
+from conftest import column, one
+from pgqueue import Share, Worker
+from psycopg.conninfo import make_conninfo
+from worker_harness import is_empty, wait_until
+
+
+def make_app() -> pgqueue.App:
+    app = pgqueue.App()
+
+    @app.job("sync")
+    def sync() -> None:
+        pass
+
+    @app.job("async")
+    async def async_() -> None:
+        await asyncio.sleep(0)
+
+    @app.job("in_thread")
+    async def in_thread() -> None:
+        await asyncio.to_thread(time.sleep, 0)
+
+    @app.job("sync_transaction", transaction=True)
+    def sync_transaction(job: pgqueue.Job) -> None:
+        job.connection.execute("select 1")
+
+    @app.job("async_transaction", transaction=True)
+    async def async_transaction(job: pgqueue.Job) -> None:
+        await job.connection.execute("select 1")
+
+    return app
+
+
+def files() -> Counter[str]:
+    """What this process has open, each as the kernel names its sort."""
+    found: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found[os.readlink(f"/proc/self/fd/{number}").partition(":[")[0]] += 1
+        except FileNotFoundError:  # the one that lists them
+            continue
+    return found
+
+
+def threads() -> set[threading.Thread]:
+    return set(threading.enumerate())
+
+
+def run_all(db, worker: Worker, queue: str = "default") -> None:
+    for kind in worker.app.tasks:
+        pgqueue.enqueue_many(db, queue, [None] * 3, kind=kind)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    wait_until(lambda: is_empty(db, queue))
+    worker.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@contextmanager
+def nothing_left(db) -> Iterator[None]:
+    gc.collect()
+    before = threads(), files()
+    yield
+    # The last of its threads may still be ending.
+    wait_until(lambda: gc.collect() >= 0 and threads() <= before[0], 10)
+    wait_until(lambda: not files() - before[1], 10)
+    sessions = (
+        "select count(*) from pg_stat_activity where application_name = 'pgqueue'"
+    )
+    wait_until(lambda: one(db, sessions) == 0, 10)
+
+
+def test_a_worker_leaves_no_file_thread_or_session_behind(db, dsn) -> None:
+    run_all(db, Worker(make_app(), {"default": 1}, dsn=dsn))
+    with nothing_left(db):
+        for _ in range(3):
+            run_all(db, Worker(make_app(), {"default": 1}, dsn=dsn))
+
+
+def test_a_worker_beside_an_event_loop_leaves_nothing_behind(db, dsn) -> None:
+    async def serve() -> None:
+        worker = Worker(make_app(), {"default": Share(1)}, dsn=dsn)
+        async with worker.running() as same:
+            assert same is worker
+            for kind in ("sync", "async"):
+                pgqueue.enqueue(db, "default", kind=kind)
+            await asyncio.to_thread(wait_until, lambda: is_empty(db, "default"))
+
+    asyncio.run(serve())
+    with nothing_left(db):
+        asyncio.run(serve())
+
+
+def test_a_worker_that_was_never_run_leaves_nothing_behind(db, dsn) -> None:
+    with nothing_left(db):
+        for _ in range(3):
+            Worker(make_app(), {"default": 1}, dsn=dsn)
+
+
+def test_two_workers_in_one_process_work_side_by_side(db, dsn) -> None:
+    first = Worker(make_app(), {"first": 1}, dsn=dsn, name="first")
+    second = Worker(make_app(), {"second": 1}, dsn=dsn, name="second")
+
+    async def serve() -> None:
+        async with first.running(), second.running():
+            for queue in ("first", "second"):
+                for kind in first.app.tasks:
+                    pgqueue.enqueue_many(db, queue, [None] * 20, kind=kind)
+            for queue in ("first", "second"):
+                await asyncio.to_thread(wait_until, lambda: is_empty(db, queue))  # noqa: B023
+
+    asyncio.run(serve())
+    runs = "select distinct queue || ' ' || split_part(worker, ':', 1) from pgqueue.run"
+    assert sorted(column(db, runs)) == ["first first", "second second"]
+    assert one(db, "select count(*) from pgqueue.run") == 2 * 5 * 20
+
+
+def test_one_worker_ends_while_another_in_the_process_works_on(db, dsn) -> None:
+    async def serve() -> None:
+        async with Worker(make_app(), {"first": 1}, dsn=dsn).running():
+            async with Worker(make_app(), {"second": 1}, dsn=dsn).running():
+                pass
+            for kind in ("sync", "async", "async_transaction"):
+                pgqueue.enqueue(db, "first", kind=kind)
+            await asyncio.to_thread(wait_until, lambda: is_empty(db, "first"))
+
+    asyncio.run(serve())
+
+
+@pytest.fixture
+def stranger(db, dsn) -> Iterator[str]:
+    """The dsn of a role without any grant."""
+    db.execute("create role pgqueue_test_embedded login")
+    try:
+        yield make_conninfo(dsn, user="pgqueue_test_embedded")
+    finally:
+        db.execute("drop role pgqueue_test_embedded")
+
+
+def test_run_raises_what_no_waiting_mends(stranger) -> None:
+    worker = Worker(make_app(), {"default": 1}, dsn=stranger)
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        worker.run()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_running_raises_what_ended_the_worker(stranger) -> None:
+    async def serve() -> None:
+        before = threads()
+        async with Worker(make_app(), {"default": 1}, dsn=stranger).running():
+            began = threads() - before
+            wait_until(lambda: not any(thread.is_alive() for thread in began))
+
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        asyncio.run(serve())
+
+
+def test_an_exception_in_the_body_stops_the_worker_and_goes_on(db, dsn) -> None:
+    before = threads()
+
+    async def serve() -> None:
+        async with Worker(make_app(), {"default": 1}, dsn=dsn).running():
+            raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        asyncio.run(serve())
+    wait_until(lambda: threads() <= before)

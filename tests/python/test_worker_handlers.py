@@ -1,0 +1,288 @@
+"""Whatever a handler does costs its own job at most: no other one, and not the worker."""
+
+import os
+import signal
+from collections.abc import Callable
+
+import pgqueue
+import psycopg
+import pytest
+from conftest import column, one
+from worker_harness import QUEUE, is_empty, outcomes, wait_until
+
+pytest_plugins = ["worker_harness"]
+
+LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
+NO_RETRY = "select pgqueue.configure(null, retry_base => '1 hour')"
+HELD = "select count(*) from pgqueue.job where token is not null"
+MAINTAINS = (
+    "select count(*) from pg_stat_activity"
+    " where query like '%pgqueue.maintain()%' and wait_event_type = 'Lock'"
+)
+SLOT = "select (floor(extract(epoch from now()) / 86400)::int + 8) % 16"
+HURRIED = """
+from pgqueue.worker import service
+from worker_app import app
+
+service.MAINTAIN = 0.1
+"""
+RUNNING = "select count(*) from pgqueue.jobs where state = 'running'"
+
+
+HOSTILE = [
+    *[
+        (kind, None)
+        for kind in (
+            "exit_in_child exit_in_callback exit_in_left_task stops_loop cancels_itself"
+            " cancels_all recurses careless careless_snooze interrupts_itself"
+            " forks_and_returns aforks_and_returns"
+        ).split()
+    ],
+    *[
+        (kind, {"what": what})
+        for kind in ("careless_with", "acareless_with")
+        for what in ("until", "soon", "object", "class")
+    ],
+]
+
+
+@pytest.mark.parametrize(("kind", "payload"), HOSTILE)
+def test_it_goes_on_with_jobs_of_both_sorts(db, workers, kind, payload) -> None:
+    db.execute(NO_RETRY)
+    worker = workers.start("--concurrency", "1")
+    for _ in range(3):
+        pgqueue.enqueue(db, QUEUE, payload, kind=kind, max_attempts=1)
+        after = [
+            pgqueue.enqueue(db, QUEUE, kind=k, priority=-1) for k in ("mark", "amark")
+        ]
+        wait_until(lambda: set(after) <= set(workers.notes()))  # noqa: B023
+    wait_until(lambda: one(db, HELD) == 0)
+    assert workers.finish(worker) == 0
+
+
+PARTS = ("dispatcher", "finisher", "heartbeat", "loop", "handler")
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [("closes_output", None), *[("kills_thread", {"name": name}) for name in PARTS]],
+)
+def test_what_harms_the_worker_itself_ends_it_or_nothing(
+    db, workers, kind, payload
+) -> None:
+    """It is never alive, with jobs in its hands, and idle."""
+    db.execute(NO_RETRY)
+    worker = workers.start("--concurrency", "2", "--lease", "1")
+    naps = [{"seconds": 0.3}] * 2  # so that there are both threads
+    pgqueue.enqueue_many(db, QUEUE, naps, kind="nap")
+    pgqueue.enqueue(db, QUEUE, kind="amark")
+    wait_until(lambda: workers.notes().total() == 3)
+
+    def unless_ended(what: Callable[[], bool]) -> None:
+        wait_until(lambda: worker.poll() is not None or what())
+
+    pgqueue.enqueue(db, QUEUE, payload, kind=kind, priority=1)
+    unless_ended(lambda: one(db, "select count(*) from pgqueue.run") == 4)
+    jobs: list[int] = []
+    for _ in range(4):
+        jobs += [pgqueue.enqueue(db, QUEUE, kind=k) for k in ("mark", "amark")]
+        unless_ended(lambda: set(jobs) <= set(workers.notes()))  # noqa: B023
+    unless_ended(lambda: one(db, HELD) == 0)
+    if worker.poll() is not None:
+        assert worker.returncode == 1
+        workers.start("--lease", "1")
+        wait_until(lambda: set(jobs) <= set(workers.notes()))
+
+
+def test_a_cancelled_handler_cleans_up_undisturbed_and_leaves_no_trace(
+    db, workers
+) -> None:
+    job = pgqueue.enqueue(db, QUEUE, {"seconds": 3}, kind="cleans_up")
+    worker = workers.start("--lease", "0.9", "--concurrency", "1")
+    workers.began()
+    assert one(db, "select pgqueue.cancel(%s)", job) == "cancelling"
+    wait_until(lambda: workers.notes("cleaned")[job])
+    # A task that was cancelled once fails within groups and timeouts.
+    after = pgqueue.enqueue(db, QUEUE, kind="groups")
+    wait_until(lambda: after in workers.notes())
+    assert workers.finish(worker) == 0
+    assert outcomes(db) == {"cancelled": 1, "completed": 1}
+
+
+def test_a_blocked_event_loop_hoards_nothing_and_keeps_its_timeout(db, workers) -> None:
+    db.execute(NO_RETRY)
+    blocking = pgqueue.enqueue(db, QUEUE, kind="blocks", priority=1)
+    blocked = workers.start("--concurrency", "5", "--name", "blocked")
+    workers.began()
+    ids = pgqueue.enqueue_many(db, QUEUE, [None] * 4, kind="amark")
+    ids += pgqueue.enqueue_many(db, QUEUE, [None] * 4, kind="mark")
+    workers.start("--name", "other")
+    wait_until(lambda: set(ids) <= set(workers.notes()))
+    wait_until(lambda: outcomes(db)["retry"] == 1)  # by its timeout, while it blocks
+    assert column(db, "select id from pgqueue.jobs") == [blocking]
+    # Only async handlers had slots there, and the loop is gone: a supervisor starts it again.
+    assert blocked.wait(20) == 1
+    assert "blocks the event loop" in workers.log()
+    assert "hold all slots" in workers.log()
+
+
+def test_what_is_claimed_behind_a_blocked_event_loop_goes_to_others(
+    db, workers
+) -> None:
+    blocking = pgqueue.enqueue(db, QUEUE, kind="blocks_until_told", priority=1)
+    ids = pgqueue.enqueue_many(db, QUEUE, [None] * 4, kind="amark")
+    workers.start("--concurrency", "5", "--name", "blocked")
+    workers.began()
+    other = workers.start("--concurrency", "5", "--name", "other")
+    wait_until(lambda: set(ids) <= set(workers.notes()))
+    assert column(db, "select id from pgqueue.jobs") == [blocking]
+    assert workers.finish(other) == 0
+    # Once its loop turns again, it takes async jobs again.
+    pgqueue.enqueue(db, QUEUE, kind="amark")
+    workers.let_go()
+    wait_until(lambda: is_empty(db))
+    assert outcomes(db) == {"completed": 6}
+
+
+def test_a_forked_child_can_be_terminated(db, workers) -> None:
+    pgqueue.enqueue(db, QUEUE, kind="forks")
+    workers.start()
+    wait_until(lambda: is_empty(db))
+    assert column(db, "select result from pgqueue.run") == [-signal.SIGTERM]
+
+
+@pytest.mark.parametrize("kind", ["leaks", "aleaks"])
+def test_context_variables_do_not_leak_from_job_to_job(db, workers, kind) -> None:
+    pgqueue.enqueue_many(db, QUEUE, [None] * 5, kind=kind)
+    assert workers.start("--concurrency", "1", "--burst").wait(30) == 0
+    assert column(db, "select result from pgqueue.run") == [0] * 5
+
+
+@pytest.mark.parametrize("bytes", [70_000_000, 270_000_000])
+@pytest.mark.parametrize("kind", ["mega", "mega_transaction"])
+def test_a_huge_result_fails_only_its_attempt(db, workers, kind, bytes) -> None:
+    db.execute(NO_RETRY)
+    db.execute("create table effect (job_id bigint)")
+    pgqueue.enqueue(db, QUEUE, {"bytes": bytes}, kind=kind, priority=1)
+    pgqueue.enqueue_many(db, QUEUE, [None] * 5, kind="mark")
+    assert workers.start("--burst").wait(60) == 0
+    assert outcomes(db) == {"retry": 1, "completed": 5}
+    assert "of at most 64000000 bytes" in one(db, "select last_error from pgqueue.jobs")
+    assert one(db, "select count(*) from effect") == 0
+
+
+@pytest.mark.skipif(not LONG, reason="takes minutes: PGQUEUE_TEST_LONG=1")
+def test_large_results_that_end_together_are_all_stored(db, workers) -> None:
+    payloads = [{"bytes": 50_000_000}] * 24  # beyond what one message may hold
+    pgqueue.enqueue_many(db, QUEUE, payloads, kind="mega_together")
+    workers.start("--concurrency", "24")
+    workers.began(24)
+    workers.let_go()
+    wait_until(lambda: is_empty(db), 400)
+    assert outcomes(db) == {"completed": 24}
+
+
+def test_at_most_so_many_handlers_of_both_sorts_together(db, workers) -> None:
+    for kind in ("hold", "ahold"):
+        pgqueue.enqueue_many(db, QUEUE, [None] * 6, kind=kind)
+    workers.start("--concurrency", "4", "--poll-interval", "0.1", "--lease", "0.9")
+    workers.began(4)
+    second_heartbeat = "select count(*) from pgqueue.job where lease_expires_at > claimed_at + interval '1.5 s'"
+    wait_until(lambda: one(db, second_heartbeat) == 4)
+    assert workers.notes("began").total() == 4
+    assert one(db, RUNNING) == 4
+    workers.let_go()
+    wait_until(lambda: is_empty(db))
+
+
+def test_handlers_are_never_more_than_slots_when_both_sorts_come_and_go(
+    db, workers
+) -> None:
+    pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="peak_hangs", priority=1)
+    for _ in range(10):
+        for kind in ("peak", "apeak"):
+            pgqueue.enqueue_many(db, QUEUE, [None] * 20, kind=kind)
+    workers.start("--concurrency", "5")
+    wait_until(lambda: outcomes(db)["completed"] == 400)
+    # Those that hang have timed out, and hold their slots all the same.
+    assert one(db, "select max(result::text::int) from pgqueue.run") == 5
+
+
+def test_slow_jobs_with_a_limit_leave_slots_to_others(db, workers) -> None:
+    pgqueue.enqueue_many(db, "slow", [None] * 20, kind="hold")
+    workers.start("-q", "slow=9:2,quick", "--concurrency", "4")
+    workers.began(2)
+    for _ in range(3):
+        job = pgqueue.enqueue(db, "quick", kind="mark")
+        wait_until(lambda: job in workers.notes())  # noqa: B023
+    wait_until(lambda: one(db, RUNNING) == 2)  # and all that was quick is told
+    assert workers.notes("began").total() == 2
+    workers.let_go()
+    wait_until(lambda: is_empty(db, "slow"))
+
+
+def test_a_limit_of_one_queue_leaves_the_rest_to_another(db, workers) -> None:
+    pgqueue.enqueue_many(db, "slow", [None] * 20, kind="hold")
+    ids = pgqueue.enqueue_many(db, "quick", [None] * 500, kind="mark")
+    workers.start("-q", "slow:2,quick")
+    wait_until(lambda: set(ids) <= set(workers.notes()))
+    assert workers.notes("began").total() == 2
+
+
+def test_a_weight_gets_a_quick_queue_through_beside_a_slow_one(db, workers) -> None:
+    """Each slot that becomes free goes to five quick jobs for one slow one."""
+    pgqueue.enqueue_many(db, "slow", [{"seconds": 0.3}] * 200, kind="nap")
+    quick = pgqueue.enqueue_many(db, "quick", [None] * 100, kind="mark")
+    workers.start("-q", "quick=5,slow", "--concurrency", "4")
+    wait_until(lambda: set(quick) <= set(workers.notes()), 60)
+    assert workers.notes("began").total() <= 50
+
+
+def test_two_signals_while_jobs_are_quick_give_no_finished_job_back(
+    db, workers
+) -> None:
+    ids = pgqueue.enqueue_many(db, QUEUE, [None] * 20_000, kind="mark")
+    worker = workers.start("--concurrency", "4", "--lease", "5")
+    wait_until(lambda: workers.notes().total() > 3000)
+    worker.send_signal(signal.SIGTERM)
+    wait_until(lambda: "stopping" in workers.log())
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(10) in (0, 143)
+    workers.start()
+    wait_until(lambda: is_empty(db), 60)
+    assert set(workers.notes()) == set(ids)
+    twice = [job for job, count in workers.notes().items() if count > 1]
+    assert len(twice) <= 4
+
+
+def test_a_blocked_maintain_does_not_delay_a_heartbeat(db, workers, connect) -> None:
+    (workers.folder / "hurried.py").write_text(HURRIED)
+    job = pgqueue.enqueue(db, QUEUE, kind="ahold")
+    stranger = connect()
+    with stranger.transaction():
+        # Not today's, which completions need.
+        slot = one(db, SLOT)
+        stranger.execute(f"lock table pgqueue.run_{slot}")
+        worker = workers.start("--app", "hurried", "--lease", "3")
+        workers.began()
+        wait_until(lambda: one(db, MAINTAINS))
+        kept = "select lease_expires_at > claimed_at + interval '8 s' from pgqueue.job"
+        wait_until(lambda: one(db, kept))
+        assert one(db, MAINTAINS)
+        workers.let_go()
+        wait_until(lambda: is_empty(db))
+        assert workers.finish(worker) == 0
+    assert outcomes(db) == {"completed": 1}
+    assert list(workers.notes()) == [job]
+
+
+def test_what_no_waiting_mends_ends_it_with_an_error(db, dsn, workers) -> None:
+    assert workers.start("-q", "x" * 201).wait(20) == 1
+    assert "201" in workers.log() or "queue" in workers.log()
+    db.execute("create role pgqueue_test_stranger login")
+    try:
+        stranger = psycopg.conninfo.make_conninfo(dsn, user="pgqueue_test_stranger")
+        assert workers.start(dsn=stranger).wait(20) == 1
+        assert "grant_access" in workers.log()
+    finally:
+        db.execute("drop role pgqueue_test_stranger")

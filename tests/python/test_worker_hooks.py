@@ -1,0 +1,190 @@
+"""Hooks: middleware around every attempt, start-up, shutdown, and what the log says."""
+
+import json
+import time
+
+import pgqueue
+import pytest
+from conftest import column, one
+from worker_harness import QUEUE, Workers, outcomes, wait_until
+
+pytest_plugins = ["worker_harness"]
+
+NO_RETRY = "select pgqueue.configure(null, retry_base => '1 hour')"
+KINDS = ["sync", "async", "sync_transaction", "async_transaction"]
+APP = ("--app", "worker_hooks_app")
+LEFT = "select id, state, attempt from pgqueue.jobs"
+
+
+@pytest.fixture(autouse=True)
+def effect(db) -> None:
+    db.execute(NO_RETRY)
+    db.execute("create table effect (job_id bigint)")
+
+
+def burst(workers: Workers) -> None:
+    assert workers.start(*APP, "--burst", "-c", "2").wait(30) == 0
+
+
+def words(workers: Workers, job: int) -> list[str]:
+    lines = [line.split() for line in workers.ran.read_text().splitlines()]
+    return [word for word, number in lines if number == str(job)]
+
+
+def enqueue(db, kind: str, raises: str | None = None, middleware: str | None = None):
+    return pgqueue.enqueue(
+        db,
+        QUEUE,
+        None if raises is None else {"raises": raises},
+        kind=kind,
+        headers={"middleware": middleware},
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_middleware_sees_every_attempt_and_what_it_raised(db, workers, kind) -> None:
+    raised = "ValueError Retry Snooze Reject SystemExit ExceptionGroup".split()
+    good = enqueue(db, kind)
+    jobs = {name: enqueue(db, kind, name) for name in raised}
+    burst(workers)
+    assert words(workers, good) == ["entered", "ran", "passed"]
+    for name, job in jobs.items():
+        assert words(workers, job) == ["entered", "ran", name]
+    assert outcomes(db) == {"completed": 1, "retry": 4, "dead": 1}
+    assert column(db, "select result from pgqueue.run where job_id = %s", good) == [
+        "done"
+    ]
+
+
+def test_middleware_sees_the_cancellation_of_a_late_async_handler(db, workers) -> None:
+    job = enqueue(db, "late")
+    burst(workers)
+    assert words(workers, job) == ["entered", "CancelledError"]
+    assert one(db, "select last_error from pgqueue.jobs") == (
+        "TimeoutError: timed out after 0.5 seconds"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_that_middleware_swallows_is_none(db, workers, kind) -> None:
+    """As a context manager has it: the attempt completes, without a result."""
+    job = enqueue(db, kind, "ValueError", "swallow")
+    burst(workers)
+    assert words(workers, job) == ["entered", "ran", "ValueError"]
+    assert outcomes(db) == {"completed": 1}
+    assert column(db, "select result from pgqueue.run") == [None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_middleware_may_raise_another_exception(db, workers, kind) -> None:
+    replaced = enqueue(db, kind, "ValueError", "replace")
+    kept = enqueue(db, kind, "Reject", "retry later")
+    burst(workers)
+    assert set(db.execute(LEFT)) == {(job, "scheduled", 1) for job in (replaced, kept)}
+    error = "select last_error from pgqueue.jobs where id = %s"
+    assert one(db, error, replaced).startswith("Replaced: instead\n")
+    assert "ValueError: plain" in one(db, error, replaced)
+    assert one(db, "select count(*) from effect") == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_middleware_that_raises_fails_its_attempt_only(db, workers, kind, when) -> None:
+    bad = enqueue(db, kind, middleware=f"raise {when}")
+    good = enqueue(db, kind)
+    burst(workers)
+    assert list(db.execute(LEFT)) == [(bad, "scheduled", 1)]
+    assert outcomes(db) == {"completed": 1, "retry": 1}
+    assert one(db, "select last_error from pgqueue.jobs").startswith(
+        f"Replaced: {when}\n"
+    )
+    assert words(workers, good) == ["entered", "ran", "passed"]
+    ran = ["ran", "passed"] if when == "after" else []
+    assert words(workers, bad) == ["entered", *ran]
+    if "transaction" in kind:
+        assert column(db, "select job_id from effect") == [good]
+
+
+def test_start_up_comes_before_the_first_claim_and_shutdown_after_the_last(
+    db, workers
+) -> None:
+    job = enqueue(db, "async")
+    burst(workers)
+    lines = workers.ran.read_text().splitlines()
+    assert lines == [
+        "start -1",
+        "start -2",
+        f"entered {job}",
+        f"ran {job}",
+        f"passed {job}",
+        "end -1",
+        "end -2",
+    ]
+
+
+@pytest.mark.parametrize("how", ["raise at start", "raise at async start"])
+def test_a_start_up_that_raises_ends_the_worker_before_it_claims(
+    db, workers, how
+) -> None:
+    job = enqueue(db, "sync")
+    worker = workers.start(*APP, env={"IN_HOOKS": how})
+    assert worker.wait(20) == 1
+    assert "ValueError: cannot start" in workers.log()
+    assert list(db.execute(LEFT)) == [(job, "ready", 0)]
+    assert "ran" not in workers.ran.read_text()
+
+
+@pytest.mark.parametrize("how", ["raise at end", "raise at async end"])
+def test_a_shutdown_that_raises_is_an_error_and_costs_no_job(db, workers, how) -> None:
+    enqueue(db, "sync")
+    worker = workers.start(*APP, "--burst", env={"IN_HOOKS": how})
+    assert worker.wait(20) == 1
+    assert "ValueError: cannot end" in workers.log()
+    assert outcomes(db) == {"completed": 1}
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["hang at start", "hang at async start", "hang at end", "hang at async end"],
+)
+def test_a_hook_that_hangs_ends_with_the_shutdown_timeout(db, workers, how) -> None:
+    worker = workers.start(*APP, "--shutdown-timeout", "1", env={"IN_HOOKS": how})
+    if "start" in how:
+        wait_until(lambda: workers.notes("start")[-2 if "async" in how else -1])
+    else:
+        job = enqueue(db, "sync")
+        wait_until(lambda: workers.notes()[job])
+    began = time.monotonic()
+    workers.finish(worker, 10)
+    assert time.monotonic() - began <= 1 + 1.5
+
+
+@pytest.mark.parametrize("how", ["hang at end", "hang at async end"])
+def test_a_shutdown_that_hangs_beside_a_handler_ends_in_time(db, workers, how) -> None:
+    enqueue(db, "hang")
+    worker = workers.start(*APP, "--shutdown-timeout", "1", env={"IN_HOOKS": how})
+    workers.began()
+    began = time.monotonic()
+    workers.finish(worker, 10)
+    assert time.monotonic() - began <= 1 + 1.5
+
+
+def test_the_log_has_the_exception_of_a_failed_attempt(db, workers) -> None:
+    failed, dead = enqueue(db, "sync", "ValueError"), enqueue(db, "async", "Reject")
+    late = enqueue(db, "late")
+    worker = workers.start(*APP, "--burst", "--log-format", "json")
+    assert worker.wait(30) == 0
+    lines = [json.loads(line) for line in workers.log().splitlines()]
+    of = {line["job_id"]: line for line in lines if "job_id" in line}
+    for job, level, kind, error in (
+        (failed, "warning", "sync", "ValueError: plain"),
+        (dead, "error", "async", "pgqueue.app.Reject: never"),
+    ):
+        line = of[job]
+        assert (line["level"], line["kind"], line["queue"]) == (level, kind, QUEUE)
+        assert line["attempt"] == 1 and line["token"] and line["ms"] >= 0
+        assert line["error"].startswith("Traceback (most recent call last):\n")
+        assert line["error"].endswith(f"{error}\n")
+        assert "in act" in line["error"]
+    assert "TimeoutError: timed out after 0.5 seconds" in of[late]["message"]
+    assert "ms" in of[late]

@@ -1,0 +1,100 @@
+"""A handler that hangs is seen, told, failed and, when no slot is left, ended."""
+
+import pgqueue
+from conftest import column, one
+from worker_harness import QUEUE, outcomes, wait_until
+
+pytest_plugins = ["worker_harness"]
+
+NO_RETRY = "select pgqueue.configure(null, retry_base => '1 hour')"
+
+
+def test_a_hung_thread_keeps_its_slot_and_ends_the_worker_with_the_last_one(
+    db, workers
+) -> None:
+    db.execute(NO_RETRY)
+    jobs = pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="hangs")
+    worker = workers.start("--concurrency", "3")
+    workers.began(2)
+    wait_until(lambda: outcomes(db)["retry"] == 2)
+    after = pgqueue.enqueue(db, QUEUE, kind="mark")
+    wait_until(lambda: after in workers.notes())
+    assert worker.poll() is None
+    jobs += [pgqueue.enqueue(db, QUEUE, kind="hangs")]
+    assert worker.wait(20) == 1
+    rows = db.execute(
+        "select id, attempt, state from pgqueue.jobs order by id"
+    ).fetchall()
+    assert rows == [(job, 1, "scheduled") for job in jobs]
+    assert "runs on in its slot" in workers.log()
+
+
+def test_a_timeout_can_be_set_for_all_handlers(db, workers) -> None:
+    db.execute(NO_RETRY)
+    pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="ahold")
+    workers.start("--timeout", "0.5")
+    wait_until(lambda: outcomes(db)["retry"] == 2)
+    assert set(column(db, "select last_error from pgqueue.jobs")) == {
+        "TimeoutError: timed out after 0.5 seconds"
+    }
+
+
+def test_an_app_can_set_a_timeout_for_its_handlers(db, workers) -> None:
+    db.execute(NO_RETRY)
+    for kind in ("hang", "ahold"):
+        pgqueue.enqueue(db, QUEUE, kind=kind)
+    longer = pgqueue.enqueue(db, QUEUE, {"seconds": 1}, kind="nap")
+    workers.start("--app", "worker_app:hurried", "--timeout", "60")
+    wait_until(lambda: outcomes(db) == {"retry": 2, "completed": 1})
+    assert set(column(db, "select last_error from pgqueue.jobs")) == {
+        "TimeoutError: timed out after 0.5 seconds"
+    }
+    assert list(workers.notes()) == [longer]
+
+
+def test_a_cancelled_handler_that_does_not_react_is_told_of(db, workers) -> None:
+    jobs = [pgqueue.enqueue(db, QUEUE, kind=k) for k in ("hang", "ahang_stubborn")]
+    worker = workers.start("--lease", "1", "--shutdown-timeout", "0.5")
+    workers.began(2)
+    for job in jobs:
+        assert one(db, "select pgqueue.cancel(%s)", job) == "cancelling"
+    told = "attempt 1 was told to stop and does not react"
+    wait_until(lambda: workers.log().count(told) >= 2)
+    assert workers.finish(worker) == 0
+    assert outcomes(db) == {"cancelled": 2}
+
+
+def test_a_worker_whose_slots_are_all_stuck_shows_no_health(db, workers) -> None:
+    db.execute(NO_RETRY)
+    file = workers.folder / "health"
+    worker = workers.start("--concurrency", "1", "--health-file", str(file))
+    wait_until(file.exists)
+    pgqueue.enqueue(db, QUEUE, kind="hangs")
+    assert worker.wait(20) == 1
+    last = file.stat().st_mtime
+    ended = one(
+        db, "select extract(epoch from max(finished_at))::float8 from pgqueue.run"
+    )
+    assert last <= ended + 1
+    assert "handlers that do not end hold all slots" in workers.log()
+
+
+def test_a_stuck_process_is_replaced(db, workers) -> None:
+    db.execute(NO_RETRY)
+    pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="hangs")
+    parent = workers.start("--processes", "2", "--concurrency", "1")
+    wait_until(lambda: workers.log().count("ended with 1: restarting") == 2)
+    after = pgqueue.enqueue_many(db, QUEUE, [None] * 4, kind="mark")
+    wait_until(lambda: set(after) <= set(workers.notes()))
+    assert outcomes(db)["retry"] == 2
+    assert workers.finish(parent) == 0
+
+
+def test_a_hung_job_uses_up_its_attempts_by_one_stop_after_another(db, workers) -> None:
+    job = pgqueue.enqueue(db, QUEUE, kind="hang", max_attempts=2)
+    for attempt in (1, 2):
+        worker = workers.start("--shutdown-timeout", "0.2")
+        wait_until(lambda: workers.notes("began")[job] == attempt)  # noqa: B023
+        assert workers.finish(worker) == 0
+    assert column(db, "select id from pgqueue.dead_job") == [job]
+    assert "WorkerStopped" in one(db, "select error from pgqueue.dead_job")

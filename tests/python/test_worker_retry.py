@@ -1,0 +1,148 @@
+"""The retry policy of a handler: what of it arrives in the database."""
+
+import pgqueue
+import pytest
+from conftest import column, one
+from worker_harness import QUEUE, Workers, outcomes, wait_until
+
+pytest_plugins = ["worker_harness"]
+
+APP = ("--app", "worker_retry_app")
+DELAY = (
+    "select extract(epoch from j.run_at - r.finished_at)::float8 from pgqueue.job as j"
+    " join pgqueue.run as r on r.job_id = j.id and r.attempt = j.attempt where j.id = %s"
+)
+
+
+@pytest.fixture(autouse=True)
+def queue_policy(db) -> None:
+    db.execute("select pgqueue.configure(null, retry_base => '1 hour')")
+
+
+def burst(workers: Workers) -> None:
+    assert workers.start(*APP, "--burst").wait(30) == 0
+
+
+def raising(db, kind: str, error: str, **options) -> int:
+    return pgqueue.enqueue(db, QUEUE, {"error": error}, kind=kind, **options)
+
+
+def attempts(db, workers: Workers, job: int, most: int) -> int:
+    """Run a job again and again, and return after how many attempts it is dead."""
+    for _ in range(most):
+        burst(workers)
+        if one(db, "select count(*) from pgqueue.dead_job"):
+            break
+        one(db, "select pgqueue.run_now(%s)", job)
+    return one(db, "select attempt from pgqueue.dead_job where id = %s", job)
+
+
+@pytest.mark.parametrize("kind", ["few", "afew"])
+@pytest.mark.parametrize("error", ["ValueError", "Retry"])
+def test_max_attempts_of_the_handler_counts_whatever_the_job_has(
+    db, workers, kind, error
+) -> None:
+    job = raising(db, kind, error)
+    assert one(db, "select max_attempts from pgqueue.jobs") > 3
+    assert attempts(db, workers, job, 5) == 3
+
+
+def test_fewer_attempts_of_the_job_count_too(db, workers) -> None:
+    assert (
+        attempts(db, workers, raising(db, "few", "ValueError", max_attempts=2), 5) == 2
+    )
+
+
+def test_the_task_enqueues_with_its_max_attempts(db) -> None:
+    from worker_retry_app import app
+
+    job = app.tasks["few"].with_options(queue=QUEUE).enqueue(db, error="ValueError")
+    assert one(db, "select max_attempts from pgqueue.jobs where id = %s", job) == 3
+
+
+@pytest.mark.parametrize("kind", ["slowly", "aslowly"])
+def test_retry_base_doubles_up_to_retry_cap(db, workers, kind) -> None:
+    job = raising(db, kind, "ValueError")
+    delays = []
+    for _ in range(4):
+        burst(workers)
+        delays.append(one(db, DELAY, job))
+        one(db, "select pgqueue.run_now(%s)", job)
+    assert one(db, "select attempt from pgqueue.jobs") == 4
+    # Less up to half, and a second for what lies between two clocks.
+    for delay, most in zip(delays, (40, 80, 100, 100), strict=True):
+        assert most / 2 - 1 <= delay <= most + 1
+
+
+def test_a_delay_of_its_own_goes_before_the_policy(db, workers) -> None:
+    own = raising(db, "slowly", "Retry")
+    queue = raising(db, "plain", "ValueError")
+    burst(workers)
+    assert 76 <= one(db, DELAY, own) <= 78
+    assert one(db, DELAY, queue) >= 1799
+
+
+def test_a_retry_without_a_delay_takes_the_backoff_of_the_policy(db, workers) -> None:
+    job = raising(db, "slowly", "Backoff")
+    burst(workers)
+    assert 19 <= one(db, DELAY, job) <= 41
+
+
+@pytest.mark.parametrize("prefix", ["", "a"])
+@pytest.mark.parametrize(
+    ("kind", "error", "is_final"),
+    [
+        ("only", "ValueError", True),
+        ("only", "LookupError", False),
+        ("only", "KeyError", False),  # a LookupError
+        ("only", "TimeoutError", False),  # an OSError
+        ("only", "Retry", False),  # the handler's own word
+        ("only", "Reject", True),
+        ("not", "ValueError", False),
+        ("not", "LookupError", True),
+        ("not", "KeyError", True),
+        ("not", "Retry", False),
+        ("both", "KeyError", True),
+        ("both", "LookupError", False),
+        ("both", "ValueError", True),
+        ("plain", "KeyError", False),
+        ("plain", "Reject", True),
+    ],
+)
+def test_the_policy_says_which_exceptions_are_retried(
+    db, workers, prefix, kind, error, is_final
+) -> None:
+    job = raising(db, prefix + kind, error)
+    burst(workers)
+    assert outcomes(db) == {"dead" if is_final else "retry": 1}
+    left = list(db.execute("select id, state, attempt from pgqueue.jobs"))
+    dead = list(db.execute("select id, attempt from pgqueue.dead_job"))
+    assert (left, dead) == (
+        ([], [(job, 1)]) if is_final else ([(job, "scheduled", 1)], [])
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome"),
+    [
+        ("late_few", "retry"),
+        ("late_one", "dead"),
+        ("late_only", "retry"),
+        ("late_not", "dead"),
+    ],
+)
+def test_a_timeout_is_a_timeout_error_to_the_policy(db, workers, kind, outcome) -> None:
+    pgqueue.enqueue(db, QUEUE, kind=kind)
+    worker = workers.start(*APP, "--shutdown-timeout", "0.2")
+    wait_until(lambda: outcomes(db).total())
+    assert outcomes(db) == {outcome: 1}
+    assert workers.finish(worker) == 0
+
+
+def test_a_timeout_is_retried_by_the_backoff_of_the_policy(db, workers) -> None:
+    job = pgqueue.enqueue(db, QUEUE, kind="late_slowly")
+    worker = workers.start(*APP, "--shutdown-timeout", "0.2")
+    wait_until(lambda: outcomes(db).total())
+    assert column(db, "select state from pgqueue.jobs") == ["scheduled"]
+    assert 19 <= one(db, DELAY, job) <= 41
+    assert workers.finish(worker) == 0

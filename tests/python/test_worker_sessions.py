@@ -1,0 +1,56 @@
+"""transaction=True: no job finds in its session what another left there."""
+
+import pgqueue
+import pytest
+from conftest import column, one
+from worker_harness import QUEUE, outcomes, wait_until
+
+pytest_plugins = ["worker_harness"]
+
+NO_RETRY = "select pgqueue.configure(null, retry_base => '1 hour')"
+
+
+@pytest.mark.parametrize("kind", ["leaks_into_session", "aleaks_into_session"])
+def test_a_session_is_used_again_and_as_new(db, workers, kind) -> None:
+    workers.start("--concurrency", "12")
+    for count in range(1, 15):
+        pgqueue.enqueue(db, QUEUE, kind=kind)
+        done = "select count(*) from pgqueue.run"
+        wait_until(lambda: one(db, done) == count)  # noqa: B023
+    assert outcomes(db) == {"completed": 14}
+    results = column(db, "select result from pgqueue.run")
+    assert {path for path, _ in results} == {one(db, "show search_path")}
+    # The last job may still be resetting the session when the next one begins.
+    assert len({pid for _, pid in results}) <= 3
+
+
+@pytest.mark.parametrize("kind", ["soils", "asoils"])
+def test_a_session_shows_nothing_of_the_job_before(db, workers, kind) -> None:
+    pgqueue.enqueue_many(db, QUEUE, [None] * 5, kind=kind)
+    assert workers.start("--concurrency", "1", "--burst").wait(30) == 0
+    assert outcomes(db) == {"completed": 5}
+    first, *others = column(db, "select result from pgqueue.run order by job_id")
+    assert first["settings"]["search_path"] == one(db, "show search_path")
+    assert others == [first] * 4
+
+
+HOW = "close copy unread commit rollback terminate abort".split()
+
+
+@pytest.mark.parametrize("kind", ["wrecks", "awrecks"])
+@pytest.mark.parametrize("how", HOW)
+def test_a_wrecked_session_harms_no_other_job(db, workers, kind, how) -> None:
+    db.execute(NO_RETRY)
+    db.execute("create table effect (job_id bigint)")
+    workers.start("--concurrency", "1")
+    for _ in range(2):
+        bad = pgqueue.enqueue(db, QUEUE, {"how": how}, kind=kind)
+        good = [pgqueue.enqueue(db, QUEUE, kind=k) for k in ("effect", "aeffect")]
+        done = "select count(*) from pgqueue.run where job_id = any(%s)"
+        wait_until(lambda: one(db, done, good) == 2)  # noqa: B023
+        wait_until(lambda: one(db, done, [bad]) == 1)  # noqa: B023
+    completed = column(db, "select job_id from pgqueue.run where outcome = 'completed'")
+    if how in ("close", "terminate", "abort"):
+        assert outcomes(db) == {"completed": 4, "retry": 2}
+    if how != "rollback":  # which is the handler's own wish
+        assert sorted(column(db, "select job_id from effect")) == sorted(completed)

@@ -1,0 +1,166 @@
+"""--shutdown-timeout is kept within a second, whatever is in the worker's way."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pgqueue
+import psycopg
+import pytest
+from cluster import Cluster
+from conftest import one
+from worker_harness import QUEUE, Workers, wait_until, where, workers_on
+
+pytest_plugins = ["worker_harness"]
+
+LIMIT = 1.0
+GRACE = 1.5  # a second is the aim; the rest is for a busy machine
+HANGING = (
+    "hang hang_in_query ahang_in_query ahang_in_thread ahang_stubborn ahang_blocking"
+).split()
+WAITING = (
+    "select count(*) from pg_stat_activity"
+    " where application_name = 'pgqueue' and wait_event_type = 'Lock'"
+)
+
+PARKED = "select count(*) from pg_locks where locktype = 'advisory' and granted"
+
+
+def start(workers: Workers, *args: str, **options) -> subprocess.Popen[bytes]:
+    return workers.start("--shutdown-timeout", str(LIMIT), *args, **options)
+
+
+def time_to_end(workers: Workers, worker: subprocess.Popen[bytes]) -> float:
+    """Say how long it takes to end after SIGTERM."""
+    began = time.monotonic()
+    assert workers.finish(worker, 10) == 0
+    return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def frozen(server: Cluster) -> Iterator[None]:
+    """Stop a server and its sessions: the kernel takes what is sent, nobody answers."""
+    stopped = [server.pid]
+    os.kill(server.pid, signal.SIGSTOP)  # so that no session is born while we count
+    try:
+        tasks = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text()
+        for pid in map(int, tasks.split()):
+            os.kill(pid, signal.SIGSTOP)
+            stopped.append(pid)
+        yield
+    finally:
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("kind", HANGING)
+def test_it_is_kept_with_handlers_that_do_not_end(db, workers, kind) -> None:
+    job = pgqueue.enqueue(db, QUEUE, kind=kind)
+    worker = start(workers)
+    workers.began()
+    assert LIMIT <= time_to_end(workers, worker) <= LIMIT + GRACE
+    assert list(db.execute("select state, attempt from pgqueue.jobs")) == [("ready", 1)]
+    assert f"said by {job}" in workers.log()
+
+
+@pytest.mark.parametrize("kind", ["hang_in_left_thread", "ahang_in_left_thread"])
+def test_it_is_kept_with_threads_that_handlers_left_behind(db, workers, kind) -> None:
+    job = pgqueue.enqueue(db, QUEUE, kind=kind)
+    worker = start(workers)
+    wait_until(lambda: one(db, "select count(*) from pgqueue.run"))
+    assert time_to_end(workers, worker) <= LIMIT + GRACE
+    assert f"said by {job}" in workers.log()
+
+
+@pytest.mark.parametrize("table", ["job", "run"])
+@pytest.mark.parametrize("kind", ["hold", "ahold"])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_it_is_kept_while_a_stranger_locks_a_table(
+    db, workers, connect, table, kind, has_ended
+) -> None:
+    pgqueue.enqueue_many(db, QUEUE, [None] * 3, kind=kind)
+    worker = start(workers)
+    workers.began(3)
+    stranger = connect()
+    with stranger.transaction():
+        stranger.execute(f"lock table pgqueue.{table}")
+        if has_ended:
+            workers.let_go()
+            wait_until(lambda: one(db, WAITING))
+        assert LIMIT <= time_to_end(workers, worker) <= LIMIT + GRACE
+
+
+def test_it_is_kept_while_a_lock_keeps_it_from_looking_for_jobs(
+    db, workers, connect
+) -> None:
+    worker = start(workers, "--no-listen", "--poll-interval", "0.1")
+    stranger = connect()
+    with stranger.transaction():
+        stranger.execute("lock table pgqueue.job")
+        wait_until(lambda: one(db, WAITING))
+        assert time_to_end(workers, worker) <= LIMIT + GRACE
+
+
+@pytest.mark.parametrize("state", ["starting", "idle", "running", "ended"])
+def test_it_is_kept_when_the_server_no_longer_answers(server, state) -> None:
+    with contextlib.ExitStack() as stack:
+        workers = stack.enter_context(workers_on(where(server)))
+        db = stack.enter_context(psycopg.connect(where(server), autocommit=True))
+        db.execute("truncate pgqueue.job")
+        if state in ("running", "ended"):
+            pgqueue.enqueue_many(db, QUEUE, [None] * 3, kind="hold")
+        if state != "starting":
+            worker = start(workers)
+            wait_until(lambda: one(db, PARKED))
+        if state in ("running", "ended"):
+            workers.began(3)
+        stack.enter_context(frozen(server))
+        if state == "starting":
+            worker = start(workers)
+            wait_until(lambda: "works on" in workers.log())
+        if state == "ended":
+            workers.let_go()
+            wait_until(lambda: workers.notes().total() == 3)
+        assert time_to_end(workers, worker) <= LIMIT + GRACE
+
+
+def test_it_is_kept_by_several_processes(db, workers) -> None:
+    pgqueue.enqueue_many(db, QUEUE, [None] * 4, kind="ahang_in_thread")
+    parent = start(workers, "--processes", "2", "--concurrency", "2")
+    workers.began(4)
+    assert LIMIT <= time_to_end(workers, parent) <= LIMIT + GRACE
+    assert set(db.execute("select state, attempt from pgqueue.jobs")) == {("ready", 1)}
+
+
+def test_it_is_kept_when_nobody_reads_the_output(db, workers) -> None:
+    pgqueue.enqueue(db, QUEUE, kind="ahang_in_thread")
+    reading, writing = os.pipe()
+    worker = start(workers, output=writing)
+    os.close(writing)
+    workers.began()
+    os.close(reading)
+    worker.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    worker.wait(10)
+    assert time.monotonic() - began <= LIMIT + GRACE
+    assert list(db.execute("select state, attempt from pgqueue.jobs")) == [("ready", 1)]
+
+
+@pytest.mark.parametrize("kind", HANGING)
+def test_a_second_signal_does_not_wait_for_handlers(db, workers, kind) -> None:
+    job = pgqueue.enqueue(db, QUEUE, kind=kind)
+    worker = workers.start()  # of its thirty seconds there is much left
+    workers.began()
+    worker.send_signal(signal.SIGTERM)
+    wait_until(lambda: "stopping" in workers.log())
+    worker.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert worker.wait(20) == 128 + signal.SIGTERM
+    assert time.monotonic() - began <= GRACE
+    assert list(db.execute("select state, attempt from pgqueue.jobs")) == [("ready", 1)]
+    assert f"said by {job}" in workers.log()
