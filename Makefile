@@ -36,7 +36,7 @@ demo: all ## see real jobs run, in a throwaway Postgres
 	@$(MAKE) -s .venv/demo
 	@PYTHONPATH=python $(CLUSTER) $(VENV)/python -m demo
 
-test: all ## everything, in a throwaway Postgres
+test: all plain ## everything, in a throwaway Postgres
 	@PYTHON=$(PYTHON) sh tests/need.sh test
 	@$(MAKE) -s .venv/dev
 	@$(CLUSTER) --fast $(MAKE) -s suite

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import time
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -296,16 +295,3 @@ def test_of_two_installs_at_once_the_second_finds_it_there(
             wait_until(lambda: one(db, waits) == 1 or second.done())
         done = second.result()
     assert (done.returncode, "there already" in done.stdout) == (0, True), done.stderr
-
-
-def test_a_wheel_brings_the_sql(tmp_path) -> None:
-    root = HERE.parents[1]
-    command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    subprocess.run(
-        [sys.executable, *command, "-w", str(tmp_path), "./python"],
-        cwd=root,
-        check=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        assert b"create table pgqueue.job" in archive.read("pgqueue/pgqueue.sql")

@@ -54,3 +54,13 @@ def test_a_wrecked_session_harms_no_other_job(db, workers, kind, how) -> None:
         assert outcomes(db) == {"completed": 4, "retry": 2}
     if how != "rollback":  # which is the handler's own wish
         assert sorted(column(db, "select job_id from effect")) == sorted(completed)
+
+
+def test_a_connection_that_was_kept_is_in_no_later_transaction(db, workers) -> None:
+    """As of a thread that outlives its handler."""
+    db.execute("create table effect (job_id bigint)")
+    pgqueue.enqueue(db, QUEUE, kind="keeps_connection", priority=1)
+    pgqueue.enqueue(db, QUEUE, kind="uses_kept_connection")
+    assert workers.start("--concurrency", "1", "--burst").wait(30) == 0
+    assert outcomes(db) == {"completed": 2}
+    assert column(db, "select job_id from effect") == []

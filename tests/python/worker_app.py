@@ -713,3 +713,17 @@ async def awrecks(job: pgqueue.Job, how: str) -> None:
         case "abort":
             with contextlib.suppress(psycopg.DataError):
                 await conn.execute("select 1 / 0")
+
+
+kept: list[Any] = []
+
+
+@app.job("keeps_connection", transaction=True)
+def keeps_connection(job: pgqueue.Job) -> None:
+    kept.append(job.connection)
+
+
+@app.job("uses_kept_connection", transaction=True)
+def uses_kept_connection(job: pgqueue.Job) -> None:
+    with contextlib.suppress(psycopg.Error):
+        kept[0].execute("insert into effect values (0)")

@@ -7,13 +7,15 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import psycopg
-from psycopg.pq import ExecStatus, TransactionStatus
-from psycopg.pq.abc import PGconn
+from psycopg import pq
 
 from pgqueue.attempt import Unready
 
 KEEP = 60.0  # seconds
 READ_COMMITTED = psycopg.IsolationLevel.READ_COMMITTED
+# What is left in an object whose session has gone to another.
+CLOSED = pq.PGconn.connect_start(b"none")
+CLOSED.finish()
 
 
 class Connections:
@@ -23,7 +25,8 @@ class Connections:
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
-        self._idle: list[tuple[float, PGconn]] = []  # since when; the latest goes first
+        # Since when; the latest goes first.
+        self._idle: list[tuple[float, pq.abc.PGconn]] = []
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[psycopg.Connection[Any]]:
@@ -44,19 +47,21 @@ class Connections:
             async with conn.transaction():
                 yield conn
 
-    def _session(self) -> PGconn:
+    def _session(self) -> pq.abc.PGconn:
         """Find an idle session that lives, and reset it; else connect."""
         with contextlib.suppress(IndexError):
             while pgconn := self._idle.pop()[1]:
-                if pgconn.exec_(b"discard all").status == ExecStatus.COMMAND_OK:
+                if pgconn.exec_(b"discard all").status == pq.ExecStatus.COMMAND_OK:
                     return pgconn
                 pgconn.finish()
         try:
             conn = psycopg.connect(self._dsn)
         except psycopg.Error as error:
             raise Unready(f"no connection for the handler: {error}") from error
-        session = conn.pgconn
-        del conn.pgconn  # of an object that is not closed it would complain
+        session, conn.pgconn = (
+            conn.pgconn,
+            CLOSED,
+        )  # or it complains of not being closed
         return session
 
     @contextlib.contextmanager
@@ -66,9 +71,8 @@ class Connections:
         try:
             yield
         finally:
-            session = conn.pgconn
-            del conn.pgconn  # a handler that has kept the object cannot use it any more
-            if session.transaction_status == TransactionStatus.IDLE:
+            session, conn.pgconn = conn.pgconn, CLOSED  # for a handler that has kept it
+            if session.transaction_status == pq.TransactionStatus.IDLE:
                 self._idle.append((time.monotonic(), session))
             else:
                 session.finish()

@@ -11,6 +11,7 @@ from typing import Any
 log = logging.getLogger("pgqueue")
 
 BLOCKED = 4  # looks without a turn of the loop, after which it counts as blocked
+DEAD = 60  # after which it is not expected to go on, unless a handler blocks it
 
 
 class EventLoop:
@@ -30,6 +31,10 @@ class EventLoop:
     @property
     def is_blocked(self) -> bool:
         return self._unanswered > BLOCKED
+
+    @property
+    def is_dead(self) -> bool:
+        return self._unanswered > DEAD
 
     def look(self) -> bool:
         """Ask it for a turn; whether it is found blocked just now."""

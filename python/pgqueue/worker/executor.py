@@ -64,9 +64,11 @@ class Executor:
     @property
     def is_stuck(self) -> bool:
         """Whether no slot can work any more: its handlers were given up, and run on."""
-        return len(self.given_up) >= self.concurrency or (
-            self.loop.is_blocked and any(a.task.is_async for a in self.given_up)
-        )
+        if self.loop.is_blocked and any(a.task.is_async for a in self.given_up):
+            return True
+        if self.loop.is_dead and not any(a.task.is_async for a in list(self.running)):
+            return True
+        return len(self.given_up) >= self.concurrency
 
     def submit(self, attempts: Iterable[Attempt]) -> None:
         """Begin these as slots become free."""
