@@ -10,8 +10,8 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -96,75 +96,61 @@ class Attempt:
 _decode = json.JSONDecoder().raw_decode
 
 
-def _prepare(
-    attempt: Attempt, middleware: Middleware | None
-) -> tuple[dict[str, Any], AbstractContextManager[Any]]:
-    """Read the arguments of the handler, and find what is to be around it."""
-    payload, _ = _decode(attempt.payload)
-    arguments = attempt.task.arguments.read(payload)
-    takes_job = attempt.task.arguments.takes_job
-    if not takes_job and middleware is None:
-        return arguments, NOTHING_AROUND
-    job = attempt.as_job(payload)
-    if takes_job:
-        arguments = {**arguments, "job": job}
-    return arguments, NOTHING_AROUND if middleware is None else middleware(job)
+Connect = Callable[[], AbstractAsyncContextManager[Any]]
 
 
-def run(
-    attempt: Attempt,
-    connections: Callable[[], AbstractContextManager[Any]],
-    middleware: Middleware | None = None,
-) -> Outcome:
+def run(attempt: Attempt, connect: Connect, middleware: Middleware | None) -> Outcome:
     """Run a `def` handler in this thread, in a context of its own, and judge it."""
-    generation = _forks
+    running = run_async(attempt, connect, middleware)
+    return contextvars.Context().run(_run_without_loop, running)
+
+
+def _run_without_loop(running: Coroutine[Any, Any, Outcome]) -> Outcome:
+    """Run to its end what waits for nothing by `await`."""
     try:
-        return contextvars.Context().run(_run, attempt, connections, middleware)
-    except BaseException as error:  # whatever a handler raises fails its job only
-        return judge(attempt, error)
-    finally:
-        _end_fork(generation)
-
-
-def _run(attempt: Attempt, connections: Any, middleware: Middleware | None) -> Outcome:
-    if not attempt.task.policy.transaction:
-        arguments, around = _prepare(attempt, middleware)
-        if around is NOTHING_AROUND:  # which quick jobs feel
-            return completed(attempt.task.function(**arguments))
-        outcome = COMPLETED  # also if the middleware swallows what the handler raises
-        with around:
-            outcome = completed(attempt.task.function(**arguments))
+        running.send(None)
+    except StopIteration as end:
+        outcome: Outcome = end.value
         return outcome
-    with connections() as conn:
-        attempt.connection, outcome = conn, COMPLETED
-        arguments, around = _prepare(attempt, middleware)
-        with around:
-            outcome = completed(attempt.task.function(**arguments))
-        conn.execute(COMPLETE, (attempt.id, attempt.token, outcome.text))
-    return Outcome("none", outcome.text)
+    raise RuntimeError("it waits for an event loop")
 
 
 async def run_async(
-    attempt: Attempt,
-    connections: Callable[[], AbstractAsyncContextManager[Any]],
-    middleware: Middleware | None = None,
+    attempt: Attempt, connect: Connect, middleware: Middleware | None
 ) -> Outcome:
-    """Run an `async def` handler in this task, which is its own, and judge it."""
+    """Run a handler in this task, which is its own, and judge it."""
     generation = _forks
-    is_in_transaction = attempt.task.policy.transaction
     try:
-        async with connections() if is_in_transaction else NOTHING_AROUND as conn:
-            attempt.connection, outcome = conn, COMPLETED
-            arguments, around = _prepare(attempt, middleware)
-            with around:
-                outcome = completed(await attempt.task.function(**arguments))
-            if is_in_transaction:
-                await conn.execute(COMPLETE, (attempt.id, attempt.token, outcome.text))
-        return Outcome("none", outcome.text) if is_in_transaction else outcome
+        if not attempt.task.policy.transaction:
+            return await _call(attempt, middleware)
+        async with connect() as attempt.connection:
+            outcome = await _call(attempt, middleware)
+            params = attempt.id, attempt.token, outcome.text
+            executed = attempt.connection.execute(COMPLETE, params)
+            if attempt.task.is_async:
+                await executed
+        return Outcome("none", outcome.text)
     except BaseException as error:  # whatever a handler raises fails its job only
         return judge(attempt, error)
     finally:
         _end_fork(generation)
+
+
+async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
+    """Call the handler with its arguments, and the middleware around it."""
+    payload, _ = _decode(attempt.payload)
+    arguments, around = attempt.task.arguments.read(payload), NOTHING_AROUND
+    if attempt.task.arguments.takes_job or middleware:
+        job = attempt.as_job(payload)
+        if attempt.task.arguments.takes_job:
+            arguments = {**arguments, "job": job}
+        if middleware:
+            around = middleware(job)
+    outcome = COMPLETED  # also if the middleware swallows what the handler raises
+    with around:
+        result = attempt.task.function(**arguments)
+        outcome = completed(await result if attempt.task.is_async else result)
+    return outcome
 
 
 _forks = 0  # how many lie between the first process and this one; getpid() is dearer

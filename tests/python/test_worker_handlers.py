@@ -119,7 +119,7 @@ def test_a_blocked_event_loop_hoards_nothing_and_keeps_its_timeout(db, workers) 
     workers.start("--name", "other")
     wait_until(lambda: set(ids) <= set(workers.notes()))
     wait_until(lambda: outcomes(db)["retry"] == 1)  # by its timeout, while it blocks
-    assert column(db, "select id from pgqueue.jobs") == [blocking]
+    wait_until(lambda: column(db, "select id from pgqueue.jobs") == [blocking])
     # Only async handlers had slots there, and the loop is gone: a supervisor starts it again.
     assert blocked.wait(20) == 1
     assert "blocks the event loop" in workers.log()
@@ -135,7 +135,7 @@ def test_what_is_claimed_behind_a_blocked_event_loop_goes_to_others(
     workers.began()
     other = workers.start("--concurrency", "5", "--name", "other")
     wait_until(lambda: set(ids) <= set(workers.notes()))
-    assert column(db, "select id from pgqueue.jobs") == [blocking]
+    wait_until(lambda: column(db, "select id from pgqueue.jobs") == [blocking])
     assert workers.finish(other) == 0
     # Once its loop turns again, it takes async jobs again.
     pgqueue.enqueue(db, QUEUE, kind="amark")

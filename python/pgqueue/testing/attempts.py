@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from psycopg.pq import TransactionStatus
@@ -16,7 +17,7 @@ from pgqueue import database
 from pgqueue.app import App, Reject, Retry
 from pgqueue.attempt import LOST, Attempt, Outcome, run, run_async
 from pgqueue.job import Job
-from pgqueue.testing.sessions import async_savepoint, is_in_transaction, savepoint
+from pgqueue.testing.sessions import is_in_transaction, savepoint
 from pgqueue.worker.protocol import finish
 
 
@@ -64,11 +65,10 @@ def _undo_if_broken(owner: Any, conn: database.Connection) -> Iterator[None]:
 
 
 def _attempt(conn: database.Connection, app: App, attempt: Attempt) -> Outcome:
+    connect = partial(savepoint, conn, attempt.task.is_async)
     if attempt.task.is_async:
-        return _await(
-            lambda: run_async(attempt, lambda: async_savepoint(conn), app.middleware)
-        )
-    return _call(lambda: run(attempt, lambda: savepoint(conn), app.middleware))
+        return _await(lambda: run_async(attempt, connect, app.middleware))
+    return _call(lambda: run(attempt, connect, app.middleware))
 
 
 def _call(function: Callable[[], Outcome]) -> Outcome:

@@ -48,16 +48,13 @@ def of_psycopg(conn: Any) -> psycopg.Connection[Any] | psycopg.AsyncConnection[A
     return conn
 
 
-@contextlib.contextmanager
-def savepoint(conn: database.Connection) -> Iterator[database.Connection]:
-    with lent(conn) as view, view.transaction():
-        yield view
-
-
 @contextlib.asynccontextmanager
-async def async_savepoint(
-    conn: database.Connection,
-) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+async def savepoint(conn: database.Connection, is_async: bool) -> AsyncIterator[Any]:
+    """Lend the session to a handler, in a savepoint of its own."""
+    if not is_async:
+        with lent(conn) as loan, loan.transaction():
+            yield loan
+        return
     view = psycopg.AsyncConnection[Any](conn.pgconn)
     view.prepare_threshold = None
     try:

@@ -40,10 +40,9 @@ log = logging.getLogger("pgqueue")
 
 TICK = 0.25  # seconds between two looks at what runs
 LAST_WORDS = 0.8  # seconds for reports after the shutdown timeout
-UNKNOWN_KIND = 60.0  # seconds for which a job of a kind unknown here is put off
 STOPPED = Outcome("fail", "WorkerStopped: it ran when its worker ended", timedelta())
 AGAIN = {"retry", "released"}  # what may be due at once
-UNKNOWN = Outcome("release", delay=timedelta(seconds=UNKNOWN_KIND))
+UNKNOWN = Outcome("release", delay=timedelta(minutes=1))
 
 
 @dataclass(eq=False, repr=False)
@@ -90,8 +89,9 @@ class Worker:
         self.heartbeat = Heartbeat(dsn)
         self.dispatcher = Dispatcher(dsn, self)
         self.finisher = Finisher(dsn, self)
-        middleware = self.app.middleware
-        self.executor = Executor(dsn, self.concurrency, self._ended, middleware)
+        self.executor = Executor(
+            dsn, self.concurrency, self._ended, self.app.middleware
+        )
         self._services: list[Service] = [self.finisher, self.heartbeat]
         self._services += [Maintenance(dsn), self.dispatcher]
 
@@ -141,13 +141,12 @@ class Worker:
     def _call(self, hooks: list[Callable[[], Any]], until: float = 0.0) -> bool:
         """Call hooks, and return whether they ended before the time to stop was over."""
         called = self.executor.loop.call(hooks)
-        while not called.done() and time.monotonic() < max(self.stop_by, until):
-            wait([called], TICK)
-        if called.done():
-            called.result()
-        else:
-            log.warning("a hook does not end: given up")
-        return called.done()
+        while time.monotonic() < max(self.stop_by, until):
+            if wait([called], TICK).done:
+                called.result()
+                return True
+        log.warning("a hook does not end: given up")
+        return False
 
     # What the parts ask it
 

@@ -12,7 +12,7 @@ from psycopg import pq
 from pgqueue.attempt import Unready
 
 KEEP = 60.0  # seconds
-READ_COMMITTED = psycopg.IsolationLevel.READ_COMMITTED
+RESET = (b"discard all", b"set default_transaction_isolation = 'read committed'")
 # What is left in an object whose session has gone to another.
 CLOSED = pq.PGconn.connect_start(b"none")
 CLOSED.finish()
@@ -28,32 +28,31 @@ class Connections:
         # Since when; the latest goes first.
         self._idle: list[tuple[float, pq.abc.PGconn]] = []
 
-    @contextlib.contextmanager
-    def connection(self) -> Iterator[psycopg.Connection[Any]]:
-        """Begin a transaction for a `def` handler; it commits unless the handler raises."""
-        conn = psycopg.Connection[Any](self._session())
-        conn.isolation_level = READ_COMMITTED
-        conn.prepare_threshold = None
-        with self._kept(conn), conn.transaction():
-            yield conn
-
     @contextlib.asynccontextmanager
-    async def async_connection(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        """The same for an `async def` handler."""
-        conn = psycopg.AsyncConnection[Any](await asyncio.to_thread(self._session))
-        await conn.set_isolation_level(READ_COMMITTED)
-        conn.prepare_threshold = None
-        with self._kept(conn):
-            async with conn.transaction():
-                yield conn
+    async def connection(self, is_async: bool) -> AsyncIterator[Any]:
+        """Begin a transaction for a handler; it commits unless the handler raises.
+
+        For a `def` handler it waits in the thread, and not by `await`.
+        """
+        if is_async:
+            conn = psycopg.AsyncConnection[Any](await asyncio.to_thread(self._session))
+            with self._kept(conn):
+                async with conn.transaction():
+                    yield conn
+        else:
+            plain = psycopg.Connection[Any](self._session())
+            with self._kept(plain), plain.transaction():
+                yield plain
 
     def _session(self) -> pq.abc.PGconn:
         """Find an idle session that lives, and reset it; else connect."""
         with contextlib.suppress(IndexError):
-            while pgconn := self._idle.pop()[1]:
-                if pgconn.exec_(b"discard all").status == pq.ExecStatus.COMMAND_OK:
-                    return pgconn
-                pgconn.finish()
+            while session := self._idle.pop()[1]:
+                if all(
+                    session.exec_(c).status == pq.ExecStatus.COMMAND_OK for c in RESET
+                ):
+                    return session
+                session.finish()
         try:
             conn = psycopg.connect(self._dsn)
         except psycopg.Error as error:
@@ -62,12 +61,15 @@ class Connections:
             conn.pgconn,
             CLOSED,
         )  # or it complains of not being closed
+        session.exec_(RESET[-1])
         return session
 
     @contextlib.contextmanager
     def _kept(
         self, conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
     ) -> Iterator[None]:
+        """Keep the session of a connection afterwards, if it is well."""
+        conn.prepare_threshold = None
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ import time
 from asyncio import CancelledError
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from queue import SimpleQueue
 
 from pgqueue.app import Middleware
@@ -161,11 +162,12 @@ class Executor:
         return True
 
     def _work(self) -> None:
-        connections, attempt = self._connections.connection, self._for_threads.get()
+        attempt, middleware = self._for_threads.get(), self._middleware
+        connect = partial(self._connections.connection, is_async=False)
         try:
             while attempt is not None:
                 if self._begin(attempt):
-                    self.end(attempt, run(attempt, connections, self._middleware))
+                    self.end(attempt, run(attempt, connect, middleware))
                 attempt = self._next(is_async=False) or self._for_threads.get()
         except BaseException as error:
             self.error = error
@@ -178,11 +180,10 @@ class Executor:
     async def _attempt(self, attempt: Attempt) -> None:
         if attempt not in self.running:
             return  # the loop was blocked, and others have it
-        connections = self._connections.async_connection
+        connect = partial(self._connections.connection, is_async=True)
         try:
             if self._begin(attempt):
-                outcome = await run_async(attempt, connections, self._middleware)
-                self.end(attempt, outcome)
+                self.end(attempt, await run_async(attempt, connect, self._middleware))
         finally:
             if following := self._next(is_async=True):
                 self._start_task(following)
