@@ -85,7 +85,10 @@ def _await(function: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
         # Then sync_to_async leads back to this thread, where the test's connection is.
         from asgiref.sync import async_to_sync
 
-        return async_to_sync(function)()
+        async def call() -> Outcome:  # what it takes has to be marked as async
+            return await function()
+
+        return async_to_sync(call)()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: asyncio.run(function())).result()
 
