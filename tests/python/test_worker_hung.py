@@ -98,3 +98,10 @@ def test_a_hung_job_uses_up_its_attempts_by_one_stop_after_another(db, workers) 
         assert workers.finish(worker) == 0
     assert column(db, "select id from pgqueue.dead_job") == [job]
     assert "WorkerStopped" in one(db, "select error from pgqueue.dead_job")
+
+
+def test_a_loop_that_is_dead_without_a_job_on_it_ends_the_worker(db, workers) -> None:
+    pgqueue.enqueue(db, QUEUE, kind="leaves_loop_blocked")
+    worker = workers.start()
+    assert worker.wait(60) == 1
+    assert "hold all slots or the loop" in workers.log()

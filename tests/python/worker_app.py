@@ -528,6 +528,11 @@ async def blocks_until_told(job: pgqueue.Job) -> None:
     note("ran", job.id)
 
 
+@app.job("leaves_loop_blocked")
+async def leaves_loop_blocked(job: pgqueue.Job) -> None:
+    asyncio.get_running_loop().call_soon(time.sleep, 120)
+
+
 peak_lock = threading.Lock()
 at_work: set[int] = set()
 

@@ -209,7 +209,7 @@ class Worker:
                 "a thread of handlers has ended"
             ) from self.executor.error
         if self.executor.is_stuck:
-            raise RuntimeError("handlers that do not end hold all slots")
+            raise RuntimeError("handlers that do not end hold all slots or the loop")
         if self._stops:
             if not self.dispatcher.is_paused:
                 log.info("%s is stopping", self.id)
