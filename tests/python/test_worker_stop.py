@@ -93,6 +93,7 @@ def test_it_is_kept_while_a_stranger_locks_a_table(
             workers.let_go()
             wait_until(lambda: one(db, WAITING))
         assert LIMIT <= time_to_end(workers, worker) <= LIMIT + GRACE
+    assert "a hook" not in workers.log()  # for there is none
 
 
 def test_it_is_kept_while_a_lock_keeps_it_from_looking_for_jobs(

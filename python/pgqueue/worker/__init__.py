@@ -140,6 +140,8 @@ class Worker:
 
     def _call(self, hooks: list[Callable[[], Any]], until: float = 0.0) -> bool:
         """Call hooks, and return whether they ended before the time to stop was over."""
+        if not hooks:
+            return True
         called = self.executor.loop.call(hooks)
         while time.monotonic() < max(self.stop_by, until):
             if wait([called], TICK).done:
