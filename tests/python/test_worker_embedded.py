@@ -14,6 +14,7 @@ import psycopg
 import pytest
 from conftest import column, one
 from pgqueue import Share, Worker
+from pgqueue.attempt import LARGEST_RESULT, Attempt, Outcome
 from psycopg.conninfo import make_conninfo
 from worker_harness import is_empty, wait_until
 
@@ -109,6 +110,18 @@ def test_a_worker_that_was_never_run_leaves_nothing_behind(db, dsn) -> None:
     with nothing_left(db):
         for _ in range(3):
             Worker(make_app(), {"default": 1}, dsn=dsn)
+
+
+def test_what_an_outage_leaves_to_tell_does_not_outgrow_a_message(dsn) -> None:
+    """Each new connection takes up what has ended since."""
+    finisher = Worker(make_app(), {"default": 1}, dsn=dsn).finisher
+    result = Outcome("complete", "x" * (LARGEST_RESULT // 2))
+    for number in range(10):
+        row = (number, 1, "sync", "default", 1, 1, "null", None, 30.0)
+        finisher.put(Attempt(*row, outcome=result))
+    for _ in range(4):
+        finisher._gather()
+    assert 0 < len(finisher._batch) <= 3
 
 
 def test_two_workers_in_one_process_work_side_by_side(db, dsn) -> None:

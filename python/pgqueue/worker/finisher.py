@@ -56,7 +56,8 @@ class Finisher(Service):
             batch.append(first)
             if self._worker.prefetch.is_quick and not self.over.is_set():
                 time.sleep(GATHER)
-        size = 0  # of the results: one message holds 1 GB
+        # One message holds 1 GB; what an outage has left here counts, too.
+        size = sum(len(attempt.outcome.text or "") for attempt in batch)
         with suppress(Empty):
             while len(batch) < MOST and size < LARGEST_RESULT:
                 if attempt := self._ended.get_nowait():
