@@ -92,6 +92,14 @@ def test_a_worker_leaves_no_file_thread_or_session_behind(db, dsn) -> None:
             run_all(db, Worker(make_app(), {"default": 1}, dsn=dsn))
 
 
+def test_run_returns_after_its_threads_have_ended(db, dsn) -> None:
+    """One that ends, or begins, while Python does would crash it."""
+    before = threads()
+    for _ in range(10):
+        run_all(db, Worker(make_app(), {"default": 1}, dsn=dsn))
+        assert threads() <= before
+
+
 def test_a_worker_beside_an_event_loop_leaves_nothing_behind(db, dsn) -> None:
     async def serve() -> None:
         worker = Worker(make_app(), {"default": Share(1)}, dsn=dsn)

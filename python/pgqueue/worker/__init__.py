@@ -40,6 +40,7 @@ log = logging.getLogger("pgqueue")
 
 TICK = 0.25  # seconds between two looks at what runs
 LAST_WORDS = 0.8  # seconds for reports after the shutdown timeout
+LAST_MOMENT = 0.1  # and for threads that have nothing to do to end
 STOPPED = Outcome("fail", "WorkerStopped: it ran when its worker ended", timedelta())
 AGAIN = {"retry", "released"}  # what may be due at once
 UNKNOWN = Outcome("release", delay=timedelta(minutes=1))
@@ -247,6 +248,6 @@ class Worker:
             if self.dispatcher.thread.ident:  # it began
                 self._call(self.app.shutdown, until)
         finally:
-            self.executor.close()
+            self.executor.close(max(until, time.monotonic() + LAST_MOMENT))
         told = [f"{n} {status}" for status, n in self.finisher.statuses.items()]
         log.info("%s ends: %s", self.id, ", ".join(told) or "no jobs")

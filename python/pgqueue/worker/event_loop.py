@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -19,13 +20,16 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(
+            target=self._run, name="pgqueue-loop", daemon=True
+        )
         self._is_over = False
         self._unanswered = 0  # looks since it had a turn
 
     def get(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._run, name="pgqueue-loop", daemon=True).start()
+            self._thread.start()
         return self._loop
 
     @property
@@ -61,10 +65,12 @@ class EventLoop:
         threading.Thread(target=call, name="pgqueue-hooks", daemon=True).start()
         return called
 
-    def close(self) -> None:
+    def close(self, until: float) -> None:
+        """End it, and wait for that until a moment of the monotonic clock."""
         self._is_over = True
         if self._loop:
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(max(0.0, until - time.monotonic()))
 
     def _answer(self) -> None:
         self._unanswered = 0

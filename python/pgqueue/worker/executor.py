@@ -53,7 +53,7 @@ class Executor:
         self._connections = Connections(dsn)
         self._lock = threading.Lock()  # of the three counts
         self._free = concurrency
-        self._threads = 0
+        self._threads: list[threading.Thread] = []
         self._idle_threads = 0
         self._for_threads: SimpleQueue[Attempt | None] = SimpleQueue()
         self._began_at = time.monotonic()
@@ -102,13 +102,19 @@ class Executor:
         attempt.outcome = outcome if attempt.started else RELEASED
         self._on_end(attempt)
 
-    def close(self) -> None:
-        """End idle threads and the loop; a handler that runs on is left to itself."""
-        for _ in range(self._threads):
+    def close(self, until: float) -> None:
+        """End idle threads and the loop; a handler that runs on is left to itself.
+
+        What ended while Python does would crash it: it waits, but only for what can end.
+        """
+        runs_on = self.running | self.given_up
+        for _ in self._threads:
             self._for_threads.put(None)
         self._connections.close_idle(after=0)
-        if not any(a.task.is_async for a in self.running | self.given_up):
-            self.loop.close()
+        if not any(a.task.is_async for a in runs_on):
+            self.loop.close(until)
+        for thread in [] if runs_on else self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
     # Slots
 
@@ -131,9 +137,10 @@ class Executor:
         if self._idle_threads:
             self._idle_threads -= 1
             return
-        self._threads += 1
         name = "pgqueue-handler"
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _next(self, is_async: bool) -> Attempt | None:
         """Take the next attempt along with the caller's slot, if it is of its sort."""
