@@ -1,9 +1,6 @@
 """Django: the README's project, with manage.py and the ORM, as real processes."""
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +8,9 @@ import pgqueue
 import psycopg
 import pytest
 from conftest import column, one
+from projects import PACKAGE, Project
 from recipes import blocks
 from worker_harness import wait_until
-
-PACKAGE = Path(pgqueue.__file__).parents[1]
 
 MANAGE = """
 import os, sys
@@ -54,16 +50,15 @@ class Migration(migrations.Migration):
 DEPENDENCY = 'Migration.dependencies = [("shop", "0001_orders")]'
 
 
-class Site:
-    """A Django project in a folder, on the test's database."""
+class Site(Project):
+    """A Django project, on the test's database."""
+
+    program = ("manage.py",)
 
     def __init__(self, folder: Path, dbname: str) -> None:
-        self.folder = folder
-        self.env = {k: v for k, v in os.environ.items() if "PGQUEUE" not in k}
         # Nothing but the settings leads to the test's database.
-        self.env |= {"PGDATABASE": "template1", "NAME": dbname}
-        self.env["PYTHONPATH"] = str(PACKAGE)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        env = {"PGDATABASE": "template1", "NAME": dbname, "PYTHONPATH": str(PACKAGE)}
+        super().__init__(folder, **env)
         installed, migration, jobs, tests = blocks("Django")
         for name, *texts in (
             ("manage.py", MANAGE),
@@ -78,40 +73,9 @@ class Site:
         ):
             self.write(name, *texts)
 
-    def write(self, name: str, *texts: str) -> None:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(texts))
-
-    def try_to(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run manage.py."""
-        return subprocess.run(
-            [sys.executable, "manage.py", *args],
-            cwd=self.folder,
-            env={**self.env, **env},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-
     def manage(self, *args: str, **env: str) -> str:
-        done = self.try_to(*args, **env)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = self.run(*args, **env)
         return done.stdout + done.stderr
-
-    def start(self, *args: str, **env: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "manage.py", *args]
-        process = subprocess.Popen(
-            command, cwd=self.folder, env={**self.env, **env}, start_new_session=True
-        )
-        self.processes.append(process)
-        return process
-
-    def end(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
 """The recipes of the package's README, run as written; Django's are in test_django."""
 
-import os
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,61 +9,34 @@ import pgqueue
 import psycopg
 import pytest
 from conftest import column, one
+from projects import PACKAGE, Project
 from recipes import blocks, sections
 from worker_harness import wait_until
 
-PACKAGE = Path(pgqueue.__file__).parents[1]
 ENDS = "select kind, outcome, result from pgqueue.run order by finished_at"
 
 
-class Project:
-    """A folder with somebody's modules, on the test's database."""
+class Recipe(Project):
+    """A folder with the modules of a recipe, on the test's database."""
 
     def __init__(self, folder: Path, dbname: str) -> None:
-        self.folder = folder
-        self.env = {k: v for k, v in os.environ.items() if "PGQUEUE" not in k}
-        self.env |= {"PGDATABASE": dbname, "PYTHONPATH": f"{folder}:{PACKAGE}"}
-        self.processes: list[subprocess.Popen[bytes]] = []
+        env = {"PGDATABASE": dbname, "PYTHONPATH": f"{folder}:{PACKAGE}"}
+        super().__init__(folder, **env)
         self.write("jobs.py", blocks("")[0])
 
-    def write(self, name: str, *texts: str) -> None:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(texts))
-
-    def run(self, *args: str, **env: str) -> str:
+    def say(self, *args: str, **env: str) -> str:
         """Run Python, and return what it says."""
-        done = subprocess.run(
-            [sys.executable, *args],
-            cwd=self.folder,
-            env={**self.env, **env},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def start(self, *args: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, *args]
-        self.processes.append(subprocess.Popen(command, cwd=self.folder, env=self.env))
-        return self.processes[-1]
+        return self.run(*args, **env).stdout
 
     def work(self, app: str, queue: str = "default") -> str:
         """Run what is due with a worker, and return what the handlers say."""
         worker = ("-m", "pgqueue.worker", "--burst", "--app", app)
-        return self.run(*worker, "--queue", queue)
-
-    def end(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        return self.say(*worker, "--queue", queue)
 
 
 @pytest.fixture
-def project(db, tmp_path) -> Iterator[Project]:
-    project = Project(tmp_path, db.info.dbname)
+def project(db, tmp_path) -> Iterator[Recipe]:
+    project = Recipe(tmp_path, db.info.dbname)
     yield project
     project.end()
 
@@ -94,10 +64,10 @@ def test_the_commands_install_the_sql_and_run_the_worker(db, project) -> None:
     db.execute("drop extension pgqueue")
     install, worker = blocks("", "sh")
     _, command = (shlex.split(line, comments=True) for line in install.splitlines())
-    assert "created the extension" in project.run(*command[1:])
-    assert "there already" in project.run(*command[1:])
+    assert "created the extension" in project.say(*command[1:])
+    assert "there already" in project.say(*command[1:])
     pgqueue.enqueue(db, "emails", {"to": "ada"}, kind="welcome")
-    assert "hello ada" in project.run(*shlex.split(worker)[1:], "--burst")
+    assert "hello ada" in project.say(*shlex.split(worker)[1:], "--burst")
     assert ends(db) == [("welcome", "completed")]
 
 
@@ -107,7 +77,7 @@ def test_jobs_are_enqueued_in_the_transaction_of_any_connection(db, project) -> 
     project.write("own.py", own)
     project.write("others.py", others)
     project.write("main.py", CALLS)
-    project.run("main.py")
+    project.say("main.py")
     waiting = "select payload ->> 'to' from pgqueue.job order by id"
     assert column(db, waiting) == [
         "ada",
@@ -160,7 +130,7 @@ def test_arguments_come_back_by_their_annotations(db, project) -> None:
     (block,) = blocks("Arguments")
     project.write("shop.py", block)
     project.write("main.py", ORDERS)
-    project.run("main.py")
+    project.say("main.py")
     project.work("shop")
     assert db.execute(
         "select kind, outcome from pgqueue.run order by job_id"
@@ -218,7 +188,7 @@ def test_a_worker_lives_in_the_lifespan_of_fastapi(db, project) -> None:
     (block,) = blocks("FastAPI")
     project.write("web.py", block)
     project.write("main.py", REQUEST)
-    assert project.run("main.py").split() == ["hello", "ada", "200"]
+    assert project.say("main.py").split() == ["hello", "ada", "200"]
     assert ends(db) == [("welcome", "completed")]
 
 
@@ -255,7 +225,7 @@ def test_a_migration_of_alembic_installs_the_sql(db, project) -> None:
     project.write("migrations/script.py.mako")
     project.write("migrations/versions/1_install.py", block)
     for command in ("upgrade", "head"), ("downgrade", "base"), ("upgrade", "head"):
-        project.run("-m", "alembic", *command)
+        project.say("-m", "alembic", *command)
         job = pgqueue.enqueue(db, "q")
         assert column(db, "select id from pgqueue.claim('q', 'w')") == [job]
     assert column(db, "select version_num from alembic_version") == ["1"]
@@ -275,7 +245,7 @@ with create_engine("postgresql+psycopg://").connect() as conn:
 def test_what_celery_has_is_done_so(db, project) -> None:
     (block,) = blocks("Coming from Celery")
     project.write("bank.py", block)
-    project.run("-c", "import bank, psycopg; bank.delay(psycopg.connect(autocommit=1))")
+    project.say("-c", "import bank, psycopg; bank.delay(psycopg.connect(autocommit=1))")
     worker = project.start("-m", "pgqueue.worker", "--app", "bank")
     wait_until(lambda: len(ends(db)) == 5)
     worker.send_signal(signal.SIGTERM)
@@ -322,7 +292,7 @@ async def again() -> None:
 def test_a_trace_goes_on_in_the_handler(db, project) -> None:
     project.write("traced.py", blocks("Around every attempt")[1])
     project.write("main.py", TRACE)
-    project.run("main.py")
+    project.say("main.py")
     project.work("traced")
     assert column(db, "select result from pgqueue.run") == [f"{7:032x}"]
 
@@ -372,5 +342,5 @@ def test_the_tests_of_an_application_pass(db, dsn, project) -> None:
     with psycopg.connect(dsn) as stranger:  # whose due job is none of theirs
         pgqueue.enqueue(stranger, "emails", kind="unheard of")
     tests = ("-m", "pytest", "-p", "no:cacheprovider", "test_jobs.py")
-    assert "2 passed" in project.run(*tests, PGQUEUE_TEST_DSN=dsn)
+    assert "2 passed" in project.say(*tests, PGQUEUE_TEST_DSN=dsn)
     assert column(db, "select kind from pgqueue.job") == ["unheard of"]
