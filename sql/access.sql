@@ -43,13 +43,6 @@ as $$
 declare
     change record;
 begin
-    if not exists (select from pgqueue._grants(kind)) then
-        perform pgqueue._refuse(
-            'kind must be producer, worker, operator or reader',
-            coalesce('It is "' || kind || '".', 'It is null.'),
-            'A role may have several kinds: call once for each.'
-        );
-    end if;
     if is_granted then
         execute format('grant usage on schema pgqueue to %I', role);
     end if;
@@ -88,6 +81,8 @@ create or replace function pgqueue.grant_access(role text, kind text)
     security definer
     set search_path = pg_catalog, pg_temp
 as $$
+declare
+    refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind));
 begin
     perform pgqueue._change_access(role, kind, true);
 end;
@@ -102,6 +97,8 @@ create or replace function pgqueue.revoke_access(role text, kind text)
     security definer
     set search_path = pg_catalog, pg_temp
 as $$
+declare
+    refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind));
 begin
     perform pgqueue._change_access(role, kind, false);
 end;

@@ -30,21 +30,21 @@ as $$ select left(split_part(ltrim(_summary.error, E' \t\r\n'), E'\n', 1), 500) 
 comment on function pgqueue._summary(text) is
 'The first line of an error, by which errors are found, counted and logged.';
 
-create or replace function pgqueue._add_error(j pgqueue.job, error text, moment timestamptz)
+create or replace function pgqueue._add_error(job pgqueue.job, error text, moment timestamptz)
     returns jsonb
     language sql
     immutable
     set search_path = pg_catalog, pg_temp
 as $$
     select
-        case when jsonb_array_length((_add_error.j).errors) >= 10
-            then (_add_error.j).errors - 0
-            else (_add_error.j).errors
+        case when jsonb_array_length((_add_error.job).errors) >= 10
+            then (_add_error.job).errors - 0
+            else (_add_error.job).errors
         end
         || jsonb_build_array(jsonb_build_object(
-            'attempt', (_add_error.j).attempt,
+            'attempt', (_add_error.job).attempt,
             'at', _add_error.moment,
-            'worker', (_add_error.j).worker,
+            'worker', (_add_error.job).worker,
             'error', _add_error.error
         ))
 $$;
@@ -71,7 +71,7 @@ begin
         queue, kind, outcome, worker, result, error
     )
     select
-        (today + kept.days) % 16,
+        (today + settings.keep_runs) % 16,
         j.attempt, j.id, _log.moment,
         coalesce(j.claimed_at, _log.moment) - least(j.run_at, j.claimed_at, _log.moment),
         _log.moment - coalesce(j.claimed_at, _log.moment),
@@ -80,10 +80,8 @@ begin
         case when e.outcome <> 'cancelled' then pgqueue._summary(e.error) end
     from unnest(picks, outcomes, errors) as e (place, outcome, error)
     join pgqueue.job as j on j.ctid = e.place
-    left join pgqueue.queue as own on own.name = j.queue
-    left join pgqueue.queue as shared on shared.name = ''
-    cross join lateral (values (coalesce(own.keep_runs, shared.keep_runs, 7))) as kept (days)
-    where kept.days > 0;
+    cross join lateral pgqueue._settings(j.queue) as settings
+    where settings.keep_runs > 0;
 end;
 $$;
 
@@ -187,6 +185,127 @@ $$;
 
 comment on function pgqueue._expire(tid[], timestamptz) is
 'Ends the attempts of those among some locked jobs whose leases expired: back where they stood, dead when exhausted, gone when cancelled. Returns how many.';
+
+create or replace function pgqueue._give_back(picks tid[], run_ats timestamptz[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+    set enable_nestloop = on
+as $$
+declare
+    queues text[];
+    lanes int[];
+begin
+    with given_back as (
+        update pgqueue.job as j
+        set run_at = coalesce(e.run_at, j.run_at),
+            attempt = j.attempt - 1,
+            token = null,
+            claimed_at = null,
+            lease_expires_at = null,
+            worker = null
+        from unnest(picks, run_ats) as e (place, run_at)
+        where j.ctid = e.place
+        returning j.queue, j.priority
+    )
+    select array_agg(g.queue), array_agg(g.priority)
+    into queues, lanes
+    from given_back as g;
+    perform pgqueue._reopened(queues, lanes);
+end;
+$$;
+
+comment on function pgqueue._give_back(tid[], timestamptz[]) is
+'Gives some locked jobs back without counting the attempt, each at its run_at; null: where it stands.';
+
+create or replace function pgqueue._release(picks tid[], run_ats timestamptz[])
+    returns table (job_id bigint, status text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_tidscan = on
+    set enable_nestloop = on
+as $$
+declare
+    given record;
+begin
+    select
+        array_agg(e.place) filter (where j.cancelled_at is null) as picks,
+        array_agg(e.run_at) filter (where j.cancelled_at is null) as run_ats,
+        array_agg(e.place) filter (where j.cancelled_at is not null) as cancelled,
+        array_agg(j.id) as ids,
+        array_agg(case when j.cancelled_at is null then 'released' else 'cancelled' end) as statuses
+    into given
+    from unnest(picks, run_ats) as e (place, run_at)
+    join pgqueue.job as j on j.ctid = e.place;
+
+    if given.cancelled is not null then
+        perform pgqueue._end(
+            given.cancelled, array_fill('cancelled'::text, array[cardinality(given.cancelled)]),
+            null, null, clock_timestamp()
+        );
+    end if;
+    perform pgqueue._give_back(given.picks, given.run_ats);
+    return query select u.id, u.status from unnest(given.ids, given.statuses) as u (id, status);
+end;
+$$;
+
+comment on function pgqueue._release(tid[], timestamptz[]) is
+'release, of some locked jobs: released or cancelled for each.';
+
+create or replace function pgqueue._fail(
+    picks tid[], errors text[], delays interval[], permanents boolean[], moment timestamptz
+)
+    returns table (job_id bigint, status text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_tidscan = on
+    set enable_nestloop = on
+as $$
+declare
+    failed record;
+begin
+    select
+        array_agg(j.id) as ids,
+        array_agg(e.place) as picks,
+        array_agg(
+            case
+                when j.cancelled_at is not null then 'cancelled'
+                when e.permanent or j.attempt >= j.max_attempts then 'dead'
+                else 'retry'
+            end
+        ) as outcomes,
+        -- Recording a failure never fails: whatever text came is kept, or its beginning.
+        array_agg(coalesce(left(e.error, 8000), 'no error text')) as errors,
+        array_agg(_fail.moment + coalesce(
+            e.delay, pgqueue._retry_delay(j.attempt, settings.retry_base, settings.retry_cap)
+        )) as retry_ats,
+        array_agg(j.queue) as queues
+    into failed
+    from unnest(picks, errors, delays, permanents) as e (place, error, delay, permanent)
+    join pgqueue.job as j on j.ctid = e.place
+    cross join lateral pgqueue._settings(j.queue) as settings;
+
+    perform pgqueue._end(
+        coalesce(failed.picks, '{}'), failed.outcomes, failed.errors, failed.retry_ats, moment
+    );
+    -- Sleepers must hear of the new run_at.
+    perform pgqueue._wake(f.queue)
+    from (
+        select distinct u.queue
+        from unnest(failed.queues, failed.outcomes) as u (queue, outcome)
+        where u.outcome = 'retry'
+    ) as f;
+    return query select u.id, u.outcome from unnest(failed.ids, failed.outcomes) as u (id, outcome);
+end;
+$$;
+
+comment on function pgqueue._fail(tid[], text[], interval[], boolean[], timestamptz) is
+'Ends the attempts of some locked jobs that went wrong; retry, dead or cancelled for each.';
 
 create or replace function pgqueue._reopened(queues text[], lanes int[])
     returns void

@@ -33,11 +33,7 @@ begin
     end if;
 
     if on_duplicate = 'error' then
-        raise exception using
-            errcode = 'unique_violation',
-            message = 'a job with this unique_key already waits or runs',
-            detail = format('It is job %s.', present.id),
-            hint = 'Choose another on_duplicate to get its id instead of this error.';
+        return present.id;
     elsif present.lease_expires_at <= moment then
         -- Its worker is dead, and so is perhaps the job: end that attempt, and look again.
         picks := array(
@@ -75,131 +71,6 @@ $$;
 
 comment on function pgqueue._on_duplicate(text, text, text, jsonb, int, timestamptz) is
 'Treats an enqueue whose key is taken as on_duplicate says; the id of the job that has the key, null if one must look again.';
-
-create or replace function pgqueue._check_job(
-    queue text,
-    kind text,
-    priority int,
-    run_at timestamptz,
-    max_attempts int,
-    unique_key text,
-    on_duplicate text,
-    group_key text,
-    headers jsonb
-)
-    returns void
-    language plpgsql
-    immutable
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if (octet_length(queue) between 1 and 200) is not true then
-        perform pgqueue._refuse_name('queue', queue);
-    end if;
-    if octet_length(kind) not between 1 and 200 then
-        perform pgqueue._refuse_name('kind', kind);
-    end if;
-    if octet_length(unique_key) not between 1 and 200 then
-        perform pgqueue._refuse_name('unique_key', unique_key);
-    end if;
-    if octet_length(group_key) not between 1 and 200 then
-        perform pgqueue._refuse_name('group_key', group_key);
-    end if;
-    perform pgqueue._check_priority(priority);
-    if run_at not between '1970-01-01' and '9998-12-31' then
-        perform pgqueue._refuse_run_at(run_at);
-    end if;
-    if max_attempts < 1 then
-        perform pgqueue._refuse(
-            'max_attempts must be at least 1',
-            format('It is %s.', max_attempts),
-            'Use 1 for a job that must not be tried again.'
-        );
-    end if;
-    if on_duplicate not in ('skip', 'replace', 'postpone', 'error') then
-        perform pgqueue._refuse(
-            'on_duplicate must be skip, replace, postpone or error',
-            format('It is "%s".', on_duplicate),
-            'Leave it out to skip: the id of the job that is already there is returned.'
-        );
-    end if;
-    if jsonb_typeof(headers) <> 'object' then
-        perform pgqueue._refuse(
-            'headers must be a JSON object',
-            format('It is a JSON %s.', jsonb_typeof(headers)),
-            'Put other content into the payload.'
-        );
-    end if;
-end;
-$$;
-
-comment on function pgqueue._check_job(text, text, int, timestamptz, int, text, text, text, jsonb) is
-'Raises 22023 for what enqueue refuses; null passes, but for the queue.';
-
-create or replace function pgqueue._check_payload(payload jsonb, max_bytes int)
-    returns void
-    language plpgsql
-    immutable
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if pg_column_size(payload) > max_bytes then
-        raise exception using
-            errcode = 'program_limit_exceeded',
-            message = 'payload is too large for this queue',
-            detail = format('It has %s bytes of at most %s.', pg_column_size(payload), max_bytes),
-            hint = 'Store large content elsewhere and enqueue where it lies, or configure max_payload_bytes.';
-    end if;
-end;
-$$;
-
-comment on function pgqueue._check_payload(jsonb, int) is
-'Raises 54000 for a payload above the queue''s max_payload_bytes; a null limit is none.';
-
-create or replace function pgqueue._check_many(
-    payloads jsonb[],
-    unique_keys text[],
-    group_keys text[],
-    settings pgqueue.queue
-)
-    returns void
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if payloads is null or array_ndims(payloads) > 1 then
-        perform pgqueue._refuse(
-            'payloads must be an array of one dimension',
-            coalesce('It has ' || array_ndims(payloads) || ' dimensions.', 'It is null.'),
-            'Pass one payload for each job.'
-        );
-    end if;
-    if cardinality(unique_keys) <> cardinality(payloads)
-        or cardinality(group_keys) <> cardinality(payloads)
-    then
-        perform pgqueue._refuse(
-            'unique_keys and group_keys must be as long as payloads',
-            format(
-                'There are %s payloads, %s unique keys and %s group keys.',
-                cardinality(payloads),
-                coalesce(cardinality(unique_keys), 0), coalesce(cardinality(group_keys), 0)
-            ),
-            'Use null for a job without a key.'
-        );
-    end if;
-
-    perform pgqueue._refuse_name('every unique_key and group_key', k.name)
-    from (select unnest(unique_keys) union all select unnest(group_keys)) as k (name)
-    where octet_length(k.name) not between 1 and 200;
-    if settings.max_payload_bytes is not null then
-        perform pgqueue._check_payload(given.payload, settings.max_payload_bytes)
-        from unnest(payloads) as given (payload);
-    end if;
-end;
-$$;
-
-comment on function pgqueue._check_many(jsonb[], text[], text[], pgqueue.queue) is
-'Raises what enqueue_many refuses in its arrays.';
 
 create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz)
     returns void
@@ -243,19 +114,20 @@ declare
     has_options boolean := num_nonnulls(
         kind, priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers
     ) > 0;
+    refused boolean;
     job_id bigint;
 begin
     -- Three shortcuts for the plain call, of which each saves about a tenth: options
     -- are checked only where there are any, settings are read only where there are any,
     -- and _wake() is written out.
     if has_options or (octet_length(queue) between 1 and 200) is not true then
-        perform pgqueue._check_job(
+        refused := pgqueue._refuse(pgqueue._check_job(
             queue, kind, priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers
-        );
+        ));
     end if;
     if pg_relation_size('pgqueue.queue') > 0 then
         settings := pgqueue._settings(queue);
-        perform pgqueue._check_payload(payload, settings.max_payload_bytes);
+        refused := pgqueue._refuse(pgqueue._check_payload(payload, settings.max_payload_bytes));
     end if;
 
     loop
@@ -280,6 +152,14 @@ begin
             queue, unique_key, coalesce(on_duplicate, 'skip'),
             coalesce(payload, '{}'), coalesce(priority, 0), coalesce(run_at, moment)
         );
+        if on_duplicate = 'error' and job_id is not null then
+            refused := pgqueue._refuse(array[
+                'a job with this unique_key already waits or runs',
+                format('It is job %s.', job_id),
+                'Choose another on_duplicate to get its id instead of this error.',
+                '23505'
+            ]);
+        end if;
         exit when job_id is not null;
     end loop;
 
@@ -307,7 +187,7 @@ comment on function pgqueue.enqueue(
 'Adds a job in the caller''s transaction and returns its id; for a duplicate, the id of the job that has the unique_key. Larger priority (-100 to 100) runs first; kind defaults to the queue''s name. An enqueue whose key is taken by an open transaction waits for its end, then does as on_duplicate says: skip (default), replace or postpone a job that is not running, or error; one that runs stays as it is, which a NOTICE tells. Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with on_duplicate error).';
 
 create or replace function pgqueue._insert_keyed(
-    queue text, ids bigint[], payloads jsonb[], kind text, priority int, run_at timestamptz,
+    queue text, payloads jsonb[], kind text, priority int, run_at timestamptz,
     max_attempts int, unique_keys text[], on_duplicate text, group_keys text[], headers jsonb,
     moment timestamptz
 )
@@ -320,6 +200,11 @@ as $$
 #variable_conflict use_column
 declare
     is_locking boolean := coalesce(on_duplicate in ('replace', 'postpone'), false);
+    -- Ids are drawn in the order of the input, rows are written in the order of the keys:
+    -- two calls with the same keys then wait for each other, and never in a circle.
+    ids bigint[] := array(
+        select nextval('pgqueue.job_id_seq') from generate_series(1, cardinality(payloads))
+    );
     added bigint[];
 begin
     -- Whoever holds several jobs waits for none but in the order of their ids. So lock what is
@@ -372,65 +257,19 @@ begin
             null;
         end;
     end loop;
-    return added;
+    return array(
+        select a.id
+        from unnest(ids) with ordinality as i (id, place)
+        left join unnest(added) as a (id) on a.id = i.id
+        order by i.place
+    );
 end;
 $$;
 
 comment on function pgqueue._insert_keyed(
-    text, bigint[], jsonb[], text, int, timestamptz, int, text[], text, text[], jsonb, timestamptz
-) is
-'Adds the jobs whose keys are free, and returns their ids; to replace or postpone, locks those that have the other keys.';
-
-create or replace function pgqueue._enqueue_keyed(
-    queue text,
-    payloads jsonb[],
-    kind text,
-    priority int,
-    run_at timestamptz,
-    max_attempts int,
-    unique_keys text[],
-    on_duplicate text,
-    group_keys text[],
-    headers jsonb,
-    moment timestamptz
-)
-    returns setof bigint
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-declare
-    -- Ids are drawn in the order of the input, rows are written in the order of the keys:
-    -- two calls with the same keys then wait for each other, and never in a circle.
-    ids bigint[] := array(
-        select nextval('pgqueue.job_id_seq') from generate_series(1, cardinality(payloads))
-    );
-    added bigint[] := pgqueue._insert_keyed(
-        queue, ids, payloads, kind, priority, run_at, max_attempts,
-        unique_keys, on_duplicate, group_keys, headers, moment
-    );
-    given record;
-begin
-    for given in
-        select g.*
-        from unnest(ids, payloads, unique_keys, group_keys) with ordinality
-            as g (id, payload, unique_key, group_key, place)
-        left join unnest(added) as a (id) on a.id = g.id
-        where a.id is null
-        order by g.unique_key, g.place
-    loop
-        ids[given.place] := pgqueue.enqueue(
-            queue, given.payload, kind, priority, run_at, max_attempts,
-            given.unique_key, on_duplicate, given.group_key, headers
-        );
-    end loop;
-    return query select i.id from unnest(ids) with ordinality as i (id, place) order by i.place;
-end;
-$$;
-
-comment on function pgqueue._enqueue_keyed(
     text, jsonb[], text, int, timestamptz, int, text[], text, text[], jsonb, timestamptz
 ) is
-'enqueue_many where some jobs may have a unique_key.';
+'Adds the jobs whose keys are free and returns their ids, null for the others, whose jobs it locks where they are to be replaced or postponed.';
 
 create or replace function pgqueue.enqueue_many(
     queue text,
@@ -452,23 +291,22 @@ create or replace function pgqueue.enqueue_many(
 as $$
 declare
     settings pgqueue.queue := pgqueue._settings(enqueue_many.queue);
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_job(
+            queue, kind, priority, run_at, max_attempts, null, on_duplicate, null, headers
+        ),
+        pgqueue._check_many(payloads, unique_keys, group_keys, settings.max_payload_bytes)
+    ));
     moment timestamptz := clock_timestamp();
+    ids bigint[];
+    given record;
+    job_id bigint;
 begin
-    perform pgqueue._check_job(
-        queue, kind, priority, run_at, max_attempts, null, on_duplicate, null, headers
-    );
-    perform pgqueue._check_many(payloads, unique_keys, group_keys, settings);
     max_attempts := coalesce(max_attempts, settings.max_attempts);
     perform pgqueue._wake(queue);
     perform pgqueue._announce(queue, priority, run_at);
 
-    if unique_keys is not null then
-        return query
-        select pgqueue._enqueue_keyed(
-            queue, payloads, kind, priority, run_at, max_attempts,
-            unique_keys, on_duplicate, group_keys, headers, moment
-        );
-    else
+    if unique_keys is null then
         return query
         insert into pgqueue.job as j (
             run_at, enqueued_at, priority, max_attempts, queue, kind, group_key, payload, headers
@@ -484,7 +322,26 @@ begin
             g.group_key, coalesce(g.payload, '{}'), enqueue_many.headers
         from unnest(payloads, group_keys) with ordinality as g (payload, group_key, place)
         returning j.id;
+        return;
     end if;
+    ids := pgqueue._insert_keyed(
+        queue, payloads, kind, priority, run_at, max_attempts,
+        unique_keys, on_duplicate, group_keys, headers, moment
+    );
+    for given in
+        select g.*
+        from unnest(ids, payloads, unique_keys, group_keys) with ordinality
+            as g (id, payload, unique_key, group_key, place)
+        where g.id is null
+        order by g.unique_key, g.place
+    loop
+        job_id := pgqueue.enqueue(
+            queue, given.payload, kind, priority, run_at, max_attempts,
+            given.unique_key, on_duplicate, given.group_key, headers
+        );
+        ids[given.place] := job_id;
+    end loop;
+    return query select i.id from unnest(ids) with ordinality as i (id, place) order by i.place;
 end;
 $$;
 

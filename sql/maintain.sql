@@ -10,16 +10,14 @@ create or replace function pgqueue.reap(max_jobs int default 1000)
     set enable_tidscan = on
 as $$
 declare
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_isolation(), pgqueue._check_max_jobs(max_jobs)
+    ));
     moment timestamptz := clock_timestamp();
     picks tid[];
     queues text[];
     lanes int[];
 begin
-    if current_setting('transaction_isolation') <> 'read committed' then
-        perform pgqueue._require_read_committed();
-    end if;
-    perform pgqueue._check_max_jobs(max_jobs);
-
     -- A walk over the whole table: an index on the lease would be written by every claim
     -- and every heartbeat, and claims find what expired without one.
     picks := array(

@@ -167,3 +167,13 @@ comment on column pgqueue.kinds.failures is 'Those that failed or whose lease ex
 comment on column pgqueue.kinds.p50_taken is 'Half of the attempts took at most this long.';
 comment on column pgqueue.kinds.p99_taken is '99 % of the attempts took at most this long.';
 comment on column pgqueue.kinds.last_finished_at is 'When one last finished.';
+
+create or replace function pgqueue.version()
+    returns text
+    language sql
+    immutable
+    parallel safe
+    set search_path = pg_catalog, pg_temp
+as $$ select '@VERSION@' $$;
+
+comment on function pgqueue.version() is 'The version of the installed functions.';

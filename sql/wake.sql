@@ -174,14 +174,13 @@ create or replace function pgqueue.rest(
     set jit = off
 as $$
 declare
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_queues(queues), pgqueue._check_isolation()
+    ));
     moment timestamptz := clock_timestamp();
     is_quiet boolean := true;
     pause interval;
 begin
-    perform pgqueue._check_queues(queues);
-    if current_setting('transaction_isolation') <> 'read committed' then
-        perform pgqueue._require_read_committed();
-    end if;
     if park is not false then
         is_quiet := pgqueue._park(queues);
     end if;

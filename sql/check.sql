@@ -1,0 +1,578 @@
+-- What an argument must be, and how a call is refused.
+--
+-- A check returns what is wrong (message, detail, hint, and the SQLSTATE where it is not 22023),
+-- or null. Only _refuse() raises, and public functions call it in an assignment, which adds no
+-- line of its own to the CONTEXT of the error: psql shows two, "_refuse" and the function that
+-- was called. So a list of checks reads
+--
+--     refused boolean := pgqueue._refuse(coalesce(pgqueue._check_this(…), pgqueue._check_that(…)));
+--
+-- Nothing here touches a table.
+
+create or replace function pgqueue._refuse(problem text[])
+    returns boolean
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if problem is not null then
+        raise exception using
+            errcode = coalesce(problem[4], '22023'),
+            message = problem[1],
+            detail = problem[2],
+            hint = problem[3];
+    end if;
+    return false;
+end;
+$$;
+
+comment on function pgqueue._refuse(text[]) is
+'Raises what a check has found; for null, nothing.';
+
+create or replace function pgqueue._bad_name(what text, name text)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return array[
+        format('%s must be a text of 1 to 200 bytes', what),
+        coalesce('It has ' || octet_length(name) || ' bytes.', 'It is null.'),
+        'Use a short name; content belongs into the payload.'
+    ];
+end;
+$$;
+
+comment on function pgqueue._bad_name(text, text) is
+'What is wrong with the name of a queue, kind, key or worker that is empty, too long or null.';
+
+create or replace function pgqueue._check_queues(queues text[])
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if coalesce(cardinality(queues), 0) = 0 or array_ndims(queues) > 1 then
+        return array[
+            'queues must be an array of one or more names',
+            coalesce('It has ' || array_ndims(queues) || ' dimensions.', 'It is null or empty.'),
+            'Write array[''emails''].'
+        ];
+    end if;
+    return (
+        select pgqueue._bad_name('every queue', q.name)
+        from unnest(queues) as q (name)
+        where (octet_length(q.name) between 1 and 200) is not true
+        limit 1
+    );
+end;
+$$;
+
+comment on function pgqueue._check_queues(text[]) is 'Refuses an array that does not name queues.';
+
+create or replace function pgqueue._check_priority(priority int)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case when priority not between -100 and 100 then array[
+        'priority must be -100 to 100',
+        format('It is %s.', priority),
+        'Larger runs first; the default is 0. Use run_at or another queue for finer orders.'
+    ] end;
+end;
+$$;
+
+comment on function pgqueue._check_priority(int) is 'Refuses a priority out of range; null passes.';
+
+create or replace function pgqueue._check_run_at(run_at timestamptz)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case when run_at not between '1970-01-01' and '9998-12-31' then array[
+        'run_at must lie between the years 1970 and 9998',
+        format('It is %s.', run_at),
+        'Leave run_at out for a job that is due at once.'
+    ] end;
+end;
+$$;
+
+comment on function pgqueue._check_run_at(timestamptz) is
+'Refuses a run_at that is infinite or absurd; null passes.';
+
+create or replace function pgqueue._check_job(
+    queue text,
+    kind text,
+    priority int,
+    run_at timestamptz,
+    max_attempts int,
+    unique_key text,
+    on_duplicate text,
+    group_key text,
+    headers jsonb
+)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when (octet_length(queue) between 1 and 200) is not true then pgqueue._bad_name('queue', queue)
+        when octet_length(kind) not between 1 and 200 then pgqueue._bad_name('kind', kind)
+        when octet_length(unique_key) not between 1 and 200
+            then pgqueue._bad_name('unique_key', unique_key)
+        when octet_length(group_key) not between 1 and 200 then pgqueue._bad_name('group_key', group_key)
+        when max_attempts < 1 then array[
+            'max_attempts must be at least 1',
+            format('It is %s.', max_attempts),
+            'Use 1 for a job that must not be tried again.'
+        ]
+        when on_duplicate not in ('skip', 'replace', 'postpone', 'error') then array[
+            'on_duplicate must be skip, replace, postpone or error',
+            format('It is "%s".', on_duplicate),
+            'Leave it out to skip: the id of the job that is already there is returned.'
+        ]
+        when jsonb_typeof(headers) <> 'object' then array[
+            'headers must be a JSON object',
+            format('It is a JSON %s.', jsonb_typeof(headers)),
+            'Put other content into the payload.'
+        ]
+        else coalesce(pgqueue._check_priority(priority), pgqueue._check_run_at(run_at))
+    end;
+end;
+$$;
+
+comment on function pgqueue._check_job(text, text, int, timestamptz, int, text, text, text, jsonb) is
+'Refuses what enqueue cannot take; null passes, but for the queue.';
+
+create or replace function pgqueue._check_payload(payload jsonb, max_bytes int)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case when pg_column_size(payload) > max_bytes then array[
+        'payload is too large for this queue',
+        format('It has %s bytes of at most %s.', pg_column_size(payload), max_bytes),
+        'Store large content elsewhere and enqueue where it lies, or configure max_payload_bytes.',
+        '54000'
+    ] end;
+end;
+$$;
+
+comment on function pgqueue._check_payload(jsonb, int) is
+'Refuses a payload above the queue''s max_payload_bytes (54000); a null limit is none.';
+
+create or replace function pgqueue._check_many(
+    payloads jsonb[], unique_keys text[], group_keys text[], max_bytes int
+)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if payloads is null or array_ndims(payloads) > 1 then
+        return array[
+            'payloads must be an array of one dimension',
+            coalesce('It has ' || array_ndims(payloads) || ' dimensions.', 'It is null.'),
+            'Pass one payload for each job.'
+        ];
+    elsif cardinality(unique_keys) <> cardinality(payloads)
+        or cardinality(group_keys) <> cardinality(payloads)
+    then
+        return array[
+            'unique_keys and group_keys must be as long as payloads',
+            format(
+                'There are %s payloads, %s unique keys and %s group keys.',
+                cardinality(payloads),
+                coalesce(cardinality(unique_keys), 0), coalesce(cardinality(group_keys), 0)
+            ),
+            'Use null for a job without a key.'
+        ];
+    end if;
+    return coalesce(
+        (
+            select pgqueue._bad_name('every unique_key and group_key', k.name)
+            from (select unnest(unique_keys) union all select unnest(group_keys)) as k (name)
+            where octet_length(k.name) not between 1 and 200
+            limit 1
+        ),
+        case when max_bytes is not null then (
+            select pgqueue._check_payload(given.payload, max_bytes)
+            from unnest(payloads) as given (payload)
+            where pg_column_size(given.payload) > max_bytes
+            limit 1
+        ) end
+    );
+end;
+$$;
+
+comment on function pgqueue._check_many(jsonb[], text[], text[], int) is
+'Refuses what enqueue_many cannot take in its arrays.';
+
+create or replace function pgqueue._wrong_isolation()
+    returns text[]
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return array[
+        'leases need the isolation level READ COMMITTED',
+        format('This transaction is %s.', upper(current_setting('transaction_isolation'))),
+        'An older snapshot cannot see who holds a lease now. Use BEGIN ISOLATION LEVEL READ COMMITTED.',
+        '25001'
+    ];
+end;
+$$;
+
+comment on function pgqueue._wrong_isolation() is
+'What is wrong with another level (25001). claim and complete test it themselves: a call costs more.';
+
+create or replace function pgqueue._check_isolation()
+    returns text[]
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case when current_setting('transaction_isolation') <> 'read committed'
+        then pgqueue._wrong_isolation()
+    end;
+end;
+$$;
+
+comment on function pgqueue._check_isolation() is 'Refuses a level other than READ COMMITTED (25001).';
+
+create or replace function pgqueue._read_only()
+    returns text[]
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return array[
+        'cannot claim in a read-only transaction',
+        case when pg_is_in_recovery()
+            then 'This server is a standby.'
+            else 'This transaction is READ ONLY, or the default of this session or server is.'
+        end,
+        'Work on the primary, in a transaction that may write.',
+        '25006'
+    ];
+end;
+$$;
+
+comment on function pgqueue._read_only() is
+'What is wrong where nothing could be claimed (25006): who finds nothing there shall know.';
+
+create or replace function pgqueue._check_max_jobs(max_jobs int)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case when max_jobs < 1 then array[
+        'max_jobs must be at least 1', format('It is %s.', max_jobs), 'Leave it out for 1000.'
+    ] end;
+end;
+$$;
+
+comment on function pgqueue._check_max_jobs(int) is 'Refuses less than one job; null passes.';
+
+create or replace function pgqueue._check_lease(lease interval)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case when lease <= '0' or lease > '30 days' then array[
+        'lease must be longer than nothing and at most 30 days',
+        format('It is %s.', lease),
+        'Take a short lease and extend it while the job runs.'
+    ] end;
+end;
+$$;
+
+comment on function pgqueue._check_lease(interval) is 'Refuses an absurd lease; null passes.';
+
+create or replace function pgqueue._check_claim(queue text, worker text, max_jobs int, lease interval)
+    returns text[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when current_setting('transaction_isolation') <> 'read committed'
+            then pgqueue._wrong_isolation()
+        when current_setting('transaction_read_only') = 'on' then pgqueue._read_only()
+        when (octet_length(queue) between 1 and 200) is not true then pgqueue._bad_name('queue', queue)
+        when (octet_length(worker) between 1 and 200) is not true then pgqueue._bad_name('worker', worker)
+        when max_jobs not between 1 and 10000 then array[
+            'max_jobs must be 1 to 10000',
+            format('It is %s.', max_jobs),
+            'Claim what you can begin within one lease.'
+        ]
+        else pgqueue._check_lease(lease)
+    end;
+end;
+$$;
+
+comment on function pgqueue._check_claim(text, text, int, interval) is
+'Refuses what claim cannot take, another level than READ COMMITTED (25001), and a transaction that may not write (25006).';
+
+create or replace function pgqueue._check_shares(queues text[], weights int[], limits int[])
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when cardinality(weights) <> cardinality(queues) or cardinality(limits) <> cardinality(queues)
+            then array[
+                'weights and limits must be as long as queues',
+                format(
+                    'There are %s queues, %s weights and %s limits.', cardinality(queues),
+                    coalesce(cardinality(weights), 0), coalesce(cardinality(limits), 0)
+                ),
+                'Leave them out for equal shares without limits; a null in them is the default.'
+            ]
+        when 1 > any (weights) or 0 > any (limits) then array[
+            'every weight must be at least 1, every limit at least 0',
+            format('Weights are %s, limits %s.', weights, limits),
+            'A queue of twice the weight gets twice the share.'
+        ]
+    end;
+end;
+$$;
+
+comment on function pgqueue._check_shares(text[], int[], int[]) is
+'Refuses what claim_from cannot take beyond what claim cannot.';
+
+create or replace function pgqueue._check_leases(job_ids bigint[], tokens bigint[])
+    returns text[]
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when current_setting('transaction_isolation') <> 'read committed'
+            then pgqueue._wrong_isolation()
+        when cardinality(job_ids) is distinct from cardinality(tokens) then array[
+            'job_ids and tokens must be equally long',
+            format(
+                'There are %s ids and %s tokens.',
+                coalesce(cardinality(job_ids), 0), coalesce(cardinality(tokens), 0)
+            ),
+            'Pass the token that claim returned for each job.'
+        ]
+    end;
+end;
+$$;
+
+comment on function pgqueue._check_leases(bigint[], bigint[]) is
+'Refuses arrays of unequal length, and another level than READ COMMITTED (25001).';
+
+create or replace function pgqueue._lost(job_id bigint, token bigint)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return array[
+        format('the lease on job %s is lost', coalesce(job_id::text, 'null')),
+        format('It is not held under token %s.', coalesce(token::text, 'null')),
+        'The lease expired, or the attempt has ended already. Discard the result: the job may be running elsewhere.',
+        'PQ002'
+    ];
+end;
+$$;
+
+comment on function pgqueue._lost(bigint, bigint) is 'What is wrong when nobody holds this lease (PQ002).';
+
+create or replace function pgqueue._check_delay(what text, delay interval)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case when delay < '0' or delay > '1000 years' then array[
+        format('%s must be finite and not negative', what),
+        format('It is %s.', delay),
+        'Leave it out for the delay that the queue''s settings give.'
+    ] end;
+end;
+$$;
+
+comment on function pgqueue._check_delay(text, interval) is 'Refuses an absurd delay; null passes.';
+
+create or replace function pgqueue._check_results(job_ids bigint[], results jsonb[])
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case when cardinality(results) <> cardinality(job_ids) then array[
+        'results must be as long as job_ids',
+        format('There are %s ids and %s results.', cardinality(job_ids), cardinality(results)),
+        'Use null for a job without a result.'
+    ] end;
+end;
+$$;
+
+comment on function pgqueue._check_results(bigint[], jsonb[]) is
+'Refuses results for more or fewer jobs than there are; null passes.';
+
+create or replace function pgqueue._check_outcomes(
+    job_ids bigint[], outcomes text[], texts text[], delays interval[]
+)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if cardinality(outcomes) is distinct from cardinality(job_ids)
+        or cardinality(texts) <> cardinality(job_ids) or cardinality(delays) <> cardinality(job_ids)
+    then
+        return array[
+            'outcomes, texts and delays must be as long as job_ids',
+            format(
+                'There are %s ids, %s outcomes, %s texts and %s delays.',
+                coalesce(cardinality(job_ids), 0), coalesce(cardinality(outcomes), 0),
+                coalesce(cardinality(texts), 0), coalesce(cardinality(delays), 0)
+            ),
+            'Leave texts or delays out where there are none.'
+        ];
+    elsif (outcomes <@ array['complete', 'fail', 'reject', 'release']) is not true then
+        return (
+            select array[
+                'every outcome must be complete, fail, reject or release',
+                coalesce('One is "' || o.outcome || '".', 'One is null.'),
+                'reject is for what no retry can mend.'
+            ]
+            from unnest(outcomes) as o (outcome)
+            where (o.outcome in ('complete', 'fail', 'reject', 'release')) is not true
+            limit 1
+        );
+    end if;
+    return (
+        select pgqueue._check_delay('every delay', d.delay)
+        from unnest(delays) as d (delay)
+        where d.delay < '0' or d.delay > '1000 years'
+        limit 1
+    );
+end;
+$$;
+
+comment on function pgqueue._check_outcomes(bigint[], text[], text[], interval[]) is
+'Refuses what finish cannot take.';
+
+create or replace function pgqueue._not_found(what text, id bigint, hint text)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return array[
+        format('%s %s not found', what, coalesce(id::text, 'null')),
+        format('No %s has this id.', what),
+        hint,
+        'PQ001'
+    ];
+end;
+$$;
+
+comment on function pgqueue._not_found(text, bigint, text) is
+'What is wrong with an id that nothing has (PQ001).';
+
+create or replace function pgqueue._check_settings(
+    queue text,
+    lease interval,
+    max_attempts int,
+    retry_base interval,
+    retry_cap interval,
+    keep_runs int,
+    max_payload_bytes int
+)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case when octet_length(queue) not between 1 and 200
+        then pgqueue._bad_name('queue', queue)
+        else coalesce(pgqueue._check_lease(lease), (
+            select array[
+                format('%s must be %s', s.name, s.range),
+                format('It is %s.', s.setting),
+                'Leave a setting out to keep it as it is.'
+            ]
+            from (
+                values
+                    ('max_attempts', max_attempts::text, max_attempts >= 1, 'at least 1'),
+                    (
+                        'retry_base', retry_base::text,
+                        retry_base >= '0' and retry_base <= '1 year', '0 to 1 year'
+                    ),
+                    (
+                        'retry_cap', retry_cap::text,
+                        retry_cap >= '0' and retry_cap <= '1 year', '0 to 1 year'
+                    ),
+                    ('keep_runs', keep_runs::text, keep_runs between 0 and 14, '0 to 14 days'),
+                    ('max_payload_bytes', max_payload_bytes::text, max_payload_bytes >= 1, 'at least 1')
+            ) as s (name, setting, is_sane, range)
+            where not s.is_sane
+            limit 1
+        ))
+    end;
+end;
+$$;
+
+comment on function pgqueue._check_settings(text, interval, int, interval, interval, int, int) is
+'Refuses an absurd setting; null passes.';
+
+create or replace function pgqueue._check_grant(role text, kind text)
+    returns text[]
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when (kind in ('producer', 'worker', 'operator', 'reader')) is not true then array[
+            'kind must be producer, worker, operator or reader',
+            coalesce('It is "' || kind || '".', 'It is null.'),
+            'A role may have several kinds: call once for each.'
+        ]
+        when not exists (select from pg_roles as r where r.rolname = role) then array[
+            format('role "%s" does not exist', role),
+            'Roles belong to the whole cluster, and pgqueue makes none.',
+            'CREATE ROLE makes one.',
+            '42704'
+        ]
+    end;
+end;
+$$;
+
+comment on function pgqueue._check_grant(text, text) is
+'Refuses an unknown kind, and a role that there is not (42704).';

@@ -1,0 +1,194 @@
+-- Claims: which jobs a worker gets, under which lease. Room pick finds and locks them.
+--
+-- What runs stays in its lane, leased, so claim() meets expired leases where it looks for
+-- work and ends those attempts itself: recovery needs no daemon.
+--
+-- Plans, here and in the rooms around: each statement is planned once for a session, with
+-- whatever statistics there are then. A plan made while job is small would read all of it for
+-- ever, hence the settings on the functions: jobs are found by ctid or by primary key, never by
+-- a scan, whatever ways the caller has switched off. Nor is a statement compiled: a way that is
+-- off and has to be gone all the same looks so dear that Postgres would, for longer than all the
+-- rest takes.
+
+create or replace function pgqueue.claim(
+    queue text,
+    worker text,
+    max_jobs int default 1,
+    lease interval default null,
+    kinds text[] default null
+)
+    returns setof pgqueue.job
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+as $$
+declare
+    settings pgqueue.queue;
+    moment timestamptz := clock_timestamp();
+    key bigint := hashtextextended(queue, 1000);
+    noted bigint;
+    new_token bigint;
+    picks tid[] := '{}'::tid[];
+    refused boolean;
+begin
+    -- Three shortcuts for the plain call: its arguments are checked in one expression,
+    -- settings are read only where there are any, and so are lanes.
+    if (
+        octet_length(queue) between 1 and 200 and octet_length(worker) between 1 and 200
+        and max_jobs between 1 and 10000 and lease is null
+        and current_setting('transaction_isolation') = 'read committed'
+        and current_setting('transaction_read_only') = 'off'
+    ) is not true then
+        refused := pgqueue._refuse(pgqueue._check_claim(queue, worker, max_jobs, lease));
+        max_jobs := coalesce(max_jobs, 1);
+    end if;
+    if pg_relation_size('pgqueue.queue') > 0 then
+        settings := pgqueue._settings(queue);
+        if settings.paused then
+            return;
+        end if;
+        lease := coalesce(lease, settings.lease);
+    end if;
+
+    noted := pg_sequence_last_value(('pgqueue._cell_' || (key & 127) * 5)::regclass)
+        # ((key >> 20 & 4095) << 51);
+    if noted & 1 = 0
+        and noted - (date_part('epoch', moment) * 1000000)::bigint + 1577836800000000
+            between 1 and 60000000
+    then
+        picks := pgqueue._pick(queue, kinds, 0, max_jobs, moment, false);
+    end if;
+    if picks = '{}' then
+        picks := pgqueue._pick_lanes(queue, kinds, max_jobs, moment, pgqueue._noted_lanes(queue, moment));
+        if picks = '{}' then
+            return;
+        end if;
+    end if;
+    if current_setting('pgqueue.parked', true) <> '' then
+        perform pgqueue._unpark_if_busy(moment);
+    end if;
+
+    moment := clock_timestamp();
+    new_token := nextval('pgqueue.token_seq');
+    -- One job has no order, and a sort would cost it a tenth of its claim: with it the heap grows
+    -- past what glibc keeps, and is given back and asked for again at each call.
+    if cardinality(picks) = 1 then
+        return query
+        update pgqueue.job as j
+        set token = new_token,
+            attempt = j.attempt + 1,
+            worker = claim.worker,
+            claimed_at = moment,
+            lease_expires_at = moment + coalesce(claim.lease, '30 seconds')
+        where j.ctid = any (picks)
+        returning j.*;
+        return;
+    end if;
+    return query
+    with leased as (
+        update pgqueue.job as j
+        set token = new_token,
+            attempt = j.attempt + 1,
+            worker = claim.worker,
+            claimed_at = moment,
+            lease_expires_at = moment + coalesce(claim.lease, '30 seconds')
+        where j.ctid = any (picks)
+        returning j.*
+    )
+    -- No plan decides the order.
+    select l.* from leased as l order by l.priority desc, l.run_at, l.id;
+end;
+$$;
+
+comment on function pgqueue.claim(text, text, int, interval, text[]) is
+'Takes up to max_jobs due jobs of a queue (only of these kinds, if given) and returns them in the order in which to run them: highest priority, then run_at, then id. Each counts one attempt and is leased under its token until lease_expires_at; recovers expired leases on the way; never waits. A claim counts from its commit: one that is rolled back, or that a crash cuts off, never happened. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
+
+create or replace function pgqueue._shares(queues text[], weights int[], limits int[], wanted int)
+    returns table (queue text, most int, share int)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    start float8 := random();
+begin
+    -- Rounded up or down at random, so that shares are right on average also where each is less
+    -- than one job (systematic sampling, Madow 1949); the order is drawn by weight (Efraimidis
+    -- and Spirakis 2006).
+    return query
+    select
+        q.queue,
+        least(q.most, wanted),
+        (floor(q.upto + start) - floor(q.upto - q.part + start))::int
+    from (
+        select p.*, sum(p.part) over (order by p.place) as upto
+        from (
+            select
+                u.*,
+                wanted * coalesce(u.weight, 1)::float8 / sum(coalesce(u.weight, 1)) over () as part
+            from unnest(queues, weights, limits) with ordinality as u (queue, weight, most, place)
+        ) as p
+    ) as q
+    order by -ln(1 - random()) / coalesce(q.weight, 1);
+end;
+$$;
+
+comment on function pgqueue._shares(text[], int[], int[], int) is
+'How many of the wanted jobs each queue may have, by its weight and its limit, in the order in which to ask them.';
+
+create or replace function pgqueue.claim_from(
+    queues text[],
+    worker text,
+    max_jobs int default 1,
+    lease interval default null,
+    kinds text[] default null,
+    weights int[] default null,
+    limits int[] default null
+)
+    returns setof pgqueue.job
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+as $$
+declare
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_queues(queues), pgqueue._check_shares(queues, weights, limits),
+        pgqueue._check_claim(queues[1], worker, max_jobs, lease)
+    ));
+    wanted int := coalesce(max_jobs, 1);
+    turn record;
+    share int;
+    found_jobs int;
+    rest_of text[] := '{}'::text[];
+    rest_limits int[] := '{}'::int[];
+begin
+    -- Twice round: first each queue up to its share, then those that had more.
+    for turn in select s.* from pgqueue._shares(queues, weights, limits, wanted) as s loop
+        share := least(turn.share, turn.most, wanted);
+        found_jobs := 0;
+        if share > 0 then
+            return query select * from pgqueue.claim(turn.queue, worker, share, lease, kinds);
+            get diagnostics found_jobs = row_count;
+            wanted := wanted - found_jobs;
+        end if;
+        if found_jobs = share then
+            rest_of := rest_of || turn.queue;
+            rest_limits := rest_limits || turn.most - share;
+        end if;
+    end loop;
+    for turn in select r.queue, r.most from unnest(rest_of, rest_limits) as r (queue, most) loop
+        share := least(turn.most, wanted);
+        continue when share = 0;
+        return query select * from pgqueue.claim(turn.queue, worker, share, lease, kinds);
+        get diagnostics found_jobs = row_count;
+        wanted := wanted - found_jobs;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue.claim_from(text[], text, int, interval, text[], int[], int[]) is
+'claim over several queues in one call: up to max_jobs in all, shared by weight (default 1 each), at most limits[i] of queues[i] (null: no limit). What a queue leaves of its share goes to those that have more, so a full queue starves no other and an empty one costs nothing. Returns the jobs of one queue after those of another, each in the order of claim. Raises as claim, and 22023 (bad argument).';

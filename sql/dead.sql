@@ -1,0 +1,200 @@
+-- Dead jobs: sent back to work, or dropped. Only here a row leaves dead_job.
+
+create or replace function pgqueue._redrive(dead_ids bigint[])
+    returns setof bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_indexscan = on
+    set enable_seqscan = off
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    revived bigint[];
+    queues text[];
+    lanes int[];
+begin
+    with back as (
+        insert into pgqueue.job as j (
+            id, run_at, enqueued_at, priority, max_attempts,
+            queue, kind, unique_key, group_key, payload, headers, errors
+        )
+        overriding system value
+        select
+            d.id, moment - (count(*) over () - row_number() over (order by d.id)) * interval '1 microsecond',
+            d.enqueued_at, d.priority, d.max_attempts,
+            d.queue, d.kind, d.unique_key, d.group_key, d.payload, d.headers, d.errors
+        from pgqueue.dead_job as d
+        where d.id = any (_redrive.dead_ids)
+        order by d.unique_key, d.id
+        on conflict do nothing
+        returning j.id, j.queue, j.priority
+    )
+    select array_agg(b.id order by b.id), array_agg(b.queue), array_agg(b.priority)
+    into revived, queues, lanes
+    from back as b;
+
+    delete from pgqueue.dead_job as d where d.id = any (revived);
+    perform pgqueue._reopened(queues, lanes);
+    return query select r.id from unnest(revived) as r (id);
+end;
+$$;
+
+comment on function pgqueue._redrive(bigint[]) is
+'Sends locked dead jobs back to work and returns their ids; one whose unique_key is taken stays dead.';
+
+create or replace function pgqueue._find_dead(
+    queue text, kind text, error_like text, died_after timestamptz, died_before timestamptz,
+    max_jobs int, is_for_work boolean
+)
+    returns bigint[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_indexscan = on
+as $$
+begin
+    return array(
+        select d.id
+        from pgqueue.dead_job as d
+        where (_find_dead.queue is null or d.queue = _find_dead.queue)
+            and (_find_dead.kind is null or d.kind = _find_dead.kind)
+            and (_find_dead.error_like is null or pgqueue._summary(d.error) ilike _find_dead.error_like)
+            and (_find_dead.died_after is null or d.died_at >= _find_dead.died_after)
+            and (_find_dead.died_before is null or d.died_at < _find_dead.died_before)
+            and not (_find_dead.is_for_work and exists (
+                select from pgqueue.job as j
+                where j.queue = d.queue and j.unique_key = d.unique_key
+                offset 0  -- by the key's index, not by a hash of all jobs
+            ))
+        order by d.id
+        limit coalesce(_find_dead.max_jobs, 1000)
+        for update of d skip locked
+    );
+end;
+$$;
+
+comment on function pgqueue._find_dead(text, text, text, timestamptz, timestamptz, int, boolean) is
+'Locks the dead jobs that pass these filters, oldest id first, and returns their ids; for work only those whose unique_key no living job has.';
+
+create or replace function pgqueue.redrive(
+    queue text default null,
+    kind text default null,
+    error_like text default null,
+    died_after timestamptz default null,
+    died_before timestamptz default null,
+    max_jobs int default 1000,
+    dry_run boolean default false
+)
+    returns setof bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
+as $$
+declare
+    refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
+    dead_ids bigint[] := pgqueue._find_dead(
+        queue, kind, error_like, died_after, died_before, max_jobs, true
+    );
+begin
+    if dry_run then
+        perform pgqueue._tell_counts('the dead jobs to redrive', array(
+            select pgqueue._summary(d.error) from pgqueue.dead_job as d where d.id = any (dead_ids)
+        ));
+        return query select d.id from unnest(dead_ids) as d (id);
+    else
+        return query select pgqueue._redrive(dead_ids);
+    end if;
+end;
+$$;
+
+comment on function pgqueue.redrive(
+    text, text, text, timestamptz, timestamptz, int, boolean
+) is
+'Sends dead jobs back to work, oldest id first, and returns their ids: same id, errors kept, due now, attempts counted from 0 again. Filters by queue, kind, pattern of the first line of the last error (ILIKE), and time of death (from died_after, before died_before); null does not filter. A job whose unique_key is taken by a living one stays dead. dry_run only returns the ids, and tells in NOTICEs how many there are of each error. Raises 22023 (bad argument).';
+
+create or replace function pgqueue.redrive_job(dead_id bigint, payload jsonb default null)
+    returns bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
+as $$
+declare
+    refused boolean;
+begin
+    update pgqueue.dead_job as d
+    set payload = coalesce(redrive_job.payload, d.payload)
+    where d.id = redrive_job.dead_id;
+    if not found then
+        refused := pgqueue._refuse(pgqueue._not_found('dead job', dead_id, 'It may have been redriven or discarded.'));
+    end if;
+    return (select r.id from pgqueue._redrive(array[dead_id]) as r (id));
+end;
+$$;
+
+comment on function pgqueue.redrive_job(bigint, jsonb) is
+'Sends one dead job back to work as redrive does, with another payload if one is given. Returns its id; null when its unique_key is taken by a living job, and it stays dead (with the new payload). Raises PQ001.';
+
+create or replace function pgqueue.discard_many(
+    queue text default null,
+    kind text default null,
+    error_like text default null,
+    died_after timestamptz default null,
+    died_before timestamptz default null,
+    max_jobs int default 1000,
+    dry_run boolean default false
+)
+    returns setof bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
+as $$
+declare
+    refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
+    dead_ids bigint[] := pgqueue._find_dead(
+        queue, kind, error_like, died_after, died_before, max_jobs, false
+    );
+begin
+    if dry_run then
+        perform pgqueue._tell_counts('the dead jobs to discard', array(
+            select pgqueue._summary(d.error) from pgqueue.dead_job as d where d.id = any (dead_ids)
+        ));
+    else
+        delete from pgqueue.dead_job as d where d.id = any (dead_ids);
+    end if;
+    return query select d.id from unnest(dead_ids) as d (id);
+end;
+$$;
+
+comment on function pgqueue.discard_many(
+    text, text, text, timestamptz, timestamptz, int, boolean
+) is
+'Drops dead jobs for good, oldest id first, and returns their ids; filters and dry_run are those of redrive. Raises 22023 (bad argument).';
+
+create or replace function pgqueue.discard(dead_id bigint)
+    returns void
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
+as $$
+declare
+    refused boolean;
+begin
+    delete from pgqueue.dead_job as d where d.id = discard.dead_id;
+    if not found then
+        refused := pgqueue._refuse(pgqueue._not_found('dead job', dead_id, 'It may have been redriven or discarded.'));
+    end if;
+end;
+$$;
+
+comment on function pgqueue.discard(bigint) is 'Drops a dead job for good. Raises PQ001.';

@@ -1,0 +1,328 @@
+-- How a worker ends attempts: complete, fail and release, and finish for many, each by its own
+-- outcome. What becomes of a job that did not complete is in room attempt.
+
+-- The columns of _log() once more, here and in complete_many: this is the hottest path of
+-- all, and to lock the jobs first, as the other verbs do, costs half as much again. For one
+-- job two plain statements are the cheapest, for many one with two parts.
+create or replace function pgqueue.complete(job_id bigint, token bigint, result jsonb default null)
+    returns void
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    today int := floor(extract(epoch from moment) / 86400)::int;
+    keep_runs int := 7;
+    done record;
+    refused boolean;
+begin
+    if current_setting('transaction_isolation') <> 'read committed' then
+        refused := pgqueue._refuse(pgqueue._wrong_isolation());
+    end if;
+
+    delete from pgqueue.job as j
+    where j.id = complete.job_id and j.token = complete.token
+    returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker into done;
+    if not found then
+        refused := pgqueue._refuse(pgqueue._lost(job_id, token));
+    end if;
+
+    if pg_relation_size('pgqueue.queue') > 0 then
+        keep_runs := (pgqueue._settings(done.queue)).keep_runs;
+    end if;
+    if keep_runs > 0 then
+        insert into pgqueue.run (
+            slot, attempt, job_id, finished_at, waited, taken,
+            queue, kind, outcome, worker, result
+        )
+        values (
+            (today + keep_runs) % 16, done.attempt, complete.job_id, moment,
+            done.claimed_at - least(done.run_at, done.claimed_at), moment - done.claimed_at,
+            done.queue, done.kind, 'completed', done.worker, complete.result
+        );
+    end if;
+end;
+$$;
+
+comment on function pgqueue.complete(bigint, bigint, jsonb) is
+'Finishes a job. Call it in the transaction of the handler''s own writes and they commit together: when the lease is lost it raises PQ002 and both roll back. Also raises 25001 outside READ COMMITTED.';
+
+create or replace function pgqueue.complete_many(
+    job_ids bigint[],
+    tokens bigint[],
+    results jsonb[] default null
+)
+    returns setof bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    -- An index scan meets the jobs, and locks them, in the order of their ids.
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+as $$
+declare
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_leases(job_ids, tokens), pgqueue._check_results(job_ids, results)
+    ));
+    moment timestamptz := clock_timestamp();
+    today int := floor(extract(epoch from moment) / 86400)::int;
+    is_configured boolean := pg_relation_size('pgqueue.queue') > 0;
+begin
+    return query
+    with done as (
+        delete from pgqueue.job as j
+        where j.id = any (complete_many.job_ids)
+            -- "Is true" keeps this a filter: as a join it might come first.
+            and ((j.id, j.token) in (
+                select h.id, h.token
+                from unnest(complete_many.job_ids, complete_many.tokens) as h (id, token)
+            )) is true
+        returning j.id, j.token, j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker
+    ), logged as (
+        insert into pgqueue.run (
+            slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result
+        )
+        select
+            (today + kept.days) % 16, d.attempt, d.id, moment,
+            d.claimed_at - least(d.run_at, d.claimed_at), moment - d.claimed_at,
+            d.queue, d.kind, 'completed', d.worker,
+            given.result
+        from done as d
+        left join (
+            select distinct on (h.id, h.token) h.*
+            from unnest(
+                case when complete_many.results is not null then complete_many.job_ids end,
+                case when complete_many.results is not null then complete_many.tokens end,
+                complete_many.results
+            ) as h (id, token, result)
+        ) as given on given.id = d.id and given.token = d.token
+        cross join lateral (
+            select case when is_configured then (pgqueue._settings(d.queue)).keep_runs else 7 end
+            offset 0
+        ) as kept (days)
+        where kept.days > 0
+    )
+    select d.id from done as d;
+end;
+$$;
+
+comment on function pgqueue.complete_many(bigint[], bigint[], jsonb[]) is
+'Finishes many jobs, with their results if there are any, and returns the ids of those whose lease was held; the others were lost, and stay as they are. Raises 25001 outside READ COMMITTED, 22023 (arrays of unequal length).';
+
+create or replace function pgqueue.fail(
+    job_id bigint,
+    token bigint,
+    error text,
+    retry_in interval default null,
+    permanent boolean default false
+)
+    returns text
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+as $$
+declare
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_isolation(), pgqueue._check_delay('retry_in', retry_in)
+    ));
+    picks tid[] := pgqueue._lock_held(array[job_id], array[token]);
+begin
+    if picks = '{}' then
+        refused := pgqueue._refuse(pgqueue._lost(job_id, token));
+    end if;
+    return (
+        select f.status
+        from pgqueue._fail(
+            picks, array[error], array[retry_in], array[permanent], clock_timestamp()
+        ) as f
+    );
+end;
+$$;
+
+comment on function pgqueue.fail(bigint, bigint, text, interval, boolean) is
+'Ends an attempt that went wrong. Returns retry (the job runs again after retry_in, or after the queue''s backoff: least(retry_cap, retry_base * 2^(attempt - 1)) times a random 0.5 to 1), dead (attempts used up, or permanent) or cancelled (an operator asked for it). Keeps the first 8000 characters of the error; its first line is its summary ("TimeoutError: ..."), by which it is found and logged. Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad argument).';
+
+create or replace function pgqueue.release(
+    job_ids bigint[],
+    tokens bigint[],
+    run_at timestamptz default null
+)
+    returns setof bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+as $$
+declare
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_leases(job_ids, tokens), pgqueue._check_run_at(run_at)
+    ));
+begin
+    return query
+    select r.job_id
+    from pgqueue._release(
+        pgqueue._lock_held(job_ids, tokens),
+        array_fill(release.run_at, array[coalesce(cardinality(job_ids), 0)])
+    ) as r;
+end;
+$$;
+
+comment on function pgqueue.release(bigint[], bigint[], timestamptz) is
+'Gives jobs back unharmed: the attempt is not counted, and each keeps its place in its lane, or runs again at run_at (a snooze). One that was cancelled is gone. Returns the ids whose lease was held. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
+
+create or replace function pgqueue._to_results(texts text[], out results jsonb[], out problems text[])
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Postgres cannot hold much more than this in one jsonb, and several of them not in one array.
+    problems := array(
+        select case when octet_length(t.result) > 64000000
+            then format('the result has %s bytes of at most 64000000', octet_length(t.result))
+        end
+        from unnest(texts) with ordinality as t (result, place)
+        order by t.place
+    );
+    begin
+        results := array(
+            select case when t.problem is null then t.result::jsonb end
+            from unnest(texts, problems) with ordinality as t (result, problem, place)
+            order by t.place
+        );
+    exception when data_exception or program_limit_exceeded then
+        -- One by one, so that a bad one spoils no other.
+        results := array_fill(null::jsonb, array[cardinality(texts)]);
+        for place in 1 .. cardinality(texts) loop
+            begin
+                if problems[place] is null then
+                    results[place] := texts[place]::jsonb;
+                end if;
+            exception when data_exception or program_limit_exceeded then
+                problems[place] := 'the result cannot be stored: ' || sqlerrm;
+            end;
+        end loop;
+    end;
+end;
+$$;
+
+comment on function pgqueue._to_results(text[]) is
+'Reads results in JSON, and says of each that Postgres cannot hold what is wrong with it.';
+
+create or replace function pgqueue._finish(
+    job_ids bigint[], tokens bigint[], outcomes text[], texts text[], delays interval[]
+)
+    returns table (job_id bigint, status text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_tidscan = on
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    picks tid[] := pgqueue._lock_held(job_ids, tokens);
+    results jsonb[];
+    problems text[];
+    given record;
+begin
+    select r.results, r.problems into results, problems
+    from pgqueue._to_results(array(
+        select case when e.outcome = 'complete' then e.said end
+        from unnest(outcomes, texts) with ordinality as e (outcome, said, place)
+        order by e.place
+    )) as r;
+
+    for given in
+        select
+            case when e.problem is null then e.outcome else 'fail' end as outcome,
+            array_agg(h.id) as ids,
+            array_agg(e.token) as tokens,
+            array_agg(h.place) as picks,
+            array_agg(coalesce(e.problem, e.said)) as texts,
+            array_agg(e.delay) as delays,
+            array_agg(e.result) as results
+        from (
+            select distinct on (u.id, u.token) u.*
+            from unnest(job_ids, tokens, outcomes, texts, delays, results, problems) with ordinality
+                as u (id, token, outcome, said, delay, result, problem, place)
+            order by u.id, u.token, u.place
+        ) as e
+        join (
+            select j.id, j.token, j.ctid as place from pgqueue.job as j where j.ctid = any (picks)
+        ) as h on h.id = e.id and h.token = e.token
+        group by 1
+    loop
+        if given.outcome = 'complete' then
+            return query
+            select c.id, 'completed'
+            from pgqueue.complete_many(given.ids, given.tokens, given.results) as c (id);
+        elsif given.outcome = 'release' then
+            return query
+            select r.* from pgqueue._release(
+                given.picks, array(
+                    select moment + d.delay
+                    from unnest(given.delays) with ordinality as d (delay, place) order by d.place
+                )
+            ) as r;
+        else
+            return query
+            select f.* from pgqueue._fail(
+                given.picks, given.texts, given.delays,
+                array_fill(given.outcome = 'reject', array[cardinality(given.ids)]), moment
+            ) as f;
+        end if;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._finish(bigint[], bigint[], text[], text[], interval[]) is
+'finish, for those whose lease is held, in any order.';
+
+create or replace function pgqueue.finish(
+    job_ids bigint[],
+    tokens bigint[],
+    outcomes text[],
+    texts text[] default null,
+    delays interval[] default null
+)
+    returns table (job_id bigint, status text)
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+as $$
+#variable_conflict use_column
+declare
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_leases(finish.job_ids, tokens),
+        pgqueue._check_outcomes(finish.job_ids, outcomes, texts, delays)
+    ));
+    ended bigint[];
+    statuses text[];
+begin
+    if 'complete' = all (outcomes) and coalesce(num_nonnulls(variadic texts), 0) = 0 then
+        ended := array(select pgqueue.complete_many(finish.job_ids, finish.tokens));
+        statuses := array_fill('completed'::text, array[cardinality(ended)]);
+    else
+        select array_agg(f.job_id), array_agg(f.status) into ended, statuses
+        from pgqueue._finish(finish.job_ids, finish.tokens, outcomes, texts, delays) as f;
+    end if;
+    return query
+    select g.id, case when g.nth = 1 then coalesce(e.status, 'lost') else 'lost' end
+    from (
+        select u.id, u.place, row_number() over (partition by u.id, u.token order by u.place) as nth
+        from unnest(finish.job_ids, finish.tokens) with ordinality as u (id, token, place)
+    ) as g
+    left join unnest(ended, statuses) as e (id, status) on e.id = g.id
+    order by g.place;
+end;
+$$;
+
+comment on function pgqueue.finish(bigint[], bigint[], text[], text[], interval[]) is
+'Ends many attempts in one call, each by its own outcome: complete (text: the result in JSON), fail (text: the error; delay: instead of the queue''s backoff), reject (an error that no retry can mend: dead at once) or release (given back uncounted; delay: not before then). Returns in the order of the input completed, retry, dead, cancelled, released or lost. A result that is no JSON, or above 64 MB, becomes a failed attempt of that job alone. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

@@ -1,0 +1,93 @@
+-- Leases: who holds a job, and for how long. A lease is held by (id, token), and no verb but
+-- claim touches a job that is not leased under the token it is given.
+--
+-- Locks: claim, reap and extend skip what is locked and never wait. The verbs that end attempts
+-- lock jobs in the order of their ids. So no two of them wait for each other.
+
+create or replace function pgqueue._lock_held(job_ids bigint[], tokens bigint[])
+    returns tid[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+begin
+    return array(
+        select j.ctid
+        from pgqueue.job as j
+        where j.id = any (_lock_held.job_ids)
+            and ((j.id, j.token) in (
+                select h.id, h.token from unnest(_lock_held.job_ids, _lock_held.tokens) as h (id, token)
+            )) is true
+        order by j.id
+        for update
+    );
+end;
+$$;
+
+comment on function pgqueue._lock_held(bigint[], bigint[]) is
+'Locks those jobs that are leased under these tokens, in the order of their ids, and returns where they are.';
+
+create or replace function pgqueue.extend(
+    job_ids bigint[],
+    tokens bigint[],
+    lease interval default null
+)
+    returns table (job_id bigint, status text)
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+as $$
+declare
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_leases(job_ids, tokens), pgqueue._check_lease(lease)
+    ));
+    moment timestamptz := clock_timestamp();
+    picks tid[];
+begin
+    -- A heartbeat never waits: a handler that has completed its job and not yet committed
+    -- holds the row, and the leases of all the other jobs would run out behind it.
+    picks := array(
+        select j.ctid
+        from pgqueue.job as j
+        where j.id = any (extend.job_ids)
+            and ((j.id, j.token) in (
+                select h.id, h.token from unnest(extend.job_ids, extend.tokens) as h (id, token)
+            )) is true
+        order by j.id
+        for update skip locked
+    );
+    update pgqueue.job as j
+    set lease_expires_at = case
+            when extend.lease is not null then moment + extend.lease
+            -- A claim may have asked for longer than the default.
+            else greatest(j.lease_expires_at, moment + (pgqueue._settings(j.queue)).lease)
+        end
+    where j.ctid = any (picks);
+
+    -- What somebody else has locked is held as long as the lease it had before.
+    return query
+    select
+        h.id,
+        coalesce(
+            (
+                select case
+                    when j.cancelled_at is not null then 'cancelled'
+                    when j.lease_expires_at > moment then 'held'
+                end
+                from pgqueue.job as j
+                where j.id = h.id and j.token = h.token
+            ),
+            'lost'
+        )
+    from unnest(extend.job_ids, extend.tokens) with ordinality as h (id, token, place)
+    order by h.place;
+end;
+$$;
+
+comment on function pgqueue.extend(bigint[], bigint[], interval) is
+'The heartbeat: lets leases last for another lease from now (without one: for the default, but never shorter than before), and says of each job whether it is held, cancelled (stop working, then call fail or release) or lost (stop working, report nothing). A lease that expired but that nobody recovered is held again. This never waits: a job that an open transaction has locked keeps the lease that it had, held while that lasts and lost after it. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
