@@ -73,7 +73,8 @@ end;
 $$;
 
 comment on function pgqueue._change_access(text, text, boolean) is
-'Grants or revokes what _grants lists: the only dynamic SQL, because GRANT takes no parameters.';
+'Grants or revokes what _grants lists: the only dynamic SQL, because GRANT
+takes no parameters.';
 
 create or replace function pgqueue.grant_access(role text, kind text)
     returns void
@@ -89,7 +90,10 @@ end;
 $$;
 
 comment on function pgqueue.grant_access(text, text) is
-'Lets a role be a producer (enqueue), worker (claim and end attempts), operator (manage, and read all) or reader (the views, which hold no payload). Kinds include no other kind. Raises 22023 (unknown kind), 42704 (no such role).';
+'Lets a role be a producer (enqueue), worker (claim and end attempts), operator
+(manage, and read all) or reader (the views, which hold no payload). Kinds
+include no other kind.
+Raises 22023 (unknown kind), 42704 (no such role).';
 
 create or replace function pgqueue.revoke_access(role text, kind text)
     returns void
@@ -105,7 +109,9 @@ end;
 $$;
 
 comment on function pgqueue.revoke_access(text, text) is
-'Undoes grant_access; what the role may also do as another kind must be granted again. Raises 22023 (unknown kind), 42704 (no such role).';
+'Undoes grant_access; what the role may also do as another kind must be granted
+again.
+Raises 22023 (unknown kind), 42704 (no such role).';
 
 revoke all on schema pgqueue from public;
 revoke all on all tables in schema pgqueue from public;

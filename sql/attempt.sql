@@ -18,7 +18,8 @@ as $$
 $$;
 
 comment on function pgqueue._retry_delay(int, interval, interval) is
-'How long to wait after a failed attempt: least(cap, base * 2^(attempt - 1)) times a random 0.5 to 1.';
+'How long to wait after a failed attempt: least(cap, base * 2^(attempt - 1))
+times a random 0.5 to 1.';
 
 create or replace function pgqueue._summary(error text)
     returns text
@@ -139,7 +140,9 @@ end;
 $$;
 
 comment on function pgqueue._end(tid[], text[], text[], timestamptz[], timestamptz) is
-'Ends the attempts of some locked jobs that did not complete, each by its outcome: retry and expired go back to work at retry_at (null: where they stand), dead to dead_job, cancelled is gone.';
+'Ends the attempts of some locked jobs that did not complete, each by its
+outcome: retry and expired go back to work at retry_at (null: where they
+stand), dead to dead_job, cancelled is gone.';
 
 create or replace function pgqueue._expire(picks tid[], moment timestamptz)
     returns int
@@ -184,7 +187,8 @@ end;
 $$;
 
 comment on function pgqueue._expire(tid[], timestamptz) is
-'Ends the attempts of those among some locked jobs whose leases expired: back where they stood, dead when exhausted, gone when cancelled. Returns how many.';
+'Ends the attempts of those among some locked jobs whose leases expired: back
+where they stood, dead when exhausted, gone when cancelled. Returns how many.';
 
 create or replace function pgqueue._give_back(picks tid[], run_ats timestamptz[])
     returns void
@@ -219,7 +223,8 @@ end;
 $$;
 
 comment on function pgqueue._give_back(tid[], timestamptz[]) is
-'Gives some locked jobs back without counting the attempt, each at its run_at; null: where it stands.';
+'Gives some locked jobs back without counting the attempt, each at its run_at;
+null: where it stands.';
 
 create or replace function pgqueue._release(picks tid[], run_ats timestamptz[])
     returns table (job_id bigint, status text)
@@ -305,7 +310,8 @@ end;
 $$;
 
 comment on function pgqueue._fail(tid[], text[], interval[], boolean[], timestamptz) is
-'Ends the attempts of some locked jobs that went wrong; retry, dead or cancelled for each.';
+'Ends the attempts of some locked jobs that went wrong; retry, dead or
+cancelled for each.';
 
 create or replace function pgqueue._reopened(queues text[], lanes int[])
     returns void
@@ -321,4 +327,5 @@ end;
 $$;
 
 comment on function pgqueue._reopened(text[], int[]) is
-'For jobs that come back to their old place in a lane, or to a new one in its midst: lets claims find them at once, and wakes who waits.';
+'For jobs that come back to their old place in a lane, or to a new one in its
+midst: lets claims find them at once, and wakes who waits.';

@@ -1,9 +1,9 @@
 -- What an argument must be, and how a call is refused.
 --
 -- A check returns what is wrong (message, detail, hint, and the SQLSTATE where it is not 22023),
--- or null. Only _refuse() raises, and public functions call it in an assignment, which adds no
--- line of its own to the CONTEXT of the error: psql shows two, "_refuse" and the function that
--- was called. So a list of checks reads
+-- or null. _refuse() raises it. Public functions call that in an assignment, which adds no line of
+-- its own to the CONTEXT of the error: psql shows two, "_refuse" and the function that was
+-- called. So a list of checks reads
 --
 --     refused boolean := pgqueue._refuse(coalesce(pgqueue._check_this(…), pgqueue._check_that(…)));
 --
@@ -45,7 +45,8 @@ end;
 $$;
 
 comment on function pgqueue._bad_name(text, text) is
-'What is wrong with the name of a queue, kind, key or worker that is empty, too long or null.';
+'What is wrong with the name of a queue, kind, key or worker that is empty, too
+long or null.';
 
 create or replace function pgqueue._check_queues(queues text[])
     returns text[]
@@ -170,7 +171,8 @@ end;
 $$;
 
 comment on function pgqueue._check_payload(jsonb, int) is
-'Refuses a payload above the queue''s max_payload_bytes (54000); a null limit is none.';
+'Refuses a payload above the queue''s max_payload_bytes (54000); a null limit is
+none.';
 
 create or replace function pgqueue._check_many(
     payloads jsonb[], unique_keys text[], group_keys text[], max_bytes int
@@ -237,7 +239,8 @@ end;
 $$;
 
 comment on function pgqueue._wrong_isolation() is
-'What is wrong with another level (25001). claim and complete test it themselves: a call costs more.';
+'What is wrong with another level (25001). claim and complete test it
+themselves: a call costs more.';
 
 create or replace function pgqueue._check_isolation()
     returns text[]
@@ -274,7 +277,8 @@ end;
 $$;
 
 comment on function pgqueue._read_only() is
-'What is wrong where nothing could be claimed (25006): who finds nothing there shall know.';
+'What is wrong where nothing could be claimed (25006): who finds nothing there
+shall know.';
 
 create or replace function pgqueue._check_max_jobs(max_jobs int)
     returns text[]
@@ -331,7 +335,8 @@ end;
 $$;
 
 comment on function pgqueue._check_claim(text, text, int, interval) is
-'Refuses what claim cannot take, another level than READ COMMITTED (25001), and a transaction that may not write (25006).';
+'Refuses what claim cannot take, another level than READ COMMITTED (25001), and
+a transaction that may not write (25006).';
 
 create or replace function pgqueue._check_shares(queues text[], weights int[], limits int[])
     returns text[]

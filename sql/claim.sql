@@ -105,7 +105,14 @@ end;
 $$;
 
 comment on function pgqueue.claim(text, text, int, interval, text[]) is
-'Takes up to max_jobs due jobs of a queue (only of these kinds, if given) and returns them in the order in which to run them: highest priority, then run_at, then id. Each counts one attempt and is leased under its token until lease_expires_at; recovers expired leases on the way; never waits. A claim counts from its commit: one that is rolled back, or that a crash cuts off, never happened. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
+'Takes up to max_jobs due jobs of a queue (only of these kinds, if given) and
+returns them in the order in which to run them: highest priority, then run_at,
+then id. Each counts one attempt and is leased under its token until
+lease_expires_at; recovers expired leases on the way; never waits. A claim
+counts from its commit: one that is rolled back, or that a crash cuts off,
+never happened.
+Raises 25001 outside READ COMMITTED, 25006 (the transaction is read-only, or
+the server a standby), 22023 (bad argument).';
 
 create or replace function pgqueue._shares(queues text[], weights int[], limits int[], wanted int)
     returns table (queue text, most int, share int)
@@ -137,7 +144,8 @@ end;
 $$;
 
 comment on function pgqueue._shares(text[], int[], int[], int) is
-'How many of the wanted jobs each queue may have, by its weight and its limit, in the order in which to ask them.';
+'How many of the wanted jobs each queue may have, by its weight and its limit,
+in the order in which to ask them.';
 
 create or replace function pgqueue.claim_from(
     queues text[],
@@ -191,4 +199,9 @@ end;
 $$;
 
 comment on function pgqueue.claim_from(text[], text, int, interval, text[], int[], int[]) is
-'claim over several queues in one call: up to max_jobs in all, shared by weight (default 1 each), at most limits[i] of queues[i] (null: no limit). What a queue leaves of its share goes to those that have more, so a full queue starves no other and an empty one costs nothing. Returns the jobs of one queue after those of another, each in the order of claim. Raises as claim, and 22023 (bad argument).';
+'claim over several queues in one call: up to max_jobs in all, shared by weight
+(default 1 each), at most limits[i] of queues[i] (null: no limit). What a
+queue leaves of its share goes to those that have more, so a full queue
+starves no other and an empty one costs nothing. Returns the jobs of one queue
+after those of another, each in the order of claim.
+Raises 25001 outside READ COMMITTED, 25006 (read-only), 22023 (bad argument).';

@@ -40,7 +40,8 @@ end;
 $$;
 
 comment on function pgqueue._redrive(bigint[]) is
-'Sends locked dead jobs back to work and returns their ids; one whose unique_key is taken stays dead.';
+'Sends locked dead jobs back to work and returns their ids; one whose
+unique_key is taken stays dead.';
 
 create or replace function pgqueue._find_dead(
     queue text, kind text, error_like text, died_after timestamptz, died_before timestamptz,
@@ -73,7 +74,8 @@ end;
 $$;
 
 comment on function pgqueue._find_dead(text, text, text, timestamptz, timestamptz, int, boolean) is
-'Locks the dead jobs that pass these filters, oldest id first, and returns their ids; for work only those whose unique_key no living job has.';
+'Locks the dead jobs that pass these filters, oldest id first, and returns
+their ids; for work only those whose unique_key no living job has.';
 
 create or replace function pgqueue.redrive(
     queue text default null,
@@ -112,7 +114,13 @@ $$;
 comment on function pgqueue.redrive(
     text, text, text, timestamptz, timestamptz, int, boolean
 ) is
-'Sends dead jobs back to work, oldest id first, and returns their ids: same id, errors kept, due now, attempts counted from 0 again. Filters by queue, kind, pattern of the first line of the last error (ILIKE), and time of death (from died_after, before died_before); null does not filter. A job whose unique_key is taken by a living one stays dead. dry_run only returns the ids, and tells in NOTICEs how many there are of each error. Raises 22023 (bad argument).';
+'Sends dead jobs back to work, oldest id first, and returns their ids: same id,
+errors kept, due now, attempts counted from 0 again. Filters by queue, kind,
+pattern of the first line of the last error (ILIKE), and time of death (from
+died_after, before died_before); null does not filter. A job whose unique_key
+is taken by a living one stays dead. dry_run only returns the ids, and tells
+in NOTICEs how many there are of each error.
+Raises 22023 (bad argument).';
 
 create or replace function pgqueue.redrive_job(dead_id bigint, payload jsonb default null)
     returns bigint
@@ -137,7 +145,10 @@ end;
 $$;
 
 comment on function pgqueue.redrive_job(bigint, jsonb) is
-'Sends one dead job back to work as redrive does, with another payload if one is given. Returns its id; null when its unique_key is taken by a living job, and it stays dead (with the new payload). Raises PQ001.';
+'Sends one dead job back to work as redrive does, with another payload if one
+is given. Returns its id; null when its unique_key is taken by a living job,
+and it stays dead (with the new payload).
+Raises PQ001 (no such dead job).';
 
 create or replace function pgqueue.discard_many(
     queue text default null,
@@ -176,7 +187,9 @@ $$;
 comment on function pgqueue.discard_many(
     text, text, text, timestamptz, timestamptz, int, boolean
 ) is
-'Drops dead jobs for good, oldest id first, and returns their ids; filters and dry_run are those of redrive. Raises 22023 (bad argument).';
+'Drops dead jobs for good, oldest id first, and returns their ids; filters and
+dry_run are those of redrive.
+Raises 22023 (bad argument).';
 
 create or replace function pgqueue.discard(dead_id bigint)
     returns void
@@ -197,4 +210,6 @@ begin
 end;
 $$;
 
-comment on function pgqueue.discard(bigint) is 'Drops a dead job for good. Raises PQ001.';
+comment on function pgqueue.discard(bigint) is
+'Drops a dead job for good.
+Raises PQ001 (no such dead job).';

@@ -70,7 +70,8 @@ end;
 $$;
 
 comment on function pgqueue._on_duplicate(text, text, text, jsonb, int, timestamptz) is
-'Treats an enqueue whose key is taken as on_duplicate says; the id of the job that has the key, null if one must look again.';
+'Treats an enqueue whose key is taken as on_duplicate says; the id of the job
+that has the key, null if one must look again.';
 
 create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz)
     returns void
@@ -87,7 +88,8 @@ end;
 $$;
 
 comment on function pgqueue._announce(text, int, timestamptz) is
-'Lets claims know of a new job where they would not look at once: beside lane 0, or in the past.';
+'Lets claims know of a new job where they would not look at once: beside lane
+0, or in the past.';
 
 create or replace function pgqueue.enqueue(
     queue text,
@@ -152,13 +154,13 @@ begin
             queue, unique_key, coalesce(on_duplicate, 'skip'),
             coalesce(payload, '{}'), coalesce(priority, 0), coalesce(run_at, moment)
         );
+        -- Here, and not by _refuse(): enqueue_many() adds a line of CONTEXT.
         if on_duplicate = 'error' and job_id is not null then
-            refused := pgqueue._refuse(array[
-                'a job with this unique_key already waits or runs',
-                format('It is job %s.', job_id),
-                'Choose another on_duplicate to get its id instead of this error.',
-                '23505'
-            ]);
+            raise exception using
+                errcode = 'unique_violation',
+                message = 'a job with this unique_key already waits or runs',
+                detail = format('It is job %s.', job_id),
+                hint = 'Choose another on_duplicate to get its id instead of this error.';
         end if;
         exit when job_id is not null;
     end loop;
@@ -184,7 +186,14 @@ $$;
 comment on function pgqueue.enqueue(
     text, jsonb, text, int, timestamptz, int, text, text, text, jsonb
 ) is
-'Adds a job in the caller''s transaction and returns its id; for a duplicate, the id of the job that has the unique_key. Larger priority (-100 to 100) runs first; kind defaults to the queue''s name. An enqueue whose key is taken by an open transaction waits for its end, then does as on_duplicate says: skip (default), replace or postpone a job that is not running, or error; one that runs stays as it is, which a NOTICE tells. Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with on_duplicate error).';
+'Adds a job in the caller''s transaction and returns its id; for a duplicate,
+the id of the job that has the unique_key. Larger priority (-100 to 100) runs
+first; kind defaults to the queue''s name. An enqueue whose key is taken by an
+open transaction waits for its end, then does as on_duplicate says: skip
+(default), replace or postpone a job that is not running, or error; one that
+runs stays as it is, which a NOTICE tells.
+Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with
+on_duplicate error).';
 
 create or replace function pgqueue._insert_keyed(
     queue text, payloads jsonb[], kind text, priority int, run_at timestamptz,
@@ -269,7 +278,8 @@ $$;
 comment on function pgqueue._insert_keyed(
     text, jsonb[], text, int, timestamptz, int, text[], text, text[], jsonb, timestamptz
 ) is
-'Adds the jobs whose keys are free and returns their ids, null for the others, whose jobs it locks where they are to be replaced or postponed.';
+'Adds the jobs whose keys are free and returns their ids, null for the others,
+whose jobs it locks where they are to be replaced or postponed.';
 
 create or replace function pgqueue.enqueue_many(
     queue text,
@@ -348,4 +358,9 @@ $$;
 comment on function pgqueue.enqueue_many(
     text, jsonb[], text, int, timestamptz, int, text[], text, text[], jsonb
 ) is
-'Adds one job for each payload, all or none, and returns their ids in the order of the input. unique_keys and group_keys, where given, are as long as payloads; a null in them means none. A key that occurs twice, or is taken, is treated by on_duplicate as in enqueue. Errors as in enqueue.';
+'Adds one job for each payload, all or none, and returns their ids in the order
+of the input. unique_keys and group_keys, where given, are as long as
+payloads; a null in them means none. A key that occurs twice, or is taken, is
+treated by on_duplicate as in enqueue.
+Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with
+on_duplicate error).';

@@ -48,7 +48,9 @@ end;
 $$;
 
 comment on function pgqueue.complete(bigint, bigint, jsonb) is
-'Finishes a job. Call it in the transaction of the handler''s own writes and they commit together: when the lease is lost it raises PQ002 and both roll back. Also raises 25001 outside READ COMMITTED.';
+'Finishes a job. Call it in the transaction of the handler''s own writes and
+they commit together; without the lease both roll back.
+Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED.';
 
 create or replace function pgqueue.complete_many(
     job_ids bigint[],
@@ -113,7 +115,9 @@ end;
 $$;
 
 comment on function pgqueue.complete_many(bigint[], bigint[], jsonb[]) is
-'Finishes many jobs, with their results if there are any, and returns the ids of those whose lease was held; the others were lost, and stay as they are. Raises 25001 outside READ COMMITTED, 22023 (arrays of unequal length).';
+'Finishes many jobs, with their results if there are any, and returns the ids
+of those whose lease was held; the others were lost, and stay as they are.
+Raises 25001 outside READ COMMITTED, 22023 (arrays of unequal length).';
 
 create or replace function pgqueue.fail(
     job_id bigint,
@@ -147,7 +151,14 @@ end;
 $$;
 
 comment on function pgqueue.fail(bigint, bigint, text, interval, boolean) is
-'Ends an attempt that went wrong. Returns retry (the job runs again after retry_in, or after the queue''s backoff: least(retry_cap, retry_base * 2^(attempt - 1)) times a random 0.5 to 1), dead (attempts used up, or permanent) or cancelled (an operator asked for it). Keeps the first 8000 characters of the error; its first line is its summary ("TimeoutError: ..."), by which it is found and logged. Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad argument).';
+'Ends an attempt that went wrong. Returns retry (the job runs again after
+retry_in, or after the queue''s backoff: least(retry_cap, retry_base *
+2^(attempt - 1)) times a random 0.5 to 1), dead (attempts used up, or
+permanent) or cancelled (an operator asked for it). Keeps the first 8000
+characters of the error; its first line is its summary ("TimeoutError: ..."),
+by which it is found and logged.
+Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
+argument).';
 
 create or replace function pgqueue.release(
     job_ids bigint[],
@@ -175,7 +186,10 @@ end;
 $$;
 
 comment on function pgqueue.release(bigint[], bigint[], timestamptz) is
-'Gives jobs back unharmed: the attempt is not counted, and each keeps its place in its lane, or runs again at run_at (a snooze). One that was cancelled is gone. Returns the ids whose lease was held. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
+'Gives jobs back unharmed: the attempt is not counted, and each keeps its place
+in its lane, or runs again at run_at (a snooze). One that was cancelled is
+gone. Returns the ids whose lease was held.
+Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
 create or replace function pgqueue._to_results(texts text[], out results jsonb[], out problems text[])
     language plpgsql
@@ -213,7 +227,8 @@ end;
 $$;
 
 comment on function pgqueue._to_results(text[]) is
-'Reads results in JSON, and says of each that Postgres cannot hold what is wrong with it.';
+'Reads results in JSON, and says of each that Postgres cannot hold what is
+wrong with it.';
 
 create or replace function pgqueue._finish(
     job_ids bigint[], tokens bigint[], outcomes text[], texts text[], delays interval[]
@@ -325,4 +340,10 @@ end;
 $$;
 
 comment on function pgqueue.finish(bigint[], bigint[], text[], text[], interval[]) is
-'Ends many attempts in one call, each by its own outcome: complete (text: the result in JSON), fail (text: the error; delay: instead of the queue''s backoff), reject (an error that no retry can mend: dead at once) or release (given back uncounted; delay: not before then). Returns in the order of the input completed, retry, dead, cancelled, released or lost. A result that is no JSON, or above 64 MB, becomes a failed attempt of that job alone. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
+'Ends many attempts in one call, each by its own outcome: complete (text: the
+result in JSON), fail (text: the error; delay: instead of the queue''s
+backoff), reject (an error that no retry can mend: dead at once) or release
+(given back uncounted; delay: not before then). Returns in the order of the
+input completed, retry, dead, cancelled, released or lost. A result that is no
+JSON, or above 64 MB, becomes a failed attempt of that job alone.
+Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

@@ -26,7 +26,8 @@ end;
 $$;
 
 comment on function pgqueue._lock_held(bigint[], bigint[]) is
-'Locks those jobs that are leased under these tokens, in the order of their ids, and returns where they are.';
+'Locks those jobs that are leased under these tokens, in the order of their
+ids, and returns where they are.';
 
 create or replace function pgqueue.extend(
     job_ids bigint[],
@@ -90,4 +91,10 @@ end;
 $$;
 
 comment on function pgqueue.extend(bigint[], bigint[], interval) is
-'The heartbeat: lets leases last for another lease from now (without one: for the default, but never shorter than before), and says of each job whether it is held, cancelled (stop working, then call fail or release) or lost (stop working, report nothing). A lease that expired but that nobody recovered is held again. This never waits: a job that an open transaction has locked keeps the lease that it had, held while that lasts and lost after it. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
+'The heartbeat: lets leases last for another lease from now (without one: for
+the default, but never shorter than before), and says of each job whether it
+is held, cancelled (stop working, then call fail or release) or lost (stop
+working, report nothing). A lease that expired but that nobody recovered is
+held again. This never waits: a job that an open transaction has locked keeps
+the lease that it had, held while that lasts and lost after it.
+Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

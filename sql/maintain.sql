@@ -36,7 +36,11 @@ end;
 $$;
 
 comment on function pgqueue.reap(int) is
-'Ends the attempts of up to max_jobs jobs whose lease expired, and returns how many: each goes back where it stood in its lane, or to dead_job when its attempts are used up. Claims do this for their own queue; any number of reaps may run at once. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
+'Ends the attempts of up to max_jobs jobs whose lease expired, and returns how
+many: each goes back where it stood in its lane, or to dead_job when its
+attempts are used up. Claims do this for their own queue; any number of reaps
+may run at once.
+Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
 -- One statement for each table, because a name put together at run time is dynamic SQL.
 create or replace function pgqueue._lock_run(slot int)
@@ -67,7 +71,8 @@ end;
 $$;
 
 comment on function pgqueue._lock_run(int) is
-'Locks one table of the ring run, or raises 55P03 when somebody is using it: nobody waits behind us behind a long SELECT.';
+'Locks one table of the ring run, or raises 55P03 when somebody is using it:
+nobody waits behind us behind a long SELECT.';
 
 create or replace function pgqueue._empty_run(slot int)
     returns void
@@ -97,7 +102,8 @@ end;
 $$;
 
 comment on function pgqueue._empty_run(int) is
-'Empties one table of the ring run, or raises 55006 when a cursor of this session is reading it.';
+'Empties one table of the ring run, or raises 55006 when a cursor of this
+session is reading it.';
 
 create or replace function pgqueue._is_over(day int)
     returns boolean
@@ -114,7 +120,8 @@ as $$
 $$;
 
 comment on function pgqueue._is_over(int) is
-'Whether the table of the ring run that stands for a day of forgetting holds runs, and none that ended after that day.';
+'Whether the table of the ring run that stands for a day of forgetting holds
+runs, and none that ended after that day.';
 
 create or replace function pgqueue._forget_runs()
     returns int
@@ -147,7 +154,8 @@ end;
 $$;
 
 comment on function pgqueue._forget_runs() is
-'Empties the tables of the ring run whose day is over; returns how many. One in use is put off.';
+'Empties the tables of the ring run whose day is over; returns how many. One in
+use is put off.';
 
 create or replace function pgqueue.maintain()
     returns table (task text, done bigint)
@@ -156,6 +164,8 @@ create or replace function pgqueue.maintain()
     set search_path = pg_catalog, pg_temp
     set jit = off
 as $$
+declare
+    refused boolean := pgqueue._refuse(pgqueue._check_isolation());
 begin
     task := 'reap';
     done := pgqueue.reap();
@@ -167,4 +177,8 @@ end;
 $$;
 
 comment on function pgqueue.maintain() is
-'Everything that must happen from time to time: recovers up to 1000 expired leases (done: jobs), and empties the tables of run whose days are over (done: tables). Call it every minute or so, from a worker, cron or psql; any number may run at once. Raises 25001 outside READ COMMITTED.';
+'Everything that must happen from time to time: recovers up to 1000 expired
+leases (done: jobs), and empties the tables of run whose days are over (done:
+tables). Call it every minute or so, from a worker, cron or psql; any number
+may run at once.
+Raises 25001 outside READ COMMITTED.';

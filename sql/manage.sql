@@ -35,7 +35,10 @@ end;
 $$;
 
 comment on function pgqueue.cancel(bigint, text) is
-'Stops a job. One that waits is gone at once: cancelled. The worker of one that runs hears of it at its next heartbeat: cancelling; if that worker is dead the job ends when its lease does. Raises PQ001.';
+'Stops a job. One that waits is gone at once: cancelled. The worker of one that
+runs hears of it at its next heartbeat: cancelling; if that worker is dead the
+job ends when its lease does.
+Raises PQ001 (no such job).';
 
 create or replace function pgqueue._tell_counts(what text, summaries text[])
     returns void
@@ -58,7 +61,8 @@ end;
 $$;
 
 comment on function pgqueue._tell_counts(text, text[]) is
-'For a dry run: tells how many there are of each error, in NOTICEs, the 20 most frequent.';
+'For a dry run: tells how many there are of each error, in NOTICEs, the 20 most
+frequent.';
 
 create or replace function pgqueue.cancel_many(
     queue text default null,
@@ -115,7 +119,12 @@ $$;
 comment on function pgqueue.cancel_many(
     text, text, text, timestamptz, timestamptz, int, boolean, text
 ) is
-'Cancels jobs that wait or run, oldest id first, and returns their ids. Filters by queue, kind, pattern of the first line of the last error (ILIKE) and time of enqueue (from enqueued_after, before enqueued_before); null does not filter. dry_run only returns the ids, and tells in NOTICEs how many there are of each error. Raises 22023 (bad argument).';
+'Cancels jobs that wait or run, oldest id first, and returns their ids. Filters
+by queue, kind, pattern of the first line of the last error (ILIKE) and time
+of enqueue (from enqueued_after, before enqueued_before); null does not
+filter. dry_run only returns the ids, and tells in NOTICEs how many there are
+of each error.
+Raises 22023 (bad argument).';
 
 create or replace function pgqueue.run_now(job_id bigint)
     returns void
@@ -147,7 +156,9 @@ end;
 $$;
 
 comment on function pgqueue.run_now(bigint) is
-'Makes a scheduled job, or one that waits for its retry, due at once; one that runs, or is blocked, is left alone. Raises PQ001.';
+'Makes a scheduled job, or one that waits for its retry, due at once; one that
+runs, or is blocked, is left alone.
+Raises PQ001 (no such job).';
 
 create or replace function pgqueue.reprioritize(job_id bigint, priority int)
     returns void
@@ -177,7 +188,9 @@ end;
 $$;
 
 comment on function pgqueue.reprioritize(bigint, int) is
-'Gives a job another priority, -100 to 100; larger runs first. For one that runs it counts from the next attempt. Raises PQ001, 22023 (bad argument).';
+'Gives a job another priority, -100 to 100; larger runs first. For one that
+runs it counts from the next attempt.
+Raises PQ001 (no such job), 22023 (bad argument).';
 
 create or replace function pgqueue.purge(queue text)
     returns bigint
@@ -204,4 +217,5 @@ end;
 $$;
 
 comment on function pgqueue.purge(text) is
-'Drops all jobs of a queue that wait, without a trace in run; what runs, and what is dead, stays. Returns how many.';
+'Drops all jobs of a queue that wait, without a trace in run; what runs, and
+what is dead, stays. Returns how many.';

@@ -30,11 +30,14 @@ from (select clock_timestamp() as moment) as c
 cross join pgqueue.job as j;
 
 comment on view pgqueue.jobs is
-'Every job that waits or runs, without its payload: state is scheduled, ready, running, expired (its worker let the lease run out; anyone may recover it) or blocked.';
+'Every job that waits or runs, without its payload: state is scheduled, ready,
+running, expired (its worker let the lease run out; anyone may recover it) or
+blocked.';
 comment on column pgqueue.jobs.id is 'The job''s id.';
 comment on column pgqueue.jobs.queue is 'The queue it waits in.';
 comment on column pgqueue.jobs.kind is 'Which handler runs it.';
-comment on column pgqueue.jobs.state is 'scheduled, ready, running, expired or blocked, by the clock of this query.';
+comment on column pgqueue.jobs.state is
+'scheduled, ready, running, expired or blocked, by the clock of this query.';
 comment on column pgqueue.jobs.priority is 'Larger runs first.';
 comment on column pgqueue.jobs.run_at is 'Not before this moment; null when blocked.';
 comment on column pgqueue.jobs.enqueued_at is 'When enqueue was called.';
@@ -42,7 +45,8 @@ comment on column pgqueue.jobs.attempt is 'Attempts begun.';
 comment on column pgqueue.jobs.max_attempts is 'With this many attempts used up the job is dead.';
 comment on column pgqueue.jobs.worker is 'Who runs it; null when it waits.';
 comment on column pgqueue.jobs.claimed_at is 'When the present attempt began; null when it waits.';
-comment on column pgqueue.jobs.lease_expires_at is 'Until when its worker must extend or end it; null when it waits.';
+comment on column pgqueue.jobs.lease_expires_at is
+'Until when its worker must extend or end it; null when it waits.';
 comment on column pgqueue.jobs.cancelled_at is 'When an operator asked it to stop.';
 comment on column pgqueue.jobs.unique_key is 'At most one job of the queue with this key waits or runs.';
 comment on column pgqueue.jobs.group_key is 'The entity or tenant it belongs to.';
@@ -104,15 +108,18 @@ left join pgqueue.queue as own on own.name = k.queue
 left join pgqueue.queue as shared on shared.name = '';
 
 comment on view pgqueue.queues is
-'One row for each queue that has jobs, dead jobs, settings, or runs in the last hour. Counts every job: some tenths of a second for a million.';
+'One row for each queue that has jobs, dead jobs, settings, or runs in the last
+hour. Counts every job: some tenths of a second for a million.';
 comment on column pgqueue.queues.queue is 'The queue.';
 comment on column pgqueue.queues.ready is 'Jobs that could run now.';
 comment on column pgqueue.queues.scheduled is 'Jobs whose time has not come, retries among them.';
 comment on column pgqueue.queues.running is 'Jobs under a valid lease.';
-comment on column pgqueue.queues.expired is 'Jobs whose worker let the lease run out. Alert when this stays above 0.';
+comment on column pgqueue.queues.expired is
+'Jobs whose worker let the lease run out. Alert when this stays above 0.';
 comment on column pgqueue.queues.blocked is 'Jobs that wait for something other than time.';
 comment on column pgqueue.queues.dead is 'Dead jobs. Alert when this grows.';
-comment on column pgqueue.queues.oldest_wait is 'How long the oldest ready job has been due; null when none is. Alert on this.';
+comment on column pgqueue.queues.oldest_wait is
+'How long the oldest ready job has been due; null when none is. Alert on this.';
 comment on column pgqueue.queues.p99_wait is 'The wait that 1 % of the ready jobs exceed.';
 comment on column pgqueue.queues.paused is 'Whether claims are given nothing.';
 comment on column pgqueue.queues.finished_last_hour is 'Attempts completed in the last hour.';
@@ -140,7 +147,9 @@ comment on column pgqueue.running.queue is 'The job''s queue.';
 comment on column pgqueue.running.kind is 'The job''s kind.';
 comment on column pgqueue.running.worker is 'Who runs it.';
 comment on column pgqueue.running.running_for is 'Time since it was claimed.';
-comment on column pgqueue.running.lease_left is 'Time until the lease expires; negative once it has, and the worker is probably dead.';
+comment on column pgqueue.running.lease_left is
+'Time until the lease expires; negative once it has, and the worker is probably
+dead.';
 comment on column pgqueue.running.attempt is 'Which attempt this is.';
 comment on column pgqueue.running.max_attempts is 'How many there may be.';
 comment on column pgqueue.running.cancelled_at is 'When an operator asked it to stop.';

@@ -45,7 +45,8 @@ create or replace function pgqueue._since_2020(moment timestamptz)
 as $$ select (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000 $$;
 
 comment on function pgqueue._since_2020(timestamptz) is
-'Microseconds since 2020: 51 bits hold them until 2091. What is hot writes this out.';
+'Microseconds since 2020: 51 bits hold them until 2091. What is hot writes this
+out.';
 
 create or replace function pgqueue._live_lanes(queue text)
     returns table (lane int, first_run_at timestamptz)
@@ -78,7 +79,8 @@ end;
 $$;
 
 comment on function pgqueue._live_lanes(text) is
-'The lanes of a queue that hold any job, lowest first, and the first run_at of each: one descent of the index for each.';
+'The lanes of a queue that hold any job, lowest first, and the first run_at of
+each: one descent of the index for each.';
 
 create or replace function pgqueue._due_lanes(queue text, moment timestamptz)
     returns int[]
@@ -126,7 +128,8 @@ end;
 $$;
 
 comment on function pgqueue._note_lanes(text, int[], timestamptz) is
-'Lists, for all sessions, the lanes of a queue that have something to do: valid for 20 times as long as it took, since moment, to find out.';
+'Lists, for all sessions, the lanes of a queue that have something to do: valid
+for 20 times as long as it took, since moment, to find out.';
 
 create or replace function pgqueue._noted_lanes(queue text, moment timestamptz)
     returns int[]
@@ -161,7 +164,8 @@ end;
 $$;
 
 comment on function pgqueue._noted_lanes(text, timestamptz) is
-'The listed lanes of a queue, highest first, always with lane 0; null where no list is valid.';
+'The listed lanes of a queue, highest first, always with lane 0; null where no
+list is valid.';
 
 create or replace function pgqueue._list_lane(queue text, lane int)
     returns void
@@ -193,7 +197,8 @@ end;
 $$;
 
 comment on function pgqueue._list_lane(text, int) is
-'For a job that appears in a lane: lets claims look there at once. A hint, given before the commit; without it they look within 100 ms.';
+'For a job that appears in a lane: lets claims look there at once. A hint,
+given before the commit; without it they look within 100 ms.';
 
 create or replace function pgqueue._reopen_lane(queue text, lane int)
     returns void
@@ -213,7 +218,8 @@ end;
 $$;
 
 comment on function pgqueue._reopen_lane(text, int) is
-'For a job that appears behind the position of its lane: lets the next claim walk from the beginning, unless that is dear. A hint, given before the commit.';
+'For a job that appears behind the position of its lane: lets the next claim
+walk from the beginning, unless that is dear. A hint, given before the commit.';
 
 create or replace function pgqueue._recover(
     queue text, lane int, picks tid[], expired_at timestamptz, moment timestamptz
@@ -249,7 +255,9 @@ end;
 $$;
 
 comment on function pgqueue._recover(text, int, tid[], timestamptz, timestamptz) is
-'Ends the attempts of the jobs whose lease expired among some that were picked and the next thousand of their lane, from expired_at on: so that one claim finds all that a dead worker held, and no claim has to end ten thousand.';
+'Ends the attempts of the jobs whose lease expired among some that were picked
+and the next thousand of their lane, from expired_at on: so that one claim
+finds all that a dead worker held, and no claim has to end ten thousand.';
 
 create or replace function pgqueue._pick(
     queue text, kinds text[], lane int, wanted int, moment timestamptz, is_whole boolean
@@ -389,7 +397,10 @@ end;
 $$;
 
 comment on function pgqueue._pick(text, text[], int, int, timestamptz, boolean) is
-'Locks up to so many due jobs of one lane and returns where they are, in the order in which they run; ends the attempts of those whose lease expired on the way. Only from the beginning (is_whole) does "none" mean that there is none. Plans as claim sets it.';
+'Locks up to so many due jobs of one lane and returns where they are, in the
+order in which they run; ends the attempts of those whose lease expired on the
+way. Only from the beginning (is_whole) does "none" mean that there is none.
+Plans as claim sets it.';
 
 create or replace function pgqueue._pick_lanes(
     queue text, kinds text[], max_jobs int, moment timestamptz, noted int[]
@@ -429,4 +440,5 @@ end;
 $$;
 
 comment on function pgqueue._pick_lanes(text, text[], int, timestamptz, int[]) is
-'_pick in the listed lanes of a queue, highest first, then, if nothing was found or no list is valid, from the beginning of all that have something due.';
+'_pick in the listed lanes of a queue, highest first, then, if nothing was
+found or no list is valid, from the beginning of all that have something due.';

@@ -28,7 +28,8 @@ set local search_path = pg_catalog, pg_temp;
 -- Without "if not exists": a schema that somebody else put here must stop the install.
 create schema pgqueue;
 comment on schema pgqueue is
-'A job queue. Producers call enqueue, workers claim and complete, operators read the views.';
+'A job queue. Producers call enqueue, workers claim and complete, operators
+read the views.';
 
 -- Fixed-width columns first, so that the ones every claim compares are found without
 -- walking over text; the wide ones that only a handler reads come last.
@@ -75,20 +76,29 @@ create table pgqueue.job (
 );
 
 comment on table pgqueue.job is
-'Every job that waits or runs. Read it through the view jobs; change it through the functions.';
+'Every job that waits or runs. Read it through the view jobs; change it through
+the functions.';
 comment on column pgqueue.job.id is 'Names the job for ever, also as a dead job and after a redrive.';
-comment on column pgqueue.job.run_at is 'Not before this moment; infinity while the job waits for something other than time.';
+comment on column pgqueue.job.run_at is
+'Not before this moment; infinity while the job waits for something other than
+time.';
 comment on column pgqueue.job.enqueued_at is 'When enqueue was called.';
-comment on column pgqueue.job.token is 'Proof, with the id, of the present lease: the number of its claim, from a sequence that never repeats what was committed; null when not leased.';
+comment on column pgqueue.job.token is
+'Proof, with the id, of the present lease: the number of its claim, from a
+sequence that never repeats what was committed; null when not leased.';
 comment on column pgqueue.job.claimed_at is 'When the present attempt began; null when not leased.';
-comment on column pgqueue.job.lease_expires_at is 'From then on anyone may recover the job; null when not leased.';
-comment on column pgqueue.job.cancelled_at is 'When an operator asked the running attempt to stop; null if nobody did.';
+comment on column pgqueue.job.lease_expires_at is
+'From then on anyone may recover the job; null when not leased.';
+comment on column pgqueue.job.cancelled_at is
+'When an operator asked the running attempt to stop; null if nobody did.';
 comment on column pgqueue.job.priority is 'Larger runs first; -100 to 100.';
-comment on column pgqueue.job.attempt is 'Attempts begun since the job was enqueued or redriven; counted at claim.';
+comment on column pgqueue.job.attempt is
+'Attempts begun since the job was enqueued or redriven; counted at claim.';
 comment on column pgqueue.job.max_attempts is 'With this many attempts used up the job is dead.';
 comment on column pgqueue.job.queue is 'The queue it waits in.';
 comment on column pgqueue.job.kind is 'Which handler runs it.';
-comment on column pgqueue.job.unique_key is 'At most one job of a queue with this key waits or runs; null for no such rule.';
+comment on column pgqueue.job.unique_key is
+'At most one job of a queue with this key waits or runs; null for no such rule.';
 comment on column pgqueue.job.group_key is 'The entity or tenant it belongs to; null for none.';
 comment on column pgqueue.job.worker is 'The name that the claiming worker gave; null when not leased.';
 comment on column pgqueue.job.cancel_reason is 'What the operator said when cancelling.';
@@ -114,7 +124,8 @@ where unique_key is not null;
 comment on index pgqueue.job_unique_key_idx is 'Does a job with this key wait or run?';
 
 create sequence pgqueue.token_seq;
-comment on sequence pgqueue.token_seq is 'Lease tokens. Never set it back: a repeated token would let a lost worker in.';
+comment on sequence pgqueue.token_seq is
+'Lease tokens. Never set it back: a repeated token would let a lost worker in.';
 
 create table pgqueue.dead_job (
     id bigint not null,
@@ -138,7 +149,8 @@ create table pgqueue.dead_job (
     constraint dead_job_attempts_in_range check (attempt >= 0 and max_attempts >= 1)
 );
 comment on table pgqueue.dead_job is
-'Dead letters: jobs whose attempts are used up or that were failed for good. redrive sends them back, discard drops them.';
+'Dead letters: jobs whose attempts are used up or that were failed for good.
+redrive sends them back, discard drops them.';
 comment on column pgqueue.dead_job.id is 'The id it had as a job.';
 comment on column pgqueue.dead_job.died_at is 'When the last attempt ended.';
 comment on column pgqueue.dead_job.enqueued_at is 'When enqueue was called.';
@@ -155,7 +167,8 @@ comment on column pgqueue.dead_job.worker is 'Who ran the last attempt.';
 comment on column pgqueue.dead_job.error is 'The last error.';
 comment on column pgqueue.dead_job.payload is 'The content, for the handler.';
 comment on column pgqueue.dead_job.headers is 'An object of metadata; null for none.';
-comment on column pgqueue.dead_job.errors is 'The last 10 failures, oldest first: attempt, at, worker, error.';
+comment on column pgqueue.dead_job.errors is
+'The last 10 failures, oldest first: attempt, at, worker, error.';
 
 create index dead_job_queue_idx on pgqueue.dead_job (queue, died_at);
 comment on index pgqueue.dead_job_queue_idx is 'What died in this queue, and when?';
@@ -179,7 +192,8 @@ create table pgqueue.run (
     error text
 ) partition by list (slot);
 comment on table pgqueue.run is
-'One row for each finished attempt, kept as many days as the queue''s keep_runs says.';
+'One row for each finished attempt, kept as many days as the queue''s keep_runs
+says.';
 comment on column pgqueue.run.slot is 'The table of the ring: the day of forgetting modulo 16, in UTC.';
 comment on column pgqueue.run.attempt is 'Which attempt it was; 0 when the job was cancelled before any.';
 comment on column pgqueue.run.job_id is 'The job''s id.';
@@ -189,7 +203,8 @@ comment on column pgqueue.run.taken is 'From the claim to the end.';
 comment on column pgqueue.run.queue is 'The job''s queue.';
 comment on column pgqueue.run.kind is 'The job''s kind.';
 comment on column pgqueue.run.outcome is
-'completed; retry (failed, runs again); dead; cancelled; expired (the worker let the lease run out, runs again).';
+'completed; retry (failed, runs again); dead; cancelled; expired (the worker
+let the lease run out, runs again).';
 comment on column pgqueue.run.worker is 'Who ran it.';
 comment on column pgqueue.run.result is 'What complete was given; the reason of a cancelled job.';
 comment on column pgqueue.run.error is 'The first line of the error of an attempt that failed or expired.';
@@ -255,15 +270,19 @@ create table pgqueue.queue (
     )
 );
 comment on table pgqueue.queue is
-'Settings that configure and pause made; the row with the empty name holds for all queues that say nothing else.';
+'Settings that configure and pause made; the row with the empty name holds for
+all queues that say nothing else.';
 comment on column pgqueue.queue.name is 'The queue; empty for all.';
 comment on column pgqueue.queue.paused is 'Takes jobs in and gives none out.';
 comment on column pgqueue.queue.notify is 'Whether enqueue may send NOTIFY to parked workers; default true.';
 comment on column pgqueue.queue.max_attempts is 'Attempts of a job that names no number; default 20.';
-comment on column pgqueue.queue.keep_runs is 'Days to keep finished attempts in run, 0 (not at all) to 14; default 7.';
-comment on column pgqueue.queue.max_payload_bytes is 'Largest payload, as Postgres holds it uncompressed; default no limit.';
+comment on column pgqueue.queue.keep_runs is
+'Days to keep finished attempts in run, 0 (not at all) to 14; default 7.';
+comment on column pgqueue.queue.max_payload_bytes is
+'Largest payload, as Postgres holds it uncompressed; default no limit.';
 comment on column pgqueue.queue.lease is 'Lease of a claim that names none; default 30 seconds.';
-comment on column pgqueue.queue.retry_base is 'Delay before the second attempt, doubled each time; default 5 seconds.';
+comment on column pgqueue.queue.retry_base is
+'Delay before the second attempt, doubled each time; default 5 seconds.';
 comment on column pgqueue.queue.retry_cap is 'Longest delay between attempts; default 1 hour.';
 
 -- What claims remember for each other; room pick says what is in them. Sequences, because

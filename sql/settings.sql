@@ -30,7 +30,8 @@ end;
 $$;
 
 comment on function pgqueue._settings(text) is
-'The settings in force for a queue: its own, else those of all queues, else the defaults, which are written here.';
+'The settings in force for a queue: its own, else those of all queues, else the
+defaults, which are written here.';
 
 create or replace function pgqueue.configure(
     queue text,
@@ -84,7 +85,12 @@ $$;
 comment on function pgqueue.configure(
     text, interval, int, interval, interval, int, int, boolean, boolean
 ) is
-'Sets what is named and leaves the rest; reset first forgets all that was set. A null queue sets it for every queue that says nothing else. lease: up to 30 days. max_attempts: from 1. retry_base, retry_cap: first and longest delay, up to 1 year. keep_runs: days in run, 0 to 14. max_payload_bytes: from 1. notify: may enqueue send NOTIFY. Raises 22023 (bad argument).';
+'Sets what is named and leaves the rest; reset first forgets all that was set.
+A null queue sets it for every queue that says nothing else. lease: up to 30
+days. max_attempts: from 1. retry_base, retry_cap: first and longest delay, up
+to 1 year. keep_runs: days in run, 0 to 14. max_payload_bytes: from 1. notify:
+may enqueue send NOTIFY.
+Raises 22023 (bad argument).';
 
 create or replace function pgqueue._set_paused(queue text, paused boolean)
     returns void
@@ -122,7 +128,8 @@ end;
 $$;
 
 comment on function pgqueue._set_paused(text, boolean) is
-'Pauses or resumes a queue; null means all, and overrules what was said of single ones.';
+'Pauses or resumes a queue; null means all, and overrules what was said of
+single ones.';
 
 create or replace function pgqueue.pause(queue text default null)
     returns void
@@ -141,7 +148,8 @@ end;
 $$;
 
 comment on function pgqueue.pause(text) is
-'Lets a queue, or all queues, take jobs in but give none out. What runs goes on. Raises 22023 (bad name).';
+'Lets a queue, or all queues, take jobs in but give none out. What runs goes on.
+Raises 22023 (bad name).';
 
 create or replace function pgqueue.resume(queue text default null)
     returns void
@@ -164,4 +172,6 @@ begin
 end;
 $$;
 
-comment on function pgqueue.resume(text) is 'Undoes pause, for a queue or for all queues. Raises 22023 (bad name).';
+comment on function pgqueue.resume(text) is
+'Undoes pause, for a queue or for all queues.
+Raises 22023 (bad name).';

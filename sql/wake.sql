@@ -40,7 +40,9 @@ end;
 $$;
 
 comment on function pgqueue._wake(text) is
-'Notifies the workers parked on a queue, if any, when this transaction commits. SET pgqueue.notify = off, or configure(notify => false), switches it off, as PREPARE TRANSACTION needs.';
+'Notifies the workers parked on a queue, if any, when this transaction commits.
+SET pgqueue.notify = off, or configure(notify => false), switches it off, as
+PREPARE TRANSACTION needs.';
 
 create or replace function pgqueue._unpark()
     returns void
@@ -78,7 +80,8 @@ end;
 $$;
 
 comment on function pgqueue._unpark_if_busy(timestamptz) is
-'For a claim that found work: a session that has worked for 100 ms without a rest needs no notifications.';
+'For a claim that found work: a session that has worked for 100 ms without a
+rest needs no notifications.';
 
 create or replace function pgqueue._park(queues text[])
     returns boolean
@@ -104,7 +107,8 @@ end;
 $$;
 
 comment on function pgqueue._park(text[]) is
-'From now on enqueues into these queues notify this session. False when one is still open, or may be.';
+'From now on enqueues into these queues notify this session. False when one is
+still open, or may be.';
 
 create or replace function pgqueue._until_due(queue text, kinds text[], moment timestamptz)
     returns interval
@@ -162,7 +166,8 @@ end;
 $$;
 
 comment on function pgqueue._until_due(text, text[], timestamptz) is
-'How long until a queue has something to claim: zero when it has, else until a job is due or a lease ends; null when nothing stands there.';
+'How long until a queue has something to claim: zero when it has, else until a
+job is due or a lease ends; null when nothing stands there.';
 
 create or replace function pgqueue.rest(
     queues text[], kinds text[] default null, park boolean default true
@@ -209,4 +214,10 @@ end;
 $$;
 
 comment on function pgqueue.rest(text[], text[], boolean) is
-'For a session that has said LISTEN pgqueue and whose claim found nothing in these queues (of these kinds): says how long it may sleep, unless a notification comes before. Zero: claim again at once. Null: until notified. From now on enqueues into these queues notify it; 100 ms of work without a rest end that. NOTIFY is a hint, so look every few seconds all the same. Behind a transaction pooler nothing can be heard: park => false only looks. Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
+'For a session that has said LISTEN pgqueue and whose claim found nothing in
+these queues (of these kinds): says how long it may sleep, unless a
+notification comes before. Zero: claim again at once. Null: until notified.
+From now on enqueues into these queues notify it; 100 ms of work without a
+rest end that. NOTIFY is a hint, so look every few seconds all the same.
+Behind a transaction pooler nothing can be heard: park => false only looks.
+Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

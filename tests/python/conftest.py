@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import psycopg
 import pytest
@@ -26,15 +27,21 @@ def template() -> Iterator[str]:
         admin.execute(f"drop database {TEMPLATE} with (force)")
 
 
-@pytest.fixture
-def dsn(template: str) -> Iterator[str]:
-    """Name a fresh database with the extension."""
+@contextmanager
+def database(template: str) -> Iterator[str]:
+    """Make a fresh database with the extension, and name it."""
     name = f"pgqueue_test_{next(NUMBERS)}"
     with psycopg.connect(dbname="postgres", autocommit=True) as admin:
         admin.execute(f"drop database if exists {name} with (force)")
         admin.execute(f"create database {name} template {template}")
         yield make_conninfo(dbname=name)
         admin.execute(f"drop database {name} with (force)")
+
+
+@pytest.fixture
+def dsn(template: str) -> Iterator[str]:
+    with database(template) as dsn:
+        yield dsn
 
 
 @pytest.fixture

@@ -1,0 +1,188 @@
+"""What somebody at psql reads when a call is refused."""
+
+import re
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from conftest import column, database
+
+LONG = "repeat('x', 201)"
+LEVEL = "set transaction isolation level repeatable read"
+READ_ONLY = "set transaction read only"
+SMALL = "select pgqueue.configure('q', max_payload_bytes => 20)"
+TAKEN = "select pgqueue.enqueue('q', unique_key => 'k')"
+FAT = """'{"text": "far too much for this"}'"""
+
+# The calls that are refused, by function and SQLSTATE; what is run first in their transaction.
+REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
+    "enqueue": {
+        "22023": [
+            ("''",),
+            ("null",),
+            ("'q', kind => ''",),
+            (f"'q', unique_key => {LONG}",),
+            ("'q', group_key => ''",),
+            ("'q', priority => 101",),
+            ("'q', run_at => 'infinity'",),
+            ("'q', max_attempts => 0",),
+            ("'q', on_duplicate => 'merge'",),
+            ("'q', headers => '[]'",),
+        ],
+        "54000": [(f"'q', {FAT}", SMALL)],
+        "23505": [("'q', unique_key => 'k', on_duplicate => 'error'", TAKEN)],
+    },
+    "enqueue_many": {
+        "22023": [
+            ("'', '{}'",),
+            ("'q', null",),
+            ("'q', '{{1}}'",),
+            ("'q', '{1}', unique_keys => '{a,b}'",),
+            ("'q', '{1}', group_keys => array['']",),
+            ("'q', '{1}', priority => -101",),
+        ],
+        "54000": [(f"'q', array[{FAT}]::jsonb[]", SMALL)],
+        "23505": [
+            ("'q', '{1,2}', unique_keys => '{a,k}', on_duplicate => 'error'", TAKEN),
+        ],
+    },
+    "claim": {
+        "25001": [("'q', 'w'", LEVEL)],
+        "25006": [("'q', 'w'", READ_ONLY), ("'q', 'w'", TAKEN, READ_ONLY)],
+        "22023": [
+            ("'', 'w'",),
+            ("'q', ''",),
+            ("'q', 'w', 0",),
+            ("'q', 'w', lease => '0'",),
+        ],
+    },
+    "claim_from": {
+        "25001": [("array['q'], 'w'", LEVEL)],
+        "25006": [
+            ("array['q'], 'w'", READ_ONLY),
+            ("array['q'], 'w'", TAKEN, READ_ONLY),
+        ],
+        "22023": [
+            ("'{}', 'w'",),
+            ("array[''], 'w'",),
+            ("array['q'], 'w', 10001",),
+            ("array['q'], 'w', weights => '{0}'",),
+            ("array['q'], 'w', limits => '{1,2}'",),
+        ],
+    },
+    "extend": {
+        "25001": [("'{1}', '{1}'", LEVEL)],
+        "22023": [("'{1}', '{}'",), ("'{1}', '{1}', '31 days'",)],
+    },
+    "complete": {
+        "25001": [("1, 1", LEVEL)],
+        "PQ002": [("1, 1",), ("null, null",)],
+    },
+    "complete_many": {
+        "25001": [("'{1}', '{1}'", LEVEL)],
+        "22023": [("'{1}', '{}'",), ("'{1}', '{1}', '{}'",)],
+    },
+    "fail": {
+        "25001": [("1, 1, 'why'", LEVEL)],
+        "22023": [("1, 1, 'why', retry_in => '-1 s'",)],
+        "PQ002": [("1, 1, 'why'",)],
+    },
+    "release": {
+        "25001": [("'{1}', '{1}'", LEVEL)],
+        "22023": [("'{1}', '{}'",), ("'{1}', '{1}', '-infinity'",)],
+    },
+    "finish": {
+        "25001": [("'{1}', '{1}', '{fail}'", LEVEL)],
+        "22023": [
+            ("'{1}', '{}', '{fail}'",),
+            ("'{1}', '{1}', '{}'",),
+            ("'{1}', '{1}', '{end}'",),
+            ("'{1}', '{1}', '{null}'",),
+            ("'{1}', '{1}', '{fail}', delays => '{-1 s}'",),
+        ],
+    },
+    "rest": {"25001": [("array['q']", LEVEL)], "22023": [("'{}'",)]},
+    "reap": {"25001": [("", LEVEL)], "22023": [("0",)]},
+    "maintain": {"25001": [("", LEVEL)]},
+    "cancel": {"PQ001": [("1",), ("null",)]},
+    "cancel_many": {"22023": [("max_jobs => 0",)]},
+    "run_now": {"PQ001": [("1",)]},
+    "reprioritize": {"PQ001": [("1, 1",)], "22023": [("1, 101",), ("1, null",)]},
+    "redrive": {"22023": [("max_jobs => 0",)]},
+    "redrive_job": {"PQ001": [("1",)]},
+    "discard": {"PQ001": [("1",)]},
+    "discard_many": {"22023": [("max_jobs => -1",)]},
+    "pause": {"22023": [("''",)]},
+    "resume": {"22023": [("''",)]},
+    "configure": {
+        "22023": [
+            ("''",),
+            ("'q', lease => '0'",),
+            ("'q', max_attempts => 0",),
+            ("'q', retry_base => '-1 s'",),
+            ("'q', retry_cap => '2 years'",),
+            ("'q', keep_runs => 15",),
+            ("'q', max_payload_bytes => 0",),
+        ]
+    },
+    "grant_access": {
+        "22023": [("'postgres', 'boss'",), ("'postgres', null",)],
+        "42704": [("'nobody at all', 'reader'",), ("null, 'reader'",)],
+    },
+    "revoke_access": {
+        "22023": [("'postgres', 'boss'",)],
+        "42704": [("'nobody at all', 'reader'",)],
+    },
+}
+CASES = [
+    (function, sqlstate, *case)
+    for function, by_sqlstate in REFUSED.items()
+    for sqlstate, cases in by_sqlstate.items()
+    for case in cases
+]
+
+
+@pytest.fixture(scope="module")
+def db(template) -> Iterator[psycopg.Connection]:
+    """One database for all: what is refused rolls back."""
+    with database(template) as dsn, psycopg.connect(dsn, autocommit=True) as conn:
+        yield conn
+
+
+def test_the_cases_are_those_that_the_comments_name(db) -> None:
+    query = """
+        select proname, obj_description(oid, 'pg_proc') from pg_proc
+        where pronamespace = 'pgqueue'::regnamespace and proname not like '\\_%'
+    """
+    named = {}
+    for name, comment in db.execute(query):
+        _, raises, errors = comment.partition("\nRaises ")
+        if raises:
+            named[name] = set(re.findall(r"\b(?:PQ\d{3}|\d{5})\b", errors))
+    assert named == {name: set(cases) for name, cases in REFUSED.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_a_refused_call_says_what_is_wrong_and_where_in_two_lines(db, case) -> None:
+    function, sqlstate, arguments, *before = case
+    with pytest.raises(psycopg.Error) as refused, db.transaction():
+        for statement in before:
+            db.execute(statement)
+        db.execute(f"select pgqueue.{function}({arguments})")
+    said = refused.value.diag
+    assert said.sqlstate == sqlstate
+    assert said.message_primary
+    assert said.message_detail
+    assert said.message_hint
+    context = (said.context or "").splitlines()
+    assert len(context) <= 2, said.context
+    assert context[-1].startswith(f"PL/pgSQL function pgqueue.{function}(")
+
+
+def test_psql_shows_the_public_functions_and_their_comments_in_a_terminal(db) -> None:
+    widest = """
+        select max(length(line)) from pg_proc
+        cross join string_to_table(obj_description(oid, 'pg_proc'), E'\\n') as line
+        where pronamespace = 'pgqueue'::regnamespace
+    """
+    assert column(db, widest) <= [80]
