@@ -230,7 +230,7 @@ comment on function pgqueue._to_results(text[]) is
 'Reads results in JSON, and says of each that Postgres cannot hold what is
 wrong with it.';
 
-create or replace function pgqueue._finish(
+create or replace function pgqueue._finish_each(
     job_ids bigint[], tokens bigint[], outcomes text[], texts text[], delays interval[]
 )
     returns table (job_id bigint, status text)
@@ -296,7 +296,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._finish(bigint[], bigint[], text[], text[], interval[]) is
+comment on function pgqueue._finish_each(bigint[], bigint[], text[], text[], interval[]) is
 'finish, for those whose lease is held, in any order.';
 
 create or replace function pgqueue.finish(
@@ -326,7 +326,7 @@ begin
         statuses := array_fill('completed'::text, array[cardinality(ended)]);
     else
         select array_agg(f.job_id), array_agg(f.status) into ended, statuses
-        from pgqueue._finish(finish.job_ids, finish.tokens, outcomes, texts, delays) as f;
+        from pgqueue._finish_each(finish.job_ids, finish.tokens, outcomes, texts, delays) as f;
     end if;
     return query
     select g.id, case when g.nth = 1 then coalesce(e.status, 'lost') else 'lost' end

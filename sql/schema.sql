@@ -18,9 +18,11 @@
 -- Whatever claim() and extend() change is in no index, so both are HOT updates: they
 -- leave nothing behind in the index that every claim walks.
 --
--- Every finished attempt is a row in run, for the metrics. The rooms after this one:
--- common, enqueue (producer), wake, attempt, pick, work (worker), manage (operator),
--- maintain, observe (views), access.
+-- Every finished attempt is a row in run, for the metrics.
+--
+-- The rooms after this one, in the order in which a job meets them: check (arguments), settings,
+-- enqueue (producer), wake (who sleeps), lane and pick (which jobs are due), claim, lease, attempt
+-- and finish (worker), manage and dead (operator), maintain, observe (views), access (roles).
 
 -- CREATE EXTENSION has set this already; the plain install has not.
 set local search_path = pg_catalog, pg_temp;
@@ -209,38 +211,16 @@ comment on column pgqueue.run.worker is 'Who ran it.';
 comment on column pgqueue.run.result is 'What complete was given; the reason of a cancelled job.';
 comment on column pgqueue.run.error is 'The first line of the error of an attempt that failed or expired.';
 
-create table pgqueue.run_0 partition of pgqueue.run for values in (0);
-comment on table pgqueue.run_0 is 'Runs to forget on the days that are 0 modulo 16.';
-create table pgqueue.run_1 partition of pgqueue.run for values in (1);
-comment on table pgqueue.run_1 is 'Runs to forget on the days that are 1 modulo 16.';
-create table pgqueue.run_2 partition of pgqueue.run for values in (2);
-comment on table pgqueue.run_2 is 'Runs to forget on the days that are 2 modulo 16.';
-create table pgqueue.run_3 partition of pgqueue.run for values in (3);
-comment on table pgqueue.run_3 is 'Runs to forget on the days that are 3 modulo 16.';
-create table pgqueue.run_4 partition of pgqueue.run for values in (4);
-comment on table pgqueue.run_4 is 'Runs to forget on the days that are 4 modulo 16.';
-create table pgqueue.run_5 partition of pgqueue.run for values in (5);
-comment on table pgqueue.run_5 is 'Runs to forget on the days that are 5 modulo 16.';
-create table pgqueue.run_6 partition of pgqueue.run for values in (6);
-comment on table pgqueue.run_6 is 'Runs to forget on the days that are 6 modulo 16.';
-create table pgqueue.run_7 partition of pgqueue.run for values in (7);
-comment on table pgqueue.run_7 is 'Runs to forget on the days that are 7 modulo 16.';
-create table pgqueue.run_8 partition of pgqueue.run for values in (8);
-comment on table pgqueue.run_8 is 'Runs to forget on the days that are 8 modulo 16.';
-create table pgqueue.run_9 partition of pgqueue.run for values in (9);
-comment on table pgqueue.run_9 is 'Runs to forget on the days that are 9 modulo 16.';
-create table pgqueue.run_10 partition of pgqueue.run for values in (10);
-comment on table pgqueue.run_10 is 'Runs to forget on the days that are 10 modulo 16.';
-create table pgqueue.run_11 partition of pgqueue.run for values in (11);
-comment on table pgqueue.run_11 is 'Runs to forget on the days that are 11 modulo 16.';
-create table pgqueue.run_12 partition of pgqueue.run for values in (12);
-comment on table pgqueue.run_12 is 'Runs to forget on the days that are 12 modulo 16.';
-create table pgqueue.run_13 partition of pgqueue.run for values in (13);
-comment on table pgqueue.run_13 is 'Runs to forget on the days that are 13 modulo 16.';
-create table pgqueue.run_14 partition of pgqueue.run for values in (14);
-comment on table pgqueue.run_14 is 'Runs to forget on the days that are 14 modulo 16.';
-create table pgqueue.run_15 partition of pgqueue.run for values in (15);
-comment on table pgqueue.run_15 is 'Runs to forget on the days that are 15 modulo 16.';
+do $$
+begin
+    for slot in 0 .. 15 loop
+        execute format('create table pgqueue.run_%s partition of pgqueue.run for values in (%1$s)', slot);
+        execute format(
+            'comment on table pgqueue.run_%s is ''Runs to forget on the days that are %1$s modulo 16.''', slot
+        );
+    end loop;
+end;
+$$;
 
 -- Rows arrive in the order of their time, so a few bytes a megabyte find an hour.
 create index run_finished_idx on pgqueue.run using brin (finished_at);
@@ -285,13 +265,16 @@ comment on column pgqueue.queue.retry_base is
 'Delay before the second attempt, doubled each time; default 5 seconds.';
 comment on column pgqueue.queue.retry_cap is 'Longest delay between attempts; default 1 hour.';
 
--- What claims remember for each other; room pick says what is in them. Sequences, because
+-- What claims remember for each other; room lane says what is in them. Sequences, because
 -- these can be shared and written without a version of a row.
 do $$
 begin
     for cell in 0 .. 639 loop
         execute format('create sequence pgqueue._cell_%s minvalue 0', cell);
-        execute format($c$comment on sequence pgqueue._cell_%s is 'One of 640 cells of 64 bits in which claims note where to begin. Only saves work: safe to lose.'$c$, cell);
+        execute format(
+            'comment on sequence pgqueue._cell_%s is '
+            '''Where claims may begin, one of 640 cells. Only saves work: safe to lose.''', cell
+        );
     end loop;
 end;
 $$;

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
-from conftest import column, database
+from conftest import database
 
 LONG = "repeat('x', 201)"
 LEVEL = "set transaction isolation level repeatable read"
@@ -177,12 +177,3 @@ def test_a_refused_call_says_what_is_wrong_and_where_in_two_lines(db, case) -> N
     context = (said.context or "").splitlines()
     assert len(context) <= 2, said.context
     assert context[-1].startswith(f"PL/pgSQL function pgqueue.{function}(")
-
-
-def test_psql_shows_the_public_functions_and_their_comments_in_a_terminal(db) -> None:
-    widest = """
-        select max(length(line)) from pg_proc
-        cross join string_to_table(obj_description(oid, 'pg_proc'), E'\\n') as line
-        where pronamespace = 'pgqueue'::regnamespace
-    """
-    assert column(db, widest) <= [80]

@@ -379,6 +379,8 @@ def test_plpgsql_check_finds_nothing(db):
     found = db.execute(
         "select p.proname, c.* from pg_proc as p join pg_language as l on l.oid = p.prolang, "
         "plpgsql_check_function(p.oid, security_warnings => true, extra_warnings => true) as c "
-        "where p.pronamespace = 'pgqueue'::regnamespace and l.lanname = 'plpgsql'"
+        "where p.pronamespace = 'pgqueue'::regnamespace and l.lanname = 'plpgsql' "
+        # Room check: _refuse() is called in an assignment, and raises or does nothing.
+        "and c not like '%never read variable \"refused\"'"
     ).fetchall()
     assert not found

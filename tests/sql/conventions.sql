@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(22);
+select plan(28);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -120,13 +120,95 @@ select is_empty(
     'no function waits for a lock that any role may take'
 );
 
--- claim() leases one job without a sort and many with one: the UPDATE stands there twice.
+-- What stands more than once, because a call would cost too much where it is hot.
+
+create function pg_temp.written(pattern text)
+    returns table (name text, text text)
+    language sql
+as $$
+    select r.name, regexp_replace(regexp_replace(m.found[1], '\m\w+\.(job_ids|tokens|queue)\M', '\1', 'g'), '\s+', ' ', 'g')
+    from pg_temp.routine as r
+    cross join regexp_matches(r.prosrc, pattern, 'g') as m (found)
+$$;
+
 select results_eq(
-    $$ select count(*), count(distinct regexp_replace(m.leased[1], '\s+', ' ', 'g'))
-       from routine as r
-       cross join regexp_matches(r.prosrc, 'update pgqueue\.job as j\s+?set token.*?returning j\.\*', 'g') as m (leased)
-       where r.name = 'claim' $$,
+    $$ select count(*), count(distinct w.text)
+       from pg_temp.written('update pgqueue\.job as j\s+?set token.*?returning j\.\*') as w
+       where w.name = 'claim' $$,
     'values (2::bigint, 1::bigint)', 'claim leases one job as it leases many'
+);
+select results_eq(
+    $$ select count(*), count(distinct w.text)
+       from pg_temp.written('\(j\.id, j\.token\) in \(\s*select h\.id, h\.token\s+from unnest\([^)]*\) as h \(id, token\)\s*\)\) is true') as w $$,
+    'values (3::bigint, 1::bigint)', 'extend, complete_many and the other ends find what is held in the same way'
+);
+select results_eq(
+    $$ select array_agg(w.name collate "default" order by w.name), count(distinct w.text)
+       from pg_temp.written('\(\s*?pg_try_advisory_xact_lock_shared.*?\) is not true') as w $$,
+    $$ values (array['_wake', 'enqueue'], 1::bigint) $$, 'enqueue looks for parked workers as the others do'
+);
+select results_eq(
+    $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '736651[34]' $$,
+    $$ values (array['_park', '_unpark', '_wake', 'enqueue']) $$, 'the numbers of the advisory locks stand in room wake, and in enqueue'
+);
+
+-- The row of a run, and the defaults: what a queue without settings does, beside one whose settings
+-- say nothing.
+create temporary table job_ended (how text, run pgqueue.run, max_attempts int, lease interval, extended interval);
+create function pg_temp.end_jobs(queue text)
+    returns void
+    language plpgsql
+as $$
+declare
+    claimed timestamptz := '2026-01-01 00:01 UTC';
+    how text;
+    added bigint;
+    job pgqueue.job;
+    extended interval;
+begin
+    foreach how in array array['complete', 'complete_many', 'fail'] loop
+        added := pgqueue.enqueue(end_jobs.queue, kind => 'k');
+        job := pgqueue.claim(end_jobs.queue, 'w');
+        update pgqueue.job as j set lease_expires_at = clock_timestamp() where j.id = added;
+        perform pgqueue.extend(array[job.id], array[job.token]);
+        select date_trunc('second', j.lease_expires_at - clock_timestamp() + '0.5 s')
+        into extended from pgqueue.job as j where j.id = added;
+        update pgqueue.job as j set claimed_at = claimed, run_at = claimed - interval '7 s'
+        where j.id = added;
+        case how
+            when 'complete' then perform pgqueue.complete(job.id, job.token);
+            when 'complete_many' then perform pgqueue.complete_many(array[job.id], array[job.token]);
+            else perform pgqueue.fail(job.id, job.token, 'why', permanent => true);
+        end case;
+        insert into job_ended
+        select how, r, job.max_attempts, job.lease_expires_at - job.claimed_at, extended
+        from pgqueue.run as r where r.job_id = added;
+    end loop;
+end;
+$$;
+truncate pgqueue.queue;
+select pg_temp.end_jobs('copy');
+select pgqueue.configure('another', keep_runs => 3);
+select pg_temp.end_jobs('copy');
+select results_eq(
+    $$ select count(*), count(distinct (
+           (e.run).slot, (e.run).attempt, (e.run).waited, (e.run).finished_at - (e.run).taken,
+           (e.run).queue, (e.run).kind, (e.run).worker
+       )) from job_ended as e $$,
+    'values (6::bigint, 1::bigint)', 'complete, complete_many and the other ends write the same row of a run'
+);
+select is_empty(
+    $$ select e.* from job_ended as e cross join pgqueue._settings('copy') as s
+       where (e.max_attempts, e.lease, e.extended) is distinct from (s.max_attempts, s.lease, s.lease)
+           or (e.run).slot <> (floor(extract(epoch from (e.run).finished_at) / 86400)::int + s.keep_runs) % 16 $$,
+    'the defaults are those of _settings, with and without settings of any queue'
+);
+select is_empty(
+    $$ select o.description from pg_description as o
+       cross join string_to_table(o.description, E'\n') as line
+       where o.objoid in (select r.oid from routine as r union all select r.oid from relation as r)
+           and length(line) > 80 $$,
+    'every line of a comment fits a terminal'
 );
 
 select * from finish();

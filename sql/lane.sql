@@ -1,0 +1,210 @@
+-- What claims remember for each other, and which lanes of a queue have something to do.
+--
+-- It only saves work. It is kept in cells, sequences that are never counted up: 64 bits
+-- that all sessions share, neither transactional nor versioned, so that no snapshot can bloat
+-- them, read with pg_sequence_last_value() and written with setval(). Five make a record:
+--
+--            of a lane                                of a queue
+--   first    tag, valid until (us since 2020)         tag, valid until; odd: other lanes than 0
+--   second   position (us since 2020), check          lanes 1 to 50, a bit each
+--   third    id of the last pick, where run_at ties   lanes 51 to 100
+--   fourth                                            lanes -1 to -50
+--   fifth                                             lanes -51 to -100
+--
+-- The tag says whose record it is; zero is nobody's. A lane has two records to choose from, by
+-- its hash; while others have taken both, it is walked from the beginning. A value from another
+-- clock (set back, restored) is no value.
+
+create or replace function pgqueue._cell(record int, place int)
+    returns regclass
+    language sql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$ select ('pgqueue._cell_' || _cell.record * 5 + _cell.place)::regclass $$;
+
+comment on function pgqueue._cell(int, int) is
+'One cell, 0 to 4, of a record. What is hot writes this out.';
+
+create or replace function pgqueue._since_2020(moment timestamptz)
+    returns bigint
+    language sql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$ select (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000 $$;
+
+comment on function pgqueue._since_2020(timestamptz) is
+'Microseconds since 2020: 51 bits hold them until 2091. What is hot writes this
+out.';
+
+create or replace function pgqueue._live_lanes(queue text)
+    returns table (lane int, first_run_at timestamptz)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+begin
+    return query
+    with recursive live (lane, run_at) as (
+        values (-2147483648, null::timestamptz)
+        union all
+        select f.priority, f.run_at
+        from live as l
+        cross join lateral (
+            select j.priority, j.run_at
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_live_lanes.queue) and j.queue = _live_lanes.queue
+                and j.priority > l.lane
+            order by j.priority, j.run_at, j.id
+            limit 1
+        ) as f
+    )
+    select l.lane, l.run_at from live as l where l.run_at is not null;
+end;
+$$;
+
+comment on function pgqueue._live_lanes(text) is
+'The lanes of a queue that hold any job, lowest first, and the first run_at of
+each: one descent of the index for each.';
+
+create or replace function pgqueue._due_lanes(queue text, moment timestamptz)
+    returns int[]
+    language sql
+    set search_path = pg_catalog, pg_temp
+as $$
+    select coalesce(array_agg(l.lane order by l.lane desc), '{}')
+    from pgqueue._live_lanes(_due_lanes.queue) as l
+    where l.first_run_at <= _due_lanes.moment
+$$;
+
+comment on function pgqueue._due_lanes(text, timestamptz) is
+'The lanes of a queue in which any job is due or runs, highest first.';
+
+create or replace function pgqueue._note_lanes(queue text, lanes int[], moment timestamptz)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    key bigint := hashtextextended(queue, 1000);
+    record int := key & 127;
+    valid_until bigint := pgqueue._since_2020(clock_timestamp() + least(
+        greatest(interval '100 milliseconds', 20 * (clock_timestamp() - moment)),
+        interval '1 minute'
+    ));
+    has_others boolean := exists (select from unnest(lanes) as l (lane) where l.lane <> 0);
+begin
+    if has_others then
+        perform setval(pgqueue._cell(record, b.place), b.listed)
+        from (
+            select b.place, coalesce(bit_or(1::bigint << (abs(l.lane) - 1) % 50), 0) as listed
+            from (values (1, 1, 50), (2, 51, 100), (3, -50, -1), (4, -100, -51))
+                as b (place, lowest, highest)
+            left join unnest(_note_lanes.lanes) as l (lane)
+                on l.lane between b.lowest and b.highest
+            group by b.place
+        ) as b;
+    end if;
+    perform setval(
+        pgqueue._cell(record, 0),
+        ((key >> 20 & 4095) << 51) | (valid_until & -2) | has_others::int
+    );
+end;
+$$;
+
+comment on function pgqueue._note_lanes(text, int[], timestamptz) is
+'Lists, for all sessions, the lanes of a queue that have something to do: valid
+for 20 times as long as it took, since moment, to find out.';
+
+create or replace function pgqueue._noted_lanes(queue text, moment timestamptz)
+    returns int[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    key bigint := hashtextextended(queue, 1000);
+    record int := key & 127;
+    now_us bigint := pgqueue._since_2020(moment);
+    noted bigint := pg_sequence_last_value(pgqueue._cell(record, 0)) # ((key >> 20 & 4095) << 51);
+    listed bigint[];
+begin
+    if (noted between now_us and now_us + 60000000) is not true then
+        return null;
+    elsif noted & 1 = 0 then
+        return array[0];
+    end if;
+    listed := array(
+        select pg_sequence_last_value(pgqueue._cell(record, b.place))
+        from generate_series(1, 4) as b (place)
+        order by b.place
+    );
+    return array(
+        select l.lane
+        from generate_series(100, -100, -1) as l (lane)
+        where l.lane = 0 or (1::bigint << (abs(l.lane) - 1) % 50) & listed[
+            case when l.lane > 50 then 2 when l.lane > 0 then 1 when l.lane >= -50 then 3 else 4 end
+        ] > 0
+    );
+end;
+$$;
+
+comment on function pgqueue._noted_lanes(text, timestamptz) is
+'The listed lanes of a queue, highest first, always with lane 0; null where no
+list is valid.';
+
+create or replace function pgqueue._list_lane(queue text, lane int)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    key bigint := hashtextextended(queue, 1000);
+    record int := key & 127;
+    noted bigint := pg_sequence_last_value(pgqueue._cell(record, 0)) # ((key >> 20 & 4095) << 51);
+    bit bigint := 1::bigint << (abs(lane) - 1) % 50;
+    cell regclass;
+begin
+    -- Where no list is valid, the next claim looks for itself.
+    if lane = 0 or (noted >> 51 = 0) is not true then
+        return;
+    elsif noted & 1 = 0 then
+        perform pgqueue._note_lanes(queue, array[lane], clock_timestamp());
+        return;
+    end if;
+    cell := pgqueue._cell(
+        record,
+        case when lane > 50 then 2 when lane > 0 then 1 when lane >= -50 then 3 else 4 end
+    );
+    if pg_sequence_last_value(cell) & bit = 0 then
+        perform setval(cell, pg_sequence_last_value(cell) | bit);
+    end if;
+end;
+$$;
+
+comment on function pgqueue._list_lane(text, int) is
+'For a job that appears in a lane: lets claims look there at once. A hint,
+given before the commit; without it they look within 100 ms.';
+
+create or replace function pgqueue._reopen_lane(queue text, lane int)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    key bigint := hashtextextended(queue, lane);
+    now_us bigint := pgqueue._since_2020(clock_timestamp());
+begin
+    perform pgqueue._list_lane(queue, lane);
+    perform setval(pgqueue._cell(r.record, 0), (key >> 20 & 4095) << 51)
+    from unnest(array[key & 127, key >> 7 & 127]::int[]) as r (record)
+    where (pg_sequence_last_value(pgqueue._cell(r.record, 0)) # ((key >> 20 & 4095) << 51))
+        between now_us and now_us + 100000;
+end;
+$$;
+
+comment on function pgqueue._reopen_lane(text, int) is
+'For a job that appears behind the position of its lane: lets the next claim
+walk from the beginning, unless that is dear. A hint, given before the commit.';
