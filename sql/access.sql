@@ -57,7 +57,7 @@ begin
             execute format('revoke select on pgqueue.%I from %I', change.object, role);
         end if;
     end loop;
-    -- Who may do nothing any more shall not see the schema either.
+    -- A role that may do nothing any more does not see the schema either.
     if not is_granted and not exists (
         select from (
             select p.proacl from pg_proc as p where p.pronamespace = 'pgqueue'::regnamespace

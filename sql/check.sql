@@ -277,8 +277,8 @@ end;
 $$;
 
 comment on function pgqueue._read_only() is
-'What is wrong where nothing could be claimed (25006): who finds nothing there
-shall know.';
+'What is wrong where nothing could be claimed (25006): an empty answer would
+hide it.';
 
 create or replace function pgqueue._check_max_jobs(max_jobs int)
     returns text[]

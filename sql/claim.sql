@@ -3,12 +3,14 @@
 -- What runs stays in its lane, leased, so claim() meets expired leases where it looks for
 -- work and ends those attempts itself: recovery needs no daemon.
 --
--- Plans, here and in the rooms around: each statement is planned once for a session, with
--- whatever statistics there are then. A plan made while job is small would read all of it for
--- ever, hence the settings on the functions: jobs are found by ctid or by primary key, never by
--- a scan, whatever ways the caller has switched off. Nor is a statement compiled: a way that is
--- off and has to be gone all the same looks so dear that Postgres would, for longer than all the
--- rest takes.
+-- Plans, here and in the rooms around: a statement is planned once for a session, with the
+-- statistics of that moment, and a plan made while job is small would go on reading all of it.
+-- Hence the settings on the functions: jobs are found by ctid or by primary key, never by a scan,
+-- whatever the caller has switched off. JIT is off because a path that is disabled and taken
+-- nevertheless looks expensive enough to compile, which takes longer than the rest of the call.
+--
+-- claim, _pick and enqueue are longer than a screen: every function that one of them calls costs
+-- 2 % of a claim (6 us of 240, 20,000 claims of one job).
 
 create or replace function pgqueue.claim(
     queue text,

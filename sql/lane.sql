@@ -207,4 +207,5 @@ $$;
 
 comment on function pgqueue._reopen_lane(text, int) is
 'For a job that appears behind the position of its lane: lets the next claim
-walk from the beginning, unless that is dear. A hint, given before the commit.';
+walk from the beginning, unless that is expensive. A hint, given before the
+commit.';

@@ -1,4 +1,4 @@
--- Maintenance: what must happen from time to time, and what nobody waits for.
+-- Maintenance: what must happen from time to time, and holds up nobody.
 
 create or replace function pgqueue.reap(max_jobs int default 1000)
     returns int

@@ -84,9 +84,9 @@ $$;
 
 comment on function pgqueue._leave_position(int, bigint, timestamptz, tid[], int, bigint) is
 'Moves the position of a lane, known so far, to run_at, where these picks end,
-and returns them.
-valid_until, with its tag, where the walk began at the beginning of the lane;
-null where it began at the position. Plans as claim sets it.';
+and returns them. valid_until, with its tag, where the walk began at the
+beginning of the lane; null where it began at the position. Plans as claim
+sets it.';
 
 create or replace function pgqueue._pick(
     queue text, kinds text[], lane int, wanted int, moment timestamptz, is_whole boolean
@@ -175,7 +175,7 @@ begin
             continue;
         end if;
         exit when start = '-infinity' or cardinality(picks) = wanted or picks is null
-            -- Short, where a walk from the beginning is dear.
+            -- Short, where a walk from the beginning is expensive.
             or valid_until > now_us + 100000;
         start := '-infinity';
         start_id := 0;
