@@ -45,23 +45,29 @@ unique_key is taken stays dead.';
 
 create or replace function pgqueue._find_dead(
     queue text, kind text, error_like text, died_after timestamptz, died_before timestamptz,
-    max_jobs int, is_for_work boolean
+    max_jobs int, verb text, dry_run boolean
 )
     returns bigint[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set enable_indexscan = on
 as $$
+declare
+    found record;
 begin
-    return array(
-        select d.id
+    select
+        coalesce(array_agg(f.id order by f.id), '{}') as ids,
+        array_agg(f.summary) as summaries
+    into found
+    from (
+        select d.id, pgqueue._summary(d.error) as summary
         from pgqueue.dead_job as d
         where (_find_dead.queue is null or d.queue = _find_dead.queue)
             and (_find_dead.kind is null or d.kind = _find_dead.kind)
             and (_find_dead.error_like is null or pgqueue._summary(d.error) ilike _find_dead.error_like)
             and (_find_dead.died_after is null or d.died_at >= _find_dead.died_after)
             and (_find_dead.died_before is null or d.died_at < _find_dead.died_before)
-            and not (_find_dead.is_for_work and exists (
+            and not (_find_dead.verb = 'redrive' and exists (
                 select from pgqueue.job as j
                 where j.queue = d.queue and j.unique_key = d.unique_key
                 offset 0  -- by the key's index, not by a hash of all jobs
@@ -69,13 +75,20 @@ begin
         order by d.id
         limit coalesce(_find_dead.max_jobs, 1000)
         for update of d skip locked
-    );
+    ) as f;
+    if dry_run then
+        perform pgqueue._tell_counts('the dead jobs to ' || verb, found.summaries);
+    end if;
+    return found.ids;
 end;
 $$;
 
-comment on function pgqueue._find_dead(text, text, text, timestamptz, timestamptz, int, boolean) is
+comment on function pgqueue._find_dead(
+    text, text, text, timestamptz, timestamptz, int, text, boolean
+) is
 'Locks the dead jobs that pass these filters, oldest id first, and returns
-their ids; for work only those whose unique_key no living job has.';
+their ids; to redrive only those whose unique_key no living job has. For a dry
+run it tells what they are.';
 
 create or replace function pgqueue.redrive(
     queue text default null,
@@ -97,17 +110,13 @@ as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
     dead_ids bigint[] := pgqueue._find_dead(
-        queue, kind, error_like, died_after, died_before, max_jobs, true
+        queue, kind, error_like, died_after, died_before, max_jobs, 'redrive', dry_run
     );
 begin
-    if dry_run then
-        perform pgqueue._tell_counts('the dead jobs to redrive', array(
-            select pgqueue._summary(d.error) from pgqueue.dead_job as d where d.id = any (dead_ids)
-        ));
-        return query select d.id from unnest(dead_ids) as d (id);
-    else
-        return query select pgqueue._redrive(dead_ids);
+    if dry_run is not true then
+        dead_ids := array(select pgqueue._redrive(dead_ids));
     end if;
+    return query select d.id from unnest(dead_ids) as d (id);
 end;
 $$;
 
@@ -170,14 +179,10 @@ as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
     dead_ids bigint[] := pgqueue._find_dead(
-        queue, kind, error_like, died_after, died_before, max_jobs, false
+        queue, kind, error_like, died_after, died_before, max_jobs, 'discard', dry_run
     );
 begin
-    if dry_run then
-        perform pgqueue._tell_counts('the dead jobs to discard', array(
-            select pgqueue._summary(d.error) from pgqueue.dead_job as d where d.id = any (dead_ids)
-        ));
-    else
+    if dry_run is not true then
         delete from pgqueue.dead_job as d where d.id = any (dead_ids);
     end if;
     return query select d.id from unnest(dead_ids) as d (id);
