@@ -20,10 +20,11 @@ from pathlib import Path
 import psycopg
 
 from bench import client, growth, page, sql
+from bench.pgbench import reset
 from bench.report import Rounds, Workload, by_age, latencies, table
 from bench.server import Size, session
 from bench.sql import Samples
-from bench.systems import DriverError, System, installed, systems
+from bench.systems import SYSTEMS, DriverError, System, installed
 
 FOLDER = Path(".venv/bench").resolve()
 
@@ -37,17 +38,12 @@ def has_worker(system: System) -> bool:
 
 
 def has_functions(system: System) -> bool:
-    return bool(system.sql and system.sql.extend)
+    return bool(system.sql.extend)
 
 
 WORKLOADS = (
     Workload("enqueue", "1. Enqueue, one job a commit", sql.enqueue, anyone),
-    Workload(
-        "bulk",
-        "2. Enqueue in bulk",
-        sql.bulk,
-        lambda system: bool(system.command or system.sql),
-    ),
+    Workload("bulk", "2. Enqueue in bulk", sql.bulk, anyone),
     Workload("drains", "3. Drain no-op jobs with workers", client.drains, has_worker),
     Workload(
         "ceiling",
@@ -58,9 +54,9 @@ WORKLOADS = (
     ),
     Workload("latency", "4. Pickup", client.latency, anyone, table=latencies),
     Workload(
-        "naps",
+        "sleeps",
         "5. Priorities and handlers that take their time",
-        client.naps,
+        client.sleeps,
         has_worker,
         columns={"p99": "p99 wait, ms", "expired": "leases expired, %"},
     ),
@@ -84,7 +80,7 @@ WORKLOADS = (
         "lifecycle",
         "8. Claim and complete in SQL",
         sql.lifecycle,
-        lambda system: bool(system.sql and system.sql.batches),
+        lambda system: bool(system.sql.claim),
     ),
     Workload("heartbeats", "9. Heartbeats", sql.heartbeats, has_functions),
     Workload("queues", "10. A thousand queues", sql.queues, has_functions),
@@ -100,9 +96,8 @@ def prepare(names: list[str]) -> list[System]:
             conn.execute(f"create database {system.database}")
         if system.command:
             system.run("install")
-        elif system.sql:
-            with session(system.database) as conn:
-                conn.execute(system.sql.reset)
+        else:
+            reset(system)
         told = f"{system.name} {system.version}".strip()
         print(f"{told}: {system.configuration}", flush=True)
         found.append(system)
@@ -171,7 +166,7 @@ def parse() -> argparse.Namespace:
     options.workloads = options.workloads or known
     if unknown := set(options.workloads) - set(known):
         parser.error(f"no such workload: {', '.join(sorted(unknown))}")
-    if unknown := set(options.systems) - {system.name for system in systems()}:
+    if unknown := set(options.systems) - {system.name for system in SYSTEMS}:
         parser.error(f"no such system: {', '.join(sorted(unknown))}")
     if options.smoke:
         options.rounds, options.scale = 1, 0.02

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from bench import plot
+from bench.client import DEEP, SHALLOW
 from bench.report import Rounds, rates
 from bench.server import number, session
 from bench.systems import System
@@ -37,7 +38,7 @@ class Result:
             self.plots["held.svg"] = plot.lines(title, found)
         if name == "deep":
             shares = {
-                n: 100 * values["deep"] / values["shallow"]
+                n: 100 * values[DEEP] / values[SHALLOW]
                 for n, values in rates(rounds).items()
             }
             title = "Rate before a deep queue, in % of that before a shallow one"
