@@ -4,7 +4,7 @@
     make bench ARGS='--rounds 5 enqueue drains' some of it
     make bench ARGS='--systems pgqueue,pgmq'    with some of the systems
     make bench ARGS=--smoke                     all of it in a few minutes, to see it work
-    make bench ARGS=--write                     and put the tables into tests/bench/README.md
+    make bench ARGS=--write                     and write it down: results.md, README.md, plots
 
 Prints one table for each workload: medians, the smallest and largest round, the ratio to
 the best rival, and the server's CPU time and WAL for each job. Every run counts its jobs: a
@@ -159,7 +159,7 @@ def parse() -> argparse.Namespace:
     add("--systems", default="", help="by commas; else all", metavar="NAME,...")
     add("--smoke", action="store_true", help="one round at a fiftieth of the size")
     add("--largest", action="store_true", help="growth up to 10,000,000 jobs")
-    add("--write", action="store_true", help="into tests/bench/README.md")
+    add("--write", action="store_true", help="write results.md, README.md and plots")
     add("workloads", nargs="*", metavar="workload", help=", ".join(known))
     options = parser.parse_args()
     options.systems = [name for name in options.systems.split(",") if name]
@@ -178,21 +178,20 @@ def main() -> None:
     size = Size(options.scale, options.limit)
     measured = prepare(options.systems)
     rivals = {system.name for system in measured if system.is_rival}
-    result = page.Result(page.machine(), measured)
+    results = page.Results(measured)
     for workload in WORKLOADS:
         if workload.name in options.workloads and any(map(workload.takes, measured)):
             rounds, notes = run(workload, measured, options.rounds, size)
             lines = (workload.table or table)(workload, rounds, rivals)
             how_often = f"{len(rounds)} round{'s' * (len(rounds) > 1)}."
-            result.add(workload.heading, [" ".join([how_often, *notes]), "", *lines])
-            result.plot(workload.name, rounds)
+            results.add(workload.heading, [" ".join([how_often, *notes]), "", *lines])
             if options.write:
-                result.write()
+                results.write()
     for system in measured:
         if "growth" in options.workloads and system.name == "pgqueue":
-            result.add("Growth", growth.lines(system, size, options.largest))
+            results.add("Growth", growth.lines(system, size, options.largest))
             if options.write:
-                result.write()
+                results.write()
 
 
 if __name__ == "__main__":
