@@ -47,9 +47,9 @@ bench: all ## pgqueue beside its rivals, on a throwaway Postgres (ARGS='--rounds
 	@$(MAKE) -s .venv/dev
 	@PYTHONPATH=tests $(CLUSTER) $(VENV)/python -m bench $(ARGS)
 
-instructions: all ## what a call costs, counted by valgrind (ARGS=/another/checkout)
+instructions: all ## what a call costs, counted by valgrind (ARGS=--write, or another checkout)
 	@PYTHON=$(PYTHON) sh tests/need.sh instructions
-	@$(PYTHON) tests/bench/instructions.py $(ARGS)
+	@PYTHONPATH=tests $(PYTHON) -m bench.instructions $(ARGS)
 
 # Debian brings one version of Postgres; npm has the others, without clients.
 MATRIX = 14.23.0 15.18.0 16.14.0 17.10.0 18.4.0

@@ -1,0 +1,1 @@
+"""The benchmark; README.md has what it shows."""

@@ -4,7 +4,7 @@
     make bench ARGS='--rounds 5 enqueue drains' some of it
     make bench ARGS='--systems pgqueue,pgmq'    with some of the systems
     make bench ARGS=--smoke                     all of it in a few minutes, to see it work
-    make bench ARGS=--write                     and put the tables into tests/bench/README.md
+    make bench ARGS=--write                     and write it down: results.md, README.md, plots
 
 Prints one table for each workload: medians, the smallest and largest round, the ratio to
 the best rival, and the server's CPU time and WAL for each job. Every run counts its jobs: a
@@ -20,10 +20,11 @@ from pathlib import Path
 import psycopg
 
 from bench import client, growth, page, sql
+from bench.pgbench import reset
 from bench.report import Rounds, Workload, by_age, latencies, table
 from bench.server import Size, session
 from bench.sql import Samples
-from bench.systems import DriverError, System, installed, systems
+from bench.systems import SYSTEMS, DriverError, System, installed
 
 FOLDER = Path(".venv/bench").resolve()
 
@@ -37,17 +38,12 @@ def has_worker(system: System) -> bool:
 
 
 def has_functions(system: System) -> bool:
-    return bool(system.sql and system.sql.extend)
+    return bool(system.sql.extend)
 
 
 WORKLOADS = (
     Workload("enqueue", "1. Enqueue, one job a commit", sql.enqueue, anyone),
-    Workload(
-        "bulk",
-        "2. Enqueue in bulk",
-        sql.bulk,
-        lambda system: bool(system.command or system.sql),
-    ),
+    Workload("bulk", "2. Enqueue in bulk", sql.bulk, anyone),
     Workload("drains", "3. Drain no-op jobs with workers", client.drains, has_worker),
     Workload(
         "ceiling",
@@ -58,9 +54,9 @@ WORKLOADS = (
     ),
     Workload("latency", "4. Pickup", client.latency, anyone, table=latencies),
     Workload(
-        "naps",
+        "sleeps",
         "5. Priorities and handlers that take their time",
-        client.naps,
+        client.sleeps,
         has_worker,
         columns={"p99": "p99 wait, ms", "expired": "leases expired, %"},
     ),
@@ -84,7 +80,7 @@ WORKLOADS = (
         "lifecycle",
         "8. Claim and complete in SQL",
         sql.lifecycle,
-        lambda system: bool(system.sql and system.sql.batches),
+        lambda system: bool(system.sql.claim),
     ),
     Workload("heartbeats", "9. Heartbeats", sql.heartbeats, has_functions),
     Workload("queues", "10. A thousand queues", sql.queues, has_functions),
@@ -100,9 +96,8 @@ def prepare(names: list[str]) -> list[System]:
             conn.execute(f"create database {system.database}")
         if system.command:
             system.run("install")
-        elif system.sql:
-            with session(system.database) as conn:
-                conn.execute(system.sql.reset)
+        else:
+            reset(system)
         told = f"{system.name} {system.version}".strip()
         print(f"{told}: {system.configuration}", flush=True)
         found.append(system)
@@ -164,14 +159,14 @@ def parse() -> argparse.Namespace:
     add("--systems", default="", help="by commas; else all", metavar="NAME,...")
     add("--smoke", action="store_true", help="one round at a fiftieth of the size")
     add("--largest", action="store_true", help="growth up to 10,000,000 jobs")
-    add("--write", action="store_true", help="into tests/bench/README.md")
+    add("--write", action="store_true", help="write results.md, README.md and plots")
     add("workloads", nargs="*", metavar="workload", help=", ".join(known))
     options = parser.parse_args()
     options.systems = [name for name in options.systems.split(",") if name]
     options.workloads = options.workloads or known
     if unknown := set(options.workloads) - set(known):
         parser.error(f"no such workload: {', '.join(sorted(unknown))}")
-    if unknown := set(options.systems) - {system.name for system in systems()}:
+    if unknown := set(options.systems) - {system.name for system in SYSTEMS}:
         parser.error(f"no such system: {', '.join(sorted(unknown))}")
     if options.smoke:
         options.rounds, options.scale = 1, 0.02
@@ -183,21 +178,20 @@ def main() -> None:
     size = Size(options.scale, options.limit)
     measured = prepare(options.systems)
     rivals = {system.name for system in measured if system.is_rival}
-    result = page.Result(page.machine(), measured)
+    results = page.Results(measured)
     for workload in WORKLOADS:
         if workload.name in options.workloads and any(map(workload.takes, measured)):
             rounds, notes = run(workload, measured, options.rounds, size)
             lines = (workload.table or table)(workload, rounds, rivals)
             how_often = f"{len(rounds)} round{'s' * (len(rounds) > 1)}."
-            result.add(workload.heading, [" ".join([how_often, *notes]), "", *lines])
-            result.plot(workload.name, rounds)
+            results.add(workload.heading, [" ".join([how_often, *notes]), "", *lines])
             if options.write:
-                result.write()
+                results.write()
     for system in measured:
         if "growth" in options.workloads and system.name == "pgqueue":
-            result.add("Growth", growth.lines(system, size, options.largest))
+            results.add("Growth", growth.lines(system, size, options.largest))
             if options.write:
-                result.write()
+                results.write()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Workloads through each system's own client and worker; the drivers are in rivals/."""
+"""Workloads through a client and a worker: a system's own, or those in rivals/."""
 
 import time
 from functools import partial
@@ -7,13 +7,14 @@ from typing import Any
 
 import psycopg
 
-from bench import statements
-from bench.pgbench import Drain, depth, pgbench, refill, reset, sized
+from bench.pgbench import Drain, depth, pgbench, refill, reset
 from bench.server import Sample, Session, Size, measure, number, session
 from bench.sql import Samples, adds_many, found_lost
+from bench.statements import sized
 from bench.systems import System
 
-NAP = (0.002, 0.005)
+SLEEPS = (0.002, 0.005)  # seconds of a handler, from and to
+DEEP, SHALLOW = "drain a deep queue", "drain a shallow queue"
 
 
 class Ledger:
@@ -46,7 +47,8 @@ def drain(
     def run() -> Sample:
         twice = ledger.twice
         started = [
-            system.start("drain", jobs=jobs, limit=limit, **how) for _ in range(workers)
+            system.start("drain", jobs=jobs, limit=limit, depth=system.sql.depth, **how)
+            for _ in range(workers)
         ]
         answers = [system.answer(process) for process in started]
         sample = Sample(
@@ -100,7 +102,7 @@ def ceiling(system: System, size: Size) -> Samples:
     """pgqueue's worker beside what its functions do: two pgbench clients, by 500."""
     how = noop(system, size)
     jobs = max(1, size.jobs(100_000) // 1000) * 1000
-    script = system.sql.lifecycle(500) if system.sql else ""
+    script = system.sql.lifecycle(500)
     refill(system, jobs)
 
     def run() -> Sample:
@@ -114,12 +116,12 @@ def ceiling(system: System, size: Size) -> Samples:
     worker = emptied(system, jobs, size, **how)
     worker.more = {"share": 100 * worker.rate / in_sql.rate}
     return {
-        "claim + complete_many by 500, 2 pgbench clients": in_sql,
-        "drain, 1 worker process": worker,
+        "claim and complete by 500, 2 clients": in_sql,
+        "drain, the worker beside it": worker,
     }
 
 
-def naps(system: System, size: Size) -> Samples:
+def sleeps(system: System, size: Size) -> Samples:
     """Priorities 0 to 10, handlers that sleep 2 to 5 ms, at most 32 at a time.
 
     No more than 9,100 a second, therefore. Of `more`: p99 of the wait, in ms from the
@@ -129,25 +131,25 @@ def naps(system: System, size: Size) -> Samples:
     jobs = size.jobs(20_000 // min(10, system.slow))
     reset(system)
     system.run("bulk", jobs=jobs, priorities=11)
-    sample = emptied(system, jobs, size, nap=NAP)
+    sample = emptied(system, jobs, size, sleeps=SLEEPS)
     expired = sample.twice
-    if system.sql and system.sql.expired:
+    if system.sql.expired:
         with session(system.database) as conn:
             expired = number(conn, system.sql.expired)
     sample.more["expired"] = 100 * expired / jobs
-    return {"naps of 2–5 ms, 32 at once": sample}
+    return {"drain, handlers that sleep 2–5 ms, 32 at once": sample}
 
 
 def latency(system: System, size: Size) -> Samples:
     """One job each 20 ms to an idle worker: percentiles in ms from its commit."""
-    title = "from commit to handler"
+    title = "pickup, from commit to handler"
     if not system.command:
         return {title: round_trip(system)}
     jobs = size.jobs(400)
     reset(system)
     began = time.monotonic()
     answer = system.run("latency", jobs=jobs)
-    if system.sql and system.sql.quiet:
+    if system.sql.quiet:
         with session(system.database) as conn:
             conn.execute(system.sql.quiet)
     found = answer["ms"]
@@ -179,10 +181,10 @@ def payloads(system: System, size: Size) -> Samples:
         jobs = size.jobs(count // min(10, system.slow))
         reset(system)
 
-        samples[f"{length:,} B in bulk"] = measure(
+        samples[f"enqueue payloads of {length:,} B in bulk"] = measure(
             partial(adds_many, system, jobs, size=length)
         )
-        samples[f"{length:,} B, drain"] = emptied(system, jobs, size)
+        samples[f"drain payloads of {length:,} B"] = emptied(system, jobs, size)
     return samples
 
 
@@ -191,8 +193,8 @@ def held(system: System, size: Size) -> Samples:
 
     By claims of 50 in SQL, where there are such; else by a worker.
     """
-    sql = system.sql if system.sql and system.sql.take else None
-    jobs = size.jobs(50_000 if sql else 20_000 // system.slow)
+    in_sql = bool(system.sql.complete)
+    jobs = size.jobs(50_000 if in_sql else 20_000 // system.slow)
     samples: Samples = {}
     ledger = Ledger()
     reset(system)
@@ -202,11 +204,11 @@ def held(system: System, size: Size) -> Samples:
     ):
         holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         holder.execute("select 1")
-        by_sql = Drain(system, conn) if sql else None
+        by_claims = Drain(system, conn)
         for place in range(size.rounds(10)):
-            if sql and by_sql:
-                conn.execute(sized(sql.bulk, jobs))
-                sample = measure(partial(by_sql.run, jobs, size.limit / 5))
+            if in_sql:
+                conn.execute(sized(system.sql.bulk, jobs))
+                sample = measure(partial(by_claims.run, jobs, size.limit / 5))
             else:
                 system.run("bulk", jobs=jobs, first=place * jobs)
                 sample = drain(system, jobs, size.limit / 5, ledger)
@@ -224,16 +226,16 @@ def deep(system: System, size: Size) -> Samples:
     """
     samples = {}
     jobs = size.jobs(20_000 // min(20, system.slow))
-    for title, backlog in ("shallow", jobs), ("deep", size.jobs(1_000_000)):
-        in_all = backlog * (1 + (title == "deep"))
+    for title, backlog in (SHALLOW, jobs), (DEEP, size.jobs(1_000_000)):
+        in_all = backlog * (1 + (title == DEEP))
         with session(system.database) as conn:
-            if system.sql and system.sql.take:
+            if system.sql.complete:
                 refill(system, backlog)
                 if in_all > backlog:
                     conn.execute(sized(system.sql.tomorrow, backlog))
                     conn.execute("vacuum analyze")
-                by_sql = Drain(system, conn)
-                sample = measure(partial(by_sql.run, jobs, size.limit))
+                by_claims = Drain(system, conn)
+                sample = measure(partial(by_claims.run, jobs, size.limit))
             else:
                 filled(system, conn, backlog, in_all > backlog)
                 sample = drain(system, jobs, size.limit, Ledger())
@@ -248,7 +250,7 @@ def filled(system: System, conn: Session, jobs: int, tomorrow: bool) -> None:
     reset(system)
     system.run("bulk", jobs=1)  # for what else a first job makes
     reset(system)
-    conn.execute(statements.fill(system.name, jobs, tomorrow=False))
+    conn.execute(system.sql.fill(jobs, tomorrow=False))
     if tomorrow:
-        conn.execute(statements.fill(system.name, jobs, tomorrow=True))
+        conn.execute(system.sql.fill(jobs, tomorrow=True))
     conn.execute("vacuum analyze")

@@ -1,16 +1,22 @@
 """What pgqueue's claim and enqueue cost as the queue grows: buffers and CPU for each job."""
 
-from bench.pgbench import pgbench, refill, reset, statements
-from bench.server import Sample, Session, Size, measure, number, session
+from bench.pgbench import filled_queues, of_any, pgbench, refill, reset
+from bench.server import Sample, Size, measure, number, session
+from bench.statements import PGQUEUE, sized
 from bench.systems import System
 
 BATCH = 50
+CLAIM = f"select count(*) from ({sized(PGQUEUE.claim, BATCH)}) as c"
+ENQUEUE = PGQUEUE.enqueue
 BUFFERS = "select blks_hit + blks_read from pg_stat_database where datname = current_database()"
 
 
 def lines(system: System, size: Size, largest: bool) -> list[str]:
     """Three small tables: by jobs ready, by queues, by workers at once."""
     return [
+        "The last table completes nothing, so that every claim finds the leases of all the "
+        "others in front of it. One round.",
+        "",
         *heading("jobs ready"),
         *(
             row(f"{n:,}", *by_jobs(system, n, size))
@@ -62,42 +68,26 @@ def cost(system: System, script: str, jobs: int, runs: int, clients: int = 1) ->
     return buffers / sample.jobs, sample.cpu_us
 
 
-def claim(queue: str) -> str:
-    return f"select count(*) from pgqueue.claim({queue}, 'w', {BATCH});"
-
-
 def by_jobs(system: System, jobs: int, size: Size) -> tuple[Cost, Cost]:
     refill(system, jobs)
     claims = min(jobs // BATCH, size.jobs(10_000) // BATCH)
-    taken = cost(system, claim("'bench'"), BATCH, claims)
-    return taken, cost(system, statements(system).enqueue + ";", 1, size.jobs(4_000))
+    claimed = cost(system, CLAIM, BATCH, claims)
+    return claimed, cost(system, ENQUEUE, 1, size.jobs(4_000))
 
 
 def by_queues(system: System, count: int, size: Size) -> tuple[Cost, Cost]:
     reset(system)
     with session(system.database) as conn:
-        fill(conn, count)
-    queue = f"\\set q random(1, {count})\n"
+        filled_queues(conn, system, count, 2 * BATCH)
     # Half of what there is, so that no claim is likely to find a queue empty.
     claims = min(count, size.jobs(10_000) // BATCH)
-    taken = cost(system, queue + claim("'q' || :q"), BATCH, claims)
-    enqueue = statements(system).enqueue.replace("'bench'", "'q' || :q") + ";"
-    return taken, cost(system, queue + enqueue, 1, size.jobs(4_000))
-
-
-def fill(conn: Session, count: int) -> None:
-    conn.execute(
-        f"select count(*) from generate_series(1, {count}) as g (q),"
-        " pgqueue.enqueue_many('q' || q, array_fill('{}'::jsonb, array[100]))"
-    )
-    conn.execute("vacuum analyze")
+    claimed = cost(system, of_any(CLAIM, count), BATCH, claims)
+    return claimed, cost(system, of_any(ENQUEUE, count), 1, size.jobs(4_000))
 
 
 def by_workers(system: System, workers: int, size: Size) -> tuple[Cost, Cost]:
     jobs = size.jobs(50_000)
     refill(system, jobs)
-    runs = jobs // BATCH
-    taken = cost(system, claim("'bench'"), BATCH, runs, workers)
+    claimed = cost(system, CLAIM, BATCH, jobs // BATCH, workers)
     reset(system)
-    enqueue = statements(system).enqueue + ";"
-    return taken, cost(system, enqueue, 1, size.jobs(8_000), workers)
+    return claimed, cost(system, ENQUEUE, 1, size.jobs(8_000), workers)

@@ -1,41 +1,43 @@
 """Count the instructions of a call, with callgrind in a single-user server.
 
-    python tests/bench/instructions.py [CHECKOUT]
+    make instructions                       of this checkout
+    make instructions ARGS=/another/checkout
+    make instructions ARGS=--write          into instructions.md, where the rest stays
 
 Instructions do not depend on the hour, nor on who else uses the machine. Each figure is the
 difference between a run with few and one with more calls, so that neither the start of the
-server nor the first call, which makes the plans, is in it. Of this checkout, or of another one.
+server nor the first call, which makes the plans, is in it.
 """
 
+import argparse
 import importlib.util
 import re
 import subprocess
-import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from bench.statements import PGQUEUE, sized
 
 HERE = Path(__file__).resolve().parent.parent.parent
-PAYLOAD = '{"user": 4711, "template": "welcome", "to": "ada@example.org"}'
-MANY = f"array(select '{PAYLOAD}'::jsonb from generate_series(1, 100))"
-# One transaction for each; a batch is taken and finished in one. What is counted, jobs in a call.
+PAGE = Path(__file__).with_name("instructions.md")
+# One transaction for each; a batch is claimed and completed in one. What is counted, jobs in a call.
 CALLS = {
-    "enqueue": (f"select pgqueue.enqueue('q', '{PAYLOAD}')", 1),
-    "claim and complete one": (
-        "select pgqueue.complete(c.id, c.token) from pgqueue.claim('q', 'w') as c",
+    "enqueue, one transaction": (PGQUEUE.enqueue, 1),
+    "claim and complete one job, one transaction": (
+        f"select pgqueue.complete(c.id, c.token) from ({sized(PGQUEUE.claim, 1)}) as c",
         1,
     ),
-    "claim and complete 50": (
-        "select count(*) from ("
-        "select array_agg(id) as ids, array_agg(token) as tokens from pgqueue.claim('q', 'w', 50)"
-        ") as c, pgqueue.complete_many(c.ids, c.tokens)",
+    "claim and complete 50, for each job": (
+        "select count(*) from (select array_agg(id) as ids, array_agg(token) as tokens "
+        f"from ({sized(PGQUEUE.claim, 50)}) as j) as c, "
+        "pgqueue.complete_many(c.ids, c.tokens)",
         50,
     ),
-    "bulk enqueue of 100": (
-        f"select count(*) from pgqueue.enqueue_many('q', {MANY})",
-        100,
-    ),
+    "bulk enqueue of 100, for each job": (sized(PGQUEUE.bulk, 100), 100),
 }
-FILL = f"select pgqueue.enqueue_many('q', {MANY}) from generate_series(1, 30)"
+FILL = f"{sized(PGQUEUE.bulk, 100)};\n\n" * 30
 WARM, MORE = 5, 20
 
 
@@ -57,31 +59,47 @@ def instructions(server: Path, data: Path, script: str) -> int:
         return int(counted[1])
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1]).resolve() if sys.argv[1:] else HERE
-    spec = importlib.util.spec_from_file_location(
-        "cluster", checkout / "tests/cluster.py"
+def count(cluster: Any, call: str) -> float:
+    """The instructions of one call in this cluster, which is stopped."""
+    server = cluster._mirror(cluster.bindir) / "postgres"
+    fill = f"create extension pgqueue;\n\n{FILL}vacuum analyze;\n\n"
+    instructions(server, cluster.data, fill)
+    prepare = f"prepare p as {call};\n\n"
+    few, more = (
+        instructions(server, cluster.data, prepare + "execute p;\n\n" * calls)
+        for calls in (WARM, WARM + MORE)
     )
+    return (more - few) / MORE
+
+
+def written(page: str, found: Mapping[str, str]) -> str:
+    """The page with these figures in the column "now" of its table."""
+    for name, figure in found.items():
+        row = rf"^(\| {re.escape(name)} \|[^|]*\|)[^|]*\|"
+        page, changed = re.subn(row, rf"\1 {figure} |", page, flags=re.MULTILINE)
+        assert changed == 1, f"instructions.md has lost its row of {name}"
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="instructions", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("checkout", nargs="?", type=Path, default=HERE)
+    parser.add_argument("--write", action="store_true", help="into instructions.md")
+    options = parser.parse_args()
+    program = options.checkout.resolve() / "tests/cluster.py"
+    spec = importlib.util.spec_from_file_location("cluster", program)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    found = {}
     for name, (call, jobs) in CALLS.items():
         with module.Cluster(fast=True) as cluster:
             cluster.stop()
-            server = cluster._mirror(cluster.bindir) / "postgres"
-            fill = f"create extension pgqueue;\n\n{FILL};\n\nvacuum analyze;\n\n"
-            instructions(server, cluster.data, fill)
-            few, more = (
-                instructions(
-                    server,
-                    cluster.data,
-                    f"prepare p as {call};\n\n" + "execute p;\n\n" * count,
-                )
-                for count in (WARM, WARM + MORE)
-            )
-        print(
-            f"| {name}, for each job | {(more - few) / MORE / jobs:,.0f} |", flush=True
-        )
+            found[name] = f"{count(cluster, call) / jobs:,.0f}"
+        print(f"| {name} | {found[name]} |", flush=True)
+    if options.write:
+        PAGE.write_text(written(PAGE.read_text(), found))
 
 
 if __name__ == "__main__":

@@ -1,66 +1,43 @@
-"""Where results go: the terminal; and, when asked, the page README.md and its plots."""
+"""results.md: what was measured, a section for each workload; also printed as it comes."""
 
 import os
 import platform
 import re
 from pathlib import Path
 
-from bench import plot
-from bench.report import Rounds, rates
+from bench import summary
 from bench.server import number, session
 from bench.systems import System
 
-PAGE = Path(__file__).with_name("README.md")
-BEGIN, END = "<!-- results -->\n", "<!-- end of results -->"
 
+class Results:
+    """The sections of this run, by heading, as they come."""
 
-class Result:
-    """The sections of results, by heading, as they come."""
-
-    def __init__(self, machine: str, measured: list[System]) -> None:
+    def __init__(self, measured: list[System]) -> None:
         self.sections: dict[str, list[str]] = {}
-        self.plots: dict[str, str] = {}
-        self.top = [machine, ""]
+        self.top = [machine(), ""]
         for system in measured:
-            told = f"{system.name} {system.version}".strip()
-            self.top.append(f"- **{told}**: {system.configuration}")
+            name = f"{system.name} {system.version}".strip()
+            self.top.append(f"- **{name}**: {system.configuration}")
         print("\n".join(["", *self.top]), flush=True)
 
     def add(self, heading: str, lines: list[str]) -> None:
         self.sections[heading] = lines
-        print("\n".join(["", f"### {heading}", "", *lines]), flush=True)
-
-    def plot(self, name: str, rounds: Rounds) -> None:
-        if name == "held":
-            found = {n: list(values.values()) for n, values in rates(rounds).items()}
-            title = "Jobs a second in each round, while a snapshot is held"
-            self.plots["held.svg"] = plot.lines(title, found)
-        if name == "deep":
-            shares = {
-                n: 100 * values["deep"] / values["shallow"]
-                for n, values in rates(rounds).items()
-            }
-            title = "Rate before a deep queue, in % of that before a shallow one"
-            self.plots["deep.svg"] = plot.bars(title, shares)
+        print("\n".join(["", f"## {heading}", "", *lines]), flush=True)
 
     def write(self) -> None:
-        """Put what there is between the two marks of the page; other sections stay."""
-        before, begin, rest = PAGE.read_text().partition(BEGIN)
-        old, end, after = rest.partition(END)
-        assert begin and end, "README.md has lost its marks"
-        found = dict(re.findall(r"^### (.+)\n\n((?:(?!### ).*\n)*)", old, re.MULTILINE))
-        new = {
-            heading: "\n".join([*lines, "", ""])
-            for heading, lines in self.sections.items()
-        }
+        """Put the sections into results.md, where others stay, and make the page anew."""
+        old = summary.RESULTS.read_text()
+        sections = dict(re.findall(r"^## (.+)\n\n((?:(?!## |<!-- ).*\n)*)", old, re.M))
+        for heading, lines in self.sections.items():
+            sections[heading] = "\n".join([*lines, "", ""])
         text = "".join(
-            f"### {heading}\n\n{lines}"
-            for heading, lines in sorted((found | new).items(), key=place)
+            f"## {heading}\n\n{lines}"
+            for heading, lines in sorted(sections.items(), key=place)
         )
         top = "\n".join([*self.top, "", ""])
-        PAGE.write_text(before + begin + top + text + end + after)
-        for name, drawing in self.plots.items():
-            PAGE.with_name(name).write_text(drawing)
+        summary.RESULTS.write_text(summary.replaced(old, "results", top + text))
+        summary.write()
 
 
 def place(section: tuple[str, str]) -> tuple[float, str]:
@@ -72,6 +49,8 @@ def place(section: tuple[str, str]) -> tuple[float, str]:
 def machine() -> str:
     with session() as conn:
         version = number(conn, "show server_version_num")
+        fsync = conn.execute("show fsync").fetchone()
+    assert fsync
     model = next(
         (
             line.partition(":")[2].strip()
@@ -82,5 +61,5 @@ def machine() -> str:
     )
     return (
         f"{os.cpu_count()} × {model}; Postgres {version // 10000}.{version % 10000}, "
-        "fsync on, on the same machine as the clients."
+        f"fsync {fsync[0]}, on the same machine as the clients."
     )

@@ -10,21 +10,11 @@ from statistics import quantiles
 from typing import Any
 
 from bench.server import Sample, Session, number, session
-from bench.statements import Statements
+from bench.statements import sized
 from bench.systems import System
 
 CLIENTS = 8
 MOST = 1_000_000  # jobs in one call, whose array must stay below 1 GB
-
-
-def statements(system: System) -> Statements:
-    assert system.sql
-    return system.sql
-
-
-def sized(statement: str, jobs: int) -> str:
-    """Fill in the number; other braces are JSON's."""
-    return statement.replace("{n}", str(jobs))
 
 
 def pgbench(
@@ -64,18 +54,13 @@ def counted(jobs: int, seconds: float, found: int) -> Sample:
 
 def depth(system: System) -> int:
     """Count the unfinished jobs."""
-    if system.sql:
-        with session(system.database) as conn:
-            return number(conn, system.sql.depth)
-    return int(system.run("depth")["jobs"])
+    with session(system.database) as conn:
+        return number(conn, system.sql.depth)
 
 
 def reset(system: System) -> None:
-    if system.sql:
-        with session(system.database) as conn:
-            conn.execute(system.sql.reset)
-    else:
-        system.run("reset")
+    with session(system.database) as conn:
+        conn.execute(system.sql.reset)
 
 
 def refill(system: System, jobs: int) -> None:
@@ -83,15 +68,37 @@ def refill(system: System, jobs: int) -> None:
     reset(system)
     with session(system.database) as conn:
         for place in range(0, jobs, MOST):
-            conn.execute(sized(statements(system).bulk, min(MOST, jobs - place)))
+            conn.execute(sized(system.sql.bulk, min(MOST, jobs - place)))
         conn.execute("vacuum analyze")
 
 
+def filled_queues(conn: Session, system: System, count: int, each: int) -> None:
+    """Leave so many jobs in each of the queues q1, q2 ..., and statistics of them."""
+    bulk = of(sized(system.sql.bulk, each), "'q' || g.q")
+    conn.execute(f"select ({bulk}) from generate_series(1, {count}) as g (q)")
+    conn.execute("vacuum analyze")
+
+
+def of(statement: str, queue: str) -> str:
+    """The statement for another queue, whose name is this expression of SQL."""
+    return statement.replace("'bench'", queue)
+
+
+def of_any(statement: str, count: int) -> str:
+    """A pgbench script of the statement for one of the queues q1, q2 ..., at random."""
+    return f"\\set q random(1, {count})\n" + of(statement, "'q' || :q") + ";"
+
+
+def columns(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    """Turn rows into the arrays that functions take."""
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
 class Drain:
-    """One session that takes batches of jobs and finishes them; counts each job."""
+    """One session that claims batches of jobs and completes them; counts each job."""
 
     def __init__(self, system: System, conn: Session, batch: int = 50) -> None:
-        self.sql = statements(system)
+        self.sql = system.sql
         self.conn = conn
         self.batch = batch
         self.seen: set[Any] = set()
@@ -99,30 +106,30 @@ class Drain:
     def run(self, jobs: int, limit: float, queues: Sequence[str] = ()) -> Sample:
         """Do so many jobs, of each queue in turn if there are several, or what time allows.
 
-        Of `more`: p99, of a take in ms.
+        Of `more`: p99, of a claim in ms.
         """
         done = twice = place = empty = 0
-        taken: list[float] = []
+        claims: list[float] = []  # in ms
         began = time.monotonic()
         cut = False
         while done < jobs and not cut and empty <= len(queues):
             queue = queues[place % len(queues)] if queues else "bench"
             place += 1
             before = time.monotonic()
-            rows = self.conn.execute(self._of(self.sql.take, queue)).fetchall()
-            taken.append((time.monotonic() - before) * 1000)
+            rows = self.conn.execute(self._of(self.sql.claim, queue)).fetchall()
+            claims.append((time.monotonic() - before) * 1000)
             empty = 0 if rows else empty + 1
             if rows:
-                columns = [list(column) for column in zip(*rows, strict=True)]
-                names = {(queue, id) for id in columns[0]}
+                arrays = columns(rows)
+                names = {(queue, id) for id in arrays[0]}
                 twice += len(rows) - len(names - self.seen)
                 self.seen |= names
-                self.conn.execute(self._of(self.sql.finish, queue), columns)
+                self.conn.execute(self._of(self.sql.complete, queue), arrays)
             done += len(rows)
             cut = time.monotonic() - began > limit
         seconds = time.monotonic() - began
-        p99 = quantiles(taken, n=100)[98] if len(taken) > 1 else taken[0]
+        p99 = quantiles(claims, n=100)[98] if len(claims) > 1 else claims[0]
         return Sample(done - twice, seconds, twice=twice, cut=cut, more={"p99": p99})
 
     def _of(self, statement: str, queue: str) -> str:
-        return sized(statement.replace("'bench'", f"'{queue}'"), self.batch)
+        return sized(of(statement, f"'{queue}'"), self.batch)

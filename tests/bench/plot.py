@@ -1,5 +1,6 @@
 """Plots as SVG, without a library: lines over rounds, and bars."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 300, 70, 130, 40, 40
@@ -18,8 +19,7 @@ def lines(title: str, values: Mapping[str, Sequence[float]]) -> str:
         return TOP + (HEIGHT - BOTTOM - TOP) * (1 - value / top)
 
     parts = []
-    for step in range(5):
-        value = top * step / 4
+    for value in ticks(top):
         parts.append(
             f'<path d="M{LEFT} {y(value):.0f}H{WIDTH - RIGHT}" stroke="#ddd"/>'
         )
@@ -37,6 +37,13 @@ def lines(title: str, values: Mapping[str, Sequence[float]]) -> str:
         lowest = min(y(each[-1]) + 4, lowest - 13)  # names must not overlap
         parts.append(text(x(len(each) - 1) + 8, lowest, name, fill=color))
     return framed(title, parts)
+
+
+def ticks(top: float) -> list[float]:
+    """Round numbers from 0 to the top, at most six."""
+    unit = 10 ** math.floor(math.log10(top))
+    step = next(unit * part for part in (0.2, 0.5, 1, 2) if top / (unit * part) < 6)
+    return [step * count for count in range(int(top / step) + 1)]
 
 
 def bars(title: str, values: Mapping[str, float]) -> str:

@@ -3,23 +3,24 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 from bench.pgbench import (
     CLIENTS,
     Drain,
     adds,
+    columns,
     counted,
     depth,
+    filled_queues,
+    of_any,
     pgbench,
     refill,
     reset,
-    sized,
-    statements,
 )
 from bench.server import Sample, Session, Size, measure, session
+from bench.statements import sized
 from bench.systems import System
 
 Samples = dict[str, Sample]
@@ -31,20 +32,20 @@ def enqueue(system: System, size: Size) -> Samples:
     By pgbench; through its own client where a system composes its SQL there.
     """
     seconds = size.seconds(4)
-    samples = {"one a commit, 8 clients": add(system, seconds)}
+    samples = {"enqueue one a commit, 8 clients": add(system, seconds)}
     if not system.command:
         return samples
     with session(system.database) as conn:
-        if system.sql and system.sql.notify:
+        if system.sql.notify:
             conn.execute(system.sql.notify)
         with slow_commits(conn):
-            title = "commits of 2 ms, can notify, nobody waits"
+            title = "enqueue with commits of 2 ms, nobody waits"
             samples[title] = add(system, seconds, "latency")
-        with session(system.database) as worker:
-            if system.sql:
+        if system.sql.idle:
+            with session(system.database) as worker:
                 worker.execute(system.sql.idle)
-                samples["an idle worker is notified"] = add(system, seconds)
-        if system.sql and system.sql.quiet:
+                samples["enqueue and notify an idle worker"] = add(system, seconds)
+        if system.sql.quiet:
             conn.execute(system.sql.quiet)
     return samples
 
@@ -65,7 +66,7 @@ def slow_commits(conn: Session) -> Iterator[None]:
 def add(system: System, seconds: int, kind: str = "noop") -> Sample:
     """Enqueue; kind "latency" asks a client that does not always notify to do so."""
     reset(system)
-    if system.sql:
+    if system.sql.enqueue:
         script = system.sql.enqueue + ";"
         return measure(partial(adds, system, script, seconds))
 
@@ -85,26 +86,26 @@ def bulk(system: System, size: Size) -> Samples:
     def in_sql() -> Sample:
         with session(system.database) as conn:
             began = time.monotonic()
-            conn.execute(sized(statements(system).bulk, jobs))
+            conn.execute(sized(system.sql.bulk, jobs))
             return counted(jobs, time.monotonic() - began, depth(system))
 
     def by_copy() -> Sample:
         with session(system.database) as conn:
             began = time.monotonic()
-            with conn.cursor().copy(statements(system).copy) as copy:
+            with conn.cursor().copy(system.sql.copy) as copy:
                 copy.write('{"user": 4711, "template": "welcome"}\n' * jobs)
             return counted(jobs, time.monotonic() - began, depth(system))
 
-    if system.sql and system.sql.bulk:
+    if system.sql.bulk:
         reset(system)
-        samples[f"{jobs:,} in one call"] = measure(in_sql)
-    if system.sql and system.sql.copy:
+        samples[f"enqueue {jobs:,} in one call"] = measure(in_sql)
+    if system.sql.copy:
         reset(system)
-        samples[f"{jobs:,} by COPY"] = measure(by_copy)
+        samples[f"enqueue {jobs:,} by COPY"] = measure(by_copy)
     if system.command:
         jobs = size.jobs(100_000 if system.slow == 1 else 20_000)
         reset(system)
-        samples["by the client, 5,000 a call"] = measure(
+        samples["enqueue by the client, 5,000 a call"] = measure(
             partial(adds_many, system, jobs)
         )
     return samples
@@ -130,22 +131,22 @@ LIFECYCLES = (
 
 
 def lifecycle(system: System, size: Size) -> Samples:
-    """Take and finish in SQL, by 1 and by 50, with more and more clients."""
+    """Claim and complete in SQL, by 1 and by 50, with more and more clients."""
     samples = {}
     for clients, batch, each in LIFECYCLES:
-        if batch not in statements(system).batches:
+        if batch > 1 and "{n}" not in system.sql.claim:
             continue
         each = max(1, round(each * size.scale))
         jobs = clients * batch * each
         refill(system, jobs)
-        title = f"take and finish by {batch}, {clients} client{'s' * (clients > 1)}"
-        samples[title] = measure(partial(takes, system, jobs, batch, clients, each))
+        title = f"claim and complete by {batch}, {clients} client{'s' * (clients > 1)}"
+        samples[title] = measure(partial(completes, system, jobs, batch, clients, each))
     return samples
 
 
-def takes(system: System, jobs: int, batch: int, clients: int, each: int) -> Sample:
+def completes(system: System, jobs: int, batch: int, clients: int, each: int) -> Sample:
     """Run a lifecycle; what it left behind it did not do."""
-    script = statements(system).lifecycle(batch)
+    script = system.sql.lifecycle(batch)
     mode = "prepared" if batch == 1 else "simple"
     _, seconds = pgbench(system, script, "-t", str(each), clients=clients, mode=mode)
     return Sample(jobs - depth(system), seconds)
@@ -154,37 +155,40 @@ def takes(system: System, jobs: int, batch: int, clients: int, each: int) -> Sam
 def heartbeats(system: System, size: Size) -> Samples:
     """A drain alone, in front of 5,000 running jobs, and while those are extended."""
     jobs, running = size.jobs(60_000), size.jobs(5_000)
-    sql = statements(system)
     samples = {}
-    for title in ("drain by 50", "beside running jobs", "extended each second"):
-        is_alone = title == "drain by 50"
-        refill(system, jobs if is_alone else jobs + running)
-        with session(system.database) as conn, session(system.database) as heart:
-            rows: list[tuple[Any, ...]] = []
-            if not is_alone:
-                rows = heart.execute(sized(sql.take, running)).fetchall()
-            columns = [list(column) for column in zip(*rows, strict=True)]
-            over = threading.Event()
-            extends = partial(heart.execute, sql.extend, columns)
-            thread = threading.Thread(target=beat, args=(over, extends))
-            if title.startswith("extended"):
-                thread.start()
+    for title, beside, is_extended in (
+        ("drain by 50 alone", 0, False),
+        ("drain by 50 beside running jobs", running, False),
+        ("drain by 50 beside jobs extended each second", running, True),
+    ):
+        refill(system, jobs + beside)
+        with session(system.database) as conn, session(system.database) as other:
+            claim = sized(system.sql.claim, beside)
+            rows = other.execute(claim).fetchall() if beside else []
+            extend = partial(other.execute, system.sql.extend, columns(rows))
             drain = Drain(system, conn)
-            try:
+            with each_second(extend) if is_extended else nullcontext():
                 sample = measure(partial(drain.run, jobs, min(25, size.limit)))
-            finally:
-                over.set()
-                if thread.ident:
-                    thread.join()
-        left = depth(system) - len(rows)
-        samples[title] = found_lost(sample, jobs, left)
+        samples[title] = found_lost(sample, jobs, depth(system) - len(rows))
     return samples
 
 
-def beat(over: threading.Event, extend: Callable[[], object]) -> None:
-    """Extend each second."""
-    while not over.wait(1):
-        extend()
+@contextmanager
+def each_second(call: Callable[[], object]) -> Iterator[None]:
+    """Call it from another thread, each second."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(1):
+            call()
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def found_lost(sample: Sample, jobs: int, left: int) -> Sample:
@@ -195,27 +199,20 @@ def found_lost(sample: Sample, jobs: int, left: int) -> Sample:
 
 def queues(system: System, size: Size) -> Samples:
     """One a commit into a random queue, and a drain by 50 of each queue in turn."""
-    sql = statements(system)
     samples = {}
     for count in (1, max(2, round(1_000 * size.scale))):
         names = [f"q{place}" for place in range(1, count + 1)]
         jobs = size.jobs(100_000) // count * count
+        title = f"{count:,} queue{'s' * (count > 1)}"
         reset(system)
         with queues_made(system, names), session(system.database) as conn:
-            title = f"{count:,} queue{'s' * (count > 1)}"
-            script = f"\\set q random(1, {count})\n" + sql.enqueue.replace(
-                "'bench'", "'q' || :q"
-            )
-            seconds = size.seconds(4)
-            samples[f"one a commit, {title}"] = measure(
-                partial(adds, system, script + ";", seconds)
-            )
+            script = of_any(system.sql.enqueue, count)
+            run = partial(adds, system, script, size.seconds(4))
+            samples[f"enqueue one a commit, {title}"] = measure(run)
             # pgmq has a table for each.
-            for statement in {sql.reset.replace("bench", name) for name in names}:
+            for statement in {system.sql.reset.replace("bench", n) for n in names}:
                 conn.execute(statement)
-            each = sized(sql.bulk, jobs // count).replace("'bench'", "'q' || g.q")
-            conn.execute(f"select ({each}) from generate_series(1, {count}) as g (q)")
-            conn.execute("vacuum analyze")
+            filled_queues(conn, system, count, jobs // count)
             drain = Drain(system, conn)
             sample = measure(partial(drain.run, jobs, size.limit, names))
             left = depth(system)

@@ -1,98 +1,99 @@
-"""Each system as the SQL that its own documentation recommends, and bare SQL beside it."""
+"""All SQL that drives a system: its own functions where it has some, else its tables."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 PAYLOAD = '{"user": 4711, "template": "welcome", "to": "ada@example.org"}'
 PAYLOADS = f"array(select '{PAYLOAD}'::jsonb from generate_series(1, {{n}}))"
 
 
+def sized(statement: str, jobs: int) -> str:
+    """Fill in the number; other braces are JSON's."""
+    return statement.replace("{n}", str(jobs))
+
+
 @dataclass(frozen=True)
 class Statements:
-    """One queue, driven by SQL alone; what a system has no functions for is empty.
+    """One queue, "bench", driven by SQL alone; what a system has no functions for is empty.
 
-    enqueue is one job in one statement; bulk adds {n} jobs in one, and tomorrow {n} that
-    are due tomorrow, at a higher priority where there is such a thing. lifecycle(batch) is
-    a pgbench script that takes a batch and finishes it, in two transactions, for one of
-    `batches`; take, of {n}, and finish do the same for a client: take returns rows whose
-    columns, as arrays, are what finish is given, and extend, the heartbeat. copy reads
-    payloads; expired counts the leases that ran out, where there is a log of them. notify
-    and quiet switch the notification of workers on and off, where that is not the
-    system's own affair; idle is what the session of an idle worker says to be notified.
+    depth counts the unfinished jobs, and reset removes all. enqueue is one job in one
+    statement; bulk adds {n} jobs in one, and tomorrow {n} that are due tomorrow, at a
+    higher priority where there is such a thing; copy reads payloads. claim, of {n} if it
+    can, returns rows of `key`; complete_one takes one such row as variables of pgbench,
+    complete and extend, the heartbeat, the columns of many as arrays. expired counts the
+    leases that ran out, where there is a log of them. notify and quiet switch the
+    notification of workers on and off, where that is not the system's own affair; idle is
+    what the session of an idle worker says to be notified. insert adds jobs numbered n,
+    due in {delay}, more urgent if {high}: for those whose own way would take minutes for
+    a million.
     """
 
-    enqueue: str
     depth: str
     reset: str
+    enqueue: str = ""
     bulk: str = ""
-    copy: str = ""
     tomorrow: str = ""
-    lifecycle: Callable[[int], str] = lambda batch: ""
-    batches: tuple[int, ...] = ()
-    take: str = ""
-    finish: str = ""
+    copy: str = ""
+    claim: str = ""
+    key: tuple[str, ...] = ()
+    complete_one: str = ""
+    complete: str = ""
     extend: str = ""
     expired: str = ""
     notify: str = ""
     quiet: str = ""
     idle: str = ""
+    insert: str = ""
 
+    def lifecycle(self, batch: int) -> str:
+        """A pgbench script that claims a batch and completes it, in two transactions."""
+        claim = sized(self.claim, batch)
+        if not self.complete_one:
+            return f"{claim};\n"
+        if batch == 1:
+            return f"{claim} \\gset\n{self.complete_one};\n"
+        arrays = ", ".join(f"string_agg({c}::text, ',') as {c}" for c in self.key)
+        complete = self.complete % tuple(f"'{{:{column}}}'" for column in self.key)
+        return f"select {arrays} from ({claim}) as c \\gset\n{complete};\n"
 
-def pgqueue_lifecycle(batch: int) -> str:
-    if batch == 1:
-        return (
-            "select id, token from pgqueue.claim('bench', 'w') \\gset\n"
-            "select pgqueue.complete(:id, :token);\n"
+    def fill(self, jobs: int, tomorrow: bool) -> str:
+        """Add numbered jobs, without triggers: due now, or tomorrow and more urgent."""
+        insert = self.insert.format(
+            high=9 if tomorrow else 0, delay="1 day" if tomorrow else "0"
         )
-    return (
-        "select string_agg(id::text, ',') as ids, string_agg(token::text, ',') as tokens "
-        f"from pgqueue.claim('bench', 'w', {batch}) \\gset\n"
-        "select count(*) from pgqueue.complete_many('{:ids}', '{:tokens}');\n"
-    )
+        return (
+            f"set session_replication_role = replica; {insert}"
+            f"from generate_series(0, {jobs - 1}) as g (n); reset session_replication_role"
+        )
 
 
 PGQUEUE = Statements(
-    enqueue=f"select pgqueue.enqueue('bench', '{PAYLOAD}')",
     depth="select count(*) from pgqueue.job",
     reset="truncate pgqueue.job, pgqueue.run",
+    enqueue=f"select pgqueue.enqueue('bench', '{PAYLOAD}')",
     bulk=f"select count(*) from pgqueue.enqueue_many('bench', {PAYLOADS})",
     tomorrow=(
         f"select count(*) from pgqueue.enqueue_many('bench', {PAYLOADS}, "
         "priority => 9, run_at => now() + interval '1 day')"
     ),
-    lifecycle=pgqueue_lifecycle,
-    batches=(1, 50),
-    take="select id, token from pgqueue.claim('bench', 'w', {n})",
-    finish="select count(*) from pgqueue.complete_many(%s, %s)",
+    claim="select id, token from pgqueue.claim('bench', 'w', {n})",
+    key=("id", "token"),
+    complete_one="select pgqueue.complete(:id, :token)",
+    complete="select count(*) from pgqueue.complete_many(%s, %s)",
     extend="select count(*) from pgqueue.extend(%s, %s)",
     expired="select count(*) from pgqueue.run where outcome = 'expired'",
     idle="listen pgqueue; select pgqueue.rest(array['bench'])",
 )
 
-
-def pgmq_lifecycle(batch: int) -> str:
-    if batch == 1:
-        return (
-            "select msg_id from pgmq.read('bench', 30, 1) \\gset\n"
-            "select pgmq.delete('bench', :msg_id::bigint);\n"
-        )
-    return (
-        "select string_agg(msg_id::text, ',') as ids "
-        f"from pgmq.read('bench', 30, {batch}) \\gset\n"
-        "select count(*) from pgmq.delete('bench', '{:ids}'::bigint[]);\n"
-    )
-
-
 PGMQ = Statements(
-    enqueue=f"select pgmq.send('bench', '{PAYLOAD}')",
     depth="select coalesce(sum(queue_length), 0) from pgmq.metrics_all()",
     reset="truncate pgmq.q_bench",
+    enqueue=f"select pgmq.send('bench', '{PAYLOAD}')",
     bulk=f"select count(*) from pgmq.send_batch('bench', {PAYLOADS})",
     tomorrow=f"select count(*) from pgmq.send_batch('bench', {PAYLOADS}, 86400)",
-    lifecycle=pgmq_lifecycle,
-    batches=(1, 50),
-    take="select msg_id from pgmq.read('bench', 30, {n})",
-    finish="select count(*) from pgmq.delete('bench', %s::bigint[])",
+    claim="select msg_id from pgmq.read('bench', 30, {n})",
+    key=("msg_id",),
+    complete_one="select pgmq.delete('bench', :msg_id::bigint)",
+    complete="select count(*) from pgmq.delete('bench', %s::bigint[])",
     extend="select count(*) from pgmq.set_vt('bench', %s::bigint[], 30)",
     notify="select pgmq.enable_notify_insert('bench', 0)",
     quiet="select pgmq.disable_notify_insert('bench')",
@@ -100,86 +101,85 @@ PGMQ = Statements(
 )
 
 GRAPHILE_WORKER = Statements(
-    enqueue=f"select graphile_worker.add_job('bench', '{PAYLOAD}')",
     depth="select count(*) from graphile_worker._private_jobs",
     reset="truncate graphile_worker._private_jobs",
+    enqueue=f"select graphile_worker.add_job('bench', '{PAYLOAD}')",
     idle='listen "jobs:insert"',
+    insert=(
+        "insert into graphile_worker._private_jobs (task_id, payload, priority, run_at) "
+        "select (select min(id) from graphile_worker._private_tasks), "
+        "json_build_object('n', n), -({high}), now() + '{delay}' "
+    ),
+)
+
+PG_BOSS = Statements(
+    depth=(
+        "select count(*) from pgboss.job "
+        "where name in ('bench', 'bench-notify') and state < 'completed'"
+    ),
+    reset="truncate pgboss.job",
+    insert=(
+        "insert into pgboss.job (name, data, policy, priority, start_after) "
+        "select 'bench', jsonb_build_object('n', n), 'standard', {high}, now() + '{delay}' "
+    ),
+)
+
+PGQUEUER = Statements(
+    depth="select count(*) from pgqueuer where status in ('queued', 'picked')",
+    reset="truncate pgqueuer, pgqueuer_log, pgqueuer_statistics",
+    insert=(
+        "insert into pgqueuer (priority, execute_after, status, entrypoint, payload) "
+        "select {high}, now() + '{delay}', 'queued', 'bench', "
+        "convert_to(jsonb_build_object('n', n)::text, 'utf8') "
+    ),
 )
 
 PROCRASTINATE = Statements(
+    depth="select count(*) from procrastinate_jobs where status in ('todo', 'doing')",
+    reset="truncate procrastinate_jobs, procrastinate_events, procrastinate_periodic_defers",
     enqueue=(
         "select procrastinate_defer_jobs_v1(array[row('bench', 'bench', 0, null, null, "
         f"'{PAYLOAD}', null)]::procrastinate_job_to_defer_v1[])"
     ),
-    depth="select count(*) from procrastinate_jobs",
-    reset="truncate procrastinate_jobs, procrastinate_events, procrastinate_periodic_defers",
     bulk=(
         "select cardinality(procrastinate_defer_jobs_v1(array(select row('bench', 'bench', "
         f"0, null, null, '{PAYLOAD}', null)::procrastinate_job_to_defer_v1 "
         "from generate_series(1, {n}))))"
     ),
-    lifecycle=lambda batch: (
-        "select id from procrastinate_fetch_job_v2('{bench}', null) \\gset\n"
-        "select procrastinate_finish_job_v1(:id, 'succeeded', true);\n"
-    ),
-    batches=(1,),
+    claim="select id from procrastinate_fetch_job_v2('{bench}', null)",
+    key=("id",),
+    complete_one="select procrastinate_finish_job_v1(:id, 'succeeded', true)",
     idle='listen "procrastinate_queue_v1#bench"',
+    insert=(
+        "insert into procrastinate_jobs (queue_name, task_name, priority, args, scheduled_at) "
+        "select 'bench', 'bench', {high}, jsonb_build_object('n', n), "
+        "nullif(now() + '{delay}', now()) "
+    ),
+)
+
+CHANCY = Statements(
+    depth="select count(*) from chancy_jobs where state not in ('succeeded', 'failed')",
+    reset="truncate chancy_jobs",
+    insert=(
+        "insert into chancy_jobs (id, queue, func, kwargs, priority, scheduled_at) "
+        "select gen_random_uuid(), 'default', '__main__.bench', "
+        "jsonb_build_object('n', n), {high}, now() + '{delay}' "
+    ),
 )
 
 BARE = Statements(
-    enqueue=f"insert into bare (payload) values ('{PAYLOAD}')",
     depth="select count(*) from bare",
     reset=(
         "create table if not exists bare ("
         "id bigint generated always as identity primary key, payload jsonb);"
         "truncate bare"
     ),
+    enqueue=f"insert into bare (payload) values ('{PAYLOAD}')",
     bulk=f"insert into bare (payload) select '{PAYLOAD}' from generate_series(1, {{n}})",
     copy="copy bare (payload) from stdin",
-    lifecycle=lambda batch: (
+    claim=(
         "delete from bare where ctid = any (array("
-        f"select ctid from bare order by id limit {batch} for update skip locked)) "
-        "returning id;\n"
+        "select ctid from bare order by id limit {n} for update skip locked)) returning id"
     ),
-    batches=(1, 50),
+    key=("id",),
 )
-
-# Jobs straight into the tables of those whose bulk enqueue would take minutes for a
-# million; {n} of them, due in {delay}; {high} where they are to be more urgent.
-FILL = {
-    "graphile-worker": (
-        "insert into graphile_worker._private_jobs (task_id, payload, priority, run_at) "
-        "select (select min(id) from graphile_worker._private_tasks), "
-        "json_build_object('n', n), -({high}), now() + '{delay}' "
-    ),
-    "pg-boss": (
-        "insert into pgboss.job (name, data, policy, priority, start_after) "
-        "select 'bench', jsonb_build_object('n', n), 'standard', {high}, now() + '{delay}' "
-    ),
-    "pgqueuer": (
-        "insert into pgqueuer (priority, execute_after, status, entrypoint, payload) "
-        "select {high}, now() + '{delay}', 'queued', 'bench', "
-        "convert_to(jsonb_build_object('n', n)::text, 'utf8') "
-    ),
-    "procrastinate": (
-        "insert into procrastinate_jobs (queue_name, task_name, priority, args, scheduled_at) "
-        "select 'bench', 'bench', {high}, jsonb_build_object('n', n), "
-        "nullif(now() + '{delay}', now()) "
-    ),
-    "chancy": (
-        "insert into chancy_jobs (id, queue, func, kwargs, priority, scheduled_at) "
-        "select gen_random_uuid(), 'default', '__main__.bench', "
-        "jsonb_build_object('n', n), {high}, now() + '{delay}' "
-    ),
-}
-
-
-def fill(name: str, jobs: int, tomorrow: bool) -> str:
-    """Add numbered jobs, without triggers: due now, or tomorrow and more urgent."""
-    insert = FILL[name].format(
-        high=9 if tomorrow else 0, delay="1 day" if tomorrow else "0"
-    )
-    return (
-        f"set session_replication_role = replica; {insert}"
-        f"from generate_series(0, {jobs - 1}) as g (n); reset session_replication_role"
-    )

@@ -39,9 +39,9 @@ class System:
     kind: Literal["npm", "pip", "sql"]
     packages: tuple[str, ...]
     configuration: str
-    sql: Statements | None = None
+    sql: Statements
     slow: int = 1
-    noop: str = ""  # the kind "noop" or "sync", once one has proved to be quicker
+    noop: str = ""  # the kind "noop" or "sync", once one has proved to be faster
     command: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -108,79 +108,80 @@ class System:
         return home / f".{self.name}-{self.version}"
 
 
-def systems() -> list[System]:
-    """All that there are, pgqueue first and bare SQL last."""
-    return [
-        System(
-            "pgqueue",
-            "here",
-            "pip",
-            ("psycopg[binary]", "uvloop"),
-            "the worker as it comes (concurrency 10), uvloop; naps: 32",
-            statements.PGQUEUE,
-        ),
-        System(
-            "pgmq",
-            "1.13.0",
-            "pip",
-            ("pgmq==1.1.4", "psycopg[binary]", "uvloop"),
-            "read(100) + delete(bigint[]) in a loop, psycopg, prepared; naps: 50, 32 at a time; latency: enable_notify_insert(0), LISTEN",
-            statements.PGMQ,
-        ),
-        System(
-            "graphile-worker",
-            "0.18.0",
-            "npm",
-            ("graphile-worker@0.18.0",),
-            "concurrentJobs 24, localQueue.size 500, completeJobBatchDelay 0; naps: 32 and 50; latency: no localQueue, no batching",
-            statements.GRAPHILE_WORKER,
-        ),
-        System(
-            "pg-boss",
-            "12.34.0",
-            "npm",
-            ("pg-boss@12.34.0",),
-            "partitioned queue, batchSize 500, localConcurrency 3, burstWhenBatchFull; naps: 50 and 4, at most 32 at a time; latency: notify queue, batchSize 1",
-        ),
-        System(
-            "pgqueuer",
-            "1.6.0",
-            "pip",
-            ("pgqueuer==1.6.0", "asyncpg", "uvloop"),
-            "asyncpg, uvloop, durable install, batch_size 100; naps: 50, at most 32 at a time; latency: 10",
-            slow=2,
-        ),
-        System(
-            "procrastinate",
-            "3.10.0",
-            "pip",
-            ("procrastinate==3.10.0", "psycopg[binary]", "uvloop"),
-            "uvloop, concurrency 30, delete_jobs=always, listen_notify; naps: 32",
-            statements.PROCRASTINATE,
-            slow=40,
-        ),
-        System(
-            "chancy",
-            "0.26.0",
-            "pip",
-            ("chancy==0.26.0", "psycopg[binary]", "uvloop"),
-            "AsyncExecutor, concurrency 100, eager_polling, polling_interval 1, uvloop; naps: 32",
-            slow=10,
-        ),
-        System(
-            "bare-sql",
-            "",
-            "sql",
-            (),
-            "no queue: INSERT, INSERT … SELECT, COPY, DELETE … SKIP LOCKED RETURNING",
-            statements.BARE,
-        ),
-    ]
+SYSTEMS = (
+    System(
+        "pgqueue",
+        "here",
+        "pip",
+        ("psycopg[binary]", "uvloop"),
+        "the worker as it comes (concurrency 10), uvloop; sleeps: 32 at once",
+        statements.PGQUEUE,
+    ),
+    System(
+        "pgmq",
+        "1.13.0",
+        "pip",
+        ("pgmq==1.1.4", "psycopg[binary]", "uvloop"),
+        "read(100) + delete(bigint[]) in a loop, psycopg, prepared; sleeps: 50, 32 at once; latency: enable_notify_insert(0), LISTEN",
+        statements.PGMQ,
+    ),
+    System(
+        "graphile-worker",
+        "0.18.0",
+        "npm",
+        ("graphile-worker@0.18.0",),
+        "concurrentJobs 24, localQueue.size 500, completeJobBatchDelay 0; sleeps: 32 and 50; latency: no localQueue, no batching",
+        statements.GRAPHILE_WORKER,
+    ),
+    System(
+        "pg-boss",
+        "12.34.0",
+        "npm",
+        ("pg-boss@12.34.0",),
+        "partitioned queue, batchSize 500, localConcurrency 3, burstWhenBatchFull; sleeps: 50 and 4, 32 at once; latency: notify queue, batchSize 1",
+        statements.PG_BOSS,
+    ),
+    System(
+        "pgqueuer",
+        "1.6.0",
+        "pip",
+        ("pgqueuer==1.6.0", "asyncpg", "uvloop"),
+        "asyncpg, uvloop, durable install, batch_size 100; sleeps: 50, 32 at once; latency: 10",
+        statements.PGQUEUER,
+        slow=2,
+    ),
+    System(
+        "procrastinate",
+        "3.10.0",
+        "pip",
+        ("procrastinate==3.10.0", "psycopg[binary]", "uvloop"),
+        "uvloop, concurrency 30, delete_jobs=always, listen_notify; sleeps: 32 at once",
+        statements.PROCRASTINATE,
+        slow=40,
+    ),
+    System(
+        "chancy",
+        "0.26.0",
+        "pip",
+        ("chancy==0.26.0", "psycopg[binary]", "uvloop"),
+        "AsyncExecutor, concurrency 100, eager_polling, polling_interval 1, uvloop; sleeps: 32 at once",
+        statements.CHANCY,
+        slow=10,
+    ),
+    System(
+        "bare-sql",
+        "",
+        "sql",
+        (),
+        "no queue: INSERT, INSERT … SELECT, COPY, DELETE … SKIP LOCKED RETURNING",
+        statements.BARE,
+    ),
+)
 
 
 def installed(folder: Path, names: list[str]) -> Iterator[System]:
     """Install those named, or all; leave out, saying so, what cannot be had."""
-    for system in systems():
+    for system in SYSTEMS:
         if names and system.name not in names:
             continue
         try:

@@ -1,0 +1,1 @@
+"""The drivers, one for each system; driver.py and driver.mjs say what they do."""

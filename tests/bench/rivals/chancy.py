@@ -1,4 +1,4 @@
-"""chancy 0.26.0: AsyncExecutor, concurrency 100 (32 for naps), eager_polling, uvloop.
+"""chancy 0.26.0: AsyncExecutor, concurrency 100 (32 for jobs that sleep), eager_polling, uvloop.
 
 The queue polls each second, and LISTEN/NOTIFY, on by default, wakes it. Completions are
 written by the worker's own batches of up to 1,000, once a second and when it stops; the
@@ -15,7 +15,7 @@ from chancy import Chancy, Job, Queue, Worker
 from bench.rivals.connections import sql
 from bench.rivals.driver import Handle, Kind, Payload, main
 
-CONCURRENCY: dict[Kind, int] = {"noop": 100, "nap": 32, "latency": 100}
+CONCURRENCY: dict[Kind, int] = {"noop": 100, "sleep": 32, "latency": 100}
 ENVIRONMENT = ""  # as a connection string: all from libpq's variables
 
 log = logging.getLogger("bench.chancy")
@@ -57,10 +57,6 @@ class Producer:
 
 
 class ChancyDriver:
-    depth = (
-        "select count(*) from chancy_jobs where state not in ('succeeded', 'failed')"
-    )
-    reset = "truncate chancy_jobs"
     sql = staticmethod(sql)
 
     async def install(self) -> None:

@@ -1,14 +1,14 @@
-"""What the drivers that speak psycopg share: one statement, and connections for a producer."""
+"""What the drivers that speak psycopg share: one statement, and a producer with a pool."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import psycopg
 
-Pool = asyncio.Queue[psycopg.AsyncConnection]
+from bench.rivals.driver import Payload
 
 
 async def connect() -> psycopg.AsyncConnection:
@@ -24,38 +24,41 @@ async def sql(statement: str) -> Any:
     return row and row[0]
 
 
-@asynccontextmanager
-async def pool(clients: int) -> AsyncIterator[Pool]:
-    """Open so many connections."""
-    found: Pool = asyncio.Queue()
-    async with contextlib.AsyncExitStack() as stack:
-        for _ in range(clients):
-            found.put_nowait(await stack.enter_async_context(await connect()))
-        yield found
-
-
-@asynccontextmanager
-async def borrowed(connections: Pool) -> AsyncIterator[psycopg.AsyncConnection]:
-    """Take one out of a pool for a while."""
-    conn = await connections.get()
-    yield conn
-    connections.put_nowait(conn)
-
-
-class Borrower:
-    """A producer that borrows a connection for each call."""
-
-    def __init__(self, connections: Pool) -> None:
-        self.connections = connections
-
-
 class Pooled:
-    """What drivers share whose producer is a Borrower."""
+    """What drivers share that add jobs on one of several connections."""
 
-    producer: ClassVar[type[Borrower]]
     sql = staticmethod(sql)
 
+    async def add(self, conn: psycopg.AsyncConnection, payload: Payload) -> None:
+        raise NotImplementedError
+
+    async def add_many(
+        self, conn: psycopg.AsyncConnection, payloads: list[Payload], priority: int
+    ) -> None:
+        raise NotImplementedError
+
     @asynccontextmanager
-    async def open(self, clients: int) -> AsyncIterator[Borrower]:
-        async with pool(clients) as connections:
-            yield self.producer(connections)
+    async def open(self, clients: int) -> AsyncIterator["Pool"]:
+        async with contextlib.AsyncExitStack() as stack:
+            pool = Pool(self)
+            for _ in range(clients):
+                pool.free.put_nowait(await stack.enter_async_context(await connect()))
+            yield pool
+
+
+class Pool:
+    """A producer that borrows a connection for each call."""
+
+    def __init__(self, driver: Pooled) -> None:
+        self.driver = driver
+        self.free: asyncio.Queue[psycopg.AsyncConnection] = asyncio.Queue()
+
+    async def add(self, payload: Payload) -> None:
+        conn = await self.free.get()
+        await self.driver.add(conn, payload)
+        self.free.put_nowait(conn)
+
+    async def add_many(self, payloads: list[Payload], priority: int) -> None:
+        conn = await self.free.get()
+        await self.driver.add_many(conn, payloads, priority)
+        self.free.put_nowait(conn)

@@ -1,7 +1,6 @@
 // What the Node drivers share: the verbs, the clock and the count of what was handled.
 //
 // A driver gives `main` an object with
-//   depth, reset     SQL: the number of unfinished jobs; removal of all jobs
 //   install()        makes the schema in an empty database
 //   open(clients, kind)  a producer with that many connections, one that notifies if kind
 //                    is "latency": {add(payload), addMany(payloads, priority), close()}; a larger
@@ -9,7 +8,7 @@
 //   work(options)    starts a worker, returns an async function that stops it after its
 //                    acknowledgements are written. options.handle(n) is the handler,
 //                    options.acknowledged() is to be called when completions were committed,
-//                    options.kind is "noop", "nap" or "latency".
+//                    options.kind is "noop", "sleep" or "latency".
 // Everything it prints on stdout is one line of JSON.
 
 import { randomBytes } from "node:crypto";
@@ -26,15 +25,14 @@ const IDLE = 2000; // ms without a job after which a drain is over
 const seconds = (from, to = performance.now()) => (to - from) / 1000;
 const numbers = (first, end) => Array.from({ length: end - first }, (_, i) => first + i);
 
-async function query(sql) {
+/** The first value of a query's first row, as a number. */
+async function number(sql) {
   const client = new pg.Client();
   await client.connect();
-  const { rows } = await client.query(sql);
+  const { rows } = await client.query({ text: sql, rowMode: "array" });
   await client.end();
-  return rows;
+  return Number(rows[0][0]);
 }
-
-const depth = async (rival) => Number(Object.values((await query(rival.depth))[0])[0]);
 
 /** Payloads of about so many bytes; random ones, which TOAST cannot make small. */
 const numbered = (numbers, size) =>
@@ -87,7 +85,7 @@ class Bits {
 }
 
 /** Work until so many jobs ran here, nothing comes any more, or time is up; see driver.py. */
-async function drain(rival, { jobs, limit, nap = null }) {
+async function drain(rival, { jobs, limit, depth, sleeps = null }) {
   const seen = new Bits();
   const waits = [];
   const start = performance.now();
@@ -95,18 +93,18 @@ async function drain(rival, { jobs, limit, nap = null }) {
   let last = start; // when the last completion was acknowledged
   const handle = async (n) => {
     waits.push(seconds(start));
-    if (nap) await sleep(1000 * (nap[0] + Math.random() * (nap[1] - nap[0])));
+    if (sleeps) await sleep(1000 * (sleeps[0] + Math.random() * (sleeps[1] - sleeps[0])));
     seen.add(n);
     active = performance.now();
   };
   const acknowledged = () => (last = performance.now());
-  const stop = await rival.work({ kind: nap ? "nap" : "noop", handle, acknowledged });
+  const stop = await rival.work({ kind: sleeps ? "sleep" : "noop", handle, acknowledged });
   let cut = false;
   while (waits.length < jobs && !cut) {
     await sleep(10);
     cut = seconds(start) > limit;
     if (performance.now() - active < IDLE) continue;
-    if (waits.length || (await depth(rival)) === 0) break;
+    if (waits.length || (await number(depth)) === 0) break;
   }
   await stop();
   waits.sort((a, b) => a - b);
@@ -146,8 +144,6 @@ async function latency(rival, { jobs, every = 0.02 }) {
 
 const verbs = {
   install: async (rival) => (await rival.install(), {}),
-  reset: async (rival) => (await query(rival.reset), {}),
-  depth: async (rival) => ({ jobs: await depth(rival) }),
   bulk,
   enqueue,
   drain,

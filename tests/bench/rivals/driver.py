@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 BULK = 5000  # jobs per bulk call
 IDLE = 2.0  # seconds without a job after which a drain is over
 
-Kind = Literal["noop", "sync", "nap", "latency"]  # sync: noop, without async
+Kind = Literal["noop", "sync", "sleep", "latency"]  # sync: noop, without async
 Handle = Callable[[int], Coroutine[Any, Any, None]]
 Answer = dict[str, Any]
 Payload = dict[str, Any]
@@ -32,10 +32,7 @@ class Producer(Protocol):
 
 
 class Driver(Protocol):
-    """One rival; depth and reset are SQL: the unfinished jobs, and to remove all jobs."""
-
-    depth: str
-    reset: str
+    """One system."""
 
     async def sql(self, statement: str) -> Any:
         """Run a statement; the first value, if it has one."""
@@ -65,15 +62,6 @@ def numbered(numbers: Iterable[int], size: int) -> list[Payload]:
 async def install(driver: Driver) -> Answer:
     await driver.install()
     return {}
-
-
-async def reset(driver: Driver) -> Answer:
-    await driver.sql(driver.reset)
-    return {}
-
-
-async def depth(driver: Driver) -> Answer:
-    return {"jobs": await driver.sql(driver.depth)}
 
 
 async def bulk(
@@ -108,36 +96,44 @@ async def enqueue(driver: Driver, limit: float, clients: int = 8) -> Answer:
         return {"seconds": time.monotonic() - start, "jobs": next(numbers)}
 
 
+class Bits:
+    """A bit for each number, and how often one came again."""
+
+    def __init__(self) -> None:
+        self.bytes = bytearray()
+        self.twice = 0
+
+    def add(self, n: int) -> None:
+        if n // 8 >= len(self.bytes):
+            self.bytes.extend(bytes(n // 8 + 1 - len(self.bytes)))
+        self.twice += self.bytes[n // 8] >> n % 8 & 1
+        self.bytes[n // 8] |= 1 << n % 8
+
+
 async def drain(
     driver: Driver,
     jobs: int,
     limit: float,
-    nap: tuple[float, float] | None = None,
+    depth: str,
+    sleeps: tuple[float, float] | None = None,
     kind: Kind = "noop",
 ) -> Answer:
     """Work until so many jobs ran here, nothing comes any more, or time is up.
 
-    seen is a bit for each number, in hexadecimal bytes, the lowest first; waits are the
-    percentiles 50 and 99 of the seconds until a job began, from the worker's start.
+    depth is SQL: the unfinished jobs. seen is a bit for each number, in hexadecimal
+    bytes, the lowest first; waits are the percentiles 50 and 99 of the seconds until a
+    job began, from the worker's start.
     """
-    seen = bytearray()
+    seen = Bits()
     waits: list[float] = []
-    twice = 0
     start = active = last = time.monotonic()
-
-    def note(n: int) -> None:
-        nonlocal twice
-        if n // 8 >= len(seen):
-            seen.extend(bytes(n // 8 + 1 - len(seen)))
-        twice += seen[n // 8] >> n % 8 & 1
-        seen[n // 8] |= 1 << n % 8
 
     async def handle(n: int) -> None:
         nonlocal active
         waits.append(time.monotonic() - start)
-        if nap:
-            await asyncio.sleep(random.uniform(*nap))
-        note(n)
+        if sleeps:
+            await asyncio.sleep(random.uniform(*sleeps))
+        seen.add(n)
         active = time.monotonic()
 
     def acknowledged() -> None:
@@ -145,22 +141,18 @@ async def drain(
         last = time.monotonic()
 
     cut = False
-    async with driver.work("nap" if nap else kind, handle, acknowledged):
+    async with driver.work("sleep" if sleeps else kind, handle, acknowledged):
         while len(waits) < jobs and not cut:
             await asyncio.sleep(0.01)
             cut = time.monotonic() - start > limit
             if time.monotonic() - active < IDLE:
                 continue
-            if waits or await driver.sql(driver.depth) == 0:
+            if waits or await driver.sql(depth) == 0:
                 break
     waits.sort()
-    return {
-        "seconds": last - start,
-        "seen": seen.hex(),
-        "twice": twice,
-        "cut": cut,
-        "waits": [waits[len(waits) * part // 100] for part in (50, 99) if waits],
-    }
+    percentiles = [waits[len(waits) * part // 100] for part in (50, 99) if waits]
+    answer = {"seconds": last - start, "cut": cut, "waits": percentiles}
+    return {**answer, "seen": seen.bytes.hex(), "twice": seen.twice}
 
 
 async def latency(driver: Driver, jobs: int, every: float = 0.02) -> Answer:
@@ -191,8 +183,7 @@ async def latency(driver: Driver, jobs: int, every: float = 0.02) -> Answer:
 
 
 VERBS: dict[str, Callable[..., Coroutine[Any, Any, Answer]]] = {
-    verb.__name__: verb
-    for verb in (install, bulk, enqueue, drain, latency, depth, reset)
+    verb.__name__: verb for verb in (install, bulk, enqueue, drain, latency)
 }
 
 

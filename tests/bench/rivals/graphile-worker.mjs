@@ -1,5 +1,5 @@
-// graphile-worker 0.18.0: run() with concurrentJobs 24 (32 for jobs that nap), a pool of one more,
-// a local queue of 500 (50 for jobs that nap), completions batched with completeJobBatchDelay 0,
+// graphile-worker 0.18.0: run() with concurrentJobs 24 (32 for jobs that sleep), a pool of one more,
+// a local queue of 500 (50 for jobs that sleep), completions batched with completeJobBatchDelay 0,
 // prepared statements; bulk by utils.addJobs. Latency: no local queue, completions one by one,
 // as its documentation advises (the local queue trades latency for throughput).
 
@@ -14,7 +14,7 @@ const logger = new Logger(() => (level, message) => {
 
 const PRESETS = {
   noop: { concurrentJobs: 24, localQueue: { size: 500 }, completeJobBatchDelay: 0 },
-  nap: { concurrentJobs: 32, localQueue: { size: 50 }, completeJobBatchDelay: 0 },
+  sleep: { concurrentJobs: 32, localQueue: { size: 50 }, completeJobBatchDelay: 0 },
   latency: { concurrentJobs: 24, completeJobBatchDelay: -1 },
 };
 
@@ -36,9 +36,6 @@ function newPool(size, acknowledged) {
 }
 
 await main({
-  depth: "select count(*) from graphile_worker._private_jobs",
-  reset: "truncate graphile_worker._private_jobs",
-
   async install() {
     const utils = await makeWorkerUtils({ logger, pgPool: newPool(1) });
     await utils.migrate();

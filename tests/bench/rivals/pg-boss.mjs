@@ -1,6 +1,6 @@
 // pg-boss 12.34.0: a partitioned queue, work() with batches of 500, localConcurrency 3 and
 // burstWhenBatchFull (without which a worker sleeps between fetches); bulk by boss.insert.
-// Jobs that nap: batches of 50, localConcurrency 4, at most 32 naps at a time. Latency: a
+// Jobs that sleep: batches of 50, localConcurrency 4, at most 32 of them at once. Latency: a
 // queue with notify, useListenNotify, batchSize 1, localConcurrency 4.
 // A batch's completions are one statement, its own way to acknowledge.
 
@@ -8,10 +8,10 @@ import { load, main } from "./driver.mjs";
 
 const { PgBoss } = load("pg-boss");
 
-const NAPS = 32;
+const AT_ONCE = 32;
 const WORK = {
   noop: { batchSize: 500, localConcurrency: 3, burstWhenBatchFull: true },
-  nap: { batchSize: 50, localConcurrency: 4, burstWhenBatchFull: true },
+  sleep: { batchSize: 50, localConcurrency: 4, burstWhenBatchFull: true },
   latency: { batchSize: 1, localConcurrency: 4 },
 };
 
@@ -37,9 +37,6 @@ function gate(size) {
 }
 
 await main({
-  depth: "select count(*) from pgboss.job where name in ('bench', 'bench-notify') and state < 'completed'",
-  reset: "truncate pgboss.job",
-
   async install() {
     const boss = await start({ supervise: false });
     await boss.createQueue("bench", { partition: true });
@@ -68,7 +65,7 @@ await main({
       if (/SET completed_on/.test(text)) acknowledged();
       return result;
     };
-    const enter = kind === "nap" ? gate(NAPS) : (task) => task();
+    const enter = kind === "sleep" ? gate(AT_ONCE) : (task) => task();
     await boss.work(latency ? "bench-notify" : "bench", { pollingIntervalSeconds: 0.5, ...WORK[kind] }, (jobs) =>
       Promise.all(jobs.map((job) => enter(() => handle(job.data.n)))).then(() => {}),
     );

@@ -1,6 +1,6 @@
 """pgmq: read(100) and delete(bigint[]) on one psycopg connection, prepared.
 
-Naps: read(50), 32 at a time. Latency: the queue notifies without a throttle, and the
+Jobs that sleep: read(50), 32 at once. Latency: the queue notifies without a throttle, and the
 worker listens. Producers: send on a pool of connections; bulk: send_batch of 5,000.
 pgmq's SQL comes with its package.
 """
@@ -11,32 +11,28 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib import resources
 
-from bench.rivals.connections import Borrower, Pooled, borrowed, connect, sql
-from bench.rivals.driver import Handle, Kind, Payload, main
+from psycopg import AsyncConnection
 
-NAPS = 32
-QUANTITY: dict[Kind, int] = {"noop": 100, "nap": 50, "latency": 10}
+from bench.rivals.connections import Pooled, connect, sql
+from bench.rivals.driver import Handle, Kind, Payload, main
+from bench.statements import PGMQ
+
+AT_ONCE = 32
+QUANTITY: dict[Kind, int] = {"noop": 100, "sleep": 50, "latency": 10}
 READ = "select msg_id, message from pgmq.read('bench', 30, %s)"
-DELETE = "select pgmq.delete('bench', %s::bigint[])"
 SEND = "select pgmq.send('bench', %s::jsonb)"
 SEND_BATCH = "select pgmq.send_batch('bench', %s::text[]::jsonb[])"
 
 
-class Producer(Borrower):
-    async def add(self, payload: Payload) -> None:
-        async with borrowed(self.connections) as conn:
-            await conn.execute(SEND, (json.dumps(payload),))
-
-    async def add_many(self, payloads: list[Payload], priority: int) -> None:
-        """It has no priorities."""
-        async with borrowed(self.connections) as conn:
-            await conn.execute(SEND_BATCH, ([json.dumps(each) for each in payloads],))
-
-
 class Pgmq(Pooled):
-    producer = Producer
-    depth = "select count(*) from pgmq.q_bench"
-    reset = "truncate pgmq.q_bench"
+    async def add(self, conn: AsyncConnection, payload: Payload) -> None:
+        await conn.execute(SEND, (json.dumps(payload),))
+
+    async def add_many(
+        self, conn: AsyncConnection, payloads: list[Payload], priority: int
+    ) -> None:
+        """It has no priorities."""
+        await conn.execute(SEND_BATCH, ([json.dumps(each) for each in payloads],))
 
     async def install(self) -> None:
         await sql("create schema if not exists pgmq")
@@ -48,7 +44,7 @@ class Pgmq(Pooled):
         self, kind: Kind, handle: Handle, acknowledged: Callable[[], None]
     ) -> AsyncIterator[None]:
         if kind == "latency":
-            await sql("select pgmq.enable_notify_insert('bench', 0)")
+            await sql(PGMQ.notify)
         is_over = asyncio.Event()
         task = asyncio.create_task(self._work(kind, handle, acknowledged, is_over))
         try:
@@ -64,24 +60,24 @@ class Pgmq(Pooled):
         acknowledged: Callable[[], None],
         is_over: asyncio.Event,
     ) -> None:
-        gate = asyncio.Semaphore(NAPS)
+        gate = asyncio.Semaphore(AT_ONCE)
 
-        async def nap(n: int) -> None:
+        async def gated(n: int) -> None:
             async with gate:
                 await handle(n)
 
         async with await connect() as conn:
             if kind == "latency":
-                await conn.execute('listen "pgmq.q_bench.INSERT"')
+                await conn.execute(PGMQ.idle)
             while not is_over.is_set():
                 rows = await (await conn.execute(READ, (QUANTITY[kind],))).fetchall()
-                if kind == "nap":
-                    await asyncio.gather(*(nap(message["n"]) for _, message in rows))
+                if kind == "sleep":
+                    await asyncio.gather(*(gated(message["n"]) for _, message in rows))
                 else:
                     for _, message in rows:
                         await handle(message["n"])
                 if rows:
-                    await conn.execute(DELETE, ([row[0] for row in rows],))
+                    await conn.execute(PGMQ.complete, ([row[0] for row in rows],))
                     acknowledged()
                 elif kind == "latency":
                     async for _ in conn.notifies(timeout=0.2, stop_after=1):

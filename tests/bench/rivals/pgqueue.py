@@ -1,6 +1,6 @@
-"""pgqueue itself: the worker of `python -m pgqueue.worker` with its defaults; naps 32 at a time.
+"""pgqueue itself: the worker of `python -m pgqueue.worker` with its defaults.
 
-Its handlers are async, for the kind "sync" sync. Producers: the client on a pool of psycopg
+Jobs that sleep: 32 at once. Its handlers are async, for the kind "sync" sync. Producers: the client on a pool of psycopg
 connections; bulk with lists of 5,000.
 """
 
@@ -11,27 +11,22 @@ from contextlib import asynccontextmanager
 
 import pgqueue
 import uvloop
+from psycopg import AsyncConnection
 
-from bench.rivals.connections import Borrower, Pooled, borrowed, sql
+from bench.rivals.connections import Pooled, sql
 from bench.rivals.driver import Handle, Kind, Payload, main
 
-NAPS = 32
-
-
-class Producer(Borrower):
-    async def add(self, payload: Payload) -> None:
-        async with borrowed(self.connections) as conn:
-            await pgqueue.enqueue(conn, "bench", payload)
-
-    async def add_many(self, payloads: list[Payload], priority: int) -> None:
-        async with borrowed(self.connections) as conn:
-            await pgqueue.enqueue_many(conn, "bench", payloads, priority=priority)
+AT_ONCE = 32
 
 
 class Pgqueue(Pooled):
-    producer = Producer
-    depth = "select count(*) from pgqueue.job"
-    reset = "truncate pgqueue.job, pgqueue.run"
+    async def add(self, conn: AsyncConnection, payload: Payload) -> None:
+        await pgqueue.enqueue(conn, "bench", payload)
+
+    async def add_many(
+        self, conn: AsyncConnection, payloads: list[Payload], priority: int
+    ) -> None:
+        await pgqueue.enqueue_many(conn, "bench", payloads, priority=priority)
 
     async def install(self) -> None:
         await sql("create extension pgqueue")
@@ -53,7 +48,7 @@ class Pgqueue(Pooled):
                 handle(n).send(None)
 
         app.job("bench")(run_in_thread if kind == "sync" else run)
-        concurrency = NAPS if kind == "nap" else 10
+        concurrency = AT_ONCE if kind == "sleep" else 10
         worker = pgqueue.Worker(
             app, {"bench": 1}, concurrency=concurrency, on_commit=acknowledged
         )

@@ -1,7 +1,7 @@
 """pgqueuer 1.6.0: asyncpg, uvloop, the durable install (all tables logged), one connection a worker.
 
-The worker takes batches of 100 (50 for jobs that nap, at most 100 tasks and 32 naps at
-a time; 10, its default, for latency) and is woken by LISTEN/NOTIFY. Completions are
+The worker takes batches of 100 (50 for jobs that sleep, at most 100 tasks and 32 handlers
+at once; 10, its default, for latency) and is woken by LISTEN/NOTIFY. Completions are
 written by its own buffer, as many at once as the batch is large. Producers: a pool,
 Queries.enqueue; bulk with lists of 5,000.
 """
@@ -20,10 +20,10 @@ from pgqueuer.queries import Queries
 
 from bench.rivals.driver import Handle, Kind, Payload, main
 
-NAPS = 32
+AT_ONCE = 32
 RUN: dict[Kind, dict[str, int]] = {
     "noop": {"batch_size": 100},
-    "nap": {"batch_size": 50, "max_concurrent_tasks": 100},
+    "sleep": {"batch_size": 50, "max_concurrent_tasks": 100},
     "latency": {"batch_size": 10},
 }
 
@@ -42,9 +42,6 @@ class Producer:
 
 
 class Pgqueuer:
-    depth = "select count(*) from pgqueuer where status in ('queued', 'picked')"
-    reset = "truncate pgqueuer, pgqueuer_log, pgqueuer_statistics"
-
     async def sql(self, statement: str) -> Any:
         connection = await asyncpg.connect()
         try:
@@ -74,12 +71,12 @@ class Pgqueuer:
         connection = await asyncpg.connect()
         driver = AsyncpgDriver(connection)
         worker = PgQueuer(driver, queries=TellingQueries(driver))
-        gate = asyncio.Semaphore(NAPS)
+        gate = asyncio.Semaphore(AT_ONCE)
 
         @worker.entrypoint("bench")
         async def bench(job: Job) -> None:
             number = json.loads(job.payload or b"")["n"]
-            if kind == "nap":
+            if kind == "sleep":
                 async with gate:
                     await handle(number)
             else:

@@ -1,6 +1,6 @@
-"""procrastinate 3.10.0: psycopg pool of 10, uvloop, run_worker_async with concurrency 30 (32 for naps).
+"""procrastinate 3.10.0: psycopg pool of 10, uvloop, run_worker_async.
 
-Finished jobs are deleted (delete_jobs="always") and the worker is woken by LISTEN/NOTIFY.
+Its concurrency is 30, and 32 for jobs that sleep. Finished jobs are deleted (delete_jobs="always") and the worker is woken by LISTEN/NOTIFY.
 The worker fetches one job a round trip and acknowledges each by itself; it has no
 batching. Producers: a pool, task.defer_async; bulk: task.batch_defer_async, 5,000 a call.
 """
@@ -12,12 +12,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from procrastinate import App, PsycopgConnector
+from procrastinate.manager import JobManager
 from procrastinate.tasks import Task
 
 from bench.rivals.connections import sql
 from bench.rivals.driver import Handle, Kind, Payload, main
 
-CONCURRENCY: dict[Kind, int] = {"noop": 30, "nap": 32, "latency": 30}
+CONCURRENCY: dict[Kind, int] = {"noop": 30, "sleep": 32, "latency": 30}
 
 logging.getLogger("procrastinate").setLevel(logging.ERROR)
 
@@ -45,8 +46,6 @@ def new_app(connections: int, handle: Handle | None = None) -> tuple[App, Task]:
 
 
 class Procrastinate:
-    depth = "select count(*) from procrastinate_jobs where status in ('todo', 'doing')"
-    reset = "truncate procrastinate_jobs, procrastinate_events, procrastinate_periodic_defers"
     sql = staticmethod(sql)
 
     async def install(self) -> None:
@@ -64,14 +63,13 @@ class Procrastinate:
     async def work(
         self, kind: Kind, handle: Handle, acknowledged: Callable[[], None]
     ) -> AsyncIterator[None]:
+        class TellingManager(JobManager):
+            async def finish_job(self, *args: Any, **named: Any) -> None:
+                await super().finish_job(*args, **named)
+                acknowledged()
+
         app, _ = new_app(10, handle)
-        finish = app.job_manager.finish_job
-
-        async def finish_and_tell(*args: Any, **named: Any) -> None:
-            await finish(*args, **named)
-            acknowledged()
-
-        app.job_manager.finish_job = finish_and_tell
+        app.job_manager = TellingManager(app.connector)
         async with app.open_async():
             running = asyncio.create_task(
                 app.run_worker_async(

@@ -1,0 +1,102 @@
+"""The benchmark's page, which says what its results say and nothing else."""
+
+import re
+
+from bench import instructions, summary
+
+FOLDER = summary.HERE
+
+RESULTS = """
+<!-- results -->
+A machine.
+
+## 1. Some work, at once
+
+| workload | system | jobs/s | × best rival | CPU µs/job | WAL B/job |
+|---|---|--:|--:|--:|--:|
+| drain, 1 worker process | bare-sql | 9,000 | 3.00 | 1 | 2 |
+| drain, 1 worker process | pgmq | 3,000 | 1.00 | 3 | 4 |
+| drain, 1 worker process | pgqueue | 2,000 | **0.67** | 5 | 6 |
+| drain, 1 worker process | pg-boss | 900 | 0.30 | 7 | 8 |
+
+## 2. While a snapshot is held
+
+| system | 9 | 10 | last / first | × best rival | CPU µs/job | WAL B/job |
+|---|--:|--:|--:|--:|--:|--:|
+| pgqueue | 10 (7.6) | 1,200 (1.0) | **12000 %** | **1.20** | 11 | 12 |
+| pgmq | 4,000 (2.0) T | 1,000 (9.9) T | 25 % | 1.00 | 13 | 14 |
+
+## 3. Pickup
+
+| workload | system | p50 ms | p50 × best rival |
+|---|---|--:|--:|
+| one round trip | select 1 | 0.05 |  |
+| pickup, from commit to handler | pgmq | 1.00 | 1.00 |
+| pickup, from commit to handler | pgqueue | 1.50 | **1.50** |
+| pickup, from commit to handler | chancy | 9.00 | 9.00 |
+
+## Growth
+
+| jobs ready | claim |
+|--:|--:|
+| 1,000 | 7.1 |
+
+<!-- end of results -->
+"""
+PAGE = (
+    "<!-- summary -->\n<!-- end of summary -->\n<!-- ahead -->\n<!-- end of ahead -->"
+)
+
+
+def test_the_page_and_the_plots_are_made_of_the_results():
+    results, page = summary.RESULTS.read_text(), summary.PAGE.read_text()
+    how = "make them anew: PYTHONPATH=tests python -m bench.summary"
+    assert summary.page(page, results) == page, how
+    for name, drawing in summary.plots(results).items():
+        assert (FOLDER / name).read_text() == drawing, how
+
+
+def test_each_row_of_the_summary_is_a_workload_of_the_results():
+    assert set(summary.ROWS) <= set(summary.measured(summary.RESULTS.read_text()))
+
+
+def test_the_summary_puts_pgqueue_beside_the_best_rival_and_says_who_is_ahead():
+    lines = summary.page(PAGE, RESULTS).splitlines()
+    assert lines[1] == "A machine."
+    assert lines[5:8] == [
+        "| [drain, 1 worker process](results.md#1-some-work-at-once)"
+        " | 2,000 | pgmq 3,000 | 0.67 | 5 / 3 | 6 / 4 |",
+        "| [pickup, from commit to handler](results.md#3-pickup)"
+        " | 1.50 ms | pgmq 1.00 ms | 1.50 | – / – | – / – |",
+        "| [drain while a snapshot is held, the last round]"
+        "(results.md#2-while-a-snapshot-is-held)"
+        " | 1,200 | pgmq 1,000 | 1.20 | 11 / 13 | 12 / 14 |",
+    ]
+    assert lines[-2] == (
+        "- **pgmq**: drain, 1 worker process, 3,000 (2,000);"
+        " pickup, from commit to handler, 1.00 ms (1.50 ms)"
+    )
+
+
+def test_links_between_the_pages_of_the_benchmark_resolve():
+    for page in FOLDER.glob("*.md"):
+        links = re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text())
+        assert links or page == summary.RESULTS, f"no link in {page.name}"
+        for file, anchor in links:
+            target = FOLDER / file if file else page
+            assert target.exists(), f"{page.name}: {file}"
+            if anchor:
+                headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+                assert anchor in map(summary.anchor, headings), f"{page.name}: {anchor}"
+
+
+def test_instructions_go_into_the_column_of_today():
+    page = instructions.PAGE.read_text()
+    found = {name: f"{place},000" for place, name in enumerate(instructions.CALLS, 1)}
+    rows = instructions.written(page, found).splitlines()
+    for name, figure in found.items():
+        (row,) = [row.split(" | ") for row in rows if row.startswith(f"| {name} |")]
+        (old,) = [
+            r.split(" | ") for r in page.splitlines() if r.startswith(f"| {name} |")
+        ]
+        assert row == [old[0], old[1], figure, old[3]]
