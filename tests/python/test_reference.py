@@ -52,6 +52,12 @@ def test_every_public_function_is_there_with_exactly_its_arguments(db):
     assert {name: signature for name, (_, signature, _) in entries().items()} == want
 
 
+def test_a_function_is_in_the_section_of_its_file() -> None:
+    for name, (section, *_) in entries().items():
+        room = documents.text(f"sql/{section.split()[0].lower()}.sql")
+        assert f"create or replace function pgqueue.{name}(" in room
+
+
 def test_the_pattern_for_psql_lists_the_public_functions_and_no_other(db):
     (command,) = re.findall(r"`(\\df pgqueue\.\S+)` lists", TEXT)
     ran = subprocess.run(
