@@ -1,300 +1,209 @@
-"""The README's blocks, run as written."""
+"""The README's blocks, run as written, and its defaults."""
 
 import os
 import re
 import shlex
-import signal
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import documents
 import pgqueue
+import psycopg
 import pytest
 from conftest import column, one
-from worker_harness import wait_until
+from documents import REPO, Block, run_sql
+from projects import PACKAGE, Project
 
-README = Path(__file__).parents[2] / "README.md"
+TEXT = documents.text("README.md")
+PYTHON = [block.text for block in documents.blocks(TEXT, "python")]
+SHELL = documents.blocks(TEXT, "sh")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), re.M | re.S)
+def test_every_block_is_of_a_language_that_is_run_here():
+    languages = [block.language for block in documents.blocks(TEXT)]
+    # The life of a job, and the demo.
+    assert languages.count("text") == 2
+    assert set(languages) == {"text", "sql", "python", "sh"}
+    assert (len(PYTHON), len(SHELL)) == (2, 5)
 
 
-def test_the_sql_runs_in_order_in_a_fresh_database(db):
-    db.execute("drop extension pgqueue")
-    assert len(blocks("sql")) >= 3
-    for block in blocks("sql"):
-        ran = subprocess.run(
-            ["psql", "-Xq", "-v", "ON_ERROR_STOP=1", "-d", db.info.dbname],
-            input=block, capture_output=True, text=True,
-        )  # fmt: skip
-        assert (ran.returncode, ran.stderr) == (0, ""), f"{block}\n{ran.stderr}"
+def test_the_sql_runs_in_order_and_says_what_the_page_shows(db):
+    found = documents.blocks(TEXT, "sql")
+    assert sum(block.output is not None for block in found) >= 3
+    for block in found:
+        run_sql(block, db.info.dbname)
     assert column(db, "select outcome from pgqueue.run") == ["completed"]
+
+
+# Installing
 
 
 @pytest.fixture
-def here(db, tmp_path, monkeypatch) -> Path:
-    """A folder with the modules that the README speaks of, in the environment."""
-    (tmp_path / "jobs.py").write_text(blocks("python")[0])
-    (tmp_path / "handlers.py").write_text("".join(blocks("python")[1:3]))
-    (tmp_path / "test_jobs.py").write_text(blocks("python")[3])
-    (tmp_path / "worker.py").write_text(blocks("python")[4])
-    (tmp_path / "worker.sql").write_text(blocks("psql")[0])
-    monkeypatch.setenv("PGDATABASE", db.info.dbname)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{README.parent / 'python'}")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def shell(db, tmp_path, monkeypatch):
+    """Run a block of the page in a clone, on the database of the test."""
+    clone = tmp_path / "clone"
+    unwanted = (".git", ".venv", ".*_cache", "build", "*.egg-info", "__pycache__")
+    ignore = shutil.ignore_patterns(*unwanted, "pgqueue--*.sql")
+    shutil.copytree(REPO, clone, symlinks=True, ignore=ignore)
+    env = {k: v for k, v in os.environ.items() if "MAKE" not in k and k != "PYTHONPATH"}
+    env["PGDATABASE"] = db.info.dbname
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+
+    def shell(block: Block, **more: str) -> str:
+        ran = subprocess.run(
+            ["sh", "-e", "-c", block.text],
+            cwd=clone,
+            env=env | more,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=100,
+        )
+        assert ran.returncode == 0, ran.stdout
+        return ran.stdout
+
+    return shell
 
 
-def test_the_page_installs_from_the_clone_until_the_package_is_published():
-    commands = re.findall(r"pip install [^\s`]+", README.read_text())
-    assert commands == ["pip install ./python"]
+def test_the_extension_installs_from_the_clone(db, shell, tmp_path):
+    pg_config = os.environ.get("PG_CONFIG", "pg_config")
+    found = subprocess.run([pg_config, "--pgxs"], capture_output=True, text=True)
+    if found.returncode or not Path(found.stdout.strip()).exists():
+        pytest.skip("no PGXS here")
+    db.execute("drop extension pgqueue")
+    shell(SHELL[0], DESTDIR=str(tmp_path / "server"))
+    assert list((tmp_path / "server").rglob("pgqueue.control"))
+    assert one(db, "select count(*) from pg_extension where extname = 'pgqueue'") == 1
 
 
-def run(*args: str) -> str:
-    command = [sys.executable, *args]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
+def test_the_script_installs_the_same_without_an_extension(db, shell):
+    version = one(db, "select pgqueue.version()")
+    db.execute("drop extension pgqueue")
+    shell(SHELL[1])
+    assert one(db, "select pgqueue.version()") == version
+    assert one(db, "select count(*) from pg_extension where extname = 'pgqueue'") == 0
 
 
-def test_the_python_enqueues_and_the_command_runs_it(db, here):
-    command = shlex.split(blocks("sh")[0])
-    assert command[0] == "python"
-    run(
-        "-c",
-        "import psycopg, jobs; jobs.sign_up(psycopg.connect(autocommit=True), 'ada')",
+def test_the_package_installs_from_the_clone_until_it_is_published(shell, tmp_path):
+    assert SHELL[2].text == "pip install ./python\n"
+    # Without the network: what it depends on and is built with is here.
+    alone = {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+    shell(SHELL[2], PIP_TARGET=str(tmp_path / "site"), **alone)
+    assert (tmp_path / "site" / "pgqueue" / "pgqueue.sql").exists()
+
+
+# Python
+
+
+@pytest.fixture
+def project(db, tmp_path) -> Project:
+    """A folder with the modules that the page speaks of, on the test's database."""
+    env = {"PGDATABASE": db.info.dbname, "PYTHONPATH": f"{tmp_path}:{PACKAGE}"}
+    project = Project(tmp_path, **env)
+    project.write("jobs.py", PYTHON[0])
+    project.write("handlers.py", PYTHON[1])
+    return project
+
+
+def without_moment_and_machine(log: str) -> str:
+    log = re.sub(r"^\d{4}-\d\d-\d\d [\d:,]+ \d+ ", "NOW ", log, flags=re.M)
+    return re.sub(r"\S+:\d+:[0-9a-f]{8}\b", "WORKER", log).strip()
+
+
+def test_the_python_enqueues_and_the_worker_says_what_the_page_shows(db, project):
+    enqueue, work = (shlex.split(line) for line in SHELL[3].text.splitlines())
+    pgqueue.enqueue(db, "other")  # as the job of the SQL above, which had the id 1
+    assert enqueue[0] == work[0] == "python"
+    project.run(*enqueue[1:])
+    assert one(db, "select kind from pgqueue.jobs where queue = 'emails'") == "welcome"
+    ran = subprocess.run(
+        [sys.executable, *work[1:]],
+        cwd=project.folder,
+        env=project.env | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
     )
-    assert one(db, "select kind from pgqueue.jobs") == "welcome"
-    assert "hello ada" in run(*command[1:])
-    assert column(db, "select outcome from pgqueue.run") == ["completed"]
+    said, shown = (
+        without_moment_and_machine(t or "") for t in (ran.stdout, SHELL[3].output)
+    )
+    assert (ran.returncode, said) == (0, shown)
 
 
-def test_the_handlers_and_the_commands_run(db, here):
+def test_the_handlers_and_the_commands_run(db, project):
     db.execute("create table account as select 1 as id, 0 as balance")
-    (here / "text").write_text("three little words")
-    run(
-        "-c",
-        "import psycopg, handlers; handlers.sign_up(psycopg.connect(autocommit=True), 'bob')",
-    )
-    waiting = "select queue, kind, priority, max_attempts, payload from pgqueue.job order by id"
-    assert db.execute(waiting).fetchall() == [
-        ("emails", "remind", 0, 5, {"to": "bob"}),
-        ("emails", "remind", 5, 5, {"to": "bob"}),
-        ("emails", "remind", 0, 20, {"to": "bob"}),
-    ]
-    pgqueue.enqueue(db, "work", {"path": "text"}, kind="count words")
-    pgqueue.enqueue(db, "work", {"to": "ada"}, kind="remind")
-    pgqueue.enqueue(db, "work", {"account": 1, "amount": 7}, kind="pay")
-    run("-m", "pgqueue.worker", "--app", "handlers", "--queue", "work", "--burst")
-    outcomes = dict(db.execute("select kind, outcome from pgqueue.run"))
-    assert outcomes == {
+    project.write("text", "three little words")
+    for queue, kind, payload in (
+        ("emails", "count words", {"path": "text"}),
+        ("emails", "remind", {"to": "ada"}),
+        ("reports", "pay", {"account": 1, "amount": 7}),
+    ):
+        pgqueue.enqueue(db, queue, payload, kind=kind)
+    work, check, status = (shlex.split(line) for line in SHELL[4].text.splitlines())
+    project.run(*work[1:])
+    assert dict(db.execute("select kind, outcome from pgqueue.run")) == {
         "count words": "completed",
         "remind": "retry",
         "pay": "completed",
     }
-    assert one(db, "select result from pgqueue.run where result is not null") == {
-        "words": 3
-    }
+    results = "select result from pgqueue.run where result is not null"
+    assert column(db, results) == [{"words": 3}]
     assert one(db, "select balance from account") == 7
-
-    _, check, status = blocks("sh")[1].splitlines()
-    assert run(*shlex.split(check, comments=True)[1:]).startswith("ok: ")
-    assert "work" in run(*shlex.split(status, comments=True)[1:])
+    assert project.run(*check[1:]).stdout.startswith("ok: ")
+    assert "reports" in project.run(*status[1:]).stdout
 
 
-def test_the_test_passes(here, dsn, monkeypatch):
-    monkeypatch.setenv("PGQUEUE_TEST_DSN", dsn)
-    assert "1 passed" in run("-m", "pytest", "-p", "no:cacheprovider", "test_jobs.py")
+# Defaults
 
 
-# The workers of one's own
+def test_the_defaults_of_both_tables_are_those_in_force(db):
+    """Forty jobs, so that random delays would leave any other range."""
+    db.execute("select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[40]))")
+    assert set(column(db, "select max_attempts from pgqueue.jobs")) == {20}
+    assert set(column(db, "select priority from pgqueue.jobs")) == {0}
+    leases = "select lease_expires_at - claimed_at from pgqueue.claim('q', 'w', 40)"
+    assert {lease.total_seconds() for lease in column(db, leases)} == {30}
+    assert 2.5 <= min(delays(db)) < max(delays(db)) <= 5
+    db.execute("update pgqueue.job set run_at = now(), attempt = 18")
+    db.execute("select count(*) from pgqueue.claim('q', 'w', 40)")
+    assert 1800 <= min(delays(db)) < max(delays(db)) <= 3600
+    kept = "select distinct (slot - extract(epoch from finished_at)::bigint / 86400 % 16 + 16) % 16"
+    assert column(db, f"{kept} from pgqueue.run") == [7]
 
-Start = Callable[..., subprocess.Popen[bytes]]
-
-
-@pytest.fixture
-def start(here: Path) -> Iterator[Start]:
-    """Start commands, each in a session of its own, and kill what is left of them."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(*command: str) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(command, cwd=here, start_new_session=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-@pytest.fixture
-def work(start: Start) -> Start:
-    """Start the worker of psycopg on some queues."""
-    return lambda *queues: start(sys.executable, "worker.py", *queues)
-
-
-def has_ended(db, count: int) -> Callable[[], bool]:
-    """Nothing waits or runs, and so many attempts have ended."""
-    state = (
-        "select count(*) from pgqueue.run having not exists (select from pgqueue.job)"
+    said = dict(
+        documents.table(documents.sections("README.md")["The life of a job"], "default")
     )
-    return lambda: one(db, state) == count
-
-
-def outcomes(db, queue: str) -> list[tuple]:
-    """What became of each attempt, in the order of the jobs."""
-    query = """
-        select outcome, result, error from pgqueue.run
-        where queue = %s order by job_id, attempt
-    """
-    return db.execute(query, [queue]).fetchall()
-
-
-def is_running(db, count: int) -> Callable[[], bool]:
-    return lambda: one(db, "select count(*) from pgqueue.running") == count
-
-
-def is_resting(db) -> bool:
-    """Whether any worker of this database has parked."""
-    parked = """
-        select count(*) from pg_locks
-        where classid = 7366514 and mode = 'ShareLock'
-            and database = (
-                select oid from pg_database where datname = current_database()
-            )
-    """
-    return one(db, parked) > 0
-
-
-def test_the_worker_of_psycopg_ends_each_attempt_by_its_own_outcome(db, work):
-    db.execute("select pgqueue.configure(null, retry_base => '0', max_attempts => 2)")
-    for payload in ("1.5", "x", "nan", [1]):
-        pgqueue.enqueue(db, "a", payload, kind="number")
-    pgqueue.enqueue(db, "b", 0, kind="sleep")
-    theirs = pgqueue.enqueue(db, "b", kind="of another worker")
-    worker = work("a", "b")
-    wait_until(
-        lambda: column(db, "select id from pgqueue.job") == [theirs] and is_resting(db)
+    assert said["lease"].startswith("30 seconds;")
+    assert said["attempts"].startswith("20;")
+    assert said["backoff"].startswith(
+        "5 seconds, doubled for each attempt up to 1 hour,"
     )
-    bad = "ValueError(\"could not convert string to float: 'x'\")"
-    unfit = "the result cannot be stored: invalid input syntax for type json"
-    *first, (rejected, _, error) = outcomes(db, "a")
-    assert first == [
-        ("completed", 1.5, None),
-        ("retry", None, bad),
-        ("dead", None, bad),
-        ("retry", None, unfit),
-        ("dead", None, unfit),
-    ]
-    assert (rejected, error.partition("(")[0]) == ("dead", "TypeError")
-    assert outcomes(db, "b") == [("completed", None, None)]
-    errors = column(db, "select error from pgqueue.dead_job order by id")
-    assert "worker.py" in errors[0], "the traceback is kept with the dead job"
-
-    worker.terminate()
-    assert worker.wait(20) == 0
-    assert column(db, "select state from pgqueue.jobs") == ["ready"]
+    assert said["finished attempts"] == "kept for 7 days"
+    assert said["priority"].startswith("0, from -100 to 100;")
+    settings = documents.table(
+        documents.sections("sql/README.md")["Settings"], "setting"
+    )
+    assert {row[0].strip("`"): row[1] for row in settings} == {
+        "lease": "30 seconds",
+        "max_attempts": "20",
+        "retry_base": "5 seconds",
+        "retry_cap": "1 hour",
+        "keep_runs": "7",
+        "max_payload_bytes": "no limit",
+        "notify": "true",
+    }
 
 
-def test_the_worker_of_psycopg_is_woken_by_an_enqueue(db, work):
-    work("a", "b")
-    for queue in ("a", "b"):
-        wait_until(lambda: is_resting(db))
-        id = pgqueue.enqueue(db, queue, "1", kind="number")
-        ran = "select waited < interval '10 s' from pgqueue.run where job_id = %s"
-        # Unwoken it would have slept for half a minute.
-        assert wait_until(lambda: column(db, ran, id)) == [True]  # noqa: B023
-
-
-def test_a_job_whose_worker_of_psycopg_is_killed_is_run_by_another(db, work):
-    db.execute("select pgqueue.configure('a', lease => '3 s')")
-    pgqueue.enqueue(db, "a", 4, kind="sleep")
-    first = work("a")
-    wait_until(is_running(db, 1))
-    first.kill()
-    first.wait()
-    # The lease is shorter than the job: the other two do not take it from each other.
-    second = work("a")
-    wait_until(lambda: one(db, "select attempt from pgqueue.running") == 2)
-    work("a")
-    wait_until(has_ended(db, 2))
-    who = column(db, "select worker from pgqueue.run order by attempt")
-    assert who[0] == f"pid {first.pid}"
-    why = f"the lease expired: worker {who[0]} stopped extending it (the only lease of it that was found expired)"
-    assert [(outcome, error) for outcome, _, error in outcomes(db, "a")] == [
-        ("expired", why),
-        ("completed", None),
-    ]
-    assert second.poll() is None
-
-
-def test_a_worker_of_psycopg_that_is_stopped_finishes_one_job_and_gives_back_the_rest(
-    db, work
-):
+def delays(db: psycopg.Connection) -> list[float]:
+    """Fail what is running, if anything, and return how long each job then has to wait."""
     db.execute(
-        "select pgqueue.enqueue_many('a', array['2', '2', '2']::jsonb[], 'sleep')"
+        "select pgqueue.fail(id, token, 'e') from pgqueue.job where token is not null"
     )
-    worker = work("a")
-    wait_until(is_running(db, 3))
-    worker.terminate()
-    assert worker.wait(30) == 0
-    assert outcomes(db, "a") == [("completed", None, None)]
-    assert column(db, "select (state, attempt)::text from pgqueue.jobs") == [
-        "(ready,0)",
-        "(ready,0)",
-    ]
-
-
-def test_a_worker_of_psycopg_does_not_begin_what_was_cancelled(db, work):
-    for seconds in (3, 1000):
-        last = pgqueue.enqueue(db, "a", seconds, kind="sleep")
-    work("a")
-    wait_until(is_running(db, 2))
-    assert one(db, "select pgqueue.cancel(%s)", last) == "cancelling"
-    wait_until(has_ended(db, 2))
-    assert [outcome for outcome, *_ in outcomes(db, "a")] == ["completed", "cancelled"]
-
-
-def test_the_worker_of_psql_completes_what_works_and_undoes_what_fails(db, start):
-    db.execute("""
-        create table done (payload jsonb);
-        create schema handlers;
-        create function handlers.tally(payload jsonb) returns bigint language sql as
-            'insert into done values (payload); select count(*) from done';
-        create function handlers.say(payload jsonb) returns void language sql as
-            'insert into done values (payload)';
-        create function handlers.fail(payload jsonb) returns int language sql as
-            'insert into done values (payload); select 1 / 0';
-        select pgqueue.configure('reports', retry_base => '0', max_attempts => 2);
-    """)
-    quoted = 'it\'s a "test" of \\ and :id'
-    for kind in ("tally", "say", "fail", "no such function"):
-        pgqueue.enqueue(db, "reports", {"text": quoted}, kind=kind)
-    start("sh", "-c", blocks("sh")[2])
-    wait_until(has_ended(db, 6))
-    pgqueue.enqueue(db, "reports", kind="tally")
-    wait_until(has_ended(db, 7))
-
-    missing = "function handlers.no such function(jsonb) does not exist"
-    assert outcomes(db, "reports") == [
-        ("completed", 1, None),
-        ("completed", None, None),
-        ("retry", None, "division by zero"),
-        ("dead", None, "division by zero"),
-        ("retry", None, missing),
-        ("dead", None, missing),
-        ("completed", 3, None),
-    ]
-    assert column(db, "select payload ->> 'text' from done") == [quoted, quoted, None]
-
-
-def test_every_public_function_is_in_the_reference(db):
-    names = column(
-        db,
-        "select proname from pg_proc where pronamespace = 'pgqueue'::regnamespace "
-        "and proname not like '\\_%' and proname <> 'version'",
+    moment = "(select max(finished_at) from pgqueue.run where job_id = j.id)"
+    waits = (
+        f"select extract(epoch from run_at - {moment})::float8 from pgqueue.job as j"
     )
-    assert [name for name in names if f"`{name}(" not in README.read_text()] == []
+    return column(db, waits)

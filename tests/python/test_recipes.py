@@ -48,6 +48,7 @@ def ends(db) -> list[tuple[str, str]]:
 def test_no_recipe_is_left_out() -> None:
     assert sections() == [
         "Enqueue on your connection",
+        "Handlers",
         "Arguments",
         "FastAPI",
         "Django",

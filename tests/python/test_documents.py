@@ -1,0 +1,88 @@
+"""What holds for all documents: nothing said twice, and nothing named that is not there."""
+
+import re
+from collections import Counter
+
+import documents
+import pytest
+from documents import DOCUMENTS, REPO
+
+EVERYWHERE = pytest.mark.parametrize("document", DOCUMENTS)
+
+
+def words(sentence: str) -> str:
+    return " ".join(re.findall(r"\w+", sentence.lower()))
+
+
+def test_no_sentence_of_more_than_eight_words_stands_in_two_places():
+    said = Counter(
+        words(sentence) for each in DOCUMENTS for sentence in documents.prose(each)
+    )
+    assert len(said) > 200
+    assert [s for s, n in said.items() if n > 1 and len(s.split()) > 8] == []
+
+
+def test_no_block_stands_in_two_places():
+    found = Counter(
+        block.text
+        for each in DOCUMENTS
+        for block in documents.blocks(documents.text(each))
+    )
+    assert [text for text, count in found.items() if count > 1] == []
+
+
+def anchors(path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+@EVERYWHERE
+def test_every_link_leads_to_a_file_and_to_a_title_in_it(document):
+    text = documents.FENCED.sub("", documents.text(document))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, anchor = target.partition("#")
+        path = (REPO / document).parent / name if name else REPO / document
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+@EVERYWHERE
+def test_every_make_target_and_test_file_that_is_named_exists(document):
+    text = documents.text(document)
+    makefile = (REPO / "Makefile").read_text()
+    for target in re.findall(r"\bmake(?: -s)? ([a-z]+)\b(?=[`\n ])", text):
+        if f"`make {target}" in text or f"\nmake {target}" in text:
+            assert re.search(rf"^([\w ]+ )?{target}( \w+)*:", makefile, re.M), target
+    for pattern in re.findall(r"\btest_[a-z_]+\*?\.py\b", text):
+        own = pattern == "test_jobs.py" or list((REPO / "tests").rglob(pattern))
+        assert own, pattern
+    for path in re.findall(r"\b(?:tests|sql)/[\w/]+\.(?:sql|py|md|svg)\b", text):
+        assert (REPO / path).exists(), path
+
+
+def test_the_versions_of_the_first_screen_are_those_that_are_tested():
+    makefile, project = (
+        (REPO / "Makefile").read_text(),
+        documents.text("python/pyproject.toml"),
+    )
+    matrix = re.findall(
+        r"\b(\d+)\.\d+\.\d+", re.findall(r"^MATRIX = (.*)$", makefile, re.M)[0]
+    )
+    (said,) = re.findall(
+        r"Postgres (\d+) to (\d+)", documents.sections("README.md")[""]
+    )
+    assert said == (matrix[0], matrix[-1])
+    assert f'"PostgreSQL": "{matrix[0]}.0.0"' in documents.text("META.json")
+    (python,) = re.findall(r'requires-python = ">=([\d.]+)"', project)
+    for document in "README.md", "python/README.md":
+        assert f"Python {python}" in documents.text(document)
+
+
+def test_the_status_is_that_of_the_control_file_and_nothing_upgrades_yet():
+    (version,) = re.findall(
+        r"default_version = '(.*)'", documents.text("pgqueue.control")
+    )
+    status = documents.sections("README.md")["Status and upgrades"]
+    assert f"This is {version}, in development" in status
+    assert "no upgrade scripts yet" in status
+    assert list(REPO.glob("sql/**/pgqueue--*--*.sql")) == []

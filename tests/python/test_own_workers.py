@@ -1,0 +1,205 @@
+"""The two workers of sql/README.md: nothing but psycopg, and nothing but psql."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import documents
+import pgqueue
+import pytest
+from conftest import column, one
+from worker_harness import wait_until
+
+SECTION = documents.sections("sql/README.md")["A worker of your own"]
+PSYCOPG, PSQL, LOOP = documents.blocks(SECTION)
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def here(db, tmp_path, monkeypatch) -> Path:
+    """A folder with both workers, in the environment."""
+    (tmp_path / "worker.py").write_text(PSYCOPG.text)
+    (tmp_path / "worker.sql").write_text(PSQL.text)
+    monkeypatch.setenv("PGDATABASE", db.info.dbname)
+    return tmp_path
+
+
+@pytest.fixture
+def start(here: Path) -> Iterator[Start]:
+    """Start commands, each in a session of its own, and kill what is left of them."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*command: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(command, cwd=here, start_new_session=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture
+def work(start: Start) -> Start:
+    """Start the worker of psycopg on some queues."""
+    return lambda *queues: start(sys.executable, "worker.py", *queues)
+
+
+def has_ended(db, count: int) -> Callable[[], bool]:
+    """Nothing waits or runs, and so many attempts have ended."""
+    state = (
+        "select count(*) from pgqueue.run having not exists (select from pgqueue.job)"
+    )
+    return lambda: one(db, state) == count
+
+
+def outcomes(db, queue: str) -> list[tuple]:
+    """What became of each attempt, in the order of the jobs."""
+    query = """
+        select outcome, result, error from pgqueue.run
+        where queue = %s order by job_id, attempt
+    """
+    return db.execute(query, [queue]).fetchall()
+
+
+def is_running(db, count: int) -> Callable[[], bool]:
+    return lambda: one(db, "select count(*) from pgqueue.running") == count
+
+
+def is_resting(db) -> bool:
+    """Whether any worker of this database has parked."""
+    parked = """
+        select count(*) from pg_locks
+        where classid = 7366514 and mode = 'ShareLock'
+            and database = (
+                select oid from pg_database where datname = current_database()
+            )
+    """
+    return one(db, parked) > 0
+
+
+def test_the_worker_of_psycopg_ends_each_attempt_by_its_own_outcome(db, work):
+    db.execute("select pgqueue.configure(null, retry_base => '0', max_attempts => 2)")
+    for payload in ("1.5", "x", "nan", [1]):
+        pgqueue.enqueue(db, "a", payload, kind="number")
+    pgqueue.enqueue(db, "b", 0, kind="sleep")
+    theirs = pgqueue.enqueue(db, "b", kind="of another worker")
+    worker = work("a", "b")
+    wait_until(
+        lambda: column(db, "select id from pgqueue.job") == [theirs] and is_resting(db)
+    )
+    bad = "ValueError(\"could not convert string to float: 'x'\")"
+    unfit = "the result cannot be stored: invalid input syntax for type json"
+    *first, (rejected, _, error) = outcomes(db, "a")
+    assert first == [
+        ("completed", 1.5, None),
+        ("retry", None, bad),
+        ("dead", None, bad),
+        ("retry", None, unfit),
+        ("dead", None, unfit),
+    ]
+    assert (rejected, error.partition("(")[0]) == ("dead", "TypeError")
+    assert outcomes(db, "b") == [("completed", None, None)]
+    errors = column(db, "select error from pgqueue.dead_job order by id")
+    assert "worker.py" in errors[0], "the traceback is kept with the dead job"
+
+    worker.terminate()
+    assert worker.wait(20) == 0
+    assert column(db, "select state from pgqueue.jobs") == ["ready"]
+
+
+def test_the_worker_of_psycopg_is_woken_by_an_enqueue(db, work):
+    work("a", "b")
+    for queue in ("a", "b"):
+        wait_until(lambda: is_resting(db))
+        id = pgqueue.enqueue(db, queue, "1", kind="number")
+        ran = "select waited < interval '10 s' from pgqueue.run where job_id = %s"
+        # Unwoken it would have slept for half a minute.
+        assert wait_until(lambda: column(db, ran, id)) == [True]  # noqa: B023
+
+
+def test_a_job_whose_worker_of_psycopg_is_killed_is_run_by_another(db, work):
+    db.execute("select pgqueue.configure('a', lease => '3 s')")
+    pgqueue.enqueue(db, "a", 4, kind="sleep")
+    first = work("a")
+    wait_until(is_running(db, 1))
+    first.kill()
+    first.wait()
+    # The lease is shorter than the job: the other two do not take it from each other.
+    second = work("a")
+    wait_until(lambda: one(db, "select attempt from pgqueue.running") == 2)
+    work("a")
+    wait_until(has_ended(db, 2))
+    who = column(db, "select worker from pgqueue.run order by attempt")
+    assert who[0] == f"pid {first.pid}"
+    why = f"the lease expired: worker {who[0]} stopped extending it (the only lease of it that was found expired)"
+    assert [(outcome, error) for outcome, _, error in outcomes(db, "a")] == [
+        ("expired", why),
+        ("completed", None),
+    ]
+    assert second.poll() is None
+
+
+def test_a_worker_of_psycopg_that_is_stopped_finishes_one_job_and_gives_back_the_rest(
+    db, work
+):
+    db.execute(
+        "select pgqueue.enqueue_many('a', array['2', '2', '2']::jsonb[], 'sleep')"
+    )
+    worker = work("a")
+    wait_until(is_running(db, 3))
+    worker.terminate()
+    assert worker.wait(30) == 0
+    assert outcomes(db, "a") == [("completed", None, None)]
+    assert column(db, "select (state, attempt)::text from pgqueue.jobs") == [
+        "(ready,0)",
+        "(ready,0)",
+    ]
+
+
+def test_a_worker_of_psycopg_does_not_begin_what_was_cancelled(db, work):
+    for seconds in (3, 1000):
+        last = pgqueue.enqueue(db, "a", seconds, kind="sleep")
+    work("a")
+    wait_until(is_running(db, 2))
+    assert one(db, "select pgqueue.cancel(%s)", last) == "cancelling"
+    wait_until(has_ended(db, 2))
+    assert [outcome for outcome, *_ in outcomes(db, "a")] == ["completed", "cancelled"]
+
+
+def test_the_worker_of_psql_completes_what_works_and_undoes_what_fails(db, start):
+    db.execute("""
+        create table done (payload jsonb);
+        create schema handlers;
+        create function handlers.tally(payload jsonb) returns bigint language sql as
+            'insert into done values (payload); select count(*) from done';
+        create function handlers.say(payload jsonb) returns void language sql as
+            'insert into done values (payload)';
+        create function handlers.fail(payload jsonb) returns int language sql as
+            'insert into done values (payload); select 1 / 0';
+        select pgqueue.configure('reports', retry_base => '0', max_attempts => 2);
+    """)
+    quoted = 'it\'s a "test" of \\ and :id'
+    for kind in ("tally", "say", "fail", "no such function"):
+        pgqueue.enqueue(db, "reports", {"text": quoted}, kind=kind)
+    start("sh", "-c", LOOP.text)
+    wait_until(has_ended(db, 6))
+    pgqueue.enqueue(db, "reports", kind="tally")
+    wait_until(has_ended(db, 7))
+
+    missing = "function handlers.no such function(jsonb) does not exist"
+    assert outcomes(db, "reports") == [
+        ("completed", 1, None),
+        ("completed", None, None),
+        ("retry", None, "division by zero"),
+        ("dead", None, "division by zero"),
+        ("retry", None, missing),
+        ("dead", None, missing),
+        ("completed", 3, None),
+    ]
+    assert column(db, "select payload ->> 'text' from done") == [quoted, quoted, None]
