@@ -1,4 +1,4 @@
--- claim and claim_from: which jobs a worker gets, in which order, and what becomes of expired leases.
+-- claim and claim_from: which jobs a worker gets, in which order, and what a claim does with expired leases.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;

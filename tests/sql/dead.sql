@@ -37,7 +37,7 @@ select is(
 from (values
     ('queue', 'r', null, null, null::int, array[:a, :b, :c]::bigint[]),
     ('kind', null, 'sms', null, null, array[:c, :d]),
-    ('error, max_jobs at most', null, null, 'timeout%', 2, array[:a, :c])
+    ('error, and stops at max_jobs', null, null, 'timeout%', 2, array[:a, :c])
 ) as f (name, queue, kind, error_like, max_jobs, ids);
 select is_empty(
     $$ select pgqueue.redrive(died_before => now() - interval '1 hour') $$,

@@ -1,4 +1,4 @@
--- extend, and what a lease is worth: only the claim that holds it, by job and token, can end the attempt.
+-- Leases: extend prolongs them, and only the claim that holds one, by job id and token, can end the attempt.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
@@ -43,7 +43,7 @@ from (values
 ) as b (call);
 select is(
     (select token from pgqueue.job where id = :id), :new_token::bigint,
-    'nothing that a worker does after it lost its lease touches the lease of the next'
+    'a worker that lost its lease cannot end the attempt of the worker that has the job now'
 );
 select results_eq(
     format('select attempt, worker, outcome from pgqueue.run where job_id = %s', :id),

@@ -1,4 +1,4 @@
--- What must happen now and then: reap ends attempts whose lease expired, maintain forgets old runs.
+-- Upkeep: reap ends attempts whose lease expired, maintain does that and forgets old runs.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;

@@ -1,4 +1,4 @@
--- The operator's hand on jobs that are not dead: cancel, run_now, reprioritize, purge.
+-- What an operator does with jobs that are not dead: cancel, cancel_many, run_now, reprioritize, purge.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
@@ -18,7 +18,7 @@ select isnt(
     pgqueue.enqueue('c', unique_key => 'k'), :id::bigint, 'the unique key of a cancelled job is free again'
 );
 select throws_ok(format('select pgqueue.cancel(%s)', :id), 'PQ001', null, 'a job cannot be cancelled twice');
-select throws_ok('select pgqueue.cancel(null)', 'PQ001', null, 'cancel of a null id finds no job');
+select throws_ok('select pgqueue.cancel(null)', 'PQ001', null, 'cancel of a null id raises PQ001');
 select id, token from pgqueue.claim('c', 'w') \gset
 select is(pgqueue.cancel(:id, 'stop'), 'cancelling', 'cancel answers cancelling for a job that runs');
 select is(
@@ -27,7 +27,7 @@ select is(
 );
 select is(pgqueue.fail(:id, :token, 'stopped'), 'cancelled', 'fail answers cancelled for a cancelled job');
 select is_empty(
-    format('select from pgqueue.job where id = %s', :id), 'a cancelled job that fails has no other attempt'
+    format('select from pgqueue.job where id = %s', :id), 'a cancelled job that fails is not retried'
 );
 select pgqueue.enqueue('c') as id \gset
 select token from pgqueue.claim('c', 'w') \gset
