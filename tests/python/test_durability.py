@@ -169,7 +169,7 @@ def wait_for(condition: Callable[[], bool], timeout: float = 90) -> None:
         time.sleep(0.02)
 
 
-def test_a_claim_that_a_crash_cuts_off_never_happened(server):
+def test_a_claim_cut_off_by_a_crash_never_happened(server):
     """Its token may be given again: whoever had it never heard that it was committed."""
     with psycopg.connect(**where(server), autocommit=True) as db:
         id = one(db, "select pgqueue.enqueue('cut')")
