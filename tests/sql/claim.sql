@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(40);
+select plan(24);
 
 -- Order
 
@@ -126,7 +126,9 @@ from pgqueue.claim_from(
     weights => array[2, 1, 1, 1], limits => array[null, 15, null, 5]
 ) as c
 group by 1;
-select is((select sum(jobs) from taken), 60::numeric, 'claim_from takes as many jobs as it was asked for');
+select is(
+    (select sum(jobs) from taken), 60::numeric, 'claim_from takes as many jobs as it was asked for'
+);
 select cmp_ok(
     (select jobs from taken where queue = 'half'), '<=', 15::bigint,
     'claim_from takes no more of a queue than its limit'
@@ -139,28 +141,6 @@ select cmp_ok(
     (select jobs from taken where queue = 'full'), '>', 24::bigint,
     'what a queue leaves of its share goes to a queue that has more'
 );
-
--- Bad arguments
-
-select throws_ok(b.call, '22023', null, format('a bad argument is refused: %s', b.call))
-from (values
-    ('select pgqueue.claim(null, ''w'')'),
-    ('select pgqueue.claim('''', ''w'')'),
-    ('select pgqueue.claim(''q'', null)'),
-    ('select pgqueue.claim(''q'', '''')'),
-    ('select pgqueue.claim(''q'', repeat(''w'', 201))'),
-    ('select pgqueue.claim(''q'', ''w'', 0)'),
-    ('select pgqueue.claim(''q'', ''w'', -1)'),
-    ('select pgqueue.claim(''q'', ''w'', 10001)'),
-    ('select pgqueue.claim(''q'', ''w'', lease => ''0'')'),
-    ('select pgqueue.claim(''q'', ''w'', lease => ''-1 second'')'),
-    ('select pgqueue.claim(''q'', ''w'', lease => ''31 days'')'),
-    ('select pgqueue.claim_from(null, ''w'')'),
-    ('select pgqueue.claim_from(''{}'', ''w'')'),
-    ('select pgqueue.claim_from(array[''q''], ''w'', 0)'),
-    ('select pgqueue.claim_from(array[''q''], ''w'', weights => array[0])'),
-    ('select pgqueue.claim_from(array[''q''], ''w'', limits => array[1, 2])')
-) as b (call);
 
 select * from finish();
 rollback;

@@ -1,9 +1,9 @@
--- enqueue and enqueue_many: the job they make, the arguments they refuse, and unique keys.
+-- enqueue and enqueue_many: the job they make, the payloads they refuse, and unique keys.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(57);
+select plan(30);
 
 -- Defaults
 
@@ -55,61 +55,28 @@ select is(
 
 -- Any JSON
 
-select pgqueue.enqueue('json', p.payload) from (values
-    ('null'::jsonb), ('true'), ('"text"'), ('[]'), ('1180591620717411303424'), ('1e-300'),
-    ('{"a": {"b": [1, null, "\u00e9\ud83d\ude00"]}}'),
-    ((repeat('[', 5000) || repeat(']', 5000))::jsonb),
-    (to_jsonb(repeat('x', 2000000)))
-) as p (payload);
+create temporary table example as
+select * from unnest(array[
+    'null', 'true', '"text"', '[]', '1180591620717411303424', '1e-300',
+    '{"a": {"b": [1, null, "\u00e9\ud83d\ude00"]}}', repeat('[', 5000) || repeat(']', 5000),
+    to_json(repeat('x', 2000000))
+]::jsonb[]) with ordinality as e (payload, place);
+select pgqueue.enqueue('json', e.payload) from example as e order by e.place;
 select is(
     (select array_agg(md5(j.payload::text) order by j.id) from pgqueue.job as j where j.queue = 'json'),
-    (select array_agg(md5(p.payload::text) order by p.place) from (values
-        (1, 'null'::jsonb), (2, 'true'), (3, '"text"'), (4, '[]'), (5, '1180591620717411303424'), (6, '1e-300'),
-        (7, '{"a": {"b": [1, null, "\u00e9\ud83d\ude00"]}}'),
-        (8, (repeat('[', 5000) || repeat(']', 5000))::jsonb),
-        (9, to_jsonb(repeat('x', 2000000)))
-    ) as p (place, payload)),
+    (select array_agg(md5(e.payload::text) order by e.place) from example as e),
     'a payload can be any JSON and is stored unchanged'
 );
 
--- Bad arguments: 22023, unless Postgres refuses the text itself
+-- Payloads that are refused
 
-select throws_ok(b.call, coalesce(b.code, '22023'), null, format('a bad argument is refused: %s', b.call))
+select throws_ok(
+    format('select pgqueue.enqueue(''q'', %L)', b.payload), b.code, null,
+    format('a payload that Postgres cannot store is refused: %s', b.payload)
+)
 from (values
-    ('select pgqueue.enqueue(null)', null),
-    ('select pgqueue.enqueue('''')', null),
-    ('select pgqueue.enqueue(repeat(''x'', 201))', null),
-    ('select pgqueue.enqueue(repeat(''é'', 101))', null),
-    ('select pgqueue.enqueue(''q'', kind => '''')', null),
-    ('select pgqueue.enqueue(''q'', kind => repeat(''x'', 201))', null),
-    ('select pgqueue.enqueue(''q'', unique_key => '''')', null),
-    ('select pgqueue.enqueue(''q'', unique_key => repeat(''x'', 201))', null),
-    ('select pgqueue.enqueue(''q'', group_key => '''')', null),
-    ('select pgqueue.enqueue(''q'', run_at => ''infinity'')', null),
-    ('select pgqueue.enqueue(''q'', run_at => ''-infinity'')', null),
-    ('select pgqueue.enqueue(''q'', run_at => ''10000-01-01'')', null),
-    ('select pgqueue.enqueue(''q'', run_at => ''0044-03-15 BC'')', null),
-    ('select pgqueue.enqueue(''q'', max_attempts => 0)', null),
-    ('select pgqueue.enqueue(''q'', max_attempts => -1)', null),
-    ('select pgqueue.enqueue(''q'', on_duplicate => ''ignore'')', null),
-    ('select pgqueue.enqueue(''q'', headers => ''[]'')', null),
-    ('select pgqueue.enqueue(''q'', headers => ''null'')', null),
-    ('select pgqueue.enqueue(''q'', ''{"a": "\u0000"}'')', '22P05'),
-    ('select pgqueue.enqueue(''q'', ''{"a": "\ud800"}'')', '22P02'),
-    ('select pgqueue.enqueue(''q'', ''{"a": NaN}'')', '22P02'),
-    ('select pgqueue.enqueue_many(null, array[''1''::jsonb])', null),
-    ('select pgqueue.enqueue_many(''q'', null)', null),
-    ('select pgqueue.enqueue_many(''q'', array[array[''1''::jsonb]])', null),
-    ('select pgqueue.enqueue_many(''q'', array[''1''::jsonb], unique_keys => array[''a'', ''b''])', null),
-    ('select pgqueue.enqueue_many(''q'', array[''1''::jsonb], group_keys => array[]::text[])', null),
-    ('select pgqueue.enqueue_many(''q'', array[''1''::jsonb], unique_keys => array[''''])', null),
-    ('select pgqueue.enqueue_many(''q'', array[''1''::jsonb], group_keys => array[repeat(''x'', 201)])', null),
-    ('select pgqueue.enqueue_many(''q'', array[''1''::jsonb], max_attempts => 0)', null)
-) as b (call, code);
-select is(
-    (select count(*) from pgqueue.job where queue = 'q'), 0::bigint,
-    'a refused enqueue stores no job'
-);
+    ('{"a": "\u0000"}', '22P05'), ('{"a": "\ud800"}', '22P02'), ('{"a": NaN}', '22P02')
+) as b (payload, code);
 select pgqueue.configure('small', max_payload_bytes => 100);
 select throws_ok(
     $$ select pgqueue.enqueue('small', to_jsonb(repeat('x', 200))) $$, '54000', null,

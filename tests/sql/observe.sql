@@ -1,9 +1,14 @@
--- The views: what an operator sees of jobs, queues, running jobs and kinds.
+-- The views, and the version: what an operator sees of jobs, queues, running jobs and kinds.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(12);
+select plan(13);
+
+select is(
+    pgqueue.version(), (select extversion from pg_extension where extname = 'pgqueue'),
+    'version returns the version of the extension'
+);
 
 select pgqueue.enqueue('v', priority => 1) as ready \gset
 select pgqueue.enqueue('v', run_at => now() + interval '1 hour') as scheduled \gset

@@ -34,20 +34,32 @@ select pg_temp.forget();
 select pg_temp.fill('small', 200);
 select count(*) from pgqueue.claim('small', 'w', 50);
 select ok(not pg_temp.is_positioned('small', 0), 'a lane that is cheap to walk has no position');
-select is(pg_temp.numbers('small', 3), '51 52 53', 'a lane without a position is walked from its beginning');
+select is(
+    pg_temp.numbers('small', 3), '51 52 53', 'a lane without a position is walked from its beginning'
+);
 
 -- 2,000 running jobs in front of the ready ones
 select pg_temp.fill('deep', 2020);
 update pgqueue.job set run_at = run_at - interval '1 minute' where queue = 'deep';
 select count(*) from pgqueue.claim('deep', 'w', 2000);
 select pg_temp.forget();
-select is(pg_temp.numbers('deep', 1), '2001', 'a claim finds the first ready job behind 2,000 running ones');
+select is(
+    pg_temp.numbers('deep', 1), '2001', 'a claim finds the first ready job behind 2,000 running ones'
+);
 select ok(pg_temp.is_positioned('deep', 0), 'a claim that walked far stores a position');
-select is(pg_temp.numbers('deep', 2), '2002 2003', 'the next claim takes the jobs that follow the position');
+select is(
+    pg_temp.numbers('deep', 2), '2002 2003', 'the next claim takes the jobs that follow the position'
+);
 select pgqueue.enqueue('deep', '"urgent"', priority => 5);
 select pgqueue.enqueue('deep', '"lesser"', priority => -5);
-select is(pg_temp.numbers('deep', 1), 'urgent', 'a job of a higher priority is claimed before the jobs of a lane with a position');
-select is(pg_temp.numbers('deep', 5), '2004 2005 2006 2007 2008', 'a job of a lower priority is not claimed before a lane with a position is empty');
+select is(
+    pg_temp.numbers('deep', 1), 'urgent',
+    'a job of a higher priority is claimed before the jobs of a lane with a position'
+);
+select is(
+    pg_temp.numbers('deep', 5), '2004 2005 2006 2007 2008',
+    'a job of a lower priority is not claimed before a lane with a position is empty'
+);
 -- Sets the moment before which no claim walks the lane from its beginning: soon after a walk that was
 -- quick, late after one that was slow.
 create function pg_temp.no_walk_before(moment timestamptz) returns bigint
@@ -60,26 +72,45 @@ as $$
 $$;
 select pg_temp.no_walk_before(clock_timestamp() + interval '80 ms');
 select pgqueue.enqueue('deep', '"past"', run_at => clock_timestamp() - interval '1 hour');
-select is(pg_temp.numbers('deep', 1), 'past', 'a job that appears behind the position is claimed next where a walk is cheap');
+select is(
+    pg_temp.numbers('deep', 1), 'past',
+    'a job that appears behind the position is claimed next where a walk is cheap'
+);
 select id, token from pgqueue.job where payload = '7' and queue = 'deep' \gset
 select pg_temp.no_walk_before(clock_timestamp() + interval '80 ms');
 select pgqueue.release(array[:id], array[:token]);
-select is(pg_temp.numbers('deep', 1), '7', 'a job released behind the position is claimed next where a walk is cheap');
+select is(
+    pg_temp.numbers('deep', 1), '7',
+    'a job released behind the position is claimed next where a walk is cheap'
+);
 
-select is(pg_temp.numbers('deep', 1), '2009', 'a claim after a walk from the beginning takes the next ready job');
+select is(
+    pg_temp.numbers('deep', 1), '2009',
+    'a claim after a walk from the beginning takes the next ready job'
+);
 select pg_temp.no_walk_before(clock_timestamp() + interval '30 s');
 select pgqueue.enqueue('deep', '"late"', run_at => clock_timestamp() - interval '1 hour');
-select is(pg_temp.numbers('deep', 1), '2010', 'a job that appears behind the position waits where a walk is expensive');
+select is(
+    pg_temp.numbers('deep', 1), '2010',
+    'a job that appears behind the position waits where a walk is expensive'
+);
 select is(
     pg_temp.numbers('deep', 99), '2011 2012 2013 2014 2015 2016 2017 2018 2019 2020 lesser',
     'a claim of more jobs than follow the position takes all that follow it'
 );
-select is(pg_temp.numbers('deep', 99), 'late', 'a claim that finds no job after the position walks the lane from its beginning');
-select is(pg_temp.numbers('deep', 99), null, 'a claim returns no job when a walk from the beginning finds none');
+select is(
+    pg_temp.numbers('deep', 99), 'late',
+    'a claim that finds no job after the position walks the lane from its beginning'
+);
+select is(
+    pg_temp.numbers('deep', 99), null, 'a claim returns no job when a walk from the beginning finds none'
+);
 select ok(pg_temp.cell('deep', 0, 1) is not null, 'an empty lane keeps its position');
 select pg_temp.forget();
 select pgqueue.enqueue('deep', '"after"');
-select is(pg_temp.numbers('deep', 1), 'after', 'a claim finds the jobs of a lane whose position was lost');
+select is(
+    pg_temp.numbers('deep', 1), 'after', 'a claim finds the jobs of a lane whose position was lost'
+);
 
 -- Cells written while the clock was a day ahead
 select setval(
@@ -91,16 +122,29 @@ select pgqueue.enqueue('deep', '"today"');
 select is(pg_temp.numbers('deep', 1), 'today', 'a position in the future is ignored');
 select pg_temp.no_walk_before(clock_timestamp() + interval '1 day');
 select pgqueue.enqueue('deep', '"behind"', run_at => clock_timestamp() - interval '1 day');
-select is(pg_temp.numbers('deep', 1), 'behind', 'a position that claims to be valid for more than a minute is ignored');
+select is(
+    pg_temp.numbers('deep', 1), 'behind',
+    'a position that claims to be valid for more than a minute is ignored'
+);
 
 -- 3,000 jobs with one run_at
 select pg_temp.fill('tied', 3000, clock_timestamp() - interval '1 minute');
 select count(*) from pgqueue.claim('tied', 'w', 1000);
 select pg_temp.forget();
-select is(pg_temp.numbers('tied', 2), '1001 1002', 'jobs with one run_at are claimed in the order of their ids');
-select is(pg_temp.numbers('tied', 2), '1003 1004', 'a position can lie between two jobs with one run_at');
-select is((pg_temp.cell('tied', 0, 1) & 4095) > 0, true, 'a position between jobs with one run_at has the id of the last pick');
-select is(pg_temp.numbers('tied', 2), '1005 1006', 'a position between jobs with one run_at passes over none of them');
+select is(
+    pg_temp.numbers('tied', 2), '1001 1002', 'jobs with one run_at are claimed in the order of their ids'
+);
+select is(
+    pg_temp.numbers('tied', 2), '1003 1004', 'a position can lie between two jobs with one run_at'
+);
+select is(
+    (pg_temp.cell('tied', 0, 1) & 4095) > 0, true,
+    'a position between jobs with one run_at has the id of the last pick'
+);
+select is(
+    pg_temp.numbers('tied', 2), '1005 1006',
+    'a position between jobs with one run_at passes over none of them'
+);
 
 -- Two queues whose names have the same hash share the index entries of a lane and nothing else.
 select is(hashtext('15601'), hashtext('180514'), 'the two names of this test have the same hash');
