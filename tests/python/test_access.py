@@ -24,17 +24,6 @@ MATRIX = {
 }
 
 
-@pytest.fixture
-def role(db):
-    """A role of no rights."""
-    name = "pgqueue_nobody"
-    db.execute(f"drop role if exists {name}")
-    db.execute(f"create role {name} login")
-    yield name
-    db.execute(f"drop owned by {name}")
-    db.execute(f"drop role {name}")
-
-
 def functions(db: psycopg.Connection, role: str) -> set[str]:
     return set(
         column(

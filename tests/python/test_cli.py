@@ -186,18 +186,8 @@ def test_burst_ends_with_a_count_of_each_outcome(run, db) -> None:
     assert "ends: no jobs" in run(*worker).stderr
 
 
-@pytest.fixture
-def stranger(db, dsn):
-    """A role that may do nothing, and where it connects."""
-    role = f"nobody_{db.info.dbname}"
-    db.execute(f"create role {role} login")
-    yield role, f"{dsn} user={role}"
-    db.execute(f"drop owned by {role}; drop role {role}")
-
-
-def test_check_names_the_grant_that_is_missing(run, db, stranger) -> None:
-    role, dsn = stranger
-    check = ("pgqueue.worker", "--check", "--dsn", dsn)
+def test_check_names_the_grant_that_is_missing(run, db, dsn, role) -> None:
+    check = ("pgqueue.worker", "--check", "--dsn", f"{dsn} user={role}")
     done = run(*check)  # not even the schema
     assert (done.returncode, "grant_access(role, 'worker')" in done.stdout) == (1, True)
     db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
@@ -209,10 +199,9 @@ def test_check_names_the_grant_that_is_missing(run, db, stranger) -> None:
     assert "notified" in done.stdout
 
 
-def test_a_command_names_the_grant_that_is_missing(run, stranger) -> None:
-    _, dsn = stranger
+def test_a_command_names_the_grant_that_is_missing(run, dsn, role) -> None:
     for kind, args in ("producer", ["enqueue", "q"]), ("operator", ["status"]):
-        done = run("pgqueue", "--dsn", dsn, *args)
+        done = run("pgqueue", "--dsn", f"{dsn} user={role}", *args)
         assert done.returncode == 1
         assert f"grant_access(role, '{kind}')" in done.stderr
 

@@ -18,7 +18,7 @@ import pgqueue
 import psycopg
 import pydantic
 import pytest
-from conftest import column, one
+from conftest import column, one, url
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import dict_row, scalar_row
 
@@ -143,14 +143,7 @@ def test_jobs_are_enqueued_in_the_transaction_of_sqlalchemy(db, driver) -> None:
     import sqlalchemy as alchemy
     from sqlalchemy import orm
 
-    where = address(db)
-    url = alchemy.URL.create(
-        f"postgresql+{driver}",
-        username=where["user"],
-        database=where["dbname"],
-        query={"host": where["host"], "port": str(where["port"])},
-    )
-    engine = alchemy.create_engine(url)
+    engine = alchemy.create_engine(url(db, driver))
     try:
         with engine.connect() as conn, orm.Session(engine) as session:
             for target in (conn, session):
@@ -172,14 +165,8 @@ def test_jobs_are_enqueued_in_the_transaction_of_sqlalchemy(db, driver) -> None:
 def test_jobs_are_enqueued_in_the_transaction_of_async_sqlalchemy(db, driver) -> None:
     from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
-    where = address(db)
-    url = (
-        f"postgresql+{driver}://{where['user']}@/{where['dbname']}"
-        f"?host={where['host']}&port={where['port']}"
-    )
-
     async def run() -> None:
-        engine = create_async_engine(url)
+        engine = create_async_engine(url(db, driver))
         async with engine.connect() as conn, AsyncSession(engine) as session:
             assert await conn.run_sync(pgqueue.enqueue, "emails", {"to": "ada"}) > 0
             for target in (conn, session):

@@ -363,33 +363,27 @@ def test_a_rest_that_fails_does_not_park_the_session(connect, db, given):
 
 
 def test_a_role_without_grants_that_holds_every_advisory_lock_delays_no_call(
-    connect, db, given
+    connect, db, given, role
 ):
-    role = "pgqueue_stranger"
-    db.execute(f"drop role if exists {role}")
-    db.execute(f"create role {role} login")
-    try:
-        with connect(user=role) as stranger:
-            for family in (7366513, 7366514):
-                stranger.execute(
-                    "select pg_advisory_lock(%s, f) from generate_series(0, 255) as f",
-                    (family,),
-                )
-            db.execute("set statement_timeout = '5s'")
-            for call in CALLS.values():
-                db.execute(f"select {call}", given)
-                db.execute(RESTORE)
-            listener = connect()
-            listener.execute("listen pgqueue")
-            # Not null, which would mean that every enqueue notifies.
-            assert (
-                0
-                <= one(listener, "select pgqueue.rest(array['empty'])").total_seconds()
-                <= 5
+    with connect(user=role) as stranger:
+        for family in (7366513, 7366514):
+            stranger.execute(
+                "select pg_advisory_lock(%s, f) from generate_series(0, 255) as f",
+                (family,),
             )
-            listener.execute("set statement_timeout = '5s'")
-            db.execute("select pgqueue.enqueue('empty')")
-            assert len(list(listener.notifies(timeout=5, stop_after=1))) == 1
-            works_on(connect)
-    finally:
-        db.execute(f"drop role {role}")
+        db.execute("set statement_timeout = '5s'")
+        for call in CALLS.values():
+            db.execute(f"select {call}", given)
+            db.execute(RESTORE)
+        listener = connect()
+        listener.execute("listen pgqueue")
+        # Not null, which would mean that every enqueue notifies.
+        assert (
+            0
+            <= one(listener, "select pgqueue.rest(array['empty'])").total_seconds()
+            <= 5
+        )
+        listener.execute("set statement_timeout = '5s'")
+        db.execute("select pgqueue.enqueue('empty')")
+        assert len(list(listener.notifies(timeout=5, stop_after=1))) == 1
+        works_on(connect)

@@ -1,7 +1,6 @@
 """The claim stays flat: its buffers and plans, however deep the queue and whatever the statistics."""
 
 import contextlib
-import json
 
 import psycopg
 import pytest
@@ -23,9 +22,10 @@ def fill(
     db.execute(FILL.format(jobs=jobs, after=after, priority=priority))
 
 
-def explained(db: psycopg.Connection, query: str) -> dict:
-    plan = one(db, f"explain (analyze, buffers, format json) {query}")
-    return (json.loads(plan) if isinstance(plan, str) else plan)[0]["Plan"]
+def explained(db: psycopg.Connection, query: str, counts: str = "buffers") -> dict:
+    """Run a query, and return the root of its plan with what it counts."""
+    (plan,) = one(db, f"explain (analyze, {counts}, format json) {query}")
+    return plan["Plan"]
 
 
 def pages(db: psycopg.Connection, query: str) -> int:
@@ -36,10 +36,7 @@ def pages(db: psycopg.Connection, query: str) -> int:
 
 def records(db: psycopg.Connection, query: str) -> int:
     """The WAL records that a query writes."""
-    plan = one(db, f"explain (analyze, wal, format json) {query}")
-    return (json.loads(plan) if isinstance(plan, str) else plan)[0]["Plan"][
-        "WAL Records"
-    ]
+    return explained(db, query, "wal")["WAL Records"]
 
 
 def buffers(db: psycopg.Connection, batch: int = 50) -> int:
@@ -91,11 +88,8 @@ def test_five_thousand_running_jobs_are_not_walked_by_every_claim(db, usual):
 
 
 def test_half_a_million_dead_rows_under_a_held_snapshot_are_not_walked_by_every_claim(
-    db, connect, usual
+    db, usual, held_snapshot
 ):
-    holder = connect(autocommit=False)
-    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-    holder.execute("select count(*) from pgqueue.job")
     fill(db, 500_000, after="interval '0'")
     db.execute("delete from pgqueue.job")
     fill(db, 1000)
@@ -266,11 +260,8 @@ def test_a_claim_over_201_priorities_costs_no_more_than_over_one(db, usual):
 
 
 def test_finished_jobs_of_other_priorities_under_a_held_snapshot_are_not_walked(
-    db, connect, usual
+    db, usual, held_snapshot
 ):
-    holder = connect(autocommit=False)
-    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-    holder.execute("select count(*) from pgqueue.job")
     for priority in (5, 3, -3):
         fill(db, 50_000, priority=priority)
     db.execute("delete from pgqueue.job")
@@ -319,11 +310,8 @@ def test_of_two_lanes_with_the_same_first_record_one_takes_its_second(db, usual)
 
 
 def test_jobs_with_one_run_at_drain_at_constant_cost_under_a_held_snapshot(
-    db, connect, usual
+    db, usual, held_snapshot
 ):
-    holder = connect(autocommit=False)
-    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-    holder.execute("select count(*) from pgqueue.job")
     fill(db, 100_000, after="interval '0'")
     done = (
         "select count(*) from (select array_agg(id) as ids, array_agg(token) as tokens "
@@ -359,12 +347,9 @@ def test_ten_thousand_exhausted_jobs_cost_a_claim_no_more_than_a_thousand(db):
 
 
 def test_an_idle_worker_walks_dead_entries_once_for_a_claim_and_once_for_a_rest(
-    db, connect
+    db, held_snapshot
 ):
     """At one look in five seconds that is two or three per cent of a core for 500,000."""
-    holder = connect(autocommit=False)
-    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-    holder.execute("select count(*) from pgqueue.job")
     fill(db, 100_000)
     walk = (
         "select from pgqueue.job where hashtext(queue) = hashtext('q') and queue = 'q' "

@@ -467,22 +467,18 @@ def test_two_phase_commit_works_with_pgqueue_notify_off(dsn, db, listener):
 
 
 @pytest.fixture
-def dear(db, connect):
+def long_walk(db, held_snapshot) -> None:
     """A queue whose walk takes long: 100,000 finished jobs that an old snapshot still sees."""
-    holder = connect(autocommit=False)
-    holder.isolation_level = IsolationLevel.REPEATABLE_READ
-    holder.execute("select count(*) from pgqueue.job")
     fill = "select count(*) from pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[100000]))"
     db.execute(fill)
     db.execute("delete from pgqueue.job")
     db.execute("select pgqueue.enqueue('q')")
     id, token = db.execute(CLAIM).fetchone()
     db.execute("select pgqueue.complete(%s, %s)", (id, token))
-    return holder
 
 
 def looks(conn: psycopg.Connection) -> list[int] | timedelta | None:
-    """One turn of a worker: the jobs that it claims, else how long it would sleep."""
+    """What a worker does: claim, and when there is no job, ask how long to sleep."""
     return (
         column(conn, "select id from pgqueue.claim('q', 'w')")
         or one(conn, "select pgqueue.rest(array['q'])")
@@ -491,7 +487,7 @@ def looks(conn: psycopg.Connection) -> list[int] | timedelta | None:
 
 @pytest.mark.parametrize("priority", [0, 7, -7])
 def test_no_session_sleeps_on_a_job_that_commits_late_where_a_walk_is_expensive(
-    dear, db, connect, listener, priority
+    long_walk, db, connect, listener, priority
 ):
     producer = connect(autocommit=False)
     producer.execute("select pgqueue.enqueue('q', priority => %s)", (priority,))
@@ -503,7 +499,7 @@ def test_no_session_sleeps_on_a_job_that_commits_late_where_a_walk_is_expensive(
 
 
 def test_a_job_released_elsewhere_is_found_at_once_where_a_walk_is_expensive(
-    dear, db, connect, listener
+    long_walk, db, connect, listener
 ):
     db.execute("select pgqueue.enqueue('q')")
     id, token = db.execute(CLAIM).fetchone()
@@ -514,7 +510,7 @@ def test_a_job_released_elsewhere_is_found_at_once_where_a_walk_is_expensive(
 
 
 def test_the_jobs_of_a_rolled_back_claim_are_found_where_a_walk_is_expensive(
-    dear, db, connect
+    long_walk, db, connect
 ):
     ids = column(
         db, "select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[30]))"
@@ -531,7 +527,7 @@ def test_the_jobs_of_a_rolled_back_claim_are_found_where_a_walk_is_expensive(
 
 
 def test_a_job_behind_the_position_of_a_busy_lane_is_claimed_before_the_lane_ends(
-    dear, db, connect
+    long_walk, db, connect
 ):
     late = connect(autocommit=False)
     enqueue = "select pgqueue.enqueue('q', run_at => now() - interval '1 hour')"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pgqueue
 import psycopg
 import pytest
-from conftest import column, one
+from conftest import column, one, url
 from pgqueue.testing import assert_enqueued, drain, enqueued
 from psycopg.rows import dict_row
 
@@ -261,20 +261,11 @@ def test_drain_works_inside_an_event_loop_and_on_an_async_connection(dsn, db) ->
     asyncio.run(run())
 
 
-def address(dsn: str, driver: str) -> str:
-    with psycopg.connect(dsn) as conn:
-        info = conn.info
-        return (
-            f"postgresql+{driver}://{info.user}@/{info.dbname}"
-            f"?host={info.host}&port={info.port}"
-        )
-
-
-def test_drain_works_on_connections_and_sessions_of_sqlalchemy(dsn) -> None:
+def test_drain_works_on_connections_and_sessions_of_sqlalchemy(db) -> None:
     import sqlalchemy as alchemy
     from sqlalchemy import orm
 
-    engine = alchemy.create_engine(address(dsn, "psycopg"))
+    engine = alchemy.create_engine(url(db, "psycopg"))
     with engine.connect() as conn, orm.Session(engine) as session:
         for target in (conn, session):
             welcome.enqueue(target, to="ada")
@@ -284,18 +275,18 @@ def test_drain_works_on_connections_and_sessions_of_sqlalchemy(dsn) -> None:
     engine.dispose()
 
 
-def test_drain_works_on_async_sqlalchemy_and_refuses_asyncpg(dsn) -> None:
+def test_drain_works_on_async_sqlalchemy_and_refuses_asyncpg(db) -> None:
     from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
     async def run() -> None:
-        engine = create_async_engine(address(dsn, "psycopg"))
+        engine = create_async_engine(url(db, "psycopg"))
         async with engine.connect() as conn, AsyncSession(engine) as session:
             for target in (conn, session):
                 await welcome.enqueue(target, to="ada")
                 assert [r.result for r in drain(target, app)] == ["hello ada"]
                 await target.rollback()
         await engine.dispose()
-        engine = create_async_engine(address(dsn, "asyncpg"))
+        engine = create_async_engine(url(db, "asyncpg"))
         async with engine.connect() as conn:
             with pytest.raises(TypeError, match="psycopg 3"):
                 drain(conn, app)

@@ -34,6 +34,10 @@ from worker_harness import (
 pytest_plugins = ["worker_harness"]
 
 LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
+KILL = (
+    "select count(pg_terminate_backend(pid)) from pg_stat_activity"
+    " where application_name = 'pgqueue' and datname = current_database()"
+)
 QUICK = "select pgqueue.configure(null, retry_base => '100 ms', max_attempts => 1000)"
 
 
@@ -125,13 +129,9 @@ def test_a_worker_replaces_killed_sessions_and_loses_no_job(db, workers, say) ->
     ids: list[int] = []
     end = time.monotonic() + seconds
     kills = 0
-    kill = (
-        "select count(pg_terminate_backend(pid)) from pg_stat_activity"
-        " where application_name = 'pgqueue' and datname = current_database()"
-    )
     while time.monotonic() < end:
         ids += enqueue_all(db, 40)
-        kills += one(db, kill)
+        kills += one(db, KILL)
         time.sleep(0.2)
     spent = cpu_seconds(worker.pid) / seconds
     wait_until(lambda: is_empty(db), 60)
@@ -148,13 +148,9 @@ def test_a_worker_replaces_killed_sessions_and_loses_no_job(db, workers, say) ->
 def test_quick_jobs_survive_killed_sessions(db, workers, say) -> None:
     ids = pgqueue.enqueue_many(db, QUEUE, [None] * 40_000, kind="noop")
     worker = workers.start("--lease", "2", "-v")
-    kill = (
-        "select count(pg_terminate_backend(pid)) from pg_stat_activity"
-        " where application_name = 'pgqueue' and datname = current_database()"
-    )
     end = time.monotonic() + 60
     while not is_empty(db) and time.monotonic() < end:
-        one(db, kill)
+        one(db, KILL)
         time.sleep(0.2)
     wait_until(lambda: is_empty(db), 60)
     done = "select count(distinct job_id) from pgqueue.run where outcome = 'completed'"
