@@ -65,6 +65,25 @@ def db(connect: Connect) -> psycopg.Connection:
 
 
 @pytest.fixture
+def role(db: psycopg.Connection) -> Iterator[str]:
+    """Name a role that can connect and has no grants."""
+    name = "pgqueue_nobody"
+    db.execute(f"drop role if exists {name}")
+    db.execute(f"create role {name} login")
+    yield name
+    db.execute(f"drop owned by {name}")
+    db.execute(f"drop role {name}")
+
+
+@pytest.fixture
+def held_snapshot(connect: Connect) -> None:
+    """Hold a snapshot until the test ends: no row deleted after it can be removed."""
+    holder = connect(autocommit=False)
+    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    holder.execute("select 1")
+
+
+@pytest.fixture
 def blocked(connect: Connect) -> Callable[[psycopg.Connection], None]:
     """Wait until a session waits for a lock that another holds."""
     watcher = connect()
@@ -80,6 +99,13 @@ def blocked(connect: Connect) -> Callable[[psycopg.Connection], None]:
         raise AssertionError("the session was never blocked")
 
     return wait
+
+
+def url(db: psycopg.Connection, driver: str) -> str:
+    """Say where SQLAlchemy finds the database of a test."""
+    info = db.info
+    where = f"host={info.host}&port={info.port}"
+    return f"postgresql+{driver}://{info.user}@/{info.dbname}?{where}"
 
 
 def one(conn: psycopg.Connection, query, *args):

@@ -24,17 +24,6 @@ MATRIX = {
 }
 
 
-@pytest.fixture
-def role(db):
-    """A role of no rights."""
-    name = "pgqueue_nobody"
-    db.execute(f"drop role if exists {name}")
-    db.execute(f"create role {name} login")
-    yield name
-    db.execute(f"drop owned by {name}")
-    db.execute(f"drop role {name}")
-
-
 def functions(db: psycopg.Connection, role: str) -> set[str]:
     return set(
         column(
@@ -76,7 +65,7 @@ def test_a_role_without_grants_can_do_nothing(db, role):
 
 
 @pytest.mark.parametrize("kind", MATRIX)
-def test_a_kind_of_role_may_do_this_and_nothing_else(db, role, kind):
+def test_each_kind_of_role_may_do_what_the_matrix_says_and_nothing_else(db, role, kind):
     callable_, readable = MATRIX[kind]
     db.execute("select pgqueue.grant_access(%s, %s)", (role, kind))
     assert functions(db, role) == callable_
@@ -86,7 +75,7 @@ def test_a_kind_of_role_may_do_this_and_nothing_else(db, role, kind):
     assert functions(db, role) == set() and relations(db, role, "select") == set()
 
 
-def test_every_public_function_is_granted_to_somebody_or_is_the_owners(db):
+def test_every_public_function_is_granted_to_a_kind_of_role_or_kept_for_the_owner(db):
     public = set(
         column(
             db,
@@ -97,9 +86,7 @@ def test_every_public_function_is_granted_to_somebody_or_is_the_owners(db):
     assert public - granted == {"grant_access", "revoke_access"}
 
 
-def test_a_producer_and_a_worker_do_their_work_without_any_table(
-    db, connect: Connect, role
-):
+def test_a_role_that_is_producer_and_worker_needs_no_table(db, connect: Connect, role):
     for kind in ("producer", "worker"):
         db.execute("select pgqueue.grant_access(%s, %s)", (role, kind))
     worker = connect(user=role)
@@ -122,7 +109,7 @@ def test_a_producer_and_a_worker_do_their_work_without_any_table(
         worker.execute("select payload from pgqueue.job")
 
 
-def test_things_of_the_callers_that_are_named_like_ours_change_nothing(
+def test_a_caller_cannot_shadow_the_tables_functions_or_operators_of_a_verb(
     db, connect: Connect, role
 ):
     for kind in ("producer", "worker", "operator"):
@@ -154,7 +141,9 @@ def test_things_of_the_callers_that_are_named_like_ours_change_nothing(
     )
 
 
-def test_an_app_can_open_one_queue_to_a_role(db, connect: Connect, role):
+def test_a_security_definer_function_can_limit_a_role_to_one_queue(
+    db, connect: Connect, role
+):
     db.execute(f"""
         create function enqueue_mail(payload jsonb) returns bigint
             language sql security definer set search_path = pg_catalog, pg_temp
@@ -170,7 +159,7 @@ def test_an_app_can_open_one_queue_to_a_role(db, connect: Connect, role):
         caller.execute("select pgqueue.enqueue('other')")
 
 
-def test_an_error_says_nothing_of_other_peoples_jobs(db):
+def test_an_error_reveals_no_payload_and_has_a_hint(db):
     db.execute(
         "select pgqueue.enqueue('q', '{\"secret\": \"swordfish\"}', unique_key => 'k')"
     )

@@ -36,7 +36,7 @@ def test_help_shows_every_flag_with_its_variable_and_default(run) -> None:
     assert "default 30.0" in shown
 
 
-def test_variables_stand_in_for_flags(run, db) -> None:
+def test_environment_variables_replace_flags(run, db) -> None:
     pgqueue.enqueue_many(db, "q", [None] * 3, kind="noop")
     env = {
         "PGQUEUE_APP": "worker_app:app",
@@ -50,7 +50,7 @@ def test_variables_stand_in_for_flags(run, db) -> None:
     assert {"at", "level", "message", "pid"} <= lines[0].keys()
 
 
-def test_json_lines_name_the_job(run, db) -> None:
+def test_a_json_log_line_names_the_job_it_is_about(run, db) -> None:
     job = pgqueue.enqueue(db, QUEUE, kind="reject")
     worker = ("pgqueue.worker", "--app", "worker_app", "-q", QUEUE, "--burst")
     done = run(*worker, "--log-format", "json")
@@ -88,16 +88,14 @@ def test_json_lines_name_the_job(run, db) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_command_line_is_said_and_ends_it_with_2(
-    run, args, said
-) -> None:
+def test_a_wrong_command_line_is_explained_and_exits_with_2(run, args, said) -> None:
     done = run("pgqueue.worker", *args)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_queue_may_have_a_colon_in_its_name(run, db) -> None:
+def test_a_queue_name_may_contain_a_colon_or_an_equals_sign(run, db) -> None:
     for queue in "tenant:eu", "tenant:42", "a=b", "plain":
         pgqueue.enqueue(db, queue, kind="noop")
     queues = "tenant:eu,tenant:42=1,a=b=2:3,plain:9"
@@ -125,7 +123,7 @@ def test_a_variable_is_checked_like_its_flag(run, variable, value, said) -> None
     assert said in done.stderr
 
 
-def test_a_switch_that_is_off_or_empty_is_off(run, db) -> None:
+def test_a_switch_variable_that_says_off_or_is_empty_is_off(run, db) -> None:
     worker = ("pgqueue.worker", "--app", "worker_app", "--max-jobs", "1")
     for value in "off", "":
         pgqueue.enqueue(db, "default", kind="noop")
@@ -150,7 +148,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("source", BROKEN)
-def test_an_error_in_the_apps_module_shows_where_it_is(run, tmp_path, source) -> None:
+def test_an_error_in_the_app_module_is_shown_with_file_and_line(
+    run, tmp_path, source
+) -> None:
     (tmp_path / "broken.py").write_text(source)
     done = run("pgqueue.worker", "--app", "broken")
     assert done.returncode == 2
@@ -169,7 +169,7 @@ def test_an_error_in_the_apps_module_shows_where_it_is(run, tmp_path, source) ->
         ("worker_app:note", "'note' in {} is no pgqueue.App but a function"),
     ],
 )
-def test_an_app_that_is_none_is_named_with_its_file(run, app, said) -> None:
+def test_an_app_name_that_is_no_app_is_reported_with_its_file(run, app, said) -> None:
     done = run("pgqueue.worker", "--app", app)
     file = HERE / f"{app.partition(':')[0]}.py"
     assert done.returncode == 2
@@ -177,7 +177,7 @@ def test_an_app_that_is_none_is_named_with_its_file(run, app, said) -> None:
     assert str(file) in done.stderr
 
 
-def test_burst_says_what_became_of_how_many(run, db) -> None:
+def test_burst_ends_with_a_count_of_each_outcome(run, db) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 3, kind="noop")
     pgqueue.enqueue(db, QUEUE, kind="reject")
     worker = ("pgqueue.worker", "--app", "worker_app", "-q", QUEUE, "--burst")
@@ -186,18 +186,8 @@ def test_burst_says_what_became_of_how_many(run, db) -> None:
     assert "ends: no jobs" in run(*worker).stderr
 
 
-@pytest.fixture
-def stranger(db, dsn):
-    """A role that may do nothing, and where it connects."""
-    role = f"nobody_{db.info.dbname}"
-    db.execute(f"create role {role} login")
-    yield role, f"{dsn} user={role}"
-    db.execute(f"drop owned by {role}; drop role {role}")
-
-
-def test_check_names_the_grant_that_is_missing(run, db, stranger) -> None:
-    role, dsn = stranger
-    check = ("pgqueue.worker", "--check", "--dsn", dsn)
+def test_check_names_the_grant_that_is_missing(run, db, dsn, role) -> None:
+    check = ("pgqueue.worker", "--check", "--dsn", f"{dsn} user={role}")
     done = run(*check)  # not even the schema
     assert (done.returncode, "grant_access(role, 'worker')" in done.stdout) == (1, True)
     db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
@@ -209,10 +199,9 @@ def test_check_names_the_grant_that_is_missing(run, db, stranger) -> None:
     assert "notified" in done.stdout
 
 
-def test_a_command_names_the_grant_that_is_missing(run, stranger) -> None:
-    _, dsn = stranger
+def test_a_command_names_the_grant_that_is_missing(run, dsn, role) -> None:
     for kind, args in ("producer", ["enqueue", "q"]), ("operator", ["status"]):
-        done = run("pgqueue", "--dsn", dsn, *args)
+        done = run("pgqueue", "--dsn", f"{dsn} user={role}", *args)
         assert done.returncode == 1
         assert f"grant_access(role, '{kind}')" in done.stderr
 
@@ -240,7 +229,7 @@ def test_no_control_character_of_a_job_reaches_the_log(run, db, tmp_path) -> Non
         assert re.match(stamp, line) or line.startswith("    "), line
 
 
-def test_a_server_that_comes_late_is_waited_for(db, dsn, workers) -> None:
+def test_a_worker_waits_for_a_server_that_is_not_up_yet(db, dsn, workers) -> None:
     job = pgqueue.enqueue(db, QUEUE, kind="mark")
     name = db.info.dbname
     with psycopg.connect(dbname="postgres", autocommit=True) as other:
@@ -253,7 +242,7 @@ def test_a_server_that_comes_late_is_waited_for(db, dsn, workers) -> None:
     assert workers.finish(worker) == 0
 
 
-def test_importing_it_has_no_side_effects() -> None:
+def test_importing_the_package_has_no_side_effects() -> None:
     code = (
         "import logging, threading, signal; before = signal.getsignal(signal.SIGTERM);"
         "import pgqueue; assert not logging.getLogger('pgqueue').handlers;"
@@ -268,7 +257,7 @@ def test_importing_it_has_no_side_effects() -> None:
 
 
 @pytest.mark.parametrize("how", ["extension", "plain"])
-def test_install_brings_it_into_a_database_once(run, db, how) -> None:
+def test_install_called_twice_installs_once(run, db, how) -> None:
     db.execute("drop extension pgqueue")
     args = ("pgqueue", "install", *(["--plain"] if how == "plain" else []))
     done = run(*args)
@@ -282,7 +271,7 @@ def test_install_brings_it_into_a_database_once(run, db, how) -> None:
 
 
 @pytest.mark.parametrize("how", ["extension", "plain"])
-def test_of_two_installs_at_once_the_second_finds_it_there(
+def test_of_two_concurrent_installs_the_second_waits_and_installs_nothing(
     run, db, connect, how
 ) -> None:
     db.execute("drop extension pgqueue")

@@ -59,9 +59,7 @@ def test_enqueue_adds_a_job_and_prints_its_id(run, db) -> None:
         (["--dsn", "dbname=template1", "enqueue", "q"], 3, "install"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line_without_a_traceback(
-    run, args, code, said
-) -> None:
+def test_an_error_is_explained_without_a_traceback(run, args, code, said) -> None:
     done = run("pgqueue", *args)
     assert (done.returncode, done.stdout) == (code, "")
     assert said in done.stderr
@@ -69,7 +67,7 @@ def test_what_is_wrong_is_said_in_a_line_without_a_traceback(
         assert noise not in done.stderr
 
 
-def test_a_dead_job_is_shown_found_and_sent_back(run, db) -> None:
+def test_dead_and_redrive_find_a_dead_job_and_send_it_back(run, db) -> None:
     job = pgqueue.enqueue(db, "emails", kind="k")
     status = run("pgqueue", "status").stdout.splitlines()
     assert status[0].split()[:2] == ["queue", "ready"]
@@ -95,7 +93,7 @@ def test_a_dead_job_is_shown_found_and_sent_back(run, db) -> None:
     assert one(db, "select state from pgqueue.jobs") == "ready"
 
 
-def test_redrive_says_when_its_limit_left_some_behind(run, db) -> None:
+def test_redrive_says_when_its_limit_left_matching_jobs(run, db) -> None:
     pgqueue.enqueue_many(db, "q", [None] * 1005)
     kill(db, "q")
     said = "stopped at the --limit of 1000; more match"
@@ -111,7 +109,7 @@ def test_redrive_says_when_its_limit_left_some_behind(run, db) -> None:
     assert one(db, "select count(*) from pgqueue.dead_job") == 0
 
 
-def test_pause_and_resume_hold_one_queue_or_all(run, db) -> None:
+def test_pause_and_resume_work_on_one_queue_or_on_all(run, db) -> None:
     for queue in "a", "b":
         pgqueue.enqueue(db, queue)
     paused = "select queue from pgqueue.queues where paused order by 1"
@@ -127,7 +125,7 @@ def test_pause_and_resume_hold_one_queue_or_all(run, db) -> None:
     assert 'no job in a queue "emial"' in run("pgqueue", "pause", "emial").stderr
 
 
-def test_cancel_discard_and_purge_are_those_of_sql(run, db) -> None:
+def test_cancel_discard_and_purge_do_what_the_sql_functions_do(run, db) -> None:
     first, second = pgqueue.enqueue_many(db, "q", [None] * 2)
     pgqueue.enqueue_many(db, "other", [None] * 3)
     assert run("pgqueue", "cancel", str(first), "--reason", "why").stdout == (
@@ -142,7 +140,7 @@ def test_cancel_discard_and_purge_are_those_of_sql(run, db) -> None:
     assert column(db, "select id from pgqueue.job") == []
 
 
-def test_error_shows_all_of_a_job_that_failed(run, db) -> None:
+def test_error_shows_payload_headers_and_every_attempt_of_a_job(run, db) -> None:
     job = pgqueue.enqueue(db, "q", {"to": "ada"}, kind="k", headers={"trace": 7})
     error = "ValueError: {}\n\nTraceback (most recent call last):\n" + "x" * 5000
     for text in "first", "second":
@@ -167,7 +165,7 @@ def test_error_shows_all_of_a_job_that_failed(run, db) -> None:
         assert outcome in line
 
 
-def test_no_control_character_reaches_the_terminal(run, db) -> None:
+def test_no_control_character_of_a_job_reaches_the_terminal(run, db) -> None:
     job = pgqueue.enqueue(db, NASTY, {"x": NASTY}, kind=NASTY)
     db.execute("select id from pgqueue.claim(%s, %s)", (NASTY, NASTY))
     shown = [run("pgqueue", "top", "--times", "1", COLUMNS="200").stdout]
@@ -209,7 +207,7 @@ def test_a_table_fits_the_terminal(run, db, columns) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_pipe_that_nobody_reads_is_left_quietly(db, dsn, unbuffered) -> None:
+def test_a_closed_pipe_ends_a_command_without_a_traceback(db, dsn, unbuffered) -> None:
     pgqueue.enqueue(db, "q")
     reading, writing = os.pipe()
     os.close(reading)
@@ -231,7 +229,7 @@ def test_a_pipe_that_nobody_reads_is_left_quietly(db, dsn, unbuffered) -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_top_shows_what_runs_again_and_again(run, db) -> None:
+def test_top_shows_the_running_jobs_as_often_as_asked(run, db) -> None:
     pgqueue.enqueue(db, "emails", kind="welcome")
     db.execute("select from pgqueue.claim('emails', 'me')")
     shown = run("pgqueue", "top", "--times", "2", "--every", "0.1").stdout

@@ -18,7 +18,7 @@ import pgqueue
 import psycopg
 import pydantic
 import pytest
-from conftest import column, one
+from conftest import column, one, url
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import dict_row, scalar_row
 
@@ -36,7 +36,9 @@ def address(db: psycopg.Connection) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("factory", [None, dict_row, scalar_row])
-def test_psycopg_connection_and_cursor(db, dsn, factory) -> None:
+def test_jobs_are_enqueued_in_the_transaction_of_a_psycopg_connection_or_cursor(
+    db, dsn, factory
+) -> None:
     options = {"row_factory": factory} if factory else {}
     with psycopg.connect(dsn, **options) as conn:
         for target in (conn, conn.cursor(), conn.cursor("named")):
@@ -58,7 +60,9 @@ def test_a_cursor_keeps_the_rows_it_was_reading(dsn) -> None:
         assert cursor.fetchall() == [(2,), (3,)]
 
 
-def test_async_psycopg(db, dsn) -> None:
+def test_jobs_are_enqueued_in_the_transaction_of_an_async_psycopg_connection(
+    db, dsn
+) -> None:
     async def run() -> None:
         async with await psycopg.AsyncConnection.connect(dsn) as conn:
             for target in (conn, conn.cursor()):
@@ -75,7 +79,7 @@ def test_async_psycopg(db, dsn) -> None:
     assert one(db, JOBS) == 1
 
 
-def test_psycopg2(db) -> None:
+def test_jobs_are_enqueued_in_the_transaction_of_a_psycopg2_connection(db) -> None:
     import psycopg2
     from psycopg2 import extras
 
@@ -104,7 +108,7 @@ def test_psycopg2(db) -> None:
         conn.close()
 
 
-def test_django(db) -> None:
+def test_jobs_are_enqueued_in_the_transaction_of_a_django_connection(db) -> None:
     import django
     from django.conf import settings
 
@@ -135,18 +139,11 @@ def test_django(db) -> None:
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
-def test_sqlalchemy(db, driver) -> None:
+def test_jobs_are_enqueued_in_the_transaction_of_sqlalchemy(db, driver) -> None:
     import sqlalchemy as alchemy
     from sqlalchemy import orm
 
-    where = address(db)
-    url = alchemy.URL.create(
-        f"postgresql+{driver}",
-        username=where["user"],
-        database=where["dbname"],
-        query={"host": where["host"], "port": str(where["port"])},
-    )
-    engine = alchemy.create_engine(url)
+    engine = alchemy.create_engine(url(db, driver))
     try:
         with engine.connect() as conn, orm.Session(engine) as session:
             for target in (conn, session):
@@ -165,17 +162,11 @@ def test_sqlalchemy(db, driver) -> None:
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_sqlalchemy_async(db, driver) -> None:
+def test_jobs_are_enqueued_in_the_transaction_of_async_sqlalchemy(db, driver) -> None:
     from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
-    where = address(db)
-    url = (
-        f"postgresql+{driver}://{where['user']}@/{where['dbname']}"
-        f"?host={where['host']}&port={where['port']}"
-    )
-
     async def run() -> None:
-        engine = create_async_engine(url)
+        engine = create_async_engine(url(db, driver))
         async with engine.connect() as conn, AsyncSession(engine) as session:
             assert await conn.run_sync(pgqueue.enqueue, "emails", {"to": "ada"}) > 0
             for target in (conn, session):
@@ -194,7 +185,7 @@ def test_sqlalchemy_async(db, driver) -> None:
     assert one(db, JOBS) == 0
 
 
-def test_asyncpg(db) -> None:
+def test_jobs_are_enqueued_on_an_asyncpg_connection(db) -> None:
     import asyncpg
 
     where = address(db)
@@ -226,7 +217,7 @@ def test_asyncpg(db) -> None:
     ]
 
 
-def test_every_option_arrives(db) -> None:
+def test_every_option_of_enqueue_reaches_the_job(db) -> None:
     when = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
     options = {
         "kind": "welcome",
@@ -274,7 +265,7 @@ class Model(pydantic.BaseModel):
     mode: str = "json"
 
 
-def test_json_round_trips(db) -> None:
+def test_any_json_payload_is_stored_unchanged(db) -> None:
     deep: list = []
     for _ in range(500):
         deep = [deep]
@@ -297,7 +288,7 @@ def test_json_round_trips(db) -> None:
     assert found == {"who": {"name": "ada"}, "model": {"mode": "json"}}
 
 
-def test_keys_of_many_jobs_arrive_as_they_are(db) -> None:
+def test_enqueue_many_stores_any_key_unchanged(db) -> None:
     keys = [
         "a b",
         " ",
@@ -346,7 +337,9 @@ for _ in range(100_000):
         (["\ud83d"], "surrogate"),
     ],
 )
-def test_what_is_no_json_is_refused_and_nothing_is_enqueued(db, value, why) -> None:
+def test_a_payload_that_is_no_json_is_refused_and_nothing_is_enqueued(
+    db, value, why
+) -> None:
     for enqueue in (pgqueue.enqueue, pgqueue.enqueue_many):
         with pytest.raises((ValueError, TypeError, psycopg.DataError), match=why):
             enqueue(db, "emails", value if enqueue is pgqueue.enqueue else [1, value])
@@ -357,7 +350,7 @@ class Colour(enum.Enum):
     RED = "red"
 
 
-def test_what_json_does_not_have_is_encoded_by_pydantic(db) -> None:
+def test_values_that_json_does_not_have_are_encoded_by_pydantic(db) -> None:
     key = uuid.UUID(int=7)
     payload = {
         "when": datetime(2026, 12, 24, tzinfo=UTC),
@@ -376,7 +369,7 @@ def test_what_json_does_not_have_is_encoded_by_pydantic(db) -> None:
     }
 
 
-def test_without_pydantic_what_cannot_be_encoded_or_read_is_told() -> None:
+def test_without_pydantic_a_type_that_needs_it_raises_a_type_error() -> None:
     code = """
 import sys
 sys.modules["pydantic"] = None
@@ -423,7 +416,7 @@ class Parcel:
     weight: Decimal
 
 
-def test_a_task_enqueues_what_its_handler_takes(db) -> None:
+def test_a_task_enqueues_only_the_arguments_its_handler_takes(db) -> None:
     app = pgqueue.App()
 
     @app.job("welcome", queue="emails", max_attempts=5)
@@ -475,7 +468,7 @@ def test_a_task_enqueues_what_its_handler_takes(db) -> None:
     assert one(db, JOBS) == 3
 
 
-def test_errors_have_classes(db) -> None:
+def test_pq001_and_pq002_have_exception_classes(db) -> None:
     with pytest.raises(pgqueue.JobNotFound) as caught:
         db.execute("select pgqueue.cancel(0)")
     assert caught.value.sqlstate == "PQ001"
@@ -485,7 +478,9 @@ def test_errors_have_classes(db) -> None:
     assert column(db, "select id from pgqueue.job") == []
 
 
-def test_where_the_database_is(monkeypatch) -> None:
+def test_the_dsn_comes_from_the_argument_then_pgqueue_dsn_then_database_url(
+    monkeypatch,
+) -> None:
     from pgqueue.database import PATIENCE, conninfo
 
     for name in (

@@ -113,7 +113,7 @@ def test_the_worker_runs_handlers_that_use_the_orm(db, migrated) -> None:
     assert outcomes(db) == ["completed", "completed"]
 
 
-def test_a_rolled_back_transaction_takes_its_jobs_along(db, migrated) -> None:
+def test_a_job_is_rolled_back_with_the_transaction_of_django(db, migrated) -> None:
     code = """
 from django.db import connection, transaction
 from shop import jobs
@@ -136,7 +136,7 @@ with transaction.atomic():
     assert one(db, "select count(*) from shop_order") == 0
 
 
-def test_the_tests_of_django_run_jobs_in_their_transaction(site) -> None:
+def test_a_django_test_case_runs_jobs_in_its_transaction(site) -> None:
     site.write("shop/tests.py", blocks("Django")[3], MORE_TESTS)
     said = site.manage("test", "-v", "2")
     assert "Ran 6 tests" in said
@@ -150,10 +150,10 @@ from django.test import TransactionTestCase
 from pgqueue.testing import enqueued
 
 class MoreTest(TestCase):
-    def test_it_was_rolled_back(self):
+    def test_jobs_of_another_test_are_rolled_back(self):
         self.assertEqual(enqueued(connection), [])
 
-    def test_a_handler_that_breaks_the_transaction_fails_alone(self):
+    def test_a_handler_that_breaks_the_transaction_fails_only_its_job(self):
         app = jobs.pgqueue.App()
 
         @app.job("twice")
@@ -170,14 +170,14 @@ class MoreTest(TestCase):
             drain(connection, app)
         self.assertEqual(jobs.Order.objects.count(), 0)
 
-    def test_moments_and_payloads_are_values_of_python(self):
+    def test_enqueued_returns_payloads_and_times_as_python_values(self):
         soon = jobs.confirm.with_options(run_at=jobs.timedelta(hours=1))
         soon.enqueue(connection, order=7)
         (job,) = enqueued(connection, "orders")
         self.assertEqual(job.payload, {"order": 7})
         self.assertIsNotNone(job.run_at.tzinfo)
 
-    async def test_in_an_async_test(self):
+    async def test_drain_works_in_an_async_test(self):
         order = await sync_to_async(jobs.place)()
         ran = await sync_to_async(drain)(connection, jobs.app)
         assert [r.outcome for r in ran] == ["completed"] * 2
@@ -185,7 +185,7 @@ class MoreTest(TestCase):
         self.assertTrue(order.is_confirmed and order.is_shipped)
 
 class CommittedTest(TransactionTestCase):
-    def test_what_was_committed_runs_if_that_is_said(self):
+    def test_drain_runs_committed_jobs_only_when_told_to(self):
         jobs.place()
         with self.assertRaises(ValueError):
             drain(connection, jobs.app)
@@ -255,7 +255,7 @@ def kill_sessions(db) -> int:
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 @pytest.mark.parametrize("more", ["{}", PERSISTENT])
-def test_a_killed_session_costs_its_own_attempt_alone(db, hunted, kind, more) -> None:
+def test_a_killed_session_fails_only_its_own_attempt(db, hunted, kind, more) -> None:
     ids = [pgqueue.enqueue(db, "q", {"number": n}, kind=kind) for n in range(1, 11)]
     args = ("--app", "hunted", "--queue", "q", "--concurrency", "1")
     hunted.start("pgqueue_worker", *args, MORE=more)
@@ -268,7 +268,7 @@ def test_a_killed_session_costs_its_own_attempt_alone(db, hunted, kind, more) ->
 
 
 @pytest.mark.parametrize(("more", "burnt"), [("{}", 0), (PERSISTENT, 1), (CHECKED, 0)])
-def test_a_session_killed_between_jobs_costs_one_attempt_at_most(
+def test_a_session_killed_between_jobs_fails_one_attempt_at_most(
     db, hunted, more, burnt
 ) -> None:
     args = ("--app", "hunted", "--queue", "q", "--concurrency", "1")
@@ -293,7 +293,9 @@ def test_async_attempts_share_no_connection_and_leave_none_open(db, hunted) -> N
 # The command
 
 
-def test_the_command_connects_as_the_settings_say(db, site, tmp_path) -> None:
+def test_the_worker_command_connects_as_the_django_settings_say(
+    db, site, tmp_path
+) -> None:
     name = db.info.dbname
     assert site.manage("pgqueue_worker", "--check").startswith("ok: ")
     (tmp_path / "services").write_text(f"[shop]\ndbname={name}\n")
@@ -311,7 +313,7 @@ def test_the_command_connects_as_the_settings_say(db, site, tmp_path) -> None:
     assert refused.returncode == 3
 
 
-def test_the_command_takes_another_database_of_the_settings(db, site) -> None:
+def test_the_worker_command_can_use_another_database_of_the_settings(db, site) -> None:
     site.write("others.py", "from settings import *", OTHERS)
     say = ("pgqueue_worker", "--check", "--settings", "others", "--database")
     assert site.try_to(*say[:-1]).returncode == 3
@@ -328,7 +330,7 @@ DATABASES["lite"] = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
 """
 
 
-def test_options_of_django_and_of_the_worker_go_together(db, site) -> None:
+def test_the_worker_command_takes_options_of_django_and_of_the_worker(db, site) -> None:
     elsewhere = site.folder / "elsewhere"
     site.write("elsewhere/others.py", "from settings import *")
     more = ("--settings=others", f"--pythonpath={elsewhere}", "--check")
@@ -343,7 +345,7 @@ def test_options_of_django_and_of_the_worker_go_together(db, site) -> None:
     assert "pgqueue_worker" in site.manage("help")
 
 
-def test_several_processes_are_started_and_stopped(db, hunted) -> None:
+def test_the_worker_command_starts_and_stops_several_processes(db, hunted) -> None:
     args = ("--app", "hunted", "--queue", "q", "--processes", "2")
     worker = hunted.start("pgqueue_worker", *args)
     pgqueue.enqueue_many(db, "q", [{"number": 0}] * 10, kind="sync")
@@ -352,6 +354,6 @@ def test_several_processes_are_started_and_stopped(db, hunted) -> None:
     assert worker.wait(40) == 0
 
 
-def test_psycopg_is_what_django_uses(db, site) -> None:
+def test_django_uses_psycopg_3(db, site) -> None:
     code = "from django.db import connection as c; c.ensure_connection(); print(type(c.connection))"
     assert f"{psycopg.__name__}.Connection" in site.manage("shell", "-c", code)

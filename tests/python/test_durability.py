@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from cluster import Cluster
 from conftest import column, one
-from psycopg.conninfo import make_conninfo
+from worker_harness import wait_until, where
 
 JOBS = 1500
 
@@ -24,16 +24,10 @@ JOBS = 1500
 def server() -> Iterator[Cluster]:
     """A server of our own, to be hurt."""
     with Cluster(settings={"restart_after_crash": "on"}) as cluster:
-        with psycopg.connect(**where(cluster), autocommit=True) as conn:
+        with psycopg.connect(where(cluster), autocommit=True) as conn:
             conn.execute("create extension pgqueue")
             conn.execute("create table effect (job_id bigint primary key)")
         yield cluster
-
-
-def where(cluster: Cluster) -> dict[str, str]:
-    return {
-        "host": cluster.env["PGHOST"], "port": cluster.env["PGPORT"], "user": "postgres", "dbname": "postgres",
-    }  # fmt: skip
 
 
 class Load:
@@ -109,7 +103,7 @@ def crash(server: Cluster, conn: Callable[[], psycopg.Connection]) -> None:
     "hurt, times", [(terminate, 15), (hurt_sessions, 6), (crash, 4)]
 )
 def test_no_kill_loses_a_job_or_completes_it_twice(server: Cluster, hurt, times):
-    dsn = make_conninfo(**where(server))
+    dsn = where(server)
 
     def connect() -> psycopg.Connection:
         deadline = time.monotonic() + 30
@@ -129,10 +123,12 @@ def test_no_kill_loses_a_job_or_completes_it_twice(server: Cluster, hurt, times)
         for n in range(times):
             # Strike while work is going on: after so many more jobs.
             goal = (n + 1) * JOBS // (times + 1)
-            wait_for(lambda: len(load.acknowledged) >= goal)  # noqa: B023
+            wait_until(lambda: len(load.acknowledged) >= goal, 90)  # noqa: B023
             hurt(server, connect)
-        wait_for(lambda: len(load.acknowledged) >= JOBS)
-        wait_for(lambda: _quietly(connect, "select count(*) from pgqueue.job") == 0)
+        wait_until(lambda: len(load.acknowledged) >= JOBS, 90)
+        wait_until(
+            lambda: _quietly(connect, "select count(*) from pgqueue.job") == 0, 90
+        )
     finally:
         load.stop.set()
         for thread in load.threads:
@@ -162,24 +158,17 @@ def _quietly(connect: Callable[[], psycopg.Connection], query: str):
         return None
 
 
-def wait_for(condition: Callable[[], bool], timeout: float = 90) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-
-
-def test_a_claim_that_a_crash_cuts_off_never_happened(server):
+def test_a_claim_cut_off_by_a_crash_never_happened(server):
     """Its token may be given again: whoever had it never heard that it was committed."""
-    with psycopg.connect(**where(server), autocommit=True) as db:
+    with psycopg.connect(where(server), autocommit=True) as db:
         id = one(db, "select pgqueue.enqueue('cut')")
         db.execute("select pgqueue.enqueue('other')")
         committed = one(db, "select token from pgqueue.claim('other', 'w')")
-    claimer = psycopg.connect(**where(server))
+    claimer = psycopg.connect(where(server))
     assert one(claimer, "select id from pgqueue.claim('cut', 'w')") == id
     server.restart("immediate")
     claimer.close()
-    with psycopg.connect(**where(server), autocommit=True) as db:
+    with psycopg.connect(where(server), autocommit=True) as db:
         state = "select state, attempt from pgqueue.jobs where id = %s"
         assert db.execute(state, (id,)).fetchone() == ("ready", 0)
         token = one(db, "select token from pgqueue.claim('cut', 'w')")

@@ -444,7 +444,7 @@ def differences(session: Session, usual: Session) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_no_setting_of_a_session_changes_an_answer_or_its_price(deep, usual, settings):
+def test_no_setting_of_a_session_changes_an_answer_or_its_cost(deep, usual, settings):
     each = settings.split("; ")
     with psycopg.connect(dbname="postgres") as db:
         known = column(db, "select lower(name) from pg_settings")
@@ -454,7 +454,7 @@ def test_no_setting_of_a_session_changes_an_answer_or_its_price(deep, usual, set
     assert differences(run(deep, *each), usual) == {}
 
 
-def test_settings_may_change_between_calls(deep, usual):
+def test_no_change_of_settings_between_calls_changes_an_answer_or_its_cost(deep, usual):
     styles = [
         "datestyle = 'SQL, DMY'",
         "timezone = 'Asia/Jakarta'",
@@ -468,7 +468,7 @@ def test_settings_may_change_between_calls(deep, usual):
     assert differences(session, usual) == {}
 
 
-def test_no_planner_switch_changes_an_answer_or_its_price(deep, usual):
+def test_no_planner_switch_changes_an_answer_or_its_cost(deep, usual):
     """All those that this version has, each turned round."""
     with psycopg.connect(dbname="postgres") as db:
         switches = column(
@@ -482,9 +482,7 @@ def test_no_planner_switch_changes_an_answer_or_its_price(deep, usual):
 
 
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
-def test_an_old_snapshot_is_refused_by_what_deals_with_leases_and_by_nothing_else(
-    deep, usual, level
-):
+def test_only_verbs_that_deal_with_leases_refuse_an_older_snapshot(deep, usual, level):
     session = run(deep, f"default_transaction_isolation = '{level}'")
     refused = {name for name, rows in session.answers.items() if rows == "25001"}
     assert refused == {name for name in CALLS if name.split()[0] in LEASING}
@@ -494,7 +492,7 @@ def test_an_old_snapshot_is_refused_by_what_deals_with_leases_and_by_nothing_els
         assert session.answers[name] == usual.answers[name], name
 
 
-def test_a_read_only_session_is_refused_everything_but_a_look(deep, usual):
+def test_a_read_only_session_can_read_views_and_rest_and_nothing_else(deep, usual):
     session = run(deep, "default_transaction_read_only = on")
     allowed = {name for name, rows in session.answers.items() if rows != "25006"}
     assert allowed == {"rest until later", "queues", "jobs", "running"}
@@ -509,7 +507,7 @@ def test_a_read_only_session_is_refused_everything_but_a_look(deep, usual):
         for way in ("indexscan", "nestloop", "seqscan", "sort", "tidscan")
     ],
 )
-def test_no_statement_is_compiled(deep, setting):
+def test_no_statement_is_compiled_by_jit(deep, setting):
     """A way that is switched off and has to be gone all the same looks so dear that Postgres
     compiles the statement, each time for longer than all the rest takes."""
     plans: list[str] = []

@@ -68,7 +68,7 @@ def test_every_place_says_the_same_version(db):
     assert project["name"] == "pgqueue-postgres"
 
 
-def test_the_control_file_leaves_no_room_for_another_schema_or_a_superuser():
+def test_the_extension_has_a_fixed_schema_and_needs_no_superuser():
     control = (REPO / "pgqueue.control").read_text()
     for fact in ("schema = pg_catalog", "relocatable = false", "superuser = false"):
         assert fact in control
@@ -82,7 +82,7 @@ def test_the_control_file_leaves_no_room_for_another_schema_or_a_superuser():
         assert macro not in body
 
 
-def test_pgxs_installs_and_uninstalls_below_a_folder(tmp_path):
+def test_make_install_and_uninstall_work_below_destdir(tmp_path):
     pg_config = os.environ.get("PG_CONFIG", "pg_config")
     pgxs = client(pg_config, "--pgxs")
     if pgxs.returncode or not Path(pgxs.stdout.strip()).exists():
@@ -103,7 +103,9 @@ def test_the_script_refuses_to_be_sourced_by_psql(empty):
     )
 
 
-def test_a_role_that_may_create_in_the_database_can_install_use_and_drop(empty):
+def test_a_role_with_create_on_the_database_can_install_use_and_drop_the_extension(
+    empty,
+):
     with psycopg.connect(dbname=empty, autocommit=True) as conn:
         conn.execute("drop role if exists pgqueue_installer")
         conn.execute("create role pgqueue_installer")
@@ -131,7 +133,7 @@ def test_a_role_that_may_create_in_the_database_can_install_use_and_drop(empty):
         conn.execute("drop role pgqueue_installer")
 
 
-def test_a_schema_that_somebody_else_made_stops_the_install(empty):
+def test_an_existing_schema_pgqueue_stops_the_install(empty):
     with psycopg.connect(dbname=empty, autocommit=True) as conn:
         conn.execute("create schema pgqueue")
         with pytest.raises(errors.DuplicateSchema):
@@ -157,7 +159,7 @@ order by 1, 2, 3, 4
 """
 
 
-def test_the_plain_file_makes_the_same_objects_and_refuses_to_do_it_twice(db, empty):
+def test_the_plain_file_makes_the_same_objects_and_runs_only_once(db, empty):
     plain = script(".plain")
     first = client("psql", "-Xq", "-f", str(plain), empty)
     assert (first.returncode, first.stderr) == (0, "")
@@ -305,7 +307,7 @@ def test_a_wheel_holds_every_module_the_sql_and_the_license(wheel):
     assert "pgqueue/py.typed" in names
 
 
-def test_the_package_index_is_told_what_it_shows(wheel):
+def test_the_wheel_has_the_metadata_that_the_package_index_shows(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
         told = email.message_from_bytes(archive.read(name))
@@ -325,7 +327,7 @@ def test_the_package_index_is_told_what_it_shows(wheel):
         assert word in found
 
 
-def test_a_source_distribution_brings_the_sql_to_its_wheel(clone, tmp_path):
+def test_a_wheel_built_from_a_source_distribution_has_the_sql(clone, tmp_path):
     code = "from setuptools.build_meta import build_sdist as b; print(b({!r}))"
     command = (sys.executable, "-c", code.format(str(tmp_path)))
     built = client(*command, cwd=clone / "python")
@@ -350,7 +352,7 @@ def test_the_installed_command_installs_the_sql(wheel, empty, tmp_path):
     assert added.stdout == "1\n"
 
 
-def test_install_is_undone_with_its_transaction_and_needs_no_kind_of_rows(empty):
+def test_install_rolls_back_with_its_transaction_and_works_with_any_row_factory(empty):
     with psycopg.connect(dbname=empty, row_factory=dict_row) as conn:
         for plain, said in ((True, "ran the plain script"), (False, "created the ext")):
             assert said in install(conn, plain)
@@ -364,14 +366,14 @@ def test_install_is_undone_with_its_transaction_and_needs_no_kind_of_rows(empty)
 
 
 @pytest.mark.parametrize("kind", ["", ".plain"])
-def test_pgspot_finds_nothing(kind):
+def test_pgspot_finds_nothing_in_the_built_scripts(kind):
     pgspot = Path(sys.executable).parent / "pgspot"
     found = client(str(pgspot), str(script(kind)))
     assert found.returncode == 0, found.stdout
     assert "Errors: 0 Warnings: 0 Unknown: 0" in found.stdout
 
 
-def test_plpgsql_check_finds_nothing(db):
+def test_plpgsql_check_finds_nothing_in_any_function(db):
     try:
         db.execute("create extension plpgsql_check")
     except errors.Error as missing:

@@ -1,7 +1,6 @@
 """The claim stays flat: its buffers and plans, however deep the queue and whatever the statistics."""
 
 import contextlib
-import json
 
 import psycopg
 import pytest
@@ -23,9 +22,10 @@ def fill(
     db.execute(FILL.format(jobs=jobs, after=after, priority=priority))
 
 
-def explained(db: psycopg.Connection, query: str) -> dict:
-    plan = one(db, f"explain (analyze, buffers, format json) {query}")
-    return (json.loads(plan) if isinstance(plan, str) else plan)[0]["Plan"]
+def explained(db: psycopg.Connection, query: str, counts: str = "buffers") -> dict:
+    """Run a query, and return the root of its plan with what it counts."""
+    (plan,) = one(db, f"explain (analyze, {counts}, format json) {query}")
+    return plan["Plan"]
 
 
 def pages(db: psycopg.Connection, query: str) -> int:
@@ -36,10 +36,7 @@ def pages(db: psycopg.Connection, query: str) -> int:
 
 def records(db: psycopg.Connection, query: str) -> int:
     """The WAL records that a query writes."""
-    plan = one(db, f"explain (analyze, wal, format json) {query}")
-    return (json.loads(plan) if isinstance(plan, str) else plan)[0]["Plan"][
-        "WAL Records"
-    ]
+    return explained(db, query, "wal")["WAL Records"]
 
 
 def buffers(db: psycopg.Connection, batch: int = 50) -> int:
@@ -71,12 +68,14 @@ def is_flat(counts: list[int], usual: float) -> bool:
     return sum(count > 3 * usual for count in counts) <= len(counts) // 10
 
 
-def test_a_million_ready_jobs_cost_no_more_than_a_thousand(db, usual):
+def test_a_claim_from_a_million_ready_jobs_costs_no_more_than_from_a_thousand(
+    db, usual
+):
     fill(db, 1_000_000)
     assert is_flat(counts := warmed(db), usual), (counts, usual)
 
 
-def test_a_million_scheduled_jobs_of_a_higher_priority_cost_nothing(db, usual):
+def test_a_million_scheduled_jobs_of_a_higher_priority_cost_a_claim_nothing(db, usual):
     fill(db, 1_000_000, after="interval '1 day' + n * interval '1 us'", priority=9)
     fill(db, 1000)
     assert is_flat(counts := warmed(db), usual), (counts, usual)
@@ -89,11 +88,8 @@ def test_five_thousand_running_jobs_are_not_walked_by_every_claim(db, usual):
 
 
 def test_half_a_million_dead_rows_under_a_held_snapshot_are_not_walked_by_every_claim(
-    db, connect, usual
+    db, usual, held_snapshot
 ):
-    holder = connect(autocommit=False)
-    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-    holder.execute("select count(*) from pgqueue.job")
     fill(db, 500_000, after="interval '0'")
     db.execute("delete from pgqueue.job")
     fill(db, 1000)
@@ -101,7 +97,7 @@ def test_half_a_million_dead_rows_under_a_held_snapshot_are_not_walked_by_every_
     assert one(db, "select count(*) from pgqueue.job where token is not null") == 600
 
 
-def test_two_thousand_queues_cost_no_more_than_one(db, usual):
+def test_a_claim_beside_two_thousand_queues_costs_no_more_than_beside_none(db, usual):
     db.execute(
         "insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload) "
         "select now(), now(), 0, 20, 'queue ' || n % 2000, 'k', '{}' from generate_series(1, 100000) as n"
@@ -128,7 +124,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_no_statistics_make_a_claim_sort_or_scan(connect, state):
+def test_no_state_of_the_statistics_makes_a_claim_sort_or_scan(connect, state):
     plans: list[str] = []
     db = connect()
     db.add_notice_handler(lambda notice: plans.append(notice.message_primary or ""))
@@ -189,7 +185,7 @@ def test_no_statistics_make_a_claim_sort_or_scan(connect, state):
     assert not scans, scans[0]
 
 
-def test_claims_and_heartbeats_are_hot_updates(db):
+def test_claim_and_extend_are_hot_updates(db):
     fill(db, 3000)
     for _ in range(60):
         rows = db.execute(
@@ -210,7 +206,7 @@ def test_claims_and_heartbeats_are_hot_updates(db):
     assert hot > 0.85 * updated, f"{hot} of {updated} wrote no index"
 
 
-def test_the_settings_of_the_pick_do_not_leak_into_the_session(db):
+def test_the_planner_settings_of_claim_do_not_leak_into_the_session(db):
     fill(db, 10)
     settings = "select setting from pg_settings where name = any (%s) order by name"
     names = ["search_path", "plan_cache_mode", "enable_sort", "enable_seqscan"]
@@ -232,7 +228,7 @@ def lease(db: psycopg.Connection, jobs: int) -> None:
     db.execute(held, (jobs,))
 
 
-def test_ninety_six_sessions_with_fifty_leases_each_do_not_meet_each_other(
+def test_ninety_six_sessions_with_fifty_leases_each_do_not_walk_each_others_jobs(
     dsn, db, usual
 ):
     fill(db, 96 * 50 + 20_000)
@@ -255,7 +251,7 @@ def test_ten_thousand_running_jobs_are_not_walked_by_every_claim(db, usual):
     assert is_flat(counts := warmed(db), usual), (counts, usual)
 
 
-def test_every_priority_in_use_costs_a_claim_no_more_than_one(db, usual):
+def test_a_claim_over_201_priorities_costs_no_more_than_over_one(db, usual):
     """201 lanes, of which all but the lowest have only jobs for tomorrow."""
     for priority in range(-99, 101):
         fill(db, 20, after="interval '1 day' + n * interval '1 us'", priority=priority)
@@ -264,11 +260,8 @@ def test_every_priority_in_use_costs_a_claim_no_more_than_one(db, usual):
 
 
 def test_finished_jobs_of_other_priorities_under_a_held_snapshot_are_not_walked(
-    db, connect, usual
+    db, usual, held_snapshot
 ):
-    holder = connect(autocommit=False)
-    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-    holder.execute("select count(*) from pgqueue.job")
     for priority in (5, 3, -3):
         fill(db, 50_000, priority=priority)
     db.execute("delete from pgqueue.job")
@@ -297,7 +290,7 @@ def test_many_queues_and_kinds_in_one_session_keep_their_positions_apart(db, usu
     assert sum(count > 3 * usual for count in counts) <= 12, (counts, usual)
 
 
-def test_two_lanes_that_share_a_record_take_the_second_one(db, usual):
+def test_of_two_lanes_with_the_same_first_record_one_takes_its_second(db, usual):
     first = "hashtextextended(q, 0) & 127"
     twins = column(
         db,
@@ -316,10 +309,9 @@ def test_two_lanes_that_share_a_record_take_the_second_one(db, usual):
     assert is_flat(counts, usual), (counts, usual)
 
 
-def test_jobs_of_one_moment_are_drained_flat_under_a_held_snapshot(db, connect, usual):
-    holder = connect(autocommit=False)
-    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-    holder.execute("select count(*) from pgqueue.job")
+def test_jobs_with_one_run_at_drain_at_constant_cost_under_a_held_snapshot(
+    db, usual, held_snapshot
+):
     fill(db, 100_000, after="interval '0'")
     done = (
         "select count(*) from (select array_agg(id) as ids, array_agg(token) as tokens "
@@ -333,7 +325,7 @@ def test_jobs_of_one_moment_are_drained_flat_under_a_held_snapshot(db, connect, 
     assert is_flat(counts, usual), (counts, usual)
 
 
-def test_ten_thousand_exhausted_leases_cost_a_claim_no_more_than_a_thousand(db):
+def test_ten_thousand_exhausted_jobs_cost_a_claim_no_more_than_a_thousand(db):
     """0.1.0 was quadratic in them: 5.75 s for one claim of one."""
     fill(db, 10_000)
     lease(db, 10_000)
@@ -355,12 +347,9 @@ def test_ten_thousand_exhausted_leases_cost_a_claim_no_more_than_a_thousand(db):
 
 
 def test_an_idle_worker_walks_dead_entries_once_for_a_claim_and_once_for_a_rest(
-    db, connect
+    db, held_snapshot
 ):
     """At one look in five seconds that is two or three per cent of a core for 500,000."""
-    holder = connect(autocommit=False)
-    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-    holder.execute("select count(*) from pgqueue.job")
     fill(db, 100_000)
     walk = (
         "select from pgqueue.job where hashtext(queue) = hashtext('q') and queue = 'q' "
@@ -379,7 +368,7 @@ def test_an_idle_worker_walks_dead_entries_once_for_a_claim_and_once_for_a_rest(
     assert pages(db, "select pgqueue.rest(array['q'])") < 1.2 * once
 
 
-def test_a_position_of_before_a_restore_or_another_clock_is_none(db):
+def test_a_position_from_before_a_restore_or_from_another_clock_is_ignored(db):
     fill(db, 6000)
     assert one(db, "select count(*) from pgqueue.claim('q', 'w', 5000)") == 5000
     for _ in range(3):
@@ -398,7 +387,7 @@ def test_a_position_of_before_a_restore_or_another_clock_is_none(db):
 
 
 @pytest.mark.parametrize("texts", ["", ", array_fill(null::text, array[50])"])
-def test_finishing_many_without_a_result_costs_no_more_than_completing_them(db, texts):
+def test_finish_without_results_costs_no_more_than_complete_many(db, texts):
     fill(db, 300)
     claimed = (
         "(select array_agg(id) as ids, array_agg(token) as tokens "

@@ -37,7 +37,7 @@ def failed(db: psycopg.Connection, *, for_good: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("verb", ["redrive", "discard_many", "cancel_many"])
-def test_filters_match_the_first_line_of_the_error_without_case(db, verb):
+def test_filters_match_the_first_line_of_the_error_ignoring_case(db, verb):
     ids = failed(db, for_good=verb != "cancel_many")
     found = f"select * from pgqueue.{verb}(error_like => %s, dry_run => %s)"
     assert column(db, found, "%TIMEOUT%", True) == ids[:2]
@@ -47,7 +47,9 @@ def test_filters_match_the_first_line_of_the_error_without_case(db, verb):
 
 
 @pytest.mark.parametrize("verb", ["redrive", "discard_many", "cancel_many"])
-def test_a_dry_run_counts_by_the_first_line_of_the_error_and_changes_nothing(db, verb):
+def test_a_dry_run_counts_jobs_by_the_first_line_of_the_error_and_changes_nothing(
+    db, verb
+):
     ids = failed(db, for_good=verb != "cancel_many")
     ids += failed(db, for_good=verb != "cancel_many")[2:]
     notices = told(db)
@@ -63,7 +65,7 @@ def test_a_dry_run_counts_by_the_first_line_of_the_error_and_changes_nothing(db,
 
 
 @pytest.mark.parametrize("outcome", ["fail", "reject"])
-def test_the_log_keeps_the_first_line_of_an_error(db, outcome):
+def test_a_run_keeps_the_first_line_of_the_error(db, outcome):
     db.execute("select pgqueue.enqueue('q')")
     db.execute(
         "select pgqueue.finish(array[id], array[token], array[%s], array[%s])"
@@ -73,7 +75,7 @@ def test_the_log_keeps_the_first_line_of_an_error(db, outcome):
     assert column(db, "select error from pgqueue.run") == ["TimeoutError: no answer"]
 
 
-def test_a_result_above_64_mb_fails_its_attempt_alone(db):
+def test_a_result_above_64_mb_fails_only_its_attempt(db):
     db.execute("select pgqueue.enqueue_many('q', array['1', '2']::jsonb[])")
     statuses = column(
         db,
@@ -102,7 +104,9 @@ def test_a_claim_in_a_read_only_transaction_is_refused(db, number):
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_nothing_waits_for_a_strangers_advisory_locks(db, connect, is_shared):
+def test_no_verb_waits_for_the_advisory_locks_of_another_session(
+    db, connect, is_shared
+):
     stranger = connect()
     stranger.execute(
         f"select pg_advisory_lock{'_shared' if is_shared else ''}(class, key)"
@@ -122,7 +126,7 @@ def test_nothing_waits_for_a_strangers_advisory_locks(db, connect, is_shared):
     assert 0 < rest.total_seconds() <= 30, "it sleeps, if less long"
 
 
-def test_a_late_commit_in_a_busy_and_deep_lane_starts_soon(db, connect):
+def test_a_job_that_commits_late_in_a_busy_lane_is_claimed_soon(db, connect):
     fill = "select count(*) from pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[%s]))"
     db.execute(fill, [1000])
     late = connect(autocommit=False)
@@ -142,7 +146,7 @@ def test_a_late_commit_in_a_busy_and_deep_lane_starts_soon(db, connect):
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 4, 7])
-def test_small_claims_share_by_weight_on_average(db, wanted):
+def test_claims_smaller_than_a_share_follow_the_weights_on_average(db, wanted):
     """Shares of less than a job were rounded up: one queue of weight 1 got a quarter of its due."""
     for queue in ("heavy", "light"):
         db.execute(

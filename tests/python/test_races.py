@@ -40,7 +40,7 @@ def expire(db: psycopg.Connection) -> None:
 # Transactions
 
 
-def test_a_job_is_seen_when_its_enqueue_commits_and_not_before(db, connect):
+def test_a_job_can_be_claimed_when_its_enqueue_commits_and_not_before(db, connect):
     other = connect()
     with db.transaction():
         db.execute("select pgqueue.enqueue('q')")
@@ -49,7 +49,7 @@ def test_a_job_is_seen_when_its_enqueue_commits_and_not_before(db, connect):
 
 
 @pytest.mark.parametrize("savepoint", [False, True])
-def test_a_job_whose_enqueue_is_rolled_back_never_was(db, savepoint):
+def test_a_job_whose_enqueue_is_rolled_back_never_exists(db, savepoint):
     with db.transaction():
         with db.transaction(force_rollback=True):
             db.execute("select pgqueue.enqueue('q')")
@@ -70,7 +70,7 @@ def test_a_claim_that_is_rolled_back_never_happened(db):
     assert again[0] == id and again[1] > token
 
 
-def test_a_handlers_writes_roll_back_with_a_lost_lease(db, connect):
+def test_the_writes_of_a_handler_that_lost_its_lease_roll_back(db, connect):
     db.execute("create table effect (job_id bigint)")
     id, token = claimed(db)
     expire(db)
@@ -137,7 +137,7 @@ def test_an_attempt_ends_once(db, connect, pool, blocked, first, second, commits
         )
 
 
-def test_a_late_completion_is_accepted_until_somebody_recovers_the_job(db):
+def test_a_job_can_be_completed_after_its_lease_expired_until_it_is_recovered(db):
     id, token = claimed(db)
     expire(db)
     db.execute("select pgqueue.complete(%s, %s)", (id, token))
@@ -177,7 +177,7 @@ def cut(conn: psycopg.Connection, query: str) -> None:
     conn.pgconn.finish()
 
 
-def test_a_heartbeat_does_not_wait_for_a_handler_that_is_about_to_commit(db, connect):
+def test_extend_does_not_wait_for_a_handler_that_is_about_to_commit(db, connect):
     id, token = claimed(db)
     other_id, other_token = claimed(db)
     handler = connect()
@@ -195,7 +195,7 @@ def test_a_heartbeat_does_not_wait_for_a_handler_that_is_about_to_commit(db, con
     )
 
 
-def test_a_token_never_comes_back_after_an_operator_sent_the_job_back(db):
+def test_a_token_is_not_valid_again_after_a_redrive(db):
     id, token = claimed(db, max_attempts=1)
     expire(db)
     db.execute("select pgqueue.reap()")
@@ -225,7 +225,9 @@ def test_a_token_never_comes_back_after_an_operator_sent_the_job_back(db):
         "maintain()",
     ],
 )
-def test_leases_are_refused_outside_read_committed(db, level, call):
+def test_verbs_that_deal_with_leases_are_refused_outside_read_committed(
+    db, level, call
+):
     db.isolation_level = level
     with pytest.raises(errors.ActiveSqlTransaction) as refused:
         with db.transaction():
@@ -278,7 +280,7 @@ def test_a_claim_never_takes_more_than_asked_under_any_plan(db, off):
 
 
 @pytest.mark.parametrize("commits", [True, False])
-def test_a_duplicate_waits_for_the_first_and_then_follows_it(
+def test_a_duplicate_waits_until_the_first_enqueue_commits_or_rolls_back(
     db, connect, pool, blocked, commits
 ):
     first, second = connect(), connect()
@@ -293,7 +295,7 @@ def test_a_duplicate_waits_for_the_first_and_then_follows_it(
     assert column(db, "select payload from pgqueue.job") == ([1] if commits else [2])
 
 
-def test_a_duplicate_of_a_job_that_is_just_completed_is_a_new_job(
+def test_a_duplicate_that_waits_for_a_completion_is_a_new_job(
     db, connect, pool, blocked
 ):
     db.execute("select pgqueue.enqueue('q', unique_key => 'k')")
@@ -315,13 +317,13 @@ def test_a_duplicate_of_a_job_that_is_just_completed_is_a_new_job(
         "select pgqueue.fail(%(id)s, (select token from pgqueue.claim('q', 'w')), 'e', permanent => true)",
     ],
 )
-def test_a_key_is_free_when_its_job_has_ended(db, end):
+def test_a_unique_key_is_free_when_its_job_has_ended(db, end):
     id = one(db, "select pgqueue.enqueue('q', unique_key => 'k')")
     db.execute(end, {"id": id})
     assert one(db, "select pgqueue.enqueue('q', unique_key => 'k')") > id
 
 
-def test_eight_sessions_with_one_key_make_one_job(db, connect, pool):
+def test_eight_sessions_with_the_same_keys_make_one_job_for_each_key(db, connect, pool):
     def hammer(conn):
         return [
             one(
@@ -340,7 +342,7 @@ def test_eight_sessions_with_one_key_make_one_job(db, connect, pool):
     assert ids == set(column(db, "select id from pgqueue.job")) and len(ids) == 5
 
 
-def test_bulk_enqueues_of_the_same_keys_never_wait_in_a_circle(connect, pool, db):
+def test_bulk_enqueues_of_the_same_keys_never_deadlock(connect, pool, db):
     def hammer(conn):
         rng = random.Random(conn.info.backend_pid)
         for n in range(40):
@@ -356,7 +358,7 @@ def test_bulk_enqueues_of_the_same_keys_never_wait_in_a_circle(connect, pool, db
     assert one(db, "select count(*) from pgqueue.job") == 40 * 30
 
 
-def test_a_retry_keeps_its_key_and_never_fails_on_it(db):
+def test_a_failed_job_keeps_its_unique_key_while_it_waits_for_its_retry(db):
     db.execute("select pgqueue.enqueue('q', unique_key => 'k')")
     id, token = db.execute(CLAIM).fetchone()
     assert one(db, "select pgqueue.enqueue('q', unique_key => 'k')") == id
@@ -387,7 +389,7 @@ def heard(listener) -> int:
     raise AssertionError("the notification never came")
 
 
-def test_an_enqueue_notifies_only_when_somebody_rests_on_its_queue(
+def test_an_enqueue_notifies_only_when_a_session_is_parked_on_its_queue(
     db, connect, listener
 ):
     db.execute("select pgqueue.enqueue('q')")
@@ -405,7 +407,7 @@ def test_an_enqueue_notifies_only_when_somebody_rests_on_its_queue(
     assert heard(connect()) == 0
 
 
-def test_a_worker_that_parks_sees_an_enqueue_that_is_still_open(db, listener):
+def test_a_session_that_parks_beside_an_open_enqueue_looks_again_soon(db, listener):
     with db.transaction():
         db.execute("select pgqueue.enqueue('q')")
         pause = one(listener, "select pgqueue.rest(array['q'])")
@@ -413,7 +415,7 @@ def test_a_worker_that_parks_sees_an_enqueue_that_is_still_open(db, listener):
     assert one(listener, "select pgqueue.rest(array['q'])") == timedelta(0)
 
 
-def test_a_parked_worker_that_dies_leaves_nothing_behind(db, connect, listener):
+def test_a_parked_session_that_dies_leaves_no_lock_behind(db, connect, listener):
     worker = connect()
     worker.execute("select pgqueue.rest(array['q'])")
     db.execute("select pg_terminate_backend(%s, 20000)", (worker.info.backend_pid,))
@@ -433,7 +435,9 @@ def test_a_parked_worker_that_dies_leaves_nothing_behind(db, connect, listener):
         "select pgqueue.reap()",
     ],
 )
-def test_whatever_gives_work_to_a_queue_wakes_it(db, listener, verb):
+def test_every_verb_that_makes_a_job_ready_notifies_a_parked_session(
+    db, listener, verb
+):
     dead_id, dead_token = claimed(db)
     db.execute(
         "select pgqueue.fail(%s, %s, 'e', permanent => true)", (dead_id, dead_token)
@@ -446,7 +450,7 @@ def test_whatever_gives_work_to_a_queue_wakes_it(db, listener, verb):
     assert heard(listener) == 1
 
 
-def test_notify_can_be_switched_off_for_two_phase_commit(dsn, db, listener):
+def test_two_phase_commit_works_with_pgqueue_notify_off(dsn, db, listener):
     if one(db, "show max_prepared_transactions") == "0":
         pytest.skip("the server allows no prepared transactions")
     listener.execute("select pgqueue.rest(array['q'])")
@@ -463,22 +467,18 @@ def test_notify_can_be_switched_off_for_two_phase_commit(dsn, db, listener):
 
 
 @pytest.fixture
-def dear(db, connect):
+def long_walk(db, held_snapshot) -> None:
     """A queue whose walk takes long: 100,000 finished jobs that an old snapshot still sees."""
-    holder = connect(autocommit=False)
-    holder.isolation_level = IsolationLevel.REPEATABLE_READ
-    holder.execute("select count(*) from pgqueue.job")
     fill = "select count(*) from pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[100000]))"
     db.execute(fill)
     db.execute("delete from pgqueue.job")
     db.execute("select pgqueue.enqueue('q')")
     id, token = db.execute(CLAIM).fetchone()
     db.execute("select pgqueue.complete(%s, %s)", (id, token))
-    return holder
 
 
 def looks(conn: psycopg.Connection) -> list[int] | timedelta | None:
-    """One turn of a worker: the jobs that it claims, else how long it would sleep."""
+    """What a worker does: claim, and when there is no job, ask how long to sleep."""
     return (
         column(conn, "select id from pgqueue.claim('q', 'w')")
         or one(conn, "select pgqueue.rest(array['q'])")
@@ -486,8 +486,8 @@ def looks(conn: psycopg.Connection) -> list[int] | timedelta | None:
 
 
 @pytest.mark.parametrize("priority", [0, 7, -7])
-def test_a_job_that_commits_late_is_not_slept_on_where_a_walk_is_dear(
-    dear, db, connect, listener, priority
+def test_no_session_sleeps_on_a_job_that_commits_late_where_a_walk_is_expensive(
+    long_walk, db, connect, listener, priority
 ):
     producer = connect(autocommit=False)
     producer.execute("select pgqueue.enqueue('q', priority => %s)", (priority,))
@@ -498,8 +498,8 @@ def test_a_job_that_commits_late_is_not_slept_on_where_a_walk_is_dear(
     assert len(looks(listener)) == 1
 
 
-def test_a_job_given_back_elsewhere_is_found_at_once_where_a_walk_is_dear(
-    dear, db, connect, listener
+def test_a_job_released_elsewhere_is_found_at_once_where_a_walk_is_expensive(
+    long_walk, db, connect, listener
 ):
     db.execute("select pgqueue.enqueue('q')")
     id, token = db.execute(CLAIM).fetchone()
@@ -509,7 +509,9 @@ def test_a_job_given_back_elsewhere_is_found_at_once_where_a_walk_is_dear(
     assert looks(listener) == [id]
 
 
-def test_a_claim_that_is_rolled_back_is_found_where_a_walk_is_dear(dear, db, connect):
+def test_the_jobs_of_a_rolled_back_claim_are_found_where_a_walk_is_expensive(
+    long_walk, db, connect
+):
     ids = column(
         db, "select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[30]))"
     )
@@ -524,8 +526,8 @@ def test_a_claim_that_is_rolled_back_is_found_where_a_walk_is_dear(dear, db, con
     assert sorted(taken) == ids
 
 
-def test_what_appears_behind_the_position_of_a_busy_lane_is_found_before_its_end(
-    dear, db, connect
+def test_a_job_behind_the_position_of_a_busy_lane_is_claimed_before_the_lane_ends(
+    long_walk, db, connect
 ):
     late = connect(autocommit=False)
     enqueue = "select pgqueue.enqueue('q', run_at => now() - interval '1 hour')"
@@ -546,7 +548,9 @@ def test_what_appears_behind_the_position_of_a_busy_lane_is_found_before_its_end
 # Heartbeats say what is
 
 
-def test_a_heartbeat_that_could_not_extend_a_lease_says_lost_at_its_end(db, connect):
+def test_extend_of_a_locked_job_answers_held_until_its_lease_expires_and_then_lost(
+    db, connect
+):
     id, token = claimed(db)
     extend = "select status from pgqueue.extend(array[%s], array[%s], '1 hour')"
     clerk = connect(autocommit=False)
@@ -560,7 +564,7 @@ def test_a_heartbeat_that_could_not_extend_a_lease_says_lost_at_its_end(db, conn
     assert one(connect(), "select id from pgqueue.claim('q', 'other')") == id
 
 
-def test_a_heartbeat_beside_an_open_claim_of_its_expired_job_says_lost(db, connect):
+def test_extend_beside_an_open_claim_of_its_expired_job_answers_lost(db, connect):
     id, token = claimed(db)
     expire(db)
     thief = connect(autocommit=False)
@@ -590,7 +594,7 @@ def many(conn: psycopg.Connection, *keys: str) -> list[int]:
     return column(conn, REPLACE, ["{}"] * len(keys), list(keys))
 
 
-def test_a_purge_and_a_bulk_replace_do_not_wait_in_a_circle(db, connect, pool, blocked):
+def test_a_purge_and_a_bulk_replace_do_not_deadlock(db, connect, pool, blocked):
     """Rows were locked by id here and by key there."""
     ids = keyed(db, "b", "a")
     clerk, bulk, operator = connect(autocommit=False), connect(), connect()
@@ -603,9 +607,7 @@ def test_a_purge_and_a_bulk_replace_do_not_wait_in_a_circle(db, connect, pool, b
     assert len(replaced.result(20)) == 2 and purged.result(20) in (0, 2)
 
 
-def test_two_bulk_replaces_beside_a_cancel_do_not_wait_in_a_circle(
-    db, connect, pool, blocked
-):
+def test_two_bulk_replaces_beside_a_cancel_do_not_deadlock(db, connect, pool, blocked):
     ids = keyed(db, "b", "d")
     clerk, first, second = connect(autocommit=False), connect(), connect()
     clerk.execute("select from pgqueue.job where id = %s for update", (ids["b"],))
@@ -618,7 +620,7 @@ def test_two_bulk_replaces_beside_a_cancel_do_not_wait_in_a_circle(
     assert a.result(20) == b.result(20)
 
 
-def test_two_bulk_replaces_beside_a_completion_do_not_wait_in_a_circle(
+def test_two_bulk_replaces_beside_a_completion_do_not_deadlock(
     db, connect, pool, blocked
 ):
     low = one(db, "select pgqueue.enqueue('q', unique_key => 'a0', priority => -1)")
@@ -635,7 +637,7 @@ def test_two_bulk_replaces_beside_a_completion_do_not_wait_in_a_circle(
     assert a.result(20)[1:] == b.result(20)
 
 
-def test_a_bulk_replace_begins_again_when_a_locked_duplicate_has_appeared(
+def test_a_bulk_replace_starts_again_when_a_locked_duplicate_has_appeared(
     db, connect, pool, blocked
 ):
     ids = keyed(db, "a")
@@ -654,7 +656,9 @@ def test_a_bulk_replace_begins_again_when_a_locked_duplicate_has_appeared(
 
 @pytest.mark.parametrize("how", ["skip", "replace", "postpone"])
 @pytest.mark.parametrize("attempts", [1, 20])
-def test_a_duplicate_of_a_job_whose_worker_died_is_not_dropped(db, how, attempts):
+def test_a_duplicate_of_a_job_whose_lease_expired_recovers_that_job_first(
+    db, how, attempts
+):
     enqueue = "select pgqueue.enqueue('q', %s, unique_key => 'k', on_duplicate => %s, max_attempts => %s)"
     id = one(db, enqueue, '"old"', how, attempts)
     token = one(db, "select token from pgqueue.claim('q', 'w')")
@@ -671,7 +675,7 @@ def test_a_duplicate_of_a_job_whose_worker_died_is_not_dropped(db, how, attempts
 
 
 @pytest.mark.parametrize("how", ["skip", "replace", "postpone"])
-def test_a_notice_tells_that_a_duplicate_is_running(db, how):
+def test_a_duplicate_of_a_running_job_raises_a_notice(db, how):
     notices: list[str] = []
     db.add_notice_handler(lambda notice: notices.append(notice.message_primary or ""))
     enqueue = "select pgqueue.enqueue('q', %s, unique_key => 'k', on_duplicate => %s)"
@@ -701,7 +705,7 @@ NOISY = {
 
 
 @pytest.mark.parametrize("verb", NOISY)
-def test_a_queue_that_does_not_notify_allows_two_phase_commit(db, listener, verb):
+def test_two_phase_commit_works_in_a_queue_with_notify_false(db, listener, verb):
     if one(db, "show max_prepared_transactions") == "0":
         pytest.skip("the server allows no prepared transactions")
     dead_id, dead_token = claimed(db)
@@ -742,7 +746,7 @@ def test_a_run_that_commits_while_its_table_is_emptied_is_kept(db, connect):
 # Everything at once
 
 
-def test_no_two_verbs_wait_in_a_circle(db, connect, pool):
+def test_no_two_verbs_deadlock(db, connect, pool):
     db.execute(
         "select pgqueue.configure('q', max_attempts => 1000, retry_base => '0', lease => '50 ms')"
     )
@@ -788,7 +792,7 @@ def test_no_two_verbs_wait_in_a_circle(db, connect, pool):
     )
 
 
-def test_every_job_of_eight_producers_is_done_exactly_once(db, connect, pool):
+def test_every_job_of_eight_producers_is_completed_exactly_once(db, connect, pool):
     db.execute("create table effect (job_id bigint primary key)")
     total = 8 * 2500
 

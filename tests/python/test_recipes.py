@@ -45,7 +45,7 @@ def ends(db) -> list[tuple[str, str]]:
     return [row[:2] for row in db.execute(ENDS)]
 
 
-def test_no_recipe_is_left_out() -> None:
+def test_every_section_of_the_package_readme_is_tested() -> None:
     assert sections() == [
         "Enqueue on your connection",
         "Handlers",
@@ -127,7 +127,9 @@ asyncio.run(main())
 """
 
 
-def test_arguments_come_back_by_their_annotations(db, project) -> None:
+def test_a_handler_gets_arguments_of_the_types_it_is_annotated_with(
+    db, project
+) -> None:
     (block,) = blocks("Arguments")
     project.write("shop.py", block)
     project.write("main.py", ORDERS)
@@ -185,7 +187,7 @@ def dated(when: datetime) -> None: ...
 """
 
 
-def test_a_worker_lives_in_the_lifespan_of_fastapi(db, project) -> None:
+def test_a_worker_runs_in_the_lifespan_of_a_fastapi_app(db, project) -> None:
     (block,) = blocks("FastAPI")
     project.write("web.py", block)
     project.write("main.py", REQUEST)
@@ -218,7 +220,7 @@ asyncio.run(asyncio.wait_for(main(), 60))
 """
 
 
-def test_a_migration_of_alembic_installs_the_sql(db, project) -> None:
+def test_an_alembic_migration_installs_the_sql(db, project) -> None:
     db.execute("drop extension pgqueue")
     (block,) = blocks("Alembic")
     project.write("alembic.ini", "[alembic]", "script_location = migrations")
@@ -243,7 +245,7 @@ with create_engine("postgresql+psycopg://").connect() as conn:
 """
 
 
-def test_what_celery_has_is_done_so(db, project) -> None:
+def test_the_celery_recipe_ends_each_job_as_it_says(db, project) -> None:
     (block,) = blocks("Coming from Celery")
     project.write("bank.py", block)
     project.say("-c", "import bank, psycopg; bank.delay(psycopg.connect(autocommit=1))")
@@ -262,7 +264,7 @@ def test_what_celery_has_is_done_so(db, project) -> None:
     assert error.startswith("ValueError: no such account")
 
 
-def test_errors_go_to_sentry_and_planned_ones_do_not(db, project) -> None:
+def test_errors_go_to_sentry_and_planned_retries_do_not(db, project) -> None:
     project.write("watched.py", blocks("Around every attempt")[0], WATCHED)
     for kind in ("fails", "again"):
         pgqueue.enqueue(db, "default", kind=kind)
@@ -290,7 +292,7 @@ async def again() -> None:
 """
 
 
-def test_a_trace_goes_on_in_the_handler(db, project) -> None:
+def test_a_trace_continues_in_the_handler(db, project) -> None:
     project.write("traced.py", blocks("Around every attempt")[1])
     project.write("main.py", TRACE)
     project.say("main.py")
@@ -316,7 +318,9 @@ def sweep() -> str:
     return block.replace("SECONDS = 3600", "SECONDS = 1")
 
 
-def test_a_job_that_enqueues_its_next_run_goes_on(db, project, sweep) -> None:
+def test_a_job_that_enqueues_its_next_run_runs_once_for_each_slot(
+    db, project, sweep
+) -> None:
     project.write("tidy.py", sweep)
     workers = [project.start("-m", "pgqueue.worker", "--app", "tidy") for _ in "ab"]
     wait_until(lambda: len(ends(db)) >= 3, timeout=60)
@@ -329,7 +333,7 @@ def test_a_job_that_enqueues_its_next_run_goes_on(db, project, sweep) -> None:
     assert one(db, "select unique_key from pgqueue.job") == f"sweep {slot}"
 
 
-def test_under_one_unique_key_the_series_would_end(db, project, sweep) -> None:
+def test_a_series_under_a_single_unique_key_would_end(db, project, sweep) -> None:
     assert 'key = f"sweep {slot}"' in sweep
     project.write("tidy.py", sweep.replace('f"sweep {slot}"', '"sweep"'))
     project.start("-m", "pgqueue.worker", "--app", "tidy")
@@ -337,7 +341,7 @@ def test_under_one_unique_key_the_series_would_end(db, project, sweep) -> None:
     assert column(db, "select id from pgqueue.job") == []
 
 
-def test_the_tests_of_an_application_pass(db, dsn, project) -> None:
+def test_the_tests_of_the_readme_pass_beside_jobs_of_others(db, dsn, project) -> None:
     (block,) = blocks("In your tests")
     project.write("test_jobs.py", block)
     with psycopg.connect(dsn) as stranger:  # whose due job is none of theirs

@@ -58,7 +58,7 @@ def bare(monkeypatch) -> None:
             monkeypatch.delenv(name)
 
 
-def test_the_options_of_the_worker_are_all_there_with_variable_and_default(
+def test_the_option_table_has_every_worker_option_with_variable_and_default(
     bare,
 ) -> None:
     want = []
@@ -80,7 +80,7 @@ def test_the_options_of_the_worker_are_all_there_with_variable_and_default(
     assert found == want
 
 
-def test_every_variable_that_the_code_reads_is_there() -> None:
+def test_the_variable_tables_have_every_variable_that_the_code_reads() -> None:
     names = re.compile(r"PG[A-Z_]+|DATABASE_URL|NOTIFY_SOCKET")
     read = {
         node.value
@@ -93,7 +93,7 @@ def test_every_variable_that_the_code_reads_is_there() -> None:
     assert told | {"PGQUEUE_DSN"} == read
 
 
-def test_the_commands_are_all_there_with_what_they_take() -> None:
+def test_the_command_table_has_every_command_with_its_arguments() -> None:
     (subparsers,) = (a for a in commands.make_parser()._actions if a.dest == "command")
     want = set()
     for name, command in subparsers.choices.items():
@@ -135,7 +135,9 @@ CAUSES = [
 
 
 @pytest.mark.parametrize(("code", "command"), CAUSES)
-def test_an_exit_code_says_what_the_table_says(run, code, command) -> None:
+def test_each_cause_in_the_exit_code_table_exits_with_its_code(
+    run, code, command
+) -> None:
     done = run(*command)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
@@ -147,7 +149,7 @@ def test_an_exit_code_says_what_the_table_says(run, code, command) -> None:
     ("first", "second"),
     [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)],
 )
-def test_a_second_signal_gives_the_code_of_that_signal(
+def test_the_exit_code_after_two_signals_is_that_of_the_second(
     db, workers, processes, first, second
 ) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="hold")
@@ -182,13 +184,13 @@ def test_ctrl_c_ends_a_command_with_130(run, db, dsn, tmp_path) -> None:
         accepted.close()
 
 
-def test_every_exit_code_of_the_table_has_been_caused() -> None:
+def test_every_exit_code_of_the_table_is_caused_by_a_test() -> None:
     told = {int(code) for row in table("exit code") for code in row[0].split(",")}
     by_signal = {128 + number for number in worker.BOTH}
     assert told == {code for code, _ in CAUSES} | by_signal
 
 
-def test_the_signals_are_those_that_are_handled() -> None:
+def test_the_signal_table_has_the_signals_that_are_handled() -> None:
     assert table("signal")[0][0].split(", ") == [s.name for s in worker.BOTH]
 
 
@@ -220,12 +222,12 @@ def matches(phrase: str, text: str) -> bool:
     return bool(re.search(re.escape(phrase).replace("…", ".+"), text))
 
 
-def test_whatever_is_logged_as_a_warning_or_an_error_is_there() -> None:
+def test_the_log_table_has_every_warning_and_error_of_the_code() -> None:
     assert len(logged()) >= 10
     assert [t for t in logged() if not any(matches(p, t) for p in phrases())] == []
 
 
-def test_nothing_is_there_that_is_not_logged() -> None:
+def test_the_log_table_has_nothing_that_is_not_logged() -> None:
     assert [p for p in phrases() if not any(matches(p, t) for t in logged())] == []
 
 
@@ -251,7 +253,7 @@ def completed():
 """
 
 
-def test_attempts_that_did_not_go_well_are_logged_with_the_exception(
+def test_an_attempt_that_does_not_complete_is_logged_with_its_exception(
     run, db, tmp_path
 ) -> None:
     db.execute("select pgqueue.configure(null, retry_base => '1 hour', lease => '1 s')")
@@ -277,7 +279,9 @@ def test_attempts_that_did_not_go_well_are_logged_with_the_exception(
 # Signs of life, and who looks at them
 
 
-def test_systemd_and_a_probe_see_the_signs_of_the_table(db, workers, tmp_path) -> None:
+def test_systemd_and_a_probe_see_the_signals_of_the_health_table(
+    db, workers, tmp_path
+) -> None:
     file = tmp_path / "alive"
     told = {quoted(row[0])[0] for row in table("sign")[1:]}
     heard = set()
@@ -308,7 +312,7 @@ def unit() -> tuple[str, configparser.SectionProxy]:
     return text, parser["Service"]
 
 
-def test_the_unit_for_systemd_fits_the_worker(bare) -> None:
+def test_the_systemd_unit_fits_the_options_and_exit_codes_of_the_worker(bare) -> None:
     _, service = unit()
     _, *args = shlex.split(service["ExecStart"])
     assert args[:2] == ["-m", "pgqueue.worker"]
@@ -321,7 +325,7 @@ def test_the_unit_for_systemd_fits_the_worker(bare) -> None:
     assert codes == set(supervisor.FATAL)
 
 
-def test_systemd_understands_the_unit(tmp_path) -> None:
+def test_systemd_accepts_the_unit(tmp_path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("there is no systemd-analyze")
     text, service = unit()
@@ -337,7 +341,7 @@ def test_systemd_understands_the_unit(tmp_path) -> None:
     assert file.name not in done.stderr, done.stderr
 
 
-def test_the_dsn_of_the_unit_is_one(bare) -> None:
+def test_the_dsn_in_the_systemd_unit_is_valid(bare) -> None:
     _, service = unit()
     name, _, dsn = service["Environment"].partition("=")
     assert name == "PGQUEUE_DSN"

@@ -93,7 +93,7 @@ def systemd(tmp_path: Path) -> Iterator[Systemd]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_signal_before_the_app_is_imported_ends_it_with_0(
+def test_a_signal_before_the_app_is_imported_ends_the_worker_with_0(
     db, workers, number, processes
 ) -> None:
     pgqueue.enqueue(db, QUEUE, kind="mark")
@@ -109,7 +109,7 @@ def test_a_signal_before_the_app_is_imported_ends_it_with_0(
     assert one(db, "select attempt from pgqueue.jobs") == 0
 
 
-def test_as_process_1_it_ends_at_a_signal(db, workers) -> None:
+def test_a_worker_that_is_process_1_ends_at_a_signal(db, workers) -> None:
     unshare = ("unshare", "--pid", "--fork", "--kill-child")
     if subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("no namespace for processes can be made here")
@@ -125,7 +125,7 @@ def test_as_process_1_it_ends_at_a_signal(db, workers) -> None:
         assert worker.wait(30) == 0
 
 
-def test_a_check_that_was_ended_by_a_signal_does_not_say_that_all_is_well(
+def test_a_check_ended_by_a_signal_does_not_exit_with_0(
     workers,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -153,7 +153,7 @@ def test_two_thousand_slots_are_not_two_thousand_threads(db, workers) -> None:
 # Its signs of life
 
 
-def test_systemd_hears_that_it_is_ready_when_it_has_connected(
+def test_systemd_hears_that_the_worker_is_ready_when_it_has_connected(
     db, workers, systemd
 ) -> None:
     with psycopg.connect(dbname="postgres", autocommit=True) as other:
@@ -170,7 +170,9 @@ def test_systemd_hears_that_it_is_ready_when_it_has_connected(
     assert set(systemd.rest()) - {"WATCHDOG=1"} == {"STOPPING=1"}
 
 
-def test_the_health_file_is_touched_as_long_as_it_runs(db, workers, tmp_path) -> None:
+def test_the_health_file_is_touched_as_long_as_the_worker_runs(
+    db, workers, tmp_path
+) -> None:
     file = tmp_path / "alive"
     worker = workers.start("--health-file", str(file))
     wait_until(file.exists)
@@ -188,7 +190,7 @@ def test_the_health_file_is_touched_as_long_as_it_runs(db, workers, tmp_path) ->
     assert workers.finish(worker) == 0
 
 
-def test_a_health_file_that_cannot_be_touched_is_told_of_once(
+def test_a_health_file_that_cannot_be_touched_is_logged_once(
     db, workers, systemd
 ) -> None:
     file = str(workers.folder / "no such folder" / "alive")
@@ -229,7 +231,9 @@ def test_a_child_whose_handlers_hold_all_slots_is_replaced(db, workers) -> None:
     assert workers.finish(parent) == 0
 
 
-def test_a_signal_as_soon_as_it_spawns_is_not_lost(db, workers) -> None:
+def test_a_signal_while_the_supervisor_starts_its_children_is_not_lost(
+    db, workers
+) -> None:
     for count in range(1, 5):
         parent = workers.start("--processes", "4")
         wait_until(lambda: len(children(parent.pid)) >= count)  # noqa: B023
@@ -237,7 +241,9 @@ def test_a_signal_as_soon_as_it_spawns_is_not_lost(db, workers) -> None:
         assert left(workers) == []
 
 
-def test_with_the_supervisor_its_children_end_and_finish_what_runs(db, workers) -> None:
+def test_the_children_of_a_killed_supervisor_finish_their_jobs_and_end(
+    db, workers
+) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="hold")
     parent = workers.start("--processes", "2", "--concurrency", "1")
     workers.began(2)
@@ -251,7 +257,9 @@ def test_with_the_supervisor_its_children_end_and_finish_what_runs(db, workers) 
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_signals_end_it_whatever_it_waits_for(db, workers, processes) -> None:
+def test_repeated_signals_end_a_worker_whatever_it_waits_for(
+    db, workers, processes
+) -> None:
     (workers.folder / "hangs.py").write_text(SLOW_START)
     worker = workers.start("--app", "hangs", "--processes", processes)
     wait_for_waiting(workers, int(processes))
@@ -260,7 +268,7 @@ def test_signals_end_it_whatever_it_waits_for(db, workers, processes) -> None:
     wait_until(lambda: left(workers) == [])
 
 
-def test_a_process_that_cannot_be_made_is_tried_again(db, workers) -> None:
+def test_a_child_that_cannot_be_started_is_tried_again(db, workers) -> None:
     parent = workers.start("--processes", "2")
     wait_until(lambda: workers.log().count("works on") == 2)
     limits = resource.prlimit(parent.pid, resource.RLIMIT_NOFILE)
@@ -273,7 +281,7 @@ def test_a_process_that_cannot_be_made_is_tried_again(db, workers) -> None:
     assert workers.finish(parent) == 0
 
 
-def test_systemd_hears_of_the_end_from_the_supervisor_alone(
+def test_systemd_hears_of_the_end_only_from_the_supervisor(
     db, workers, systemd
 ) -> None:
     parent = workers.start("--processes", "2", "--max-jobs", "1", env=systemd.env)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pgqueue
 import psycopg
 import pytest
-from conftest import column, one
+from conftest import column, one, url
 from pgqueue.testing import assert_enqueued, drain, enqueued
 from psycopg.rows import dict_row
 
@@ -83,7 +83,7 @@ def conn(dsn):
         conn.rollback()
 
 
-def test_drain_runs_what_is_due_and_what_that_enqueues(conn, db) -> None:
+def test_drain_runs_due_jobs_and_the_jobs_they_enqueue(conn, db) -> None:
     pgqueue.enqueue(conn, "default", {"to": "ada"}, kind="sign up")
     pgqueue.enqueue(conn, "default", {"to": "bob"}, kind="welcome", priority=-1)
     pgqueue.enqueue(conn, "other", {"now": True}, kind="later")
@@ -107,7 +107,9 @@ def test_drain_runs_all_queues_or_those_that_are_named(conn) -> None:
     assert [r.job.queue for r in drain(conn, app)] == ["c", "b"]
 
 
-def test_drain_raises_or_fails_as_a_worker_would(conn) -> None:
+def test_drain_raises_the_error_of_a_handler_or_fails_its_job_as_a_worker_would(
+    conn,
+) -> None:
     for kind in ("broken", "final"):
         pgqueue.enqueue(conn, "default", kind=kind)
         with pytest.raises(ZeroDivisionError):
@@ -128,7 +130,7 @@ def test_drain_refuses_a_kind_without_a_handler(conn) -> None:
         drain(conn, app)
 
 
-def test_drain_neither_runs_nor_locks_what_others_enqueued(conn, db) -> None:
+def test_drain_neither_runs_nor_locks_the_jobs_of_other_sessions(conn, db) -> None:
     pgqueue.enqueue(db, "default", kind="broken", priority=100)
     pgqueue.enqueue(db, "default", kind="broken", run_at=timedelta(days=1))
     pgqueue.enqueue(conn, "default", {"to": "first"}, kind="welcome")
@@ -149,7 +151,7 @@ def test_drain_neither_runs_nor_locks_what_others_enqueued(conn, db) -> None:
     assert one(db, "select count(*) from pgqueue.jobs where state = 'scheduled'") == 1
 
 
-def test_drain_needs_a_transaction_or_is_told_to_run_all(conn, db) -> None:
+def test_drain_outside_a_transaction_needs_committed_true(conn, db) -> None:
     welcome.enqueue(db, "committed")
     with db.transaction():
         assert drain(db, app) == []
@@ -164,7 +166,7 @@ def test_drain_needs_a_transaction_or_is_told_to_run_all(conn, db) -> None:
     assert [r.result for r in drain(conn, app, committed=True)] == ["hello once more"]
 
 
-def test_what_is_scheduled_runs_in_its_order_and_once_a_drain(conn) -> None:
+def test_drain_runs_scheduled_jobs_by_run_at_and_each_once(conn) -> None:
     for name, hours in (("second", 2), ("third", 3), ("first", 1)):
         in_hours = timedelta(hours=hours)
         welcome.with_options(run_at=in_hours).enqueue(conn, name)
@@ -180,13 +182,13 @@ def test_what_is_scheduled_runs_in_its_order_and_once_a_drain(conn) -> None:
     assert len(drain(conn, app, scheduled=True)) == 2
 
 
-def test_a_retry_runs_in_the_next_drain_of_what_is_scheduled(conn) -> None:
+def test_a_retry_runs_in_the_next_drain_of_scheduled_jobs(conn) -> None:
     broken.with_options(max_attempts=2).enqueue(conn)
     ends = [drain(conn, app, raises=False, scheduled=True) for _ in range(3)]
     assert [[r.outcome for r in ran] for ran in ends] == [["retry"], ["dead"], []]
 
 
-def test_a_job_that_enqueues_itself_ends_with_max_jobs(conn) -> None:
+def test_drain_of_a_job_that_enqueues_itself_stops_at_max_jobs(conn) -> None:
     again = pgqueue.App()
 
     @again.job("again", transaction=True)
@@ -197,7 +199,7 @@ def test_a_job_that_enqueues_itself_ends_with_max_jobs(conn) -> None:
     assert len(drain(conn, again, max_jobs=30)) == 30
 
 
-def test_a_handler_has_the_session_as_a_worker_gives_it(dsn) -> None:
+def test_drain_gives_a_handler_its_session_as_a_worker_does(dsn) -> None:
     with psycopg.connect(dsn, row_factory=dict_row) as conn:
         heard: list[str] = []
         conn.add_notice_handler(lambda notice: heard.append(notice.message_primary))
@@ -210,7 +212,7 @@ def test_a_handler_has_the_session_as_a_worker_gives_it(dsn) -> None:
         conn.rollback()
 
 
-def test_a_failed_statement_undoes_its_attempt_and_not_the_test(conn) -> None:
+def test_a_failed_statement_rolls_back_its_attempt_and_not_the_test(conn) -> None:
     own = pgqueue.App()
 
     @own.job("fails")
@@ -232,7 +234,7 @@ def test_a_failed_statement_undoes_its_attempt_and_not_the_test(conn) -> None:
         assert [r.outcome for r in drain(conn, own, raises=False)] == ["retry"]
 
 
-def test_drain_leaves_nothing_open(conn) -> None:
+def test_drain_leaves_no_thread_or_resource_open(conn) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for task in (sign_up, asign_up):
@@ -244,7 +246,7 @@ def test_drain_leaves_nothing_open(conn) -> None:
     assert told == []
 
 
-def test_an_event_loop_may_run_and_the_connection_be_async(dsn, db) -> None:
+def test_drain_works_inside_an_event_loop_and_on_an_async_connection(dsn, db) -> None:
     async def run() -> None:
         async with await psycopg.AsyncConnection.connect(dsn) as conn:
             pgqueue.enqueue(db, "default", kind="broken")
@@ -259,20 +261,11 @@ def test_an_event_loop_may_run_and_the_connection_be_async(dsn, db) -> None:
     asyncio.run(run())
 
 
-def address(dsn: str, driver: str) -> str:
-    with psycopg.connect(dsn) as conn:
-        info = conn.info
-        return (
-            f"postgresql+{driver}://{info.user}@/{info.dbname}"
-            f"?host={info.host}&port={info.port}"
-        )
-
-
-def test_connections_and_sessions_of_sqlalchemy_will_do(dsn) -> None:
+def test_drain_works_on_connections_and_sessions_of_sqlalchemy(db) -> None:
     import sqlalchemy as alchemy
     from sqlalchemy import orm
 
-    engine = alchemy.create_engine(address(dsn, "psycopg"))
+    engine = alchemy.create_engine(url(db, "psycopg"))
     with engine.connect() as conn, orm.Session(engine) as session:
         for target in (conn, session):
             welcome.enqueue(target, to="ada")
@@ -282,18 +275,18 @@ def test_connections_and_sessions_of_sqlalchemy_will_do(dsn) -> None:
     engine.dispose()
 
 
-def test_async_ones_of_sqlalchemy_will_do_and_asyncpg_is_refused(dsn) -> None:
+def test_drain_works_on_async_sqlalchemy_and_refuses_asyncpg(db) -> None:
     from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
     async def run() -> None:
-        engine = create_async_engine(address(dsn, "psycopg"))
+        engine = create_async_engine(url(db, "psycopg"))
         async with engine.connect() as conn, AsyncSession(engine) as session:
             for target in (conn, session):
                 await welcome.enqueue(target, to="ada")
                 assert [r.result for r in drain(target, app)] == ["hello ada"]
                 await target.rollback()
         await engine.dispose()
-        engine = create_async_engine(address(dsn, "asyncpg"))
+        engine = create_async_engine(url(db, "asyncpg"))
         async with engine.connect() as conn:
             with pytest.raises(TypeError, match="psycopg 3"):
                 drain(conn, app)
@@ -302,7 +295,7 @@ def test_async_ones_of_sqlalchemy_will_do_and_asyncpg_is_refused(dsn) -> None:
     asyncio.run(run())
 
 
-def test_assertions_on_what_was_enqueued(conn) -> None:
+def test_assert_enqueued_finds_jobs_by_queue_kind_payload_and_count(conn) -> None:
     ids = pgqueue.enqueue_many(conn, "emails", [{"to": "ada", "n": 1}, {"to": "bob"}])
     (job,) = assert_enqueued(conn, "emails", payload={"to": "ada"})
     assert (job.id, job.payload["n"], job.kind) == (ids[0], 1, "emails")
@@ -320,9 +313,7 @@ def _here(dsn, monkeypatch) -> None:
     monkeypatch.setenv("DATABASE_URL", "host=/nowhere")
 
 
-def test_nothing_done_on_the_fixtures_connection_is_committed(
-    _here, db, pgqueue_conn
-) -> None:
+def test_nothing_done_on_pgqueue_conn_is_committed(_here, db, pgqueue_conn) -> None:
     with pgqueue_conn.transaction():  # as an application does
         pgqueue.enqueue(pgqueue_conn, "emails", {"to": "ada"}, kind="welcome")
     assert_enqueued(pgqueue_conn, "emails", count=1)
@@ -332,7 +323,7 @@ def test_nothing_done_on_the_fixtures_connection_is_committed(
     assert one(db, "select count(*) from pgqueue.run") == 0
 
 
-def test_the_fixture_takes_no_database_but_that_of_tests(dsn, db, tmp_path) -> None:
+def test_pgqueue_conn_connects_only_to_pgqueue_test_dsn(dsn, db, tmp_path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import pgqueue\n"
         "pytest_plugins = ['pgqueue.testing']\n"

@@ -166,7 +166,7 @@ def check(folder: Path, cache: Path, *args: str) -> str:
 
 
 @pytest.mark.parametrize("part", ["arguments", "options", "async", "around"])
-def test_mypy_finds_what_is_wrong_and_nothing_else(tmp_path, cache, part) -> None:
+def test_mypy_finds_every_wrong_call_and_nothing_else(tmp_path, cache, part) -> None:
     code = HEAD + globals()[part.upper()]
     (tmp_path / "code.py").write_text(code)
     said = check(tmp_path, cache, "--strict", "code.py")

@@ -35,7 +35,7 @@ def test_whatever_a_handler_raises_or_returns_fails_only_its_job(
     assert list(workers.notes()) == [good]
 
 
-def test_outcomes_of_all_sorts(db, workers) -> None:
+def test_each_handler_ends_its_job_with_its_own_outcome_and_result(db, workers) -> None:
     db.execute("create table effect (job_id bigint)")
     kinds = (
         "noop mark amark effect aeffect snooze reject retry retry_absurd person headers"
@@ -90,7 +90,7 @@ def test_outcomes_of_all_sorts(db, workers) -> None:
     assert "validation errors for Order" in one(db, why, bad)
 
 
-def test_a_job_of_an_unknown_kind_is_put_off_and_only_known_leaves_it(
+def test_a_job_of_an_unknown_kind_is_postponed_and_with_only_known_never_claimed(
     db, workers
 ) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 20, kind="no such")
@@ -104,7 +104,7 @@ def test_a_job_of_an_unknown_kind_is_put_off_and_only_known_leaves_it(
 
 
 @pytest.mark.parametrize("kind", ["slow", "aslow"])
-def test_a_handler_that_runs_too_long_is_failed(db, workers, kind) -> None:
+def test_a_handler_that_exceeds_its_timeout_fails(db, workers, kind) -> None:
     db.execute("select pgqueue.configure(null, retry_base => '1 hour')")
     late = pgqueue.enqueue(db, QUEUE, kind=kind)
     pgqueue.enqueue(db, QUEUE, kind="amark" if kind == "slow" else "mark")
@@ -116,7 +116,7 @@ def test_a_handler_that_runs_too_long_is_failed(db, workers, kind) -> None:
     assert "timed out" in error or "TimeoutError" in error
 
 
-def test_cancelling_reaches_running_handlers_of_both_sorts(db, workers) -> None:
+def test_cancel_reaches_a_running_sync_and_a_running_async_handler(db, workers) -> None:
     ids = [pgqueue.enqueue(db, QUEUE, kind=kind) for kind in ("ahold", "polite")]
     workers.start("--lease", "1")
     workers.began(2)
@@ -126,7 +126,7 @@ def test_cancelling_reaches_running_handlers_of_both_sorts(db, workers) -> None:
     assert list(workers.notes("cancelled")) == [ids[0]]
 
 
-def test_an_idle_worker_hears_of_jobs_at_once_and_of_delayed_ones_when_due(
+def test_an_idle_worker_starts_jobs_at_once_and_scheduled_ones_when_due(
     db, workers
 ) -> None:
     worker = workers.start("--poll-interval", "60", "-q", f"other,{QUEUE}=3")
@@ -144,7 +144,7 @@ def test_an_idle_worker_hears_of_jobs_at_once_and_of_delayed_ones_when_due(
     assert workers.finish(worker) == 0
 
 
-def test_weights_share_out_a_worker_between_full_queues(db, workers) -> None:
+def test_weights_divide_a_worker_between_full_queues(db, workers) -> None:
     for queue in ("heavy", "light"):
         pgqueue.enqueue_many(db, queue, [{"seconds": 0.005}] * 200, kind="nap")
     worker = workers.start(
@@ -156,7 +156,9 @@ def test_weights_share_out_a_worker_between_full_queues(db, workers) -> None:
     assert 70 <= runs["heavy"] <= 90, runs
 
 
-def test_slow_handlers_hoard_nothing(db, workers) -> None:
+def test_a_worker_with_slow_handlers_claims_no_more_jobs_than_it_runs(
+    db, workers
+) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 500, kind="noop")
     pgqueue.enqueue_many(db, QUEUE, [None] * 100, kind="hold")
     workers.start("--concurrency", "3")
@@ -168,7 +170,7 @@ def test_slow_handlers_hoard_nothing(db, workers) -> None:
     assert outcomes(db) == {"completed": 600}
 
 
-def test_jobs_are_not_claimed_faster_than_they_can_be_reported(
+def test_jobs_are_not_claimed_faster_than_they_can_be_finished(
     db, workers, connect
 ) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 30_000, kind="noop")
@@ -187,7 +189,9 @@ def test_jobs_are_not_claimed_faster_than_they_can_be_reported(
     assert outcomes(db) == {"completed": 30_000}
 
 
-def test_sigterm_drains_and_gives_back_what_has_not_begun(db, workers) -> None:
+def test_sigterm_finishes_running_jobs_and_releases_those_not_begun(
+    db, workers
+) -> None:
     ids = pgqueue.enqueue_many(db, QUEUE, [None] * 10, kind="hold")
     worker = workers.start("--concurrency", "2")
     began = workers.began(2)
@@ -217,7 +221,9 @@ def test_after_the_shutdown_timeout_attempts_are_ended_and_counted(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once_and_its_attempts(db, workers, number) -> None:
+def test_a_second_signal_ends_the_worker_and_its_attempts_at_once(
+    db, workers, number
+) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 3, kind="hold")
     worker = workers.start()
     workers.began(3)
@@ -228,7 +234,7 @@ def test_a_second_signal_ends_it_at_once_and_its_attempts(db, workers, number) -
     assert set(db.execute("select state, attempt from pgqueue.jobs")) == {("ready", 1)}
 
 
-def test_a_signal_while_it_starts_counts(db, workers) -> None:
+def test_a_signal_while_the_worker_starts_is_not_lost(db, workers) -> None:
     pgqueue.enqueue(db, QUEUE, kind="hold")
     for delay in (0.15, 0.2, 0.25, 0.3, 0.4):
         worker = workers.start("--shutdown-timeout", "0.1")
@@ -239,7 +245,9 @@ def test_a_signal_while_it_starts_counts(db, workers) -> None:
     assert column(db, "select state from pgqueue.jobs") == ["ready"]
 
 
-def test_several_processes_work_are_restarted_and_stop_together(db, workers) -> None:
+def test_several_processes_share_the_work_are_restarted_and_stop_together(
+    db, workers
+) -> None:
     pgqueue.enqueue(db, QUEUE, kind="suicide", max_attempts=2)
     ids = pgqueue.enqueue_many(db, QUEUE, [{"seconds": 0.02}] * 100, kind="nap")
     parent = workers.start("--processes", "2", "--lease", "1", "--concurrency", "2")
@@ -253,7 +261,9 @@ def test_several_processes_work_are_restarted_and_stop_together(db, workers) -> 
     assert set(ids) <= set(workers.notes())
 
 
-def test_a_signal_to_the_whole_control_group_drains(db, workers) -> None:
+def test_a_signal_to_supervisor_and_children_lets_running_jobs_finish(
+    db, workers
+) -> None:
     """As systemd stops a service: supervisor and children all get it."""
     pgqueue.enqueue_many(db, QUEUE, [None] * 4, kind="hold")
     parent = workers.start("--processes", "2", "--concurrency", "2")
@@ -269,7 +279,9 @@ def test_a_signal_to_the_whole_control_group_drains(db, workers) -> None:
     assert outcomes(db) == {"completed": 4}
 
 
-def test_a_signal_while_it_spawns_counts(db, workers) -> None:
+def test_a_supervisor_ends_at_a_signal_while_it_starts_its_children(
+    db, workers
+) -> None:
     for delay in (0.1, 0.15, 0.2, 0.3):
         parent = workers.start("--processes", "8")
         time.sleep(delay)
@@ -277,7 +289,7 @@ def test_a_signal_while_it_spawns_counts(db, workers) -> None:
         assert parent.wait(20) in (0, -signal.SIGTERM)
 
 
-def test_it_ends_with_its_parent(db, workers) -> None:
+def test_the_children_of_a_killed_supervisor_close_their_sessions(db, workers) -> None:
     parent = workers.start("--processes", "2")
     sessions = "select count(distinct pid) from pg_stat_activity where application_name = 'pgqueue'"
     wait_until(lambda: one(db, sessions) >= 2)
@@ -286,14 +298,14 @@ def test_it_ends_with_its_parent(db, workers) -> None:
     wait_until(lambda: one(db, sessions) == 0)
 
 
-def test_max_jobs_recycles_it(db, workers) -> None:
+def test_a_worker_ends_after_max_jobs(db, workers) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 50, kind="noop")
     assert workers.start("--max-jobs", "20").wait(30) == 0
     assert one(db, "select count(*) from pgqueue.run") == 20
     assert one(db, "select count(*) from pgqueue.jobs where state = 'ready'") == 30
 
 
-def test_memory_stays_flat(db, workers, say) -> None:
+def test_memory_does_not_grow_with_the_number_of_jobs(db, workers, say) -> None:
     total = int(os.environ.get("PGQUEUE_TEST_JOBS", "30000"))
     worker = workers.start()
 
@@ -309,7 +321,9 @@ def test_memory_stays_flat(db, workers, say) -> None:
     assert after - before < 10_000
 
 
-def test_a_held_interpreter_is_reported_late(db, workers) -> None:
+def test_a_handler_that_holds_the_gil_is_logged_as_a_late_heartbeat(
+    db, workers
+) -> None:
     pgqueue.enqueue(db, QUEUE, kind="gil")
     workers.start("--lease", "0.6")
     wait_until(lambda: "heartbeat" in workers.log() and "late" in workers.log())

@@ -15,7 +15,6 @@ import pytest
 from conftest import column, one
 from pgqueue import Share, Worker
 from pgqueue.attempt import LARGEST_RESULT, Attempt, Outcome
-from psycopg.conninfo import make_conninfo
 from worker_harness import is_empty, wait_until
 
 
@@ -120,7 +119,9 @@ def test_a_worker_that_was_never_run_leaves_nothing_behind(db, dsn) -> None:
             Worker(make_app(), {"default": 1}, dsn=dsn)
 
 
-def test_what_an_outage_leaves_to_tell_does_not_outgrow_a_message(dsn) -> None:
+def test_results_that_wait_out_an_outage_are_sent_in_messages_of_bounded_size(
+    dsn,
+) -> None:
     """Each new connection takes up what has ended since."""
     finisher = Worker(make_app(), {"default": 1}, dsn=dsn).finisher
     result = Outcome("complete", "x" * (LARGEST_RESULT // 2))
@@ -162,27 +163,19 @@ def test_one_worker_ends_while_another_in_the_process_works_on(db, dsn) -> None:
     asyncio.run(serve())
 
 
-@pytest.fixture
-def stranger(db, dsn) -> Iterator[str]:
-    """The dsn of a role without any grant."""
-    db.execute("create role pgqueue_test_embedded login")
-    try:
-        yield make_conninfo(dsn, user="pgqueue_test_embedded")
-    finally:
-        db.execute("drop role pgqueue_test_embedded")
-
-
-def test_run_raises_what_no_waiting_mends(stranger) -> None:
-    worker = Worker(make_app(), {"default": 1}, dsn=stranger)
+def test_run_raises_an_error_that_waiting_cannot_mend(dsn, role) -> None:
+    worker = Worker(make_app(), {"default": 1}, dsn=f"{dsn} user={role}")
     with pytest.raises(psycopg.errors.InsufficientPrivilege):
         worker.run()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_running_raises_what_ended_the_worker(stranger) -> None:
+def test_running_raises_the_error_that_ended_the_worker(dsn, role) -> None:
     async def serve() -> None:
         before = threads()
-        async with Worker(make_app(), {"default": 1}, dsn=stranger).running():
+        async with Worker(
+            make_app(), {"default": 1}, dsn=f"{dsn} user={role}"
+        ).running():
             began = threads() - before
             wait_until(lambda: not any(thread.is_alive() for thread in began))
 
@@ -190,7 +183,9 @@ def test_running_raises_what_ended_the_worker(stranger) -> None:
         asyncio.run(serve())
 
 
-def test_an_exception_in_the_body_stops_the_worker_and_goes_on(db, dsn) -> None:
+def test_an_exception_in_the_body_of_running_stops_the_worker_and_is_raised(
+    db, dsn
+) -> None:
     before = threads()
 
     async def serve() -> None:

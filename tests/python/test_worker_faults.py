@@ -34,6 +34,10 @@ from worker_harness import (
 pytest_plugins = ["worker_harness"]
 
 LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
+KILL = (
+    "select count(pg_terminate_backend(pid)) from pg_stat_activity"
+    " where application_name = 'pgqueue' and datname = current_database()"
+)
 QUICK = "select pgqueue.configure(null, retry_base => '100 ms', max_attempts => 1000)"
 
 
@@ -55,7 +59,7 @@ def check_effects(db: psycopg.Connection) -> None:
     assert sorted(column(db, "select job_id from effect")) == sorted(column(db, want))
 
 
-def test_killed_workers_lose_nothing(db, workers, say) -> None:
+def test_killed_workers_lose_no_job(db, workers, say) -> None:
     db.execute(QUICK)
     ids = enqueue_all(db, 400, seconds=0.05)
     for _ in range(50 if LONG else 8):
@@ -118,20 +122,16 @@ def test_a_worker_stopped_past_its_lease_reports_nothing(
     assert workers.finish(zombie) == 0
 
 
-def test_killed_sessions_are_replaced_for_ever(db, workers, say) -> None:
+def test_a_worker_replaces_killed_sessions_and_loses_no_job(db, workers, say) -> None:
     db.execute(QUICK)
     seconds = 60 if LONG else 8
     worker = workers.start("--lease", "2", "--concurrency", "4")
     ids: list[int] = []
     end = time.monotonic() + seconds
     kills = 0
-    kill = (
-        "select count(pg_terminate_backend(pid)) from pg_stat_activity"
-        " where application_name = 'pgqueue' and datname = current_database()"
-    )
     while time.monotonic() < end:
         ids += enqueue_all(db, 40)
-        kills += one(db, kill)
+        kills += one(db, KILL)
         time.sleep(0.2)
     spent = cpu_seconds(worker.pid) / seconds
     wait_until(lambda: is_empty(db), 60)
@@ -148,13 +148,9 @@ def test_killed_sessions_are_replaced_for_ever(db, workers, say) -> None:
 def test_quick_jobs_survive_killed_sessions(db, workers, say) -> None:
     ids = pgqueue.enqueue_many(db, QUEUE, [None] * 40_000, kind="noop")
     worker = workers.start("--lease", "2", "-v")
-    kill = (
-        "select count(pg_terminate_backend(pid)) from pg_stat_activity"
-        " where application_name = 'pgqueue' and datname = current_database()"
-    )
     end = time.monotonic() + 60
     while not is_empty(db) and time.monotonic() < end:
-        one(db, kill)
+        one(db, KILL)
         time.sleep(0.2)
     wait_until(lambda: is_empty(db), 60)
     done = "select count(distinct job_id) from pgqueue.run where outcome = 'completed'"
@@ -170,7 +166,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 @pytest.mark.parametrize("mode", ["immediate", "fast"])
-def test_a_restart_of_the_server_is_waited_for(server, say, mode) -> None:
+def test_a_worker_survives_a_restart_of_the_server(server, say, mode) -> None:
     with workers_on(where(server)) as workers:
         with psycopg.connect(where(server), autocommit=True) as db:
             db.execute(QUICK)
@@ -194,7 +190,7 @@ def test_a_restart_of_the_server_is_waited_for(server, say, mode) -> None:
         assert workers.finish(worker) == 0
 
 
-def test_read_only_and_full_servers_are_waited_for(server, say) -> None:
+def test_a_worker_waits_for_a_server_that_is_read_only_or_full(server, say) -> None:
     with workers_on(where(server)) as workers, contextlib.ExitStack() as stack:
         db = stack.enter_context(psycopg.connect(where(server), autocommit=True))
         db.execute("truncate pgqueue.run")
@@ -224,7 +220,7 @@ def test_read_only_and_full_servers_are_waited_for(server, say) -> None:
         assert workers.finish(worker) == 0
 
 
-def test_one_second_timeouts_and_serializable_by_default_do_no_harm(
+def test_a_worker_works_with_one_second_timeouts_and_serializable_by_default(
     db, dsn, workers, say
 ) -> None:
     name = psycopg.conninfo.conninfo_to_dict(dsn)["dbname"]
@@ -292,7 +288,7 @@ def pooler(db, tmp_path) -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-def test_behind_pgbouncer_in_transaction_mode_it_polls(
+def test_a_worker_polls_behind_pgbouncer_in_transaction_mode(
     db, workers, pooler, say
 ) -> None:
     db.execute(QUICK)
@@ -345,7 +341,7 @@ def link() -> Iterator[tuple[str, str, str]]:
         subprocess.run(["ip", "link", "del", near], capture_output=True)
 
 
-def test_a_cut_link_is_noticed_and_outlived(link, say) -> None:
+def test_a_worker_notices_a_cut_network_link_and_survives_it(link, say) -> None:
     name, near, address = link
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Cluster(settings={"listen_addresses": "*"}))

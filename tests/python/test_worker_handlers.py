@@ -5,7 +5,6 @@ import signal
 from collections.abc import Callable
 
 import pgqueue
-import psycopg
 import pytest
 from conftest import column, one
 from worker_harness import QUEUE, is_empty, outcomes, wait_until
@@ -47,7 +46,9 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("kind", "payload"), HOSTILE)
-def test_it_goes_on_with_jobs_of_both_sorts(db, workers, kind, payload) -> None:
+def test_a_worker_runs_sync_and_async_jobs_after_a_hostile_handler(
+    db, workers, kind, payload
+) -> None:
     db.execute(NO_RETRY)
     worker = workers.start("--concurrency", "1")
     for _ in range(3):
@@ -67,7 +68,7 @@ PARTS = ("dispatcher", "finisher", "heartbeat", "loop", "handler")
     ("kind", "payload"),
     [("closes_output", None), *[("kills_thread", {"name": name}) for name in PARTS]],
 )
-def test_what_harms_the_worker_itself_ends_it_or_nothing(
+def test_a_handler_that_damages_the_worker_ends_it_or_does_no_harm(
     db, workers, kind, payload
 ) -> None:
     """It is never alive, with jobs in its hands, and idle."""
@@ -94,7 +95,7 @@ def test_what_harms_the_worker_itself_ends_it_or_nothing(
         wait_until(lambda: set(jobs) <= set(workers.notes()))
 
 
-def test_a_cancelled_handler_cleans_up_undisturbed_and_leaves_no_trace(
+def test_a_cancelled_async_handler_can_clean_up_and_leaves_no_trace(
     db, workers
 ) -> None:
     job = pgqueue.enqueue(db, QUEUE, {"seconds": 3}, kind="cleans_up")
@@ -109,7 +110,9 @@ def test_a_cancelled_handler_cleans_up_undisturbed_and_leaves_no_trace(
     assert outcomes(db) == {"cancelled": 1, "completed": 1}
 
 
-def test_a_blocked_event_loop_hoards_nothing_and_keeps_its_timeout(db, workers) -> None:
+def test_a_blocked_event_loop_holds_no_other_jobs_and_its_handler_times_out(
+    db, workers
+) -> None:
     db.execute(NO_RETRY)
     blocking = pgqueue.enqueue(db, QUEUE, kind="blocks", priority=1)
     blocked = workers.start("--concurrency", "5", "--name", "blocked")
@@ -126,7 +129,7 @@ def test_a_blocked_event_loop_hoards_nothing_and_keeps_its_timeout(db, workers) 
     assert "hold all slots" in workers.log()
 
 
-def test_what_is_claimed_behind_a_blocked_event_loop_goes_to_others(
+def test_jobs_claimed_behind_a_blocked_event_loop_go_to_other_workers(
     db, workers
 ) -> None:
     blocking = pgqueue.enqueue(db, QUEUE, kind="blocks_until_told", priority=1)
@@ -144,7 +147,7 @@ def test_what_is_claimed_behind_a_blocked_event_loop_goes_to_others(
     assert outcomes(db) == {"completed": 6}
 
 
-def test_a_forked_child_can_be_terminated(db, workers) -> None:
+def test_a_process_forked_by_a_handler_can_be_terminated(db, workers) -> None:
     pgqueue.enqueue(db, QUEUE, kind="forks")
     workers.start()
     wait_until(lambda: is_empty(db))
@@ -182,7 +185,9 @@ def test_large_results_that_end_together_are_all_stored(db, workers) -> None:
     assert outcomes(db) == {"completed": 24}
 
 
-def test_at_most_so_many_handlers_of_both_sorts_together(db, workers) -> None:
+def test_sync_and_async_handlers_together_do_not_exceed_concurrency(
+    db, workers
+) -> None:
     for kind in ("hold", "ahold"):
         pgqueue.enqueue_many(db, QUEUE, [None] * 6, kind=kind)
     workers.start("--concurrency", "4", "--poll-interval", "0.1", "--lease", "0.9")
@@ -195,7 +200,7 @@ def test_at_most_so_many_handlers_of_both_sorts_together(db, workers) -> None:
     wait_until(lambda: is_empty(db))
 
 
-def test_handlers_are_never_more_than_slots_when_both_sorts_come_and_go(
+def test_running_and_hung_handlers_together_do_not_exceed_concurrency(
     db, workers
 ) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="peak_hangs", priority=1)
@@ -208,7 +213,7 @@ def test_handlers_are_never_more_than_slots_when_both_sorts_come_and_go(
     assert one(db, "select max(result::text::int) from pgqueue.run") == 5
 
 
-def test_slow_jobs_with_a_limit_leave_slots_to_others(db, workers) -> None:
+def test_a_queue_at_its_limit_leaves_slots_to_jobs_enqueued_later(db, workers) -> None:
     pgqueue.enqueue_many(db, "slow", [None] * 20, kind="hold")
     workers.start("-q", "slow=9:2,quick", "--concurrency", "4")
     workers.began(2)
@@ -221,7 +226,9 @@ def test_slow_jobs_with_a_limit_leave_slots_to_others(db, workers) -> None:
     wait_until(lambda: is_empty(db, "slow"))
 
 
-def test_a_limit_of_one_queue_leaves_the_rest_to_another(db, workers) -> None:
+def test_a_queue_at_its_limit_leaves_the_other_slots_to_another_queue(
+    db, workers
+) -> None:
     pgqueue.enqueue_many(db, "slow", [None] * 20, kind="hold")
     ids = pgqueue.enqueue_many(db, "quick", [None] * 500, kind="mark")
     workers.start("-q", "slow:2,quick")
@@ -229,7 +236,7 @@ def test_a_limit_of_one_queue_leaves_the_rest_to_another(db, workers) -> None:
     assert workers.notes("began").total() == 2
 
 
-def test_a_weight_gets_a_quick_queue_through_beside_a_slow_one(db, workers) -> None:
+def test_a_higher_weight_drains_a_quick_queue_beside_a_slow_one(db, workers) -> None:
     """Each slot that becomes free goes to five quick jobs for one slow one."""
     pgqueue.enqueue_many(db, "slow", [{"seconds": 0.3}] * 200, kind="nap")
     quick = pgqueue.enqueue_many(db, "quick", [None] * 100, kind="mark")
@@ -238,9 +245,7 @@ def test_a_weight_gets_a_quick_queue_through_beside_a_slow_one(db, workers) -> N
     assert workers.notes("began").total() <= 50
 
 
-def test_two_signals_while_jobs_are_quick_give_no_finished_job_back(
-    db, workers
-) -> None:
+def test_two_signals_while_jobs_are_quick_release_no_finished_job(db, workers) -> None:
     ids = pgqueue.enqueue_many(db, QUEUE, [None] * 20_000, kind="mark")
     worker = workers.start("--concurrency", "4", "--lease", "5")
     wait_until(lambda: workers.notes().total() > 3000)
@@ -276,13 +281,10 @@ def test_a_blocked_maintain_does_not_delay_a_heartbeat(db, workers, connect) -> 
     assert list(workers.notes()) == [job]
 
 
-def test_what_no_waiting_mends_ends_it_with_an_error(db, dsn, workers) -> None:
+def test_an_error_that_waiting_cannot_mend_ends_the_worker_with_1(
+    dsn, role, workers
+) -> None:
     assert workers.start("-q", "x" * 201).wait(20) == 1
     assert "201" in workers.log() or "queue" in workers.log()
-    db.execute("create role pgqueue_test_stranger login")
-    try:
-        stranger = psycopg.conninfo.make_conninfo(dsn, user="pgqueue_test_stranger")
-        assert workers.start(dsn=stranger).wait(20) == 1
-        assert "grant_access" in workers.log()
-    finally:
-        db.execute("drop role pgqueue_test_stranger")
+    assert workers.start(dsn=f"{dsn} user={role}").wait(20) == 1
+    assert "grant_access" in workers.log()

@@ -66,7 +66,9 @@ def test_middleware_sees_the_cancellation_of_a_late_async_handler(db, workers) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_that_middleware_swallows_is_none(db, workers, kind) -> None:
+def test_an_attempt_whose_exception_middleware_swallows_completes(
+    db, workers, kind
+) -> None:
     """As a context manager has it: the attempt completes, without a result."""
     job = enqueue(db, kind, "ValueError", "swallow")
     burst(workers)
@@ -105,7 +107,7 @@ def test_middleware_that_raises_fails_its_attempt_only(db, workers, kind, when) 
         assert column(db, "select job_id from effect") == [good]
 
 
-def test_start_up_comes_before_the_first_claim_and_shutdown_after_the_last(
+def test_startup_hooks_run_before_the_first_job_and_shutdown_hooks_after_the_last(
     db, workers
 ) -> None:
     job = enqueue(db, "async")
@@ -123,7 +125,7 @@ def test_start_up_comes_before_the_first_claim_and_shutdown_after_the_last(
 
 
 @pytest.mark.parametrize("how", ["raise at start", "raise at async start"])
-def test_a_start_up_that_raises_ends_the_worker_before_it_claims(
+def test_a_startup_hook_that_raises_ends_the_worker_before_it_claims(
     db, workers, how
 ) -> None:
     job = enqueue(db, "sync")
@@ -135,7 +137,9 @@ def test_a_start_up_that_raises_ends_the_worker_before_it_claims(
 
 
 @pytest.mark.parametrize("how", ["raise at end", "raise at async end"])
-def test_a_shutdown_that_raises_is_an_error_and_costs_no_job(db, workers, how) -> None:
+def test_a_shutdown_hook_that_raises_ends_the_worker_with_1_and_costs_no_job(
+    db, workers, how
+) -> None:
     enqueue(db, "sync")
     worker = workers.start(*APP, "--burst", env={"IN_HOOKS": how})
     assert worker.wait(20) == 1
@@ -160,7 +164,9 @@ def test_a_hook_that_hangs_ends_with_the_shutdown_timeout(db, workers, how) -> N
 
 
 @pytest.mark.parametrize("how", ["hang at end", "hang at async end"])
-def test_a_shutdown_that_hangs_beside_a_handler_ends_in_time(db, workers, how) -> None:
+def test_a_shutdown_hook_that_hangs_beside_a_handler_ends_in_time(
+    db, workers, how
+) -> None:
     enqueue(db, "hang")
     worker = workers.start(*APP, "--shutdown-timeout", "1", env={"IN_HOOKS": how})
     workers.began()

@@ -9,7 +9,7 @@ pytest_plugins = ["worker_harness"]
 NO_RETRY = "select pgqueue.configure(null, retry_base => '1 hour')"
 
 
-def test_a_hung_thread_keeps_its_slot_and_ends_the_worker_with_the_last_one(
+def test_a_hung_thread_keeps_its_slot_and_the_worker_ends_when_no_slot_is_left(
     db, workers
 ) -> None:
     db.execute(NO_RETRY)
@@ -29,7 +29,7 @@ def test_a_hung_thread_keeps_its_slot_and_ends_the_worker_with_the_last_one(
     assert "runs on in its slot" in workers.log()
 
 
-def test_a_timeout_can_be_set_for_all_handlers(db, workers) -> None:
+def test_a_timeout_for_all_handlers_can_be_set_on_the_command_line(db, workers) -> None:
     db.execute(NO_RETRY)
     pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="ahold")
     workers.start("--timeout", "0.5")
@@ -52,7 +52,7 @@ def test_an_app_can_set_a_timeout_for_its_handlers(db, workers) -> None:
     assert list(workers.notes()) == [longer]
 
 
-def test_a_cancelled_handler_that_does_not_react_is_told_of(db, workers) -> None:
+def test_a_cancelled_handler_that_does_not_stop_is_logged(db, workers) -> None:
     jobs = [pgqueue.enqueue(db, QUEUE, kind=k) for k in ("hang", "ahang_stubborn")]
     worker = workers.start("--lease", "1", "--shutdown-timeout", "0.5")
     workers.began(2)
@@ -64,7 +64,9 @@ def test_a_cancelled_handler_that_does_not_react_is_told_of(db, workers) -> None
     assert outcomes(db) == {"cancelled": 2}
 
 
-def test_a_worker_whose_slots_are_all_stuck_shows_no_health(db, workers) -> None:
+def test_a_worker_whose_slots_are_all_hung_stops_touching_its_health_file(
+    db, workers
+) -> None:
     db.execute(NO_RETRY)
     file = workers.folder / "health"
     worker = workers.start("--concurrency", "1", "--health-file", str(file))
@@ -79,7 +81,7 @@ def test_a_worker_whose_slots_are_all_stuck_shows_no_health(db, workers) -> None
     assert "handlers that do not end hold all slots" in workers.log()
 
 
-def test_a_stuck_process_is_replaced(db, workers) -> None:
+def test_every_child_is_replaced_when_all_its_slots_are_hung(db, workers) -> None:
     db.execute(NO_RETRY)
     pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="hangs")
     parent = workers.start("--processes", "2", "--concurrency", "1")
@@ -90,7 +92,7 @@ def test_a_stuck_process_is_replaced(db, workers) -> None:
     assert workers.finish(parent) == 0
 
 
-def test_a_hung_job_uses_up_its_attempts_by_one_stop_after_another(db, workers) -> None:
+def test_each_stop_of_a_worker_uses_up_an_attempt_of_a_hung_job(db, workers) -> None:
     job = pgqueue.enqueue(db, QUEUE, kind="hang", max_attempts=2)
     for attempt in (1, 2):
         worker = workers.start("--shutdown-timeout", "0.2")
@@ -100,7 +102,9 @@ def test_a_hung_job_uses_up_its_attempts_by_one_stop_after_another(db, workers) 
     assert "WorkerStopped" in one(db, "select error from pgqueue.dead_job")
 
 
-def test_a_loop_that_is_dead_without_a_job_on_it_ends_the_worker(db, workers) -> None:
+def test_a_dead_event_loop_ends_the_worker_even_without_a_job_on_it(
+    db, workers
+) -> None:
     pgqueue.enqueue(db, QUEUE, kind="leaves_loop_blocked")
     worker = workers.start()
     assert worker.wait(60) == 1

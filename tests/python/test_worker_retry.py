@@ -39,7 +39,7 @@ def attempts(db, workers: Workers, job: int, most: int) -> int:
 
 @pytest.mark.parametrize("kind", ["few", "afew"])
 @pytest.mark.parametrize("error", ["ValueError", "Retry"])
-def test_max_attempts_of_the_handler_counts_whatever_the_job_has(
+def test_the_max_attempts_of_a_handler_limits_a_job_that_has_more(
     db, workers, kind, error
 ) -> None:
     job = raising(db, kind, error)
@@ -47,13 +47,13 @@ def test_max_attempts_of_the_handler_counts_whatever_the_job_has(
     assert attempts(db, workers, job, 5) == 3
 
 
-def test_fewer_attempts_of_the_job_count_too(db, workers) -> None:
+def test_the_max_attempts_of_a_job_limits_a_handler_that_has_more(db, workers) -> None:
     assert (
         attempts(db, workers, raising(db, "few", "ValueError", max_attempts=2), 5) == 2
     )
 
 
-def test_the_task_enqueues_with_its_max_attempts(db) -> None:
+def test_a_task_enqueues_with_the_max_attempts_of_its_handler(db) -> None:
     from worker_retry_app import app
 
     job = app.tasks["few"].with_options(queue=QUEUE).enqueue(db, error="ValueError")
@@ -74,7 +74,7 @@ def test_retry_base_doubles_up_to_retry_cap(db, workers, kind) -> None:
         assert most / 2 - 1 <= delay <= most + 1
 
 
-def test_a_delay_of_its_own_goes_before_the_policy(db, workers) -> None:
+def test_the_delay_of_a_retry_overrides_the_policy_of_its_handler(db, workers) -> None:
     own = raising(db, "slowly", "Retry")
     queue = raising(db, "plain", "ValueError")
     burst(workers)

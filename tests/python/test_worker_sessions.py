@@ -11,7 +11,7 @@ NO_RETRY = "select pgqueue.configure(null, retry_base => '1 hour')"
 
 
 @pytest.mark.parametrize("kind", ["leaks_into_session", "aleaks_into_session"])
-def test_a_session_is_used_again_and_as_new(db, workers, kind) -> None:
+def test_a_session_is_reset_and_used_for_later_jobs(db, workers, kind) -> None:
     workers.start("--concurrency", "12")
     for count in range(1, 15):
         pgqueue.enqueue(db, QUEUE, kind=kind)
@@ -25,7 +25,7 @@ def test_a_session_is_used_again_and_as_new(db, workers, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["soils", "asoils"])
-def test_a_session_shows_nothing_of_the_job_before(db, workers, kind) -> None:
+def test_a_session_shows_nothing_of_the_previous_job(db, workers, kind) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 5, kind=kind)
     assert workers.start("--concurrency", "1", "--burst").wait(30) == 0
     assert outcomes(db) == {"completed": 5}
@@ -56,7 +56,9 @@ def test_a_wrecked_session_harms_no_other_job(db, workers, kind, how) -> None:
         assert sorted(column(db, "select job_id from effect")) == sorted(completed)
 
 
-def test_a_connection_that_was_kept_is_in_no_later_transaction(db, workers) -> None:
+def test_a_connection_kept_by_a_handler_cannot_write_in_a_later_transaction(
+    db, workers
+) -> None:
     """As of a thread that outlives its handler."""
     db.execute("create table effect (job_id bigint)")
     pgqueue.enqueue(db, QUEUE, kind="keeps_connection", priority=1)

@@ -59,7 +59,9 @@ def frozen(server: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", HANGING)
-def test_it_is_kept_with_handlers_that_do_not_end(db, workers, kind) -> None:
+def test_the_shutdown_timeout_is_kept_with_handlers_that_do_not_end(
+    db, workers, kind
+) -> None:
     job = pgqueue.enqueue(db, QUEUE, kind=kind)
     worker = start(workers)
     workers.began()
@@ -69,7 +71,9 @@ def test_it_is_kept_with_handlers_that_do_not_end(db, workers, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hang_in_left_thread", "ahang_in_left_thread"])
-def test_it_is_kept_with_threads_that_handlers_left_behind(db, workers, kind) -> None:
+def test_the_shutdown_timeout_is_kept_with_threads_that_handlers_left_behind(
+    db, workers, kind
+) -> None:
     job = pgqueue.enqueue(db, QUEUE, kind=kind)
     worker = start(workers)
     wait_until(lambda: one(db, "select count(*) from pgqueue.run"))
@@ -80,7 +84,7 @@ def test_it_is_kept_with_threads_that_handlers_left_behind(db, workers, kind) ->
 @pytest.mark.parametrize("table", ["job", "run"])
 @pytest.mark.parametrize("kind", ["hold", "ahold"])
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_it_is_kept_while_a_stranger_locks_a_table(
+def test_the_shutdown_timeout_is_kept_while_another_session_locks_a_table(
     db, workers, connect, table, kind, has_ended
 ) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 3, kind=kind)
@@ -96,7 +100,7 @@ def test_it_is_kept_while_a_stranger_locks_a_table(
     assert "a hook" not in workers.log()  # for there is none
 
 
-def test_it_is_kept_while_a_lock_keeps_it_from_looking_for_jobs(
+def test_the_shutdown_timeout_is_kept_while_a_lock_keeps_the_worker_from_claiming(
     db, workers, connect
 ) -> None:
     worker = start(workers, "--no-listen", "--poll-interval", "0.1")
@@ -108,7 +112,9 @@ def test_it_is_kept_while_a_lock_keeps_it_from_looking_for_jobs(
 
 
 @pytest.mark.parametrize("state", ["starting", "idle", "running", "ended"])
-def test_it_is_kept_when_the_server_no_longer_answers(server, state) -> None:
+def test_the_shutdown_timeout_is_kept_when_the_server_no_longer_answers(
+    server, state
+) -> None:
     with contextlib.ExitStack() as stack:
         workers = stack.enter_context(workers_on(where(server)))
         db = stack.enter_context(psycopg.connect(where(server), autocommit=True))
@@ -130,7 +136,7 @@ def test_it_is_kept_when_the_server_no_longer_answers(server, state) -> None:
         assert time_to_end(workers, worker) <= LIMIT + GRACE
 
 
-def test_it_is_kept_by_several_processes(db, workers) -> None:
+def test_the_shutdown_timeout_is_kept_by_several_processes(db, workers) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 4, kind="ahang_in_thread")
     parent = start(workers, "--processes", "2", "--concurrency", "2")
     workers.began(4)
@@ -138,7 +144,7 @@ def test_it_is_kept_by_several_processes(db, workers) -> None:
     assert set(db.execute("select state, attempt from pgqueue.jobs")) == {("ready", 1)}
 
 
-def test_it_is_kept_when_nobody_reads_the_output(db, workers) -> None:
+def test_the_shutdown_timeout_is_kept_when_nobody_reads_the_output(db, workers) -> None:
     pgqueue.enqueue(db, QUEUE, kind="ahang_in_thread")
     reading, writing = os.pipe()
     worker = start(workers, output=writing)

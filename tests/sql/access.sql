@@ -1,4 +1,4 @@
--- Roles. The full matrix of kinds and functions is in test_access.py.
+-- grant_access and revoke_access, for one role. What each kind of role may call is in test_access.py.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
@@ -9,31 +9,48 @@ create role pgqueue_test_role;
 select is(
     (select count(*) from pg_proc as p
      where p.pronamespace = 'pgqueue'::regnamespace and has_function_privilege('pgqueue_test_role', p.oid, 'execute')),
-    0::bigint, 'a role without grants can call nothing'
+    0::bigint, 'a role without grants can call no function'
 );
-select ok(not has_schema_privilege('pgqueue_test_role', 'pgqueue', 'usage'), 'nor see the schema');
-select throws_ok($$ select pgqueue.grant_access('pgqueue_test_role', 'boss') $$, '22023', null, 'an unknown kind is refused');
-select throws_ok($$ select pgqueue.grant_access('pgqueue_test_role', null) $$, '22023', null, 'a null kind too');
-select throws_ok($$ select pgqueue.grant_access('nobody; drop', 'reader') $$, '42704', null, 'an unknown role is refused');
+select ok(
+    not has_schema_privilege('pgqueue_test_role', 'pgqueue', 'usage'),
+    'a role without grants cannot use the schema'
+);
+select throws_ok(
+    $$ select pgqueue.grant_access('pgqueue_test_role', 'boss') $$, '22023', null,
+    'grant_access refuses an unknown kind of role'
+);
+select throws_ok(
+    $$ select pgqueue.grant_access('pgqueue_test_role', null) $$, '22023', null,
+    'grant_access refuses a null kind of role'
+);
+select throws_ok(
+    $$ select pgqueue.grant_access('nobody; drop', 'reader') $$, '42704', null,
+    'grant_access refuses a role that does not exist'
+);
 
 select pgqueue.grant_access('pgqueue_test_role', 'producer');
 set local role pgqueue_test_role;
-select lives_ok($$ select pgqueue.enqueue('q') $$, 'a producer enqueues');
-select throws_ok($$ select pgqueue.claim('q', 'w') $$, '42501', null, 'and does not claim');
-select throws_ok('select * from pgqueue.job', '42501', null, 'nor read the table');
-select throws_ok($$ select pgqueue.grant_access('pgqueue_test_role', 'operator') $$, '42501', null, 'nor give itself more');
+select lives_ok($$ select pgqueue.enqueue('q') $$, 'a producer can enqueue');
+select throws_ok($$ select pgqueue.claim('q', 'w') $$, '42501', null, 'a producer cannot claim');
+select throws_ok('select * from pgqueue.job', '42501', null, 'a producer cannot read a table');
+select throws_ok(
+    $$ select pgqueue.grant_access('pgqueue_test_role', 'operator') $$, '42501', null,
+    'a producer cannot grant itself more'
+);
 reset role;
 select pgqueue.grant_access('pgqueue_test_role', 'reader');
 select pgqueue.revoke_access('pgqueue_test_role', 'producer');
 set local role pgqueue_test_role;
-select throws_ok($$ select pgqueue.enqueue('q') $$, '42501', null, 'what is revoked is gone');
-select isnt_empty('select * from pgqueue.queues', 'a reader reads the views');
-select throws_ok('select * from pgqueue.run', '42501', null, 'and no table');
+select throws_ok(
+    $$ select pgqueue.enqueue('q') $$, '42501', null, 'a role cannot call what was revoked'
+);
+select isnt_empty('select * from pgqueue.queues', 'a reader can read the views');
+select throws_ok('select * from pgqueue.run', '42501', null, 'a reader cannot read a table');
 reset role;
 select pgqueue.revoke_access('pgqueue_test_role', 'reader');
 select ok(
     not has_schema_privilege('pgqueue_test_role', 'pgqueue', 'usage'),
-    'whoever may do nothing any more does not see the schema'
+    'a role whose last kind was revoked cannot use the schema'
 );
 
 select * from finish();

@@ -1,9 +1,14 @@
--- The views.
+-- The views, and the version: what an operator sees of jobs, queues, running jobs and kinds.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(12);
+select plan(13);
+
+select is(
+    pgqueue.version(), (select extversion from pg_extension where extname = 'pgqueue'),
+    'version returns the version of the extension'
+);
 
 select pgqueue.enqueue('v', priority => 1) as ready \gset
 select pgqueue.enqueue('v', run_at => now() + interval '1 hour') as scheduled \gset
@@ -23,9 +28,9 @@ select results_eq(
             (%s, 'expired', false), (%s, 'blocked', true), (%s, 'ready', false) $$,
         :ready, :scheduled, :running, :expired, :blocked, :old
     ),
-    'jobs derives the state'
+    'jobs shows the state of every job, and no run_at for a blocked one'
 );
-select hasnt_column('pgqueue'::name, v.name, 'payload'::name, format('%s shows no payload', v.name))
+select hasnt_column('pgqueue'::name, v.name, 'payload'::name, format('the view %s shows no payload', v.name))
 from unnest(array['jobs', 'queues', 'running', 'kinds']::name[]) as v (name);
 
 select results_eq(
@@ -34,12 +39,12 @@ select results_eq(
            finished_last_hour, failed_last_hour
        from pgqueue.queues where queue = 'v' $$,
     $$ values (2::bigint, 1::bigint, 1::bigint, 1::bigint, 1::bigint, 0::bigint, false, true, true, 0::bigint, 0::bigint) $$,
-    'queues counts them'
+    'queues counts the jobs of each state, and how long the ready ones have waited'
 );
 select results_eq(
     $$ select id, worker, lease_left > '0', kind from pgqueue.running where queue = 'v' $$,
     format($$ values (%s::bigint, 'w-1', true, 'long'), (%s, 'w-2', false, 'v') $$, :running, :expired),
-    'running shows the longest first, and the lease that is left'
+    'running shows the job that has run longest first, with its worker and what is left of its lease'
 );
 
 select pgqueue.complete(:running, :token);
@@ -48,21 +53,21 @@ select pgqueue.fail(:id, :token, 'boom', permanent => true);
 select results_eq(
     $$ select dead, finished_last_hour, failed_last_hour from pgqueue.queues where queue = 'v' $$,
     $$ values (1::bigint, 1::bigint, 2::bigint) $$,
-    'queues counts the dead and the runs of the last hour'
+    'queues counts the dead jobs and the runs of the last hour'
 );
 select results_eq(
     $$ select kind, runs, failures, p50_taken <= p99_taken from pgqueue.kinds where queue = 'v' order by kind $$,
     $$ values ('long', 1::bigint, 0::bigint, true), ('v', 2::bigint, 2::bigint, true) $$,
-    'kinds says how long and how often'
+    'kinds counts runs and failures, and shows how long the runs took'
 );
 select pgqueue.configure('quiet', keep_runs => 1);
 select results_eq(
     $$ select ready, dead, oldest_wait from pgqueue.queues where queue = 'quiet' $$,
     $$ values (0::bigint, 0::bigint, null::interval) $$,
-    'a queue with nothing but settings is shown too'
+    'queues shows a queue that has only settings'
 );
 set transaction_read_only = on;
-select lives_ok('select * from pgqueue.' || v.name, v.name || ' can be read on a standby')
+select lives_ok('select * from pgqueue.' || v.name, format('the view %s can be read in a read-only transaction', v.name))
 from unnest(array['queues', 'kinds']) as v (name);
 
 select * from finish();

@@ -1,17 +1,17 @@
--- The nouns: defaults, ids and tokens, and what the tables refuse.
+-- The tables: their ring, their room for HOT updates, and what they refuse without a function's help.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
 select plan(10);
 
-select has_table('pgqueue'::name, t.name, format('there is a table %s', t.name))
+select has_table('pgqueue'::name, t.name, format('the table %s exists', t.name))
 from unnest(array['job', 'dead_job', 'run', 'queue']::name[]) as t (name);
 
 select is(
     (select count(*) from pg_inherits as i where i.inhparent = 'pgqueue.run'::regclass),
     16::bigint,
-    'the ring of run has sixteen tables'
+    'run is a ring of 16 tables'
 );
 select ok(
     (select c.reloptions @> array['fillfactor=45'] from pg_class as c where c.oid = 'pgqueue.job'::regclass),
@@ -25,19 +25,19 @@ select is_empty(
            'token', 'attempt', 'worker', 'claimed_at', 'lease_expires_at',
            'cancelled_at', 'cancel_reason'
        ) $$,
-    'nothing that claim, extend or cancel changes is in an index'
+    'no column that claim, extend or cancel changes is in an index of job'
 );
 select throws_ok(
     'insert into pgqueue.job (id) values (1)', '428C9', null,
-    'nobody can choose the id of a job'
+    'an insert into job cannot choose the id'
 );
 select throws_ok(
     $$ insert into pgqueue.queue (name, lease) values ('q', '-1 s') $$, '23514', null,
-    'a setting outside its range is refused by the table too'
+    'the table queue refuses a negative lease'
 );
 select throws_ok(
     $$ insert into pgqueue.queue (name, keep_runs) values ('q', 15) $$, '23514', null,
-    'more days than the ring has tables are refused by the table too'
+    'the table queue refuses to keep runs for more days than the ring has tables'
 );
 
 select * from finish();

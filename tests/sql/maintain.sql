@@ -1,0 +1,62 @@
+-- Upkeep: reap ends attempts whose lease expired, maintain does that and forgets old runs.
+begin;
+set local client_min_messages = warning;
+create extension if not exists pgtap;
+create extension if not exists pgqueue;
+select plan(10);
+
+-- Reap
+
+select pgqueue.enqueue('q') as id \gset
+select pgqueue.claim('q', 'w');
+select is(pgqueue.reap(), 0, 'reap leaves a lease that has not expired');
+update pgqueue.job set lease_expires_at = now() - interval '1 second' where id = :id;
+select is(
+    (select state from pgqueue.jobs where id = :id), 'expired', 'a job whose lease ran out is expired'
+);
+select is(pgqueue.reap(), 1, 'reap ends the attempt of a job whose lease expired');
+select results_eq(
+    format('select state, attempt from pgqueue.jobs where id = %s', :id),
+    $$ values ('ready', 1) $$, 'reap makes the job ready again and counts the attempt'
+);
+select pgqueue.enqueue_many('storm', (select array_agg('1'::jsonb) from generate_series(1, 30)));
+select pgqueue.claim('storm', 'w', 30);
+update pgqueue.job set lease_expires_at = now() - interval '1 second',
+    max_attempts = case when id % 2 = 0 then 1 else 20 end where queue = 'storm';
+select is(pgqueue.reap(10), 10, 'reap ends at most max_jobs attempts');
+select is(pgqueue.reap(), 20, 'a second reap ends the attempts that the first one left');
+select is(
+    (select count(*) from pgqueue.dead_job where queue = 'storm'), 15::bigint,
+    'reap moves the jobs that are out of attempts to dead_job'
+);
+select is(
+    (select count(*) from pgqueue.jobs where queue = 'storm' and state = 'ready'), 15::bigint,
+    'reap makes the jobs that have attempts left ready'
+);
+
+-- The ring of runs
+
+select results_eq(
+    'select task from pgqueue.maintain()', $$ values ('reap'), ('forget runs') $$,
+    'maintain returns a row for each of its tasks'
+);
+truncate pgqueue.run;
+create function pg_temp.ran(finished_at timestamptz, keep_runs int)
+    returns void
+    language sql
+as $$
+    insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome)
+    values ((floor(extract(epoch from $1) / 86400)::int + $2) % 16, 1, 1, $1, '0', '0', 'q', 'k', 'completed')
+$$;
+select pg_temp.ran(now() - interval '8 days', 7), pg_temp.ran(now() - interval '7 days', 7),
+    pg_temp.ran(now() - interval '1 day', 1), pg_temp.ran(now() - interval '2 days', 1), pg_temp.ran(now(), 14),
+    pg_temp.ran(now() - interval '40 days', 7);
+select pgqueue.maintain();
+select is(
+    (select array_agg(date_trunc('hour', now() - finished_at) order by finished_at) from pgqueue.run),
+    array['7 days', '1 day', '0']::interval[],
+    'maintain forgets a run when the days it is kept are over, and not before'
+);
+
+select * from finish();
+rollback;
