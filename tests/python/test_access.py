@@ -1,11 +1,11 @@
-"""Who may do what, and who can trick the functions into doing something else."""
+"""What each kind of role may do, and what no caller can trick a function into."""
 
 import psycopg
 import pytest
 from conftest import Connect, column, one
 from psycopg import errors
 
-# What each kind of role may call: the written promise, to be compared with the catalog.
+# What each kind of role may call and read, to be compared with the catalog.
 PRODUCER = {"enqueue", "enqueue_many", "version"}
 WORKER = {
     "claim", "claim_from", "extend", "complete", "complete_many", "fail", "release",

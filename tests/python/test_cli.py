@@ -188,7 +188,7 @@ def test_burst_ends_with_a_count_of_each_outcome(run, db) -> None:
 
 def test_check_names_the_grant_that_is_missing(run, db, dsn, role) -> None:
     check = ("pgqueue.worker", "--check", "--dsn", f"{dsn} user={role}")
-    done = run(*check)  # not even the schema
+    done = run(*check)  # it cannot even use the schema
     assert (done.returncode, "grant_access(role, 'worker')" in done.stdout) == (1, True)
     db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
     done = run(*check)
@@ -223,7 +223,7 @@ def test_no_control_character_of_a_job_reaches_the_log(run, db, tmp_path) -> Non
     assert " 1 dead" in done.stderr
     assert not [c for c in done.stderr if not c.isprintable() and c != "\n"]
     assert "ValueError: a" + r"\x1b]0;x\x07\x1b[31m" in done.stderr
-    # What a job says begins no line that looks like the log's own.
+    # Text of a job must not look like a line of the log.
     stamp = r"\d{4}-\d\d-\d\d .* (INFO|WARNING|ERROR) "
     for line in done.stderr.splitlines():
         assert re.match(stamp, line) or line.startswith("    "), line

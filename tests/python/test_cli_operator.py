@@ -11,12 +11,12 @@ from conftest import column, one
 
 pytest_plugins = ["command_line"]
 
-# What would set a title, colour the terminal, begin a line, or write from right to left.
+# Text that would set the terminal's title or colour, start a line, or run from right to left.
 NASTY = "a\x1b]0;x\x07\x1b[31m\r\nb\x9b\u202e"
 
 
 def kill(db, queue: str, error: str = "ValueError: bad\n\nTraceback ...") -> None:
-    """End all jobs of a queue dead."""
+    """Make every job of a queue a dead job."""
     db.execute(
         "select pgqueue.fail(id, token, %s, permanent => true)"
         " from pgqueue.claim(%s, 'me', 5000)",
@@ -102,7 +102,7 @@ def test_redrive_says_when_its_limit_left_matching_jobs(run, db) -> None:
     done = run("pgqueue", "redrive")
     assert len(done.stdout.split()) == 1000
     assert done.stderr == f"pgqueue: {said}: call it again\n"
-    # Exactly so many are no reason to call again.
+    # When exactly the limit matched, there is no reason to call it again.
     for args in ["--limit", "5", "--dry-run"], ["--limit", "5"]:
         done = run("pgqueue", "redrive", *args)
         assert (len(done.stdout.split()), "stopped" in done.stderr) == (5, False)
@@ -121,7 +121,7 @@ def test_pause_and_resume_work_on_one_queue_or_on_all(run, db) -> None:
     assert column(db, paused) == ["b"]
     done = run("pgqueue", "resume")
     assert (done.stdout, done.stderr, column(db, paused)) == ("", "", [])
-    # The server's notice is passed on: it may be a slip of the pen.
+    # A notice of the server is passed on: the name may be a typing error.
     assert 'no job in a queue "emial"' in run("pgqueue", "pause", "emial").stderr
 
 
@@ -200,7 +200,7 @@ def test_a_table_fits_the_terminal(run, db, columns) -> None:
     for args in ["status"], ["dead"], ["top", "--times", "1"]:
         lines = run("pgqueue", *args, COLUMNS=columns).stdout.splitlines()
         assert max(map(len, lines)) <= room
-        # Numbers and names are there all the same.
+        # The head of the table is still there.
         assert "queue" in lines[0]
     status = run("pgqueue", "status", COLUMNS=columns).stdout
     assert status.splitlines()[3].split()[0] == "short"
@@ -234,4 +234,4 @@ def test_top_shows_the_running_jobs_as_often_as_asked(run, db) -> None:
     db.execute("select from pgqueue.claim('emails', 'me')")
     shown = run("pgqueue", "top", "--times", "2", "--every", "0.1").stdout
     assert shown.count("welcome") == 2
-    assert "\x1b" not in shown  # it is no terminal
+    assert "\x1b" not in shown  # the output is not a terminal

@@ -1,4 +1,4 @@
-"""Enqueueing on every sort of connection: a rollback takes the job along."""
+"""Enqueueing on the connection of any driver: a rollback undoes the enqueue."""
 
 import asyncio
 import dataclasses

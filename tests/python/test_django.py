@@ -56,7 +56,7 @@ class Site(Project):
     program = ("manage.py",)
 
     def __init__(self, folder: Path, dbname: str) -> None:
-        # Nothing but the settings leads to the test's database.
+        # Only Django's settings name the database of the test.
         env = {"PGDATABASE": "template1", "NAME": dbname, "PYTHONPATH": str(PACKAGE)}
         super().__init__(folder, **env)
         installed, migration, jobs, tests = blocks("Django")
@@ -246,7 +246,7 @@ def hunted(db, site) -> Site:
 
 
 def kill_sessions(db) -> int:
-    """End the sessions of handlers, and say how many there were."""
+    """Terminate the sessions of handlers, and return how many there were."""
     query = (
         "select count(*) filter (where pg_terminate_backend(pid, 10000)) from session"
     )

@@ -22,7 +22,7 @@ JOBS = 1500
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Cluster]:
-    """A server of our own, to be hurt."""
+    """A server of its own, which the tests crash."""
     with Cluster(settings={"restart_after_crash": "on"}) as cluster:
         with psycopg.connect(where(cluster), autocommit=True) as conn:
             conn.execute("create extension pgqueue")
@@ -121,7 +121,7 @@ def test_no_kill_loses_a_job_or_completes_it_twice(server: Cluster, hurt, times)
         thread.start()
     try:
         for n in range(times):
-            # Strike while work is going on: after so many more jobs.
+            # Spread over the jobs, so that each fault meets work in progress.
             goal = (n + 1) * JOBS // (times + 1)
             wait_until(lambda: len(load.acknowledged) >= goal, 90)  # noqa: B023
             hurt(server, connect)
@@ -159,7 +159,7 @@ def _quietly(connect: Callable[[], psycopg.Connection], query: str):
 
 
 def test_a_claim_cut_off_by_a_crash_never_happened(server):
-    """Its token may be given again: whoever had it never heard that it was committed."""
+    """Its token may be drawn again: nobody was told that the claim had committed."""
     with psycopg.connect(where(server), autocommit=True) as db:
         id = one(db, "select pgqueue.enqueue('cut')")
         db.execute("select pgqueue.enqueue('other')")

@@ -1,6 +1,6 @@
-"""A client's settings are its own affair: under any of them each verb does the same at the same price.
+"""Whatever a session has set, each verb gives the same answer at the same cost.
 
-All sessions find the same deep queue and roll back what they did to it.
+All sessions start with the same deep queue and roll back what they did to it.
 """
 
 import itertools
@@ -61,7 +61,7 @@ FILL = [
     select pgqueue.fail(id, token, case when id % 2 = 0 then 'TimeoutError: slow' else 'E' end, permanent => true)
     from generate_series(0, 3) as n cross join pgqueue.claim('grave ' || n, 'w', 1000)
     """,
-    # Runs of a day that is over, for maintain to forget.
+    # Runs that have been kept long enough: maintain forgets them.
     """
     update pgqueue.run set finished_at = finished_at - interval '10 days',
         slot = (extract(epoch from finished_at)::int / 86400 - 3) % 16
@@ -127,7 +127,7 @@ FILL = [
     "vacuum analyze",
 ]
 
-# What a client may have said, one session a line; what a version does not know is skipped.
+# What a client may have set, one session a line; settings that a version does not have are skipped.
 SETTINGS = [
     "datestyle = 'SQL, DMY'",
     "datestyle = 'German'",
@@ -149,7 +149,7 @@ SETTINGS = [
     "random_page_cost = 0",
     "seq_page_cost = 0",
     "seq_page_cost = 1000",
-    # So dear that all would be compiled, which another session tries.
+    # Costs so high that every statement would be compiled, which another session tries.
     "cpu_index_tuple_cost = 1000; jit = off",
     "cpu_tuple_cost = 1000; jit = off",
     "cpu_operator_cost = 1000; jit = off",
@@ -202,8 +202,8 @@ SETTINGS = [
 JOBS = "id, token, queue, kind, priority, attempt, worker, payload from pgqueue"
 HELD = "%(ids)s::bigint[], %(tokens)s::bigint[]"
 
-# Each verb, in an order: what claims comes before what gives jobs back in front of a position,
-# because when those are found again is a matter of time.
+# Claims come before the calls that give jobs back to a place before a position, because when
+# those are found again depends on the clock.
 CALLS = {
     "enqueue": "pgqueue.enqueue('deep', '{\"n\": 1}')",
     "enqueue with options": "pgqueue.enqueue('deep', '1', 'rare', 5, null, 3, %(name)s, null, 'g', '{}')",
@@ -254,22 +254,22 @@ CALLS = {
     "jobs": "state, count(*), sum(id), sum(attempt) from pgqueue.jobs group by 1 order by 1",
     "running": "id, queue, kind, worker, attempt from pgqueue.running order by id limit 300",
 }
-# These read a whole table, each time alike: to measure them once, or their answer, is enough.
+# These read a whole table each time: to measure them once is enough.
 CALLED = {"reap": 2, "maintain": 2, "queues": 1, "jobs": 1, "running": 1}
-# These hold or look for leases.
+# These deal with leases.
 LEASING = {
     "claim", "claim_from", "extend", "complete", "complete_many",
     "fail", "finish", "release", "reap", "maintain", "rest",
 }  # fmt: skip
 
-# What no rollback undoes: the numbers that were drawn, what claims remember, dead rows.
+# Undoes what no rollback undoes: numbers that were drawn, positions, dead rows.
 RESET = [
     "select setval('pgqueue.job_id_seq', (select max(id) from pgqueue.job))",
     "select setval('pgqueue.token_seq', (select max(token) from pgqueue.job))",
     "select setval(c.oid::regclass, 0) from pg_class as c where starts_with(c.relname, '_cell_')",
     "vacuum pgqueue.job, pgqueue.dead_job",
 ]
-# What a session left, but for what is random or of the clock.
+# What a session left behind, except what is random or depends on the clock.
 LEFT = """
 select array[
     (
@@ -295,7 +295,7 @@ select array[
 
 @dataclass
 class Session:
-    """What a session was answered and left, and the pages that its calls touched."""
+    """The answers that a session got, what it left behind, and the pages its calls touched."""
 
     answers: dict[str, list | str] = field(default_factory=dict)
     buffers: dict[str, float] = field(default_factory=dict)
@@ -342,7 +342,7 @@ def run(
                 session.answers[name] = answer(db, f"select {call}", first)
                 others = others[: CALLED.get(name, 4) - 1]
                 if others and isinstance(session.answers[name], list):
-                    # The plans are made. The middle one of three, because now and then a
+                    # The plans are made now. The median of three, because now and then a
                     # claim walks from the beginning.
                     session.buffers[name] = statistics.median(
                         buffers(db, f"select {call}", each) for each in others
@@ -353,7 +353,7 @@ def run(
 
 
 def arguments(db: psycopg.Connection) -> Iterator[dict]:
-    """For each call names, keys, leases and ids that no other call gets."""
+    """Give each call names, keys, leases and ids of its own."""
     leases = db.execute(
         "select id, token from pgqueue.job where worker = 'elsewhere' and id %% 100 > 0 order by id desc",
         [],
@@ -403,7 +403,7 @@ def answer(db: psycopg.Connection, query: str, given: dict) -> list | str:
         tuple(cell.decode() if isinstance(cell, bytes) else cell for cell in row)
         for row in rows
     ]
-    # Which queue comes first is drawn by lot.
+    # claim_from draws at random which queue comes first.
     return sorted(rows) if "claim_from" in query else rows
 
 
@@ -415,7 +415,7 @@ def buffers(db: psycopg.Connection, query: str, given: dict) -> int:
 
 @pytest.fixture(scope="module")
 def usual(deep: str) -> Session:
-    """What a session without any setting is answered, leaves and at most pays."""
+    """What a session without settings gets, leaves behind, and costs at most."""
     first, second = run(deep), run(deep)
     assert differences(first, second) == {}, "nothing that is random is compared"
     assert all(isinstance(rows, list) for rows in first.answers.values())
@@ -427,7 +427,7 @@ def usual(deep: str) -> Session:
 
 
 def differences(session: Session, usual: Session) -> dict[str, object]:
-    """What was answered or left otherwise, or touched more than three times the pages, beside the usual."""
+    """Find the answers that differ from the usual, what was left, and calls of more than three times its pages."""
     found: dict[str, object] = {
         name: (rows, usual.answers[name])
         for name, rows in session.answers.items()
@@ -469,7 +469,7 @@ def test_no_change_of_settings_between_calls_changes_an_answer_or_its_cost(deep,
 
 
 def test_no_planner_switch_changes_an_answer_or_its_cost(deep, usual):
-    """All those that this version has, each turned round."""
+    """Every switch that this version has, each turned the other way."""
     with psycopg.connect(dbname="postgres") as db:
         switches = column(
             db,
@@ -486,7 +486,7 @@ def test_only_verbs_that_deal_with_leases_refuse_an_older_snapshot(deep, usual, 
     session = run(deep, f"default_transaction_isolation = '{level}'")
     refused = {name for name, rows in session.answers.items() if rows == "25001"}
     assert refused == {name for name in CALLS if name.split()[0] in LEASING}
-    # The views tell of the claims that were refused.
+    # The views differ, because they show the claims that were refused here.
     others = CALLS.keys() - refused - {"queues", "jobs", "running"}
     for name in others:
         assert session.answers[name] == usual.answers[name], name
@@ -508,8 +508,8 @@ def test_a_read_only_session_can_read_views_and_rest_and_nothing_else(deep, usua
     ],
 )
 def test_no_statement_is_compiled_by_jit(deep, setting):
-    """A way that is switched off and has to be gone all the same looks so dear that Postgres
-    compiles the statement, each time for longer than all the rest takes."""
+    """A plan that must use a method that is switched off looks so expensive that Postgres compiles
+    the statement, which takes longer each time than all the rest."""
     plans: list[str] = []
 
     def listen(db: psycopg.Connection) -> None:

@@ -1,4 +1,4 @@
-"""A call that is cut off, at whichever moment, did nothing and leaves nothing; and no stranger can hold one up."""
+"""A call that is interrupted at any moment changes nothing and leaves nothing; no role can delay one."""
 
 import random
 import statistics
@@ -11,7 +11,7 @@ from conftest import Connect, column, one
 from psycopg import errors
 from psycopg.conninfo import make_conninfo
 
-# For each verb, whichever comes first.
+# For each verb, until either limit is reached.
 ATTEMPTS = 300
 SECONDS = 2
 
@@ -33,7 +33,7 @@ FILL = [
     "select from pgqueue.enqueue_many('grave', array_fill('{}'::jsonb, array[200]))",
     "select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim('grave', 'w', 200)",
     "select pgqueue.pause('paused ' || n) from generate_series(1, 20) as n",
-    # Runs of a day that is over.
+    # Runs that have been kept long enough.
     """
     update pgqueue.run set finished_at = finished_at - interval '10 days',
         slot = (extract(epoch from finished_at)::int / 86400 - 3) % 16
@@ -64,8 +64,8 @@ FILL = [
         for table in ("job", "dead_job", "run", "queue")
     ),
 ]
-# A claim that was cut off has moved its position all the same: for a moment the next claim may
-# begin behind it.
+# An interrupted claim has moved the position nevertheless: for a moment the next claim may
+# start after the jobs that it gave back.
 FORGET = """
 select setval(c.oid::regclass, 0) from pg_class as c
 where starts_with(c.relname, '_cell_') and pg_sequence_last_value(c.oid::regclass) > 0
@@ -75,7 +75,7 @@ RESTORE = FORGET + "".join(
     f"insert into pgqueue.{table} overriding system value table saved_{table}"
     for table in ("job", "dead_job", "run", "queue")
 )
-# All there is, but for what is random, of the clock, or newly numbered.
+# Everything that is stored, except what is random, newly numbered, or depends on the clock.
 STATE = """
 select md5(string_agg(row_text, ' ' order by row_text)) from (
     select concat_ws('|',
@@ -99,7 +99,7 @@ LOCKS = """
 select classid::int, mode, count(*)::int from pg_locks
 where locktype = 'advisory' and pid = %s group by 1, 2 order by 1, 2
 """
-# What was never set is as good as empty.
+# A setting that was never set counts as empty.
 SETTINGS = """
 select name, setting from pg_settings
 union all
@@ -110,7 +110,7 @@ order by 1
 HELD = "%(ids)s::bigint[], %(tokens)s::bigint[]"
 TWENTY = "from generate_series(1, 20) as n"
 SIXTY = "from generate_series(1, 60) as n"
-# Short ones many times in a statement, or most interrupts would come too late.
+# Short calls are repeated in a statement, or most interrupts would come too late.
 CALLS = {
     "enqueue": f"pgqueue.enqueue('q') {TWENTY}",
     "enqueue with options": f"pgqueue.enqueue('q', '1', 'k', n, unique_key => 'new ' || n) {TWENTY}",
@@ -163,7 +163,7 @@ def dsn(template: str) -> Iterator[str]:
 
 @pytest.fixture
 def given(db: psycopg.Connection) -> dict:
-    """What the calls are about."""
+    """The arguments of the calls."""
     db.execute(RESTORE)
     db.execute("vacuum")
     leases = db.execute(
@@ -199,7 +199,7 @@ class Victim:
     def begin(self) -> None:
         self.conn = self.connect()
         self.pid = self.conn.info.backend_pid
-        self.conn.execute("load 'plpgsql'")  # which brings settings of its own
+        self.conn.execute("load 'plpgsql'")  # which defines settings
         self.settings = self.conn.execute(SETTINGS).fetchall()
 
     def locks(self) -> list[tuple]:
@@ -207,12 +207,12 @@ class Victim:
         return self.other.execute(LOCKS, (self.pid,)).fetchall()
 
     def attempt(self, call: str, given: dict, reach: float) -> str | None:
-        """Call, and be interrupted at a random moment; where that was, None if it was too late."""
+        """Call, and interrupt it at a random moment; return where that was, or None if it was too late."""
         self.attempts += 1
         how = random.choices(["cancel", "terminate", "timeout"], [90, 3, 7])[0]
         moment = random.uniform(0, reach)
         if how == "timeout":
-            # In a new session, where all has still to be planned.
+            # In a new session, which has no plans yet.
             self.conn.close()
             self.begin()
             self.conn.execute(f"set statement_timeout = {1 + int(moment * 3000)}")
@@ -254,15 +254,15 @@ class Victim:
 def interrupted(
     victim: Victim, call: str, given: dict, usual: float
 ) -> Iterator[str | None]:
-    """Attempts, of which many were interrupted."""
+    """Try the call again and again, until many were interrupted."""
     began, reach = time.monotonic(), usual
     while victim.attempts < ATTEMPTS:
-        # Longer on a busy machine.
+        # A busy machine needs longer.
         limit = SECONDS if victim.interrupted > 30 else 10 * SECONDS
         if time.monotonic() > began + limit:
             break
         where = victim.attempt(call, given, reach)
-        # Nor is there a usual duration then: further while all is hit, nearer when it is not.
+        # Its calls take longer, too: aim later while all are interrupted, earlier when not.
         reach = max(reach * (1.03 if where else 0.95), usual / 2)
         yield where
     assert victim.interrupted > 30
@@ -275,7 +275,7 @@ def seconds(conn: psycopg.Connection, call: str, given: dict) -> float:
 
 
 def works_on(connect: Connect, name: str = "q") -> None:
-    """Another session is held up by nothing."""
+    """Check that another session can enqueue, claim, rest and maintain without waiting."""
     db = connect()
     db.execute("set statement_timeout = '5s'")
     id = one(db, "select pgqueue.enqueue(%s, priority => 100)", name)
@@ -313,7 +313,7 @@ def test_an_interrupted_call_changes_nothing_and_leaves_no_lock_or_setting(
         assert one(db, STATE) == (before if where else done), where
         db.execute(FORGET if where else RESTORE)
         if victim.attempts % 20 == 0:
-            # Now somebody waits for a notification, now nobody.
+            # Half of the time a session is parked, half of the time none is.
             sleeper.execute(
                 "select pgqueue.rest(array['q', 'q 1', 'held', 'paused'])"
                 if victim.attempts % 40
@@ -338,10 +338,10 @@ def test_an_interrupted_rest_does_not_park_the_session(
         elif where is None:
             assert victim.locks() == whole
         elif "pgqueue.rest" in where:
-            # Not yet begun, or undone.
+            # It had not parked yet, or had undone it.
             assert victim.locks() in ([], whole if parks == "again" else []), where
         else:
-            # Before the function began, or after its end, when it cannot know.
+            # Before the function began, or after it ended and could no longer know.
             assert victim.locks() in ([], whole)
         if parks == "again":
             victim.conn.execute(f"select {REST}", given)

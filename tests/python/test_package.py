@@ -266,7 +266,7 @@ def version_of(program: str) -> int:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """A copy of what the package is built of: a build leaves files behind."""
+    """A copy of the sources of the package, because a build leaves files behind."""
     folder = tmp_path_factory.mktemp("clone")
     make("all", "plain")
     for name in ("Makefile", "pgqueue.control", "LICENSE", "META.json"):
@@ -318,7 +318,7 @@ def test_the_wheel_has_the_metadata_that_the_package_index_shows(wheel):
     assert told["Description-Content-Type"] == "text/markdown"
     page = told.get_payload(decode=True).decode()
     assert page == (REPO / "python/README.md").read_text()
-    # There it stands alone.
+    # On the package index a relative link leads nowhere.
     assert re.findall(r"\]\((?!https?:)(.*?)\)", page) == []
     needed = [n for n in told.get_all("Requires-Dist") if "extra" not in n]
     assert needed == ["psycopg>=3.2"]

@@ -1,4 +1,4 @@
-"""The claim stays flat: its buffers and plans, however deep the queue and whatever the statistics."""
+"""The cost of a claim in pages, and its plan, do not depend on the depth of the queue or on statistics."""
 
 import contextlib
 
@@ -47,7 +47,7 @@ def buffers(db: psycopg.Connection, batch: int = 50) -> int:
 
 
 def warmed(db: psycopg.Connection) -> list[int]:
-    """Claims of 50 in a session that has its plans: full walks are rare, so the first is left out."""
+    """The pages of ten claims of 50 in a session that has its plans and has walked the lane once."""
     for _ in range(2):
         buffers(db)
     return [buffers(db) for _ in range(10)]
@@ -64,7 +64,7 @@ def usual(dsn, template) -> float:
 
 
 def is_flat(counts: list[int], usual: float) -> bool:
-    """All but the rare full walk, at most 5 % of the time, within three times the usual."""
+    """Whether all claims, except one in ten that may walk the lane, cost at most three times the usual."""
     return sum(count > 3 * usual for count in counts) <= len(counts) // 10
 
 
@@ -178,7 +178,7 @@ def test_no_state_of_the_statistics_makes_a_claim_sort_or_scan(connect, state):
     deletes = many.partition("CTE done")[2].partition("CTE logged")[0]
     assert "Index Scan using job_pkey" in deletes and "Index Cond: (id = ANY" in deletes
     assert not any(node in deletes for node in ("Join", "Nested Loop", "Sort"))
-    # Nor is a whole lane index read in search of ids.
+    # A lane index is never read as a whole in search of ids.
     lanes = [plan for plan in plans if "job_lane_idx" in plan]
     assert all("Index Cond: ((hashtext(" in plan for plan in lanes)
     scans = [plan for plan in plans if "Seq Scan on job" in plan]
@@ -202,7 +202,7 @@ def test_claim_and_extend_are_hot_updates(db):
         "select n_tup_upd, n_tup_hot_upd from pg_stat_user_tables where relid = 'pgqueue.job'::regclass"
     ).fetchone()
     assert updated == 6000
-    # What is left found a page full that could not be pruned yet.
+    # The others met a full page that could not be pruned yet.
     assert hot > 0.85 * updated, f"{hot} of {updated} wrote no index"
 
 
@@ -219,7 +219,7 @@ def test_the_planner_settings_of_claim_do_not_leak_into_the_session(db):
 
 
 def lease(db: psycopg.Connection, jobs: int) -> None:
-    """Let another worker hold the first jobs that are ready."""
+    """Lease the first ready jobs to another worker."""
     held = (
         "update pgqueue.job set token = nextval('pgqueue.token_seq'), attempt = 1, "
         "worker = 'other', claimed_at = now(), lease_expires_at = now() + interval '1 hour' "
@@ -240,8 +240,8 @@ def test_ninety_six_sessions_with_fifty_leases_each_do_not_walk_each_others_jobs
         for session in sessions:
             assert one(session, "select count(*) from pgqueue.claim('q', 'w', 50)")
         for session in sessions:
-            buffers(session)  # makes its plans
-        # One in a while walks from the beginning, for all.
+            buffers(session)  # so that it has its plans
+        # Now and then one walks from the beginning, for all of them.
         assert is_flat(counts := [buffers(each) for each in sessions], usual), counts
 
 
@@ -270,7 +270,7 @@ def test_finished_jobs_of_other_priorities_under_a_held_snapshot_are_not_walked(
 
 
 def test_many_queues_and_kinds_in_one_session_keep_their_positions_apart(db, usual):
-    """0.1.0 kept one mark for all queues of a fold, and one for all kinds of a queue."""
+    """A position shared by several queues or kinds would be lost at each claim."""
     queues = [f"queue {n}" for n in range(40)]
     for queue in queues:
         db.execute(FILL.replace("'q', 'q'", f"'{queue}', 'k' || n % 2").format(
@@ -286,7 +286,7 @@ def test_many_queues_and_kinds_in_one_session_keep_their_positions_apart(db, usu
         for queue, kinds in asked:
             db.execute(claim.format(queue, kinds))
     counts = [pages(db, claim.format(queue, kinds)) for queue, kinds in asked]
-    # Of 120 lanes a few have found both their records taken.
+    # Of 120 lanes a few find both their records taken.
     assert sum(count > 3 * usual for count in counts) <= 12, (counts, usual)
 
 
@@ -320,13 +320,13 @@ def test_jobs_with_one_run_at_drain_at_constant_cost_under_a_held_snapshot(
     for _ in range(9):
         assert one(db, done) == 10_000
     assert one(db, "select count(*) from pgqueue.job") == 10_000
-    # So many that the check of their ids begins again from one, twice.
+    # Enough jobs for the check of their ids to wrap around twice.
     counts = warmed(db) + [buffers(db) for _ in range(180)]
     assert is_flat(counts, usual), (counts, usual)
 
 
 def test_ten_thousand_exhausted_jobs_cost_a_claim_no_more_than_a_thousand(db):
-    """0.1.0 was quadratic in them: 5.75 s for one claim of one."""
+    """An early version was quadratic in them: 5.75 s for a claim of one job."""
     fill(db, 10_000)
     lease(db, 10_000)
     db.execute(
@@ -336,20 +336,20 @@ def test_ten_thousand_exhausted_jobs_cost_a_claim_no_more_than_a_thousand(db):
     first = pages(db, "select from pgqueue.claim('q', 'w')")
     assert one(db, "select count(*) from pgqueue.dead_job") == 1000
     assert one(db, "select count(*) from pgqueue.job where worker = 'w'") == 1
-    # Some thirty pages for each job that is buried, and one walk past the others.
+    # About thirty pages for each job that becomes dead, and one walk past the others.
     assert first < 60_000
-    buried = 1000
-    while buried < 10_000:
-        # Once from the position, once from the beginning before it says that there is nothing.
+    dead = 1000
+    while dead < 10_000:
+        # One walk from the position, and one from the beginning before it returns no job.
         assert column(db, "select id from pgqueue.claim('q', 'w')") == []
-        before, buried = buried, one(db, "select count(*) from pgqueue.dead_job")
-        assert before + 1000 <= buried <= before + 2000
+        before, dead = dead, one(db, "select count(*) from pgqueue.dead_job")
+        assert before + 1000 <= dead <= before + 2000
 
 
 def test_an_idle_worker_walks_dead_entries_once_for_a_claim_and_once_for_a_rest(
     db, held_snapshot
 ):
-    """At one look in five seconds that is two or three per cent of a core for 500,000."""
+    """With 500,000 entries and a claim every five seconds, two or three per cent of a core."""
     fill(db, 100_000)
     walk = (
         "select from pgqueue.job where hashtext(queue) = hashtext('q') and queue = 'q' "
@@ -373,7 +373,7 @@ def test_a_position_from_before_a_restore_or_from_another_clock_is_ignored(db):
     assert one(db, "select count(*) from pgqueue.claim('q', 'w', 5000)") == 5000
     for _ in range(3):
         db.execute("select pgqueue.claim('q', 'w', 10)")
-    # The rows are those of a day before; the cells are not dumped, but a copy has them.
+    # The rows are a day older than the cells: a dump leaves cells out, a copy of the files does not.
     db.execute(
         "update pgqueue.job set run_at = run_at - interval '1 day', lease_expires_at = null, token = null"
     )
@@ -400,5 +400,5 @@ def test_finish_without_results_costs_no_more_than_complete_many(db, texts):
     finished = f"select count(*) from {claimed}, pgqueue.finish(c.ids, c.tokens, {outcomes}{texts})"
     for query in (completed, finished):
         assert one(db, query) == 50
-    # Nor does it lock rows before it deletes them.
+    # It does not lock rows before it deletes them either.
     assert records(db, finished) <= records(db, completed) + 10

@@ -130,24 +130,24 @@ def test_a_job_that_commits_late_in_a_busy_lane_is_claimed_soon(db, connect):
     fill = "select count(*) from pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[%s]))"
     db.execute(fill, [1000])
     late = connect(autocommit=False)
-    # In the past, because a bulk is spread over the microseconds before its call.
+    # An hour ago, because enqueue_many spreads its jobs over the microseconds before the call.
     enqueue = "select pgqueue.enqueue('q', run_at => now() - interval '1 hour')"
     id = one(late, enqueue)
     db.execute(fill, [30000])
     claim = "select id from pgqueue.claim('q', 'w', 5)"
-    for _ in range(300):  # they run, and a walk over them is dear enough for a position
+    for _ in range(300):  # so many run that a walk over them leaves a position
         assert len(column(db, claim)) == 5
     late.commit()
     began = time.monotonic()
     while id not in (found := column(db, claim)):
         assert len(found) == 5, "the lane is busy all the time"
-    # 100 ms and what this machine adds.
+    # 100 ms, and some more on a busy machine.
     assert time.monotonic() - began < 2
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 4, 7])
 def test_claims_smaller_than_a_share_follow_the_weights_on_average(db, wanted):
-    """Shares of less than a job were rounded up: one queue of weight 1 got a quarter of its due."""
+    """Shares of less than a job must not all be rounded up."""
     for queue in ("heavy", "light"):
         db.execute(
             "select count(*) from pgqueue.enqueue_many(%s, array_fill('1'::jsonb, array[3000]))",

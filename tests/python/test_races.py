@@ -1,4 +1,4 @@
-"""What two sessions do to each other, decided by two real sessions."""
+"""What happens between two sessions, tried with two sessions."""
 
 import itertools
 import random
@@ -30,7 +30,7 @@ def claimed(db: psycopg.Connection, **options) -> tuple[int, int]:
 
 
 def expire(db: psycopg.Connection) -> None:
-    """Let every lease run out without waiting for the clock."""
+    """Let every lease expire at once."""
     db.execute(
         "update pgqueue.job set lease_expires_at = now() - interval '1 second' "
         "where lease_expires_at is not null"
@@ -96,7 +96,7 @@ ENDS = {
 
 
 def attempt(conn: psycopg.Connection, verb: str, lease: dict) -> bool:
-    """Try to end an attempt; whether it was this call that did. Nothing but PQ002 may be raised."""
+    """Try to end an attempt, and return whether this call did. It may raise nothing but PQ002."""
     try:
         # complete returns void, which psycopg shows as an empty text.
         return one(conn, ENDS[verb], lease) is not None
@@ -116,7 +116,7 @@ def test_an_attempt_ends_once(db, connect, pool, blocked, first, second, commits
     attempt(a, first, lease)
     later: Future[bool] = pool.submit(attempt, b, second, lease)
     if second in ("reap", "recover"):
-        later.result(20)  # what recovers skips what is locked
+        later.result(20)  # these skip locked jobs
     else:
         blocked(b)
     a.execute("commit" if commits else "rollback")
@@ -145,14 +145,14 @@ def test_a_job_can_be_completed_after_its_lease_expired_until_it_is_recovered(db
 
 
 def test_a_call_repeated_after_its_answer_was_lost_is_harmless(db, connect):
-    """The link is cut after the query was sent: whether it was carried out, nobody knows."""
+    """The connection is cut after the query was sent: the client cannot know whether it ran."""
     for n in range(60):
         key = f"order-{n}"
         enqueue = "select pgqueue.enqueue('q', unique_key => %s)"
         lost = connect()
         pid = lost.info.backend_pid
         cut(lost, f"select pgqueue.enqueue('q', unique_key => '{key}')")
-        # A key holds duplicates off while its job lives, so let it be there first.
+        # A unique key stops duplicates only while its job exists: wait for the first enqueue.
         while one(db, "select count(*) from pg_stat_activity where pid = %s", pid):
             pass
         id = one(db, enqueue, key)
@@ -171,7 +171,7 @@ def test_a_call_repeated_after_its_answer_was_lost_is_harmless(db, connect):
 
 
 def cut(conn: psycopg.Connection, query: str) -> None:
-    """Send a query and vanish."""
+    """Send a query, and close the connection before the answer."""
     conn.pgconn.send_query(query.encode())
     conn.pgconn.flush()
     conn.pgconn.finish()
@@ -377,7 +377,7 @@ def listener(connect):
 
 
 def heard(listener) -> int:
-    """How many notifications have come, counted when one of our own has."""
+    """Count the notifications that came before one that this session sends to itself."""
     listener.execute("listen pgqueue")
     listener.execute("notify pgqueue, 'end'")
     count = 0
@@ -463,7 +463,7 @@ def test_two_phase_commit_works_with_pgqueue_notify_off(dsn, db, listener):
     assert one(db, "select count(*) from pgqueue.job") == 1
 
 
-# Positions decide nothing
+# A position saves work and never hides a job
 
 
 @pytest.fixture
@@ -545,7 +545,7 @@ def test_a_job_behind_the_position_of_a_busy_lane_is_claimed_before_the_lane_end
     assert claims < 3900
 
 
-# Heartbeats say what is
+# What extend answers
 
 
 def test_extend_of_a_locked_job_answers_held_until_its_lease_expires_and_then_lost(
@@ -575,7 +575,7 @@ def test_extend_beside_an_open_claim_of_its_expired_job_answers_lost(db, connect
     assert one(db, extend, id, token) == "held", "nobody has taken it after all"
 
 
-# Duplicates wait in one order
+# Duplicates are locked in one order
 
 REPLACE = (
     "select pgqueue.enqueue_many('q', %s::jsonb[], unique_keys => %s, "
@@ -595,7 +595,7 @@ def many(conn: psycopg.Connection, *keys: str) -> list[int]:
 
 
 def test_a_purge_and_a_bulk_replace_do_not_deadlock(db, connect, pool, blocked):
-    """Rows were locked by id here and by key there."""
+    """Both lock rows by id; one of them by key would be enough for a deadlock."""
     ids = keyed(db, "b", "a")
     clerk, bulk, operator = connect(autocommit=False), connect(), connect()
     clerk.execute("select from pgqueue.job where id = %s for update", (ids["b"],))

@@ -328,7 +328,7 @@ def test_a_job_that_enqueues_its_next_run_runs_once_for_each_slot(
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(40) == 0
     assert set(ends(db)) == {("sweep", "completed")}
-    # Each slot once, though two planned the first: and the next one waits.
+    # Each slot ran once, though two workers enqueued the first, and the next one waits.
     (slot,) = column(db, "select payload -> 'slot' from pgqueue.job")
     assert one(db, "select unique_key from pgqueue.job") == f"sweep {slot}"
 
@@ -344,7 +344,7 @@ def test_a_series_under_a_single_unique_key_would_end(db, project, sweep) -> Non
 def test_the_tests_of_the_readme_pass_beside_jobs_of_others(db, dsn, project) -> None:
     (block,) = blocks("In your tests")
     project.write("test_jobs.py", block)
-    with psycopg.connect(dsn) as stranger:  # whose due job is none of theirs
+    with psycopg.connect(dsn) as stranger:  # the tests must not run its job
         pgqueue.enqueue(stranger, "emails", kind="unheard of")
     tests = ("-m", "pytest", "-p", "no:cacheprovider", "test_jobs.py")
     assert "2 passed" in project.say(*tests, PGQUEUE_TEST_DSN=dsn)

@@ -88,7 +88,7 @@ def test_the_variable_tables_have_every_variable_that_the_code_reads() -> None:
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and names.fullmatch(node.value)
-    } - {"PGQUEUE_"}  # before the name of each option
+    } - {"PGQUEUE_"}  # the prefix of every option's variable
     told = {name for row in table("other variables") for name in quoted(row[0])}
     assert told | {"PGQUEUE_DSN"} == read
 
@@ -198,7 +198,7 @@ def test_the_signal_table_has_the_signals_that_are_handled() -> None:
 
 
 def logged() -> set[str]:
-    """Find what the code says at WARNING and above, with … for what differs."""
+    """Find the messages that the code logs at WARNING and above, with … for their arguments."""
     found = set()
     for node in sources():
         if (
@@ -211,7 +211,7 @@ def logged() -> set[str]:
             text = node.args[node.func.attr == "log"]
             assert isinstance(text, ast.Constant), ast.unparse(node)
             found.add(re.sub(r"%[-.\d]*[a-z]", "…", text.value))
-    return found - {"…"}  # what became of an attempt: caused below
+    return found - {"…"}  # how an attempt ended: caused below
 
 
 def phrases() -> list[str]:
@@ -276,7 +276,7 @@ def test_an_attempt_that_does_not_complete_is_logged_with_its_exception(
             assert field in line
 
 
-# Signs of life, and who looks at them
+# Health, and who looks at it
 
 
 def test_systemd_and_a_probe_see_the_signals_of_the_health_table(

@@ -1,4 +1,4 @@
-"""The worker as a process: its start, its signs of life, and several under a supervisor."""
+"""The worker as a process: start, health, and several processes under a supervisor."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from worker_harness import QUEUE, Workers, is_empty, outcomes, wait_until
 
 pytest_plugins = ["worker_harness"]
 
-# Modules that wait at their import, or when a worker starts.
+# Apps that hang when they are imported, or when a worker starts.
 SLOW_IMPORT = """
 import os, pathlib, time
 pathlib.Path(f"waits.{os.getpid()}").touch()
@@ -46,7 +46,7 @@ def wait_for_waiting(workers: Workers, count: int) -> None:
 
 
 def left(workers: Workers) -> list[int]:
-    """Find what still runs of a test's workers."""
+    """Find the processes of a test's workers that still run."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -72,7 +72,7 @@ class Systemd:
         return heard
 
     def rest(self) -> list[str]:
-        """Take what has come."""
+        """Return all that has come, without waiting."""
         heard = []
         self.socket.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -88,7 +88,7 @@ def systemd(tmp_path: Path) -> Iterator[Systemd]:
     found.socket.close()
 
 
-# Its start
+# Start
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -100,7 +100,7 @@ def test_a_signal_before_the_app_is_imported_ends_the_worker_with_0(
     (workers.folder / "slow.py").write_text(SLOW_IMPORT)
     worker = workers.start("--app", "slow", "--processes", processes)
     wait_for_waiting(workers, int(processes))
-    if processes != "1":  # as systemd, which tells all of them
+    if processes != "1":  # as systemd does, which signals every process
         for pid in children(worker.pid):
             os.kill(pid, number)
     worker.send_signal(number)
@@ -150,7 +150,7 @@ def test_two_thousand_slots_are_not_two_thousand_threads(db, workers) -> None:
     assert workers.finish(worker) == 0
 
 
-# Its signs of life
+# Health
 
 
 def test_systemd_hears_that_the_worker_is_ready_when_it_has_connected(
@@ -180,7 +180,7 @@ def test_the_health_file_is_touched_as_long_as_the_worker_runs(
         before = file.stat().st_mtime_ns
         wait_until(lambda: file.stat().st_mtime_ns > before)  # noqa: B023
     worker.send_signal(signal.SIGSTOP)
-    # It may have been at it just now.
+    # It may be touching the file until it has stopped.
     wait_until(lambda: "T (stopped)" in Path(f"/proc/{worker.pid}/status").read_text())
     before = file.stat().st_mtime_ns
     other = workers.start("--burst")
@@ -201,7 +201,7 @@ def test_a_health_file_that_cannot_be_touched_is_logged_once(
     assert workers.finish(worker) == 0
 
 
-# Several of them
+# Several processes
 
 
 def test_a_killed_child_is_replaced(db, workers) -> None:

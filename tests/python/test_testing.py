@@ -1,4 +1,4 @@
-"""What pgqueue.testing gives to the tests of applications."""
+"""pgqueue.testing, as the tests of an application use it."""
 
 import asyncio
 import contextlib
@@ -134,7 +134,7 @@ def test_drain_neither_runs_nor_locks_the_jobs_of_other_sessions(conn, db) -> No
     pgqueue.enqueue(db, "default", kind="broken", priority=100)
     pgqueue.enqueue(db, "default", kind="broken", run_at=timedelta(days=1))
     pgqueue.enqueue(conn, "default", {"to": "first"}, kind="welcome")
-    # Those that commit in the course of this transaction are of others, too.
+    # A job that another session commits during this transaction is not run either.
     strange = pgqueue.enqueue(db, "default", kind="broken", priority=100)
     with conn.transaction(), conn.transaction():
         welcome.enqueue(conn, "second")
@@ -160,7 +160,7 @@ def test_drain_outside_a_transaction_needs_committed_true(conn, db) -> None:
     assert [r.result for r in drain(db, app, committed=True)] == ["hello committed"]
     assert one(db, "select count(*) from pgqueue.run where outcome = 'completed'") == 2
     welcome.enqueue(db, "once more")
-    for refused in (db, conn):  # the one would begin a transaction with its first query
+    for refused in (db, conn):  # neither is in a transaction yet
         with pytest.raises(ValueError, match="committed=True"):
             drain(refused, app)
     assert [r.result for r in drain(conn, app, committed=True)] == ["hello once more"]

@@ -24,7 +24,7 @@ from pgqueue import testing
 Conn = psycopg.Connection[tuple[object, ...]]
 AsyncConn = AsyncConnection[tuple[object, ...]]
 
-class AsyncpgConnection:  # as its stubs have it: it has no types of its own
+class AsyncpgConnection:  # as in its stubs: the package itself has no types
     async def fetch(
         self, query: str, *args: object, timeout: float | None = None
     ) -> list[dict[str, object]]:
@@ -186,6 +186,6 @@ def test_the_recipes_pass_a_type_checker(tmp_path, cache) -> None:
         names.append(f"recipe_{number}.py")
         (tmp_path / names[-1]).write_text(block)
     lenient = ("--ignore-missing-imports", "--check-untyped-defs")
-    # Of Django's modules and the project's own, nothing is known.
+    # Django and the modules of the project are not there to be checked.
     said = check(tmp_path, cache, *lenient, *names)
     assert said == ""

@@ -79,7 +79,7 @@ def test_each_handler_ends_its_job_with_its_own_outcome_and_result(db, workers) 
         ids["effect"],
         ids["aeffect"],
     ]
-    # An absurd delay is refused by the server, and the job fails as if without it.
+    # The server refuses an absurd delay, and the job fails as if it had none.
     left = {
         row[0]: row[1:]
         for row in db.execute("select kind, attempt, state from pgqueue.jobs")
@@ -178,7 +178,9 @@ def test_jobs_are_not_claimed_faster_than_they_can_be_finished(
     wait_until(lambda: one(db, "select count(*) from pgqueue.run") > 5000)
     other = connect()
     with other.transaction():
-        other.execute("lock table pgqueue.run in exclusive mode")  # no completion
+        other.execute(
+            "lock table pgqueue.run in exclusive mode"
+        )  # so that nothing can complete
         held = "select count(*) from pgqueue.job where token is not null"
         second_heartbeat = (
             f"{held} and lease_expires_at > claimed_at + interval '1.5 s'"
@@ -240,7 +242,7 @@ def test_a_signal_while_the_worker_starts_is_not_lost(db, workers) -> None:
         worker = workers.start("--shutdown-timeout", "0.1")
         time.sleep(delay)
         worker.send_signal(signal.SIGTERM)
-        # -15: the interpreter had not even begun with our code.
+        # -15: Python had not begun to run the worker.
         assert worker.wait(10) in (0, -signal.SIGTERM)
     assert column(db, "select state from pgqueue.jobs") == ["ready"]
 
@@ -264,7 +266,7 @@ def test_several_processes_share_the_work_are_restarted_and_stop_together(
 def test_a_signal_to_supervisor_and_children_lets_running_jobs_finish(
     db, workers
 ) -> None:
-    """As systemd stops a service: supervisor and children all get it."""
+    """As systemd stops a service: it signals supervisor and children."""
     pgqueue.enqueue_many(db, QUEUE, [None] * 4, kind="hold")
     parent = workers.start("--processes", "2", "--concurrency", "2")
     workers.began(4)
@@ -330,7 +332,7 @@ def test_a_handler_that_holds_the_gil_is_logged_as_a_late_heartbeat(
 
 
 def test_an_idle_worker_rests_and_does_not_claim(db, workers) -> None:
-    """Behind half a million dead entries each of them walks all: one is enough."""
+    """Each of the two walks the dead entries of a lane, so an idle worker calls only one."""
     db.execute(f"alter database {db.info.dbname} set track_functions = 'pl'")
     workers.start("--poll-interval", "0.1", "--no-listen")
     calls = (

@@ -1,4 +1,4 @@
-"""A Worker inside a process of somebody else: it leaves nothing behind."""
+"""A Worker inside the process of another program: it leaves nothing behind."""
 
 import asyncio
 import gc
@@ -45,7 +45,7 @@ def make_app() -> pgqueue.App:
 
 
 def files() -> Counter[str]:
-    """What this process has open, each as the kernel names its sort."""
+    """The files that this process has open, by the kernel's names."""
     found: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -92,7 +92,7 @@ def test_a_worker_leaves_no_file_thread_or_session_behind(db, dsn) -> None:
 
 
 def test_run_returns_after_its_threads_have_ended(db, dsn) -> None:
-    """One that ends, or begins, while Python does would crash it."""
+    """A thread that starts or ends while Python shuts down would crash it."""
     before = threads()
     for _ in range(10):
         run_all(db, Worker(make_app(), {"default": 1}, dsn=dsn))
@@ -122,7 +122,7 @@ def test_a_worker_that_was_never_run_leaves_nothing_behind(db, dsn) -> None:
 def test_results_that_wait_out_an_outage_are_sent_in_messages_of_bounded_size(
     dsn,
 ) -> None:
-    """Each new connection takes up what has ended since."""
+    """Each new connection adds the attempts that have ended since."""
     finisher = Worker(make_app(), {"default": 1}, dsn=dsn).finisher
     result = Outcome("complete", "x" * (LARGEST_RESULT // 2))
     for number in range(10):

@@ -42,7 +42,7 @@ QUICK = "select pgqueue.configure(null, retry_base => '100 ms', max_attempts => 
 
 
 def enqueue_all(db: psycopg.Connection, count: int, seconds: float = 0.01) -> list[int]:
-    """Enqueue some of each sort: threads, tasks, transactions of both."""
+    """Enqueue jobs of every kind of handler: sync and async, with and without a transaction."""
     db.execute("create table if not exists effect (job_id bigint)")
     ids = []
     for kind in ("amark", "effect", "aeffect"):
@@ -52,7 +52,7 @@ def enqueue_all(db: psycopg.Connection, count: int, seconds: float = 0.01) -> li
 
 
 def check_effects(db: psycopg.Connection) -> None:
-    """In the completing transaction, each effect is there once, whatever happened."""
+    """Check that a handler that writes in the completing transaction has written exactly once."""
     query = "select array_agg(id) from pgqueue.jobs"
     assert one(db, query) is None
     want = "select job_id from pgqueue.run where kind like '%effect' and outcome = 'completed'"
@@ -102,7 +102,7 @@ def test_a_worker_stopped_past_its_lease_reports_nothing(
     # Its lease runs out; another takes the job.
     lapsed = "select state = 'expired' from pgqueue.jobs"
     wait_until(lambda: one(db, lapsed))
-    # A transaction of the stopped one may still hold what it wrote, but not the job.
+    # The transaction of the stopped worker may still lock what it wrote, but not the job.
     other = workers.start("--lease", "5")
     wait_until(lambda: workers.notes("began")[job] == 2)
     zombie.send_signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Whatever a handler does costs its own job at most: no other one, and not the worker."""
+"""Whatever a handler does, it harms no job but its own, and not the worker."""
 
 import os
 import signal
@@ -71,10 +71,10 @@ PARTS = ("dispatcher", "finisher", "heartbeat", "loop", "handler")
 def test_a_handler_that_damages_the_worker_ends_it_or_does_no_harm(
     db, workers, kind, payload
 ) -> None:
-    """It is never alive, with jobs in its hands, and idle."""
+    """It must never stay alive with leased jobs and do nothing."""
     db.execute(NO_RETRY)
     worker = workers.start("--concurrency", "2", "--lease", "1")
-    naps = [{"seconds": 0.3}] * 2  # so that there are both threads
+    naps = [{"seconds": 0.3}] * 2  # so that two threads exist
     pgqueue.enqueue_many(db, QUEUE, naps, kind="nap")
     pgqueue.enqueue(db, QUEUE, kind="amark")
     wait_until(lambda: workers.notes().total() == 3)
@@ -103,7 +103,7 @@ def test_a_cancelled_async_handler_can_clean_up_and_leaves_no_trace(
     workers.began()
     assert one(db, "select pgqueue.cancel(%s)", job) == "cancelling"
     wait_until(lambda: workers.notes("cleaned")[job])
-    # A task that was cancelled once fails within groups and timeouts.
+    # A task with a cancellation left over would fail in task groups and timeouts.
     after = pgqueue.enqueue(db, QUEUE, kind="groups")
     wait_until(lambda: after in workers.notes())
     assert workers.finish(worker) == 0
@@ -123,7 +123,7 @@ def test_a_blocked_event_loop_holds_no_other_jobs_and_its_handler_times_out(
     wait_until(lambda: set(ids) <= set(workers.notes()))
     wait_until(lambda: outcomes(db)["retry"] == 1)  # by its timeout, while it blocks
     wait_until(lambda: column(db, "select id from pgqueue.jobs") == [blocking])
-    # Only async handlers had slots there, and the loop is gone: a supervisor starts it again.
+    # Async handlers hold all its slots and the event loop is blocked: it ends, to be restarted.
     assert blocked.wait(20) == 1
     assert "blocks the event loop" in workers.log()
     assert "hold all slots" in workers.log()
@@ -140,7 +140,7 @@ def test_jobs_claimed_behind_a_blocked_event_loop_go_to_other_workers(
     wait_until(lambda: set(ids) <= set(workers.notes()))
     wait_until(lambda: column(db, "select id from pgqueue.jobs") == [blocking])
     assert workers.finish(other) == 0
-    # Once its loop turns again, it takes async jobs again.
+    # When its event loop runs again, the worker takes async jobs again.
     pgqueue.enqueue(db, QUEUE, kind="amark")
     workers.let_go()
     wait_until(lambda: is_empty(db))
@@ -209,7 +209,7 @@ def test_running_and_hung_handlers_together_do_not_exceed_concurrency(
             pgqueue.enqueue_many(db, QUEUE, [None] * 20, kind=kind)
     workers.start("--concurrency", "5")
     wait_until(lambda: outcomes(db)["completed"] == 400)
-    # Those that hang have timed out, and hold their slots all the same.
+    # The two hung handlers have timed out and still hold their slots.
     assert one(db, "select max(result::text::int) from pgqueue.run") == 5
 
 
@@ -220,7 +220,7 @@ def test_a_queue_at_its_limit_leaves_slots_to_jobs_enqueued_later(db, workers) -
     for _ in range(3):
         job = pgqueue.enqueue(db, "quick", kind="mark")
         wait_until(lambda: job in workers.notes())  # noqa: B023
-    wait_until(lambda: one(db, RUNNING) == 2)  # and all that was quick is told
+    wait_until(lambda: one(db, RUNNING) == 2)  # and every quick job has been finished
     assert workers.notes("began").total() == 2
     workers.let_go()
     wait_until(lambda: is_empty(db, "slow"))
@@ -237,7 +237,7 @@ def test_a_queue_at_its_limit_leaves_the_other_slots_to_another_queue(
 
 
 def test_a_higher_weight_drains_a_quick_queue_beside_a_slow_one(db, workers) -> None:
-    """Each slot that becomes free goes to five quick jobs for one slow one."""
+    """Of the slots that become free, five go to quick jobs for each one that goes to a slow job."""
     pgqueue.enqueue_many(db, "slow", [{"seconds": 0.3}] * 200, kind="nap")
     quick = pgqueue.enqueue_many(db, "quick", [None] * 100, kind="mark")
     workers.start("-q", "quick=5,slow", "--concurrency", "4")
@@ -265,7 +265,7 @@ def test_a_blocked_maintain_does_not_delay_a_heartbeat(db, workers, connect) -> 
     job = pgqueue.enqueue(db, QUEUE, kind="ahold")
     stranger = connect()
     with stranger.transaction():
-        # Not today's, which completions need.
+        # Not the table of today, which completions need.
         slot = one(db, SLOT)
         stranger.execute(f"lock table pgqueue.run_{slot}")
         worker = workers.start("--app", "hurried", "--lease", "3")

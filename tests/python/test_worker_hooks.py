@@ -69,7 +69,7 @@ def test_middleware_sees_the_cancellation_of_a_late_async_handler(db, workers) -
 def test_an_attempt_whose_exception_middleware_swallows_completes(
     db, workers, kind
 ) -> None:
-    """As a context manager has it: the attempt completes, without a result."""
+    """As with a context manager: the attempt completes, without a result."""
     job = enqueue(db, kind, "ValueError", "swallow")
     burst(workers)
     assert words(workers, job) == ["entered", "ran", "ValueError"]

@@ -1,4 +1,4 @@
-"""A handler that hangs is seen, told, failed and, when no slot is left, ended."""
+"""A handler that hangs is noticed, logged and failed; when no slot is left, the worker ends."""
 
 import pgqueue
 from conftest import column, one

@@ -1,4 +1,4 @@
-"""The retry policy of a handler: what of it arrives in the database."""
+"""The retry policy of a handler, and what becomes of a job that fails under it."""
 
 import pgqueue
 import pytest
@@ -28,7 +28,7 @@ def raising(db, kind: str, error: str, **options) -> int:
 
 
 def attempts(db, workers: Workers, job: int, most: int) -> int:
-    """Run a job again and again, and return after how many attempts it is dead."""
+    """Run a job until it is dead, and return how many attempts that took."""
     for _ in range(most):
         burst(workers)
         if one(db, "select count(*) from pgqueue.dead_job"):
@@ -69,7 +69,7 @@ def test_retry_base_doubles_up_to_retry_cap(db, workers, kind) -> None:
         delays.append(one(db, DELAY, job))
         one(db, "select pgqueue.run_now(%s)", job)
     assert one(db, "select attempt from pgqueue.jobs") == 4
-    # Less up to half, and a second for what lies between two clocks.
+    # Half to all of the delay, and a second for the time between two clocks.
     for delay, most in zip(delays, (40, 80, 100, 100), strict=True):
         assert most / 2 - 1 <= delay <= most + 1
 
@@ -96,7 +96,7 @@ def test_a_retry_without_a_delay_takes_the_backoff_of_the_policy(db, workers) ->
         ("only", "LookupError", False),
         ("only", "KeyError", False),  # a LookupError
         ("only", "TimeoutError", False),  # an OSError
-        ("only", "Retry", False),  # the handler's own word
+        ("only", "Retry", False),  # the handler asks for it
         ("only", "Reject", True),
         ("not", "ValueError", False),
         ("not", "LookupError", True),

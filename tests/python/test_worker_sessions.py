@@ -1,4 +1,4 @@
-"""transaction=True: no job finds in its session what another left there."""
+"""transaction=True: no job finds in its session what an earlier job left there."""
 
 import pgqueue
 import pytest
@@ -52,14 +52,14 @@ def test_a_wrecked_session_harms_no_other_job(db, workers, kind, how) -> None:
     completed = column(db, "select job_id from pgqueue.run where outcome = 'completed'")
     if how in ("close", "terminate", "abort"):
         assert outcomes(db) == {"completed": 4, "retry": 2}
-    if how != "rollback":  # which is the handler's own wish
+    if how != "rollback":  # which the handler chose itself
         assert sorted(column(db, "select job_id from effect")) == sorted(completed)
 
 
 def test_a_connection_kept_by_a_handler_cannot_write_in_a_later_transaction(
     db, workers
 ) -> None:
-    """As of a thread that outlives its handler."""
+    """A thread that outlives its handler could do that."""
     db.execute("create table effect (job_id bigint)")
     pgqueue.enqueue(db, QUEUE, kind="keeps_connection", priority=1)
     pgqueue.enqueue(db, QUEUE, kind="uses_kept_connection")

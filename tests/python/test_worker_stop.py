@@ -1,4 +1,4 @@
-"""--shutdown-timeout is kept within a second, whatever is in the worker's way."""
+"""A worker ends within a second of --shutdown-timeout, whatever holds it up."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from worker_harness import QUEUE, Workers, wait_until, where, workers_on
 pytest_plugins = ["worker_harness"]
 
 LIMIT = 1.0
-GRACE = 1.5  # a second is the aim; the rest is for a busy machine
+GRACE = 1.5  # a second, and some more on a busy machine
 HANGING = (
     "hang hang_in_query ahang_in_query ahang_in_thread ahang_stubborn ahang_blocking"
 ).split()
@@ -35,7 +35,7 @@ def start(workers: Workers, *args: str, **options) -> subprocess.Popen[bytes]:
 
 
 def time_to_end(workers: Workers, worker: subprocess.Popen[bytes]) -> float:
-    """Say how long it takes to end after SIGTERM."""
+    """Return how long a worker takes to end after SIGTERM."""
     began = time.monotonic()
     assert workers.finish(worker, 10) == 0
     return time.monotonic() - began
@@ -43,9 +43,9 @@ def time_to_end(workers: Workers, worker: subprocess.Popen[bytes]) -> float:
 
 @contextlib.contextmanager
 def frozen(server: Cluster) -> Iterator[None]:
-    """Stop a server and its sessions: the kernel takes what is sent, nobody answers."""
+    """Stop a server and its sessions: connections stay open, but nothing answers."""
     stopped = [server.pid]
-    os.kill(server.pid, signal.SIGSTOP)  # so that no session is born while we count
+    os.kill(server.pid, signal.SIGSTOP)  # so that no session starts meanwhile
     try:
         tasks = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text()
         for pid in map(int, tasks.split()):
@@ -97,7 +97,7 @@ def test_the_shutdown_timeout_is_kept_while_another_session_locks_a_table(
             workers.let_go()
             wait_until(lambda: one(db, WAITING))
         assert LIMIT <= time_to_end(workers, worker) <= LIMIT + GRACE
-    assert "a hook" not in workers.log()  # for there is none
+    assert "a hook" not in workers.log()  # because this app has none
 
 
 def test_the_shutdown_timeout_is_kept_while_a_lock_keeps_the_worker_from_claiming(
@@ -161,7 +161,7 @@ def test_the_shutdown_timeout_is_kept_when_nobody_reads_the_output(db, workers) 
 @pytest.mark.parametrize("kind", HANGING)
 def test_a_second_signal_does_not_wait_for_handlers(db, workers, kind) -> None:
     job = pgqueue.enqueue(db, QUEUE, kind=kind)
-    worker = workers.start()  # of its thirty seconds there is much left
+    worker = workers.start()  # with the default of 30 seconds
     workers.began()
     worker.send_signal(signal.SIGTERM)
     wait_until(lambda: "stopping" in workers.log())

@@ -126,7 +126,7 @@ def suicide(job: pgqueue.Job) -> None:
 
 @app.job("gil")
 def gil() -> None:
-    """Hold the interpreter for some seconds in one call."""
+    """Hold the GIL for some seconds in one call."""
     time.sleep(0.5)
     sum(range(150_000_000))
 
@@ -345,7 +345,7 @@ def hangs(job: pgqueue.Job) -> None:
 
 
 def begin(job: pgqueue.Job) -> None:
-    print(f"said by {job.id}")  # into a file, so that it waits in a buffer
+    print(f"said by {job.id}")  # to a file, so it stays in a buffer
     note("began", job.id)
 
 

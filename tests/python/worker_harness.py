@@ -65,7 +65,7 @@ class Workers:
             "PGQUEUE_DSN": dsn or self.dsn,
             "RAN": str(self.ran),
             "PYTHONPATH": path,
-            "PYTHONUNBUFFERED": "",  # as where prints are lost
+            "PYTHONUNBUFFERED": "",  # so that prints are buffered, and could be lost
         }
         with (self.folder / "log").open("ab") as log:
             process = subprocess.Popen(
@@ -86,7 +86,7 @@ class Workers:
         return Counter(int(number) for what, number in lines if what == word)
 
     def began(self, count: int = 1) -> list[int]:
-        """Wait until so many handlers have begun to hold."""
+        """Wait until that many handlers have noted that they began."""
         return wait_until(
             lambda: len(found := self.notes("began")) >= count and list(found)
         )
@@ -115,7 +115,9 @@ def workers_on(dsn: str) -> Iterator[Workers]:
         finally:
             workers.end()
             if workers.processes:
-                sys.stderr.write(workers.log()[-6000:])  # pytest shows it of a failure
+                sys.stderr.write(
+                    workers.log()[-6000:]
+                )  # pytest shows it when a test fails
 
 
 @pytest.fixture
