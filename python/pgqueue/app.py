@@ -48,6 +48,10 @@ class Reject(Exception):
     """Fail the job for good: it goes to the dead letters with this reason."""
 
 
+def _seconds(value: Seconds | None) -> float | None:
+    return None if value is None else _timedelta(value).total_seconds()
+
+
 def _timedelta(value: Seconds) -> timedelta:
     if isinstance(value, timedelta):
         return value
@@ -121,7 +125,7 @@ class App:
         self, *, timeout: Seconds | None = None, middleware: Middleware | None = None
     ) -> None:
         self.tasks: dict[str, Task[Any, Any]] = {}
-        self.timeout = None if timeout is None else _timedelta(timeout).total_seconds()
+        self.timeout = _seconds(timeout)
         self.middleware = middleware
         self.startup: list[Callable[[], Any]] = []
         self.shutdown: list[Callable[[], Any]] = []
@@ -167,10 +171,10 @@ class App:
         retried; those of `give_up_on` never.
         """
         policy = Policy(
-            self.timeout if timeout is None else _timedelta(timeout).total_seconds(),
+            self.timeout if timeout is None else _seconds(timeout),
             transaction,
             max_attempts,
-            None if retry_base is None else _timedelta(retry_base).total_seconds(),
+            _seconds(retry_base),
             _timedelta(retry_cap).total_seconds(),
             retry_for,
             give_up_on,
