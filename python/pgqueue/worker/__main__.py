@@ -23,7 +23,7 @@ from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging
 from pgqueue.worker.options import load, parse
-from pgqueue.worker.supervisor import SIGNALS, listen_to_supervisor, supervise
+from pgqueue.worker.supervisor import SIGNALS, Supervisor, listen_to_supervisor
 
 log = logging.getLogger("pgqueue")
 
@@ -32,14 +32,12 @@ PRIVILEGES = (
     "select p.proname, has_function_privilege(p.oid, 'execute') from pg_proc as p"
     " where p.pronamespace = 'pgqueue'::regnamespace and p.proname = any(%s)"
 )
-
-
-signals: list[int] = []
 BOTH = (signal.SIGTERM, signal.SIGINT)
+signals: list[int] = []  # that have arrived
 
 
 def stop_early(number: int, frame: FrameType | None) -> None:
-    """End at once: nothing is claimed yet. Where Python swallows it, it is not forgotten."""
+    """End at once: nothing is claimed yet. If Python swallows it, `signals` remembers."""
     signals.append(number)
     raise SystemExit(0)
 
@@ -47,11 +45,9 @@ def stop_early(number: int, frame: FrameType | None) -> None:
 def main(
     argv: Sequence[str] | None = None,
     dsn: str | None = None,
-    wrap: Callable[[Middleware | None], Middleware | None] = lambda middleware: (
-        middleware
-    ),
+    wrap: Callable[[Middleware | None], Middleware] | None = None,
 ) -> int:
-    """Run the command line; `wrap` goes around the middleware of the app."""
+    """Run the command line; `wrap` makes the middleware around that of the app."""
     for number in BOTH:
         signal.signal(number, stop_early)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -62,9 +58,10 @@ def main(
         if args.check:
             return check(dsn)
         if args.processes > 1:
-            return supervise(args.processes, args.burst)
+            return Supervisor(args.processes, args.burst).run()
         app = load(args.app)
-        app.middleware = wrap(app.middleware)
+        if wrap:
+            app.middleware = wrap(app.middleware)
         worker = Worker(
             app,
             args.queue,
@@ -112,13 +109,11 @@ def run(worker: Worker, args: argparse.Namespace) -> int:
 
 
 def leave_within(seconds: float, code: int) -> None:
-    """End the process then, if threads that handlers have begun keep Python waiting."""
+    """End the process then, even if threads that handlers have started go on."""
 
     def leave() -> None:
         for file in sys.stdout, sys.stderr:
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # nobody reads, or it is closed
+            with contextlib.suppress(OSError, ValueError):  # no reader, or closed
                 file.flush()
         os._exit(code)
 
@@ -128,9 +123,9 @@ def leave_within(seconds: float, code: int) -> None:
 
 
 def stop_by_signal(worker: Worker) -> bool:
-    """Stop at signals, at those that came before, and when a supervisor says so.
+    """Stop at signals, also those that came before, and when the supervisor says so.
 
-    Return whether there is one.
+    Returns whether there is one. A signal that came by both ways counts once.
     """
     told = 0
 
@@ -157,7 +152,7 @@ def stop_by_signal(worker: Worker) -> bool:
     early = len(signals)
     for number in BOTH:
         signal.signal(number, on_signal)
-    # A child that a handler forks shall end at SIGTERM, as any other, however early.
+    # A child that a handler forks must end at SIGTERM as any other, however early.
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, BOTH),
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH),
@@ -171,7 +166,7 @@ def stop_by_signal(worker: Worker) -> bool:
 def check(dsn: str) -> int:
     """Say in one line whether a worker could work with this database."""
     for number in BOTH:
-        signal.signal(number, signal.SIG_DFL)  # 0 would say that it could
+        signal.signal(number, signal.SIG_DFL)  # stop_early would exit with 0: ok
     try:
         with database.connect(dsn) as conn:
             row = conn.execute("select pgqueue.version()").fetchone()
