@@ -1,13 +1,11 @@
 """Runs a query on the connection that a producer has, whichever driver it is from."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
 
 import psycopg
 from psycopg.rows import tuple_row
-
-T = TypeVar("T")
 
 
 class _AsyncSession(Protocol):
@@ -38,17 +36,14 @@ AsyncConn = (
 
 
 def call(
-    conn: Any, query: str, params: tuple[Any, ...], shape: Callable[[list[int]], T]
-) -> T | Awaitable[T]:
+    conn: Any, query: str, params: tuple[Any, ...], shape: Callable[[list[int]], Any]
+) -> Any:
     """Run a query with %s for its parameters, and pass its only column to `shape`.
 
     Returns what `shape` does: from an async connection, to be awaited.
     """
     rows = _fetch(conn, query, params)
-    shaped: T | Awaitable[T] = _then(
-        rows, lambda rows: shape([_first(row) for row in rows])
-    )
-    return shaped
+    return _then(rows, lambda rows: shape([_first(row) for row in rows]))
 
 
 def _fetch(conn: Any, query: str, params: tuple[Any, ...]) -> Any:

@@ -1,6 +1,5 @@
 """The hygiene that Django gives to requests, for jobs."""
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 
@@ -9,6 +8,7 @@ from django.db import close_old_connections, connections
 
 from pgqueue.app import Middleware
 from pgqueue.job import Job
+from pgqueue.worker import event_loop
 
 
 def fresh_connections(inner: Middleware | None = None) -> Middleware:
@@ -16,19 +16,11 @@ def fresh_connections(inner: Middleware | None = None) -> Middleware:
 
     @contextlib.contextmanager
     def around(job: Job) -> Iterator[None]:
-        hygiene = _in_own_thread if _is_on_loop() else _in_this_thread
+        hygiene = _in_own_thread if event_loop.is_in_this_thread() else _in_this_thread
         with hygiene(), inner(job) if inner else contextlib.nullcontext():
             yield
 
     return around
-
-
-def _is_on_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from pgqueue.app import App, Reject, Retry
 from pgqueue.attempt import LOST, Attempt, Outcome, run, run_async
 from pgqueue.job import Job
 from pgqueue.testing.sessions import is_in_transaction, savepoint
+from pgqueue.worker import event_loop
 from pgqueue.worker.protocol import finish
 
 
@@ -73,7 +74,7 @@ def _attempt(conn: database.Connection, app: App, attempt: Attempt) -> Outcome:
 
 def _call(function: Callable[[], Outcome]) -> Outcome:
     """Call it as a worker does: where no event loop runs."""
-    if not _has_loop():
+    if not event_loop.is_in_this_thread():
         return function()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
@@ -81,7 +82,7 @@ def _call(function: Callable[[], Outcome]) -> Outcome:
 
 def _await(function: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
     """Run it on an event loop of its own, which is in another thread."""
-    if "django.db" in sys.modules and not _has_loop():
+    if "django.db" in sys.modules and not event_loop.is_in_this_thread():
         # Then sync_to_async leads back to this thread, where the test's connection is.
         from asgiref.sync import async_to_sync
 
@@ -91,11 +92,3 @@ def _await(function: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
         return async_to_sync(call)()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: asyncio.run(function())).result()
-
-
-def _has_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
