@@ -1,4 +1,4 @@
-"""The hygiene that Django gives to requests, for jobs."""
+"""Gives jobs the care for database connections that Django gives to requests."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from pgqueue.worker import event_loop
 
 
 def fresh_connections(inner: Middleware | None = None) -> Middleware:
-    """Let no attempt find a connection that another one broke; around `inner`, if given."""
+    """Make a middleware that closes broken connections around each attempt and `inner`."""
 
     @contextlib.contextmanager
     def around(job: Job) -> Iterator[None]:
@@ -35,14 +35,14 @@ def _in_this_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_own_thread() -> Iterator[None]:
-    """Give the ORM of an async attempt a thread, as Django gives one to each request.
+    """Give an async attempt a thread for the ORM, as Django gives one to each request.
 
-    With it goes a connection, which is closed at the end. Else all attempts would share one
-    thread, and the connection there.
+    Its connection is closed at the end. All attempts would else share one thread and the
+    connection there.
     """
     context = ThreadSensitiveContext()
-    # Its own `async with` does no more, and cannot be had from a plain `with`. Nobody has to
-    # set it back: each attempt has contextvars of its own.
+    # This is what `async with context` does, which a plain `with` cannot. It is not reset, as
+    # each attempt has contextvars of its own.
     SyncToAsync.thread_sensitive_context.set(context)
     try:
         yield

@@ -1,4 +1,4 @@
-"""An attempt in a test: made here and now, in the session of the test."""
+"""Runs an attempt inline, in the session of the test."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from pgqueue.worker.protocol import finish
 
 @dataclass(frozen=True)
 class Ran:
-    """An attempt that drain made, and what became of it."""
+    """An attempt that `drain` has run, and what became of it."""
 
     job: Job
     outcome: str  # completed, retry, dead, cancelled or released
@@ -51,7 +51,7 @@ def run_inline(
 
 @contextlib.contextmanager
 def _undo_if_broken(owner: Any, conn: database.Connection) -> Iterator[None]:
-    """Undo what a handler did that leaves the transaction broken, as its own would be."""
+    """Undo what a handler did if it left the transaction broken."""
     if not is_in_transaction(conn):
         yield
         return
@@ -73,7 +73,7 @@ def _attempt(conn: database.Connection, app: App, attempt: Attempt) -> Outcome:
 
 
 def _call(function: Callable[[], Outcome]) -> Outcome:
-    """Call it as a worker does: where no event loop runs."""
+    """Call it as a worker does: in a thread without an event loop."""
     if not event_loop.is_in_this_thread():
         return function()
     with ThreadPoolExecutor(1) as pool:
@@ -81,7 +81,7 @@ def _call(function: Callable[[], Outcome]) -> Outcome:
 
 
 def _await(function: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
-    """Run it on an event loop of its own, which is in another thread."""
+    """Run it on an event loop of its own, in another thread."""
     if "django.db" in sys.modules and not event_loop.is_in_this_thread():
         # Then sync_to_async leads back to this thread, where the test's connection is.
         from asgiref.sync import async_to_sync

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from types import FrameType
 
 import psycopg
@@ -62,22 +63,9 @@ def main(
         app = load(args.app)
         if wrap:
             app.middleware = wrap(app.middleware)
-        worker = Worker(
-            app,
-            args.queue,
-            dsn=dsn,
-            name=args.name,
-            concurrency=args.concurrency,
-            batch=args.batch,
-            lease=args.lease,
-            timeout=args.timeout,
-            poll_interval=args.poll_interval,
-            shutdown_timeout=args.shutdown_timeout,
-            listen=not args.no_listen,
-            burst=args.burst,
-            only_known=args.only_known,
-            max_jobs=args.max_jobs,
-        )
+        same = {f.name for f in fields(Worker) if f.kw_only} & set(vars(args))
+        options = {name: getattr(args, name) for name in same} | {"dsn": dsn}
+        worker = Worker(app, args.queue, listen=not args.no_listen, **options)
     except (ValueError, psycopg.ProgrammingError) as error:
         say(str(error))
         return 2

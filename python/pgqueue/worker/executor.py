@@ -31,7 +31,7 @@ STALE = 1.0  # in which no attempt began: other workers get those that wait
 
 
 class Executor:
-    """Begins attempts in the order given, and passes each to `on_end` once, when it ends."""
+    """Begins attempts in the order given, and passes each to `on_end` when it ends."""
 
     def __init__(
         self,

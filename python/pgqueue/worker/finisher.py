@@ -22,7 +22,7 @@ LEVELS = {"dead": logging.ERROR, "lost": logging.WARNING, "retry": logging.WARNI
 
 
 class Finisher(Service):
-    """Reports what it was given by `put`, then passes it and the statuses to `on_commit`."""
+    """Reports what `put` was given, then passes it with the statuses to `on_commit`."""
 
     name = "finisher"
 

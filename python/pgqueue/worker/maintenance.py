@@ -1,4 +1,4 @@
-"""Calls pgqueue.maintain() about once a minute, apart from all else: it may take a while."""
+"""Calls pgqueue.maintain() about once a minute; it may take a while, so apart."""
 
 import logging
 import random
