@@ -12,7 +12,7 @@ from pgqueue.worker import event_loop
 
 
 def fresh_connections(inner: Middleware | None = None) -> Middleware:
-    """Make a middleware that closes broken connections around each attempt and `inner`."""
+    """Make a middleware that renews broken connections around each attempt and `inner`."""
 
     @contextlib.contextmanager
     def around(job: Job) -> Iterator[None]:

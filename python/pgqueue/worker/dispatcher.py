@@ -105,9 +105,7 @@ class Dispatcher(Service):
             return dict.fromkeys(self._queues)
         held = Counter(attempt.queue for attempt in list(self._worker.heartbeat.held))
         left = {n: s.limit and s.limit - held[n] for n, s in self._queues.items()}
-        return {
-            name: limit for name, limit in left.items() if limit is None or limit > 0
-        }
+        return {name: n for name, n in left.items() if n is None or n > 0}
 
     def _claim(
         self,
@@ -145,9 +143,8 @@ class Dispatcher(Service):
         """Sleep until there is news or something to do, at most a second."""
         if self._worker.prefetch.is_quick:
             time.sleep(GATHER)
-        self._is_asleep = (
-            True  # before looking at _has_news: from here on, news wake it
-        )
+        # Before looking at _has_news: from here on, news wake it.
+        self._is_asleep = True
         timeout = 1.0
         if want > 0:
             timeout = min(timeout, self._quiet_until - time.monotonic())
