@@ -204,6 +204,8 @@ class Register:
     def __call__(self, function: Callable[..., Any]) -> Task[Any, Any]:
         if self.kind in self.app.tasks:
             raise ValueError(f"the kind {self.kind!r} has a handler already")
+        if isinstance(function, Task):  # the handler of another kind, too
+            function = function.function
         task = Task[Any, Any](
             self.kind,
             function,
