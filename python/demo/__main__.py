@@ -40,8 +40,9 @@ REPORT = {
             round(extract(epoch from p50_taken) * 1000) as p50_ms,
             round(extract(epoch from p99_taken) * 1000) as p99_ms
         from pgqueue.kinds where queue = 'sources' order by kind""",
-    "The dead letters (pgqueue.dead_job)": r"""
-        select id, attempt as attempts, left(split_part(error, E'\n', 1), 58) as error
+    "The dead letters (pgqueue.dead_job)": """
+        select id, attempt as attempts, split_part(error, ':', 1) as error,
+            right(payload ->> 'path', 16) as path
         from pgqueue.dead_job order by id desc limit 3""",
     "What the jobs stored (source_file)": """
         select count(*) as files, sum(lines) as lines, sum(functions) as functions,
@@ -123,10 +124,10 @@ def main() -> None:
         print(title, flush=True)
         psql = ["psql", "-Xq", "-P", "pager=off", "-P", "footer=off", "-c", query]
         subprocess.run(psql, check=True)
-    names = ("PGHOST", "PGPORT", "PGUSER")
-    where = " ".join(f"{name}={os.environ[name]}" for name in names)
-    print(f"Look further while this server lives:\n    {where} psql")
     if sys.stdin.isatty():
+        names = ("PGHOST", "PGPORT", "PGUSER")
+        where = " ".join(f"{name}={os.environ[name]}" for name in names)
+        print(f"Look further while this server runs:\n    {where} psql")
         with contextlib.suppress(EOFError):
             input("Enter stops it and removes it. ")
 
