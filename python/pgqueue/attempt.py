@@ -67,7 +67,7 @@ class Attempt:
     is_cancelled: bool = False  # an operator asked it to stop
     connection: Any = None
     started: float = 0.0
-    stops_since: float = 0.0  # when it was cancelled, or told of it
+    stops_since: float = 0.0  # when it had to stop, by a timeout or otherwise
     runs_in: asyncio.Task[None] | None = None  # if async and begun
     outcome: Outcome = RELEASED
 

@@ -27,9 +27,7 @@ class Job:
     max_attempts: int
     payload: Any  # decoded JSON
     headers: Any  # likewise; None without headers
-    deadline: (
-        datetime | None
-    )  # when its timeout is over, in UTC; None without a timeout
+    deadline: datetime | None  # the end of its timeout, in UTC; None without one
     _lease: Lease = field(repr=False)
 
     @property

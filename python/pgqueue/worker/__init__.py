@@ -251,7 +251,7 @@ class Worker:
         for service in self._services:
             service.join(until)
         try:
-            if self.dispatcher.thread.ident:  # it began
+            if self.dispatcher.thread.ident:  # it was started
                 self._call(self.app.shutdown, until)
         finally:
             self.executor.close(max(until, time.monotonic() + JOINING))

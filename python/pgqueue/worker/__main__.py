@@ -115,19 +115,19 @@ def stop_by_signal(worker: Worker) -> bool:
 
     Returns whether there is one. A signal that came by both ways counts once.
     """
-    told = 0
+    relayed = 0  # signals that came by the supervisor
 
-    def supervised() -> None:
-        nonlocal told
-        told += 1
-        if told > len(signals):
+    def on_relay() -> None:
+        nonlocal relayed
+        relayed += 1
+        if relayed > len(signals):
             worker.stop()
-        if told > 2:
+        if relayed > 2:
             os._exit(128 + signal.SIGTERM)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         signals.append(number)
-        if len(signals) > told:
+        if len(signals) > relayed:
             worker.stop()
         if len(signals) > 2:
             os._exit(128 + number)
@@ -148,7 +148,7 @@ def stop_by_signal(worker: Worker) -> bool:
     )
     for _ in range(early):
         worker.stop()
-    return listen_to_supervisor(supervised)
+    return listen_to_supervisor(on_relay)
 
 
 def check(dsn: str) -> int:

@@ -165,7 +165,7 @@ class Dispatcher(Service):
         if not self._worker.listen:
             return False
         if conn.prepare_threshold is None:
-            self._worker.listen = False  # for good
+            self._worker.listen = False  # nor after a reconnect
             log.warning(
                 "NOTIFY does not arrive through a pooler: polling every %s s",
                 self._worker.poll_interval,

@@ -49,7 +49,7 @@ class Executor:
         self._on_end = on_end
         self._middleware = middleware
         self._connections = Connections(dsn)
-        self._lock = threading.Lock()  # of the three counts
+        self._lock = threading.Lock()  # guards the next three
         self._free = concurrency
         self._threads: list[threading.Thread] = []
         self._idle_threads = 0
@@ -132,7 +132,7 @@ class Executor:
     def _next(self, is_async: bool) -> Attempt | None:
         """Take the next attempt into the caller's slot, if it is of the caller's sort."""
         with contextlib.suppress(IndexError):
-            attempt = self.waiting.popleft()  # without the lock, which quick jobs feel
+            attempt = self.waiting.popleft()  # no lock: quick jobs would pay for it
             if attempt.task.is_async is is_async:
                 self.running.add(attempt)
                 return attempt
@@ -143,7 +143,7 @@ class Executor:
         with self._lock:
             self._free += 1
             self._idle_threads += not is_async
-            self._fill()  # what has come meanwhile
+            self._fill()  # with what was submitted meanwhile
         return None
 
     def _begin(self, attempt: Attempt) -> bool:

@@ -69,8 +69,8 @@ class Finisher(Service):
         self._prefetch.count(len(batch) - before)
 
     def _report(self, conn: database.Connection, batch: list[Attempt]) -> None:
-        unknown = [a for a in batch if a.outcome.name != "none"]  # to the server
-        statuses = self._finish(conn, unknown) if unknown else {}
+        to_finish = [a for a in batch if a.outcome.name != "none"]
+        statuses = self._finish(conn, to_finish) if to_finish else {}
         statuses |= {a.id: "lost" for a in batch if a.outcome is LOST}
         self.succeeded()
         self.statuses.update(statuses.get(a.id, "completed") for a in batch)

@@ -43,13 +43,13 @@ class Service(ABC):
         return 0.0
 
     def close(self) -> None:
-        """Tell it to end."""
+        """Have it end, without waiting for that."""
         self.over.set()
         self.wake()
 
     def join(self, until: float) -> None:
         """Wait for its end, but not past a moment of the monotonic clock."""
-        if self.thread.ident:  # it began
+        if self.thread.ident:  # it was started
             self.thread.join(max(0.0, until - time.monotonic()))
 
     def check(self) -> None:
