@@ -1,4 +1,4 @@
-"""Several worker processes under one that only looks after them.
+"""The supervisor of several worker processes: starts, restarts and stops them.
 
 Each child reads a pipe: one byte means drain, a second one end at once, and the end of the
 pipe that the supervisor is gone. So a child can tell a signal that the supervisor passes on
