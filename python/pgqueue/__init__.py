@@ -1,6 +1,6 @@
-"""A job queue inside Postgres: the client, and the handlers of a worker.
+"""A job queue inside Postgres: enqueue jobs, and write the handlers that run them.
 
-The SQL functions in the schema pgqueue are the product; this calls them.
+The package only calls the SQL functions of the schema pgqueue, which are the queue.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load the worker for those who ask for it: producers do without."""
+    """Load the worker when it is first used: producers do without."""
     if name in ("Share", "Worker"):
         from pgqueue import worker
 

@@ -1,6 +1,6 @@
-"""python -m pgqueue: enqueue, and look after queues, from a shell.
+"""python -m pgqueue: enqueue jobs and manage queues from a shell.
 
-Each command is a call or a SELECT or two that psql can do as well. Exit codes: 0 done, 1
+Each command is a call or a query or two that psql can do as well. Exit codes: 0 done, 1
 failed, 2 wrong usage, 3 no pgqueue in the database or one of another version, 130 Ctrl-C.
 """
 
@@ -24,6 +24,7 @@ from pgqueue.terminal import (
     sentences,
     show,
     show_record,
+    whole_number,
 )
 
 STATUS = (
@@ -64,7 +65,10 @@ VERBS = {
     "discard": (["id"], "drop a dead job for good"),
     "purge": (["queue"], "drop all jobs of a queue that wait; prints how many"),
 }
-ROLES = {"enqueue": "producer", "install": None}  # the others are an operator's
+ROLES = {"enqueue": "producer", "install": None}  # the others need an operator
+# With a larger number Postgres would find no function.
+integer = whole_number(-(2**31), 2**31 - 1)
+bigint = whole_number(-(2**63), 2**63 - 1)
 
 
 def main() -> int:
@@ -74,14 +78,14 @@ def main() -> int:
     try:
         dsn = database.conninfo(args.dsn)
         with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as conn:
-            conn.add_notice_handler(tell)
+            conn.add_notice_handler(say_notice)
             run(conn, args)
         print(end="", flush=True)
     except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
         say(f"install or update the extension: {explain(error)}")
         return 3
     except BrokenPipeError:
-        # Nobody reads on. Python would try again at its end.
+        # Nobody reads on; when it ends, Python would try to write again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (psycopg.Error, ValueError, TypeError, LookupError, OSError) as error:
@@ -148,21 +152,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def integer(text: str, bits: int = 32) -> int:
-    """Read a number that Postgres takes: a larger one would find no function."""
-    try:
-        number = int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from error
-    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
-        raise argparse.ArgumentTypeError(f"{number} is out of range")
-    return number
-
-
-def bigint(text: str) -> int:
-    return integer(text, 64)
-
-
 def run(conn: database.Connection, args: argparse.Namespace) -> None:
     options: dict[str, Any] = vars(args)
     if args.command == "enqueue":
@@ -202,7 +191,7 @@ def redrive(conn: database.Connection, options: dict[str, Any]) -> None:
         print(job_id)
     if len(done) < options["limit"]:
         return
-    conn.remove_notice_handler(tell)
+    conn.remove_notice_handler(say_notice)
     dry = {**options, "dry_run": True, "limit": 1}
     if options["dry_run"]:
         dry["limit"] += len(done)
@@ -224,8 +213,8 @@ def top(conn: database.Connection, every: float, times: int | None) -> None:
             time.sleep(every)
 
 
-def tell(notice: psycopg.errors.Diagnostic) -> None:
-    """Pass on what the server has to say: a dry run's counts, a queue unheard of."""
+def say_notice(notice: psycopg.errors.Diagnostic) -> None:
+    """Pass on a notice of the server: the counts of a dry run, an unknown queue."""
     say(sentences(notice))
 
 

@@ -20,7 +20,7 @@ Middleware = Callable[[Job], AbstractContextManager[Any]]
 
 
 class Retry(Exception):
-    """Fail this attempt and run again, after seconds or a timedelta or the backoff."""
+    """Fail this attempt and retry: after seconds or a timedelta, else after the backoff."""
 
     after: timedelta | None = None
 
@@ -30,7 +30,7 @@ class Retry(Exception):
 
 
 class Snooze(Exception):
-    """Run again at a datetime, or after seconds or a timedelta; counts no attempt."""
+    """Run again at a datetime, or after seconds or a timedelta; no attempt is counted."""
 
     until: datetime | timedelta = timedelta()
 
@@ -46,6 +46,10 @@ class Snooze(Exception):
 
 class Reject(Exception):
     """Fail the job for good: it goes to the dead letters with this reason."""
+
+
+def _seconds(value: Seconds | None) -> float | None:
+    return None if value is None else _timedelta(value).total_seconds()
 
 
 def _timedelta(value: Seconds) -> timedelta:
@@ -64,7 +68,7 @@ class TaskOptions(Options, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a handler runs, and what becomes of its failures."""
+    """How a handler runs, and how its failures are retried."""
 
     timeout: float | None = None  # seconds
     transaction: bool = False
@@ -77,7 +81,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Task(Generic[P, R]):
-    """A handler: call it as the function that it is, or enqueue it."""
+    """A handler: call it like the function that it is, or enqueue a job for it."""
 
     kind: str
     function: Callable[..., R]
@@ -90,7 +94,7 @@ class Task(Generic[P, R]):
         return self.function(*args, **kwargs)
 
     def with_options(self, **options: Unpack[TaskOptions]) -> "Task[P, R]":
-        """Enqueue with these options of `pgqueue.enqueue`: run_at, unique_key, …"""
+        """Return this task with options of `pgqueue.enqueue`: run_at, unique_key, …"""
         return replace(self, options={**self.options, **options})
 
     @overload
@@ -100,9 +104,9 @@ class Task(Generic[P, R]):
     @overload
     def enqueue(self, conn: Any, /, *args: P.args, **kwargs: P.kwargs) -> int: ...
     def enqueue(self, conn: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Add a job with these arguments, as `pgqueue.enqueue` does, and return its id.
+        """Add a job with these arguments by `pgqueue.enqueue`, and return its id.
 
-        Raises TypeError at once for arguments that the handler does not take.
+        Raises TypeError for arguments that the handler does not take.
         """
         payload = self.arguments.payload(args, kwargs)
         options: dict[str, Any] = {"kind": self.kind, **self.options}
@@ -112,16 +116,16 @@ class Task(Generic[P, R]):
 class App:
     """The handlers of a worker, by kind.
 
-    `timeout` is that of all handlers without one of their own. `middleware` makes a
-    context manager of a Job, which is entered around every attempt, in its thread or
-    task; what the handler raises passes through it.
+    `timeout` (seconds or timedelta) is for handlers without one of their own. `middleware`
+    is called with the Job, and returns a context manager that is entered around the attempt,
+    in its thread or task; what the handler raises passes through it.
     """
 
     def __init__(
         self, *, timeout: Seconds | None = None, middleware: Middleware | None = None
     ) -> None:
         self.tasks: dict[str, Task[Any, Any]] = {}
-        self.timeout = None if timeout is None else _timedelta(timeout).total_seconds()
+        self.timeout = _seconds(timeout)
         self.middleware = middleware
         self.startup: list[Callable[[], Any]] = []
         self.shutdown: list[Callable[[], Any]] = []
@@ -151,26 +155,29 @@ class App:
     ) -> "Register":
         """Make the decorated function, `def` or `async def`, the handler of a kind.
 
-        A parameter named `job` gets the Job; the others get the payload's keys, or, if
-        there is one and its annotation is a dataclass or a pydantic model, that.
+        A parameter named `job` gets the Job; the others get the payload's keys. A single
+        one whose annotation is a dataclass or a pydantic model gets the payload as that.
         Returning completes the job and stores the result, which must be JSON; raising
-        fails it; Retry, Snooze and Reject say the rest. A `def` runs in a thread.
+        fails it; for all else raise Retry, Snooze or Reject. A `def` runs in a thread.
 
-        `queue` is where `.enqueue` puts it. `timeout` (seconds or timedelta) fails an
+        `queue` is where `.enqueue` puts the job. `timeout` (seconds or timedelta) fails an
         attempt that runs longer: an async one is cancelled; a thread cannot be, so it
         keeps its slot until it returns, and its result is dropped. With `transaction`,
-        job.connection is in the transaction that completes the job: the handler's writes
-        and the completion commit together, or not at all.
+        job.connection is in the transaction that completes the job by pgqueue.complete():
+        the handler's writes and the completion commit together, or not at all.
 
-        `max_attempts`, and `retry_base` doubled for each attempt up to `retry_cap`,
-        count instead of the queue's. Only exceptions of `retry_for` are
-        retried; those of `give_up_on` never.
+        `max_attempts`, and `retry_base` doubled with each attempt up to `retry_cap` (seconds
+        or timedelta), apply instead of the queue's. Only exceptions of `retry_for` are
+        retried, and those of `give_up_on` never.
+
+        Raises ValueError for a kind that has a handler already, and TypeError for an
+        annotation that needs pydantic where there is none.
         """
         policy = Policy(
-            self.timeout if timeout is None else _timedelta(timeout).total_seconds(),
+            self.timeout if timeout is None else _seconds(timeout),
             transaction,
             max_attempts,
-            None if retry_base is None else _timedelta(retry_base).total_seconds(),
+            _seconds(retry_base),
             _timedelta(retry_cap).total_seconds(),
             retry_for,
             give_up_on,
@@ -197,6 +204,8 @@ class Register:
     def __call__(self, function: Callable[..., Any]) -> Task[Any, Any]:
         if self.kind in self.app.tasks:
             raise ValueError(f"the kind {self.kind!r} has a handler already")
+        if isinstance(function, Task):  # the handler of another kind, too
+            function = function.function
         task = Task[Any, Any](
             self.kind,
             function,

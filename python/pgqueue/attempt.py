@@ -1,6 +1,6 @@
-"""One attempt of a job: run its handler, and judge how it went. It never raises.
+"""One attempt of a job: runs its handler and turns what comes of it into an Outcome.
 
-The worker and pgqueue.testing both come here.
+The worker and pgqueue.testing share it. It never raises: only the job fails.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ LARGEST_RESULT = 64_000_000  # bytes; pgqueue.finish() takes no more
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What to tell the server of an attempt. `none`: nothing, it knows or it is lost."""
+    """What to report of an attempt; `none` if the server knows, or the lease is lost."""
 
     name: Literal["complete", "fail", "reject", "release", "none"]
     text: str | None = None  # the result in JSON, or the error
@@ -39,17 +39,17 @@ class Outcome:
 COMPLETED = Outcome("complete")
 RELEASED = Outcome("release")
 LOST = Outcome("none")
-NOTHING_AROUND: Any = nullcontext()
+NO_MIDDLEWARE: Any = nullcontext()
 NO_TASK = App().job("")(lambda: None)
 
 
 class Unready(Exception):
-    """The worker has no connection for the handler: not the job's fault."""
+    """The worker has no connection for the handler: the job is not to blame."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """The worker's record of one: what was claimed, and where it stands."""
+    """What was claimed, and how far the worker has come with it."""
 
     id: int
     token: int
@@ -67,7 +67,7 @@ class Attempt:
     is_cancelled: bool = False  # an operator asked it to stop
     connection: Any = None
     started: float = 0.0
-    stops_since: float = 0.0  # when it was cancelled, or told of it
+    stops_since: float = 0.0  # when it had to stop, by a timeout or otherwise
     runs_in: asyncio.Task[None] | None = None  # if async and begun
     outcome: Outcome = RELEASED
 
@@ -80,7 +80,7 @@ class Attempt:
         return time.monotonic() >= self.started + self.timeout + patience
 
     def as_job(self, payload: Any) -> Job:
-        """Show it as its handler sees it."""
+        """Return it as its handler sees it."""
         headers = None if self.headers is None else _decode(self.headers)[0]
         deadline = None
         if self.timeout is not None:
@@ -92,9 +92,8 @@ class Attempt:
         return f"job {self.id} {self.kind!r} of {self.queue!r}, attempt {self.number}"
 
 
-# json.loads looks for white space on both sides, which takes as long as a short payload.
+# json.loads also skips white space on both sides: twice the time for a short payload.
 _decode = json.JSONDecoder().raw_decode
-
 
 Connect = Callable[[], AbstractAsyncContextManager[Any]]
 
@@ -106,7 +105,7 @@ def run(attempt: Attempt, connect: Connect, middleware: Middleware | None) -> Ou
 
 
 def _run_without_loop(running: Coroutine[Any, Any, Outcome]) -> Outcome:
-    """Run to its end what waits for nothing by `await`."""
+    """Run a coroutine that awaits nothing to its end."""
     try:
         running.send(None)
     except StopIteration as end:
@@ -118,7 +117,7 @@ def _run_without_loop(running: Coroutine[Any, Any, Outcome]) -> Outcome:
 async def run_async(
     attempt: Attempt, connect: Connect, middleware: Middleware | None
 ) -> Outcome:
-    """Run a handler in this task, which is its own, and judge it."""
+    """Run a handler in this task, which runs nothing else, and judge it."""
     generation = _forks
     try:
         if not attempt.task.policy.transaction:
@@ -139,7 +138,7 @@ async def run_async(
 async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Call the handler with its arguments, and the middleware around it."""
     payload, _ = _decode(attempt.payload)
-    arguments, around = attempt.task.arguments.read(payload), NOTHING_AROUND
+    arguments, around = attempt.task.arguments.read(payload), NO_MIDDLEWARE
     if attempt.task.arguments.takes_job or middleware:
         job = attempt.as_job(payload)
         if attempt.task.arguments.takes_job:
@@ -153,7 +152,7 @@ async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     return outcome
 
 
-_forks = 0  # how many lie between the first process and this one; getpid() is dearer
+_forks = 0  # between the first process and this one; getpid() takes longer
 
 
 def _forked() -> None:
@@ -165,7 +164,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _end_fork(generation: int) -> None:
-    """End a child that the handler forked, if it came back from there."""
+    """End this process if the handler forked it and then returned in it, too."""
     if _forks != generation:
         os._exit(0)
 
@@ -183,10 +182,10 @@ def completed(result: Any) -> Outcome:
 
 
 def judge(attempt: Attempt, error: BaseException) -> Outcome:
-    """Turn what a handler raised into what to tell the server."""
+    """Turn what a handler raised into what to report."""
     try:
         return _judge(attempt, error)
-    except BaseException:  # of a class that does more than to be raised
+    except BaseException:  # raised by the exception's own class
         return Outcome("fail", describe(error))
 
 
@@ -223,7 +222,7 @@ def _is_final(error: BaseException, policy: Policy, number: int) -> bool:
 
 
 def _backoff(policy: Policy, number: int) -> timedelta | None:
-    """Double with each attempt, less up to half of it; None is as the queue has it."""
+    """Double with each attempt, then take off up to half; None leaves it to the queue."""
     if policy.retry_base is None:
         return None
     seconds = min(policy.retry_cap, policy.retry_base * 2.0 ** min(number - 1, 60))
@@ -233,7 +232,7 @@ def _backoff(policy: Policy, number: int) -> timedelta | None:
 def describe(error: BaseException) -> str:
     """Show an error: a summary in the first line, by which it is found; then the traceback.
 
-    Of a huge one the end says most. It may hold what Postgres cannot store.
+    Of a long traceback the end says most. What Postgres cannot store is escaped.
     """
     try:
         said = " ".join(str(error).split())

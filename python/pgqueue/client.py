@@ -22,11 +22,11 @@ class LeaseLost(psycopg.DatabaseError, code="PQ002", name="LEASE_LOST"):
 
 
 class _Options(TypedDict, total=False):
-    """What both verbs take; None, or nothing, is the default of the queue."""
+    """What both functions take; None, or nothing, is the default of the queue."""
 
     kind: str | None
     priority: int | None  # a larger one runs first
-    run_at: datetime | timedelta | None  # a time zone has to be with it; or from now
+    run_at: datetime | timedelta | None  # with a time zone; a timedelta is from now
     max_attempts: int | None
     on_duplicate: OnDuplicate | None
     headers: Mapping[str, Any] | None
@@ -46,7 +46,7 @@ class ManyOptions(_Options, total=False):
     group_keys: Sequence[str | None] | None
 
 
-# Of a text, so that every driver may send one.
+# From text, which every driver can send.
 CASTS = {
     "priority": "int",
     "max_attempts": "int",
@@ -71,12 +71,14 @@ def enqueue(
 
     Workers see the job when the caller commits; nothing here commits. `conn` is a
     connection or cursor of psycopg 3, psycopg 2 or Django, a connection or session of
-    SQLAlchemy 2, or a connection of asyncpg; of an async one, await the result. `payload` is anything that JSON
-    can hold, or a dataclass; with pydantic also its models, datetime, UUID, Decimal, Enum.
+    SQLAlchemy 2, or a connection of asyncpg; if it is async, await the result. `payload`
+    is anything that JSON can hold, or a dataclass; with pydantic also its models,
+    datetime, UUID, Decimal and Enum.
 
-    Raises ValueError or TypeError for what is no JSON or no option, and the driver's error
-    for what the SQL function refuses: 22023 (bad argument), 22P05 (a NUL character), 54000
-    (payload too large), 23505 (duplicate with on_duplicate="error").
+    Raises TypeError or ValueError for what JSON cannot hold, TypeError for an unknown
+    option, and the driver's own error for what the SQL function refuses: 22023 (bad
+    argument), 22P05 (a NUL character), 54000 (payload too large), 23505 (duplicate, with
+    on_duplicate="error").
     """
     text = to_json(payload, "payload")
     query, params = _statement("pgqueue.enqueue(%s, %s::text::jsonb", options, Options)
@@ -96,8 +98,8 @@ def enqueue_many(
 ) -> Any:
     """Add a job for each payload, all or none, and return their ids in the same order.
 
-    Calls pgqueue.enqueue_many(). `unique_keys` and `group_keys`, where given, are as long as
-    `payloads`; raises TypeError for a key that is no str. All else is as in `enqueue`.
+    Calls pgqueue.enqueue_many(). `unique_keys` and `group_keys`, if given, are as long as
+    `payloads`. Raises TypeError for a key that is not a str; all else is as in `enqueue`.
     """
     texts = to_array(to_json(p, f"payloads[{i}]") for i, p in enumerate(payloads))
     query, params = _statement(
@@ -111,10 +113,10 @@ def enqueue_many(
 def _statement(
     start: str, options: Mapping[str, Any], known: Any
 ) -> tuple[str, list[Any]]:
-    """Name only the options that were given: Postgres then has less to read."""
+    """Name only the options that were given: Postgres then has less to parse."""
     query, params = start, []
     for name, value in options.items():
-        if name not in known.__annotations__ and name not in _Options.__annotations__:
+        if name not in known.__annotations__:
             raise TypeError(f"there is no option {name!r}")
         if value is None:
             continue
@@ -127,9 +129,9 @@ def _statement(
 
 
 def to_array(texts: Iterable[str | None]) -> str:
-    """Write an array as Postgres reads it: the same for all drivers.
+    """Write an array as Postgres reads it, for any driver.
 
-    It takes a twentieth of the time in which psycopg adapts a list.
+    psycopg takes twenty times as long to adapt a list.
     """
     return "{" + ",".join("NULL" if t is None else _quoted(t) for t in texts) + "}"
 

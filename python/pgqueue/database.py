@@ -1,4 +1,4 @@
-"""The worker's connections: where to, and what to make of their errors."""
+"""Connections of the worker and the command line: their address, settings and errors."""
 
 import os
 import random
@@ -13,8 +13,8 @@ from psycopg.rows import TupleRow
 
 Connection = psycopg.Connection[TupleRow]
 
-# A cut network is noticed in 15 seconds: by keepalives while nothing is under way, by
-# tcp_user_timeout while something is.
+# A cut network is noticed within 15 seconds: by keepalives on an idle connection, by
+# tcp_user_timeout while something is being sent.
 PATIENCE = {
     "connect_timeout": 10,
     "keepalives_idle": 4,
@@ -26,22 +26,22 @@ PATIENCE = {
 }
 ENVIRONMENT = {"PGCONNECT_TIMEOUT": "connect_timeout", "PGAPPNAME": "application_name"}
 
-# What no waiting mends: no such schema, or not these functions in it.
+# What waiting cannot cure: no such schema, or other functions in it.
 INCOMPATIBLE = (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction)
-# SQLSTATEs, or their classes, of what may be over soon: connection, rollback, resources,
-# operator, system, internal; read-only (a standby), lock not available. The others are told.
+# SQLSTATEs, or classes of them, of what may soon be over: connection, rollback, resources,
+# operator, system, internal; read-only (a standby), lock not available.
 OUTAGES = ("08", "40", "53", "57", "58", "XX", "25006", "25P03", "25P04", "55P03")
 
 
 def is_outage(error: psycopg.Error) -> bool:
-    """Whether to try again: what the server has no word for is a broken connection."""
+    """Whether to try again; an error without a SQLSTATE is a broken connection."""
     if error.sqlstate is None:
         return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
     return error.sqlstate.startswith(OUTAGES)
 
 
 def conninfo(dsn: str | None, environ: Mapping[str, str] = os.environ) -> str:
-    """Complete a dsn: PGQUEUE_DSN, DATABASE_URL or libpq's own variables, and PATIENCE.
+    """Complete a dsn by PGQUEUE_DSN, DATABASE_URL or libpq's variables, and by PATIENCE.
 
     Raises psycopg.ProgrammingError for one that libpq does not understand.
     """
@@ -56,7 +56,7 @@ def conninfo(dsn: str | None, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def connect(dsn: str) -> Connection:
-    """Connect for work: autocommit, READ COMMITTED, prepared unless behind a pooler."""
+    """Connect: autocommit, READ COMMITTED, prepared statements unless behind a pooler."""
     conn = psycopg.connect(dsn, autocommit=True, prepare_threshold=None)
     try:
         conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
@@ -73,16 +73,16 @@ def connect(dsn: str) -> Connection:
 
 
 def transaction(conn: Connection) -> AbstractContextManager[Any]:
-    """Be at READ COMMITTED: behind a pooler nothing can be set for the session."""
+    """Ensure READ COMMITTED: behind a pooler it cannot be set for the session."""
     return conn.transaction() if conn.prepare_threshold is None else nullcontext()
 
 
 def is_pooled(conn: Connection) -> bool:
-    """Whether a pooler answers: it does not tell the process id of the real backend."""
+    """Whether a pooler answers: it does not pass on the process id of the backend."""
     row = conn.execute("select pg_backend_pid()").fetchone()
     return row is None or row[0] != conn.info.backend_pid
 
 
 def backoff(failures: int) -> float:
-    """Say how many seconds to wait after so many failures in a row: 30 at most."""
+    """Return how many seconds to wait after so many failures in a row: 30 at most."""
     return min(30.0, 0.1 * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0)

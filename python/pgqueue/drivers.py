@@ -1,13 +1,11 @@
-"""How to run a query on the connection that a producer has, whatever driver it is of."""
+"""Runs a query on the connection that a producer has, whichever driver it is from."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
 
 import psycopg
 from psycopg.rows import tuple_row
-
-T = TypeVar("T")
 
 
 class _AsyncSession(Protocol):
@@ -38,70 +36,51 @@ AsyncConn = (
 
 
 def call(
-    conn: Any, query: str, params: tuple[Any, ...], shape: Callable[[list[int]], T]
-) -> T | Awaitable[T]:
-    """Run a query with %s for its parameters, and shape its only column.
+    conn: Any, query: str, params: tuple[Any, ...], shape: Callable[[list[int]], Any]
+) -> Any:
+    """Run a query with %s for its parameters, and pass its only column to `shape`.
 
-    On an async connection what comes back is to be awaited.
+    Returns what `shape` does: from an async connection, to be awaited.
     """
+    rows = _fetch(conn, query, params)
+    return _then(rows, lambda rows: shape([_first(row) for row in rows]))
+
+
+def _fetch(conn: Any, query: str, params: tuple[Any, ...]) -> Any:
+    """Return the rows of a query, or what gives them when awaited."""
     if isinstance(conn, psycopg.Cursor | psycopg.AsyncCursor):
         conn = conn.connection  # a cursor of our own leaves the caller's rows alone
     if isinstance(conn, psycopg.Connection | psycopg.AsyncConnection):
         cursor: Any = conn.cursor(row_factory=tuple_row)
     elif hasattr(conn, "exec_driver_sql"):
-        return _call_engine(conn, query, params, shape)
-    elif callable(getattr(conn, "connection", None)):
-        return _call_engine(conn.connection(), query, params, shape)  # of a session
+        is_numbered = "dollar" in conn.dialect.paramstyle
+        return conn.exec_driver_sql(_numbered(query) if is_numbered else query, params)
+    elif callable(getattr(conn, "connection", None)):  # a session
+        return _then(conn.connection(), lambda conn: _fetch(conn, query, params))
     elif hasattr(conn, "fetch") and not hasattr(conn, "fetchall"):
-        return _later(conn.fetch(_numbered(query), *params), shape)
+        return conn.fetch(_numbered(query), *params)
     else:
         # Django's cursor has an attribute `cursor`, too.
         cursor = conn.cursor() if callable(getattr(conn, "cursor", None)) else conn
-    executed = cursor.execute(query, params)
-    if inspect.isawaitable(executed):
-        return _fetch(cursor, executed, shape)
-    return shape([_first(row) for row in cursor.fetchall()])
+    return _then(cursor.execute(query, params), lambda _: cursor.fetchall())
 
 
-def _call_engine(
-    conn: Any, query: str, params: tuple[Any, ...], shape: Callable[[list[int]], T]
-) -> T | Awaitable[T]:
-    """Run a query on a connection of SQLAlchemy, or when an async session has given one."""
-    if inspect.iscoroutine(conn):  # an AsyncConnection is awaitable itself
-        return _call_session(conn, query, params, shape)
-    if "dollar" in conn.dialect.paramstyle:
-        query = _numbered(query)
-    executed = conn.exec_driver_sql(query, params)
-    if inspect.isawaitable(executed):
-        return _later(executed, shape)
-    return shape([row[0] for row in executed])
+def _then(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Call a function with a value: now, or when the value has been awaited."""
+    if not inspect.isawaitable(value):
+        return function(value)
 
+    async def later() -> Any:
+        result = function(await value)
+        return await result if inspect.isawaitable(result) else result
 
-async def _call_session(
-    given: Awaitable[Any],
-    query: str,
-    params: tuple[Any, ...],
-    shape: Callable[[list[int]], T],
-) -> T:
-    called = _call_engine(await given, query, params, shape)
-    return await called if inspect.isawaitable(called) else called
+    return later()
 
 
 def _numbered(query: str) -> str:
     """Name the parameters as Postgres does."""
     first, *rest = query.split("%s")
     return first + "".join(f"${number}{part}" for number, part in enumerate(rest, 1))
-
-
-async def _later(executed: Awaitable[Any], shape: Callable[[list[int]], T]) -> T:
-    return shape([row[0] for row in await executed])
-
-
-async def _fetch(
-    cursor: Any, executed: Awaitable[Any], shape: Callable[[list[int]], T]
-) -> T:
-    await executed
-    return shape([_first(row) for row in await cursor.fetchall()])
 
 
 def _first(row: Any) -> int:

@@ -1,4 +1,4 @@
-"""Brings the SQL into a database: the extension where the server has it, else the script."""
+"""Installs the SQL in a database: as an extension if the server has it, else by script."""
 
 import importlib.resources
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 from psycopg.rows import tuple_row
 
 AVAILABLE = "select default_version from pg_available_extensions where name = 'pgqueue'"
-THERE = "select to_regprocedure('pgqueue.version()') is not null"
-ALONE = "select pg_advisory_xact_lock(hashtext('pgqueue.install'))"
+INSTALLED = "select to_regprocedure('pgqueue.version()') is not null"
+LOCK = "select pg_advisory_xact_lock(hashtext('pgqueue.install'))"
 SOURCE = Path(__file__).parents[2] / "sql"  # in a clone: `make plain` writes it
 
 
@@ -26,15 +26,16 @@ def script() -> str:
 
 
 def install(conn: Any, plain: bool = False) -> str:
-    """Install pgqueue unless it is there, and say what was done.
+    """Install pgqueue unless it is installed, and return what was done as a sentence.
 
-    In the transaction of a psycopg 3 connection; for migrations of Django or Alembic, too. Raises
-    psycopg's InsufficientPrivilege where the role may not create it, and FileNotFoundError
-    in a clone without the script.
+    `conn` is a psycopg 3 connection, also that of a migration; nothing here commits.
+    `plain` runs the script even if the server has the extension. Raises psycopg's
+    InsufficientPrivilege if the role may not create it, and FileNotFoundError in a clone
+    without the script.
     """
     cursor = conn.cursor(row_factory=tuple_row)
-    cursor.execute(ALONE)  # of two migrations at once, the second finds it there
-    if cursor.execute(THERE).fetchone() == (True,):
+    cursor.execute(LOCK)  # of two migrations at once, the second finds it installed
+    if cursor.execute(INSTALLED).fetchone() == (True,):
         (version,) = cursor.execute("select pgqueue.version()").fetchone()
         return f"pgqueue {version} is there already"
     available = None if plain else cursor.execute(AVAILABLE).fetchone()

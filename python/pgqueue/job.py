@@ -1,4 +1,4 @@
-"""What a handler sees of its job."""
+"""The job as its handler sees it."""
 
 import time
 from dataclasses import dataclass, field
@@ -18,32 +18,32 @@ class Lease(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One attempt of a job."""
+    """A job, and the attempt at it that runs now."""
 
     id: int
     queue: str
     kind: str
     attempt: int  # 1 the first time
     max_attempts: int
-    payload: Any
-    headers: Any
-    deadline: datetime | None  # when its timeout is over, in UTC
+    payload: Any  # decoded JSON
+    headers: Any  # likewise; None without headers
+    deadline: datetime | None  # the end of its timeout, in UTC; None without one
     _lease: Lease = field(repr=False)
 
     @property
     def cancelled(self) -> bool:
-        """Whether an operator asked it to stop: pgqueue.cancel()."""
+        """Whether an operator has called pgqueue.cancel(): stop soon."""
         return self._lease.is_cancelled
 
     @property
     def lost(self) -> bool:
-        """Whether the lease is over, by the server's word or this machine's clock."""
+        """Whether the lease is over, as the server or this machine's clock says."""
         return time.monotonic() >= self._lease.expires
 
     def extend(self) -> bool:
-        """Extend the lease now, and return whether to go on: pgqueue.extend().
+        """Extend the lease now by pgqueue.extend(), and return whether to go on.
 
-        The worker does so by itself at a third of the lease. This one waits for a round
+        The worker does so by itself every third of the lease. This call blocks for a round
         trip (async: `await asyncio.to_thread(job.extend)`) and may raise psycopg.Error.
         """
         return self._lease.extend()

@@ -39,7 +39,7 @@ def to_json(value: Any, name: str) -> str | None:
 
 
 def _as_plain(value: Any) -> Any:
-    """Turn what json does not know into what it does."""
+    """Turn what json does not know into what it knows."""
     if pydantic is not None:
         return to_jsonable_python(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -53,9 +53,9 @@ _encode = json.JSONEncoder(allow_nan=False, default=_as_plain).encode
 class Arguments:
     """How the parameters of a handler become a payload, and a payload the parameters.
 
-    A handler with one parameter whose annotation is a dataclass or a pydantic model, or
-    such a one or None, gets the payload as that; others get its keys by name. A parameter
-    named `job` is the Job, and no part of the payload.
+    A single parameter whose annotation is a dataclass or a pydantic model, perhaps `| None`,
+    gets the payload as that; others get its keys by name. A parameter named `job` gets the
+    Job, and is no part of the payload.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

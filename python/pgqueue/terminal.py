@@ -1,10 +1,14 @@
-"""What the command lines show: tables that fit, and nothing that a terminal would obey."""
+"""What the command lines have in common: how they read arguments and print answers.
+
+Tables fit the terminal, and control characters are escaped.
+"""
 
 import argparse
+import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,7 +20,7 @@ LINES = "\n\t"
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Escape control characters, and whatever else has no look of its own."""
+    """Escape control characters, and whatever else cannot be printed."""
     if text.isprintable():
         return text
     return "".join(
@@ -30,7 +34,7 @@ def say(text: str) -> None:
 
 
 def explain(error: Exception, role: str | None = None) -> str:
-    """Say what went wrong, and which kind of role may do it."""
+    """Return what went wrong and, if a right is missing, the grant that gives it."""
     text = str(error)
     if isinstance(error, psycopg.Error):
         text = sentences(error.diag) or text
@@ -40,7 +44,7 @@ def explain(error: Exception, role: str | None = None) -> str:
 
 
 def sentences(said: psycopg.errors.Diagnostic) -> str:
-    """Join what the server says, without its tour of the SQL functions."""
+    """Join what the server says, without the context, which names SQL functions."""
     parts = said.message_primary, said.message_detail, said.message_hint
     return ". ".join(part.rstrip(".") for part in parts if part)
 
@@ -48,11 +52,26 @@ def sentences(said: psycopg.errors.Diagnostic) -> str:
 def refuse_other_than_utf8(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> None:
-    """Python carries such bytes along as halves of surrogate pairs; Postgres takes none."""
+    """Refuse bytes that Python reads as halves of surrogate pairs: Postgres would, too."""
     values = (v for name, v in os.environ.items() if name.startswith("PGQUEUE_"))
     for text in (*argv, *values):
         if any("\ud800" <= c <= "\udfff" for c in text):
             parser.error(f"not UTF-8: {printable(text)}")
+
+
+def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Make the reader of an argument; it raises argparse.ArgumentTypeError."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{number} is out of range")
+        return number
+
+    return read
 
 
 @dataclass
@@ -77,8 +96,7 @@ class Column:
 def show(cursor: psycopg.Cursor[TupleRow]) -> None:
     """Print rows as a table: numbers to the right, text to the left.
 
-    Where it would not fit, columns with nothing in them are left out, and then what is
-    longest is cut.
+    If it is too wide, empty columns are left out, and then the longest texts are cut.
     """
     rows, heads = cursor.fetchall(), [c.name for c in cursor.description or ()]
     columns = [Column(head, [row[i] for row in rows]) for i, head in enumerate(heads)]

@@ -55,6 +55,12 @@ def broken() -> None:
     raise ZeroDivisionError("as it must")
 
 
+@app.job("first of two kinds")
+@app.job("second of two kinds")
+async def of_two_kinds(job: pgqueue.Job, to: str) -> str:
+    return f"{job.kind}: {to}"
+
+
 @app.job("final", give_up_on=(ZeroDivisionError,))
 def final() -> None:
     raise ZeroDivisionError("for good")
@@ -81,6 +87,16 @@ def conn(dsn):
     with psycopg.connect(dsn) as conn:
         yield conn
         conn.rollback()
+
+
+def test_one_function_handles_two_kinds(conn) -> None:
+    for kind in "first of two kinds", "second of two kinds":
+        pgqueue.enqueue(conn, "default", {"to": "ada"}, kind=kind)
+    ran = drain(conn, app)
+    assert [r.result for r in ran] == [
+        "first of two kinds: ada",
+        "second of two kinds: ada",
+    ]
 
 
 def test_drain_runs_due_jobs_and_the_jobs_they_enqueue(conn, db) -> None:

@@ -20,10 +20,10 @@ MAINTAINS = (
 )
 SLOT = "select (floor(extract(epoch from now()) / 86400)::int + 8) % 16"
 HURRIED = """
-from pgqueue.worker import service
+from pgqueue.worker import maintenance
 from worker_app import app
 
-service.MAINTAIN = 0.1
+maintenance.EVERY = 0.1
 """
 RUNNING = "select count(*) from pgqueue.jobs where state = 'running'"
 

@@ -1,6 +1,5 @@
-"""The hygiene that Django gives to requests, for jobs."""
+"""Gives jobs the care for database connections that Django gives to requests."""
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 
@@ -9,26 +8,19 @@ from django.db import close_old_connections, connections
 
 from pgqueue.app import Middleware
 from pgqueue.job import Job
+from pgqueue.worker import event_loop
 
 
 def fresh_connections(inner: Middleware | None = None) -> Middleware:
-    """Let no attempt find a connection that another one broke; around `inner`, if given."""
+    """Make a middleware that renews broken connections around each attempt and `inner`."""
 
     @contextlib.contextmanager
     def around(job: Job) -> Iterator[None]:
-        hygiene = _in_own_thread if _is_on_loop() else _in_this_thread
+        hygiene = _in_own_thread if event_loop.is_in_this_thread() else _in_this_thread
         with hygiene(), inner(job) if inner else contextlib.nullcontext():
             yield
 
     return around
-
-
-def _is_on_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -43,14 +35,14 @@ def _in_this_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_own_thread() -> Iterator[None]:
-    """Give the ORM of an async attempt a thread, as Django gives one to each request.
+    """Give an async attempt a thread for the ORM, as Django gives one to each request.
 
-    With it goes a connection, which is closed at the end. Else all attempts would share one
-    thread, and the connection there.
+    Its connection is closed at the end. All attempts would else share one thread and the
+    connection there.
     """
     context = ThreadSensitiveContext()
-    # Its own `async with` does no more, and cannot be had from a plain `with`. Nobody has to
-    # set it back: each attempt has contextvars of its own.
+    # This is what `async with context` does, which a plain `with` cannot. It is not reset, as
+    # each attempt has contextvars of its own.
     SyncToAsync.thread_sensitive_context.set(context)
     try:
         yield

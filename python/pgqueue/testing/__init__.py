@@ -1,11 +1,11 @@
 """For the tests of applications: look at what was enqueued, and run it inline.
 
-All in the test's own transaction, so that a rollback leaves nothing. Wherever a connection
-is wanted, one of psycopg, of Django or of SQLAlchemy on psycopg will do, sync or async; none
-of these calls is awaited.
+All of it in the test's own transaction, so that a rollback leaves nothing. A connection may
+be one of psycopg, of Django or of SQLAlchemy on psycopg, sync or async; none of these calls
+is awaited.
 
-As a pytest plugin (`pytest_plugins = ["pgqueue.testing"]`) it gives the fixture
-`pgqueue_conn`. (PYTEST_DONT_REWRITE: or pytest warns of tests that import it, too.)
+As a pytest plugin (`pytest_plugins = ["pgqueue.testing"]`) it provides the fixture
+`pgqueue_conn`. (PYTEST_DONT_REWRITE: else pytest warns when tests import it as well.)
 """
 
 import os
@@ -43,9 +43,9 @@ ENQUEUED = (
     " where (%(queue)s::text is null or queue = %(queue)s)"
     " and (%(kind)s::text is null or kind = %(kind)s) order by id"
 )
-# A row that is seen, and whose writer is in progress, was written by this transaction: by
-# itself or in a savepoint, which has an id of its own, greater than that of the transaction.
-# So nobody else's row is touched, nor locked. (xmin lacks the upper half of an id.)
+# A visible row whose writer is still in progress was written by this transaction: itself, or
+# a savepoint of it, whose id is greater. So nobody else's row is touched or locked. (xmin
+# lacks the upper half of an id.)
 CANDIDATE = """
     from (
         select pg_current_xact_id_if_assigned()::text::bigint, clock_timestamp()
@@ -95,7 +95,7 @@ class Enqueued:
 def enqueued(
     conn: Any, queue: str | None = None, kind: str | None = None
 ) -> list[Enqueued]:
-    """List the jobs that wait, oldest first. Reads pgqueue.job, as an operator may."""
+    """List the jobs that wait or run, oldest first; reads the table pgqueue.job."""
     with lent(conn) as session:
         rows = session.execute(ENQUEUED, {"queue": queue, "kind": kind}).fetchall()
     return [Enqueued(*row) for row in rows]
@@ -108,9 +108,9 @@ def assert_enqueued(
     payload: Any = None,
     count: int | None = None,
 ) -> list[Enqueued]:
-    """Assert that such jobs wait (one at least, or exactly `count`), and return them.
+    """Assert that such jobs wait (at least one, or exactly `count`), and return them.
 
-    An object as payload matches payloads that hold its keys and values.
+    A dict as payload matches payloads that have its keys and values.
     """
     waiting = enqueued(conn)
     found = [
@@ -141,20 +141,21 @@ def drain(
     scheduled: bool = False,
     committed: bool = False,
 ) -> list[Ran]:
-    """Run what this transaction enqueued and is due, and what that enqueues; inline.
+    """Run the due jobs that this transaction has enqueued, and those that they enqueue.
 
-    Returns what became of each, in the order in which a worker would begin them. `queues` are
-    emptied one after the other; None is all together. With `scheduled`, what is due later runs
-    too, once: what is put off or enqueued for later meanwhile waits for the next drain.
+    Returns what became of each, in the order in which a worker would begin them. `queues`
+    are emptied one after the other; None is all of them at once. With `scheduled`, jobs that
+    are due later run as well, once: what is put off or enqueued for later meanwhile waits
+    for the next drain.
 
-    Jobs of others are not run, nor locked, unless `committed`: then all are, for tests whose
-    code commits, in a database that is theirs alone. Without it, raises ValueError unless a
-    transaction is open.
+    Jobs of other transactions are neither run nor locked, except with `committed`: then all
+    are run, for tests whose code commits, in a database of their own. Without it, raises
+    ValueError unless a transaction is open.
 
-    What a handler raises is raised, unless it is Retry, Snooze or Reject, or `raises` is false:
-    then the job is failed as a worker would. A handler with transaction=True gets this
-    session, in a savepoint.
-    Raises LookupError for a kind without a handler. Needs to own the table pgqueue.job.
+    What a handler raises is raised, except Retry, Snooze and Reject; with `raises` false the
+    job fails instead, as with a worker. A handler with transaction=True gets this session, in
+    a savepoint. Raises LookupError for a kind without a handler. The role must own the table
+    pgqueue.job.
     """
     names = [queues] if isinstance(queues, str) else queues and list(queues)
     which = {"queues": names, "committed": committed}
@@ -177,7 +178,7 @@ def drain(
 
 
 def _claim(conn: database.Connection, which: dict[str, Any]) -> Attempt | None:
-    """Claim the next one as a worker would, but no other: from a queue where it is alone."""
+    """Claim the next job as a worker would, and no other: from a queue of its own."""
     with conn.transaction():
         if (row := conn.execute(NEXT, which).fetchone()) is None:
             return None
@@ -194,10 +195,10 @@ def _claim(conn: database.Connection, which: dict[str, Any]) -> Attempt | None:
 
 @fixture
 def pgqueue_conn() -> Iterator[database.Connection]:
-    """A connection to PGQUEUE_TEST_DSN, in a transaction that is rolled back after the test.
+    """A connection to PGQUEUE_TEST_DSN; after the test its transaction is rolled back.
 
-    PGQUEUE_DSN and DATABASE_URL are not asked: they may name what is in production. Within it
-    `conn.transaction()` is a savepoint, and `conn.commit()` raises psycopg.ProgrammingError.
+    In it `conn.transaction()` is a savepoint, and `conn.commit()` raises
+    psycopg.ProgrammingError. Raises LookupError if the variable is not set.
     """
     dsn = os.environ.get("PGQUEUE_TEST_DSN")
     if not dsn:

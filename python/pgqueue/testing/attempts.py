@@ -1,4 +1,4 @@
-"""An attempt in a test: made here and now, in the session of the test."""
+"""Runs an attempt inline, in the session of the test."""
 
 import asyncio
 import contextlib
@@ -18,12 +18,13 @@ from pgqueue.app import App, Reject, Retry
 from pgqueue.attempt import LOST, Attempt, Outcome, run, run_async
 from pgqueue.job import Job
 from pgqueue.testing.sessions import is_in_transaction, savepoint
+from pgqueue.worker import event_loop
 from pgqueue.worker.protocol import finish
 
 
 @dataclass(frozen=True)
 class Ran:
-    """An attempt that drain made, and what became of it."""
+    """An attempt that `drain` has run, and what became of it."""
 
     job: Job
     outcome: str  # completed, retry, dead, cancelled or released
@@ -50,7 +51,7 @@ def run_inline(
 
 @contextlib.contextmanager
 def _undo_if_broken(owner: Any, conn: database.Connection) -> Iterator[None]:
-    """Undo what a handler did that leaves the transaction broken, as its own would be."""
+    """Undo what a handler did if it left the transaction broken."""
     if not is_in_transaction(conn):
         yield
         return
@@ -72,16 +73,16 @@ def _attempt(conn: database.Connection, app: App, attempt: Attempt) -> Outcome:
 
 
 def _call(function: Callable[[], Outcome]) -> Outcome:
-    """Call it as a worker does: where no event loop runs."""
-    if not _has_loop():
+    """Call it as a worker does: in a thread without an event loop."""
+    if not event_loop.is_in_this_thread():
         return function()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
 
 def _await(function: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
-    """Run it on an event loop of its own, which is in another thread."""
-    if "django.db" in sys.modules and not _has_loop():
+    """Run it on an event loop of its own, in another thread."""
+    if "django.db" in sys.modules and not event_loop.is_in_this_thread():
         # Then sync_to_async leads back to this thread, where the test's connection is.
         from asgiref.sync import async_to_sync
 
@@ -91,11 +92,3 @@ def _await(function: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
         return async_to_sync(call)()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: asyncio.run(function())).result()
-
-
-def _has_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

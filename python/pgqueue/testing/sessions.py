@@ -1,4 +1,4 @@
-"""A test's own session, lent as a worker would have it."""
+"""Lends a test's own session to what expects a connection of a worker."""
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
@@ -16,9 +16,7 @@ def is_in_transaction(conn: database.Connection) -> bool:
 
 @contextlib.contextmanager
 def lent(conn: Any) -> Iterator[database.Connection]:
-    """Lend the session of a connection as a worker would have it: without the cursors, row
-    factory and types of its owner.
-    """
+    """Lend the session of a connection, without the row factory and types of its owner."""
     owner = of_psycopg(conn)
     session = owner.pgconn
     handlers = session.notice_handler, session.notify_handler
@@ -29,7 +27,7 @@ def lent(conn: Any) -> Iterator[database.Connection]:
             view.autocommit = owner.autocommit
         yield view
     finally:
-        del view.pgconn  # or it would complain that nobody closed it
+        del view.pgconn  # it would warn that nobody closed it
         session.notice_handler, session.notify_handler = handlers
 
 

@@ -1,13 +1,13 @@
-"""The worker: claims jobs, runs their handlers, and tells how they ended.
+"""The worker: claims jobs, runs their handlers, and reports how they ended.
 
-    dispatcher  claims for the free slots, and sleeps when there is nothing
-    executor    runs handlers in threads and on an event loop
-    finisher    tells the server how attempts ended
-    heartbeat   extends the leases of all that is held
-    maintenance calls maintain() now and then
+    dispatcher   claims jobs for the free slots, and sleeps when none is due
+    executor     runs handlers, in threads and on an event loop
+    finisher     reports to the server how attempts ended
+    heartbeat    extends the leases of all claimed jobs
+    maintenance  calls maintain() about once a minute
 
-Those that talk to the server have a thread and a connection each. The thread of
-`Worker.run` looks after them: what dies ends the worker.
+All but the executor have a thread and a connection of their own. The thread of
+`Worker.run` supervises them: when one of them dies, the worker ends.
 """
 
 import asyncio
@@ -31,28 +31,35 @@ from pgqueue.worker.dispatcher import Dispatcher, Share
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
+from pgqueue.worker.maintenance import Maintenance
 from pgqueue.worker.prefetch import Prefetch
-from pgqueue.worker.service import Maintenance, Service
+from pgqueue.worker.service import Service
 
 __all__ = ["Share", "Worker"]
 
 log = logging.getLogger("pgqueue")
 
-TICK = 0.25  # seconds between two looks at what runs
-LAST_WORDS = 0.8  # seconds for reports after the shutdown timeout
-LAST_MOMENT = 0.1  # and for threads that have nothing to do to end
+# Seconds
+TICK = 0.25  # between two checks
+REPORTING = 0.8  # for the last reports, after the shutdown timeout
+JOINING = 0.1  # for idle threads to end
+
 STOPPED = Outcome("fail", "WorkerStopped: it ran when its worker ended", timedelta())
-AGAIN = {"retry", "released"}  # what may be due at once
-UNKNOWN = Outcome("release", delay=timedelta(minutes=1))
+MAY_BE_DUE = {"retry", "released"}
+UNKNOWN_KIND = Outcome("release", delay=timedelta(minutes=1))
 
 
 @dataclass(eq=False, repr=False)
 class Worker:
     """Runs the jobs of some queues with the handlers of an app.
 
-    `queues` maps names to a Share, or to its weight. Times are in seconds. `on_tick` is
-    called some times a second as long as the worker is well, `on_commit` whenever outcomes
-    have been committed.
+    `queues` maps names to a Share, or to a weight. The other options are those of
+    `python -m pgqueue.worker`, with times in seconds. `on_tick` is called some times a
+    second while no part of the worker has died, `on_commit` whenever outcomes have been
+    committed.
+
+    Raises ValueError for no queue or a concurrency below 1, and psycopg.ProgrammingError
+    for a dsn that libpq does not understand.
     """
 
     app: App
@@ -83,13 +90,13 @@ class Worker:
         self._stops = 0
         self.stop_by = float("inf")  # in monotonic seconds
         self._tick = threading.Event()
-        self._unknown: set[str] = set()  # kinds, of which it has told
+        self._unknown_kinds: set[str] = set()  # that were logged
 
         dsn = database.conninfo(self.dsn)
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         self.heartbeat = Heartbeat(dsn)
         self.dispatcher = Dispatcher(dsn, self)
-        self.finisher = Finisher(dsn, self)
+        self.finisher = Finisher(dsn, self.prefetch, self._committed)
         self.executor = Executor(
             dsn, self.concurrency, self._ended, self.app.middleware
         )
@@ -97,24 +104,24 @@ class Worker:
         self._services += [Maintenance(dsn), self.dispatcher]
 
     def stop(self) -> None:
-        """Drain and end; the second time give back and end. For signal handlers, too."""
+        """Drain, then end; called again, end now. Signal handlers may call it."""
         self._stops += 1
         self.stop_by = time.monotonic() + self.shutdown_timeout * (self._stops == 1)
         self._tick.set()
 
     def run(self) -> None:
-        """Work until stopped, drained (burst) or recycled (max_jobs).
+        """Work until stopped, until nothing is due (burst), or for max_jobs jobs.
 
-        Waits for the end of any outage. Raises what no waiting mends: psycopg's errors, such
-        as InvalidSchemaName without pgqueue, or InsufficientPrivilege; RuntimeError when
-        handlers that do not end hold all slots.
+        Waits for the end of an outage. Raises psycopg's errors for what waiting cannot cure,
+        such as InvalidSchemaName without pgqueue, or InsufficientPrivilege; RuntimeError
+        when handlers that do not end hold all slots; and what a hook raises.
         """
         try:
             if self._call(self.app.startup):
                 for service in self._services:
                     service.thread.start()
             while not self._is_over():
-                self._look()
+                self._check()
                 self._tick.wait(TICK)
                 self._tick.clear()
         finally:
@@ -122,9 +129,12 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Worker"]:
-        """Run in a thread beside an event loop, as in FastAPI's lifespan; then stop."""
+        """Run in a thread beside an event loop, as in FastAPI's lifespan; then stop.
+
+        Leaving the context raises what `run` raised.
+        """
         pool = ThreadPoolExecutor(1, "pgqueue-worker")
-        running = asyncio.get_running_loop().run_in_executor(pool, self._run_and_tell)
+        running = asyncio.get_running_loop().run_in_executor(pool, self._run_and_log)
         pool.shutdown(wait=False)
         try:
             yield self
@@ -132,15 +142,16 @@ class Worker:
             self.stop()
             await running
 
-    def _run_and_tell(self) -> None:
+    def _run_and_log(self) -> None:
         try:
             self.run()
         except BaseException as error:
-            log.error("%s has failed: %s", self.id, error)  # who awaits hears it late
+            # At once: it is raised only where the context is left.
+            log.error("%s has failed: %s", self.id, error)
             raise
 
     def _call(self, hooks: list[Callable[[], Any]], until: float = 0.0) -> bool:
-        """Call hooks, and return whether they ended before the time to stop was over."""
+        """Call hooks, and return whether they ended before the shutdown timeout did."""
         if not hooks:
             return True
         called = self.executor.loop.call(hooks)
@@ -151,26 +162,26 @@ class Worker:
         log.warning("a hook does not end: given up")
         return False
 
-    # What the parts ask it
+    # For the dispatcher
 
     def kinds(self) -> list[str] | None:
-        """Name the kinds to claim; None for all."""
+        """Return the kinds to claim; None is all."""
         if self.executor.loop.is_blocked:
             return [kind for kind, task in self.app.tasks.items() if not task.is_async]
         return list(self.app.tasks) if self.only_known else None
 
     def want(self) -> int:
-        """Say how many jobs to claim; none while reports have fallen behind."""
+        """Return how many jobs to claim: 0 while the finisher has fallen behind."""
         if len(self.heartbeat.held) > 2 * (self.batch + self.concurrency):
             return 0
         return self.prefetch.want(self.executor.unfinished)
 
     def begin(self, attempts: list[Attempt], since: float) -> None:
-        """Have these run that were claimed at a moment of the monotonic clock."""
+        """Run what was claimed at a moment of the monotonic clock."""
         self.heartbeat.hold(attempts, since)
         self.prefetch.claimed(len(attempts))
         for attempt in attempts:
-            if self.dispatcher.is_paused:  # meanwhile: others shall have it
+            if self.dispatcher.is_paused:  # meanwhile: leave it to other workers
                 self.finisher.put(attempt)
             elif task := self.app.tasks.get(attempt.kind):
                 attempt.task = task
@@ -180,39 +191,34 @@ class Worker:
         self.executor.submit(a for a in attempts if a.task is not NO_TASK)
 
     def _put_off(self, attempt: Attempt) -> None:
-        """Let others have a job of a kind unknown here, but not at once."""
-        attempt.outcome = UNKNOWN
+        """Leave a job of an unknown kind to other workers, but not at once."""
+        attempt.outcome = UNKNOWN_KIND
         self.finisher.put(attempt)
-        if attempt.kind not in self._unknown:
-            self._unknown.add(attempt.kind)
+        if attempt.kind not in self._unknown_kinds:
+            self._unknown_kinds.add(attempt.kind)
             log.warning("no handler for the kind of %s: put off", attempt)
+
+    # What the executor and the finisher call
 
     def _ended(self, attempt: Attempt) -> None:
         self.finisher.put(attempt)
         self.dispatcher.slot_freed()
 
-    def told(self, attempts: list[Attempt], statuses: set[str]) -> None:
-        """Forget these, whose outcomes have been committed."""
+    def _committed(self, attempts: list[Attempt], statuses: set[str]) -> None:
         self.on_commit()
         self.heartbeat.held.difference_update(attempts)
-        if self.dispatcher.has_limits or not AGAIN.isdisjoint(statuses):
+        if self.dispatcher.has_limits or not MAY_BE_DUE.isdisjoint(statuses):
             self.dispatcher.look_again()
         self.dispatcher.slot_freed()
         if not self.heartbeat.held and (self._stops or self.burst):
             self._tick.set()  # it may have been the last
 
-    # Looking after them
+    # Supervision
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         for service in self._services:
             service.check()
-        self.executor.watch()
-        if self.executor.error:
-            raise RuntimeError(
-                "a thread of handlers has ended"
-            ) from self.executor.error
-        if self.executor.is_stuck:
-            raise RuntimeError("handlers that do not end hold all slots or the loop")
+        self.executor.check()
         if self._stops:
             if not self.dispatcher.is_paused:
                 log.info("%s is stopping", self.id)
@@ -230,10 +236,10 @@ class Worker:
         return bool(self._stops) or is_done
 
     def _end(self) -> None:
-        until = time.monotonic() + LAST_WORDS
+        until = time.monotonic() + REPORTING
         self.dispatcher.is_paused = True
         self.dispatcher.close()
-        self.dispatcher.join(until - LAST_WORDS / 2)  # what it claims is released
+        self.dispatcher.join(until - REPORTING / 2)  # what it claims now is released
         left = list(self.executor.running)
         if left:
             log.warning("giving up %s unfinished attempts", len(left))
@@ -245,9 +251,9 @@ class Worker:
         for service in self._services:
             service.join(until)
         try:
-            if self.dispatcher.thread.ident:  # it began
+            if self.dispatcher.thread.ident:  # it was started
                 self._call(self.app.shutdown, until)
         finally:
-            self.executor.close(max(until, time.monotonic() + LAST_MOMENT))
-        told = [f"{n} {status}" for status, n in self.finisher.statuses.items()]
-        log.info("%s ends: %s", self.id, ", ".join(told) or "no jobs")
+            self.executor.close(max(until, time.monotonic() + JOINING))
+        counts = [f"{n} {status}" for status, n in self.finisher.statuses.items()]
+        log.info("%s ends: %s", self.id, ", ".join(counts) or "no jobs")

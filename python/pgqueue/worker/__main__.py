@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from types import FrameType
 
 import psycopg
@@ -23,7 +24,7 @@ from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging
 from pgqueue.worker.options import load, parse
-from pgqueue.worker.supervisor import SIGNALS, listen_to_supervisor, supervise
+from pgqueue.worker.supervisor import SIGNALS, Supervisor, listen_to_supervisor
 
 log = logging.getLogger("pgqueue")
 
@@ -32,14 +33,12 @@ PRIVILEGES = (
     "select p.proname, has_function_privilege(p.oid, 'execute') from pg_proc as p"
     " where p.pronamespace = 'pgqueue'::regnamespace and p.proname = any(%s)"
 )
-
-
-signals: list[int] = []
 BOTH = (signal.SIGTERM, signal.SIGINT)
+signals: list[int] = []  # that have arrived
 
 
 def stop_early(number: int, frame: FrameType | None) -> None:
-    """End at once: nothing is claimed yet. Where Python swallows it, it is not forgotten."""
+    """End at once: nothing is claimed yet. If Python swallows it, `signals` remembers."""
     signals.append(number)
     raise SystemExit(0)
 
@@ -47,11 +46,9 @@ def stop_early(number: int, frame: FrameType | None) -> None:
 def main(
     argv: Sequence[str] | None = None,
     dsn: str | None = None,
-    wrap: Callable[[Middleware | None], Middleware | None] = lambda middleware: (
-        middleware
-    ),
+    wrap: Callable[[Middleware | None], Middleware] | None = None,
 ) -> int:
-    """Run the command line; `wrap` goes around the middleware of the app."""
+    """Run the command line; `wrap` makes the middleware around that of the app."""
     for number in BOTH:
         signal.signal(number, stop_early)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -62,25 +59,13 @@ def main(
         if args.check:
             return check(dsn)
         if args.processes > 1:
-            return supervise(args.processes, args.burst)
+            return Supervisor(args.processes, args.burst).run()
         app = load(args.app)
-        app.middleware = wrap(app.middleware)
-        worker = Worker(
-            app,
-            args.queue,
-            dsn=dsn,
-            name=args.name,
-            concurrency=args.concurrency,
-            batch=args.batch,
-            lease=args.lease,
-            timeout=args.timeout,
-            poll_interval=args.poll_interval,
-            shutdown_timeout=args.shutdown_timeout,
-            listen=not args.no_listen,
-            burst=args.burst,
-            only_known=args.only_known,
-            max_jobs=args.max_jobs,
-        )
+        if wrap:
+            app.middleware = wrap(app.middleware)
+        same = {f.name for f in fields(Worker) if f.kw_only} & set(vars(args))
+        options = {name: getattr(args, name) for name in same} | {"dsn": dsn}
+        worker = Worker(app, args.queue, listen=not args.no_listen, **options)
     except (ValueError, psycopg.ProgrammingError) as error:
         say(str(error))
         return 2
@@ -112,13 +97,11 @@ def run(worker: Worker, args: argparse.Namespace) -> int:
 
 
 def leave_within(seconds: float, code: int) -> None:
-    """End the process then, if threads that handlers have begun keep Python waiting."""
+    """End the process then, even if threads that handlers have started go on."""
 
     def leave() -> None:
         for file in sys.stdout, sys.stderr:
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # nobody reads, or it is closed
+            with contextlib.suppress(OSError, ValueError):  # no reader, or closed
                 file.flush()
         os._exit(code)
 
@@ -128,23 +111,23 @@ def leave_within(seconds: float, code: int) -> None:
 
 
 def stop_by_signal(worker: Worker) -> bool:
-    """Stop at signals, at those that came before, and when a supervisor says so.
+    """Stop at signals, also those that came before, and when the supervisor says so.
 
-    Return whether there is one.
+    Returns whether there is one. A signal that came by both ways counts once.
     """
-    told = 0
+    relayed = 0  # signals that came by the supervisor
 
-    def supervised() -> None:
-        nonlocal told
-        told += 1
-        if told > len(signals):
+    def on_relay() -> None:
+        nonlocal relayed
+        relayed += 1
+        if relayed > len(signals):
             worker.stop()
-        if told > 2:
+        if relayed > 2:
             os._exit(128 + signal.SIGTERM)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         signals.append(number)
-        if len(signals) > told:
+        if len(signals) > relayed:
             worker.stop()
         if len(signals) > 2:
             os._exit(128 + number)
@@ -157,7 +140,7 @@ def stop_by_signal(worker: Worker) -> bool:
     early = len(signals)
     for number in BOTH:
         signal.signal(number, on_signal)
-    # A child that a handler forks shall end at SIGTERM, as any other, however early.
+    # A child that a handler forks must end at SIGTERM as any other, however early.
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, BOTH),
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH),
@@ -165,13 +148,13 @@ def stop_by_signal(worker: Worker) -> bool:
     )
     for _ in range(early):
         worker.stop()
-    return listen_to_supervisor(supervised)
+    return listen_to_supervisor(on_relay)
 
 
 def check(dsn: str) -> int:
     """Say in one line whether a worker could work with this database."""
     for number in BOTH:
-        signal.signal(number, signal.SIG_DFL)  # 0 would say that it could
+        signal.signal(number, signal.SIG_DFL)  # stop_early would exit with 0: ok
     try:
         with database.connect(dsn) as conn:
             row = conn.execute("select pgqueue.version()").fetchone()

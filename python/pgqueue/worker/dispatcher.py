@@ -1,4 +1,4 @@
-"""Claims jobs for the free slots; sleeps when there is nothing, until notified or due."""
+"""Claims jobs for the free slots; when none is due, sleeps until one is, or a NOTIFY."""
 
 import contextlib
 import logging
@@ -21,19 +21,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgqueue")
 
 CHANNEL = "pgqueue"
-HANDOVER = 0.0002  # seconds
+HANDOVER = 0.0002  # seconds for handlers' threads to start
 
 
 @dataclass(frozen=True)
 class Share:
-    """A queue's part of a worker: twice the weight, twice the jobs; at most `limit` at once."""
+    """A queue's part of a worker.
+
+    With twice the weight of another it gets twice the jobs while both have some; at most
+    `limit` of its jobs, None being without limit, run at once.
+    """
 
     weight: int = 1
     limit: int | None = None
 
 
 class Dispatcher(Service):
-    """Has the worker begin what it claims."""
+    """Claims what the worker wants, and passes it to `Worker.begin`."""
 
     name = "dispatcher"
 
@@ -46,7 +50,7 @@ class Dispatcher(Service):
             for name, share in worker.queues.items()
         }
         self.has_limits = any(share.limit for share in self._queues.values())
-        self._has_news = True  # there may be something to claim, by what it has heard
+        self._has_news = True  # there may be something to claim
         self._quiet_until = 0.0
         self._is_asleep = False
         self._lacks_slots = False
@@ -59,37 +63,36 @@ class Dispatcher(Service):
             self._waker.send(b".")
 
     def look_again(self) -> None:
-        """There may be something to claim now; from any thread."""
+        """Note that there may be something to claim; from any thread."""
         self._has_news = True
         if self._is_asleep:
             self.wake()
 
     def slot_freed(self) -> None:
-        """Claim for it, if there was none; from any thread."""
+        """Claim for a free slot, if there was none; from any thread."""
         if self._lacks_slots:
             self._lacks_slots = False
             self.wake()
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing was due when it last looked, and nothing was heard since."""
+        """Whether nothing was due at the last look, and there was no news since."""
         return not self._has_news and time.monotonic() < self._quiet_until
 
     def work(self, conn: database.Connection) -> None:
         parks = self._start_listening(conn)
         self._has_news = True
         while not self.over.is_set():
-            self._lacks_slots = True  # until known, or one freed now is missed
+            self._lacks_slots = True  # before counting them, or one freed now is missed
             queues, kinds, want = self._open_queues(), self._worker.kinds(), 0
             if queues and kinds != [] and not self.is_paused:
                 want = self._worker.want()
             self._lacks_slots = want <= 0
             if want > 0 and not self.is_settled:
-                # One that heard nothing only looks: where a walk is dear, one is enough.
+                # Without news only rest() looks: one walk over the queue is enough.
                 if self._has_news and self._claim(conn, queues, kinds, want) == want:
                     continue
-                seconds = protocol.rest(conn, list(queues), kinds, parks)
-                self._rest(seconds)
+                self._rest(protocol.rest(conn, list(queues), kinds, parks))
             self._sleep(conn, want)
 
     def ended(self) -> None:
@@ -97,14 +100,12 @@ class Dispatcher(Service):
         self._waker.close()
 
     def _open_queues(self) -> dict[str, int | None]:
-        """Find those that are not at their limit, and how much of it is left."""
+        """Return the queues that are not at their limit, and what is left of it."""
         if not self.has_limits:
             return dict.fromkeys(self._queues)
         held = Counter(attempt.queue for attempt in list(self._worker.heartbeat.held))
         left = {n: s.limit and s.limit - held[n] for n, s in self._queues.items()}
-        return {
-            name: limit for name, limit in left.items() if limit is None or limit > 0
-        }
+        return {name: n for name, n in left.items() if n is None or n > 0}
 
     def _claim(
         self,
@@ -123,14 +124,14 @@ class Dispatcher(Service):
         self.succeeded()
         worker.begin(attempts, now)
         if attempts and not worker.prefetch.is_quick:
-            # A thread that is told to run waits until this one lets go of the interpreter.
+            # A thread can start only when this one lets go of the interpreter.
             time.sleep(HANDOVER)
         if len(attempts) == want:
             self._has_news = True
         return len(attempts)
 
     def _rest(self, seconds: float | None) -> None:
-        """Be quiet for so long, or until the next poll."""
+        """Claim nothing for so long, or until the next poll."""
         self.succeeded()
         pause = self._worker.poll_interval * random.uniform(0.8, 1.2)
         pause = pause if seconds is None else min(pause, seconds)
@@ -139,10 +140,11 @@ class Dispatcher(Service):
             self._has_news = True
 
     def _sleep(self, conn: database.Connection, want: int) -> None:
-        """Sleep until there is something to hear or to do, at most a second."""
+        """Sleep until there is news or something to do, at most a second."""
         if self._worker.prefetch.is_quick:
             time.sleep(GATHER)
-        self._is_asleep = True  # before the last look: what is heard now wakes it
+        # Before looking at _has_news: from here on, news wake it.
+        self._is_asleep = True
         timeout = 1.0
         if want > 0:
             timeout = min(timeout, self._quiet_until - time.monotonic())
@@ -163,7 +165,7 @@ class Dispatcher(Service):
         if not self._worker.listen:
             return False
         if conn.prepare_threshold is None:
-            self._worker.listen = False  # nor will it after the next reconnect
+            self._worker.listen = False  # nor after a reconnect
             log.warning(
                 "NOTIFY does not arrive through a pooler: polling every %s s",
                 self._worker.poll_interval,

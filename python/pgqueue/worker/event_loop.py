@@ -11,12 +11,13 @@ from typing import Any
 
 log = logging.getLogger("pgqueue")
 
-BLOCKED = 4  # looks without a turn of the loop, after which it counts as blocked
-DEAD = 60  # after which it is not expected to go on, unless a handler blocks it
+# Probes without an answer
+BLOCKED = 4  # more than these: a handler blocks the loop
+DEAD = 60  # more than these: it will not answer again, unless a handler blocks it
 
 
 class EventLoop:
-    """Starts when first needed, and outlives whatever its tasks raise."""
+    """Starts when it is first needed, and survives whatever its tasks raise."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -24,7 +25,7 @@ class EventLoop:
             target=self._run, name="pgqueue-loop", daemon=True
         )
         self._is_over = False
-        self._unanswered = 0  # looks since it had a turn
+        self._unanswered = 0  # probes
 
     def get(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -40,8 +41,8 @@ class EventLoop:
     def is_dead(self) -> bool:
         return self._unanswered > DEAD
 
-    def look(self) -> bool:
-        """Ask it for a turn; whether it is found blocked just now."""
+    def probe(self) -> bool:
+        """Ask for an answer, and return whether the loop has just become blocked."""
         if self._loop is None:
             return False
         self._unanswered += 1
@@ -49,7 +50,7 @@ class EventLoop:
         return self._unanswered == BLOCKED + 1
 
     def call(self, functions: Iterable[Callable[[], Any]]) -> Future[None]:
-        """Call functions in a thread of their own, and on the loop what is to be awaited."""
+        """Call functions in a thread of their own; await on the loop what they return."""
         called: Future[None] = Future()
 
         def call() -> None:
@@ -66,7 +67,7 @@ class EventLoop:
         return called
 
     def close(self, until: float) -> None:
-        """End it, and wait for that until a moment of the monotonic clock."""
+        """End it, and wait for its end until a moment of the monotonic clock."""
         self._is_over = True
         if self._loop:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -79,7 +80,7 @@ class EventLoop:
         loop = self.get()
         asyncio.set_event_loop(loop)
         while not self._is_over:
-            # SystemExit of any task, also of one that a handler made, ends run_forever.
+            # SystemExit in any task, even one that a handler created, ends run_forever.
             try:
                 loop.run_forever()
             except BaseException as error:
@@ -87,6 +88,15 @@ class EventLoop:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
+
+
+def is_in_this_thread() -> bool:
+    """Whether an event loop runs in the thread that asks."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 async def _wait_for(result: Awaitable[Any]) -> None:

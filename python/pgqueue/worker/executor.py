@@ -1,8 +1,8 @@
-"""Where attempts run: `def` in threads, `async def` as tasks of an event loop.
+"""Runs handlers: `def` in threads, `async def` as tasks of an event loop.
 
-There are `concurrency` slots for both together. An attempt has one from before it begins
-until its handler has returned: also when it was given up long before. Who ends an attempt
-takes the next one along with the slot.
+They share `concurrency` slots. An attempt holds its slot until its handler has returned,
+even if it was given up long before. The thread or task that ends an attempt goes on with
+the next one in the same slot.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from pgqueue.worker.event_loop import EventLoop
 log = logging.getLogger("pgqueue")
 
 # Seconds
-REACT = 10.0  # for a handler that was told to stop, before a warning
-DELIVERY = 1.0  # for the event loop to cancel what is timed out
-CLEAN_UP = 30.0  # for an async handler that is timed out, before it is given up
-STALE = 1.0  # without a beginning, after which others shall have what waits
+REACT = 10.0  # for a handler to stop after a cancellation, before a warning
+DELIVERY = 1.0  # for the event loop to deliver a cancellation
+CLEAN_UP = 30.0  # for an async handler to end after its timeout, before it is given up
+STALE = 1.0  # in which no attempt began: other workers get those that wait
 
 
 class Executor:
-    """Begins what is submitted in order, and passes each ended attempt to `on_end` once."""
+    """Begins attempts in the order given, and passes each to `on_end` when it ends."""
 
     def __init__(
         self,
@@ -44,14 +44,12 @@ class Executor:
         self.loop = EventLoop()
         self.waiting: deque[Attempt] = deque()
         self.running: set[Attempt] = set()  # these have a slot
-        self.given_up: set[Attempt] = set()  # and these: their handlers run on
-        self.error: BaseException | None = (
-            None  # what ended a thread, if not its handler
-        )
+        self.given_up: set[Attempt] = set()  # these, too: their handlers run on
+        self._error: BaseException | None = None  # what ended a thread
         self._on_end = on_end
         self._middleware = middleware
         self._connections = Connections(dsn)
-        self._lock = threading.Lock()  # of the three counts
+        self._lock = threading.Lock()  # guards the next three
         self._free = concurrency
         self._threads: list[threading.Thread] = []
         self._idle_threads = 0
@@ -62,15 +60,6 @@ class Executor:
     def unfinished(self) -> int:
         return self.concurrency - self._free + len(self.waiting)
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether no slot can work any more: its handlers were given up, and run on."""
-        if self.loop.is_blocked and any(a.task.is_async for a in self.given_up):
-            return True
-        if self.loop.is_dead and not any(a.task.is_async for a in list(self.running)):
-            return True
-        return len(self.given_up) >= self.concurrency
-
     def submit(self, attempts: Iterable[Attempt]) -> None:
         """Begin these as slots become free."""
         if not self.waiting:
@@ -80,17 +69,15 @@ class Executor:
             self._fill()
 
     def release_waiting(self) -> None:
-        """Let others have what has not begun."""
+        """Leave what has not begun to other workers."""
         with contextlib.suppress(IndexError):
             while True:
-                attempt = self.waiting.popleft()
-                attempt.outcome = RELEASED
-                self._on_end(attempt)
+                self._on_end(self.waiting.popleft())
 
     def end(self, attempt: Attempt, outcome: Outcome, runs_on: bool = False) -> None:
-        """End an attempt, unless it has ended: a given-up handler says no more.
+        """End an attempt, unless it has ended: what a given-up handler returns is dropped.
 
-        With `runs_on` it is given up; its handler has the slot until it returns.
+        With `runs_on` it is given up: its handler keeps the slot until it returns.
         """
         if runs_on and attempt.started:
             self.given_up.add(attempt)
@@ -105,7 +92,7 @@ class Executor:
     def close(self, until: float) -> None:
         """End idle threads and the loop; a handler that runs on is left to itself.
 
-        What ended while Python does would crash it: it waits, but only for what can end.
+        Threads that end while Python does may crash it, so wait for those that can end.
         """
         runs_on = self.running | self.given_up
         for _ in self._threads:
@@ -119,7 +106,7 @@ class Executor:
     # Slots
 
     def _fill(self) -> None:
-        """Give free slots to what waits; with the lock."""
+        """Give free slots to what waits; the caller holds the lock."""
         while self._free and self.waiting:
             try:
                 attempt = self.waiting.popleft()
@@ -143,9 +130,9 @@ class Executor:
         thread.start()
 
     def _next(self, is_async: bool) -> Attempt | None:
-        """Take the next attempt along with the caller's slot, if it is of its sort."""
+        """Take the next attempt into the caller's slot, if it is of the caller's sort."""
         with contextlib.suppress(IndexError):
-            attempt = self.waiting.popleft()  # without the lock, which quick jobs feel
+            attempt = self.waiting.popleft()  # no lock: quick jobs would pay for it
             if attempt.task.is_async is is_async:
                 self.running.add(attempt)
                 return attempt
@@ -156,7 +143,7 @@ class Executor:
         with self._lock:
             self._free += 1
             self._idle_threads += not is_async
-            self._fill()  # what has come meanwhile
+            self._fill()  # with what was submitted meanwhile
         return None
 
     def _begin(self, attempt: Attempt) -> bool:
@@ -177,7 +164,7 @@ class Executor:
                     self.end(attempt, run(attempt, connect, middleware))
                 attempt = self._next(is_async=False) or self._for_threads.get()
         except BaseException as error:
-            self.error = error
+            self._error = error
 
     def _start_task(self, attempt: Attempt) -> None:
         attempt.runs_in = self.loop.get().create_task(
@@ -186,7 +173,7 @@ class Executor:
 
     async def _attempt(self, attempt: Attempt) -> None:
         if attempt not in self.running:
-            return  # the loop was blocked, and others have it
+            return  # it was released while the loop was blocked
         connect = partial(self._connections.connection, is_async=True)
         try:
             if self._begin(attempt):
@@ -195,10 +182,13 @@ class Executor:
             if following := self._next(is_async=True):
                 self._start_task(following)
 
-    # Looking after them
+    # Supervision
 
-    def watch(self) -> None:
-        """Stop what must not go on; call it some times a second. It needs no server."""
+    def check(self) -> None:
+        """Stop what must not go on; to be called some times a second. It needs no server.
+
+        Raises RuntimeError when no slot can work any more.
+        """
         now = time.monotonic()
         for attempt in list(self.running):
             if attempt.started:
@@ -206,17 +196,32 @@ class Executor:
         self._connections.close_idle()
         if now > self._began_at + STALE:
             self.release_waiting()
+        self._check_loop()
+        if self._error:
+            raise RuntimeError("a thread of handlers has ended") from self._error
+        if self._is_stuck():
+            raise RuntimeError("handlers that do not end hold all slots or the loop")
+
+    def _check_loop(self) -> None:
+        """Leave to other workers what a blocked event loop does not begin."""
         on_loop = [a for a in list(self.running) if a.task.is_async]
-        if self.loop.look():
+        if self.loop.probe():
             names = [str(a) for a in on_loop if a.started]
             log.warning("a handler blocks the event loop: one of %s", names)
         if self.loop.is_blocked:
             for attempt in on_loop:
                 if not attempt.started:
-                    self.end(attempt, RELEASED)  # others shall have it
+                    self.end(attempt, RELEASED)
                     with self._lock:
                         self._free += 1
             self.submit(())
+
+    def _is_stuck(self) -> bool:
+        if self.loop.is_blocked and any(a.task.is_async for a in self.given_up):
+            return True
+        if self.loop.is_dead and not any(a.task.is_async for a in list(self.running)):
+            return True
+        return len(self.given_up) >= self.concurrency
 
     def _watch(self, attempt: Attempt, now: float) -> None:
         must_stop = attempt.is_cancelled or now >= attempt.expires
@@ -237,7 +242,7 @@ class Executor:
                 self.end(attempt, judge(attempt, CancelledError()), runs_on=True)
 
     def _cancel(self, attempt: Attempt) -> None:
-        # Once: a second time would cut its clean-up short.
+        # Only once: a second time would interrupt its clean-up.
         if attempt in self.running and not attempt.stops_since and attempt.runs_in:
             attempt.stops_since = time.monotonic()
             attempt.runs_in.cancel()

@@ -1,40 +1,43 @@
-"""Tells the server how attempts ended: many in one call, each by its own outcome."""
+"""Reports to the server how attempts ended: many in one call, each with its outcome."""
 
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
 import psycopg
 
 from pgqueue import database
 from pgqueue.attempt import LARGEST_RESULT, LOST, Attempt, Outcome
 from pgqueue.worker import protocol
-from pgqueue.worker.prefetch import GATHER
+from pgqueue.worker.prefetch import GATHER, Prefetch
 from pgqueue.worker.service import Service
-
-if TYPE_CHECKING:
-    from pgqueue.worker import Worker
 
 log = logging.getLogger("pgqueue")
 
-MOST = 2000  # in one call
+MAX_BATCH = 2000  # attempts in one call
 LEVELS = {"dead": logging.ERROR, "lost": logging.WARNING, "retry": logging.WARNING}
 
 
 class Finisher(Service):
-    """Reports what it was given by `put`, and tells the worker of it."""
+    """Reports what `put` was given, then passes it with the statuses to `on_commit`."""
 
     name = "finisher"
 
-    def __init__(self, dsn: str, worker: "Worker") -> None:
+    def __init__(
+        self,
+        dsn: str,
+        prefetch: Prefetch,
+        on_commit: Callable[[list[Attempt], set[str]], None],
+    ) -> None:
         super().__init__(dsn)
         self.statuses: Counter[str] = Counter()
-        self._worker = worker
+        self._prefetch = prefetch
+        self._on_commit = on_commit
         self._ended: SimpleQueue[Attempt | None] = SimpleQueue()
-        self._batch: list[Attempt] = []  # taken, and not yet told
+        self._batch: list[Attempt] = []  # taken, and not yet reported
 
     def put(self, attempt: Attempt) -> None:
         self._ended.put(attempt)
@@ -46,7 +49,7 @@ class Finisher(Service):
         while self._batch or not (self.over.is_set() and self._ended.empty()):
             self._gather()
             if self._batch:
-                self._tell(conn, self._batch)
+                self._report(conn, self._batch)
                 self._batch = []
 
     def _gather(self) -> None:
@@ -54,33 +57,33 @@ class Finisher(Service):
         batch, before = self._batch, len(self._batch)
         if not batch and (first := self._ended.get()):
             batch.append(first)
-            if self._worker.prefetch.is_quick and not self.over.is_set():
+            if self._prefetch.is_quick and not self.over.is_set():
                 time.sleep(GATHER)
-        # One message holds 1 GB; what an outage has left here counts, too.
+        # A message holds at most 1 GB; what an outage has left in the batch counts, too.
         size = sum(len(attempt.outcome.text or "") for attempt in batch)
         with suppress(Empty):
-            while len(batch) < MOST and size < LARGEST_RESULT:
+            while len(batch) < MAX_BATCH and size < LARGEST_RESULT:
                 if attempt := self._ended.get_nowait():
                     batch.append(attempt)
                     size += len(attempt.outcome.text or "")
-        self._worker.prefetch.count(len(batch) - before)
+        self._prefetch.count(len(batch) - before)
 
-    def _tell(self, conn: database.Connection, batch: list[Attempt]) -> None:
-        told = [a for a in batch if a.outcome.name != "none"]
-        statuses = self._finish(conn, told) if told else {}
+    def _report(self, conn: database.Connection, batch: list[Attempt]) -> None:
+        to_finish = [a for a in batch if a.outcome.name != "none"]
+        statuses = self._finish(conn, to_finish) if to_finish else {}
         statuses |= {a.id: "lost" for a in batch if a.outcome is LOST}
         self.succeeded()
         self.statuses.update(statuses.get(a.id, "completed") for a in batch)
-        self._worker.told(batch, set(statuses.values()))
-        least = logging.DEBUG if self._worker.prefetch.is_quick else logging.INFO
+        self._on_commit(batch, set(statuses.values()))
+        least = logging.DEBUG if self._prefetch.is_quick else logging.INFO
         if statuses or log.isEnabledFor(least):
             for attempt in batch:
-                self._say(attempt, statuses.get(attempt.id, "completed"), least)
+                self._log(attempt, statuses.get(attempt.id, "completed"), least)
 
     def _finish(
         self, conn: database.Connection, attempts: list[Attempt]
     ) -> dict[int, str]:
-        """Finish many; of a batch that is refused, each alone: then that attempt fails."""
+        """Finish a batch; if it is refused, each alone, and fail the one to blame."""
         try:
             return protocol.finish(conn, attempts)
         except psycopg.Error as error:
@@ -95,7 +98,7 @@ class Finisher(Service):
             attempts[0].outcome = Outcome("fail", text, error=error)
             return protocol.finish(conn, attempts)
 
-    def _say(self, attempt: Attempt, status: str, least: int) -> None:
+    def _log(self, attempt: Attempt, status: str, least: int) -> None:
         level = LEVELS.get(status, least)
         if not log.isEnabledFor(level):
             return

@@ -1,4 +1,4 @@
-"""Signs of life: the log, a file to look at, systemd's watchdog."""
+"""What others can see of a worker: its log, the health file, systemd's watchdog."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ log = logging.getLogger("pgqueue")
 
 
 class Health:
-    """Shows others, once a second, that the worker is well."""
+    """Shows once a second that no part of the worker has died."""
 
     def __init__(self, file: str | None) -> None:
         self._file = pathlib.Path(file) if file else None
@@ -65,7 +65,7 @@ def set_up_logging(level: str, form: str) -> None:
 
 
 class TextLines(logging.Formatter):
-    """A line each, and the traceback indented below; nothing that a terminal would obey."""
+    """One line each, with the traceback indented below; control characters are escaped."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(process)d %(levelname)s %(message)s")
@@ -80,7 +80,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: when, level, logger, what, and the job's fields if any."""
+    """One JSON object a line, with the fields of the job if it is about one."""
 
     fields = ("job_id", "kind", "queue", "attempt", "token", "ms")
 

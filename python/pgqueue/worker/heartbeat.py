@@ -1,6 +1,6 @@
-"""Keeps the leases of what the worker holds, and hears of what it lost or shall stop.
+"""Extends the leases of the worker's jobs, and learns which are lost or cancelled.
 
-On a thread and a connection of its own, so that no long claim or handler keeps it.
+It has a thread and a connection of its own, so that no long claim delays it.
 """
 
 import logging
@@ -16,7 +16,7 @@ from pgqueue.worker.service import Service
 
 log = logging.getLogger("pgqueue")
 
-NEVER = float("-inf")
+LOST = float("-inf")  # as the end of a lease
 
 
 class Heartbeat(Service):
@@ -30,13 +30,13 @@ class Heartbeat(Service):
         self._lease = 30.0
         self._conn: database.Connection | None = None
         self._lock = threading.Lock()
-        self._nudge = threading.Event()
+        self._woken = threading.Event()
 
     def wake(self) -> None:
-        self._nudge.set()
+        self._woken.set()
 
     def hold(self, attempts: Iterable[Attempt], since: float) -> None:
-        """Take in what was claimed at a moment of the monotonic clock."""
+        """Hold what was claimed at a moment of the monotonic clock."""
         for attempt in attempts:
             attempt.expires = since + attempt.lease
             attempt.extender = self.extend
@@ -46,7 +46,7 @@ class Heartbeat(Service):
                 self.wake()
 
     def extend(self, attempt: Attempt) -> bool:
-        """Extend one lease now, for a handler; waits for a connection if there is none."""
+        """Extend one lease now, for a handler; without a connection, make one for it."""
         with self._lock:
             conn = self._conn
             if conn is None or conn.closed:
@@ -58,11 +58,11 @@ class Heartbeat(Service):
 
     def work(self, conn: database.Connection) -> None:
         self._conn = conn
-        self._beat(conn)  # it may be long since the last one
+        self._extend_all(conn)  # after an outage it is overdue
         while not self.over.is_set():
             due = time.monotonic() + self._lease / 3
-            if self._nudge.wait(due - time.monotonic()):
-                self._nudge.clear()
+            if self._woken.wait(due - time.monotonic()):
+                self._woken.clear()
                 continue  # there is a shorter lease, or it is over
             if (late := time.monotonic() - due) > self._lease / 3:
                 log.warning(
@@ -70,14 +70,14 @@ class Heartbeat(Service):
                     " not let go of the interpreter",
                     late,
                 )
-            self._beat(conn)
+            self._extend_all(conn)
 
-    def _beat(self, conn: database.Connection) -> None:
+    def _extend_all(self, conn: database.Connection) -> None:
         now = time.monotonic()
         by_lease: defaultdict[float, list[Attempt]] = defaultdict(list)
         for attempt in list(self.held):
-            # What was claimed or extended just now, or is lost for good, needs no round trip.
-            if NEVER < attempt.expires < now + attempt.lease * 0.9:
+            # What was claimed or extended just now, or is lost, needs no round trip.
+            if LOST < attempt.expires < now + attempt.lease * 0.9:
                 by_lease[attempt.lease].append(attempt)
         for lease, attempts in by_lease.items():
             for start in range(0, len(attempts), 1000):
@@ -94,5 +94,5 @@ class Heartbeat(Service):
             if status != "lost":
                 attempt.expires = now + lease
                 attempt.is_cancelled = attempt.is_cancelled or status == "cancelled"
-            elif attempt in self.held:  # and was not completed just now
-                attempt.expires = NEVER
+            elif attempt in self.held:  # and has not just been completed
+                attempt.expires = LOST

@@ -7,11 +7,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from pgqueue.app import App
-from pgqueue.terminal import refuse_other_than_utf8
+from pgqueue.terminal import refuse_other_than_utf8, whole_number
 from pgqueue.worker import Share
 
 LEVELS = ["debug", "info", "warning", "error", "critical"]
@@ -36,8 +36,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pgqueue.worker", description="Run the jobs of some queues."
     )
-    for names, help, how in options():
-        add(parser, names.split(), help, **how)
+    for option in options():
+        add(parser, *option)
     parser.add_argument(
         "-v",
         help="as --log-level debug",
@@ -53,76 +53,56 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add(
-    parser: argparse.ArgumentParser,
-    names: list[str],
-    help: str,
-    default: Any = None,
-    **how: Any,
+    parser: argparse.ArgumentParser, names: str, help: str, default: Any, read: Any
 ) -> None:
-    """Add an option that a variable may stand in for; an empty one is as not set."""
-    env = "PGQUEUE_" + names[-1].lstrip("-").replace("-", "_").upper()
-    shown = "" if default is None else f"default {default}, "
-    given = os.environ.get(env)
-    choices = how.get("choices", [])
-    if choices:
-        how["type"] = str.lower
-    if how.get("action") == "store_true":
-        choices, default = SWITCHES, SWITCHES.get(str(given).lower(), False)
-    elif given:
-        default = given
-    if given and choices and given.lower() not in choices:
-        parser.error(f"{env} must be one of {', '.join(choices)}")
-    parser.add_argument(*names, default=default, help=f"{help} ({shown}{env})", **how)
+    """Add an option whose default is a variable; an empty variable counts as not set."""
+    flags = names.split()
+    env = "PGQUEUE_" + flags[-1].lstrip("-").replace("-", "_").upper()
+    shown = f"default {default}, " if default else ""
+    choices: Collection[str] = ()
+    how: dict[str, Any] = {"type": read}
+    if read is bool:
+        choices, how = SWITCHES, {"action": "store_true"}
+    elif isinstance(read, list):
+        choices, how = read, {"type": str.lower, "choices": read}
+    elif read is shares:
+        how["action"] = Queues
+    if given := os.environ.get(env):
+        if choices and given.lower() not in choices:
+            parser.error(f"{env} must be one of {', '.join(choices)}")
+        default = SWITCHES[given.lower()] if read is bool else given
+    parser.add_argument(*flags, default=default, help=f"{help} ({shown}{env})", **how)
 
 
-def options() -> list[tuple[str, str, dict[str, Any]]]:
-    """List those that have a variable: names, what they do, and how they are read."""
-    queue = {"default": "default", "type": shares, "action": Queues, "metavar": "NAME"}
+def options() -> list[tuple[str, str, Any, Any]]:
+    """List the options that have a variable: names, help, default, how they are read.
+
+    That is a function of the text, a list of choices, or bool for a switch.
+    """
     forms = "NAME, NAME=WEIGHT, NAME:LIMIT or NAME=WEIGHT:LIMIT"
-    switch = {"action": "store_true"}
+    dsn = "where Postgres is; else DATABASE_URL, else libpq's variables"
+    lease = "seconds a dead worker's job waits; else the queue's"
+    stop = "seconds from SIGTERM until what still runs is failed"
+    positive = whole_number(1)
     return [
-        ("--app", "MODULE[:NAME] of the pgqueue.App", {"metavar": "MODULE"}),
-        ("-q --queue", f"queues to work on: {forms}, by commas", queue),
-        ("--dsn", "where Postgres is; else DATABASE_URL, else libpq's variables", {}),
-        ("-c --concurrency", "handlers at once", {"default": 10, "type": positive}),
-        ("--processes", "worker processes", {"default": 1, "type": positive}),
-        (
-            "--batch",
-            "most jobs to hold ahead of quick handlers",
-            {"default": 5000, "type": count},
-        ),
-        (
-            "--lease",
-            "seconds a dead worker's job waits; else the queue's",
-            {"type": seconds},
-        ),
-        (
-            "--timeout",
-            "seconds for handlers without one of their own",
-            {"type": seconds},
-        ),
-        ("--poll-interval", "seconds between looks", {"default": 5.0, "type": seconds}),
-        ("--no-listen", "poll only", switch),
-        (
-            "--shutdown-timeout",
-            "seconds from SIGTERM until what still runs is failed",
-            {"default": 30.0, "type": seconds},
-        ),
-        ("--burst", "end when nothing is due", switch),
-        ("--max-jobs", "end after so many jobs", {"type": positive}),
-        ("--only-known", "claim only kinds with a handler", switch),
-        ("--name", "the worker's name, for others to read; else the host's", {}),
-        ("--health-file", "file to touch every second", {"metavar": "PATH"}),
-        (
-            "--log-format",
-            "of the log's lines",
-            {"default": "text", "choices": ["text", "json"]},
-        ),
-        (
-            "--log-level",
-            "what to log, and above",
-            {"default": "info", "choices": LEVELS},
-        ),
+        ("--app", "MODULE[:NAME] of the pgqueue.App", None, str),
+        ("-q --queue", f"queues to work on: {forms}, by commas", "default", shares),
+        ("--dsn", dsn, None, str),
+        ("-c --concurrency", "handlers at once", 10, positive),
+        ("--processes", "worker processes", 1, positive),
+        ("--batch", "most jobs to hold ahead of quick handlers", 5000, whole_number(0)),
+        ("--lease", lease, None, seconds),
+        ("--timeout", "seconds for handlers without one of their own", None, seconds),
+        ("--poll-interval", "seconds between looks", 5.0, seconds),
+        ("--no-listen", "poll only", False, bool),
+        ("--shutdown-timeout", stop, 30.0, seconds),
+        ("--burst", "end when nothing is due", False, bool),
+        ("--max-jobs", "end after so many jobs", None, positive),
+        ("--only-known", "claim only kinds with a handler", False, bool),
+        ("--name", "the worker's name, for others to read; else the host's", None, str),
+        ("--health-file", "file to touch every second", None, str),
+        ("--log-format", "of the log's lines", "text", ["text", "json"]),
+        ("--log-level", "what to log, and above", "info", LEVELS),
     ]
 
 
@@ -142,7 +122,7 @@ def shares(text: str) -> dict[str, Share]:
     A weight follows the last "=", and a limit is a number behind the last ":"; other colons
     belong to the name. So `tenant:42=1` is the queue tenant:42.
     """
-    found = {}
+    found, small = {}, whole_number(1, 999_999)
     for item in filter(None, (part.strip() for part in text.split(","))):
         limit = re.search(r":([-+]?\d+)$", item)
         name, has_weight, weight = item[: limit and limit.start()].rpartition("=")
@@ -150,31 +130,13 @@ def shares(text: str) -> dict[str, Share]:
             found[name if has_weight else weight] = Share(
                 small(weight) if has_weight else 1, small(limit[1]) if limit else None
             )
-        except ValueError:
+        except argparse.ArgumentTypeError:
             raise argparse.ArgumentTypeError(
                 f"{item!r}: weights and limits are whole numbers from 1 to 999999"
             ) from None
     if "" in found:
         raise argparse.ArgumentTypeError(f"{text!r}: a queue has a name")
     return found
-
-
-def small(text: str) -> int:
-    if not 1 <= (number := int(text)) <= 999_999:
-        raise ValueError
-    return number
-
-
-def count(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise ValueError
-    return number
-
-
-def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
 
 
 def seconds(text: str) -> float:
@@ -184,9 +146,9 @@ def seconds(text: str) -> float:
 
 
 def load(path: str) -> App:
-    """Import an app by MODULE or MODULE:NAME; the name defaults to app.
+    """Import an app by MODULE or MODULE:NAME; the name defaults to `app`.
 
-    Raises ValueError; says where, for an error of the module itself.
+    Raises ValueError for what is not there; for an error in the module, with its place.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -196,10 +158,9 @@ def load(path: str) -> App:
     try:
         found = importlib.import_module(module)
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(
-            f"{error.name}."
-        ):
-            raise ValueError(f"there is no module {error.name!r}") from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module}.".startswith(f"{missing}."):
+            raise ValueError(f"there is no module {missing!r}") from error
         raise ValueError(f"importing {module} failed\n{_traceback(error)}") from error
     app = getattr(found, name or "app", None)
     if not isinstance(app, App):
@@ -211,7 +172,7 @@ def load(path: str) -> App:
 
 
 def _traceback(error: BaseException) -> str:
-    """Show where it happened, without the way from here to the application's module."""
+    """Show where it happened, without the frames before the application's module."""
     shown = traceback.TracebackException.from_exception(error)
     ours = ("<frozen importlib", __file__, importlib.__file__)
     for frame in list(shown.stack):

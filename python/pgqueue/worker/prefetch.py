@@ -1,21 +1,21 @@
-"""How many jobs to claim: for the free slots, and ahead where jobs are quick."""
+"""How many jobs to claim: for the free slots, and ahead of them if jobs are quick."""
 
 import time
 
 AHEAD = 0.1  # seconds of work to claim beyond what the free slots take
-QUICK = 1000.0  # jobs a second, from which on batches matter more than moments
-GATHER = 0.003  # seconds in which a busy worker lets quick jobs gather
-MOST = 10_000  # jobs in one claim
+QUICK = 1000.0  # jobs a second; from here on large batches matter more than latency
+GATHER = 0.003  # seconds in which quick jobs gather for one batch
+MAX_CLAIM = 10_000  # jobs in one claim
 
 
 class Prefetch:
-    """Counts finished jobs, and limits claims: by that, and by `left` in all."""
+    """Sizes claims by the rate at which jobs finish, and by how many are left to claim."""
 
     def __init__(self, concurrency: int, batch: int, left: int | None) -> None:
         self.concurrency = concurrency
         self.batch = batch
-        self.left = left  # to claim; None is without limit
-        self.rate = 0.0  # jobs finished in a second
+        self.left = left  # jobs; None is without limit
+        self.rate = 0.0  # jobs finished a second
         self._counted, self._counted_at = 0, time.monotonic()
 
     @property
@@ -23,7 +23,7 @@ class Prefetch:
         return self.rate > QUICK and time.monotonic() < self._counted_at + 0.2
 
     def count(self, finished: int) -> None:
-        """Note so many more finished jobs, perhaps none."""
+        """Note how many more jobs have finished, perhaps none."""
         self._counted += finished
         now = time.monotonic()
         if now > self._counted_at + 0.05:
@@ -39,10 +39,10 @@ class Prefetch:
     def want(self, unfinished: int) -> int:
         """Say how many jobs to claim."""
         ahead = min(self.batch, int(self.rate * AHEAD))
-        want = min(self.concurrency + ahead - unfinished, MOST)
-        # In bites of a third: one is claimed while another runs and a third is there.
-        bite = ahead // 3
-        if unfinished >= self.concurrency and want < bite:
+        want = min(self.concurrency + ahead - unfinished, MAX_CLAIM)
+        # In thirds: one is being claimed, one is ready, one is running.
+        third = ahead // 3
+        if unfinished >= self.concurrency and want < third:
             return 0
-        want = min(want, max(self.concurrency, bite + 1))
+        want = min(want, max(self.concurrency, third + 1))
         return want if self.left is None else min(want, self.left)

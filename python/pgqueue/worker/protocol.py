@@ -1,10 +1,9 @@
-"""The four calls that a worker makes, as a worker in any language would."""
+"""The four SQL functions that a worker calls, as a worker in any language would."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import psycopg
-from psycopg.rows import TupleRow, tuple_row
+from psycopg.rows import TupleRow
 
 from pgqueue import database
 from pgqueue.attempt import Attempt
@@ -20,7 +19,7 @@ EXTEND = (
     "select status"
     " from pgqueue.extend(%s::bigint[], %s::bigint[], %s::float8 * interval '1 s')"
 )
-# A moment becomes a delay by the server's clock.
+# A moment becomes a delay by the server's clock, not by this machine's.
 FINISH = (
     "select f.job_id, f.status from pgqueue.finish("
     "%s::bigint[], %s::bigint[], %s::text[], %s::text[], array("
@@ -29,7 +28,7 @@ FINISH = (
     " from unnest(%s::interval[], %s::timestamptz[]) with ordinality"
     " as d (delay, until, place) order by d.place)) as f"
 )
-# Only what is not as hoped comes back.
+# Only the exceptions come back.
 COMPLETE = (
     "select f.job_id, f.status from pgqueue.finish("
     "%s::bigint[], %s::bigint[], array_fill('complete'::text, array[%s]), %s::text[]"
@@ -39,7 +38,7 @@ REST = "select extract(epoch from pgqueue.rest(%s::text[], %s::text[], park => %
 
 
 def claim(
-    conn: psycopg.Connection[Any],
+    conn: database.Connection,
     worker: str,
     queues: Sequence[str],
     max_jobs: int,
@@ -50,60 +49,49 @@ def claim(
 ) -> list[Attempt]:
     """Claim by pgqueue.claim_from(); the lease is in seconds."""
     params = (queues, worker, max_jobs, lease, kinds, weights, limits)
-    with database.transaction(conn):
-        rows = _execute(conn, CLAIM, params).fetchall()
-    return [Attempt(*row) for row in rows]
+    return [Attempt(*row) for row in _call(conn, CLAIM, params)]
 
 
 def extend(
-    conn: psycopg.Connection[Any], attempts: Sequence[Attempt], lease: float
+    conn: database.Connection, attempts: Sequence[Attempt], lease: float
 ) -> list[str]:
     """Extend leases by pgqueue.extend(), and return the status of each."""
-    with database.transaction(conn):
-        rows = _execute(conn, EXTEND, (*_held(attempts), lease)).fetchall()
+    rows = _call(conn, EXTEND, (*_held(attempts), lease))
     return [status for (status,) in rows]
 
 
-def finish(
-    conn: psycopg.Connection[Any], attempts: Sequence[Attempt]
-) -> dict[int, str]:
-    """End attempts by pgqueue.finish(): the status of each by the id of its job.
+def finish(conn: database.Connection, attempts: Sequence[Attempt]) -> dict[int, str]:
+    """End attempts by pgqueue.finish(), and return statuses by the id of the job.
 
-    Those that are completed, as they should be, may be missing.
+    Those that were to complete, and have, may be missing.
     """
     outcomes = [a.outcome for a in attempts]
     has_text = any(o.text is not None for o in outcomes)
     texts = to_array(o.text for o in outcomes) if has_text else None
-    more: list[Any]
     if all(o.name == "complete" for o in outcomes):
-        query, more = COMPLETE, [len(attempts), texts]
-    else:
-        names = to_array(o.name for o in outcomes)
-        delays, untils = [o.delay for o in outcomes], [o.until for o in outcomes]
-        query, more = FINISH, [names, texts, delays, untils]
-    with database.transaction(conn):
-        return dict(_execute(conn, query, (*_held(attempts), *more)).fetchall())
+        completed = (*_held(attempts), len(attempts), texts)
+        return dict(_call(conn, COMPLETE, completed))
+    names = to_array(o.name for o in outcomes)
+    delays, untils = [o.delay for o in outcomes], [o.until for o in outcomes]
+    return dict(_call(conn, FINISH, (*_held(attempts), names, texts, delays, untils)))
 
 
 def rest(
-    conn: psycopg.Connection[Any],
+    conn: database.Connection,
     queues: Sequence[str],
     kinds: Sequence[str] | None,
     park: bool,
 ) -> float | None:
-    """Ask pgqueue.rest() for how many seconds there is nothing to claim; None: unknown."""
+    """Ask pgqueue.rest() for how many seconds nothing is due; None: until notified."""
+    ((seconds,),) = _call(conn, REST, (queues, kinds, park))
+    return None if seconds is None else float(seconds)
+
+
+def _call(
+    conn: database.Connection, query: str, params: Sequence[Any]
+) -> list[TupleRow]:
     with database.transaction(conn):
-        row = _execute(conn, REST, (queues, kinds, park)).fetchone()
-    seconds: float | None = row[0] if row else None
-    return seconds
-
-
-def _execute(
-    conn: psycopg.Connection[Any], query: str, params: Sequence[Any]
-) -> psycopg.Cursor[TupleRow]:
-    """Execute it also where a test has other rows."""
-    with_tuples = conn.cursor(row_factory=tuple_row)
-    return with_tuples.execute(query, params, binary=True)
+        return conn.execute(query, params, binary=True).fetchall()
 
 
 def _held(attempts: Sequence[Attempt]) -> tuple[str, str]:

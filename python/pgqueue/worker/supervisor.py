@@ -1,7 +1,8 @@
-"""Several worker processes under one that only looks after them.
+"""The supervisor of several worker processes: starts, restarts and stops them.
 
-Each child reads a pipe: a byte means drain, a second one end at once, and its end, that the
-supervisor is gone. So a child that systemd has told, too, still hears of one stop only once.
+Each child reads a pipe: one byte means drain, a second one end at once, and the end of the
+pipe that the supervisor is gone. So a child can tell a signal that the supervisor passes on
+from the same one sent to the child as well.
 """
 
 import contextlib
@@ -13,29 +14,61 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pgqueue.worker.health import notify_systemd
 
 log = logging.getLogger("pgqueue")
 
 FATAL = (2, 3)  # wrong usage, no schema: it would fail again
-SHORT_LIFE = 5.0  # seconds; who dies sooner is restarted a second later
+SHORT_LIFE = 5.0  # seconds; what fails sooner is restarted after a second
 PIPE = "PGQUEUE_SUPERVISOR"  # names the file descriptor
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 
-def supervise(count: int, burst: bool) -> int:
-    """Run this command line in so many processes until they end; restart who dies."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    children: dict[int, tuple[subprocess.Popen[bytes], int, float]] = {}
-    stops: list[int] = []
-    restart_at = [time.monotonic()] * count
-    code = 0
+@dataclass
+class Child:
+    process: subprocess.Popen[bytes]
+    pipe: int  # to write to
+    born: float
 
-    def spawn() -> None:
+
+class Supervisor:
+    """Runs this command line in several processes, and restarts those that die."""
+
+    def __init__(self, count: int, burst: bool) -> None:
+        self._burst = burst
+        self._children: list[Child] = []
+        self._start_at = [time.monotonic()] * count
+        self._stops: list[int] = []  # the signals
+        self._code = 0
+
+    def run(self) -> int:
+        """Run until all have ended, and return the exit code."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        while self._children or self._start_at:
+            next_start = min(self._start_at, default=time.monotonic() + 3600)
+            wait = max(0.0, next_start - time.monotonic())
+            heard = signal.sigtimedwait(SIGNALS, wait)
+            if heard and heard.si_signo != signal.SIGCHLD:
+                self._stop(heard.si_signo)
+            for child in list(self._children):
+                exit_code = child.process.poll()
+                if exit_code is not None:
+                    self._ended(child, exit_code)
+            for moment in [m for m in self._start_at if m <= time.monotonic()]:
+                self._start_at.remove(moment)
+                try:
+                    self._start()
+                except OSError as error:
+                    log.warning("no new process: %s", error)
+                    self._start_at.append(time.monotonic() + 1)
+        return self._code or (128 + self._stops[-1] if len(self._stops) > 1 else 0)
+
+    def _start(self) -> None:
         reading, writing = os.pipe()
         try:
-            child = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, *sys.orig_argv[1:], "--processes", "1"],
                 env={**os.environ, PIPE: str(reading)},
                 pass_fds=[reading],
@@ -46,49 +79,39 @@ def supervise(count: int, burst: bool) -> int:
             raise
         finally:
             os.close(reading)
-        children[child.pid] = child, writing, time.monotonic()
+        self._children.append(Child(process, writing, time.monotonic()))
 
-    def stop(number: int) -> None:
+    def _stop(self, number: int) -> None:
         notify_systemd("STOPPING=1")
-        stops.append(number)
-        restart_at.clear()
-        for _, writing, _ in children.values():
+        self._stops.append(number)
+        self._start_at.clear()
+        for child in self._children:
             with contextlib.suppress(BrokenPipeError):
-                os.write(writing, b".")
+                os.write(child.pipe, b".")
 
-    while children or restart_at:
-        wait = min(restart_at, default=time.monotonic() + 3600) - time.monotonic()
-        heard = signal.sigtimedwait(SIGNALS, max(0.0, wait))
-        if heard and heard.si_signo != signal.SIGCHLD:
-            stop(heard.si_signo)
-        for pid, (child, writing, born) in list(children.items()):
-            exit_code = child.poll()
-            if exit_code is None:
-                continue
-            del children[pid]
-            os.close(writing)
-            if stops or (burst and exit_code == 0):
-                continue
-            if exit_code in FATAL:
-                code = exit_code
-                stop(signal.SIGTERM)
-                continue
-            if exit_code != 0:
-                log.warning("process %s ended with %s: restarting", pid, exit_code)
-            is_young = exit_code != 0 and time.monotonic() < born + SHORT_LIFE
-            restart_at.append(time.monotonic() + is_young)
-        for moment in [m for m in restart_at if m <= time.monotonic()]:
-            restart_at.remove(moment)
-            try:
-                spawn()
-            except OSError as error:
-                log.warning("no new process: %s", error)
-                restart_at.append(time.monotonic() + 1)
-    return code or (128 + stops[-1] if len(stops) > 1 else 0)
+    def _ended(self, child: Child, exit_code: int) -> None:
+        """Restart a child, unless it was to end or would fail again."""
+        self._children.remove(child)
+        os.close(child.pipe)
+        if self._stops or (self._burst and exit_code == 0):
+            return
+        if exit_code in FATAL:
+            self._code = exit_code
+            self._stop(signal.SIGTERM)
+            return
+        pause = 0.0
+        if exit_code != 0:
+            pid = child.process.pid
+            log.warning("process %s ended with %s: restarting", pid, exit_code)
+            pause = 1.0 if time.monotonic() < child.born + SHORT_LIFE else 0.0
+        self._start_at.append(time.monotonic() + pause)
 
 
 def listen_to_supervisor(stop: Callable[[], None]) -> bool:
-    """Call `stop` for each byte from the supervisor, and when it is gone; if there is one."""
+    """Call `stop` for each byte from the supervisor, and when it is gone.
+
+    Returns whether there is one.
+    """
     reading = os.environ.pop(PIPE, None)
     if reading is None:
         return False
