@@ -170,6 +170,19 @@ def test_a_worker_with_slow_handlers_claims_no_more_jobs_than_it_runs(
     assert outcomes(db) == {"completed": 600}
 
 
+def test_slow_jobs_that_were_claimed_ahead_as_quick_ones_go_back(db, workers) -> None:
+    for _ in range(20):
+        pgqueue.enqueue_many(db, QUEUE, [None] * 1000, kind="noop")
+    slow = pgqueue.enqueue_many(db, QUEUE, [{"seconds": 0.2}] * 400, kind="nap")
+    workers.start("--concurrency", "2")
+    held = "select count(*) from pgqueue.job where lease_expires_at is not null"
+    left = "select count(*) from pgqueue.job where id = any(%s)"
+    wait_until(lambda: one(db, left, slow) < 400)
+    wait_until(lambda: one(db, held) <= 4, 60)
+    # The two slots alone take forty seconds for them.
+    assert one(db, left, slow) > 200
+
+
 def test_jobs_are_not_claimed_faster_than_they_can_be_finished(
     db, workers, connect
 ) -> None:

@@ -219,10 +219,10 @@ class Worker:
         for service in self._services:
             service.check()
         self.executor.check()
-        if self._stops:
-            if not self.dispatcher.is_paused:
-                log.info("%s is stopping", self.id)
+        if self._stops and not self.dispatcher.is_paused:
+            log.info("%s is stopping", self.id)
             self.dispatcher.is_paused = True
+        if self._stops or self.prefetch.is_too_much(len(self.executor.waiting)):
             self.executor.release_waiting()
         self.on_tick()
 

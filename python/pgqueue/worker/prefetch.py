@@ -3,6 +3,7 @@
 import time
 
 AHEAD = 0.1  # seconds of work to claim beyond what the free slots take
+PATIENCE = 1.0  # seconds of work that may wait here: other workers get the rest
 QUICK = 1000.0  # jobs a second; from here on large batches matter more than latency
 GATHER = 0.003  # seconds in which quick jobs gather for one batch
 MAX_CLAIM = 10_000  # jobs in one claim
@@ -36,9 +37,14 @@ class Prefetch:
         if self.left is not None:
             self.left -= jobs
 
+    def is_too_much(self, waiting: int) -> bool:
+        """Whether so many jobs wait too long: they are slower than those before."""
+        return waiting > self.concurrency + self.rate * PATIENCE
+
     def want(self, unfinished: int) -> int:
         """Say how many jobs to claim."""
-        ahead = min(self.batch, int(self.rate * AHEAD))
+        is_fresh = time.monotonic() < self._counted_at + PATIENCE
+        ahead = min(self.batch, int(self.rate * AHEAD)) if is_fresh else 0
         want = min(self.concurrency + ahead - unfinished, MAX_CLAIM)
         # In thirds: one is being claimed, one is ready, one is running.
         third = ahead // 3
