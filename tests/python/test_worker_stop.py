@@ -81,6 +81,20 @@ def test_the_shutdown_timeout_is_kept_with_threads_that_handlers_left_behind(
     assert f"said by {job}" in workers.log()
 
 
+@pytest.mark.parametrize(
+    ("seconds", "ends"), [(0, ["atexit 0", "finalized 0"]), (60, ["atexit 0"])]
+)
+def test_python_does_not_take_itself_apart_under_a_handler_that_runs_on(
+    db, workers, seconds, ends
+) -> None:
+    """It may crash when such a thread starts another one meanwhile."""
+    pgqueue.enqueue(db, QUEUE, {"seconds": seconds}, kind="watch_the_end")
+    worker = start(workers)
+    workers.began()
+    assert workers.finish(worker) == 0
+    assert workers.ran.read_text().splitlines()[1:] == ends
+
+
 @pytest.mark.parametrize("table", ["job", "run"])
 @pytest.mark.parametrize("kind", ["hold", "ahold"])
 @pytest.mark.parametrize("has_ended", [False, True])

@@ -1,6 +1,7 @@
 """The handlers of the worker tests. They note what they do in the file $RAN."""
 
 import asyncio
+import atexit
 import contextlib
 import contextvars
 import ctypes
@@ -353,6 +354,25 @@ def begin(job: pgqueue.Job) -> None:
 def hang(job: pgqueue.Job) -> None:
     begin(job)
     time.sleep(60)
+
+
+class Finalized:
+    """Notes when Python clears the modules, its own way to end."""
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+
+    def __del__(self, write=os.write) -> None:
+        write(self.file, b"finalized 0\n")
+
+
+@app.job("watch_the_end")
+def watch_the_end(job: pgqueue.Job, seconds: float) -> None:
+    file = os.open(RAN, os.O_APPEND | os.O_WRONLY)
+    atexit.register(os.write, file, b"atexit 0\n")
+    globals()["finalized"] = Finalized(file)
+    note("began", job.id)
+    time.sleep(seconds)
 
 
 @app.job("hang_in_query", transaction=True)

@@ -5,6 +5,7 @@ one of another version, 130 or 143 ended by a second signal. See python/README.m
 """
 
 import argparse
+import atexit
 import contextlib
 import logging
 import os
@@ -35,6 +36,7 @@ PRIVILEGES = (
 )
 BOTH = (signal.SIGTERM, signal.SIGINT)
 signals: list[int] = []  # that have arrived
+codes: list[int] = []  # to leave with after atexit, where threads of ours run on
 
 
 def stop_early(number: int, frame: FrameType | None) -> None:
@@ -49,6 +51,7 @@ def main(
     wrap: Callable[[Middleware | None], Middleware] | None = None,
 ) -> int:
     """Run the command line; `wrap` makes the middleware around that of the app."""
+    atexit.register(lambda: codes and leave(codes[-1]))  # the first is called last
     for number in BOTH:
         signal.signal(number, stop_early)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -91,23 +94,22 @@ def run(worker: Worker, args: argparse.Namespace) -> int:
         notify_systemd("STOPPING=1")
     if len(signals) > 1:
         code = 128 + signals[-1]
-    now = time.monotonic()
-    leave_within(min(worker.stop_by - now, worker.shutdown_timeout), code)
+    if any(thread.name.startswith("pgqueue-") for thread in threading.enumerate()):
+        codes.append(code)  # Python's own end crashes when such a thread starts another
+    # And threads that handlers have started may keep Python from ending.
+    seconds = min(worker.stop_by - time.monotonic(), worker.shutdown_timeout)
+    timer = threading.Timer(max(seconds, 0.1), leave, (code,))
+    timer.daemon = True
+    timer.start()
     return code
 
 
-def leave_within(seconds: float, code: int) -> None:
-    """End the process then, even if threads that handlers have started go on."""
-
-    def leave() -> None:
-        for file in sys.stdout, sys.stderr:
-            with contextlib.suppress(OSError, ValueError):  # no reader, or closed
-                file.flush()
-        os._exit(code)
-
-    timer = threading.Timer(max(seconds, 0.1), leave)
-    timer.daemon = True
-    timer.start()
+def leave(code: int) -> None:
+    """End the process, whatever runs in it."""
+    for file in sys.stdout, sys.stderr:
+        with contextlib.suppress(OSError, ValueError):  # no reader, or closed
+            file.flush()
+    os._exit(code)
 
 
 def stop_by_signal(worker: Worker) -> bool:

@@ -121,5 +121,5 @@ def listen_to_supervisor(stop: Callable[[], None]) -> bool:
             stop()
         stop()
 
-    threading.Thread(target=listen, name="pgqueue-supervised", daemon=True).start()
+    threading.Thread(target=listen, name="supervised", daemon=True).start()
     return True
