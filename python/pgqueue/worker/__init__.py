@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any
@@ -83,9 +83,9 @@ class Worker:
     def __post_init__(self) -> None:
         if not self.queues or self.concurrency < 1:
             raise ValueError("a worker needs a queue and a concurrency of 1 at least")
-        host = self.name or socket.gethostname()
-        host = host.encode(errors="replace")[:150].decode(errors="ignore")
-        self.id = f"{host}:{os.getpid()}:{secrets.token_hex(4)}"
+        name = (self.name or socket.gethostname()).encode(errors="replace")[:150]
+        name_and_pid = f"{name.decode(errors='ignore')}:{os.getpid()}"
+        self.id = f"{name_and_pid}:{secrets.token_hex(4)}"
         self.listen = self.listen and not self.burst
         self._stops = 0
         self.stop_by = float("inf")  # in monotonic seconds
@@ -97,9 +97,8 @@ class Worker:
         self.heartbeat = Heartbeat(dsn)
         self.dispatcher = Dispatcher(dsn, self)
         self.finisher = Finisher(dsn, self.prefetch, self._committed)
-        self.executor = Executor(
-            dsn, self.concurrency, self._ended, self.app.middleware
-        )
+        around = self.app.middleware
+        self.executor = Executor(dsn, self.concurrency, self._ended, around)
         self._services: list[Service] = [self.finisher, self.heartbeat]
         self._services += [Maintenance(dsn), self.dispatcher]
 
@@ -146,21 +145,14 @@ class Worker:
         try:
             self.run()
         except BaseException as error:
-            # At once: it is raised only where the context is left.
-            log.error("%s has failed: %s", self.id, error)
+            log.error("%s has failed: %s", self.id, error)  # `running` raises it late
             raise
 
     def _call(self, hooks: list[Callable[[], Any]], until: float = 0.0) -> bool:
         """Call hooks, and return whether they ended before the shutdown timeout did."""
-        if not hooks:
-            return True
-        called = self.executor.loop.call(hooks)
-        while time.monotonic() < max(self.stop_by, until):
-            if wait([called], TICK).done:
-                called.result()
-                return True
-        log.warning("a hook does not end: given up")
-        return False
+        return self.executor.loop.call(
+            hooks, lambda: time.monotonic() < max(self.stop_by, until)
+        )
 
     # For the dispatcher
 
@@ -240,8 +232,7 @@ class Worker:
         self.dispatcher.is_paused = True
         self.dispatcher.close()
         self.dispatcher.join(until - REPORTING / 2)  # what it claims now is released
-        left = list(self.executor.running)
-        if left:
+        if left := list(self.executor.running):
             log.warning("giving up %s unfinished attempts", len(left))
         for attempt in left:
             self.executor.end(attempt, STOPPED, runs_on=True)

@@ -51,7 +51,7 @@ def main(
     wrap: Callable[[Middleware | None], Middleware] | None = None,
 ) -> int:
     """Run the command line; `wrap` makes the middleware around that of the app."""
-    atexit.register(lambda: codes and leave(codes[-1]))  # the first is called last
+    atexit.register(leave_at_last)  # what is registered later is called before
     for number in BOTH:
         signal.signal(number, stop_early)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -102,6 +102,11 @@ def run(worker: Worker, args: argparse.Namespace) -> int:
     timer.daemon = True
     timer.start()
     return code
+
+
+def leave_at_last() -> None:
+    if codes:
+        leave(codes[-1])
 
 
 def leave(code: int) -> None:

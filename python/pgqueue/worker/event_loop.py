@@ -5,12 +5,13 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import Future, wait
 from typing import Any
 
 log = logging.getLogger("pgqueue")
 
+TICK = 0.25  # seconds between two looks at the time
 # Probes without an answer
 BLOCKED = 4  # more than these: a handler blocks the loop
 DEAD = 60  # more than these: it will not answer again, unless a handler blocks it
@@ -49,8 +50,15 @@ class EventLoop:
         self._loop.call_soon_threadsafe(self._answer)
         return self._unanswered == BLOCKED + 1
 
-    def call(self, functions: Iterable[Callable[[], Any]]) -> Future[None]:
-        """Call functions in a thread of their own; await on the loop what they return."""
+    def call(
+        self, functions: Collection[Callable[[], Any]], has_time: Callable[[], bool]
+    ) -> bool:
+        """Call functions in a thread of their own; await on the loop what they return.
+
+        Returns whether they ended while there was time. Raises what one of them raises.
+        """
+        if not functions:
+            return True
         called: Future[None] = Future()
 
         def call() -> None:
@@ -64,7 +72,12 @@ class EventLoop:
                 called.set_exception(error)
 
         threading.Thread(target=call, name="pgqueue-hooks", daemon=True).start()
-        return called
+        while has_time():
+            if wait([called], TICK).done:
+                called.result()
+                return True
+        log.warning("a hook does not end: given up")
+        return False
 
     def close(self, until: float) -> None:
         """End it, and wait for its end until a moment of the monotonic clock."""

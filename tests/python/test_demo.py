@@ -1,0 +1,26 @@
+"""make demo, as far as Python does it."""
+
+from documents import REPO
+from projects import PACKAGE, Project
+
+
+def test_the_demo_completes_all_but_the_three_jobs_that_cannot_be(db, tmp_path):
+    db.execute("drop extension pgqueue")
+    project = Project(tmp_path, PGDATABASE=db.info.dbname, PYTHONPATH=str(PACKAGE))
+    said = project.run("-m", "demo").stdout
+    states = dict(db.execute("select queue, (ready, dead)::text from pgqueue.queues"))
+    assert states == {"quick": "(0,0)", "sources": "(0,3)"}
+    work = "select count(*), count(*) filter (where functions > 0) from source_file"
+    ((files, with_functions),) = db.execute(work)
+    assert f"{files + 3} real jobs" in said
+    assert with_functions > files / 2
+    titles = "that do nothing", "The queues", "The kinds", "The dead letters"
+    assert all(title in said for title in titles)
+
+
+def test_the_page_shows_what_the_demo_prints():
+    shown = (REPO / "README.md").read_text().partition("<!-- demo")[2]
+    source = (REPO / "python/demo/__main__.py").read_text()
+    for line in shown.splitlines():
+        if line.startswith("The "):
+            assert f'"{line}"' in source
