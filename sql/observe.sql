@@ -52,6 +52,7 @@ comment on column pgqueue.jobs.unique_key is 'At most one job of the queue with 
 comment on column pgqueue.jobs.group_key is 'The entity or tenant it belongs to.';
 comment on column pgqueue.jobs.last_error is 'Why the last attempt failed; null if none did.';
 
+-- Whether a queue is paused is found by a join: a reader of the view may not call _settings().
 create or replace view pgqueue.queues as
 with waiting as (
     select
