@@ -70,7 +70,8 @@ create or replace function pgqueue.complete_many(
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_leases(job_ids, tokens), pgqueue._check_results(job_ids, results)
+        pgqueue._check_leases(job_ids, tokens),
+        case when results is not null then pgqueue._check_results(job_ids, results) end
     ));
     moment timestamptz := clock_timestamp();
     today int := floor(extract(epoch from moment) / 86400)::int;
