@@ -17,20 +17,28 @@
 
 create or replace function pgqueue._cell(record int, place int)
     returns regclass
-    language sql
+    language plpgsql
     stable
     set search_path = pg_catalog, pg_temp
-as $$ select ('pgqueue._cell_' || _cell.record * 5 + _cell.place)::regclass $$;
+as $$
+begin
+    return ('pgqueue._cell_' || record * 5 + place)::regclass;
+end;
+$$;
 
 comment on function pgqueue._cell(int, int) is
 'One cell, 0 to 4, of a record. What is hot writes this out.';
 
 create or replace function pgqueue._since_2020(moment timestamptz)
     returns bigint
-    language sql
+    language plpgsql
     immutable
     set search_path = pg_catalog, pg_temp
-as $$ select (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000 $$;
+as $$
+begin
+    return (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+end;
+$$;
 
 comment on function pgqueue._since_2020(timestamptz) is
 'Microseconds since 2020: 51 bits hold them until 2091. What is hot writes this
