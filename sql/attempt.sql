@@ -4,17 +4,19 @@
 
 create or replace function pgqueue._retry_delay(attempt int, retry_base interval, retry_cap interval)
     returns interval
-    language sql
+    language plpgsql
     volatile
     set search_path = pg_catalog, pg_temp
 as $$
+begin
     -- The exponent is capped before the power, or high attempts would overflow. Between
     -- half and all of it: jobs that failed together must not come back together.
-    select make_interval(secs => (0.5 + random() / 2) * least(
-        extract(epoch from _retry_delay.retry_cap)::float8,
-        extract(epoch from _retry_delay.retry_base)::float8
-            * power(2::float8, least(greatest(_retry_delay.attempt, 1) - 1, 60))
-    ))
+    return make_interval(secs => (0.5 + random() / 2) * least(
+        extract(epoch from retry_cap)::float8,
+        extract(epoch from retry_base)::float8
+            * power(2::float8, least(greatest(attempt, 1) - 1, 60))
+    ));
+end;
 $$;
 
 comment on function pgqueue._retry_delay(int, interval, interval) is
@@ -23,31 +25,30 @@ times a random 0.5 to 1.';
 
 create or replace function pgqueue._summary(error text)
     returns text
-    language sql
+    language plpgsql
     immutable
     set search_path = pg_catalog, pg_temp
-as $$ select left(split_part(ltrim(_summary.error, E' \t\r\n'), E'\n', 1), 500) $$;
+as $$
+begin
+    return left(split_part(ltrim(error, E' \t\r\n'), E'\n', 1), 500);
+end;
+$$;
 
 comment on function pgqueue._summary(text) is
 'The first line of an error, by which errors are found, counted and logged.';
 
 create or replace function pgqueue._add_error(job pgqueue.job, error text, moment timestamptz)
     returns jsonb
-    language sql
+    language plpgsql
     immutable
     set search_path = pg_catalog, pg_temp
 as $$
-    select
-        case when jsonb_array_length((_add_error.job).errors) >= 10
-            then (_add_error.job).errors - 0
-            else (_add_error.job).errors
-        end
+begin
+    return case when jsonb_array_length(job.errors) >= 10 then job.errors - 0 else job.errors end
         || jsonb_build_array(jsonb_build_object(
-            'attempt', (_add_error.job).attempt,
-            'at', _add_error.moment,
-            'worker', (_add_error.job).worker,
-            'error', _add_error.error
-        ))
+            'attempt', job.attempt, 'at', moment, 'worker', job.worker, 'error', error
+        ));
+end;
 $$;
 
 comment on function pgqueue._add_error(pgqueue.job, text, timestamptz) is
