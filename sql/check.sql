@@ -511,12 +511,12 @@ comment on function pgqueue._not_found(text, bigint, text) is
 
 create or replace function pgqueue._check_settings(
     queue text,
-    lease interval,
-    max_attempts int,
-    retry_base interval,
-    retry_cap interval,
-    keep_runs int,
-    max_payload_bytes int
+    lease interval default null,
+    max_attempts int default null,
+    retry_base interval default null,
+    retry_cap interval default null,
+    keep_runs int default null,
+    max_payload_bytes int default null
 )
     returns text[]
     language plpgsql

@@ -139,9 +139,7 @@ create or replace function pgqueue.pause(queue text default null)
     set jit = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(case when octet_length(queue) not between 1 and 200
-        then pgqueue._bad_name('queue', queue)
-    end);
+    refused boolean := pgqueue._refuse(pgqueue._check_settings(queue));
 begin
     perform pgqueue._set_paused(queue, true);
 end;
@@ -159,9 +157,7 @@ create or replace function pgqueue.resume(queue text default null)
     set jit = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(case when octet_length(queue) not between 1 and 200
-        then pgqueue._bad_name('queue', queue)
-    end);
+    refused boolean := pgqueue._refuse(pgqueue._check_settings(queue));
 begin
     perform pgqueue._set_paused(queue, false);
     if queue is not null then
