@@ -28,6 +28,7 @@ from pgqueue import database
 from pgqueue.app import App
 from pgqueue.attempt import NO_TASK, Attempt, Outcome
 from pgqueue.worker.dispatcher import Dispatcher, Share
+from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
@@ -40,7 +41,6 @@ __all__ = ["Share", "Worker"]
 log = logging.getLogger("pgqueue")
 
 # Seconds
-TICK = 0.25  # between two checks
 REPORTING = 0.8  # for the last reports, after the shutdown timeout
 JOINING = 0.1  # for idle threads to end
 

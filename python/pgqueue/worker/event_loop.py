@@ -11,7 +11,7 @@ from typing import Any
 
 log = logging.getLogger("pgqueue")
 
-TICK = 0.25  # seconds between two looks at the time
+TICK = 0.25  # seconds between two checks, here and in the worker
 # Probes without an answer
 BLOCKED = 4  # more than these: a handler blocks the loop
 DEAD = 60  # more than these: it will not answer again, unless a handler blocks it
