@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from chancy import Chancy, Job, Queue, Worker
 
 from bench.rivals.connections import sql
-from bench.rivals.driver import Handle, Kind, Payload, main
+from bench.rivals.driver import AT_ONCE, Handle, Kind, Payload, main
 
-CONCURRENCY: dict[Kind, int] = {"noop": 100, "sleep": 32, "latency": 100}
+CONCURRENCY: dict[Kind, int] = {"noop": 100, "sleep": AT_ONCE, "latency": 100}
 ENVIRONMENT = ""  # as a connection string: all from libpq's variables
 
 log = logging.getLogger("bench.chancy")

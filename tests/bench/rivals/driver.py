@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 BULK = 5000  # jobs per bulk call
 IDLE = 2.0  # seconds without a job after which a drain is over
+AT_ONCE = 32  # handlers that sleep
 
 Kind = Literal["noop", "sync", "sleep", "latency"]  # sync: noop, without async
 Handle = Callable[[int], Coroutine[Any, Any, None]]

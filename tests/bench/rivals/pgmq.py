@@ -14,10 +14,9 @@ from importlib import resources
 from psycopg import AsyncConnection
 
 from bench.rivals.connections import Pooled, connect, sql
-from bench.rivals.driver import Handle, Kind, Payload, main
+from bench.rivals.driver import AT_ONCE, Handle, Kind, Payload, main
 from bench.statements import PGMQ
 
-AT_ONCE = 32
 QUANTITY: dict[Kind, int] = {"noop": 100, "sleep": 50, "latency": 10}
 READ = "select msg_id, message from pgmq.read('bench', 30, %s)"
 SEND = "select pgmq.send('bench', %s::jsonb)"

@@ -14,9 +14,7 @@ import uvloop
 from psycopg import AsyncConnection
 
 from bench.rivals.connections import Pooled, sql
-from bench.rivals.driver import Handle, Kind, Payload, main
-
-AT_ONCE = 32
+from bench.rivals.driver import AT_ONCE, Handle, Kind, Payload, main
 
 
 class Pgqueue(Pooled):

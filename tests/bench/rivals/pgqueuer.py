@@ -18,9 +18,8 @@ from pgqueuer.db import AsyncpgDriver, AsyncpgPoolDriver
 from pgqueuer.models import Job
 from pgqueuer.queries import Queries
 
-from bench.rivals.driver import Handle, Kind, Payload, main
+from bench.rivals.driver import AT_ONCE, Handle, Kind, Payload, main
 
-AT_ONCE = 32
 RUN: dict[Kind, dict[str, int]] = {
     "noop": {"batch_size": 100},
     "sleep": {"batch_size": 50, "max_concurrent_tasks": 100},

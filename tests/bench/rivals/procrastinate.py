@@ -16,9 +16,9 @@ from procrastinate.manager import JobManager
 from procrastinate.tasks import Task
 
 from bench.rivals.connections import sql
-from bench.rivals.driver import Handle, Kind, Payload, main
+from bench.rivals.driver import AT_ONCE, Handle, Kind, Payload, main
 
-CONCURRENCY: dict[Kind, int] = {"noop": 30, "sleep": 32, "latency": 30}
+CONCURRENCY: dict[Kind, int] = {"noop": 30, "sleep": AT_ONCE, "latency": 30}
 
 logging.getLogger("procrastinate").setLevel(logging.ERROR)
 
