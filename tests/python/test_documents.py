@@ -5,6 +5,7 @@ from collections import Counter
 
 import documents
 import pytest
+from bench.summary import anchor
 from documents import DOCUMENTS, REPO
 
 EVERYWHERE = pytest.mark.parametrize("document", DOCUMENTS)
@@ -33,17 +34,17 @@ def test_no_block_stands_in_two_places():
 
 def anchors(path) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
-    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    return set(map(anchor, titles))
 
 
 @EVERYWHERE
 def test_every_link_leads_to_a_file_and_to_a_title_in_it(document):
     text = documents.FENCED.sub("", documents.text(document))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        name, _, anchor = target.partition("#")
+        name, _, title = target.partition("#")
         path = (REPO / document).parent / name if name else REPO / document
         assert path.exists(), target
-        assert not anchor or anchor in anchors(path), target
+        assert not title or title in anchors(path), target
 
 
 @EVERYWHERE
