@@ -129,6 +129,7 @@ begin
 
     update pgqueue.job as j
     set run_at = coalesce(e.retry_at, j.run_at),
+        turn = case when e.retry_at is null then j.turn end,
         token = null,
         claimed_at = null,
         lease_expires_at = null,
@@ -207,6 +208,7 @@ begin
     with given_back as (
         update pgqueue.job as j
         set run_at = coalesce(e.run_at, j.run_at),
+            turn = case when e.run_at is null then j.turn end,
             attempt = j.attempt - 1,
             token = null,
             claimed_at = null,
@@ -214,9 +216,9 @@ begin
             worker = null
         from unnest(picks, run_ats) as e (place, run_at)
         where j.ctid = e.place
-        returning j.queue, j.priority
+        returning j.queue, j.priority + case when j.turn is null then 0 else 1000 end as lane
     )
-    select array_agg(g.queue), array_agg(g.priority)
+    select array_agg(g.queue), array_agg(g.lane)
     into queues, lanes
     from given_back as g;
     perform pgqueue._reopened(queues, lanes);

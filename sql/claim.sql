@@ -56,9 +56,9 @@ begin
         lease := coalesce(lease, settings.lease);
     end if;
 
-    noted := pg_sequence_last_value(('pgqueue._cell_' || (key & 127) * 5)::regclass)
+    noted := pg_sequence_last_value(('pgqueue._cell_' || (key & 127) * 6)::regclass)
         # ((key >> 20 & 4095) << 51);
-    if noted & 1 = 0
+    if noted & 3 = 0
         and noted - (date_part('epoch', moment) * 1000000)::bigint + 1577836800000000
             between 1 and 60000000
     then

@@ -50,7 +50,8 @@ begin
             run_at = case
                 when on_duplicate = 'replace' then _on_duplicate.run_at
                 else greatest(j.run_at, _on_duplicate.run_at)
-            end
+            end,
+            turn = null
         where j.id = present.id and j.lease_expires_at is null
         returning j.id, j.priority into present.id, lane;
         perform pgqueue._reopen_lane(queue, lane);
@@ -73,13 +74,17 @@ comment on function pgqueue._on_duplicate(text, text, text, jsonb, int, timestam
 'Treats an enqueue whose key is taken as on_duplicate says; the id of the job
 that has the key, null if one must look again.';
 
-create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz)
+create or replace function pgqueue._announce(
+    queue text, priority int, run_at timestamptz, has_turn boolean
+)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if run_at <= clock_timestamp() then
+    if has_turn then
+        perform pgqueue._list_lane(queue, coalesce(priority, 0), true);
+    elsif run_at <= clock_timestamp() then
         perform pgqueue._reopen_lane(queue, coalesce(priority, 0));
     elsif priority <> 0 then
         perform pgqueue._list_lane(queue, priority);
@@ -87,9 +92,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._announce(text, int, timestamptz) is
+comment on function pgqueue._announce(text, int, timestamptz, boolean) is
 'Lets claims know of a new job where they would not look at once: beside lane
-0, or in the past.';
+0, in a round, or in the past.';
 
 create or replace function pgqueue.enqueue(
     queue text,
@@ -117,6 +122,7 @@ declare
         kind, priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers
     ) > 0;
     refused boolean;
+    turn timestamptz;
     job_id bigint;
 begin
     -- Three shortcuts for the plain call, of which each saves about a tenth: options
@@ -132,13 +138,17 @@ begin
         refused := pgqueue._refuse(pgqueue._check_payload(payload, settings.max_payload_bytes));
     end if;
 
+    if group_key is not null and (run_at <= moment) is not false then
+        turn := (pgqueue._next_turn(queue, coalesce(priority, 0), group_key)).turn;
+    end if;
+
     loop
         insert into pgqueue.job as j (
-            run_at, enqueued_at, priority, max_attempts,
+            run_at, enqueued_at, turn, priority, max_attempts,
             queue, kind, unique_key, group_key, payload, headers
         )
         values (
-            coalesce(enqueue.run_at, moment), moment, coalesce(enqueue.priority, 0),
+            coalesce(enqueue.run_at, moment), moment, turn, coalesce(enqueue.priority, 0),
             coalesce(enqueue.max_attempts, settings.max_attempts, 20),
             enqueue.queue, coalesce(enqueue.kind, enqueue.queue),
             enqueue.unique_key, enqueue.group_key,
@@ -166,7 +176,7 @@ begin
     end loop;
 
     if has_options then
-        perform pgqueue._announce(queue, priority, run_at);
+        perform pgqueue._announce(queue, priority, run_at, turn is not null);
     end if;
     -- Whoever can have the second lock exclusively knows that nobody is parked.
     if settings.notify is not false
@@ -198,7 +208,7 @@ on_duplicate error).';
 create or replace function pgqueue._insert_keyed(
     queue text, payloads jsonb[], kind text, priority int, run_at timestamptz,
     max_attempts int, unique_keys text[], on_duplicate text, group_keys text[], headers jsonb,
-    moment timestamptz
+    moment timestamptz, turns timestamptz[]
 )
     returns bigint[]
     language plpgsql
@@ -228,7 +238,7 @@ begin
 
             with inserted as (
                 insert into pgqueue.job as j (
-                    id, run_at, enqueued_at, priority, max_attempts,
+                    id, run_at, enqueued_at, turn, priority, max_attempts,
                     queue, kind, unique_key, group_key, payload, headers
                 )
                 overriding system value
@@ -238,11 +248,11 @@ begin
                         _insert_keyed.run_at,
                         moment - (cardinality(payloads) - g.place) * interval '1 microsecond'
                     ),
-                    moment, coalesce(_insert_keyed.priority, 0), _insert_keyed.max_attempts,
+                    moment, g.turn, coalesce(_insert_keyed.priority, 0), _insert_keyed.max_attempts,
                     _insert_keyed.queue, coalesce(_insert_keyed.kind, _insert_keyed.queue),
                     g.unique_key, g.group_key, coalesce(g.payload, '{}'), _insert_keyed.headers
-                from unnest(ids, payloads, unique_keys, group_keys) with ordinality
-                    as g (id, payload, unique_key, group_key, place)
+                from unnest(ids, payloads, unique_keys, group_keys, turns) with ordinality
+                    as g (id, payload, unique_key, group_key, turn, place)
                 order by g.unique_key, g.id
                 on conflict (queue, unique_key) where j.unique_key is not null do nothing
                 returning j.id
@@ -276,7 +286,7 @@ end;
 $$;
 
 comment on function pgqueue._insert_keyed(
-    text, jsonb[], text, int, timestamptz, int, text[], text, text[], jsonb, timestamptz
+    text, jsonb[], text, int, timestamptz, int, text[], text, text[], jsonb, timestamptz, timestamptz[]
 ) is
 'Adds the jobs whose keys are free and returns their ids, null for the others,
 whose jobs it locks where they are to be replaced or postponed.';
@@ -308,18 +318,22 @@ declare
         pgqueue._check_many(payloads, unique_keys, group_keys, settings.max_payload_bytes)
     ));
     moment timestamptz := clock_timestamp();
+    turns timestamptz[];
     ids bigint[];
     given record;
     job_id bigint;
 begin
     max_attempts := coalesce(max_attempts, settings.max_attempts);
     perform pgqueue._wake(queue);
-    perform pgqueue._announce(queue, priority, run_at);
+    if num_nonnulls(variadic group_keys) > 0 and (run_at <= moment) is not false then
+        turns := pgqueue._next_turns(queue, coalesce(priority, 0), group_keys);
+    end if;
+    perform pgqueue._announce(queue, priority, run_at, turns is not null);
 
     if unique_keys is null then
         return query
         insert into pgqueue.job as j (
-            run_at, enqueued_at, priority, max_attempts, queue, kind, group_key, payload, headers
+            run_at, enqueued_at, turn, priority, max_attempts, queue, kind, group_key, payload, headers
         )
         -- A microsecond apart, so that the position of a claim can lie between any two.
         select
@@ -327,16 +341,16 @@ begin
                 enqueue_many.run_at,
                 moment - (cardinality(payloads) - g.place) * interval '1 microsecond'
             ),
-            moment, coalesce(enqueue_many.priority, 0), enqueue_many.max_attempts,
+            moment, g.turn, coalesce(enqueue_many.priority, 0), enqueue_many.max_attempts,
             enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
             g.group_key, coalesce(g.payload, '{}'), enqueue_many.headers
-        from unnest(payloads, group_keys) with ordinality as g (payload, group_key, place)
+        from unnest(payloads, group_keys, turns) with ordinality as g (payload, group_key, turn, place)
         returning j.id;
         return;
     end if;
     ids := pgqueue._insert_keyed(
         queue, payloads, kind, priority, run_at, max_attempts,
-        unique_keys, on_duplicate, group_keys, headers, moment
+        unique_keys, on_duplicate, group_keys, headers, moment, turns
     );
     for given in
         select g.*

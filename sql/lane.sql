@@ -2,14 +2,18 @@
 --
 -- It only saves work. It is kept in cells, sequences that are never counted up: 64 bits
 -- that all sessions share, neither transactional nor versioned, so that no snapshot can bloat
--- them, read with pg_sequence_last_value() and written with setval(). Five make a record:
+-- them, read with pg_sequence_last_value() and written with setval(). Six make a record:
 --
---            of a lane                                of a queue
---   first    tag, valid until (us since 2020)         tag, valid until; odd: other lanes than 0
---   second   position (us since 2020), check          lanes 1 to 50, a bit each
---   third    id of the last pick, where run_at ties   lanes 51 to 100
+--            of a lane, or of a round                 of a queue
+--   first    tag, valid until (us since 2020)         tag, valid until; 1: other lanes, 2: rounds
+--   second   position (us since 2020 or 1800), check  lanes 1 to 50, a bit each
+--   third    id of the last pick, where times tie     lanes 51 to 100
 --   fourth                                            lanes -1 to -50
 --   fifth                                             lanes -51 to -100
+--   sixth    tag, turn (us since 1800)
+--
+-- The round of a lane, the jobs of groups in the order of their turns, is a lane of its own: number
+-- 1000 + priority.
 --
 -- The tag says whose record it is; zero is nobody's. A lane has two records to choose from, by
 -- its hash; while others have taken both, it is walked from the beginning. A value from another
@@ -22,12 +26,12 @@ create or replace function pgqueue._cell(record int, place int)
     set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return ('pgqueue._cell_' || record * 5 + place)::regclass;
+    return ('pgqueue._cell_' || record * 6 + place)::regclass;
 end;
 $$;
 
 comment on function pgqueue._cell(int, int) is
-'One cell, 0 to 4, of a record. What is hot writes this out.';
+'One cell, 0 to 5, of a record. What is hot writes this out.';
 
 create or replace function pgqueue._since_2020(moment timestamptz)
     returns bigint
@@ -45,7 +49,7 @@ comment on function pgqueue._since_2020(timestamptz) is
 out.';
 
 create or replace function pgqueue._live_lanes(queue text)
-    returns table (lane int, first_run_at timestamptz)
+    returns table (priority int, first timestamptz)
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
@@ -56,40 +60,44 @@ create or replace function pgqueue._live_lanes(queue text)
 as $$
 begin
     return query
-    with recursive live (lane, run_at) as (
+    with recursive live (priority, first) as (
         values (-2147483648, null::timestamptz)
         union all
-        select f.priority, f.run_at
+        select f.*
         from live as l
         cross join lateral (
-            select j.priority, j.run_at
+            select j.priority, coalesce(j.turn, j.run_at)
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_live_lanes.queue) and j.queue = _live_lanes.queue
-                and j.priority > l.lane
-            order by j.priority, j.run_at, j.id
+                and j.priority > l.priority
+            order by j.priority, coalesce(j.turn, j.run_at), j.id
             limit 1
         ) as f
     )
-    select l.lane, l.run_at from live as l where l.run_at is not null;
+    select l.priority, l.first from live as l where l.first is not null;
 end;
 $$;
 
 comment on function pgqueue._live_lanes(text) is
-'The lanes of a queue that hold any job, lowest first, and the first run_at of
-each: one descent of the index for each.';
+'The priorities at which a queue holds any job, lowest first, and the first turn
+or run_at of each: one descent of the index for each.';
 
 create or replace function pgqueue._due_lanes(queue text, moment timestamptz)
     returns int[]
     language sql
     set search_path = pg_catalog, pg_temp
 as $$
-    select coalesce(array_agg(l.lane order by l.lane desc), '{}')
+    select coalesce(array_agg(l.priority + r.round order by l.priority desc), '{}')
     from pgqueue._live_lanes(_due_lanes.queue) as l
-    where l.first_run_at <= _due_lanes.moment
+    cross join lateral unnest(
+        case when l.first < '1900-01-01 00:00 UTC' then '{0,1000}'::int[] else '{0}'::int[] end
+    ) as r (round)
+    where l.first <= _due_lanes.moment
 $$;
 
 comment on function pgqueue._due_lanes(text, timestamptz) is
-'The lanes of a queue in which any job is due or runs, highest first.';
+'The lanes of a queue, and their rounds, in which any job is due or runs,
+highest first.';
 
 create or replace function pgqueue._note_lanes(queue text, lanes int[], moment timestamptz)
     returns void
@@ -103,7 +111,8 @@ declare
         greatest(interval '100 milliseconds', 20 * (clock_timestamp() - moment)),
         interval '1 minute'
     ));
-    has_others boolean := exists (select from unnest(lanes) as l (lane) where l.lane <> 0);
+    has_others boolean := exists (select from unnest(lanes) as l (lane) where l.lane <> 0 and l.lane < 500);
+    has_rounds boolean := exists (select from unnest(lanes) as l (lane) where l.lane > 500);
 begin
     if has_others then
         perform setval(pgqueue._cell(record, b.place), b.listed)
@@ -118,7 +127,7 @@ begin
     end if;
     perform setval(
         pgqueue._cell(record, 0),
-        ((key >> 20 & 4095) << 51) | (valid_until & -2) | has_others::int
+        ((key >> 20 & 4095) << 51) | (valid_until & -4) | has_others::int | (has_rounds::int << 1)
     );
 end;
 $$;
@@ -141,29 +150,31 @@ declare
 begin
     if (noted between now_us and now_us + 60000000) is not true then
         return null;
-    elsif noted & 1 = 0 then
+    elsif noted & 3 = 0 then
         return array[0];
     end if;
     listed := array(
-        select pg_sequence_last_value(pgqueue._cell(record, b.place))
+        select case when noted & 1 > 0 then pg_sequence_last_value(pgqueue._cell(record, b.place)) end
         from generate_series(1, 4) as b (place)
         order by b.place
     );
     return array(
-        select l.lane
+        select l.lane + r.round
         from generate_series(100, -100, -1) as l (lane)
+        cross join generate_series(0, case when noted & 2 > 0 then 1000 else 0 end, 1000) as r (round)
         where l.lane = 0 or (1::bigint << (abs(l.lane) - 1) % 50) & listed[
             case when l.lane > 50 then 2 when l.lane > 0 then 1 when l.lane >= -50 then 3 else 4 end
         ] > 0
+        order by l.lane desc
     );
 end;
 $$;
 
 comment on function pgqueue._noted_lanes(text, timestamptz) is
-'The listed lanes of a queue, highest first, always with lane 0; null where no
-list is valid.';
+'The listed lanes of a queue, always with lane 0, and their rounds, highest
+first; null where no list is valid.';
 
-create or replace function pgqueue._list_lane(queue text, lane int)
+create or replace function pgqueue._list_lane(queue text, lane int, has_round boolean default false)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -176,10 +187,17 @@ declare
     cell regclass;
 begin
     -- Where no list is valid, the next claim looks for itself.
-    if lane = 0 or (noted >> 51 = 0) is not true then
+    if (noted >> 51 = 0) is not true or lane = 0 and not has_round then
         return;
-    elsif noted & 1 = 0 then
-        perform pgqueue._note_lanes(queue, array[lane], clock_timestamp());
+    elsif has_round and noted & 2 = 0 or lane <> 0 and noted & 1 = 0 then
+        perform pgqueue._note_lanes(
+            queue,
+            array[lane, case when has_round or noted & 2 > 0 then 1000 + lane end]
+                || case when noted & 1 > 0 then pgqueue._noted_lanes(queue, clock_timestamp()) end,
+            clock_timestamp()
+        );
+        return;
+    elsif lane = 0 then
         return;
     end if;
     cell := pgqueue._cell(
@@ -192,9 +210,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._list_lane(text, int) is
-'For a job that appears in a lane: lets claims look there at once. A hint,
-given before the commit; without it they look within 100 ms.';
+comment on function pgqueue._list_lane(text, int, boolean) is
+'For a job that appears in a lane, or in its round: lets claims look there at
+once. A hint, given before the commit; without it they look within 100 ms.';
 
 create or replace function pgqueue._reopen_lane(queue text, lane int)
     returns void
@@ -205,7 +223,7 @@ declare
     key bigint := hashtextextended(queue, lane);
     now_us bigint := pgqueue._since_2020(clock_timestamp());
 begin
-    perform pgqueue._list_lane(queue, lane);
+    perform pgqueue._list_lane(queue, lane - case when lane > 500 then 1000 else 0 end, lane > 500);
     perform setval(pgqueue._cell(r.record, 0), (key >> 20 & 4095) << 51)
     from unnest(array[key & 127, key >> 7 & 127]::int[]) as r (record)
     where (pg_sequence_last_value(pgqueue._cell(r.record, 0)) # ((key >> 20 & 4095) << 51))
@@ -214,6 +232,6 @@ end;
 $$;
 
 comment on function pgqueue._reopen_lane(text, int) is
-'For a job that appears behind the position of its lane: lets the next claim
-walk from the beginning, unless that is expensive. A hint, given before the
-commit.';
+'For a job that appears behind the position of its lane, or of its round: lets
+the next claim walk from the beginning, unless that is expensive. A hint, given
+before the commit.';

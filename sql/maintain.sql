@@ -27,7 +27,8 @@ begin
         limit coalesce(reap.max_jobs, 1000)
         for update skip locked
     );
-    select array_agg(j.queue), array_agg(j.priority) into queues, lanes
+    select array_agg(j.queue), array_agg(j.priority + case when j.turn is null then 0 else 1000 end)
+    into queues, lanes
     from pgqueue.job as j
     where j.ctid = any (picks);
     perform pgqueue._reopened(queues, lanes);

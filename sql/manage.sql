@@ -177,7 +177,7 @@ declare
     queue text;
 begin
     update pgqueue.job as j
-    set priority = reprioritize.priority
+    set priority = reprioritize.priority, turn = null
     where j.id = reprioritize.job_id
     returning j.queue into queue;
     if not found then

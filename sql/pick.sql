@@ -12,7 +12,7 @@
 -- the beginning before it says so. Positions are kept in the cells of room lane.
 
 create or replace function pgqueue._recover(
-    queue text, lane int, picks tid[], expired_at timestamptz, moment timestamptz
+    queue text, priority int, picks tid[], first timestamptz, moment timestamptz
 )
     returns void
     language plpgsql
@@ -24,9 +24,9 @@ declare
         select j.ctid
         from pgqueue.job as j
         where hashtext(j.queue) = hashtext(_recover.queue) and j.queue = _recover.queue
-            and j.priority = _recover.lane
-            and j.run_at between _recover.expired_at and _recover.moment
-        order by j.run_at, j.id
+            and j.priority = _recover.priority
+            and coalesce(j.turn, j.run_at) between _recover.first and _recover.moment
+        order by coalesce(j.turn, j.run_at), j.id
         limit 1000
     );
 begin
@@ -46,18 +46,17 @@ $$;
 
 comment on function pgqueue._recover(text, int, tid[], timestamptz, timestamptz) is
 'Ends the attempts of the jobs whose lease expired among some that were picked
-and the next thousand of their lane, from expired_at on: so that one claim
+and the next thousand of their lane, from the first on: so that one claim
 finds all that a dead worker held, and no claim has to end ten thousand.';
 
 create or replace function pgqueue._leave_position(
-    record int, known bigint, run_at timestamptz, picks tid[], wanted int, valid_until bigint
+    record int, known bigint, reached bigint, picks tid[], wanted int, valid_until bigint
 )
     returns tid[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    reached bigint := (date_part('epoch', run_at) * 1000000)::bigint - 1577836800000000;
     last_id bigint := 0;
 begin
     if reached = known >> 12 then
@@ -82,11 +81,11 @@ begin
 end;
 $$;
 
-comment on function pgqueue._leave_position(int, bigint, timestamptz, tid[], int, bigint) is
-'Moves the position of a lane, known so far, to run_at, where these picks end,
-and returns them. valid_until, with its tag, where the walk began at the
-beginning of the lane; null where it began at the position. Plans as claim
-sets it.';
+comment on function pgqueue._leave_position(int, bigint, bigint, tid[], int, bigint) is
+'Moves the position of a lane, known so far, to what has been reached, where
+these picks end, and returns them. valid_until, with its tag, where the walk
+began at the beginning of the lane; null where it began at the position. Plans
+as claim sets it.';
 
 create or replace function pgqueue._pick(
     queue text, kinds text[], lane int, wanted int, moment timestamptz, is_whole boolean
@@ -100,26 +99,41 @@ as $$
 declare
     key bigint := hashtextextended(coalesce(queue || kinds::text, queue), lane);
     tag bigint := (key >> 20 & 4095) << 51;
-    record int := (key & 127) * 5;
+    record int := (key & 127) * 6;
     valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
     now_us bigint;
     position bigint;
-    start timestamptz := '-infinity'::timestamptz;
+    -- Where the lane, or its round, begins and ends, and from where its positions count.
+    own_priority int := lane;
+    first timestamptz := '1900-01-01 00:00 UTC'::timestamptz;
+    upto timestamptz := moment;
+    origin timestamptz := '2020-01-01 00:00 UTC'::timestamptz;
+    origin_us bigint := 1577836800000000;
+    start timestamptz;
     start_id bigint := 0;
     began timestamptz;
     walked bigint;
     picks tid[];
-    last_run_at timestamptz;
+    last timestamptz;
     expired_at timestamptz;
     has_recovered boolean := false;
+    has_newcomers boolean;
 begin
+    if lane > 500 then
+        own_priority := lane - 1000;
+        upto := first;
+        first := '-infinity';
+        origin := '1800-01-01 00:00 UTC'::timestamptz;
+        origin_us := -5364662400000000;
+    end if;
+    start := first;
     -- The second record, when the first is somebody else's; either of them, when both are.
     if valid_until >> 51 > 0 then
-        record := (key >> 7 & 127) * 5;
+        record := (key >> 7 & 127) * 6;
         valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
         if valid_until >> 51 > 0 then
             valid_until := 0;
-            record := case when random() < 0.5 then record else (key & 127) * 5 end;
+            record := case when random() < 0.5 then record else (key & 127) * 6 end;
         end if;
     end if;
     if valid_until > 0 then
@@ -128,12 +142,12 @@ begin
     if valid_until > 0 and not is_whole then
         now_us := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
         if valid_until between now_us and now_us + 60000000 then
-            start := '2020-01-01 00:00 UTC'::timestamptz + (position >> 12) * interval '1 microsecond';
+            start := origin + (position >> 12) * interval '1 microsecond';
             if position & 4095 > 0 then
                 start_id := pg_sequence_last_value(('pgqueue._cell_' || record + 2)::regclass);
             end if;
-            if (start < moment) is not true then
-                start := '-infinity';
+            if (start < upto) is not true then
+                start := first;
                 position := null;
             end if;
             if (start_id % 4095 + 1 = position & 4095) is not true then
@@ -149,14 +163,21 @@ begin
         began := clock_timestamp();
         walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
             + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass);
-        select array_agg(due.tid), max(due.run_at), min(due.run_at) filter (where due.is_leased)
-        into picks, last_run_at, expired_at
+        select
+            array_agg(due.tid), max(due.at), min(due.at) filter (where due.is_leased),
+            bool_or(due.is_newcomer)
+        into picks, last, expired_at, has_newcomers
         from (
-            select j.ctid as tid, j.run_at, j.lease_expires_at is not null as is_leased
+            select
+                j.ctid as tid,
+                coalesce(j.turn, j.run_at) as at,
+                j.lease_expires_at is not null as is_leased,
+                j.group_key is not null and j.turn is null as is_newcomer
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_pick.queue) and j.queue = _pick.queue
-                and j.priority = lane
-                and j.run_at <= _pick.moment and (j.run_at, j.id) > (start, start_id)
+                and j.priority = own_priority
+                and coalesce(j.turn, j.run_at) <= upto
+                and (coalesce(j.turn, j.run_at), j.id) > (start, start_id)
                 and (
                     j.lease_expires_at is null
                     or j.lease_expires_at <= _pick.moment and (
@@ -164,20 +185,22 @@ begin
                     )
                 )
                 and (_pick.kinds is null or j.kind = any (_pick.kinds))
-            order by j.run_at, j.id
+            order by coalesce(j.turn, j.run_at), j.id
             limit wanted
             for update skip locked
         ) as due;
         if expired_at is not null then
             -- Those that come back are found where they stood.
-            perform pgqueue._recover(queue, lane, picks, expired_at, moment);
+            perform pgqueue._recover(queue, own_priority, picks, expired_at, moment);
             has_recovered := true;
             continue;
+        elsif has_newcomers then
+            return pgqueue._serve_newcomers(queue, kinds, lane, wanted, picks, moment, is_whole);
         end if;
-        exit when start = '-infinity' or cardinality(picks) = wanted or picks is null
+        exit when start = first or cardinality(picks) = wanted or picks is null
             -- Short, where a walk from the beginning is expensive.
             or valid_until > now_us + 100000;
-        start := '-infinity';
+        start := first;
         start_id := 0;
     end loop;
 
@@ -186,25 +209,29 @@ begin
     walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
         + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass) - walked
         - 3 * coalesce(cardinality(picks), 0);
-    if start > '-infinity' and (picks is null or wanted = 1 and walked <= 60) then
+    if lane > 500 and picks is not null then
+        perform pgqueue._leave_turn(queue, lane, last);
+    end if;
+    if start > first and (picks is null or wanted = 1 and walked <= 60) then
         return coalesce(picks, '{}'::tid[]);
-    elsif start = '-infinity' then
+    elsif start = first then
         if walked <= 200 or picks is null and clock_timestamp() < began + interval '5 milliseconds' then
             return coalesce(picks, '{}'::tid[]);
         end if;
         valid_until := pgqueue._since_2020(clock_timestamp() + least(
-            greatest(interval '100 milliseconds', 20 * (clock_timestamp() - began)),
+            greatest(
+                case when lane > 500 then interval '10 milliseconds' else interval '100 milliseconds' end,
+                20 * (clock_timestamp() - began)
+            ),
             interval '1 minute'
         ));
     end if;
     -- An enqueue that commits within 10 ms is never behind the position.
-    last_run_at := least(
-        case when cardinality(picks) = wanted then last_run_at else moment end,
-        moment - interval '10 milliseconds'
-    );
+    upto := case when lane > 500 then pgqueue._turn(queue, lane) else moment - interval '10 milliseconds' end;
+    last := case when cardinality(picks) = wanted then least(last, upto) else upto end;
     return pgqueue._leave_position(
-        record, position, last_run_at, picks, wanted,
-        case when start = '-infinity' then tag | valid_until end
+        record, position, (date_part('epoch', last) * 1000000)::bigint - origin_us, picks, wanted,
+        case when start = first then tag | valid_until end
     );
 end;
 $$;

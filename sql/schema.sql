@@ -48,6 +48,7 @@ create table pgqueue.job (
     claimed_at timestamptz,
     lease_expires_at timestamptz,
     cancelled_at timestamptz,
+    turn timestamptz,
     priority int not null,
     attempt int not null default 0,
     max_attempts int not null,
@@ -95,6 +96,9 @@ comment on column pgqueue.job.lease_expires_at is
 'From then on anyone may recover the job; null when not leased.';
 comment on column pgqueue.job.cancelled_at is
 'When an operator asked the running attempt to stop; null if nobody did.';
+comment on column pgqueue.job.turn is
+'For a job of a group that is due: its place in the round of the groups, counted
+from 1800 on, before any run_at; null when it has none yet, or no group.';
 comment on column pgqueue.job.priority is 'Larger runs first; -100 to 100.';
 comment on column pgqueue.job.attempt is
 'Attempts begun since the job was enqueued or redriven; counted at claim.';
@@ -113,15 +117,20 @@ comment on column pgqueue.job.errors is 'The last 10 failures, oldest first: att
 -- A lane is one queue at one priority, in the order in which its jobs run. claim()
 -- walks one lane at a time, so that run_at is a bound of the scan: with a range over
 -- all priorities, jobs scheduled at a high priority would be walked by every claim.
+-- In front stand the due jobs of groups, in the order of their turns: the round of the lane.
 -- By the hash of the queue, because a page of numbers is read, and an entry is found its
 -- place, in half the time of a page that begins with texts; queries ask for both.
 -- Half full, because a claim of one job reads a whole page. The predicate is true for every
 -- row, but only a query that names a queue can know it: without it, a session that plans
 -- after an idle hour, when job looks empty, reads this whole index to find jobs by id.
-create index job_lane_idx on pgqueue.job (hashtext(queue), priority, run_at, id)
+create index job_lane_idx on pgqueue.job (hashtext(queue), priority, coalesce(turn, run_at), id)
 with (fillfactor = 50, deduplicate_items = off)
 where queue is not null;
 comment on index pgqueue.job_lane_idx is 'Which jobs of a lane are due, in order?';
+
+create index job_turn_idx on pgqueue.job (hashtext(queue), hashtext(group_key), priority, turn)
+where turn is not null;
+comment on index pgqueue.job_turn_idx is 'Which is the last turn of a group in a lane?';
 
 create unique index job_unique_key_idx on pgqueue.job (queue, unique_key)
 where unique_key is not null;
@@ -271,11 +280,11 @@ comment on column pgqueue.queue.retry_cap is 'Longest delay between attempts; de
 -- these can be shared and written without a version of a row.
 do $$
 begin
-    for cell in 0 .. 639 loop
+    for cell in 0 .. 767 loop
         execute format('create sequence pgqueue._cell_%s minvalue 0', cell);
         execute format(
             'comment on sequence pgqueue._cell_%s is '
-            '''Where claims may begin, one of 640 cells. Only saves work: safe to lose.''', cell
+            '''Where claims may begin, one of 768 cells. Only saves work: safe to lose.''', cell
         );
     end loop;
 end;

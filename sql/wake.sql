@@ -126,10 +126,10 @@ declare
     until timestamptz;
 begin
     for live in select * from pgqueue._live_lanes(queue) loop
-        if live.first_run_at <= moment then
+        if live.first <= moment then
             perform from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
-                and j.priority = live.lane and j.run_at <= moment
+                and j.priority = live.priority and coalesce(j.turn, j.run_at) <= moment
                 and (j.lease_expires_at is null or j.lease_expires_at <= moment)
                 and (_until_due.kinds is null or j.kind = any (_until_due.kinds))
             limit 1
@@ -146,18 +146,19 @@ begin
             into lease_ends_at, unlocked_at
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
-                and j.priority = live.lane and j.run_at <= moment
+                and j.priority = live.priority and coalesce(j.turn, j.run_at) <= moment
                 and (_until_due.kinds is null or j.kind = any (_until_due.kinds));
             until := least(until, lease_ends_at, unlocked_at);
         end if;
         until := least(until, (
-            select j.run_at
+            select coalesce(j.turn, j.run_at)
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
-                and j.priority = live.lane and j.run_at > moment and j.run_at < 'infinity'
+                and j.priority = live.priority 
+                and coalesce(j.turn, j.run_at) > moment and coalesce(j.turn, j.run_at) < 'infinity'
                 and j.lease_expires_at is null
                 and (_until_due.kinds is null or j.kind = any (_until_due.kinds))
-            order by j.run_at, j.id
+            order by coalesce(j.turn, j.run_at), j.id
             limit 1
         ));
     end loop;

@@ -1,0 +1,191 @@
+-- Turns: groups are served one after the other, whatever waits in each.
+--
+-- A job of a group that is due gets a turn, and in each lane claims serve jobs in the order of their
+-- turns: the round. It is self-clocked fair queueing (Golestani 1994): a turn is one step behind the
+-- last of its group, or behind the last that was served, whichever is later; and the step is shorter
+-- for a group of greater weight. So each group has as many turns in a stretch of the round as its
+-- weight says, a group that was idle neither gains nor loses, and a claim costs what it costs
+-- without groups: it meets no job that is not to run next.
+--
+-- A job that is not due, or came back by a retry, has no turn and stands in its lane by run_at. The
+-- claim that meets it there once it is due gives it a turn, and serves the round instead.
+
+create or replace function pgqueue._turn(queue text, lane int)
+    returns timestamptz
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+as $$
+declare
+    key bigint := hashtextextended(queue, lane);
+    origin timestamptz := '1800-01-01 00:00 UTC';
+    served bigint := nullif(pg_sequence_last_value(pgqueue._cell((key & 127)::int, 5)), 0)
+        # ((key >> 20 & 4095) << 51);
+begin
+    if served >> 51 = 0 then
+        return origin + served * interval '1 microsecond';
+    end if;
+    return coalesce(
+        (
+            select j.turn
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_turn.queue) and j.queue = _turn.queue
+                and j.priority = lane - 1000
+                and coalesce(j.turn, j.run_at) < '1900-01-01 00:00 UTC' and j.lease_expires_at is null
+            order by coalesce(j.turn, j.run_at), j.id
+            limit 1
+        ),
+        origin
+    );
+end;
+$$;
+
+comment on function pgqueue._turn(text, int) is
+'The last turn that was served in a round; where that is not known, the first
+that waits.';
+
+create or replace function pgqueue._leave_turn(queue text, lane int, served timestamptz)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    key bigint := hashtextextended(queue, lane);
+    tag bigint := (key >> 20 & 4095) << 51;
+    cell regclass := pgqueue._cell((key & 127)::int, 5);
+    served_us bigint := (date_part('epoch', served) * 1000000)::bigint + 5364662400000000;
+    known bigint := nullif(pg_sequence_last_value(cell), 0) # tag;
+begin
+    if (known >> 51 = 0 and known >= served_us) is not true then
+        perform setval(cell, tag | served_us);
+    end if;
+end;
+$$;
+
+comment on function pgqueue._leave_turn(text, int, timestamptz) is
+'Lets all sessions know the last turn that was served in a round.';
+
+create or replace function pgqueue._next_turn(
+    queue text, priority int, group_key text, out turn timestamptz, out step interval
+)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+as $$
+begin
+    turn := pgqueue._turn(queue, priority + 1000);
+    step := interval '100 microseconds';
+    turn := step + coalesce(
+        (
+            select j.turn
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_next_turn.queue)
+                and hashtext(j.group_key) = hashtext(_next_turn.group_key)
+                and j.priority = _next_turn.priority
+                and j.turn between _next_turn.turn and '1900-01-01 00:00 UTC'
+                and j.queue = _next_turn.queue and j.group_key = _next_turn.group_key
+            order by j.turn desc
+            limit 1
+        ),
+        turn
+    );
+end;
+$$;
+
+comment on function pgqueue._next_turn(text, int, text) is
+'The next turn of a group in a round, and the step to the one after it.';
+
+create or replace function pgqueue._next_turns(queue text, priority int, group_keys text[])
+    returns timestamptz[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_nestloop = on
+as $$
+begin
+    return array(
+        with known as materialized (
+            select d.group_key, n.turn, n.step
+            from (select distinct u.group_key from unnest(group_keys) as u (group_key)) as d
+            cross join lateral pgqueue._next_turn(queue, priority, d.group_key) as n
+            where d.group_key is not null
+        )
+        select k.turn + k.step * (row_number() over (partition by g.group_key order by g.place) - 1)
+        from unnest(group_keys) with ordinality as g (group_key, place)
+        left join known as k on k.group_key = g.group_key
+        order by g.place
+    );
+end;
+$$;
+
+comment on function pgqueue._next_turns(text, int, text[]) is
+'The next turns of some groups, one for each that is named, as often as it is
+named; null for null.';
+
+create or replace function pgqueue._serve_newcomers(
+    queue text, kinds text[], lane int, wanted int, picks tid[], moment timestamptz, is_whole boolean
+)
+    returns tid[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
+as $$
+declare
+    newcomers record;
+    turns timestamptz[];
+    first timestamptz := (
+        select min(j.run_at)
+        from pgqueue.job as j
+        where j.ctid = any (picks) and j.group_key is not null
+    );
+    others tid[] := array(
+        select p.tid
+        from unnest(picks) with ordinality as p (tid, place)
+        join pgqueue.job as j on j.ctid = p.tid
+        where j.group_key is null
+        order by p.place
+    );
+begin
+    select array_agg(n.tid) as tids, array_agg(n.group_key) as group_keys
+    into newcomers
+    from (
+        select j.ctid as tid, j.group_key
+        from pgqueue.job as j
+        where hashtext(j.queue) = hashtext(_serve_newcomers.queue) and j.queue = _serve_newcomers.queue
+            and j.priority = lane
+            and coalesce(j.turn, j.run_at) between first and moment
+            and j.group_key is not null and j.lease_expires_at is null
+            and (_serve_newcomers.kinds is null or j.kind = any (_serve_newcomers.kinds))
+        order by coalesce(j.turn, j.run_at), j.id
+        limit least(20 * wanted, greatest(wanted, 1000))
+        for update skip locked
+    ) as n;
+    turns := pgqueue._next_turns(queue, lane, newcomers.group_keys);
+    update pgqueue.job as j
+    set turn = n.turn
+    from unnest(newcomers.tids, turns) as n (tid, turn)
+    where j.ctid = n.tid;
+    perform pgqueue._list_lane(queue, lane, true);
+    if cardinality(others) = wanted then
+        return others;
+    end if;
+    return others || pgqueue._pick(
+        queue, kinds, lane + 1000, wanted - cardinality(others), moment, is_whole
+    );
+end;
+$$;
+
+comment on function pgqueue._serve_newcomers(text, text[], int, int, tid[], timestamptz, boolean) is
+'Gives turns to those of the picked jobs that have a group and none yet, and to
+the next of their lane, twenty for each job wanted, and picks from the round
+in their place.';
