@@ -139,7 +139,8 @@ begin
     end if;
 
     if group_key is not null and (run_at <= moment) is not false then
-        turn := (pgqueue._next_turn(queue, coalesce(priority, 0), group_key)).turn;
+        priority := coalesce(priority, 0);
+        turn := pgqueue._next_turn(queue, priority, group_key, pgqueue._turn(queue, priority + 1000));
     end if;
 
     loop

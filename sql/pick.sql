@@ -50,9 +50,9 @@ and the next thousand of their lane, from the first on: so that one claim
 finds all that a dead worker held, and no claim has to end ten thousand.';
 
 create or replace function pgqueue._leave_position(
-    record int, known bigint, reached bigint, picks tid[], wanted int, valid_until bigint
+    record int, known bigint, reached bigint, last_pick tid, valid_until bigint
 )
-    returns tid[]
+    returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
@@ -60,7 +60,7 @@ declare
     last_id bigint := 0;
 begin
     if reached = known >> 12 then
-        select j.id into last_id from pgqueue.job as j where j.ctid = picks[wanted];
+        select j.id into last_id from pgqueue.job as j where j.ctid = last_pick;
         perform setval(('pgqueue._cell_' || record + 2)::regclass, last_id);
     end if;
     -- Back only if something stood behind: others may have come further meanwhile.
@@ -77,15 +77,14 @@ begin
     if valid_until is not null then
         perform setval(('pgqueue._cell_' || record)::regclass, valid_until);
     end if;
-    return coalesce(picks, '{}'::tid[]);
 end;
 $$;
 
-comment on function pgqueue._leave_position(int, bigint, bigint, tid[], int, bigint) is
-'Moves the position of a lane, known so far, to what has been reached, where
-these picks end, and returns them. valid_until, with its tag, where the walk
-began at the beginning of the lane; null where it began at the position. Plans
-as claim sets it.';
+comment on function pgqueue._leave_position(int, bigint, bigint, tid, bigint) is
+'Moves the position of a lane, known so far, to what has been reached, with this
+as the last of the picks. valid_until, with its tag, where the walk began at the
+beginning of the lane; null where it began at the position. Plans as claim
+sets it.';
 
 create or replace function pgqueue._pick(
     queue text, kinds text[], lane int, wanted int, moment timestamptz, is_whole boolean
@@ -194,8 +193,6 @@ begin
             perform pgqueue._recover(queue, own_priority, picks, expired_at, moment);
             has_recovered := true;
             continue;
-        elsif has_newcomers then
-            return pgqueue._serve_newcomers(queue, kinds, lane, wanted, picks, moment, is_whole);
         end if;
         exit when start = first or cardinality(picks) = wanted or picks is null
             -- Short, where a walk from the beginning is expensive.
@@ -212,27 +209,28 @@ begin
     if lane > 500 and picks is not null then
         perform pgqueue._leave_turn(queue, lane, last);
     end if;
-    if start > first and (picks is null or wanted = 1 and walked <= 60) then
-        return coalesce(picks, '{}'::tid[]);
-    elsif start = first then
-        if walked <= 200 or picks is null and clock_timestamp() < began + interval '5 milliseconds' then
-            return coalesce(picks, '{}'::tid[]);
-        end if;
-        valid_until := pgqueue._since_2020(clock_timestamp() + least(
-            greatest(
-                case when lane > 500 then interval '10 milliseconds' else interval '100 milliseconds' end,
-                20 * (clock_timestamp() - began)
-            ),
-            interval '1 minute'
-        ));
+    if start = first and walked > 200
+            and (picks is not null or clock_timestamp() > began + interval '5 milliseconds')
+        or start > first and picks is not null and (wanted > 1 or walked > 60)
+    then
+        -- An enqueue that commits within 10 ms is never behind the position.
+        upto := case when lane > 500 then pgqueue._turn(queue, lane) else moment - interval '10 milliseconds' end;
+        last := case when cardinality(picks) = wanted then least(last, upto) else upto end;
+        perform pgqueue._leave_position(
+            record, position, (date_part('epoch', last) * 1000000)::bigint - origin_us, picks[wanted],
+            case when start = first then tag | pgqueue._since_2020(clock_timestamp() + least(
+                greatest(
+                    case when lane > 500 then interval '10 milliseconds' else interval '100 milliseconds' end,
+                    20 * (clock_timestamp() - began)
+                ),
+                interval '1 minute'
+            )) end
+        );
     end if;
-    -- An enqueue that commits within 10 ms is never behind the position.
-    upto := case when lane > 500 then pgqueue._turn(queue, lane) else moment - interval '10 milliseconds' end;
-    last := case when cardinality(picks) = wanted then least(last, upto) else upto end;
-    return pgqueue._leave_position(
-        record, position, (date_part('epoch', last) * 1000000)::bigint - origin_us, picks, wanted,
-        case when start = first then tag | valid_until end
-    );
+    if has_newcomers then
+        return pgqueue._serve_newcomers(queue, kinds, lane, wanted, picks, moment, is_whole);
+    end if;
+    return coalesce(picks, '{}'::tid[]);
 end;
 $$;
 

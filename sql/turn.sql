@@ -14,6 +14,7 @@ create or replace function pgqueue._turn(queue text, lane int)
     returns timestamptz
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set jit = off
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
@@ -69,63 +70,65 @@ comment on function pgqueue._leave_turn(text, int, timestamptz) is
 'Lets all sessions know the last turn that was served in a round.';
 
 create or replace function pgqueue._next_turn(
-    queue text, priority int, group_key text, out turn timestamptz, out step interval
+    queue text, priority int, group_key text, served timestamptz
 )
+    returns timestamptz
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set jit = off
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
     set enable_indexscan = on
 as $$
 begin
-    turn := pgqueue._turn(queue, priority + 1000);
-    step := interval '100 microseconds';
-    turn := step + coalesce(
+    return interval '100 microseconds' + coalesce(
         (
             select j.turn
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_next_turn.queue)
                 and hashtext(j.group_key) = hashtext(_next_turn.group_key)
                 and j.priority = _next_turn.priority
-                and j.turn between _next_turn.turn and '1900-01-01 00:00 UTC'
+                and j.turn > served and j.turn < '1900-01-01 00:00 UTC'
                 and j.queue = _next_turn.queue and j.group_key = _next_turn.group_key
             order by j.turn desc
             limit 1
         ),
-        turn
+        served
     );
 end;
 $$;
 
-comment on function pgqueue._next_turn(text, int, text) is
-'The next turn of a group in a round, and the step to the one after it.';
+comment on function pgqueue._next_turn(text, int, text, timestamptz) is
+'The next turn of a group in a lane in which this one was served last.';
 
 create or replace function pgqueue._next_turns(queue text, priority int, group_keys text[])
     returns timestamptz[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
-    set enable_nestloop = on
+    set jit = off
 as $$
+declare
+    served timestamptz := pgqueue._turn(queue, priority + 1000);
 begin
     return array(
-        with known as materialized (
-            select d.group_key, n.turn, n.step
+        with next as materialized (
+            select d.group_key, pgqueue._next_turn(queue, priority, d.group_key, served) as turn
             from (select distinct u.group_key from unnest(group_keys) as u (group_key)) as d
-            cross join lateral pgqueue._next_turn(queue, priority, d.group_key) as n
             where d.group_key is not null
         )
-        select k.turn + k.step * (row_number() over (partition by g.group_key order by g.place) - 1)
+        select n.turn + (row_number() over (partition by g.group_key order by g.place) - 1)
+            * interval '100 microseconds'
         from unnest(group_keys) with ordinality as g (group_key, place)
-        left join known as k on k.group_key = g.group_key
+        left join next as n on n.group_key = g.group_key
         order by g.place
     );
 end;
 $$;
 
 comment on function pgqueue._next_turns(text, int, text[]) is
-'The next turns of some groups, one for each that is named, as often as it is
-named; null for null.';
+'The next turns of some groups, one for each time that one is named; null for
+null.';
 
 create or replace function pgqueue._serve_newcomers(
     queue text, kinds text[], lane int, wanted int, picks tid[], moment timestamptz, is_whole boolean
@@ -141,13 +144,9 @@ create or replace function pgqueue._serve_newcomers(
     set enable_nestloop = on
 as $$
 declare
+    first record;
     newcomers record;
     turns timestamptz[];
-    first timestamptz := (
-        select min(j.run_at)
-        from pgqueue.job as j
-        where j.ctid = any (picks) and j.group_key is not null
-    );
     others tid[] := array(
         select p.tid
         from unnest(picks) with ordinality as p (tid, place)
@@ -156,6 +155,11 @@ declare
         order by p.place
     );
 begin
+    select j.run_at, j.id into first
+    from pgqueue.job as j
+    where j.ctid = any (picks) and j.group_key is not null
+    order by j.run_at, j.id
+    limit 1;
     select array_agg(n.tid) as tids, array_agg(n.group_key) as group_keys
     into newcomers
     from (
@@ -163,11 +167,12 @@ begin
         from pgqueue.job as j
         where hashtext(j.queue) = hashtext(_serve_newcomers.queue) and j.queue = _serve_newcomers.queue
             and j.priority = lane
-            and coalesce(j.turn, j.run_at) between first and moment
+            and coalesce(j.turn, j.run_at) <= moment
+            and (coalesce(j.turn, j.run_at), j.id) >= (first.run_at, first.id)
             and j.group_key is not null and j.lease_expires_at is null
             and (_serve_newcomers.kinds is null or j.kind = any (_serve_newcomers.kinds))
         order by coalesce(j.turn, j.run_at), j.id
-        limit least(20 * wanted, greatest(wanted, 1000))
+        limit least(10 * wanted, greatest(wanted, 1000))
         for update skip locked
     ) as n;
     turns := pgqueue._next_turns(queue, lane, newcomers.group_keys);
@@ -187,5 +192,5 @@ $$;
 
 comment on function pgqueue._serve_newcomers(text, text[], int, int, tid[], timestamptz, boolean) is
 'Gives turns to those of the picked jobs that have a group and none yet, and to
-the next of their lane, twenty for each job wanted, and picks from the round
+the next of their lane, ten for each job wanted, and picks from the round
 in their place.';
