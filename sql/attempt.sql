@@ -101,11 +101,19 @@ create or replace function pgqueue._end(
     set enable_tidscan = on
     set enable_nestloop = on
 as $$
+declare
+    queues text[];
+    group_keys text[];
 begin
     if cardinality(picks) = 0 then
         return;
     end if;
     perform pgqueue._log(picks, outcomes, errors, moment);
+    if pg_relation_size('pgqueue.slot') > 0 then
+        select array_agg(j.queue), array_agg(j.group_key) into queues, group_keys
+        from pgqueue.job as j
+        where j.ctid = any (picks) and j.group_key is not null;
+    end if;
 
     insert into pgqueue.dead_job (
         id, died_at, enqueued_at, run_at, claimed_at, priority, attempt, max_attempts,
@@ -130,6 +138,8 @@ begin
     update pgqueue.job as j
     set run_at = coalesce(e.retry_at, j.run_at),
         turn = case when e.retry_at is null then j.turn end,
+        slot = case when j.slot is not null
+            and (pgqueue._settings(j.queue, j.kind, j.group_key)).group_on_retry = 'block' then j.slot end,
         token = null,
         claimed_at = null,
         lease_expires_at = null,
@@ -138,6 +148,9 @@ begin
     from unnest(_end.picks, _end.outcomes, _end.errors, _end.retry_ats)
         as e (place, outcome, error, retry_at)
     where j.ctid = e.place and e.outcome in ('retry', 'expired');
+    if queues is not null then
+        perform pgqueue._recall(queues, group_keys);
+    end if;
 end;
 $$;
 
@@ -204,11 +217,13 @@ as $$
 declare
     queues text[];
     lanes int[];
+    group_keys text[];
 begin
     with given_back as (
         update pgqueue.job as j
         set run_at = coalesce(e.run_at, j.run_at),
             turn = case when e.run_at is null then j.turn end,
+            slot = null,
             attempt = j.attempt - 1,
             token = null,
             claimed_at = null,
@@ -216,11 +231,14 @@ begin
             worker = null
         from unnest(picks, run_ats) as e (place, run_at)
         where j.ctid = e.place
-        returning j.queue, j.priority + case when j.turn is null then 0 else 1000 end as lane
+        returning j.queue, j.priority + case when j.turn is null then 0 else 1000 end as lane, j.group_key
     )
-    select array_agg(g.queue), array_agg(g.lane)
-    into queues, lanes
+    select array_agg(g.queue), array_agg(g.lane), array_agg(g.group_key)
+    into queues, lanes, group_keys
     from given_back as g;
+    if pg_relation_size('pgqueue.slot') > 0 then
+        perform pgqueue._recall(queues, group_keys);
+    end if;
     perform pgqueue._reopened(queues, lanes);
 end;
 $$;

@@ -24,6 +24,7 @@ declare
     present record;
     picks tid[];
     lane int;
+    group_key text;
 begin
     select j.id, j.lease_expires_at into present
     from pgqueue.job as j
@@ -53,8 +54,11 @@ begin
             end,
             turn = null
         where j.id = present.id and j.lease_expires_at is null
-        returning j.id, j.priority into present.id, lane;
+        returning j.id, j.priority, j.group_key into present.id, lane, group_key;
         perform pgqueue._reopen_lane(queue, lane);
+        if pg_relation_size('pgqueue.slot') > 0 then
+            perform pgqueue._recall(array[queue], array[group_key]);
+        end if;
         -- Null when the job was claimed, or ended, while the update waited for it.
         return present.id;
     end if;
@@ -136,6 +140,9 @@ begin
     if pg_relation_size('pgqueue.queue') > 0 then
         settings := pgqueue._settings(queue);
         refused := pgqueue._refuse(pgqueue._check_payload(payload, settings.max_payload_bytes));
+        if group_key is not null then
+            perform pgqueue._make_slots(queue, array[group_key]);
+        end if;
     end if;
 
     if group_key is not null and (run_at <= moment) is not false then
@@ -326,6 +333,9 @@ declare
 begin
     max_attempts := coalesce(max_attempts, settings.max_attempts);
     perform pgqueue._wake(queue);
+    if num_nonnulls(variadic group_keys) > 0 and pgqueue._has_limits(queue) then
+        perform pgqueue._make_slots(queue, group_keys);
+    end if;
     if num_nonnulls(variadic group_keys) > 0 and (run_at <= moment) is not false then
         turns := pgqueue._next_turns(queue, coalesce(priority, 0), group_keys);
     end if;

@@ -25,11 +25,14 @@ begin
 
     delete from pgqueue.job as j
     where j.id = complete.job_id and j.token = complete.token
-    returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker into done;
+    returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.slot into done;
     if not found then
         refused := pgqueue._refuse(pgqueue._lost(job_id, token));
     end if;
 
+    if done.slot is not null then
+        perform pgqueue._recall(array[done.queue], array[done.group_key]);
+    end if;
     if pg_relation_size('pgqueue.queue') > 0 then
         keep_runs := (pgqueue._settings(done.queue)).keep_runs;
     end if;
@@ -76,7 +79,14 @@ declare
     moment timestamptz := clock_timestamp();
     today int := floor(extract(epoch from moment) / 86400)::int;
     is_configured boolean := pg_relation_size('pgqueue.queue') > 0;
+    queues text[];
+    group_keys text[];
 begin
+    if pg_relation_size('pgqueue.slot') > 0 then
+        select array_agg(j.queue), array_agg(j.group_key) into queues, group_keys
+        from pgqueue.job as j
+        where j.id = any (complete_many.job_ids) and j.slot is not null;
+    end if;
     return query
     with done as (
         delete from pgqueue.job as j
@@ -112,6 +122,9 @@ begin
         where kept.days > 0
     )
     select d.id from done as d;
+    if queues is not null then
+        perform pgqueue._recall(queues, group_keys);
+    end if;
 end;
 $$;
 

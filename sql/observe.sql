@@ -10,7 +10,7 @@ select
     case
         when j.lease_expires_at > c.moment then 'running'
         when j.lease_expires_at is not null then 'expired'
-        when j.run_at = 'infinity' then 'blocked'
+        when j.run_at = 'infinity' or j.turn = 'infinity' then 'blocked'
         when j.run_at > c.moment then 'scheduled'
         else 'ready'
     end as state,
@@ -105,8 +105,8 @@ from known as k
 left join waiting as w on w.queue = k.queue
 left join buried as b on b.queue = k.queue
 left join recent as r on r.queue = k.queue
-left join pgqueue.queue as own on own.name = k.queue
-left join pgqueue.queue as shared on shared.name = '';
+left join pgqueue.queue as own on own.name = k.queue and own.kind = '' and own.group_key = ''
+left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and shared.group_key = '';
 
 comment on view pgqueue.queues is
 'One row for each queue that has jobs, dead jobs, settings, or runs in the last

@@ -87,7 +87,8 @@ beginning of the lane; null where it began at the position. Plans as claim
 sets it.';
 
 create or replace function pgqueue._pick(
-    queue text, kinds text[], lane int, wanted int, moment timestamptz, is_whole boolean
+    queue text, kinds text[], lane int, wanted int, moment timestamptz, is_whole boolean,
+    barred text[] default null
 )
     returns tid[]
     language plpgsql
@@ -184,6 +185,7 @@ begin
                     )
                 )
                 and (_pick.kinds is null or j.kind = any (_pick.kinds))
+                and (barred is null or j.group_key <> all (barred))
             order by coalesce(j.turn, j.run_at), j.id
             limit wanted
             for update skip locked
@@ -209,7 +211,9 @@ begin
     if lane > 500 and picks is not null then
         perform pgqueue._leave_turn(queue, lane, last);
     end if;
-    if start = first and walked > 200
+    if barred is not null then
+        null;
+    elsif start = first and walked > 200
             and (picks is not null or clock_timestamp() > began + interval '5 milliseconds')
         or start > first and picks is not null and (wanted > 1 or walked > 60)
     then
@@ -234,7 +238,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick(text, text[], int, int, timestamptz, boolean) is
+comment on function pgqueue._pick(text, text[], int, int, timestamptz, boolean, text[]) is
 'Locks up to so many due jobs of one lane and returns where they are, in the
 order in which they run; ends the attempts of those whose lease expired on the
 way. Only from the beginning (is_whole) does "none" mean that there is none.
@@ -258,9 +262,15 @@ begin
     end if;
     loop
         foreach lane in array coalesce(noted, live) loop
-            picks := picks || pgqueue._pick(
-                queue, kinds, lane, max_jobs - cardinality(picks), moment, is_whole
-            );
+            if lane > 500 then
+                picks := picks || pgqueue._pick_round(
+                    queue, kinds, lane, max_jobs - cardinality(picks), moment, is_whole
+                );
+            else
+                picks := picks || pgqueue._pick(
+                    queue, kinds, lane, max_jobs - cardinality(picks), moment, is_whole
+                );
+            end if;
             exit when cardinality(picks) = max_jobs;
         end loop;
         exit when picks <> '{}' or is_whole;

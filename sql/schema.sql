@@ -49,6 +49,7 @@ create table pgqueue.job (
     lease_expires_at timestamptz,
     cancelled_at timestamptz,
     turn timestamptz,
+    slot int,
     priority int not null,
     attempt int not null default 0,
     max_attempts int not null,
@@ -98,7 +99,10 @@ comment on column pgqueue.job.cancelled_at is
 'When an operator asked the running attempt to stop; null if nobody did.';
 comment on column pgqueue.job.turn is
 'For a job of a group that is due: its place in the round of the groups, counted
-from 1800 on, before any run_at; null when it has none yet, or no group.';
+from 1800 on, before any run_at; infinity while its group is full; null when it
+has none yet, or no group.';
+comment on column pgqueue.job.slot is
+'Which slot of its group it holds, if the group has a limit; null for none.';
 comment on column pgqueue.job.priority is 'Larger runs first; -100 to 100.';
 comment on column pgqueue.job.attempt is
 'Attempts begun since the job was enqueued or redriven; counted at claim.';
@@ -132,6 +136,11 @@ create index job_turn_idx on pgqueue.job (hashtext(queue), hashtext(group_key), 
 where turn is not null;
 comment on index pgqueue.job_turn_idx is 'Which is the last turn of a group in a lane?';
 
+create index job_group_idx
+on pgqueue.job (hashtext(queue), hashtext(group_key), priority desc, run_at, id)
+where group_key is not null;
+comment on index pgqueue.job_group_idx is 'Which is the first job of a group?';
+
 create unique index job_unique_key_idx on pgqueue.job (queue, unique_key)
 where unique_key is not null;
 comment on index pgqueue.job_unique_key_idx is 'Does a job with this key wait or run?';
@@ -139,6 +148,44 @@ comment on index pgqueue.job_unique_key_idx is 'Does a job with this key wait or
 create sequence pgqueue.token_seq;
 comment on sequence pgqueue.token_seq is
 'Lease tokens. Never set it back: a repeated token would let a lost worker in.';
+
+-- Places of a group that has a limit. A slot is held by its job as long as the job says so, too.
+create table pgqueue.slot (
+    place int not null,
+    job_id bigint,
+    queue text not null,
+    group_key text not null
+) with (
+    fillfactor = 50,
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 20000,
+    autovacuum_vacuum_cost_delay = 0,
+    vacuum_index_cleanup = on,
+    vacuum_truncate = off
+);
+alter table pgqueue.slot replica identity full;
+comment on table pgqueue.slot is
+'How many jobs of a group may run at once: one row for each.';
+comment on column pgqueue.slot.place is 'Which slot of the group it is, from 1.';
+comment on column pgqueue.slot.job_id is 'The job that took it last.';
+comment on column pgqueue.slot.queue is 'The queue.';
+comment on column pgqueue.slot.group_key is 'The group.';
+create index slot_group_idx on pgqueue.slot (hashtext(queue), hashtext(group_key))
+with (deduplicate_items = off);
+comment on index pgqueue.slot_group_idx is 'Which slots has a group?';
+
+create table pgqueue.recall (
+    queue text not null,
+    group_key text not null
+);
+alter table pgqueue.recall replica identity full;
+comment on table pgqueue.recall is
+'Groups in which an attempt has ended while a claim had their first slot locked:
+the next claim looks for a parked job.';
+comment on column pgqueue.recall.queue is 'The queue.';
+comment on column pgqueue.recall.group_key is 'The group.';
+create index recall_queue_idx on pgqueue.recall (hashtext(queue));
+comment on index pgqueue.recall_queue_idx is 'Which groups of a queue are to be looked at?';
 
 create table pgqueue.dead_job (
     id bigint not null,
@@ -242,6 +289,8 @@ comment on index pgqueue.run_finished_idx is 'What finished since then?';
 -- pg_relation_size finds a page, which costs nothing to ask.
 create table pgqueue.queue (
     name text,
+    kind text not null default '',
+    group_key text not null default '',
     paused boolean,
     notify boolean,
     max_attempts int,
@@ -250,7 +299,10 @@ create table pgqueue.queue (
     lease interval,
     retry_base interval,
     retry_cap interval,
-    constraint queue_pkey primary key (name),
+    weight int,
+    group_limit int,
+    group_on_retry text,
+    constraint queue_pkey primary key (name, kind, group_key),
     constraint queue_name_length check (octet_length(name) <= 200),
     constraint queue_lease_in_range check (lease > '0' and lease <= '30 days'),
     constraint queue_retry_delays_in_range check (
@@ -264,6 +316,12 @@ comment on table pgqueue.queue is
 'Settings that configure and pause made; the row with the empty name holds for
 all queues that say nothing else.';
 comment on column pgqueue.queue.name is 'The queue; empty for all.';
+comment on column pgqueue.queue.kind is 'The kind of job; empty for all.';
+comment on column pgqueue.queue.group_key is 'The group; empty for all.';
+comment on column pgqueue.queue.weight is 'How many jobs of a group are served in each lap; default 1.';
+comment on column pgqueue.queue.group_limit is 'How many jobs of a group may run at once; default no limit.';
+comment on column pgqueue.queue.group_on_retry is
+'Whether a job that waits for its retry keeps its slot: skip (default) or block.';
 comment on column pgqueue.queue.paused is 'Takes jobs in and gives none out.';
 comment on column pgqueue.queue.notify is 'Whether enqueue may send NOTIFY to parked workers; default true.';
 comment on column pgqueue.queue.max_attempts is 'Attempts of a job that names no number; default 20.';

@@ -184,7 +184,7 @@ begin
     if cardinality(others) = wanted then
         return others;
     end if;
-    return others || pgqueue._pick(
+    return others || pgqueue._pick_round(
         queue, kinds, lane + 1000, wanted - cardinality(others), moment, is_whole
     );
 end;

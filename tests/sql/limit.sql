@@ -1,0 +1,116 @@
+-- At most so many jobs of a group run at once, in their order; what two sessions do at once is in
+-- test_races.py.
+begin;
+set local client_min_messages = warning;
+create extension if not exists pgtap;
+create extension if not exists pgqueue;
+select no_plan();
+
+-- The payloads of the claimed jobs, in the order of the claim.
+create function pg_temp.claimed(queue text, jobs int) returns text
+    language sql
+as $$ select coalesce(string_agg(c.payload #>> '{}', ' '), '') from pgqueue.claim($1, 'w', $2) as c $$;
+create function pg_temp.complete(queue text, payload text) returns void
+    language sql
+as $$
+    select pgqueue.complete(j.id, j.token) from pgqueue.job as j
+    where j.queue = $1 and j.payload #>> '{}' = $2
+$$;
+create function pg_temp.fail(queue text, payload text, retry_in interval) returns text
+    language sql
+as $$
+    select pgqueue.fail(j.id, j.token, 'e', retry_in => $3) from pgqueue.job as j
+    where j.queue = $1 and j.payload #>> '{}' = $2
+$$;
+create function pg_temp.fill(queue text, groups text[]) returns void
+    language sql
+as $$
+    select count(*) from pgqueue.enqueue_many(
+        $1, (select array_agg(to_jsonb(g || n) order by n) from unnest($2) with ordinality as l (g, n)),
+        group_keys => $2
+    )
+$$;
+create function pg_temp.expire(queue text) returns void
+    language sql
+as $$
+    update pgqueue.job as j set lease_expires_at = now() - interval '1 second'
+    where j.queue = $1 and j.lease_expires_at is not null
+$$;
+
+select pgqueue.configure('one', group_limit => 1);
+select pg_temp.fill('one', array['a', 'a', 'a', 'b', 'b']);
+select is(pg_temp.claimed('one', 10), 'a1 b4', 'with a limit of 1 a claim takes one job of each group');
+select is(pg_temp.claimed('one', 10), '', 'a claim takes none of a group whose job runs');
+select pg_temp.complete('one', 'a1');
+select is(pg_temp.claimed('one', 10), 'a2', 'when it has completed the next one can be claimed');
+select pgqueue.enqueue('one', '"a6"', group_key => 'a');
+select is(pg_temp.claimed('one', 10), '', 'a job enqueued into a full group waits');
+select pgqueue.enqueue('one', '"urgent"', group_key => 'a', priority => 5);
+select is(pg_temp.claimed('one', 10), '', 'and so does one of a higher priority');
+select pg_temp.complete('one', 'a2');
+select is(pg_temp.claimed('one', 10), 'urgent', 'which comes first when the group is free');
+select pgqueue.release(array[id], array[token]) from pgqueue.job where payload = '"urgent"';
+select is(pg_temp.claimed('one', 10), 'urgent', 'a released job can be claimed again');
+select pgqueue.cancel(id) from pgqueue.job where payload = '"urgent"';
+select is(pg_temp.fail('one', 'urgent', null), 'cancelled', 'a running job of the group is cancelled');
+select is(pg_temp.claimed('one', 10), 'a3', 'and the next can be claimed');
+select pg_temp.expire('one');
+select is(pg_temp.claimed('one', 10), 'a3 b4', 'jobs whose lease expired are claimed again, no others of their groups');
+select pg_temp.complete('one', 'a3');
+select is(pg_temp.claimed('one', 10), 'a6', 'in the order in which they were enqueued');
+delete from pgqueue.job where payload = '"b4"';
+select is(pg_temp.claimed('one', 10), 'b5', 'a job that was deleted by hand holds no place');
+
+select pgqueue.configure('two', group_limit => 2);
+select pg_temp.fill('two', array['a', 'a', 'a', 'a', 'a', 'b']);
+select is(pg_temp.claimed('two', 10), 'a1 a2 b6', 'with a limit of 2 a claim takes two of a group');
+select pg_temp.complete('two', 'a1');
+select is(pg_temp.claimed('two', 10), 'a3', 'and one more for one that has completed');
+select pg_temp.complete('two', 'a2'), pg_temp.complete('two', 'a3');
+select is(pg_temp.claimed('two', 1) || ' ' || pg_temp.claimed('two', 1), 'a4 a5', 'claims of one fill a group up to its limit');
+
+-- Retries
+select pgqueue.configure('skip', group_limit => 1);
+select pg_temp.fill('skip', array['a', 'a']);
+select is(pg_temp.claimed('skip', 10), 'a1', 'the first job of a group is claimed');
+select is(pg_temp.fail('skip', 'a1', '1 hour'), 'retry', 'and fails');
+select is(pg_temp.claimed('skip', 10), 'a2', 'while it waits for its retry the next one runs');
+
+select pgqueue.configure('block', group_limit => 1, group_on_retry => 'block');
+select pg_temp.fill('block', array['a', 'a', 'b']);
+select is(pg_temp.claimed('block', 10), 'a1 b3', 'the first job of each group is claimed');
+select is(pg_temp.fail('block', 'a1', '1 hour'), 'retry', 'and one fails');
+select is(pg_temp.claimed('block', 10), '', 'in strict order no other of its group runs before its retry');
+select pgqueue.run_now(id) from pgqueue.job where queue = 'block' and payload = '"a1"';
+select is(pg_temp.claimed('block', 10), 'a1', 'the retry runs');
+select is(
+    (select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.job
+     where queue = 'block' and payload = '"a1"'),
+    'dead', 'and dies'
+);
+select is(pg_temp.claimed('block', 10), 'a2', 'a dead head does not jam its group');
+select is(pg_temp.fail('block', 'a2', '1 hour'), 'retry', 'the next one fails');
+select pgqueue.enqueue('block', '"a4"', group_key => 'a');
+select is(pg_temp.claimed('block', 10), '', 'and blocks its group');
+select pgqueue.cancel(id) from pgqueue.job where queue = 'block' and payload = '"a2"';
+select is(pg_temp.claimed('block', 10), 'a4', 'until it is cancelled');
+
+-- Settings
+select pgqueue.configure('own', group_limit => 1);
+select pgqueue.configure('own', group_key => 'big', group_limit => 3);
+select pg_temp.fill('own', array['a', 'a', 'big', 'big', 'big', 'big']);
+select is(pg_temp.claimed('own', 10), 'a1 big3 big4 big5', 'a limit of one group overrules that of the queue');
+select pgqueue.configure('own', group_key => 'big', group_limit => 4);
+select is(pg_temp.claimed('own', 10), 'big6', 'a limit that is raised holds at once');
+
+select pg_temp.fill('late', array['a', 'a', 'a', 'a']);
+select is(pg_temp.claimed('late', 2), 'a1 a2', 'without a limit two of a group run');
+select pgqueue.configure('late', group_limit => 1);
+select is(pg_temp.claimed('late', 10), '', 'a limit counts the jobs that run already');
+select pg_temp.complete('late', 'a1');
+select is(pg_temp.claimed('late', 10), '', 'and all of them');
+select pg_temp.complete('late', 'a2');
+select is(pg_temp.claimed('late', 10), 'a3', 'until they have ended');
+
+select * from finish();
+rollback;
