@@ -137,7 +137,7 @@ comment on function pgqueue._count_running(text, text) is
 beyond it.';
 
 create or replace function pgqueue._slots(queue text, group_key text)
-    returns table (place int, copies bigint, holder bigint, holder_run_at timestamptz, is_running boolean)
+    returns table (place int, slot tid, holder bigint, holder_run_at timestamptz, is_running boolean)
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
@@ -148,7 +148,7 @@ create or replace function pgqueue._slots(queue text, group_key text)
 as $$
 begin
     return query
-    select s.place, count(*), max(j.id), max(j.run_at), coalesce(bool_or(j.lease_expires_at is not null), false)
+    select s.place, min(s.ctid), max(j.id), max(j.run_at), coalesce(bool_or(j.lease_expires_at is not null), false)
     from pgqueue.slot as s
     left join pgqueue.job as j on j.id = s.job_id and j.slot = s.place
     where hashtext(s.queue) = hashtext(_slots.queue)
@@ -159,7 +159,7 @@ end;
 $$;
 
 comment on function pgqueue._slots(text, text) is
-'The slots of a group: how many copies there are of each, and which job holds it.';
+'The slots of a group, one copy of each, and which job holds it.';
 
 create or replace function pgqueue._lock_slot(queue text, group_key text, place int)
     returns boolean
@@ -197,7 +197,7 @@ comment on function pgqueue._lock_slot(text, text, int) is
 'Locks a slot, all copies of it; false where somebody else has one of them, null
 where there is none.';
 
-create or replace function pgqueue._first_job(queue text, group_key text, moment timestamptz, is_parked boolean)
+create or replace function pgqueue._first_job(queue text, group_key text, moment timestamptz)
     returns pgqueue.job
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -218,7 +218,6 @@ begin
             and j.priority < lowest
             and j.queue = _first_job.queue and j.group_key = _first_job.group_key
             and j.lease_expires_at is null and j.slot is null
-            and (not is_parked or j.turn = 'infinity')
         order by j.priority desc, j.run_at, j.id
         limit 1
         for update skip locked;
@@ -230,12 +229,12 @@ begin
 end;
 $$;
 
-comment on function pgqueue._first_job(text, text, timestamptz, boolean) is
-'Locks the first due job of a group that waits, by priority, run_at and id, or
-the first that is parked.';
+comment on function pgqueue._first_job(text, text, timestamptz) is
+'Locks the first due job of a group that waits, by priority, run_at and id.';
 
 create or replace function pgqueue._job_to_run(
-    queue text, group_key text, group_limit int, moment timestamptz, out place int, out job pgqueue.job
+    queue text, group_key text, group_limit int, moment timestamptz,
+    out place int, out slot tid, out job pgqueue.job
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -257,12 +256,12 @@ begin
     loop
         continue when pgqueue._lock_slot(queue, group_key, free.place) is not true;
         -- Now that nobody else can take it.
-        select s.place, s.holder into place, free.holder
+        select s.place, s.slot, s.holder into place, slot, free.holder
         from pgqueue._slots(queue, group_key) as s
         where s.place = free.place and not s.is_running and (s.holder_run_at > moment) is not true;
         continue when not found;
         if free.holder is null then
-            job := pgqueue._first_job(queue, group_key, moment, false);
+            job := pgqueue._first_job(queue, group_key, moment);
         else
             -- It waited for its retry, and kept its slot.
             select j.* into job
@@ -278,12 +277,16 @@ $$;
 comment on function pgqueue._job_to_run(text, text, int, timestamptz) is
 'Locks a free slot of a group, if there is one, and the job that is to run in it.';
 
-create or replace function pgqueue._park_job(queue text, group_key text, group_limit int, job_id bigint)
+create or replace function pgqueue._park_jobs(queue text, group_key text, group_limit int, priority int, ids bigint[])
     returns boolean
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
     set enable_seqscan = off
+    set enable_sort = off
     set enable_indexscan = on
+    set enable_tidscan = on
 as $$
 begin
     if pgqueue._lock_slot(queue, group_key, 1) is not true
@@ -291,66 +294,231 @@ begin
     then
         return false;
     end if;
-    update pgqueue.job as j set turn = 'infinity' where j.id = job_id and j.lease_expires_at is null;
+    -- With those that would be met next.
+    update pgqueue.job as j
+    set turn = 'infinity'
+    where j.ctid = any (
+        array(select t.ctid from pgqueue.job as t where t.id = any (ids) and t.lease_expires_at is null)
+        || array(
+            select t.ctid
+            from pgqueue.job as t
+            where hashtext(t.queue) = hashtext(_park_jobs.queue)
+                and hashtext(t.group_key) = hashtext(_park_jobs.group_key)
+                and t.priority = _park_jobs.priority and t.turn < '1900-01-01 00:00 UTC'
+                and t.queue = _park_jobs.queue and t.group_key = _park_jobs.group_key
+                and t.lease_expires_at is null and t.slot is null
+            order by t.turn
+            limit 20
+            for update skip locked
+        )
+    );
     return true;
 end;
 $$;
 
-comment on function pgqueue._park_job(text, text, int, bigint) is
-'Takes a locked job of a full group out of its lane; false where it is not
-certain that the group is full.';
+comment on function pgqueue._park_jobs(text, text, int, int, bigint[]) is
+'Takes locked jobs of a full group, and some more, out of their lane; false
+where it is not certain that the group is full.';
+
+create or replace function pgqueue._limits(queue text, group_keys text[])
+    returns int[]
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_indexscan = on
+as $$
+declare
+    shared int := (pgqueue._settings(queue)).group_limit;
+begin
+    return array(
+        select case
+            when exists (
+                select from pgqueue.queue as q where q.name in (_limits.queue, '') and q.group_key = g.key
+            )
+                then (pgqueue._settings(queue, '', g.key)).group_limit
+            else shared
+        end
+        from unnest(group_keys) with ordinality as g (key, nth)
+        order by g.nth
+    );
+end;
+$$;
+
+comment on function pgqueue._limits(text, text[]) is 'The limit of each of some groups; null for none.';
+
+create or replace function pgqueue._hold(slots tid[], ids bigint[], places int[], turns timestamptz[])
+    returns tid[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+declare
+    held tid[];
+begin
+    update pgqueue.slot as s
+    set job_id = h.id
+    from unnest(slots, ids) as h (slot, id)
+    where s.ctid = h.slot and s.job_id is distinct from h.id;
+    with leased as (
+        update pgqueue.job as j
+        -- Until claim() gives it its lease.
+        set lease_expires_at = 'infinity',
+            slot = h.place,
+            turn = case when j.turn = 'infinity' then h.turn else j.turn end
+        from unnest(ids, places, turns) as h (id, place, turn)
+        where j.id = h.id and j.lease_expires_at is null
+        returning j.ctid as tid
+    )
+    select array_agg(l.tid) into held from leased as l;
+    return coalesce(held, '{}');
+end;
+$$;
+
+comment on function pgqueue._hold(tid[], bigint[], int[], timestamptz[]) is
+'Marks locked jobs as those that a claim takes, in their slots; returns where
+they are now.';
+
+create or replace function pgqueue._admit_each(
+    queue text, kinds text[], ids bigint[], keys text[], limits int[], moment timestamptz,
+    inout barred text[], out jobs tid[]
+)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+declare
+    met record;
+    next record;
+    admitted int;
+begin
+    for met in
+        select
+            j.group_key, l.most, min(j.priority) as priority, min(j.turn) as turn,
+            array_agg(j.id) as ids
+        from pgqueue.job as j
+        join unnest(keys, limits) as l (key, most) on l.key = j.group_key
+        where j.id = any (_admit_each.ids)
+        group by j.group_key, l.most
+    loop
+        admitted := 0;
+        loop
+            next := pgqueue._job_to_run(queue, met.group_key, met.most, moment);
+            exit when next.place is null;
+            if (next.job).id is null or (next.job).kind <> all (kinds) then
+                barred := barred || met.group_key;
+                exit;
+            end if;
+            jobs := jobs || pgqueue._hold(
+                array[next.slot], array[(next.job).id], array[next.place], array[met.turn]
+            );
+            admitted := admitted + 1;
+            exit when admitted = cardinality(met.ids);
+        end loop;
+        if next.place is null
+            and not pgqueue._park_jobs(queue, met.group_key, met.most, met.priority, met.ids)
+        then
+            perform pgqueue._make_slots(queue, array[met.group_key]);
+            barred := barred || met.group_key;
+        end if;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._admit_each(text, text[], bigint[], text[], int[], timestamptz, text[]) is
+'_admit for groups that are full, or nearly: one after the other.';
 
 create or replace function pgqueue._admit(
     queue text, kinds text[], picks tid[], moment timestamptz, inout barred text[], out jobs tid[]
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
     set enable_seqscan = off
     set enable_indexscan = on
     set enable_tidscan = on
     set enable_nestloop = on
 as $$
 declare
-    ticket record;
-    next record;
-    admitted tid;
+    met record;
+    limits int[];
+    free record;
+    heads record;
+    rest record;
+    more record;
 begin
-    jobs := '{}';
-    for ticket in
-        select j.id, j.turn, j.group_key, j.kind, s.group_limit
-        from unnest(picks) with ordinality as p (tid, nth)
-        join pgqueue.job as j on j.ctid = p.tid
-        cross join lateral pgqueue._settings(_admit.queue, j.kind, j.group_key) as s
-        order by p.nth
-    loop
-        continue when ticket.group_key = any (barred);
-        next := null;
-        if ticket.group_limit is not null then
-            next := pgqueue._job_to_run(queue, ticket.group_key, ticket.group_limit, moment);
-            if next.place is null then
-                if not pgqueue._park_job(queue, ticket.group_key, ticket.group_limit, ticket.id) then
-                    perform pgqueue._make_slots(queue, array[ticket.group_key]);
-                    barred := barred || ticket.group_key;
-                end if;
-                continue;
-            elsif (next.job).id is null or (next.job).kind <> all (kinds) then
-                barred := barred || ticket.group_key;
-                continue;
-            end if;
-            update pgqueue.slot as s
-            set job_id = (next.job).id
-            where hashtext(s.queue) = hashtext(_admit.queue)
-                and hashtext(s.group_key) = hashtext(ticket.group_key)
-                and s.queue = _admit.queue and s.group_key = ticket.group_key and s.place = next.place;
-        end if;
-        update pgqueue.job as j
-        set lease_expires_at = 'infinity',
-            slot = next.place,
-            turn = case when j.turn = 'infinity' then ticket.turn else j.turn end
-        where j.id = coalesce((next.job).id, ticket.id) and j.lease_expires_at is null
-        returning j.ctid into admitted;
-        jobs := jobs || admitted;
-    end loop;
+    select array_agg(g.key) as keys, array_agg(g.turn) as turns
+    into met
+    from (
+        select j.group_key as key, min(j.turn) as turn
+        from pgqueue.job as j
+        where j.ctid = any (picks)
+        group by j.group_key
+    ) as g;
+    limits := pgqueue._limits(queue, met.keys);
+    -- A slot for each group, locked, and then, when nobody else can take it any more, the job that is
+    -- to have it. What is not plain is left to _admit_each.
+    select array_agg(g.key) as keys, array_agg(g.most) as limits, array_agg(g.turn) as turns,
+        array_agg(s.tid) as slots
+    into free
+    from unnest(met.keys, met.turns, limits) as g (key, turn, most)
+    cross join lateral (
+        select s.ctid as tid
+        from pgqueue.slot as s
+        where hashtext(s.queue) = hashtext(_admit.queue) and hashtext(s.group_key) = hashtext(g.key)
+            and s.queue = _admit.queue and s.group_key = g.key and s.place <= g.most
+            and not exists (select from pgqueue.job as h where h.id = s.job_id and h.slot = s.place)
+        limit 1
+        for update skip locked
+    ) as s;
+    select array_agg(f.slot) as slots, array_agg(s.place) as places, array_agg(n.id) as ids,
+        array_agg(f.turn) as turns
+    into heads
+    from unnest(free.keys, free.limits, free.turns, free.slots) as f (key, most, turn, slot)
+    join pgqueue.slot as s on s.ctid = f.slot
+    cross join lateral (
+        select j.id, j.run_at, j.kind
+        from pgqueue.job as j
+        where hashtext(j.queue) = hashtext(_admit.queue) and hashtext(j.group_key) = hashtext(f.key)
+            and j.queue = _admit.queue and j.group_key = f.key
+            and j.lease_expires_at is null and j.slot is null
+        order by j.priority desc, j.run_at, j.id
+        limit 1
+        for update skip locked
+    ) as n
+    where n.run_at <= moment and (kinds is null or n.kind = any (kinds))
+        and not exists (select from pgqueue.job as h where h.id = s.job_id and h.slot = s.place)
+        and not exists (
+            select
+            from pgqueue.slot as o
+            where hashtext(o.queue) = hashtext(_admit.queue) and hashtext(o.group_key) = hashtext(f.key)
+                and o.queue = _admit.queue and o.group_key = f.key
+                and (o.place = s.place and o.ctid <> s.ctid or o.place > f.most)
+        );
+    jobs := pgqueue._hold(heads.slots, heads.ids, heads.places, heads.turns);
+
+    select
+        array_agg(j.id) filter (where l.most is null) as unlimited,
+        array_agg(j.id) filter (where l.most is not null) as limited
+    into rest
+    from unnest(picks) with ordinality as p (tid, nth)
+    join pgqueue.job as j on j.ctid = p.tid and j.lease_expires_at is null
+    join unnest(met.keys, limits) as l (key, most) on l.key = j.group_key;
+    if rest.unlimited is not null then
+        jobs := jobs || pgqueue._hold(null, rest.unlimited, null, null);
+    end if;
+    if rest.limited is not null then
+        more := pgqueue._admit_each(queue, kinds, rest.limited, met.keys, limits, moment, barred);
+        jobs := jobs || more.jobs;
+        barred := more.barred;
+    end if;
 end;
 $$;
 
@@ -396,38 +564,79 @@ create or replace function pgqueue._recall(queues text[], group_keys text[])
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
     set enable_seqscan = off
+    set enable_sort = on
     set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
 as $$
 declare
-    freed record;
-    is_locked boolean;
-    job pgqueue.job;
+    locked tid[];
+    looked record;
+    back record;
 begin
-    for freed in
-        select distinct u.queue, u.group_key
-        from unnest(queues, group_keys) as u (queue, group_key)
-        where u.group_key is not null
+    locked := array(
+        select s.ctid
+        from (select distinct u.* from unnest(queues, group_keys) as u (queue, key)) as g
+        cross join lateral (
+            select s.ctid
+            from pgqueue.slot as s
+            where hashtext(s.queue) = hashtext(g.queue) and hashtext(s.group_key) = hashtext(g.key)
+                and s.queue = g.queue and s.group_key = g.key and s.place = 1
+            for update skip locked
+        ) as s
+    );
+    with freed as materialized (
+        select
+            u.queue, u.key, count(*) as ends,
+            (
+                select bool_and(s.ctid = any (locked))
+                from pgqueue.slot as s
+                where hashtext(s.queue) = hashtext(u.queue) and hashtext(s.group_key) = hashtext(u.key)
+                    and s.queue = u.queue and s.group_key = u.key and s.place = 1
+            ) as is_locked
+        from unnest(queues, group_keys) as u (queue, key)
+        group by u.queue, u.key
+    ), noted as (
+        insert into pgqueue.recall (queue, group_key)
+        select f.queue, f.key
+        from freed as f
+        cross join lateral generate_series(1, f.ends)
+        where not f.is_locked
+    )
+    select array_agg(p.tid) as tids, array_agg(f.queue) as queues, array_agg(p.priority) as priorities
+    into looked
+    from freed as f
+    cross join lateral (
+        select j.ctid as tid, j.priority
+        from pgqueue.job as j
+        where hashtext(j.queue) = hashtext(f.queue) and hashtext(j.group_key) = hashtext(f.key)
+            and j.queue = f.queue and j.group_key = f.key and j.turn = 'infinity'
+            and j.lease_expires_at is null
+        order by j.priority desc, j.run_at, j.id
+        limit f.ends
+        for update skip locked
+    ) as p
+    where f.is_locked;
+    for back in
+        select u.queue, u.priority, array_agg(u.tid) as tids
+        from unnest(looked.queues, looked.priorities, looked.tids) as u (queue, priority, tid)
+        group by u.queue, u.priority
     loop
-        is_locked := pgqueue._lock_slot(freed.queue, freed.group_key, 1);
-        if not is_locked then
-            insert into pgqueue.recall (queue, group_key) values (freed.queue, freed.group_key);
-        end if;
-        continue when is_locked is not true;
-        job := pgqueue._first_job(freed.queue, freed.group_key, clock_timestamp(), true);
-        continue when job.id is null;
         update pgqueue.job as j
-        set turn = pgqueue._turn(freed.queue, job.priority + 1000) + interval '100 microseconds'
-        where j.id = job.id;
-        perform pgqueue._list_lane(freed.queue, job.priority, true);
-        perform pgqueue._wake(freed.queue);
+        set turn = pgqueue._turn(back.queue, back.priority + 1000) + interval '100 microseconds'
+        where j.ctid = any (back.tids);
+        perform pgqueue._list_lane(back.queue, back.priority, true);
+        perform pgqueue._wake(back.queue);
     end loop;
 end;
 $$;
 
 comment on function pgqueue._recall(text[], text[]) is
-'For attempts that have ended: puts the first parked job of each of their groups
-back into its lane.';
+'For attempts that have ended, as many as a group is named: puts the first parked
+jobs of their groups back into their lanes.';
 
 create or replace function pgqueue._heed_recalls(queue text, moment timestamptz)
     returns void

@@ -141,6 +141,11 @@ on pgqueue.job (hashtext(queue), hashtext(group_key), priority desc, run_at, id)
 where group_key is not null;
 comment on index pgqueue.job_group_idx is 'Which is the first job of a group?';
 
+create index job_parked_idx
+on pgqueue.job (hashtext(queue), hashtext(group_key), priority desc, run_at, id)
+where turn = 'infinity';
+comment on index pgqueue.job_parked_idx is 'Which is the first job of a full group that left its lane?';
+
 create unique index job_unique_key_idx on pgqueue.job (queue, unique_key)
 where unique_key is not null;
 comment on index pgqueue.job_unique_key_idx is 'Does a job with this key wait or run?';
