@@ -384,7 +384,7 @@ comment on function pgqueue._hold(tid[], bigint[], int[], timestamptz[]) is
 they are now.';
 
 create or replace function pgqueue._admit_each(
-    queue text, kinds text[], ids bigint[], keys text[], limits int[], moment timestamptz,
+    queue text, kinds text[], ids bigint[], keys text[], limits int[], wanted int, moment timestamptz,
     inout barred text[], out jobs tid[]
 )
     language plpgsql
@@ -396,8 +396,8 @@ as $$
 declare
     met record;
     next record;
-    admitted int;
 begin
+    jobs := '{}';
     for met in
         select
             j.group_key, l.most, min(j.priority) as priority, min(j.turn) as turn,
@@ -407,8 +407,8 @@ begin
         where j.id = any (_admit_each.ids)
         group by j.group_key, l.most
     loop
-        admitted := 0;
-        loop
+        for ticket in 1 .. cardinality(met.ids) loop
+            exit when cardinality(jobs) = wanted;
             next := pgqueue._job_to_run(queue, met.group_key, met.most, moment);
             exit when next.place is null;
             if (next.job).id is null or (next.job).kind <> all (kinds) then
@@ -418,9 +418,8 @@ begin
             jobs := jobs || pgqueue._hold(
                 array[next.slot], array[(next.job).id], array[next.place], array[met.turn]
             );
-            admitted := admitted + 1;
-            exit when admitted = cardinality(met.ids);
         end loop;
+        exit when cardinality(jobs) = wanted;
         if next.place is null
             and not pgqueue._park_jobs(queue, met.group_key, met.most, met.priority, met.ids)
         then
@@ -431,7 +430,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._admit_each(text, text[], bigint[], text[], int[], timestamptz, text[]) is
+comment on function pgqueue._admit_each(text, text[], bigint[], text[], int[], int, timestamptz, text[]) is
 '_admit for groups that are full, or nearly: one after the other.';
 
 create or replace function pgqueue._admit(
@@ -515,7 +514,10 @@ begin
         jobs := jobs || pgqueue._hold(null, rest.unlimited, null, null);
     end if;
     if rest.limited is not null then
-        more := pgqueue._admit_each(queue, kinds, rest.limited, met.keys, limits, moment, barred);
+        more := pgqueue._admit_each(
+            queue, kinds, rest.limited, met.keys, limits,
+            cardinality(picks) - cardinality(jobs), moment, barred
+        );
         jobs := jobs || more.jobs;
         barred := more.barred;
     end if;
