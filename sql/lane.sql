@@ -87,7 +87,7 @@ create or replace function pgqueue._due_lanes(queue text, moment timestamptz)
     language sql
     set search_path = pg_catalog, pg_temp
 as $$
-    select coalesce(array_agg(l.priority + r.round order by l.priority desc), '{}')
+    select coalesce(array_agg(l.priority + r.round order by l.priority desc, random()), '{}')
     from pgqueue._live_lanes(_due_lanes.queue) as l
     cross join lateral unnest(
         case when l.first < '1900-01-01 00:00 UTC' then '{0,1000}'::int[] else '{0}'::int[] end
@@ -97,7 +97,8 @@ $$;
 
 comment on function pgqueue._due_lanes(text, timestamptz) is
 'The lanes of a queue, and their rounds, in which any job is due or runs,
-highest first.';
+highest first; by chance, a lane before its round or after it: so that jobs of
+groups, and others, have half of the claims each.';
 
 create or replace function pgqueue._note_lanes(queue text, lanes int[], moment timestamptz)
     returns void
@@ -165,14 +166,14 @@ begin
         where l.lane = 0 or (1::bigint << (abs(l.lane) - 1) % 50) & listed[
             case when l.lane > 50 then 2 when l.lane > 0 then 1 when l.lane >= -50 then 3 else 4 end
         ] > 0
-        order by l.lane desc
+        order by l.lane desc, random()
     );
 end;
 $$;
 
 comment on function pgqueue._noted_lanes(text, timestamptz) is
-'The listed lanes of a queue, always with lane 0, and their rounds, highest
-first; null where no list is valid.';
+'The listed lanes of a queue, always with lane 0, and their rounds, in the order
+of _due_lanes; null where no list is valid.';
 
 create or replace function pgqueue._list_lane(queue text, lane int, has_round boolean default false)
     returns void

@@ -695,3 +695,106 @@ end;
 $$;
 
 comment on function pgqueue._recall_for(tid[]) is '_recall, for some locked jobs.';
+
+create or replace function pgqueue._parked_groups(queue text, start int)
+    returns setof text
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+begin
+    return query
+    with recursive parked (hash, key) as (
+        values (start - 1::bigint, null::text)
+        union all
+        select n.*
+        from parked as p
+        cross join lateral (
+            select hashtext(j.group_key)::bigint, j.group_key
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_parked_groups.queue) and j.queue = _parked_groups.queue
+                and hashtext(j.group_key) > greatest(p.hash, -2147483648)::int and j.turn = 'infinity'
+            order by hashtext(j.queue), hashtext(j.group_key), j.priority desc, j.run_at, j.id
+            limit 1
+        ) as n
+    )
+    select p.key from parked as p limit 101;
+end;
+$$;
+
+comment on function pgqueue._parked_groups(text, int) is
+'A hundred groups in which jobs are parked, from one of this hash on; first null.';
+
+create or replace function pgqueue._mend_groups(queue text)
+    returns boolean
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    keys text[] := array(
+        select g.key from pgqueue._parked_groups(queue, -2147483648) as g (key) where g.key is not null
+        union
+        select g.key
+        from pgqueue._parked_groups(queue, ((random() - 0.5) * 4294967295)::int) as g (key)
+        where g.key is not null
+    );
+    free text[] := array(
+        select g.key
+        from unnest(keys, pgqueue._limits(queue, keys)) as g (key, most)
+        where (
+            select count(*) from pgqueue._slots(_mend_groups.queue, g.key) as s where s.holder is not null
+        ) < coalesce(g.most, 1)
+    );
+begin
+    if free = '{}' then
+        return false;
+    end if;
+    perform pgqueue._recall(array_fill(queue, array[cardinality(free)]), free);
+    return true;
+end;
+$$;
+
+comment on function pgqueue._mend_groups(text) is
+'Before a claim says that there is nothing: looks at a hundred or two of the
+groups in which jobs are parked, whether one is not full, as when rows were
+changed by hand; says whether it was so.';
+
+create or replace function pgqueue._drop_slots()
+    returns bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
+as $$
+declare
+    dropped bigint;
+begin
+    delete from pgqueue.slot as s
+    where s.ctid = any (array(
+        select i.ctid
+        from pgqueue.slot as i
+        where not exists (
+            select
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(i.queue) and hashtext(j.group_key) = hashtext(i.group_key)
+                and j.queue = i.queue and j.group_key = i.group_key
+        )
+        limit 10000
+        for update skip locked
+    ));
+    get diagnostics dropped = row_count;
+    return dropped;
+end;
+$$;
+
+comment on function pgqueue._drop_slots() is
+'Drops up to 10,000 slots of groups that have no job any more; returns how many.';

@@ -174,12 +174,15 @@ begin
     task := 'forget runs';
     done := pgqueue._forget_runs();
     return next;
+    task := 'drop slots';
+    done := pgqueue._drop_slots();
+    return next;
 end;
 $$;
 
 comment on function pgqueue.maintain() is
 'Everything that must happen from time to time: recovers up to 1000 expired
-leases (done: jobs), and empties the tables of run whose days are over (done:
-tables). Call it every minute or so, from a worker, cron or psql; any number
-may run at once.
+leases (done: jobs), empties the tables of run whose days are over (done:
+tables), and drops the slots of groups that have no job (done: slots). Call it
+every minute or so, from a worker, cron or psql; any number may run at once.
 Raises 25001 outside READ COMMITTED.';

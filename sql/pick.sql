@@ -255,6 +255,7 @@ declare
     live int[];
     lane int;
     is_whole boolean := false;
+    is_mended boolean := false;
     picks tid[] := '{}'::tid[];
 begin
     if noted is null then
@@ -273,7 +274,12 @@ begin
             end if;
             exit when cardinality(picks) = max_jobs;
         end loop;
-        exit when picks <> '{}' or is_whole;
+        exit when picks <> '{}' or is_mended;
+        if is_whole then
+            exit when pg_relation_size('pgqueue.slot') = 0 or not pgqueue._mend_groups(queue);
+            is_mended := true;
+            live := null;
+        end if;
         live := coalesce(live, pgqueue._due_lanes(queue, moment));
         noted := null;
         is_whole := true;

@@ -135,7 +135,8 @@ begin
             limit 1
             for update skip locked;
             if found then
-                return interval '0';
+                -- Its group may be full.
+                return case when pgqueue._has_limits(queue) then interval '100 milliseconds' else interval '0' end;
             end if;
             select
                 min(j.lease_expires_at) filter (where j.lease_expires_at > moment),

@@ -37,7 +37,7 @@ select is(
 -- The ring of runs
 
 select results_eq(
-    'select task from pgqueue.maintain()', $$ values ('reap'), ('forget runs') $$,
+    'select task from pgqueue.maintain()', $$ values ('reap'), ('forget runs'), ('drop slots') $$,
     'maintain returns a row for each of its tasks'
 );
 truncate pgqueue.run;
