@@ -1,0 +1,129 @@
+-- Groups are served one after the other, whatever waits in each. What that costs is in test_plans.py.
+begin;
+set local client_min_messages = warning;
+create extension if not exists pgtap;
+create extension if not exists pgqueue;
+select no_plan();
+
+-- One job for each letter, in the group of that name; a dot is a job without a group.
+create function pg_temp.fill(queue text, groups text, priority int default null, run_at timestamptz default null)
+    returns bigint
+    language sql
+as $$
+    select count(*) from pgqueue.enqueue_many(
+        $1, array_fill('{}'::jsonb, array[length($2)]), priority => $3, run_at => $4,
+        group_keys => (select array_agg(nullif(g, '.') order by n)
+                       from regexp_split_to_table($2, '') with ordinality as l (g, n))
+    )
+$$;
+-- The groups of the claimed jobs, in alphabetical order.
+create function pg_temp.claimed(queue text, jobs int) returns text
+    language sql
+as $$
+    select coalesce(string_agg(coalesce(c.group_key, '.'), '' order by c.group_key nulls last), '')
+    from pgqueue.claim($1, 'w', $2) as c
+$$;
+create function pg_temp.expire() returns void
+    language sql
+as $$ update pgqueue.job set lease_expires_at = now() - interval '1 second' where lease_expires_at is not null $$;
+
+select pg_temp.fill('fair', repeat('a', 1000) || repeat('b', 3) || repeat('c', 2) || 'd');
+select is(pg_temp.claimed('fair', 4), 'abcd', 'a claim takes one job of each group before a second of any');
+select is(pg_temp.claimed('fair', 3), 'abc', 'the next claim takes the next of each group that has one');
+select is(pg_temp.claimed('fair', 1) || pg_temp.claimed('fair', 1), 'ab', 'claims of one go round as well');
+select is(pg_temp.claimed('fair', 100), repeat('a', 100), 'the last group that has jobs is given all that a claim wants');
+
+select pg_temp.fill('pairs', repeat('a', 5) || repeat('b', 5) || repeat('c', 2));
+select is(pg_temp.claimed('pairs', 6), 'aabbcc', 'a claim of more jobs than groups takes as many of each');
+select is(pg_temp.claimed('pairs', 100), 'aaabbb', 'and a claim of more than there are takes them all');
+select is(pg_temp.claimed('pairs', 1), '', 'a claim from a queue whose groups are served finds none');
+
+select pg_temp.fill('idle', repeat('a', 1000));
+select pg_temp.claimed('idle', 500);
+select pg_temp.fill('idle', 'bb');
+select is(pg_temp.claimed('idle', 5), 'aaabb', 'a group that comes later has a turn after every one of the others');
+select pg_temp.fill('trickle', repeat('a', 100) || 'b');
+select is(
+    (select string_agg(pg_temp.claimed('trickle', 1) || left(pg_temp.fill('trickle', 'b')::text, 0), '') from generate_series(1, 10)),
+    'ababababab', 'a group that adds a job whenever one is served has no more turns than the others'
+);
+
+-- Beside jobs without a group
+select pg_temp.fill('mixed', repeat('a', 200) || repeat('.', 200));
+select ok(
+    (select count(*) filter (where c.group_key is null) between 20 and 80
+     from generate_series(1, 100) as n, pgqueue.claim('mixed', 'w', 1 + 0 * n) as c),
+    'of 100 claims about half are given jobs without a group'
+);
+select pg_temp.fill('mixed few', 'ab..');
+select is(pg_temp.claimed('mixed few', 10), 'ab..', 'a claim that wants all takes jobs with and without a group');
+
+-- Priorities
+select pg_temp.fill('urgent', 'aaab');
+select pg_temp.fill('urgent', 'bc', 5);
+select is(pg_temp.claimed('urgent', 2), 'bc', 'groups with jobs of a higher priority come first');
+select is(pg_temp.claimed('urgent', 2), 'ab', 'and go on with the others after them');
+
+-- Whatever makes a job claimable
+select pgqueue.enqueue('later', group_key => 'g', run_at => now() + interval '1 hour') as id \gset
+select is(pg_temp.claimed('later', 1), '', 'a group whose job is scheduled is not served');
+select pgqueue.run_now(:id);
+select is(pg_temp.claimed('later', 1), 'g', 'run_now lets the group be served at once');
+select token from pgqueue.job where id = :id \gset
+select pgqueue.release(array[:id], array[:token]);
+select is(pg_temp.claimed('later', 1), 'g', 'a released job is served again');
+select token from pgqueue.job where id = :id \gset
+select is(pgqueue.fail(:id, :token, 'e', retry_in => '0'), 'retry', 'the job of a group fails');
+select is(pg_temp.claimed('later', 1), 'g', 'a retry is served');
+select token from pgqueue.job where id = :id \gset
+select is(pgqueue.fail(:id, :token, 'e', permanent => true), 'dead', 'the job of a group dies');
+select is(pgqueue.redrive_job(:id), :id::bigint, 'and is redriven');
+select is(pg_temp.claimed('later', 1), 'g', 'a redriven job is served');
+select pg_temp.expire();
+select is(pg_temp.claimed('later', 1), 'g', 'a job whose lease expired is served again');
+
+select pgqueue.enqueue('changed', group_key => 'g', unique_key => 'k', run_at => now() + interval '1 hour') as id \gset
+select pgqueue.reprioritize(:id, 7);
+select pgqueue.run_now(:id);
+select is(
+    (select priority from pgqueue.claim('changed', 'w')), 7, 'a job of a group is served at its new priority'
+);
+select pgqueue.enqueue('replaced', group_key => 'g', unique_key => 'k', run_at => now() + interval '1 hour');
+select pgqueue.enqueue('replaced', group_key => 'g', unique_key => 'k', on_duplicate => 'replace', priority => 3);
+select is(pg_temp.claimed('replaced', 1), 'g', 'a replaced job is served at once');
+
+select pg_temp.fill('cancelled', 'ab');
+select pgqueue.cancel(id) from pgqueue.job where queue = 'cancelled' and group_key = 'a';
+select is(pg_temp.claimed('cancelled', 2), 'b', 'a group whose only job was cancelled is passed over');
+
+-- Scheduled jobs that come due
+select pg_temp.fill('due', repeat('a', 200), run_at => now() + interval '1 hour');
+select pg_temp.fill('due', 'bbb', run_at => now() + interval '1 hour');
+update pgqueue.job set run_at = run_at - interval '1 hour' where queue = 'due';
+select is(pg_temp.claimed('due', 50), repeat('a', 47) || 'bbb', 'jobs that have come due together are served by turns');
+
+-- Tables that were changed by hand
+insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload, group_key)
+select now() - interval '1 minute', now(), 0, 20, 'by hand', 'k', '{}', g
+from unnest(array['a', 'b', 'b']) as g;
+select is(pg_temp.claimed('by hand', 10), 'abb', 'jobs that were inserted by hand are served');
+
+-- What else reads the lanes
+select pg_temp.fill('rest', 'ab', run_at => now() + interval '1 hour');
+select ok(
+    pgqueue.rest(array['rest']) between interval '59 minutes' and interval '1 hour',
+    'rest says when the first job of a group is due'
+);
+select pg_temp.fill('rest', 'c');
+select is(pgqueue.rest(array['rest']), interval '0', 'rest says zero when the job of a group is due');
+select count(*) from pgqueue.claim('rest', 'w', lease => '1 minute');
+select count(*) from pgqueue.claim('rest', 'w');
+select ok(
+    pgqueue.rest(array['rest']) between interval '50 seconds' and interval '1 minute',
+    'rest says when the lease of a job of a group ends'
+);
+select pg_temp.fill('purged', 'ab.');
+select is(pgqueue.purge('purged'), 3::bigint, 'purge drops jobs with and without a group');
+
+select * from finish();
+rollback;
