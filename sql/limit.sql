@@ -9,9 +9,9 @@
 --
 -- The job that a claim meets in the round is a ticket: the first job of its group, by priority, run_at
 -- and id, gets the slot. Where the group is full the ticket is parked, out of the lane, and the end of
--- an attempt puts a parked one back. Both have the first slot of the group locked, and look after
--- that: so either the claim sees that the attempt has ended, or the end sees the parked job. An end
--- that cannot have the lock at once leaves a note, a row in recall, for the next claim.
+-- an attempt puts a parked one back. Both have the gate of the group locked, the row with place 0, and
+-- look after that: so either the claim sees that the attempt has ended, or the end sees the parked
+-- job. An end that cannot have the lock at once leaves a note, a row in recall, for the next claim.
 
 create or replace function pgqueue._has_limits(queue text)
     returns boolean
@@ -46,7 +46,7 @@ begin
     from (select distinct u.key from unnest(group_keys) as u (key) where u.key is not null) as g
     cross join lateral pgqueue._settings(_make_slots.queue, '', g.key) as settings
     cross join lateral (
-        select coalesce(max(s.place), 0) as places
+        select coalesce(max(s.place), -1) as places
         from pgqueue.slot as s
         where hashtext(s.queue) = hashtext(_make_slots.queue)
             and hashtext(s.group_key) = hashtext(g.key)
@@ -91,9 +91,7 @@ begin
         from pgqueue.slot as s
         where hashtext(s.queue) = hashtext(known.queue) and hashtext(s.group_key) = hashtext(known.group_key)
             and s.queue = known.queue and s.group_key = known.group_key;
-        if places = 0 then
-            perform pgqueue._count_running(known.queue, known.group_key);
-        end if;
+        perform pgqueue._count_running(known.queue, known.group_key, places);
         perform pgqueue._make_slots(known.queue, array[known.group_key]);
         insert into pgqueue.recall (queue, group_key)
         select known.queue, known.group_key from generate_series(places + 1, group_limit);
@@ -105,7 +103,7 @@ comment on function pgqueue._apply_limit(text, text) is
 'After a change of limits: gives groups the slots that they lack, and lets
 claims look at what is parked.';
 
-create or replace function pgqueue._count_running(queue text, group_key text)
+create or replace function pgqueue._count_running(queue text, group_key text, places int)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -113,14 +111,14 @@ create or replace function pgqueue._count_running(queue text, group_key text)
 as $$
 begin
     with running as (
-        select j.id, row_number() over (order by j.id) as place
+        select j.id, places + row_number() over (order by j.id) as place
         from (
             select j.id
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_count_running.queue)
                 and hashtext(j.group_key) = hashtext(_count_running.group_key)
                 and j.queue = _count_running.queue and j.group_key = _count_running.group_key
-                and j.lease_expires_at is not null
+                and j.lease_expires_at is not null and j.slot is null
             order by j.id
             for update
         ) as j
@@ -128,13 +126,15 @@ begin
         update pgqueue.job as j set slot = r.place from running as r where j.id = r.id
     )
     insert into pgqueue.slot (place, job_id, queue, group_key)
+    select 0, null, _count_running.queue, _count_running.group_key where places = 0
+    union all
     select r.place, r.id, _count_running.queue, _count_running.group_key from running as r;
 end;
 $$;
 
-comment on function pgqueue._count_running(text, text) is
-'Gives slots to the jobs of a group that run from before it had a limit, also
-beyond it.';
+comment on function pgqueue._count_running(text, text, int) is
+'Gives slots to the jobs of a group that run from before it had a limit, more
+than those that it has, and also beyond the limit.';
 
 create or replace function pgqueue._slots(queue text, group_key text)
     returns table (place int, slot tid, holder bigint, holder_run_at timestamptz, is_running boolean)
@@ -153,7 +153,7 @@ begin
     left join pgqueue.job as j on j.id = s.job_id and j.slot = s.place
     where hashtext(s.queue) = hashtext(_slots.queue)
         and hashtext(s.group_key) = hashtext(_slots.group_key)
-        and s.queue = _slots.queue and s.group_key = _slots.group_key
+        and s.queue = _slots.queue and s.group_key = _slots.group_key and s.place > 0
     group by s.place;
 end;
 $$;
@@ -289,7 +289,7 @@ create or replace function pgqueue._park_jobs(queue text, group_key text, group_
     set enable_tidscan = on
 as $$
 begin
-    if pgqueue._lock_slot(queue, group_key, 1) is not true
+    if pgqueue._lock_slot(queue, group_key, 0) is not true
         or (select count(*) from pgqueue._slots(queue, group_key) as s where s.holder is not null) < group_limit
     then
         return false;
@@ -472,7 +472,7 @@ begin
         select s.ctid as tid
         from pgqueue.slot as s
         where hashtext(s.queue) = hashtext(_admit.queue) and hashtext(s.group_key) = hashtext(g.key)
-            and s.queue = _admit.queue and s.group_key = g.key and s.place <= g.most
+            and s.queue = _admit.queue and s.group_key = g.key and s.place between 1 and g.most
             and not exists (select from pgqueue.job as h where h.id = s.job_id and h.slot = s.place)
         limit 1
         for update skip locked
@@ -499,7 +499,12 @@ begin
             from pgqueue.slot as o
             where hashtext(o.queue) = hashtext(_admit.queue) and hashtext(o.group_key) = hashtext(f.key)
                 and o.queue = _admit.queue and o.group_key = f.key
-                and (o.place = s.place and o.ctid <> s.ctid or o.place > f.most)
+                and (
+                    o.place = s.place and o.ctid <> s.ctid
+                    -- Those that run beyond a limit that was lowered end first.
+                    or o.place > f.most
+                        and exists (select from pgqueue.job as h where h.id = o.job_id and h.slot = o.place)
+                )
         );
     jobs := pgqueue._hold(heads.slots, heads.ids, heads.places, heads.turns);
 
@@ -586,7 +591,7 @@ begin
             select s.ctid
             from pgqueue.slot as s
             where hashtext(s.queue) = hashtext(g.queue) and hashtext(s.group_key) = hashtext(g.key)
-                and s.queue = g.queue and s.group_key = g.key and s.place = 1
+                and s.queue = g.queue and s.group_key = g.key and s.place = 0
             for update skip locked
         ) as s
     );
@@ -597,7 +602,7 @@ begin
                 select bool_and(s.ctid = any (locked))
                 from pgqueue.slot as s
                 where hashtext(s.queue) = hashtext(u.queue) and hashtext(s.group_key) = hashtext(u.key)
-                    and s.queue = u.queue and s.group_key = u.key and s.place = 1
+                    and s.queue = u.queue and s.group_key = u.key and s.place = 0
             ) as is_locked
         from unnest(queues, group_keys) as u (queue, key)
         group by u.queue, u.key

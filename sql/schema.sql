@@ -154,7 +154,7 @@ create sequence pgqueue.token_seq;
 comment on sequence pgqueue.token_seq is
 'Lease tokens. Never set it back: a repeated token would let a lost worker in.';
 
--- Places of a group that has a limit. A slot is held by its job as long as the job says so, too.
+-- A slot is held by its job as long as the job says so, too.
 create table pgqueue.slot (
     place int not null,
     job_id bigint,
@@ -171,7 +171,9 @@ create table pgqueue.slot (
 alter table pgqueue.slot replica identity full;
 comment on table pgqueue.slot is
 'How many jobs of a group may run at once: one row for each.';
-comment on column pgqueue.slot.place is 'Which slot of the group it is, from 1.';
+comment on column pgqueue.slot.place is
+'Which slot of the group it is, from 1; 0: its gate, which is locked to park and
+to recall jobs.';
 comment on column pgqueue.slot.job_id is 'The job that took it last.';
 comment on column pgqueue.slot.queue is 'The queue.';
 comment on column pgqueue.slot.group_key is 'The group.';
@@ -185,7 +187,7 @@ create table pgqueue.recall (
 );
 alter table pgqueue.recall replica identity full;
 comment on table pgqueue.recall is
-'Groups in which an attempt has ended while a claim had their first slot locked:
+'Groups in which an attempt has ended while a claim had their gate locked:
 the next claim looks for a parked job.';
 comment on column pgqueue.recall.queue is 'The queue.';
 comment on column pgqueue.recall.group_key is 'The group.';

@@ -97,6 +97,72 @@ def test_half_a_million_dead_rows_under_a_held_snapshot_are_not_walked_by_every_
     assert one(db, "select count(*) from pgqueue.job where token is not null") == 600
 
 
+# Groups
+
+
+def fill_groups(
+    db: psycopg.Connection, groups: int, each: int, name: str = "g", run_at: str = ""
+):
+    """Enqueue jobs of many groups, one of each and then the next of each."""
+    one(
+        db,
+        "select count(*) from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[%(jobs)s]), "
+        "run_at => nullif(%(run_at)s, '')::timestamptz, "
+        "group_keys => array(select %(name)s || n %% %(groups)s from generate_series(1, %(jobs)s) as n))",
+        {"jobs": groups * each, "groups": groups, "name": name, "run_at": run_at},
+    )
+
+
+def test_a_tenant_with_half_a_million_jobs_holds_up_no_other_and_costs_a_claim_nothing(
+    db, usual
+):
+    fill_groups(db, 1, 500_000, "big")
+    fill_groups(db, 1000, 5, "small")
+    assert is_flat(counts := warmed(db), usual), (counts, usual)
+    # With 12 claims of 50 before: five rounds of 1,001, and a little more.
+    served = [
+        one(
+            db,
+            "select count(*) from pgqueue.claim('q', 'w', 500) where group_key like 'small%'",
+        )
+        for _ in range(10)
+    ]
+    assert sum(served) > 5000 - 12 * 50 - 10
+    assert one(db, "select count(*) from pgqueue.jobs where state = 'ready'") > 490_000
+    assert is_flat(counts := warmed(db), usual), (counts, usual)
+
+
+@pytest.mark.parametrize("batch", [1, 50])
+def test_a_claim_from_groups_costs_at_most_twice_what_it_costs_without(db, batch):
+    def median() -> int:
+        return sorted(buffers(db, batch) for _ in range(15))[7]
+
+    fill(db, 3000)
+    plain = median()
+    db.execute("truncate pgqueue.job")
+    fill_groups(db, 50_000, 2)
+    buffers(db, 50)
+    assert median() <= 2 * plain
+
+
+def test_groups_with_only_scheduled_jobs_cost_a_claim_nothing(db, usual):
+    fill_groups(db, 50_000, 1, "later", "2100-01-01")
+    fill_groups(db, 500, 2)
+    assert is_flat(counts := warmed(db), usual), (counts, usual)
+
+
+@pytest.mark.parametrize("groups", [1, 1000, 50_000])
+def test_finished_jobs_of_groups_under_a_held_snapshot_are_not_walked(
+    db, usual, held_snapshot, groups
+):
+    fill_groups(db, groups, 100_000 // groups)
+    for _ in range(10):
+        one(db, "select count(*) from pgqueue.claim('q', 'w', 10000)")
+    db.execute("delete from pgqueue.job")
+    fill_groups(db, 500, 2)
+    assert is_flat(counts := warmed(db), usual), (counts, usual)
+
+
 def test_a_claim_beside_two_thousand_queues_costs_no_more_than_beside_none(db, usual):
     db.execute(
         "insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload) "
