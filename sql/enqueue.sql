@@ -140,7 +140,7 @@ begin
     if pg_relation_size('pgqueue.queue') > 0 then
         settings := pgqueue._settings(queue);
         refused := pgqueue._refuse(pgqueue._check_payload(payload, settings.max_payload_bytes));
-        if group_key is not null then
+        if group_key is not null and pgqueue._has_limits(queue) then
             perform pgqueue._make_slots(queue, array[group_key]);
         end if;
     end if;
