@@ -418,6 +418,12 @@ begin
             jobs := jobs || pgqueue._hold(
                 array[next.slot], array[(next.job).id], array[next.place], array[met.turn]
             );
+            -- The copies are locked here, all of them.
+            delete from pgqueue.slot as s
+            where hashtext(s.queue) = hashtext(_admit_each.queue)
+                and hashtext(s.group_key) = hashtext(met.group_key)
+                and s.queue = _admit_each.queue and s.group_key = met.group_key
+                and s.place = next.place and s.job_id is distinct from (next.job).id;
         end loop;
         exit when cardinality(jobs) = wanted;
         if next.place is null

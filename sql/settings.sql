@@ -97,7 +97,7 @@ begin
         lease = coalesce(excluded.lease, q.lease),
         retry_base = coalesce(excluded.retry_base, q.retry_base),
         retry_cap = coalesce(excluded.retry_cap, q.retry_cap);
-    if configure.reset or configure.group_limit is not null then
+    if configure.group_limit is not null or configure.reset and pg_relation_size('pgqueue.slot') > 0 then
         perform pgqueue._apply_limit(configure.queue, configure.group_key);
     end if;
 end;
