@@ -117,7 +117,8 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("enqueue", help="add a job and print its id")
     command.add_argument("queue")
     command.add_argument("payload", nargs="?", help='JSON, such as \'{"to": "ada"}\'')
-    for name in "kind", "run-at", "unique-key", "on-duplicate", "group-key":
+    texts = ("kind", "run-at", "unique-key", "unique-for", "on-duplicate", "group-key")
+    for name in texts:
         command.add_argument(f"--{name}")
     for name in "priority", "max-attempts":
         command.add_argument(f"--{name}", type=integer)

@@ -209,6 +209,8 @@ CALLS = {
     "enqueue with options": "pgqueue.enqueue('deep', '1', 'rare', 5, null, 3, %(name)s, null, 'g', '{}')",
     "enqueue for later": "pgqueue.enqueue('deep', run_at => '2999-01-01 00:00 UTC')",
     "enqueue a duplicate": "pgqueue.enqueue('deep', '2', unique_key => %(key)s, on_duplicate => 'replace')",
+    "enqueue with a window": "pgqueue.enqueue('deep', unique_key => %(name)s || '!', unique_for => '1 hour')",
+    "enqueue within a window": "pgqueue.enqueue('deep', unique_key => 'once', unique_for => '1 hour')",
     "enqueue_many": "pgqueue.enqueue_many('deep', %(payloads)s)",
     "enqueue_many with keys": "pgqueue.enqueue_many('deep', %(payloads)s, "
     "unique_keys => %(keys)s, on_duplicate => 'postpone')",
@@ -288,7 +290,11 @@ select array[
             '|', d.id, d.queue, d.attempt, d.worker, d.error, d.payload, jsonb_array_length(d.errors)
         ), 0)) from pgqueue.dead_job as d
     ),
-    (select string_agg(q::text, ' ' order by q.name) from pgqueue.queue as q)
+    (select string_agg(q::text, ' ' order by q.name) from pgqueue.queue as q),
+    (
+        select string_agg(concat_ws('|', k.queue, k.unique_key, k.job_id), ' ' order by k.unique_key)
+        from pgqueue.recent_key as k
+    )
 ]
 """
 
