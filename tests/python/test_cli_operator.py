@@ -55,6 +55,7 @@ def test_enqueue_adds_a_job_and_prints_its_id(run, db) -> None:
         (["cancel", "one"], 2, "no whole number"),
         (["cancel", "1"], 1, "job 1 not found"),
         (["discard", "1"], 1, "dead job 1 not found"),
+        (["why", "1"], 1, "job 1 not found"),
         (["error", "1"], 1, "no such job"),
         (["--dsn", "nonsense", "status"], 2, "connection info string"),
         (["--dsn", "host=/nowhere", "status"], 1, "/nowhere"),
@@ -172,13 +173,14 @@ def test_no_control_character_of_a_job_reaches_the_terminal(run, db) -> None:
     job = pgqueue.enqueue(db, NASTY, {"x": NASTY}, kind=NASTY)
     db.execute("select id from pgqueue.claim(%s, %s)", (NASTY, NASTY))
     shown = [run("pgqueue", "top", "--times", "1", COLUMNS="200").stdout]
+    assert " leased to a" in run("pgqueue", "why", str(job)).stdout
     db.execute(
         "select pgqueue.fail(id, token, %s, permanent => true) from pgqueue.job",
         (NASTY,),
     )
     for args in (
         ["status"], ["dead"], ["error", str(job)], ["redrive", "--dry-run"],
-        ["pause", f"{NASTY}?"],
+        ["pause", f"{NASTY}?"], ["why", str(job)],
     ):  # fmt: skip
         done = run("pgqueue", *args, COLUMNS="200")
         assert done.returncode == 0, done.stderr

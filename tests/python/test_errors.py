@@ -138,6 +138,7 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', max_payload_bytes => 0",),
         ]
     },
+    "why": {"PQ001": [("1",), ("null",)]},
     "grant_access": {
         "22023": [("'postgres', 'boss'",), ("'postgres', null",)],
         "42704": [("'nobody at all', 'reader'",), ("null, 'reader'",)],

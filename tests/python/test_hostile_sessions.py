@@ -61,6 +61,7 @@ FILL = [
     select pgqueue.fail(id, token, case when id % 2 = 0 then 'TimeoutError: slow' else 'E' end, permanent => true)
     from generate_series(0, 3) as n cross join pgqueue.claim('grave ' || n, 'w', 1000)
     """,
+    "insert into pgqueue.recent_key values (0, '2999-01-01', 'deep', 'once')",
     # Runs that have been kept long enough: maintain forgets them.
     """
     update pgqueue.run set finished_at = finished_at - interval '10 days',
@@ -91,7 +92,7 @@ FILL = [
                     'make_interval', 'nextval', 'now', 'octet_length', 'pg_advisory_unlock',
                     'pg_notify', 'pg_relation_size', 'pg_sequence_last_value',
                     'pg_try_advisory_lock', 'power', 'random', 'set_config', 'setval',
-                    'split_part', 'to_jsonb', 'to_timestamp'
+                    'split_part', 'to_char', 'to_jsonb', 'to_timestamp'
                 ])
         loop
             execute format(
@@ -251,6 +252,8 @@ CALLS = {
     "resume": "pgqueue.resume('deep')",
     "pause all": "pgqueue.pause()",
     "resume all": "pgqueue.resume()",
+    "why": "pgqueue.why(%(ready)s)",
+    "why of a duplicate": "pgqueue.why(null)",
     "queues": "queue, ready, scheduled, running, expired, blocked, dead, paused, finished_last_hour, "
     "failed_last_hour from pgqueue.queues order by queue",
     "jobs": "state, count(*), sum(id), sum(attempt) from pgqueue.jobs group by 1 order by 1",
