@@ -133,15 +133,14 @@ begin
         on conflict (queue, unique_key) do update
         set job_id = excluded.job_id, expires_at = excluded.expires_at
         where k.expires_at <= clock_timestamp();
-        if found then
-            return job_id;
-        end if;
+        exit when found;
         recent_id := pgqueue._recent_job(queue, unique_key, on_duplicate);
         if recent_id is not null then
             delete from pgqueue.job as j where j.id = _begin_window.job_id;
-            return recent_id;
+            exit;
         end if;
     end loop;
+    return coalesce(recent_id, job_id);
 end;
 $$;
 

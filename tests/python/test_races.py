@@ -349,24 +349,21 @@ def test_of_two_enqueues_with_one_window_the_second_waits_and_one_makes_a_job(
 
 
 @pytest.mark.parametrize("commits", [True, False])
-def test_an_enqueue_takes_its_job_back_when_another_began_the_window_and_ended(
+def test_an_enqueue_with_a_window_that_waits_for_a_completion_adds_no_job(
     db, connect, pool, blocked, commits
 ):
-    """The second looks for a window when there is none, and adds its job when the first has ended."""
-    first, second, clerk = connect(), connect(), connect()
-    clerk.execute("begin")
-    clerk.execute("select pgqueue.enqueue('q', '0', unique_key => 'k')")
-    later = pool.submit(one, second, ONCE, "2")
-    blocked(second)
-    first.execute("begin")
-    first.execute(
-        "insert into pgqueue.recent_key values (0, now() + interval '1 hour', 'q', 'k')"
-    )
-    clerk.execute("rollback")
-    blocked(second)
-    first.execute("commit" if commits else "rollback")
-    assert (later.result(20) == 0) is commits
-    assert column(db, "select payload from pgqueue.job") == ([] if commits else [2])
+    """It found the job alive, and adds its own when that has ended: it must take it back."""
+    db.execute(ONCE, ("1",))
+    handler, producer = connect(), connect()
+    id, token = db.execute(CLAIM).fetchone()
+    handler.execute("begin")
+    handler.execute("select pgqueue.complete(%s, %s)", (id, token))
+    later = pool.submit(one, producer, ONCE, "2")
+    blocked(producer)
+    handler.execute("commit" if commits else "rollback")
+    assert later.result(20) == id
+    assert column(db, "select id from pgqueue.job") == ([] if commits else [id])
+    assert column(db, "select job_id from pgqueue.recent_key") == [id]
 
 
 def test_an_enqueue_and_the_upkeep_of_windows_do_not_disturb_each_other(
