@@ -66,10 +66,7 @@ FILL = [
     end;
     $$
     """,
-    *(
-        f"create table saved_{table} as table pgqueue.{table}"
-        for table in TABLES
-    ),
+    *(f"create table saved_{table} as table pgqueue.{table}" for table in TABLES),
 ]
 # An interrupted claim has moved the position nevertheless: for a moment the next claim may
 # start after the jobs that it gave back.
