@@ -210,7 +210,7 @@ CALLS = {
     "enqueue with options": "pgqueue.enqueue('deep', '1', 'rare', 5, null, 3, %(name)s, null, 'g', '{}')",
     "enqueue for later": "pgqueue.enqueue('deep', run_at => '2999-01-01 00:00 UTC')",
     "enqueue a duplicate": "pgqueue.enqueue('deep', '2', unique_key => %(key)s, on_duplicate => 'replace')",
-    "enqueue with a window": "pgqueue.enqueue('deep', unique_key => %(name)s || '!', unique_for => '1 hour')",
+    "enqueue with a window": "pgqueue.enqueue('windows', unique_key => %(name)s, unique_for => '1 hour')",
     "enqueue within a window": "pgqueue.enqueue('deep', unique_key => 'once', unique_for => '1 hour')",
     "enqueue_many": "pgqueue.enqueue_many('deep', %(payloads)s)",
     "enqueue_many with keys": "pgqueue.enqueue_many('deep', %(payloads)s, "
@@ -503,6 +503,8 @@ def test_only_verbs_that_deal_with_leases_refuse_an_older_snapshot(deep, usual, 
 def test_a_read_only_session_can_read_views_and_rest_and_nothing_else(deep, usual):
     session = run(deep, "default_transaction_read_only = on")
     allowed = {name for name, rows in session.answers.items() if rows != "25006"}
+    # An enqueue within a window has nothing to write.
+    allowed.remove("enqueue within a window")
     assert allowed == {"rest until later", "why", "queues", "jobs", "running"}
     assert session.answers["rest until later"] == usual.answers["rest until later"]
 
