@@ -242,11 +242,7 @@ begin
         -- job with this key.
         on conflict (queue, unique_key) where j.unique_key is not null do nothing
         returning j.id into job_id;
-        exit when found and unique_for is null;
-        if found then
-            job_id := pgqueue._begin_window(queue, unique_key, on_duplicate, job_id, moment + unique_for);
-            exit;
-        end if;
+        exit when found;
 
         job_id := pgqueue._on_duplicate(
             queue, unique_key, coalesce(on_duplicate, 'skip'),
@@ -264,6 +260,9 @@ begin
     end loop;
 
     if has_options then
+        if found and unique_for is not null then
+            job_id := pgqueue._begin_window(queue, unique_key, on_duplicate, job_id, moment + unique_for);
+        end if;
         perform pgqueue._announce(queue, priority, run_at, turn is not null);
     end if;
     -- Whoever can have the second lock exclusively knows that nobody is parked.
