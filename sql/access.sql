@@ -18,9 +18,9 @@ as $$
         when 'operator' then array[
             'cancel', 'cancel_many', 'redrive', 'redrive_job', 'discard', 'discard_many',
             'purge', 'pause', 'resume',
-            'run_now', 'reprioritize', 'configure', 'reap', 'maintain', 'version'
+            'run_now', 'reprioritize', 'configure', 'reap', 'maintain', 'why', 'version'
         ]
-        when 'reader' then array['version']
+        when 'reader' then array['why', 'version']
     end) as f (name)
     union all
     select false, v.name
@@ -91,8 +91,8 @@ $$;
 
 comment on function pgqueue.grant_access(text, text) is
 'Lets a role be a producer (enqueue), worker (claim and end attempts), operator
-(manage, and read all) or reader (the views, which hold no payload). Kinds
-include no other kind.
+(manage, and read all) or reader (why and the views, which hold no payload).
+Kinds include no other kind.
 Raises 22023 (unknown kind), 42704 (no such role).';
 
 create or replace function pgqueue.revoke_access(role text, kind text)

@@ -117,7 +117,8 @@ create or replace function pgqueue._check_job(
     unique_key text,
     on_duplicate text,
     group_key text,
-    headers jsonb
+    headers jsonb,
+    unique_for interval default null
 )
     returns text[]
     language plpgsql
@@ -146,12 +147,24 @@ begin
             format('It is a JSON %s.', jsonb_typeof(headers)),
             'Put other content into the payload.'
         ]
+        when unique_for <= '0' or unique_for > '1 year' then array[
+            'unique_for must be longer than nothing and at most 1 year',
+            format('It is %s.', unique_for),
+            'Leave it out to have a unique_key hold only while its job waits or runs.'
+        ]
+        when unique_for is not null and unique_key is null then array[
+            'unique_for needs a unique_key',
+            'unique_key is null.',
+            'Name what may be enqueued only once in that time.'
+        ]
         else coalesce(pgqueue._check_priority(priority), pgqueue._check_run_at(run_at))
     end;
 end;
 $$;
 
-comment on function pgqueue._check_job(text, text, int, timestamptz, int, text, text, text, jsonb) is
+comment on function pgqueue._check_job(
+    text, text, int, timestamptz, int, text, text, text, jsonb, interval
+) is
 'Refuses what enqueue cannot take; null passes, but for the queue.';
 
 create or replace function pgqueue._check_payload(payload jsonb, max_bytes int)

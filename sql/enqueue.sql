@@ -78,6 +78,81 @@ comment on function pgqueue._on_duplicate(text, text, text, jsonb, int, timestam
 'Treats an enqueue whose key is taken as on_duplicate says; the id of the job
 that has the key, null if one must look again.';
 
+-- The window of a key, its unique_for, begins with a job and outlives it. While that job waits or
+-- runs its key is taken as any other: only when it has ended does the table recent_key decide.
+create or replace function pgqueue._recent_job(queue text, unique_key text, on_duplicate text)
+    returns bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_indexscan = on
+    set enable_seqscan = off
+as $$
+declare
+    job_id bigint := (
+        select k.job_id
+        from pgqueue.recent_key as k
+        where k.queue = _recent_job.queue and k.unique_key = _recent_job.unique_key
+            and k.expires_at > clock_timestamp()
+            and not exists (select from pgqueue.job as j where j.id = k.job_id)
+    );
+begin
+    if on_duplicate = 'error' and job_id is not null then
+        raise exception using
+            errcode = 'unique_violation',
+            message = 'a job with this unique_key was enqueued within its unique_for',
+            detail = format('It was job %s.', job_id),
+            hint = 'Enqueue without unique_for to have another one, or with another on_duplicate to get this id.';
+    end if;
+    return job_id;
+end;
+$$;
+
+comment on function pgqueue._recent_job(text, text, text) is
+'The job that has ended, but whose window has not: null if there is none.
+Raises 23505 if there is, with on_duplicate error.';
+
+create or replace function pgqueue._begin_window(
+    queue text, unique_key text, on_duplicate text, job_id bigint, expires_at timestamptz
+)
+    returns bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_indexscan = on
+    set enable_seqscan = off
+as $$
+#variable_conflict use_column
+declare
+    recent_id bigint;
+begin
+    loop
+        insert into pgqueue.recent_key as k (job_id, expires_at, queue, unique_key)
+        values (
+            _begin_window.job_id, _begin_window.expires_at,
+            _begin_window.queue, _begin_window.unique_key
+        )
+        on conflict (queue, unique_key) do update
+        set job_id = excluded.job_id, expires_at = excluded.expires_at
+        where k.expires_at <= clock_timestamp();
+        exit when found;
+        recent_id := pgqueue._recent_job(queue, unique_key, on_duplicate);
+        if recent_id is not null then
+            delete from pgqueue.job as j where j.id = _begin_window.job_id;
+            exit;
+        end if;
+    end loop;
+    return coalesce(recent_id, job_id);
+end;
+$$;
+
+comment on function pgqueue._begin_window(text, text, text, bigint, timestamptz) is
+'Begins the window of a new job and returns its id. If another job with the key
+has begun one and ended since we looked, takes the new one back, and returns
+the id of the other.';
+
 create or replace function pgqueue._announce(
     queue text, priority int, run_at timestamptz, has_turn boolean
 )
@@ -110,7 +185,8 @@ create or replace function pgqueue.enqueue(
     unique_key text default null,
     on_duplicate text default null,
     group_key text default null,
-    headers jsonb default null
+    headers jsonb default null,
+    unique_for interval default null
 )
     returns bigint
     language plpgsql
@@ -123,7 +199,7 @@ declare
     moment timestamptz := clock_timestamp();
     fold int := hashtext(enqueue.queue) & 255;
     has_options boolean := num_nonnulls(
-        kind, priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers
+        kind, priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers, unique_for
     ) > 0;
     refused boolean;
     turn timestamptz;
@@ -134,8 +210,15 @@ begin
     -- and _wake() is written out.
     if has_options or (octet_length(queue) between 1 and 200) is not true then
         refused := pgqueue._refuse(pgqueue._check_job(
-            queue, kind, priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers
+            queue, kind, priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers,
+            unique_for
         ));
+        if unique_for is not null then
+            job_id := pgqueue._recent_job(queue, unique_key, on_duplicate);
+            if job_id is not null then
+                return job_id;
+            end if;
+        end if;
     end if;
     if pg_relation_size('pgqueue.queue') > 0 then
         settings := pgqueue._settings(queue);
@@ -184,6 +267,9 @@ begin
     end loop;
 
     if has_options then
+        if found and unique_for is not null then
+            job_id := pgqueue._begin_window(queue, unique_key, on_duplicate, job_id, moment + unique_for);
+        end if;
         perform pgqueue._announce(queue, priority, run_at, turn is not null);
     end if;
     -- Whoever can have the second lock exclusively knows that nobody is parked.
@@ -202,14 +288,15 @@ end;
 $$;
 
 comment on function pgqueue.enqueue(
-    text, jsonb, text, int, timestamptz, int, text, text, text, jsonb
+    text, jsonb, text, int, timestamptz, int, text, text, text, jsonb, interval
 ) is
 'Adds a job in the caller''s transaction and returns its id; for a duplicate,
 the id of the job that has the unique_key. Larger priority (-100 to 100) runs
 first; kind defaults to the queue''s name. An enqueue whose key is taken by an
 open transaction waits for its end, then does as on_duplicate says: skip
 (default), replace or postpone a job that is not running, or error; one that
-runs stays as it is, which a NOTICE tells.
+runs stays as it is, which a NOTICE tells. With unique_for the key is taken for
+so long, up to 1 year, whatever becomes of the job: at most one in that time.
 Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with
 on_duplicate error).';
 

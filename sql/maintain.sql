@@ -158,6 +158,37 @@ comment on function pgqueue._forget_runs() is
 'Empties the tables of the ring run whose day is over; returns how many. One in
 use is put off.';
 
+create or replace function pgqueue._forget_keys()
+    returns int
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    forgotten int;
+begin
+    delete from pgqueue.recent_key as k
+    where k.ctid = any (array(
+        select e.ctid
+        from pgqueue.recent_key as e
+        where e.expires_at <= moment
+        order by e.expires_at
+        limit 100000
+        for update skip locked
+    ));
+    get diagnostics forgotten = row_count;
+    return forgotten;
+end;
+$$;
+
+comment on function pgqueue._forget_keys() is
+'Drops up to 100,000 windows of unique_for that have ended; returns how many.';
+
 create or replace function pgqueue.maintain()
     returns table (task text, done bigint)
     language plpgsql
@@ -177,12 +208,16 @@ begin
     task := 'drop slots';
     done := pgqueue._drop_slots();
     return next;
+    task := 'forget keys';
+    done := pgqueue._forget_keys();
+    return next;
 end;
 $$;
 
 comment on function pgqueue.maintain() is
 'Everything that must happen from time to time: recovers up to 1000 expired
 leases (done: jobs), empties the tables of run whose days are over (done:
-tables), and drops the slots of groups that have no job (done: slots). Call it
-every minute or so, from a worker, cron or psql; any number may run at once.
+tables), drops the slots of groups that have no job (done: slots), and up to
+100,000 windows of unique_for that have ended (done: windows). Call it every
+minute or so, from a worker, cron or psql; any number may run at once.
 Raises 25001 outside READ COMMITTED.';

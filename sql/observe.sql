@@ -1,4 +1,4 @@
--- The views: what dashboards and people on call read. No payload is in them, they take no
+-- The views, and why(): what dashboards and people on call read. No payload is in them, they take no
 -- locks and work on a standby. The clock is clock_timestamp(), read once for a query:
 -- now() stands still in a long transaction, and its own jobs would look scheduled.
 
@@ -177,6 +177,279 @@ comment on column pgqueue.kinds.failures is 'Those that failed or whose lease ex
 comment on column pgqueue.kinds.p50_taken is 'Half of the attempts took at most this long.';
 comment on column pgqueue.kinds.p99_taken is '99 % of the attempts took at most this long.';
 comment on column pgqueue.kinds.last_finished_at is 'When one last finished.';
+
+-- Why a job is not running. There is a function for each place where it may be, and why() asks the
+-- right one; a further reason is a further line in one of them. All read only, and lock nothing.
+
+create or replace function pgqueue._written(moment timestamptz)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return to_char(moment, 'YYYY-MM-DD HH24:MI:SSOF');
+end;
+$$;
+
+comment on function pgqueue._written(timestamptz) is
+'A moment as a sentence has it: in the time zone of the session, whatever its
+DateStyle.';
+
+create or replace function pgqueue._why_leased(job pgqueue.job, moment timestamptz)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when job.lease_expires_at <= moment then format(
+            'its lease expired at %s: the next %s %s (worker %s)',
+            pgqueue._written(job.lease_expires_at),
+            case when (pgqueue._settings(job.queue)).paused then 'maintain()' else 'claim' end,
+            case
+                when job.cancelled_at is not null then 'cancels it'
+                when job.attempt >= job.max_attempts then 'moves it to dead_job'
+                else 'recovers it'
+            end,
+            job.worker
+        )
+        when job.cancelled_at is not null then format(
+            'its worker %s was asked to stop at %s: cancelling',
+            job.worker, pgqueue._written(job.cancelled_at)
+        )
+        else format(
+            'runs: attempt %s of %s, leased to %s until %s',
+            job.attempt, job.max_attempts, job.worker, pgqueue._written(job.lease_expires_at)
+        )
+    end;
+end;
+$$;
+
+comment on function pgqueue._why_leased(pgqueue.job, timestamptz) is
+'why, of a job that a worker holds, or held until its lease expired.';
+
+create or replace function pgqueue._why_later(job pgqueue.job)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when job.run_at = 'infinity' then 'blocked'
+        when (job.errors -> -1 ->> 'attempt')::int = job.attempt then format(
+            'waits for its retry at %s after attempt %s of %s: %s',
+            pgqueue._written(job.run_at), job.attempt, job.max_attempts,
+            pgqueue._summary(job.errors -> -1 ->> 'error')
+        )
+        else 'scheduled for ' || pgqueue._written(job.run_at)
+    end || case when (pgqueue._settings(job.queue)).paused then '; its queue is paused' else '' end;
+end;
+$$;
+
+comment on function pgqueue._why_later(pgqueue.job) is 'why, of a job that is not due yet.';
+
+create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestamptz)
+    returns bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_sort = off
+    set enable_nestloop = on
+as $$
+begin
+    return (
+        select count(*)
+        from (
+            select
+            from pgqueue._live_lanes(job.queue) as l
+            cross join lateral (
+                select
+                from pgqueue.job as j
+                where hashtext(j.queue) = hashtext(job.queue) and j.queue = job.queue
+                    and j.priority = l.priority
+                    and (coalesce(j.turn, j.run_at), j.id) < (
+                        case when l.priority > job.priority then moment else coalesce(job.turn, job.run_at) end,
+                        case when l.priority > job.priority then 9223372036854775807 else job.id end
+                    )
+                    and j.lease_expires_at is null
+                order by coalesce(j.turn, j.run_at), j.id
+                limit 10001
+            ) as ahead
+            where l.priority >= job.priority
+            limit 10001
+        ) as a
+    );
+end;
+$$;
+
+comment on function pgqueue._count_ahead(pgqueue.job, timestamptz) is
+'How many ready jobs claims meet before this one; beyond 10,000 it stops
+counting.';
+
+create or replace function pgqueue._unclaimed(queue text, moment timestamptz)
+    returns text
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_sort = off
+    set enable_nestloop = on
+    set enable_bitmapscan = on
+as $$
+declare
+    lately timestamptz := moment - interval '10 minutes';
+    last_claim timestamptz := (
+        select max(f.claimed_at)
+        from pgqueue._live_lanes(queue) as l
+        cross join lateral (
+            -- What runs stands where it stood, near the beginning.
+            select j.claimed_at
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_unclaimed.queue) and j.queue = _unclaimed.queue
+                and j.priority = l.priority
+            order by coalesce(j.turn, j.run_at), j.id
+            limit 1000
+        ) as f
+    );
+begin
+    return case
+        -- Without runs nobody knows.
+        when (pgqueue._settings(queue)).keep_runs = 0 or last_claim > lately or exists (
+            select from pgqueue.run as r
+            where r.finished_at > lately and r.queue = _unclaimed.queue and r.worker is not null
+        ) then null
+        when last_claim is not null or exists (
+            select from pgqueue.run as r where r.queue = _unclaimed.queue and r.worker is not null
+        ) then 'no worker has claimed from it for 10 minutes'
+        else 'no worker has claimed from it that it remembers'
+    end;
+end;
+$$;
+
+comment on function pgqueue._unclaimed(text, timestamptz) is
+'Tells that nobody has claimed from a queue for a while, by the jobs that run
+and the runs of the last ten minutes; null if somebody has.';
+
+create or replace function pgqueue._why_ready(job pgqueue.job, moment timestamptz)
+    returns text
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ahead bigint;
+begin
+    if (pgqueue._settings(job.queue)).paused then
+        return 'its queue is paused';
+    end if;
+    ahead := pgqueue._count_ahead(job, moment);
+    return concat_ws('; ',
+        case ahead
+            when 0 then 'ready: next in its queue'
+            else format(
+                'ready: waits behind %s %s of higher priority or earlier turn in its queue',
+                case when ahead > 10000 then 'more than 10,000' else to_char(ahead, 'FM999,999,999') end,
+                case ahead when 1 then 'job' else 'jobs' end
+            )
+        end,
+        pgqueue._unclaimed(job.queue, moment)
+    );
+end;
+$$;
+
+comment on function pgqueue._why_ready(pgqueue.job, timestamptz) is 'why, of a job that is due.';
+
+create or replace function pgqueue._why_dead(dead pgqueue.dead_job)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return format(
+        'dead since %s: %s; redrive_job(%s) sends it back',
+        pgqueue._written(dead.died_at), pgqueue._summary(dead.error), dead.id
+    );
+end;
+$$;
+
+comment on function pgqueue._why_dead(pgqueue.dead_job) is 'why, of a dead job.';
+
+create or replace function pgqueue._why_gone(job_id bigint)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    last pgqueue.run;
+begin
+    select r.* into last
+    from pgqueue.run as r
+    where r.job_id = _why_gone.job_id
+    order by r.finished_at desc, r.attempt desc
+    limit 1;
+    if not found then
+        return null;
+    end if;
+    return case last.outcome
+        when 'completed' then
+            format('completed at %s on attempt %s', pgqueue._written(last.finished_at), last.attempt)
+        when 'cancelled' then concat_ws(
+            ': ', 'cancelled at ' || pgqueue._written(last.finished_at), pgqueue._summary(last.result #>> '{}')
+        )
+        -- It was discarded or purged, which leaves no run.
+        else format(
+            'gone; its attempt %s failed at %s: %s',
+            last.attempt, pgqueue._written(last.finished_at), last.error
+        )
+    end;
+end;
+$$;
+
+comment on function pgqueue._why_gone(bigint) is
+'why, of a job that is neither in job nor in dead_job, as far as run remembers;
+null if it does not.';
+
+create or replace function pgqueue.why(job_id bigint)
+    returns text
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    present record;
+    reason text;
+    refused boolean;
+begin
+    -- In one statement, because it may just be moving from one to the other.
+    select j as job, d as dead into present
+    from (values (why.job_id)) as asked (id)
+    left join pgqueue.job as j on j.id = asked.id
+    left join pgqueue.dead_job as d on d.id = asked.id;
+
+    reason := case
+        when (present.job).lease_expires_at is not null then pgqueue._why_leased(present.job, moment)
+        when (present.job).run_at > moment then pgqueue._why_later(present.job)
+        when (present.job).id is not null then pgqueue._why_ready(present.job, moment)
+        when (present.dead).id is not null then pgqueue._why_dead(present.dead)
+        else pgqueue._why_gone(job_id)
+    end;
+    refused := pgqueue._refuse(case when reason is null then pgqueue._not_found(
+        'job', job_id, 'Only jobs that wait, run or are dead are known, and those that run remembers.'
+    ) end);
+    return reason;
+end;
+$$;
+
+comment on function pgqueue.why(bigint) is
+'Says in one sentence why a job is not running, or what became of it. Reads
+only; for a job that has ended it looks through run.
+Raises PQ001 (no such job).';
 
 create or replace function pgqueue.version()
     returns text

@@ -38,7 +38,7 @@ read the views.';
 -- Fixed-width columns first, so that the ones every claim compares are found without
 -- walking over text; the wide ones that only a handler reads come last.
 --
--- job and run have no CHECK: Postgres parses each one anew for every statement, and three
+-- job, recent_key and run have no CHECK: Postgres parses each one anew for every statement, and three
 -- of them were a sixth of the cost of an enqueue. The functions, the only door, refuse.
 create table pgqueue.job (
     id bigint generated always as identity,
@@ -239,6 +239,35 @@ comment on column pgqueue.dead_job.errors is
 
 create index dead_job_queue_idx on pgqueue.dead_job (queue, died_at);
 comment on index pgqueue.dead_job_queue_idx is 'What died in this queue, and when?';
+
+-- The windows of unique_for. A row outlives its job, so it is not in job; it is written by no
+-- enqueue without unique_for.
+create table pgqueue.recent_key (
+    job_id bigint not null,
+    expires_at timestamptz not null,
+    queue text not null,
+    unique_key text not null,
+    constraint recent_key_pkey primary key (queue, unique_key)
+) with (
+    -- Like job: rows go at the rate at which they come, however many there are.
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 20000,
+    autovacuum_vacuum_cost_delay = 0,
+    autovacuum_analyze_scale_factor = 0,
+    autovacuum_analyze_threshold = 50000,
+    vacuum_index_cleanup = on,
+    vacuum_truncate = off
+);
+comment on table pgqueue.recent_key is
+'Keys that were enqueued with unique_for, until their windows end.';
+comment on column pgqueue.recent_key.job_id is 'The job that was enqueued; it may have ended.';
+comment on column pgqueue.recent_key.expires_at is
+'When the window ends: unique_for after the job was enqueued.';
+comment on column pgqueue.recent_key.queue is 'The job''s queue.';
+comment on column pgqueue.recent_key.unique_key is 'The job''s unique_key.';
+
+create index recent_key_expires_idx on pgqueue.recent_key (expires_at);
+comment on index pgqueue.recent_key_expires_idx is 'Which windows have ended?';
 
 -- A ring of sixteen tables. A row goes to the table of the day on which it may be
 -- forgotten, so that one TRUNCATE forgets a day: no mass DELETE, no new tables, and

@@ -19,6 +19,7 @@ from pgqueue import client, database
 from pgqueue.install import install
 from pgqueue.terminal import (
     explain,
+    printable,
     refuse_other_than_utf8,
     say,
     sentences,
@@ -62,6 +63,7 @@ VERBS = {
     "pause": (["queue?"], "let a queue give out no jobs; all, where none is named"),
     "resume": (["queue?"], "undo pause"),
     "cancel": (["id", "--reason"], "stop a job that waits or runs"),
+    "why": (["id"], "say why a job is not running, or what became of it"),
     "discard": (["id"], "drop a dead job for good"),
     "purge": (["queue"], "drop all jobs of a queue that wait; prints how many"),
 }
@@ -117,7 +119,8 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("enqueue", help="add a job and print its id")
     command.add_argument("queue")
     command.add_argument("payload", nargs="?", help='JSON, such as \'{"to": "ada"}\'')
-    for name in "kind", "run-at", "unique-key", "on-duplicate", "group-key":
+    texts = ("kind", "run-at", "unique-key", "unique-for", "on-duplicate", "group-key")
+    for name in texts:
         command.add_argument(f"--{name}")
     for name in "priority", "max-attempts":
         command.add_argument(f"--{name}", type=integer)
@@ -181,7 +184,7 @@ def run(conn: database.Connection, args: argparse.Namespace) -> None:
         row = conn.execute(f"select pgqueue.{args.command}({places})", options)
         for value in row.fetchone() or ():
             if value != "":  # of void
-                print(value)
+                print(printable(str(value)))
 
 
 def redrive(conn: database.Connection, options: dict[str, Any]) -> None:

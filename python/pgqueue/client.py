@@ -36,6 +36,7 @@ class Options(_Options, total=False):
     """The options of `enqueue`."""
 
     unique_key: str | None
+    unique_for: timedelta | None  # so long at most one job with the key, ended or not
     group_key: str | None
 
 
@@ -120,7 +121,8 @@ def _statement(
             raise TypeError(f"there is no option {name!r}")
         if value is None:
             continue
-        query += f", {name} => " + ("now() + " if isinstance(value, timedelta) else "")
+        is_delay = name == "run_at" and isinstance(value, timedelta)
+        query += f", {name} => " + ("now() + " if is_delay else "")
         query += "%s" + (f"::{CASTS[name]}" if name in CASTS else "")
         if name == "headers":
             value = to_json(value, name)

@@ -13,14 +13,14 @@ WORKER = {
 }  # fmt: skip
 OPERATOR = {
     "cancel", "cancel_many", "redrive", "redrive_job", "discard", "discard_many",
-    "purge", "pause", "resume", "run_now", "reprioritize", "configure", "reap", "maintain", "version",
+    "purge", "pause", "resume", "run_now", "reprioritize", "configure", "reap", "maintain", "why", "version",
 }  # fmt: skip
 VIEWS = {"jobs", "queues", "running", "kinds"}
 MATRIX = {
     "producer": (PRODUCER, set()),
     "worker": (WORKER, set()),
     "operator": (OPERATOR, VIEWS | {"job", "dead_job", "run", "queue"}),
-    "reader": ({"version"}, VIEWS),
+    "reader": ({"why", "version"}, VIEWS),
 }
 
 

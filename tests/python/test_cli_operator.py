@@ -26,6 +26,7 @@ def kill(db, queue: str, error: str = "ValueError: bad\n\nTraceback ...") -> Non
 
 def test_enqueue_adds_a_job_and_prints_its_id(run, db) -> None:
     options = "--kind k --priority 3 --max-attempts 2 --unique-key u --group-key g"
+    options += " --unique-for 1h"
     done = run("pgqueue", "enqueue", "emails", '{"to": "ada"}', *options.split())
     query = (
         "select id, queue, kind, priority, max_attempts, unique_key, group_key, payload"
@@ -34,6 +35,7 @@ def test_enqueue_adds_a_job_and_prints_its_id(run, db) -> None:
     assert db.execute(query).fetchall() == [
         (int(done.stdout), "emails", "k", 3, 2, "u", "g", {"to": "ada"})
     ]
+    assert column(db, "select unique_key from pgqueue.recent_key") == ["u"]
 
 
 @pytest.mark.parametrize(
@@ -47,11 +49,13 @@ def test_enqueue_adds_a_job_and_prints_its_id(run, db) -> None:
         (["enqueue", "q", "--priority", "99999999999"], 2, "out of range"),
         (["enqueue", "q", "--priority", "101"], 1, "priority must be -100 to 100"),
         (["enqueue", "q", "--run-at", "soon"], 1, '"soon"'),
+        (["enqueue", "q", "--unique-for", "1 hour"], 1, "needs a unique_key"),
         (["dead", "--limit", "99999999999"], 2, "out of range"),
         (["cancel", "9" * 20], 2, "out of range"),
         (["cancel", "one"], 2, "no whole number"),
         (["cancel", "1"], 1, "job 1 not found"),
         (["discard", "1"], 1, "dead job 1 not found"),
+        (["why", "1"], 1, "job 1 not found"),
         (["error", "1"], 1, "no such job"),
         (["--dsn", "nonsense", "status"], 2, "connection info string"),
         (["--dsn", "host=/nowhere", "status"], 1, "/nowhere"),
@@ -169,13 +173,14 @@ def test_no_control_character_of_a_job_reaches_the_terminal(run, db) -> None:
     job = pgqueue.enqueue(db, NASTY, {"x": NASTY}, kind=NASTY)
     db.execute("select id from pgqueue.claim(%s, %s)", (NASTY, NASTY))
     shown = [run("pgqueue", "top", "--times", "1", COLUMNS="200").stdout]
+    assert " leased to a" in run("pgqueue", "why", str(job)).stdout
     db.execute(
         "select pgqueue.fail(id, token, %s, permanent => true) from pgqueue.job",
         (NASTY,),
     )
     for args in (
         ["status"], ["dead"], ["error", str(job)], ["redrive", "--dry-run"],
-        ["pause", f"{NASTY}?"],
+        ["pause", f"{NASTY}?"], ["why", str(job)],
     ):  # fmt: skip
         done = run("pgqueue", *args, COLUMNS="200")
         assert done.returncode == 0, done.stderr

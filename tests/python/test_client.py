@@ -10,7 +10,7 @@ import sys
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -206,6 +206,9 @@ def test_jobs_are_enqueued_on_an_asyncpg_connection(db) -> None:
                 conn, "emails", [1, None], group_keys=["a", None]
             )
             assert await many == [job + 1, job + 2]
+            hour = timedelta(hours=1)
+            once = pgqueue.enqueue(conn, "q", 2, unique_key="w", unique_for=hour)
+            assert await once == job + 3
         finally:
             await conn.close()
 
@@ -214,6 +217,7 @@ def test_jobs_are_enqueued_on_an_asyncpg_connection(db) -> None:
         {"to": "50 %s"},
         1,
         {},
+        2,
     ]
 
 
@@ -237,6 +241,13 @@ def test_every_option_of_enqueue_reaches_the_job(db) -> None:
     )
     assert again == first
     assert one(db, "select payload from pgqueue.job where id = %s", first) == {"a": 2}
+    hour = timedelta(hours=1)
+    once = pgqueue.enqueue(db, "emails", unique_key="w", unique_for=hour)
+    window = (
+        "select expires_at - enqueued_at from pgqueue.job"
+        " join pgqueue.recent_key on job_id = id where id = %s"
+    )
+    assert one(db, window, once) == hour
     del options["group_key"]
     ids = pgqueue.enqueue_many(
         db,

@@ -12,6 +12,8 @@ LEVEL = "set transaction isolation level repeatable read"
 READ_ONLY = "set transaction read only"
 SMALL = "select pgqueue.configure('q', max_payload_bytes => 20)"
 TAKEN = "select pgqueue.enqueue('q', unique_key => 'k')"
+WINDOW = "unique_key => 'k', unique_for => '1 hour'"
+RECENT = f"select pgqueue.enqueue('q', {WINDOW})"
 FAT = """'{"text": "far too much for this"}'"""
 
 # The calls that are refused, by function and SQLSTATE; what is run first in their transaction.
@@ -28,9 +30,20 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', max_attempts => 0",),
             ("'q', on_duplicate => 'merge'",),
             ("'q', headers => '[]'",),
+            ("'q', unique_for => '1 hour'",),
+            ("'q', unique_key => 'k', unique_for => '0'",),
+            ("'q', unique_key => 'k', unique_for => '-1 s'",),
+            ("'q', unique_key => 'k', unique_for => '367 days'",),
         ],
         "54000": [(f"'q', {FAT}", SMALL)],
-        "23505": [("'q', unique_key => 'k', on_duplicate => 'error'", TAKEN)],
+        "23505": [
+            ("'q', unique_key => 'k', on_duplicate => 'error'", TAKEN),
+            (
+                f"'q', {WINDOW}, on_duplicate => 'error'",
+                RECENT,
+                "select pgqueue.purge('q')",
+            ),
+        ],
     },
     "enqueue_many": {
         "22023": [
@@ -125,6 +138,7 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', max_payload_bytes => 0",),
         ]
     },
+    "why": {"PQ001": [("1",), ("null",)]},
     "grant_access": {
         "22023": [("'postgres', 'boss'",), ("'postgres', null",)],
         "42704": [("'nobody at all', 'reader'",), ("null, 'reader'",)],

@@ -61,6 +61,7 @@ FILL = [
     select pgqueue.fail(id, token, case when id % 2 = 0 then 'TimeoutError: slow' else 'E' end, permanent => true)
     from generate_series(0, 3) as n cross join pgqueue.claim('grave ' || n, 'w', 1000)
     """,
+    "insert into pgqueue.recent_key values (0, '2999-01-01', 'deep', 'once')",
     # Runs that have been kept long enough: maintain forgets them.
     """
     update pgqueue.run set finished_at = finished_at - interval '10 days',
@@ -91,7 +92,7 @@ FILL = [
                     'make_interval', 'nextval', 'now', 'octet_length', 'pg_advisory_unlock',
                     'pg_notify', 'pg_relation_size', 'pg_sequence_last_value',
                     'pg_try_advisory_lock', 'power', 'random', 'set_config', 'setval',
-                    'split_part', 'to_jsonb', 'to_timestamp'
+                    'split_part', 'to_char', 'to_jsonb', 'to_timestamp'
                 ])
         loop
             execute format(
@@ -209,6 +210,8 @@ CALLS = {
     "enqueue with options": "pgqueue.enqueue('deep', '1', 'rare', 5, null, 3, %(name)s, null, 'g', '{}')",
     "enqueue for later": "pgqueue.enqueue('deep', run_at => '2999-01-01 00:00 UTC')",
     "enqueue a duplicate": "pgqueue.enqueue('deep', '2', unique_key => %(key)s, on_duplicate => 'replace')",
+    "enqueue with a window": "pgqueue.enqueue('windows', unique_key => %(name)s, unique_for => '1 hour')",
+    "enqueue within a window": "pgqueue.enqueue('deep', unique_key => 'once', unique_for => '1 hour')",
     "enqueue_many": "pgqueue.enqueue_many('deep', %(payloads)s)",
     "enqueue_many with keys": "pgqueue.enqueue_many('deep', %(payloads)s, "
     "unique_keys => %(keys)s, on_duplicate => 'postpone')",
@@ -249,6 +252,7 @@ CALLS = {
     "resume": "pgqueue.resume('deep')",
     "pause all": "pgqueue.pause()",
     "resume all": "pgqueue.resume()",
+    "why": "pgqueue.why(%(ready)s)",
     "queues": "queue, ready, scheduled, running, expired, blocked, dead, paused, finished_last_hour, "
     "failed_last_hour from pgqueue.queues order by queue",
     "jobs": "state, count(*), sum(id), sum(attempt) from pgqueue.jobs group by 1 order by 1",
@@ -288,7 +292,11 @@ select array[
             '|', d.id, d.queue, d.attempt, d.worker, d.error, d.payload, jsonb_array_length(d.errors)
         ), 0)) from pgqueue.dead_job as d
     ),
-    (select string_agg(q::text, ' ' order by q.name) from pgqueue.queue as q)
+    (select string_agg(q::text, ' ' order by q.name) from pgqueue.queue as q),
+    (
+        select string_agg(concat_ws('|', k.queue, k.unique_key, k.job_id), ' ' order by k.unique_key)
+        from pgqueue.recent_key as k
+    )
 ]
 """
 
@@ -486,8 +494,8 @@ def test_only_verbs_that_deal_with_leases_refuse_an_older_snapshot(deep, usual, 
     session = run(deep, f"default_transaction_isolation = '{level}'")
     refused = {name for name, rows in session.answers.items() if rows == "25001"}
     assert refused == {name for name in CALLS if name.split()[0] in LEASING}
-    # The views differ, because they show the claims that were refused here.
-    others = CALLS.keys() - refused - {"queues", "jobs", "running"}
+    # The views differ, and why, because they show the claims that were refused here.
+    others = CALLS.keys() - refused - {"queues", "jobs", "running", "why"}
     for name in others:
         assert session.answers[name] == usual.answers[name], name
 
@@ -495,7 +503,9 @@ def test_only_verbs_that_deal_with_leases_refuse_an_older_snapshot(deep, usual, 
 def test_a_read_only_session_can_read_views_and_rest_and_nothing_else(deep, usual):
     session = run(deep, "default_transaction_read_only = on")
     allowed = {name for name, rows in session.answers.items() if rows != "25006"}
-    assert allowed == {"rest until later", "queues", "jobs", "running"}
+    # An enqueue within a window has nothing to write.
+    allowed.remove("enqueue within a window")
+    assert allowed == {"rest until later", "why", "queues", "jobs", "running"}
     assert session.answers["rest until later"] == usual.answers["rest until later"]
 
 

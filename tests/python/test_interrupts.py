@@ -15,6 +15,7 @@ from psycopg.conninfo import make_conninfo
 ATTEMPTS = 300
 SECONDS = 2
 
+TABLES = ("job", "dead_job", "run", "queue", "recent_key")
 # A few hundred jobs: ready in three lanes and three queues, leased, expired, scheduled, dead.
 FILL = [
     """
@@ -33,6 +34,12 @@ FILL = [
     "select from pgqueue.enqueue_many('grave', array_fill('{}'::jsonb, array[200]))",
     "select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim('grave', 'w', 200)",
     "select pgqueue.pause('paused ' || n) from generate_series(1, 20) as n",
+    # Of every second key the window has ended.
+    """
+    insert into pgqueue.recent_key (job_id, expires_at, queue, unique_key)
+    select 0, now() + (n % 2 * 2 - 1) * interval '1 day', 'q', 'once ' || n
+    from generate_series(1, 40) as n
+    """,
     # Runs that have been kept long enough.
     """
     update pgqueue.run set finished_at = finished_at - interval '10 days',
@@ -59,10 +66,7 @@ FILL = [
     end;
     $$
     """,
-    *(
-        f"create table saved_{table} as table pgqueue.{table}"
-        for table in ("job", "dead_job", "run", "queue")
-    ),
+    *(f"create table saved_{table} as table pgqueue.{table}" for table in TABLES),
 ]
 # An interrupted claim has moved the position nevertheless: for a moment the next claim may
 # start after the jobs that it gave back.
@@ -73,7 +77,7 @@ where starts_with(c.relname, '_cell_') and pg_sequence_last_value(c.oid::regclas
 RESTORE = FORGET + "".join(
     f"; delete from pgqueue.{table}; "
     f"insert into pgqueue.{table} overriding system value table saved_{table}"
-    for table in ("job", "dead_job", "run", "queue")
+    for table in TABLES
 )
 # Everything that is stored, except what is random, newly numbered, or depends on the clock.
 STATE = """
@@ -93,6 +97,9 @@ select md5(string_agg(row_text, ' ' order by row_text)) from (
     from pgqueue.run as r
     union all
     select concat_ws('|', 'queue', q) from pgqueue.queue as q
+    union all
+    select concat_ws('|', 'recent', k.unique_key, k.job_id > 0, k.expires_at > clock_timestamp())
+    from pgqueue.recent_key as k
 ) as r
 """
 LOCKS = """
@@ -114,6 +121,7 @@ SIXTY = "from generate_series(1, 60) as n"
 CALLS = {
     "enqueue": f"pgqueue.enqueue('q') {TWENTY}",
     "enqueue with options": f"pgqueue.enqueue('q', '1', 'k', n, unique_key => 'new ' || n) {TWENTY}",
+    "enqueue with windows": f"pgqueue.enqueue('q', '1', unique_key => 'once ' || n, unique_for => '1 hour') {SIXTY}",
     "enqueue a duplicate": "pgqueue.enqueue('q', '1', unique_key => 'key ' || n * 2, on_duplicate => 'replace') "
     "from generate_series(41, 60) as n",
     "enqueue_many": "pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[500]))",

@@ -122,7 +122,7 @@ def test_a_role_with_create_on_the_database_can_install_use_and_drop_the_extensi
             "select id, token from pgqueue.claim('q', 'w')"
         ).fetchone()
         conn.execute("select pgqueue.complete(%s, %s)", (id, token))
-        assert one(conn, "select count(*) from pgqueue.maintain()") == 2
+        assert one(conn, "select count(*) from pgqueue.maintain()") == 3
         conn.execute("drop extension pgqueue")
         assert (
             one(conn, "select count(*) from pg_namespace where nspname = 'pgqueue'")
@@ -178,6 +178,7 @@ TABLES = {
     "dead_job": "id",
     "queue": "name",
     "run": "job_id, attempt",
+    "recent_key": "queue, unique_key",
 }
 POPULATE = """
 select pgqueue.configure('mails', lease => '3 minutes', keep_runs => 14);
@@ -192,6 +193,7 @@ select count(*) from pgqueue.claim('mails', 'w', 5);
 update pgqueue.job set lease_expires_at = now() - interval '1 hour'
     where id = (select max(id) from pgqueue.job where token is not null);
 select pgqueue.cancel((select min(id) from pgqueue.job where token is not null), 'why');
+select pgqueue.cancel(pgqueue.enqueue('once', unique_key => 'k', unique_for => '1 hour'));
 """
 
 
@@ -249,6 +251,8 @@ def test_a_restored_queue_has_every_row_and_reuses_no_id_or_token(
         assert token > last_token
         restored.execute("select pgqueue.complete(%s, %s)", (id, token))
         assert column(restored, "select pgqueue.claim('halted', 'w')") == []
+        once = "select pgqueue.enqueue('once', unique_key => 'k', unique_for => '1 s')"
+        assert one(restored, once) == one(db, "select job_id from pgqueue.recent_key")
         assert (
             one(restored, "select count(*) from pgqueue.claim('mails', 'w', 100)") == 21
         )

@@ -323,6 +323,106 @@ def test_a_unique_key_is_free_when_its_job_has_ended(db, end):
     assert one(db, "select pgqueue.enqueue('q', unique_key => 'k')") > id
 
 
+ONCE = "select pgqueue.enqueue('q', %s, unique_key => 'k', unique_for => '1 hour')"
+END = "select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')"
+
+
+@pytest.mark.parametrize("commits", [True, False])
+@pytest.mark.parametrize("window", ["none", "has ended"])
+def test_of_two_enqueues_with_one_window_the_second_waits_and_one_makes_a_job(
+    db, connect, pool, blocked, commits, window
+):
+    if window == "has ended":
+        db.execute(ONCE, ("0",))
+        db.execute(END)
+        db.execute("update pgqueue.recent_key set expires_at = now()")
+    first, second = connect(), connect()
+    first.execute("begin")
+    id = one(first, ONCE, "1")
+    later = pool.submit(one, second, ONCE, "2")
+    blocked(second)
+    first.execute("commit" if commits else "rollback")
+    assert (later.result(20) == id) is commits
+    assert column(db, "select payload from pgqueue.job") == ([1] if commits else [2])
+    kept = "select job_id = id and expires_at > now() from pgqueue.recent_key cross join pgqueue.job"
+    assert column(db, kept) == [True]
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_an_enqueue_with_a_window_that_waits_for_a_completion_adds_no_job(
+    db, connect, pool, blocked, commits
+):
+    """It found the job alive, and adds its own when that has ended: it must take it back."""
+    db.execute(ONCE, ("1",))
+    handler, producer = connect(), connect()
+    id, token = db.execute(CLAIM).fetchone()
+    handler.execute("begin")
+    handler.execute("select pgqueue.complete(%s, %s)", (id, token))
+    later = pool.submit(one, producer, ONCE, "2")
+    blocked(producer)
+    handler.execute("commit" if commits else "rollback")
+    assert later.result(20) == id
+    assert column(db, "select id from pgqueue.job") == ([] if commits else [id])
+    assert column(db, "select job_id from pgqueue.recent_key") == [id]
+
+
+def test_an_enqueue_and_the_upkeep_of_windows_do_not_disturb_each_other(
+    db, connect, pool, blocked
+):
+    db.execute(ONCE, ("0",))
+    db.execute(END)
+    db.execute("update pgqueue.recent_key set expires_at = now()")
+    forgotten = "select done from pgqueue.maintain() where task = 'forget keys'"
+    producer, upkeep = connect(), connect()
+    with producer.transaction(force_rollback=True):
+        producer.execute(ONCE, ("1",))
+        assert one(upkeep, forgotten) == 0, "it does not wait"
+    upkeep.execute("begin")
+    assert one(upkeep, forgotten) == 1
+    later = pool.submit(one, producer, ONCE, "2")
+    blocked(producer)
+    upkeep.execute("commit")
+    assert later.result(20) == one(db, "select job_id from pgqueue.recent_key")
+
+
+@pytest.mark.parametrize(
+    "level", [IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]
+)
+def test_an_older_snapshot_does_not_see_a_window_and_is_told_so(db, connect, level):
+    producer = connect()
+    producer.isolation_level = level
+    with pytest.raises(errors.SerializationFailure), producer.transaction():
+        producer.execute("select 1")
+        db.execute(ONCE, ("1",))
+        db.execute(END)
+        producer.execute(ONCE, ("2",))
+    with producer.transaction():
+        assert one(producer, ONCE, "3") == one(db, "select job_id from pgqueue.run")
+
+
+def test_eight_sessions_make_one_job_for_each_window(db, connect, pool):
+    """Their jobs end at once, and windows begin again and again."""
+    db.execute("create table first (key text, id bigint, unique (key, id))")
+
+    def hammer(conn):
+        rng = random.Random(conn.info.backend_pid)
+        for n in range(150):
+            key = f"k{n // 3}"
+            id = one(
+                conn,
+                "select pgqueue.enqueue('q', unique_key => %s, unique_for => '1 hour')",
+                key,
+            )
+            conn.execute(
+                "insert into first values (%s, %s) on conflict do nothing", (key, id)
+            )
+            conn.execute(rng.choice([END, "select pgqueue.purge('q')", "select 1"]))
+
+    list(pool.map(hammer, [connect() for _ in range(8)]))
+    assert column(db, "select count(*) from first group by key") == [1] * 50
+    assert one(db, "select count(*) from pgqueue.recent_key") == 50
+
+
 def test_eight_sessions_with_the_same_keys_make_one_job_for_each_key(db, connect, pool):
     def hammer(conn):
         return [

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(30);
+select plan(51);
 
 -- Defaults
 
@@ -40,7 +40,7 @@ select is(
     'a job whose run_at lies ahead is scheduled'
 );
 select pgqueue.enqueue(
-    'nulls', null, null, null, null, null, null, null, null, null
+    'nulls', null, null, null, null, null, null, null, null, null, null
 ) as id \gset
 select is(
     (select payload from pgqueue.job where id = :id), '{}'::jsonb,
@@ -135,6 +135,109 @@ select is(
 select is(
     (select payload from pgqueue.job where id = :id), '"old"'::jsonb,
     'replace does not change the payload of a running job'
+);
+
+-- Keys with a window
+
+create temporary table first_job (how text primary key, id bigint);
+insert into first_job
+select w.how, pgqueue.enqueue('window ' || w.how, unique_key => 'k', unique_for => '1 hour')
+from unnest(array['waits', 'completed', 'dead', 'cancelled', 'purged', 'expired', 'bare']) as w (how);
+select id, token from pgqueue.claim('window completed', 'w') \gset
+select pgqueue.complete(:id, :token);
+select id, token from pgqueue.claim('window dead', 'w') \gset
+select pgqueue.fail(:id, :token, 'e', permanent => true);
+select pgqueue.cancel(f.id) from first_job as f where f.how in ('cancelled', 'expired', 'bare');
+select pgqueue.purge('window purged');
+select results_eq(
+    $$ select k.expires_at - j.enqueued_at from pgqueue.recent_key as k join pgqueue.job as j on j.id = k.job_id $$,
+    $$ values ('1 hour'::interval) $$, 'the window of a key begins when its job is enqueued'
+);
+select is(
+    pgqueue.enqueue('window ' || f.how, '"new"', unique_key => 'k', unique_for => '1 second', on_duplicate => d.how),
+    f.id, format('%s: within the window of a job that %s, enqueue returns its id', d.how, f.verb)
+)
+from (
+    select f.*, case when f.how = 'purged' then 'was purged' when f.how = 'dead' then 'is dead' else 'was ' || f.how end as verb
+    from first_job as f where f.how in ('completed', 'dead', 'cancelled', 'purged')
+) as f
+cross join unnest(array['skip', 'replace', 'postpone']) as d (how)
+where d.how = 'skip' or f.how = 'completed'
+order by f.id, d.how;
+select is_empty(
+    $$ select from pgqueue.job where queue in ('window completed', 'window dead', 'window cancelled', 'window purged') $$,
+    'within its window a key makes no second job'
+);
+select throws_ok(
+    $$ select pgqueue.enqueue('window completed', unique_key => 'k', unique_for => '1 s', on_duplicate => 'error') $$,
+    '23505', 'a job with this unique_key was enqueued within its unique_for',
+    'on_duplicate error raises 23505 within the window of a job that has ended'
+);
+select throws_ok(
+    $$ select pgqueue.enqueue('window waits', unique_key => 'k', unique_for => '1 s', on_duplicate => 'error') $$,
+    '23505', null, 'on_duplicate error raises 23505 within the window of a job that waits'
+);
+select pgqueue.enqueue(
+    'window waits', '"new"', unique_key => 'k', unique_for => '1 day', on_duplicate => 'replace',
+    run_at => '2099-01-01'
+);
+select results_eq(
+    $$ select j.id = f.id, j.payload, j.run_at, k.expires_at - j.enqueued_at
+       from first_job as f, pgqueue.job as j, pgqueue.recent_key as k
+       where f.how = 'waits' and j.queue = 'window waits' and k.queue = j.queue $$,
+    $$ values (true, '"new"'::jsonb, '2099-01-01'::timestamptz, '1 hour'::interval) $$,
+    'within its window a job that waits is replaced, and the window stays as it is'
+);
+update pgqueue.recent_key set expires_at = clock_timestamp() where queue = 'window expired';
+select pgqueue.enqueue('window expired', unique_key => 'k', unique_for => '1 minute') as id \gset
+select results_eq(
+    $$ select j.id > f.id, k.job_id = j.id, k.expires_at - j.enqueued_at
+       from first_job as f, pgqueue.job as j, pgqueue.recent_key as k
+       where f.how = 'expired' and j.queue = 'window expired' and k.queue = j.queue $$,
+    $$ values (true, true, '1 minute'::interval) $$,
+    'after its window a key makes a job again, and begins another window'
+);
+update pgqueue.recent_key set expires_at = clock_timestamp() where queue = 'window expired';
+select is(
+    pgqueue.enqueue('window expired', unique_key => 'k', unique_for => '1 minute'), :id::bigint,
+    'a job that waits longer than its window still has its key'
+);
+select is(
+    (select expires_at < clock_timestamp() from pgqueue.recent_key where queue = 'window expired'), true,
+    'an enqueue that adds no job begins no window'
+);
+select pgqueue.enqueue('window bare', unique_key => 'k') as id \gset
+select isnt(
+    :id::bigint, (select f.id from first_job as f where f.how = 'bare'),
+    'an enqueue without unique_for asks only for jobs that wait or run, and not for windows'
+);
+select is(
+    pgqueue.enqueue('window bare', '"new"', unique_key => 'k', unique_for => '1 s', on_duplicate => 'replace'),
+    (select f.id from first_job as f where f.how = 'bare'),
+    'within a window an enqueue returns the job that began it, also beside one that was enqueued without unique_for'
+);
+select results_eq(
+    $$ select payload, unique_key from pgqueue.job where queue = 'window bare' $$, $$ values ('{}'::jsonb, 'k') $$,
+    'and leaves the other one as it is'
+);
+select isnt(
+    pgqueue.enqueue('window waits', unique_key => 'other', unique_for => '1 s'),
+    pgqueue.enqueue('window other', unique_key => 'other', unique_for => '1 s'),
+    'two queues can have windows of the same unique key'
+);
+select lives_ok(
+    $$ select pgqueue.enqueue('q', unique_key => 'year', unique_for => '1 year') $$, 'a window can last a year'
+);
+select id, token from pgqueue.claim('window expired', 'w') \gset
+update pgqueue.recent_key set expires_at = 'infinity' where queue = 'window expired';
+update pgqueue.job set lease_expires_at = clock_timestamp(), max_attempts = 1 where queue = 'window expired';
+select is(
+    pgqueue.enqueue('window expired', unique_key => 'k', unique_for => '1 minute'), :id::bigint,
+    'a job that a dead worker held for its last attempt is recovered, and keeps its window'
+);
+select is(
+    (select array_agg(id) from pgqueue.dead_job where queue = 'window expired'), array[:id::bigint],
+    'and it is dead'
 );
 
 -- Many

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(10);
+select plan(13);
 
 -- Reap
 
@@ -37,7 +37,7 @@ select is(
 -- The ring of runs
 
 select results_eq(
-    'select task from pgqueue.maintain()', $$ values ('reap'), ('forget runs'), ('drop slots') $$,
+    'select task from pgqueue.maintain()', $$ values ('reap'), ('forget runs'), ('drop slots'), ('forget keys') $$,
     'maintain returns a row for each of its tasks'
 );
 truncate pgqueue.run;
@@ -56,6 +56,23 @@ select is(
     (select array_agg(date_trunc('hour', now() - finished_at) order by finished_at) from pgqueue.run),
     array['7 days', '1 day', '0']::interval[],
     'maintain forgets a run when the days it is kept are over, and not before'
+);
+
+-- The windows of unique_for
+
+select pgqueue.enqueue('q', unique_key => 'open', unique_for => '1 hour');
+insert into pgqueue.recent_key (job_id, expires_at, queue, unique_key)
+select 1, clock_timestamp() - n * interval '1 us', 'q', 'k' || n from generate_series(1, 100010) as n;
+select is(
+    (select done from pgqueue.maintain() where task = 'forget keys'), 100000::bigint,
+    'maintain drops at most 100,000 windows that have ended'
+);
+select is(
+    (select done from pgqueue.maintain() where task = 'forget keys'), 10::bigint,
+    'a second maintain drops those that the first one left'
+);
+select is(
+    (select array_agg(unique_key) from pgqueue.recent_key), array['open'], 'maintain keeps a window that has not ended'
 );
 
 select * from finish();

@@ -3,10 +3,10 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(10);
+select plan(11);
 
 select has_table('pgqueue'::name, t.name, format('the table %s exists', t.name))
-from unnest(array['job', 'dead_job', 'run', 'queue']::name[]) as t (name);
+from unnest(array['job', 'dead_job', 'run', 'queue', 'recent_key']::name[]) as t (name);
 
 select is(
     (select count(*) from pg_inherits as i where i.inhparent = 'pgqueue.run'::regclass),
