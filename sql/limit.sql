@@ -91,9 +91,7 @@ begin
         from pgqueue.slot as s
         where hashtext(s.queue) = hashtext(known.queue) and hashtext(s.group_key) = hashtext(known.group_key)
             and s.queue = known.queue and s.group_key = known.group_key;
-        if places = 0 then
-            perform pgqueue._count_running(known.queue, known.group_key);
-        end if;
+        perform pgqueue._count_running(known.queue, known.group_key, places);
         perform pgqueue._make_slots(known.queue, array[known.group_key]);
         insert into pgqueue.recall (queue, group_key)
         select known.queue, known.group_key from generate_series(places + 1, group_limit);
@@ -105,7 +103,7 @@ comment on function pgqueue._apply_limit(text, text) is
 'After a change of limits: gives groups the slots that they lack, and lets
 claims look at what is parked.';
 
-create or replace function pgqueue._count_running(queue text, group_key text)
+create or replace function pgqueue._count_running(queue text, group_key text, places int)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -113,14 +111,14 @@ create or replace function pgqueue._count_running(queue text, group_key text)
 as $$
 begin
     with running as (
-        select j.id, row_number() over (order by j.id) as place
+        select j.id, places + row_number() over (order by j.id) as place
         from (
             select j.id
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_count_running.queue)
                 and hashtext(j.group_key) = hashtext(_count_running.group_key)
                 and j.queue = _count_running.queue and j.group_key = _count_running.group_key
-                and j.lease_expires_at is not null
+                and j.lease_expires_at is not null and j.slot is null
             order by j.id
             for update
         ) as j
@@ -132,9 +130,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._count_running(text, text) is
-'Gives slots to the jobs of a group that run from before it had a limit, also
-beyond it.';
+comment on function pgqueue._count_running(text, text, int) is
+'Gives slots, behind those that there are, to the jobs of a group that run from
+a time when it had no limit, also beyond the limit.';
 
 create or replace function pgqueue._slots(queue text, group_key text)
     returns table (place int, slot tid, holder bigint, holder_run_at timestamptz, is_running boolean)

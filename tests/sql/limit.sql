@@ -112,5 +112,14 @@ select is(pg_temp.claimed('late', 10), '', 'and all of them');
 select pg_temp.complete('late', 'a2');
 select is(pg_temp.claimed('late', 10), 'a3', 'until they have ended');
 
+select pgqueue.configure('again', group_limit => 1);
+select pg_temp.fill('again', array['a', 'a', 'a', 'a']);
+select is(pg_temp.claimed('again', 10), 'a1', 'with a limit one of a group runs');
+select pgqueue.configure('again', reset => true);
+select is(pg_temp.claimed('again', 2), 'a2 a3', 'without it others run beside it');
+select pgqueue.configure('again', group_limit => 1);
+select pg_temp.complete('again', 'a1');
+select is(pg_temp.claimed('again', 10), '', 'a limit that is set again counts those that ran without one');
+
 select * from finish();
 rollback;
