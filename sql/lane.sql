@@ -183,12 +183,13 @@ as $$
 declare
     key bigint := hashtextextended(queue, 1000);
     record int := key & 127;
+    now_us bigint := pgqueue._since_2020(clock_timestamp());
     noted bigint := pg_sequence_last_value(pgqueue._cell(record, 0)) # ((key >> 20 & 4095) << 51);
     bit bigint := 1::bigint << (abs(lane) - 1) % 50;
     cell regclass;
 begin
     -- Where no list is valid, the next claim looks for itself.
-    if (noted >> 51 = 0) is not true or lane = 0 and not has_round then
+    if (noted between now_us and now_us + 60000000) is not true or lane = 0 and not has_round then
         return;
     elsif has_round and noted & 2 = 0 or lane <> 0 and noted & 1 = 0 then
         perform pgqueue._note_lanes(

@@ -133,8 +133,8 @@ end;
 $$;
 
 comment on function pgqueue._count_running(text, text, int) is
-'Gives slots to the jobs of a group that run from before it had a limit, more
-than those that it has, and also beyond the limit.';
+'Gives slots, behind those that there are, to the jobs of a group that run from
+a time when it had no limit, also beyond the limit.';
 
 create or replace function pgqueue._slots(queue text, group_key text)
     returns table (place int, slot tid, holder bigint, holder_run_at timestamptz, is_running boolean)
@@ -245,14 +245,19 @@ declare
     free record;
 begin
     for free in
-        select s.place, s.holder
+        select s.place, s.holder, s.beyond
         from (
-            select u.*, sum((u.is_running or (u.holder_run_at > moment) is true)::int) over () as held
+            select
+                u.*,
+                sum((u.is_running or (u.holder_run_at > moment) is true)::int) over () as held,
+                array_agg(u.holder) filter (
+                    where u.place > group_limit and u.holder_run_at <= moment and not u.is_running
+                ) over () as beyond
             from pgqueue._slots(queue, group_key) as u
         ) as s
         where s.held < group_limit and s.place <= group_limit
             and not s.is_running and (s.holder_run_at > moment) is not true
-        order by s.place
+        order by s.holder is null, s.place
     loop
         continue when pgqueue._lock_slot(queue, group_key, free.place) is not true;
         -- Now that nobody else can take it.
@@ -260,13 +265,17 @@ begin
         from pgqueue._slots(queue, group_key) as s
         where s.place = free.place and not s.is_running and (s.holder_run_at > moment) is not true;
         continue when not found;
-        if free.holder is null then
+        -- What waited for its retry comes first: it kept this slot, or one beyond a limit that was
+        -- lowered since.
+        select j.* into job
+        from pgqueue.job as j
+        where j.id = any (case when free.holder is null then free.beyond else array[free.holder] end)
+            and j.lease_expires_at is null and j.slot is not null
+        order by j.priority desc, j.run_at, j.id
+        limit 1
+        for update skip locked;
+        if not found and free.holder is null then
             job := pgqueue._first_job(queue, group_key, moment);
-        else
-            -- It waited for its retry, and kept its slot.
-            select j.* into job
-            from pgqueue.job as j where j.id = free.holder and j.lease_expires_at is null
-            for update skip locked;
         end if;
         return;
     end loop;
@@ -758,7 +767,9 @@ declare
         select g.key
         from unnest(keys, pgqueue._limits(queue, keys)) as g (key, most)
         where (
-            select count(*) from pgqueue._slots(_mend_groups.queue, g.key) as s where s.holder is not null
+            select count(*)
+            from pgqueue._slots(_mend_groups.queue, g.key) as s
+            where s.is_running or s.holder_run_at > clock_timestamp()
         ) < coalesce(g.most, 1)
     );
 begin

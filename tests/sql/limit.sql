@@ -112,5 +112,25 @@ select is(pg_temp.claimed('late', 10), '', 'and all of them');
 select pg_temp.complete('late', 'a2');
 select is(pg_temp.claimed('late', 10), 'a3', 'until they have ended');
 
+select pgqueue.configure('again', group_limit => 1);
+select pg_temp.fill('again', array['a', 'a', 'a', 'a']);
+select is(pg_temp.claimed('again', 10), 'a1', 'with a limit one of a group runs');
+select pgqueue.configure('again', reset => true);
+select is(pg_temp.claimed('again', 2), 'a2 a3', 'without it others run beside it');
+select pgqueue.configure('again', group_limit => 1);
+select pg_temp.complete('again', 'a1');
+select is(pg_temp.claimed('again', 10), '', 'a limit that is set again counts those that ran without one');
+
+select pgqueue.configure('lower', group_limit => 2, group_on_retry => 'block');
+select pg_temp.fill('lower', array['a', 'a', 'a']);
+select is(pg_temp.claimed('lower', 2), 'a1 a2', 'two of a group run');
+select is(pg_temp.fail('lower', 'a2', '0'), 'retry', 'one fails, and keeps its slot');
+select pgqueue.configure('lower', group_limit => 1);
+select is(pg_temp.claimed('lower', 10), '', 'where the limit is lowered meanwhile, the other one counts');
+select pg_temp.complete('lower', 'a1');
+select is(pg_temp.claimed('lower', 10), 'a2', 'and when that has ended, the retry runs before all that wait');
+select pg_temp.complete('lower', 'a2');
+select is(pg_temp.claimed('lower', 10), 'a3', 'and then they');
+
 select * from finish();
 rollback;
