@@ -175,7 +175,7 @@ comment on function pgqueue._check_payload(jsonb, int) is
 none.';
 
 create or replace function pgqueue._check_many(
-    payloads jsonb[], unique_keys text[], group_keys text[], max_bytes int
+    payloads jsonb[], unique_keys text[], group_keys text[], max_bytes int[]
 )
     returns text[]
     language plpgsql
@@ -209,17 +209,17 @@ begin
             where octet_length(k.name) not between 1 and 200
             limit 1
         ),
-        case when max_bytes is not null then (
-            select pgqueue._check_payload(given.payload, max_bytes)
-            from unnest(payloads) as given (payload)
-            where pg_column_size(given.payload) > max_bytes
+        case when num_nonnulls(variadic max_bytes) > 0 then (
+            select pgqueue._check_payload(given.payload, given.max_bytes)
+            from unnest(payloads, max_bytes) as given (payload, max_bytes)
+            where pg_column_size(given.payload) > given.max_bytes
             limit 1
         ) end
     );
 end;
 $$;
 
-comment on function pgqueue._check_many(jsonb[], text[], text[], int) is
+comment on function pgqueue._check_many(jsonb[], text[], text[], int[]) is
 'Refuses what enqueue_many cannot take in its arrays.';
 
 create or replace function pgqueue._wrong_isolation()

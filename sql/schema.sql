@@ -255,7 +255,8 @@ create table pgqueue.queue (
     retry_base interval,
     retry_cap interval,
     group_on_retry text,
-    constraint queue_pkey primary key (name, kind, group_key),
+    -- Groups may be many, and what decides most comes first.
+    constraint queue_pkey primary key (group_key, kind, name),
     constraint queue_name_length check (
         octet_length(name) <= 200 and octet_length(kind) <= 200 and octet_length(group_key) <= 200
     ),

@@ -1,5 +1,8 @@
 -- Settings: which are in force for a queue, a kind or a group, and what is paused. A setting of a
 -- group comes before one of a kind, that before one of the queue, and that before one of all.
+--
+-- _settings is also the array type of the view settings: a call with nothing but a literal must
+-- say that it is a text.
 
 create or replace function pgqueue._settings(queue text, kind text default '', group_key text default '')
     returns pgqueue.queue
@@ -61,24 +64,60 @@ comment on function pgqueue._settings(text, text, text) is
 none), each from the narrowest row that says it: of the group, of the kind, of
 the queue, of all; else the defaults, which are written here.';
 
+create or replace function pgqueue._paused(queue text, is_paused boolean)
+    returns jsonb
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+begin
+    return (
+        select case when bool_or(g.has_others) then
+            jsonb_object_agg(g.group_key, g.kinds) || case when bool_and(g.group_key <> '')
+                then jsonb_build_object('', jsonb_build_object('', is_paused))
+                else '{}'
+            end
+        end
+        from (
+            select
+                s.group_key,
+                jsonb_object_agg(s.kind, s.paused) || case when s.group_key = ''
+                    then jsonb_build_object('', is_paused)
+                    else '{}'
+                end as kinds,
+                bool_or(s.paused <> is_paused) as has_others
+            from (
+                select distinct on (q.group_key, q.kind) q.group_key, q.kind, q.paused
+                from pgqueue.queue as q
+                where q.name in ('', _paused.queue) and num_nonnulls(q.paused, q.lease) > 0
+                    and (q.kind <> '' or q.group_key <> '') and q.paused is not null
+                order by q.group_key, q.kind, q.name <> '' desc
+            ) as s
+            group by s.group_key
+        ) as g
+    );
+end;
+$$;
+
+comment on function pgqueue._paused(text, boolean) is
+'What is paused in a queue that is itself paused or not: by group, then kind,
+where an empty one means any; null when no kind or group differs from the
+queue.';
+
 create or replace function pgqueue._drop_empty_settings()
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- "Not paused" says something only against a pause of something wider.
     delete from pgqueue.queue as q
     where num_nonnulls(
-            q.notify, q.max_attempts, q.keep_runs, q.max_payload_bytes, q.weight, q.group_limit,
-            q.lease, q.retry_base, q.retry_cap, q.group_on_retry
-        ) = 0
-        and q.paused is not true
-        and (q.paused is null or not exists (
-            select from pgqueue.queue as wider
-            where wider.paused and wider.name in ('', q.name) and wider.kind in ('', q.kind)
-                and wider.group_key in ('', q.group_key)
-        ));
+        q.paused, q.notify, q.max_attempts, q.keep_runs, q.max_payload_bytes, q.weight,
+        q.group_limit, q.lease, q.retry_base, q.retry_cap, q.group_on_retry
+    ) = 0;
 end;
 $$;
 
@@ -199,6 +238,14 @@ begin
         coalesce(_set_paused.group_key, ''), _set_paused.paused
     )
     on conflict (name, kind, group_key) do update set paused = excluded.paused;
+    -- "Not paused" says something only while something wider is.
+    update pgqueue.queue as q
+    set paused = null
+    where not q.paused and not exists (
+        select from pgqueue.queue as wider
+        where wider.paused and wider.name in ('', q.name) and wider.kind in ('', q.kind)
+            and wider.group_key in ('', q.group_key)
+    );
     perform pgqueue._drop_empty_settings();
 end;
 $$;

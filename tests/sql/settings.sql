@@ -41,13 +41,13 @@ select pgqueue.configure('s', retry_base => '2 s');
 select pgqueue.configure(null, retry_cap => '10 s', lease => '9 s');
 select results_eq(
     $$ select s.lease, s.max_attempts, s.retry_base, s.retry_cap, s.keep_runs, s.notify, s.paused
-       from pgqueue._settings('s') as s $$,
+       from pgqueue._settings('s'::text) as s $$,
     $$ values (interval '1 minute', 7, interval '2 s', interval '10 s', 7, true, false) $$,
     'a setting stays until it is set again; unset, it is that of all queues, else the default'
 );
 select pgqueue.configure('s', max_attempts => 3, reset => true);
 select results_eq(
-    $$ select s.lease, s.max_attempts, s.retry_base from pgqueue._settings('s') as s $$,
+    $$ select s.lease, s.max_attempts, s.retry_base from pgqueue._settings('s'::text) as s $$,
     $$ values (interval '9 s', 3, interval '5 s') $$,
     'configure with reset forgets the settings made before'
 );
