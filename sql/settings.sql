@@ -289,6 +289,9 @@ declare
     refused boolean := pgqueue._refuse(pgqueue._check_scope(queue, kind, group_key));
 begin
     perform pgqueue._set_paused(queue, kind, group_key, false);
+    if num_nonnulls(kind, group_key) > 0 then
+        perform pgqueue._renew_turns(queue, kind, group_key);
+    end if;
     if queue is not null then
         perform pgqueue._wake(queue);
     elsif current_setting('pgqueue.notify', true) is distinct from 'off' then

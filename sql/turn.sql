@@ -215,3 +215,54 @@ comment on function pgqueue._serve_newcomers(
 'Gives turns to those of the picked jobs that have a group and none yet, and to
 the next of their lane, ten for each job wanted, and picks from the round
 in their place.';
+
+create or replace function pgqueue._renew_turns(queue text, kind text, group_key text)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    lane record;
+    served timestamptz;
+begin
+    for lane in
+        select
+            w.queue, w.priority, array_agg(w.ctid order by w.turn, w.id) as picks,
+            array_agg(w.group_key order by w.turn, w.id) as group_keys
+        from (
+            select j.ctid, j.id, j.queue, j.priority, j.turn, j.group_key
+            from pgqueue.job as j
+            where j.turn is not null and j.lease_expires_at is null
+                and (_renew_turns.queue is null
+                    or hashtext(j.queue) = hashtext(_renew_turns.queue) and j.queue = _renew_turns.queue)
+                and (_renew_turns.kind is null or j.kind = _renew_turns.kind)
+                and (_renew_turns.group_key is null
+                    or hashtext(j.group_key) = hashtext(_renew_turns.group_key)
+                        and j.group_key = _renew_turns.group_key)
+            for update skip locked
+        ) as w
+        group by w.queue, w.priority
+    loop
+        served := pgqueue._turn(lane.queue, lane.priority + 1000);
+        with own as materialized (
+            select u.group_key, (pgqueue._settings(lane.queue, '', u.group_key)).weight
+            from (select distinct k.group_key from unnest(lane.group_keys) as k (group_key)) as u
+        ), renewed as (
+            select
+                p.tid,
+                served + row_number() over (partition by p.group_key order by p.place)
+                    * interval '100 microseconds' / o.weight as turn
+            from unnest(lane.picks, lane.group_keys) with ordinality as p (tid, group_key, place)
+            join own as o on o.group_key = p.group_key
+        )
+        update pgqueue.job as j
+        set turn = r.turn
+        from renewed as r
+        where j.ctid = r.tid;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._renew_turns(text, text, text) is
+'For a kind or group that was paused: gives its jobs turns behind the last that
+was served, or they would come before all that were not paused.';
