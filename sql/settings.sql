@@ -12,9 +12,9 @@ create or replace function pgqueue._settings(queue text, kind text default '', g
     set jit = off
 as $$
 declare
-    settings pgqueue.queue;
     own pgqueue.queue;
     other pgqueue.queue;
+    settings record;
 begin
     -- Two plain look-ups are cheaper than one with joins.
     select q.* into own
@@ -22,7 +22,7 @@ begin
     where q.name = _settings.queue and q.kind = '' and q.group_key = '';
     select q.* into other from pgqueue.queue as q where q.name = '' and q.kind = '' and q.group_key = '';
     settings := row(
-        _settings.queue, coalesce(kind, ''), coalesce(group_key, ''),
+        _settings.queue, '', '',
         coalesce(own.paused, other.paused, false),
         coalesce(own.notify, other.notify, true),
         coalesce(own.max_attempts, other.max_attempts, 20),
@@ -35,6 +35,7 @@ begin
         coalesce(own.retry_cap, other.retry_cap, '1 hour'),
         coalesce(own.group_on_retry, other.group_on_retry, 'skip')
     )::pgqueue.queue;
+
     if (kind <> '' or group_key <> '') and pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then
         for other in
             select q.*

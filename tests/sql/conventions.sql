@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(28);
+select plan(29);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -150,6 +150,11 @@ select results_eq(
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '736651[34]' $$,
     $$ values (array['_park', '_unpark', '_wake', 'enqueue']) $$, 'the numbers of the advisory locks stand in room wake, and in enqueue'
+);
+select results_eq(
+    $$ select count(*), count(distinct regexp_replace(w.text, '_\w+\.', '', 'g'))
+       from pg_temp.written('\w+?\.paused is null or coalesce\(.*?\) = ''false''') as w $$,
+    'values (5::bigint, 1::bigint)', 'who looks for jobs passes over the same paused ones'
 );
 
 -- The row of a run, and the defaults: what a queue without settings does, beside one whose settings
