@@ -26,9 +26,9 @@ as $$
     select false, v.name
     from unnest(case _grants.kind
         when 'operator' then array[
-            'jobs', 'queues', 'running', 'kinds', 'queue', 'job', 'dead_job', 'run'
+            'jobs', 'queues', 'running', 'kinds', 'settings', 'queue', 'job', 'dead_job', 'run'
         ]
-        when 'reader' then array['jobs', 'queues', 'running', 'kinds']
+        when 'reader' then array['jobs', 'queues', 'running', 'kinds', 'settings']
     end) as v (name)
 $$;
 

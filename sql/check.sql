@@ -188,7 +188,7 @@ comment on function pgqueue._check_payload(jsonb, int) is
 none.';
 
 create or replace function pgqueue._check_many(
-    payloads jsonb[], unique_keys text[], group_keys text[], max_bytes int
+    payloads jsonb[], unique_keys text[], group_keys text[], max_bytes int[]
 )
     returns text[]
     language plpgsql
@@ -222,17 +222,17 @@ begin
             where octet_length(k.name) not between 1 and 200
             limit 1
         ),
-        case when max_bytes is not null then (
-            select pgqueue._check_payload(given.payload, max_bytes)
-            from unnest(payloads) as given (payload)
-            where pg_column_size(given.payload) > max_bytes
+        case when num_nonnulls(variadic max_bytes) > 0 then (
+            select pgqueue._check_payload(given.payload, given.max_bytes)
+            from unnest(payloads, max_bytes) as given (payload, max_bytes)
+            where pg_column_size(given.payload) > given.max_bytes
             limit 1
         ) end
     );
 end;
 $$;
 
-comment on function pgqueue._check_many(jsonb[], text[], text[], int) is
+comment on function pgqueue._check_many(jsonb[], text[], text[], int[]) is
 'Refuses what enqueue_many cannot take in its arrays.';
 
 create or replace function pgqueue._wrong_isolation()
@@ -522,14 +522,34 @@ $$;
 comment on function pgqueue._not_found(text, bigint, text) is
 'What is wrong with an id that nothing has (PQ001).';
 
+create or replace function pgqueue._check_scope(queue text, kind text, group_key text)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when octet_length(queue) not between 1 and 200 then pgqueue._bad_name('queue', queue)
+        when octet_length(kind) not between 1 and 200 then pgqueue._bad_name('kind', kind)
+        when octet_length(group_key) not between 1 and 200 then pgqueue._bad_name('group_key', group_key)
+    end;
+end;
+$$;
+
+comment on function pgqueue._check_scope(text, text, text) is
+'Refuses a bad name of a queue, kind or group; null, which means all, passes.';
+
 create or replace function pgqueue._check_settings(
-    queue text,
-    lease interval default null,
-    max_attempts int default null,
-    retry_base interval default null,
-    retry_cap interval default null,
-    keep_runs int default null,
-    max_payload_bytes int default null
+    lease interval,
+    max_attempts int,
+    retry_base interval,
+    retry_cap interval,
+    keep_runs int,
+    max_payload_bytes int,
+    weight int,
+    group_limit int,
+    group_on_retry text
 )
     returns text[]
     language plpgsql
@@ -537,37 +557,72 @@ create or replace function pgqueue._check_settings(
     set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return case when octet_length(queue) not between 1 and 200
-        then pgqueue._bad_name('queue', queue)
-        else coalesce(pgqueue._check_lease(lease), (
-            select array[
-                format('%s must be %s', s.name, s.range),
-                format('It is %s.', s.setting),
-                'Leave a setting out to keep it as it is.'
-            ]
-            from (
-                values
-                    ('max_attempts', max_attempts::text, max_attempts >= 1, 'at least 1'),
-                    (
-                        'retry_base', retry_base::text,
-                        retry_base >= '0' and retry_base <= '1 year', '0 to 1 year'
-                    ),
-                    (
-                        'retry_cap', retry_cap::text,
-                        retry_cap >= '0' and retry_cap <= '1 year', '0 to 1 year'
-                    ),
-                    ('keep_runs', keep_runs::text, keep_runs between 0 and 14, '0 to 14 days'),
-                    ('max_payload_bytes', max_payload_bytes::text, max_payload_bytes >= 1, 'at least 1')
-            ) as s (name, setting, is_sane, range)
-            where not s.is_sane
-            limit 1
-        ))
+    return coalesce(pgqueue._check_lease(lease), (
+        select array[
+            format('%s must be %s', s.name, s.range),
+            format('It is %s.', s.setting),
+            'Leave a setting out to keep it as it is.'
+        ]
+        from (
+            values
+                ('max_attempts', max_attempts::text, max_attempts >= 1, 'at least 1'),
+                (
+                    'retry_base', retry_base::text,
+                    retry_base >= '0' and retry_base <= '1 year', '0 to 1 year'
+                ),
+                (
+                    'retry_cap', retry_cap::text,
+                    retry_cap >= '0' and retry_cap <= '1 year', '0 to 1 year'
+                ),
+                ('keep_runs', keep_runs::text, keep_runs between 0 and 14, '0 to 14 days'),
+                ('max_payload_bytes', max_payload_bytes::text, max_payload_bytes >= 1, 'at least 1'),
+                ('weight', weight::text, weight between 1 and 100, '1 to 100'),
+                ('group_limit', group_limit::text, group_limit >= 1, 'at least 1'),
+                (
+                    'group_on_retry', '"' || group_on_retry || '"',
+                    group_on_retry in ('skip', 'block'), 'skip or block'
+                )
+        ) as s (name, setting, is_sane, range)
+        where not s.is_sane
+        limit 1
+    ));
+end;
+$$;
+
+comment on function pgqueue._check_settings(
+    interval, int, interval, interval, int, int, int, int, text
+) is
+'Refuses an absurd setting; null passes.';
+
+create or replace function pgqueue._check_narrow(
+    kind text, group_key text, notify boolean, weight int, group_limit int, group_on_retry text
+)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when notify is not null and num_nonnulls(kind, group_key) > 0 then array[
+            'notify cannot be set for a kind or a group',
+            format('It is %s, for %s.', notify, coalesce(
+                'kind "' || kind || '"', 'group "' || group_key || '"'
+            )),
+            'Set it for the queue, in a call without kind and group_key.'
+        ]
+        when kind is not null and num_nonnulls(weight, group_limit, group_on_retry) > 0 then array[
+            'weight, group_limit and group_on_retry cannot be set for a kind',
+            format('The kind is "%s".', kind),
+            'Set them for the queue or for one group, in a call without kind.'
+        ]
     end;
 end;
 $$;
 
-comment on function pgqueue._check_settings(text, interval, int, interval, interval, int, int) is
-'Refuses an absurd setting; null passes.';
+comment on function pgqueue._check_narrow(text, text, boolean, int, int, text) is
+'Refuses a setting of a queue, or of groups, for a kind or group that cannot
+have it.';
 
 create or replace function pgqueue._check_grant(role text, kind text)
     returns text[]

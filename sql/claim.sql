@@ -30,11 +30,13 @@ create or replace function pgqueue.claim(
 as $$
 declare
     settings pgqueue.queue;
+    paused jsonb;
     moment timestamptz := clock_timestamp();
     key bigint := hashtextextended(queue, 1000);
     noted bigint;
     new_token bigint;
     picks tid[] := '{}'::tid[];
+    has_leases boolean := false;
     refused boolean;
 begin
     -- Three shortcuts for the plain call: its arguments are checked in one expression,
@@ -50,7 +52,15 @@ begin
     end if;
     if pg_relation_size('pgqueue.queue') > 0 then
         settings := pgqueue._settings(queue);
-        if settings.paused then
+        if pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then
+            paused := pgqueue._paused(queue, settings.paused);
+            has_leases := lease is null and exists (
+                select from pgqueue.queue as q
+                where q.name in ('', claim.queue) and num_nonnulls(q.paused, q.lease) > 0
+                    and (q.kind <> '' or q.group_key <> '') and q.lease is not null
+            );
+        end if;
+        if settings.paused and paused is null then
             return;
         end if;
         lease := coalesce(lease, settings.lease);
@@ -62,10 +72,12 @@ begin
         and noted - (date_part('epoch', moment) * 1000000)::bigint + 1577836800000000
             between 1 and 60000000
     then
-        picks := pgqueue._pick(queue, kinds, 0, max_jobs, moment, false);
+        picks := pgqueue._pick(queue, kinds, paused, 0, max_jobs, moment, false);
     end if;
     if picks = '{}' then
-        picks := pgqueue._pick_lanes(queue, kinds, max_jobs, moment, pgqueue._noted_lanes(queue, moment));
+        picks := pgqueue._pick_lanes(
+            queue, kinds, paused, max_jobs, moment, pgqueue._noted_lanes(queue, moment)
+        );
         if picks = '{}' then
             return;
         end if;
@@ -85,7 +97,10 @@ begin
             attempt = j.attempt + 1,
             worker = claim.worker,
             claimed_at = moment,
-            lease_expires_at = moment + coalesce(claim.lease, '30 seconds')
+            lease_expires_at = moment + case when has_leases
+                then (pgqueue._settings(j.queue, j.kind, j.group_key)).lease
+                else coalesce(claim.lease, '30 seconds')
+            end
         where j.ctid = any (picks)
         returning j.*;
         return;
@@ -97,7 +112,10 @@ begin
             attempt = j.attempt + 1,
             worker = claim.worker,
             claimed_at = moment,
-            lease_expires_at = moment + coalesce(claim.lease, '30 seconds')
+            lease_expires_at = moment + case when has_leases
+                then (pgqueue._settings(j.queue, j.kind, j.group_key)).lease
+                else coalesce(claim.lease, '30 seconds')
+            end
         where j.ctid = any (picks)
         returning j.*
     )

@@ -221,7 +221,7 @@ begin
         end if;
     end if;
     if pg_relation_size('pgqueue.queue') > 0 then
-        settings := pgqueue._settings(queue);
+        settings := pgqueue._settings(queue, coalesce(kind, queue), group_key);
         refused := pgqueue._refuse(pgqueue._check_payload(payload, settings.max_payload_bytes));
         if group_key is not null and pgqueue._has_limits(queue) then
             perform pgqueue._make_slots(queue, array[group_key]);
@@ -230,7 +230,9 @@ begin
 
     if group_key is not null and (run_at <= moment) is not false then
         priority := coalesce(priority, 0);
-        turn := pgqueue._next_turn(queue, priority, group_key, pgqueue._turn(queue, priority + 1000));
+        turn := pgqueue._next_turn(
+            queue, priority, group_key, pgqueue._turn(queue, priority + 1000), settings.weight
+        );
     end if;
 
     loop
@@ -302,7 +304,7 @@ on_duplicate error).';
 
 create or replace function pgqueue._insert_keyed(
     queue text, payloads jsonb[], kind text, priority int, run_at timestamptz,
-    max_attempts int, unique_keys text[], on_duplicate text, group_keys text[], headers jsonb,
+    max_attempts int[], unique_keys text[], on_duplicate text, group_keys text[], headers jsonb,
     moment timestamptz, turns timestamptz[]
 )
     returns bigint[]
@@ -343,11 +345,11 @@ begin
                         _insert_keyed.run_at,
                         moment - (cardinality(payloads) - g.place) * interval '1 microsecond'
                     ),
-                    moment, g.turn, coalesce(_insert_keyed.priority, 0), _insert_keyed.max_attempts,
+                    moment, g.turn, coalesce(_insert_keyed.priority, 0), g.max_attempts,
                     _insert_keyed.queue, coalesce(_insert_keyed.kind, _insert_keyed.queue),
                     g.unique_key, g.group_key, coalesce(g.payload, '{}'), _insert_keyed.headers
-                from unnest(ids, payloads, unique_keys, group_keys, turns) with ordinality
-                    as g (id, payload, unique_key, group_key, turn, place)
+                from unnest(ids, payloads, unique_keys, group_keys, turns, max_attempts) with ordinality
+                    as g (id, payload, unique_key, group_key, turn, max_attempts, place)
                 order by g.unique_key, g.id
                 on conflict (queue, unique_key) where j.unique_key is not null do nothing
                 returning j.id
@@ -381,10 +383,41 @@ end;
 $$;
 
 comment on function pgqueue._insert_keyed(
-    text, jsonb[], text, int, timestamptz, int, text[], text, text[], jsonb, timestamptz, timestamptz[]
+    text, jsonb[], text, int, timestamptz, int[], text[], text, text[], jsonb, timestamptz, timestamptz[]
 ) is
 'Adds the jobs whose keys are free and returns their ids, null for the others,
 whose jobs it locks where they are to be replaced or postponed.';
+
+create or replace function pgqueue._settings_of_many(
+    queue text, kind text, payloads jsonb[], group_keys text[], out max_attempts int[], out max_bytes int[]
+)
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+as $$
+declare
+    settings pgqueue.queue := pgqueue._settings(queue, kind);
+begin
+    max_attempts := array_fill(settings.max_attempts, array[coalesce(cardinality(payloads), 0)]);
+    max_bytes := array_fill(settings.max_payload_bytes, array[coalesce(cardinality(payloads), 0)]);
+    if group_keys is not null and pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then
+        with own as materialized (
+            select u.group_key, s.max_attempts, s.max_payload_bytes
+            from (select distinct g.group_key from unnest(group_keys) as g (group_key)) as u
+            cross join lateral pgqueue._settings(queue, kind, u.group_key) as s
+        )
+        select
+            array_agg(o.max_attempts order by g.place), array_agg(o.max_payload_bytes order by g.place)
+        into max_attempts, max_bytes
+        from unnest(group_keys) with ordinality as g (group_key, place)
+        join own as o on o.group_key is not distinct from g.group_key;
+    end if;
+end;
+$$;
+
+comment on function pgqueue._settings_of_many(text, text, jsonb[], text[]) is
+'max_attempts and max_payload_bytes for each of some jobs of one kind.';
 
 create or replace function pgqueue.enqueue_many(
     queue text,
@@ -405,12 +438,15 @@ create or replace function pgqueue.enqueue_many(
     set jit = off
 as $$
 declare
-    settings pgqueue.queue := pgqueue._settings(enqueue_many.queue);
+    settings record := pgqueue._settings_of_many(
+        enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
+        enqueue_many.payloads, enqueue_many.group_keys
+    );
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_job(
             queue, kind, priority, run_at, max_attempts, null, on_duplicate, null, headers
         ),
-        pgqueue._check_many(payloads, unique_keys, group_keys, settings.max_payload_bytes)
+        pgqueue._check_many(payloads, unique_keys, group_keys, settings.max_bytes)
     ));
     moment timestamptz := clock_timestamp();
     turns timestamptz[];
@@ -418,7 +454,9 @@ declare
     given record;
     job_id bigint;
 begin
-    max_attempts := coalesce(max_attempts, settings.max_attempts);
+    if max_attempts is not null then
+        settings.max_attempts := array_fill(max_attempts, array[cardinality(payloads)]);
+    end if;
     perform pgqueue._wake(queue);
     if num_nonnulls(variadic group_keys) > 0 and pgqueue._has_limits(queue) then
         perform pgqueue._make_slots(queue, group_keys);
@@ -439,15 +477,16 @@ begin
                 enqueue_many.run_at,
                 moment - (cardinality(payloads) - g.place) * interval '1 microsecond'
             ),
-            moment, g.turn, coalesce(enqueue_many.priority, 0), enqueue_many.max_attempts,
+            moment, g.turn, coalesce(enqueue_many.priority, 0), g.max_attempts,
             enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
             g.group_key, coalesce(g.payload, '{}'), enqueue_many.headers
-        from unnest(payloads, group_keys, turns) with ordinality as g (payload, group_key, turn, place)
+        from unnest(payloads, group_keys, turns, settings.max_attempts) with ordinality
+            as g (payload, group_key, turn, max_attempts, place)
         returning j.id;
         return;
     end if;
     ids := pgqueue._insert_keyed(
-        queue, payloads, kind, priority, run_at, max_attempts,
+        queue, payloads, kind, priority, run_at, settings.max_attempts,
         unique_keys, on_duplicate, group_keys, headers, moment, turns
     );
     for given in

@@ -34,7 +34,7 @@ begin
         perform pgqueue._recall(array[done.queue], array[done.group_key]);
     end if;
     if pg_relation_size('pgqueue.queue') > 0 then
-        keep_runs := (pgqueue._settings(done.queue)).keep_runs;
+        keep_runs := (pgqueue._settings(done.queue, done.kind, done.group_key)).keep_runs;
     end if;
     if keep_runs > 0 then
         insert into pgqueue.run (
@@ -96,7 +96,8 @@ begin
                 select h.id, h.token
                 from unnest(complete_many.job_ids, complete_many.tokens) as h (id, token)
             )) is true
-        returning j.id, j.token, j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker
+        returning
+            j.id, j.token, j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.group_key, j.worker
     ), logged as (
         insert into pgqueue.run (
             slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result
@@ -116,7 +117,10 @@ begin
             ) as h (id, token, result)
         ) as given on given.id = d.id and given.token = d.token
         cross join lateral (
-            select case when is_configured then (pgqueue._settings(d.queue)).keep_runs else 7 end
+            select case
+                when is_configured then (pgqueue._settings(d.queue, d.kind, d.group_key)).keep_runs
+                else 7
+            end
             offset 0
         ) as kept (days)
         where kept.days > 0

@@ -393,7 +393,7 @@ comment on function pgqueue._hold(tid[], bigint[], int[], timestamptz[]) is
 they are now.';
 
 create or replace function pgqueue._admit_each(
-    queue text, kinds text[], ids bigint[], keys text[], limits int[], wanted int, moment timestamptz,
+    queue text, kinds text[], paused jsonb, ids bigint[], keys text[], limits int[], wanted int, moment timestamptz,
     inout barred text[], out jobs tid[]
 )
     language plpgsql
@@ -420,7 +420,9 @@ begin
             exit when cardinality(jobs) = wanted;
             next := pgqueue._job_to_run(queue, met.group_key, met.most, moment);
             exit when next.place is null;
-            if (next.job).id is null or (next.job).kind <> all (kinds) then
+            if (next.job).id is null or (next.job).kind <> all (kinds) or coalesce(
+                paused -> met.group_key -> (next.job).kind, paused -> '' -> (next.job).kind
+            ) = 'true' then
                 barred := barred || met.group_key;
                 exit;
             end if;
@@ -445,11 +447,11 @@ begin
 end;
 $$;
 
-comment on function pgqueue._admit_each(text, text[], bigint[], text[], int[], int, timestamptz, text[]) is
+comment on function pgqueue._admit_each(text, text[], jsonb, bigint[], text[], int[], int, timestamptz, text[]) is
 '_admit for groups that are full, or nearly: one after the other.';
 
 create or replace function pgqueue._admit(
-    queue text, kinds text[], picks tid[], moment timestamptz, inout barred text[], out jobs tid[]
+    queue text, kinds text[], paused jsonb, picks tid[], moment timestamptz, inout barred text[], out jobs tid[]
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -508,6 +510,7 @@ begin
         for update skip locked
     ) as n
     where n.run_at <= moment and (kinds is null or n.kind = any (kinds))
+        and coalesce(paused -> f.key -> n.kind, paused -> '' -> n.kind, 'false') = 'false'
         and not exists (select from pgqueue.job as h where h.id = s.job_id and h.slot = s.place)
         and not exists (
             select
@@ -535,7 +538,7 @@ begin
     end if;
     if rest.limited is not null then
         more := pgqueue._admit_each(
-            queue, kinds, rest.limited, met.keys, limits,
+            queue, kinds, paused, rest.limited, met.keys, limits,
             cardinality(picks) - cardinality(jobs), moment, barred
         );
         jobs := jobs || more.jobs;
@@ -544,13 +547,13 @@ begin
 end;
 $$;
 
-comment on function pgqueue._admit(text, text[], tid[], timestamptz, text[]) is
+comment on function pgqueue._admit(text, text[], jsonb, tid[], timestamptz, text[]) is
 'Of the jobs that were picked, each in the name of its group: those that may
 run, with their slots. Parks where a group is full, and returns, as barred, the
 groups that this claim can serve no more.';
 
 create or replace function pgqueue._pick_round(
-    queue text, kinds text[], lane int, wanted int, moment timestamptz, is_whole boolean
+    queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean
 )
     returns tid[]
     language plpgsql
@@ -563,13 +566,15 @@ declare
     jobs tid[] := '{}';
 begin
     if not pgqueue._has_limits(queue) then
-        return pgqueue._pick(queue, kinds, lane, wanted, moment, is_whole);
+        return pgqueue._pick(queue, kinds, paused, lane, wanted, moment, is_whole);
     end if;
     perform pgqueue._heed_recalls(queue, moment);
     loop
-        picks := pgqueue._pick(queue, kinds, lane, wanted - cardinality(jobs), moment, is_whole, barred);
+        picks := pgqueue._pick(
+            queue, kinds, paused, lane, wanted - cardinality(jobs), moment, is_whole, barred
+        );
         exit when picks = '{}';
-        next := pgqueue._admit(queue, kinds, picks, moment, barred);
+        next := pgqueue._admit(queue, kinds, paused, picks, moment, barred);
         barred := next.barred;
         jobs := jobs || next.jobs;
         exit when cardinality(jobs) = wanted;
@@ -578,7 +583,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick_round(text, text[], int, int, timestamptz, boolean) is
+comment on function pgqueue._pick_round(text, text[], jsonb, int, int, timestamptz, boolean) is
 '_pick in the round of a lane, for as many jobs as the limits of their groups
 allow.';
 

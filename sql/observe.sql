@@ -122,7 +122,9 @@ comment on column pgqueue.queues.dead is 'Dead jobs. Alert when this grows.';
 comment on column pgqueue.queues.oldest_wait is
 'How long the oldest ready job has been due; null when none is. Alert on this.';
 comment on column pgqueue.queues.p99_wait is 'The wait that 1 % of the ready jobs exceed.';
-comment on column pgqueue.queues.paused is 'Whether claims are given nothing.';
+comment on column pgqueue.queues.paused is
+'Whether claims are given nothing; what is paused by kind or group is in the
+view settings.';
 comment on column pgqueue.queues.finished_last_hour is 'Attempts completed in the last hour.';
 comment on column pgqueue.queues.failed_last_hour is 'Attempts failed or expired in the last hour.';
 
@@ -177,6 +179,66 @@ comment on column pgqueue.kinds.failures is 'Those that failed or whose lease ex
 comment on column pgqueue.kinds.p50_taken is 'Half of the attempts took at most this long.';
 comment on column pgqueue.kinds.p99_taken is '99 % of the attempts took at most this long.';
 comment on column pgqueue.kinds.last_finished_at is 'When one last finished.';
+
+-- The defaults once more, because a reader of the view may not call _settings().
+create or replace view pgqueue.settings as
+select
+    nullif(c.name, '') as queue,
+    nullif(c.kind, '') as kind,
+    nullif(c.group_key, '') as group_key,
+    s.setting,
+    s.value,
+    s.set_for
+from (
+    select q.name, q.kind, q.group_key from pgqueue.queue as q
+    union
+    select '', '', ''
+) as c
+cross join lateral (
+    select distinct on (e.key) e.key as setting, e.value, r.set_for
+    from (
+        select
+            to_jsonb(q) - '{name,kind,group_key}'::text[],
+            case
+                when q.kind <> '' and q.group_key <> '' then 'kind and group'
+                when q.kind <> '' then 'kind'
+                when q.group_key <> '' then 'group'
+                when q.name <> '' then 'queue'
+                else 'all queues'
+            end || case when q.name = '' and q.kind || q.group_key <> '' then ' in all queues' else '' end,
+            array[q.group_key <> '', q.kind <> '', q.name <> '']
+        from pgqueue.queue as q
+        where q.name in ('', c.name) and q.kind in ('', c.kind) and q.group_key in ('', c.group_key)
+        union all
+        select
+            jsonb_build_object(
+                'paused', false, 'notify', true, 'max_attempts', 20, 'keep_runs', 7,
+                'max_payload_bytes', null, 'weight', 1, 'group_limit', null,
+                'lease', interval '30 seconds', 'retry_base', interval '5 seconds',
+                'retry_cap', interval '1 hour', 'group_on_retry', 'skip'
+            ),
+            'default',
+            '{}'
+    ) as r (settings, set_for, narrowness)
+    cross join lateral jsonb_each_text(r.settings) as e
+    where e.value is not null or r.set_for = 'default'
+    order by e.key, r.narrowness desc
+) as s
+order by c.name, c.group_key, c.kind, s.setting;
+
+comment on view pgqueue.settings is
+'Every setting in force for all queues (the first rows, where queue is null) and
+for each queue, kind or group of which anything was said, and where it was
+said. Of what is not here the wider holds.';
+comment on column pgqueue.settings.queue is 'The queue; null for all.';
+comment on column pgqueue.settings.kind is 'The kind; null for all.';
+comment on column pgqueue.settings.group_key is 'The group; null for all.';
+comment on column pgqueue.settings.setting is
+'The setting, as an argument of configure, or paused.';
+comment on column pgqueue.settings.value is 'What is in force; null for no limit.';
+comment on column pgqueue.settings.set_for is
+'The narrowest for which it was set: kind and group, group, kind (each of this
+queue, or followed by "in all queues"), queue, all queues or default.';
 
 -- Why a job is not running. There is a function for each place where it may be, and why() asks the
 -- right one; a further reason is a further line in one of them. All read only, and lock nothing.

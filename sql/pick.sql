@@ -87,7 +87,7 @@ beginning of the lane; null where it began at the position. Plans as claim
 sets it.';
 
 create or replace function pgqueue._pick(
-    queue text, kinds text[], lane int, wanted int, moment timestamptz, is_whole boolean,
+    queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean,
     barred text[] default null
 )
     returns tid[]
@@ -97,7 +97,8 @@ create or replace function pgqueue._pick(
     set enable_indexscan = on
 as $$
 declare
-    key bigint := hashtextextended(coalesce(queue || kinds::text, queue), lane);
+    -- What others may take must not be behind the position of those who pass it over.
+    key bigint := hashtextextended(concat(queue, kinds, paused), lane);
     tag bigint := (key >> 20 & 4095) << 51;
     record int := (key & 127) * 6;
     valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
@@ -186,6 +187,10 @@ begin
                 )
                 and (_pick.kinds is null or j.kind = any (_pick.kinds))
                 and (barred is null or j.group_key <> all (barred))
+                and (_pick.paused is null or coalesce(
+                    _pick.paused -> j.group_key -> j.kind, _pick.paused -> j.group_key -> '',
+                    _pick.paused -> '' -> j.kind, _pick.paused -> '' -> ''
+                ) = 'false')
             order by coalesce(j.turn, j.run_at), j.id
             limit wanted
             for update skip locked
@@ -232,20 +237,20 @@ begin
         );
     end if;
     if has_newcomers then
-        return pgqueue._serve_newcomers(queue, kinds, lane, wanted, picks, moment, is_whole);
+        return pgqueue._serve_newcomers(queue, kinds, paused, lane, wanted, picks, moment, is_whole);
     end if;
     return coalesce(picks, '{}'::tid[]);
 end;
 $$;
 
-comment on function pgqueue._pick(text, text[], int, int, timestamptz, boolean, text[]) is
+comment on function pgqueue._pick(text, text[], jsonb, int, int, timestamptz, boolean, text[]) is
 'Locks up to so many due jobs of one lane and returns where they are, in the
 order in which they run; ends the attempts of those whose lease expired on the
 way. Only from the beginning (is_whole) does "none" mean that there is none.
 Plans as claim sets it.';
 
 create or replace function pgqueue._pick_lanes(
-    queue text, kinds text[], max_jobs int, moment timestamptz, noted int[]
+    queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, noted int[]
 )
     returns tid[]
     language plpgsql
@@ -265,11 +270,11 @@ begin
         foreach lane in array coalesce(noted, live) loop
             if lane > 500 then
                 picks := picks || pgqueue._pick_round(
-                    queue, kinds, lane, max_jobs - cardinality(picks), moment, is_whole
+                    queue, kinds, paused, lane, max_jobs - cardinality(picks), moment, is_whole
                 );
             else
                 picks := picks || pgqueue._pick(
-                    queue, kinds, lane, max_jobs - cardinality(picks), moment, is_whole
+                    queue, kinds, paused, lane, max_jobs - cardinality(picks), moment, is_whole
                 );
             end if;
             exit when cardinality(picks) = max_jobs;
@@ -293,6 +298,6 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick_lanes(text, text[], int, timestamptz, int[]) is
+comment on function pgqueue._pick_lanes(text, text[], jsonb, int, timestamptz, int[]) is
 '_pick in the listed lanes of a queue, highest first, then, if nothing was
 found or no list is valid, from the beginning of all that have something due.';

@@ -320,9 +320,9 @@ $$;
 create index run_finished_idx on pgqueue.run using brin (finished_at);
 comment on index pgqueue.run_finished_idx is 'What finished since then?';
 
--- A queue needs no row here. The row with the empty name speaks for every queue, and a
--- null says nothing; what nobody says is in _settings(). The hot functions read it only when
--- pg_relation_size finds a page, which costs nothing to ask.
+-- A queue needs no row here. An empty name, kind or group_key speaks for every one, and a null
+-- says nothing; which row wins, and what nobody says, is in _settings(). The hot functions read
+-- it only when pg_relation_size finds a page, which costs nothing to ask.
 create table pgqueue.queue (
     name text,
     kind text not null default '',
@@ -332,32 +332,37 @@ create table pgqueue.queue (
     max_attempts int,
     keep_runs int,
     max_payload_bytes int,
+    weight int,
+    group_limit int,
     lease interval,
     retry_base interval,
     retry_cap interval,
-    weight int,
-    group_limit int,
     group_on_retry text,
-    constraint queue_pkey primary key (name, kind, group_key),
-    constraint queue_name_length check (octet_length(name) <= 200),
+    -- Groups may be many, and what decides most comes first.
+    constraint queue_pkey primary key (group_key, kind, name),
+    constraint queue_name_length check (
+        octet_length(name) <= 200 and octet_length(kind) <= 200 and octet_length(group_key) <= 200
+    ),
     constraint queue_lease_in_range check (lease > '0' and lease <= '30 days'),
     constraint queue_retry_delays_in_range check (
         retry_base between '0' and '1 year' and retry_cap between '0' and '1 year'
     ),
     constraint queue_limits_in_range check (
         max_attempts >= 1 and max_payload_bytes >= 1 and keep_runs between 0 and 14
+        and weight between 1 and 100 and group_limit >= 1
+    ),
+    constraint queue_group_on_retry_is_known check (group_on_retry in ('skip', 'block')),
+    constraint queue_notify_is_of_a_queue check (notify is null or kind = '' and group_key = ''),
+    constraint queue_groups_have_no_kind check (
+        num_nonnulls(weight, group_limit, group_on_retry) = 0 or kind = ''
     )
 );
 comment on table pgqueue.queue is
-'Settings that configure and pause made; the row with the empty name holds for
-all queues that say nothing else.';
+'Settings that configure and pause made. An empty name, kind or group_key means
+every one; the narrower row wins. The view settings shows what is in force.';
 comment on column pgqueue.queue.name is 'The queue; empty for all.';
-comment on column pgqueue.queue.kind is 'The kind of job; empty for all.';
-comment on column pgqueue.queue.group_key is 'The group; empty for all.';
-comment on column pgqueue.queue.weight is 'How many jobs of a group are served in each lap; default 1.';
-comment on column pgqueue.queue.group_limit is 'How many jobs of a group may run at once; default no limit.';
-comment on column pgqueue.queue.group_on_retry is
-'Whether a job that waits for its retry keeps its slot: skip (default) or block.';
+comment on column pgqueue.queue.kind is 'The kind for which this is set; empty for all.';
+comment on column pgqueue.queue.group_key is 'The group for which this is set; empty for all.';
 comment on column pgqueue.queue.paused is 'Takes jobs in and gives none out.';
 comment on column pgqueue.queue.notify is 'Whether enqueue may send NOTIFY to parked workers; default true.';
 comment on column pgqueue.queue.max_attempts is 'Attempts of a job that names no number; default 20.';
@@ -365,10 +370,26 @@ comment on column pgqueue.queue.keep_runs is
 'Days to keep finished attempts in run, 0 (not at all) to 14; default 7.';
 comment on column pgqueue.queue.max_payload_bytes is
 'Largest payload, as Postgres holds it uncompressed; default no limit.';
+comment on column pgqueue.queue.weight is
+'How many jobs of a group are served for each one of a group of weight 1, 1 to
+100; default 1.';
+comment on column pgqueue.queue.group_limit is 'How many jobs of a group may run at once; default no limit.';
 comment on column pgqueue.queue.lease is 'Lease of a claim that names none; default 30 seconds.';
 comment on column pgqueue.queue.retry_base is
 'Delay before the second attempt, doubled each time; default 5 seconds.';
 comment on column pgqueue.queue.retry_cap is 'Longest delay between attempts; default 1 hour.';
+comment on column pgqueue.queue.group_on_retry is
+'What a job that waits for its retry means for its group: skip (default) or
+block.';
+
+-- Its first row brings a second page: what is hot asks for the size before it looks.
+create index queue_limit_idx on pgqueue.queue (name) where group_limit is not null;
+comment on index pgqueue.queue_limit_idx is 'Has any group of a queue a limit?';
+
+create index queue_narrow_idx on pgqueue.queue (name, (num_nonnulls(paused, lease) > 0))
+where kind <> '' or group_key <> '';
+comment on index pgqueue.queue_narrow_idx is
+'Is anything set for kinds or groups, and what of it must a claim know?';
 
 -- What claims remember for each other; room lane says what is in them. Sequences, because
 -- these can be shared and written without a version of a row.

@@ -1,4 +1,8 @@
--- The settings of queues, and which of them are in force.
+-- Settings: which are in force for a queue, a kind or a group, and what is paused. A setting of a
+-- group comes before one of a kind, that before one of the queue, and that before one of all.
+--
+-- _settings is also the array type of the view settings: a call with nothing but a literal must
+-- say that it is a text.
 
 create or replace function pgqueue._settings(queue text, kind text default '', group_key text default '')
     returns pgqueue.queue
@@ -8,34 +12,118 @@ create or replace function pgqueue._settings(queue text, kind text default '', g
     set jit = off
 as $$
 declare
-    settings pgqueue.queue;
+    own pgqueue.queue;
+    other pgqueue.queue;
+    settings record;
 begin
-    select
-        _settings.queue, null, null,
-        coalesce(own.paused, shared.paused, false),
-        coalesce(own.notify, shared.notify, true),
-        coalesce(own.max_attempts, shared.max_attempts, 20),
-        coalesce(own.keep_runs, shared.keep_runs, 7),
-        coalesce(own.max_payload_bytes, shared.max_payload_bytes),
-        coalesce(own.lease, shared.lease, '30 seconds'),
-        coalesce(own.retry_base, shared.retry_base, '5 seconds'),
-        coalesce(own.retry_cap, shared.retry_cap, '1 hour'),
-        coalesce(mine.weight, own.weight, shared.weight, 1),
-        coalesce(mine.group_limit, own.group_limit, shared.group_limit),
-        coalesce(mine.group_on_retry, own.group_on_retry, shared.group_on_retry, 'skip')
-    into settings
-    from (values (_settings.queue)) as asked (name)
-    left join pgqueue.queue as own on own.name = asked.name and own.kind = '' and own.group_key = ''
-    left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and shared.group_key = ''
-    left join pgqueue.queue as mine on mine.name = asked.name and mine.kind = '' and mine.group_key = nullif(_settings.group_key, '');
+    -- Two plain look-ups are cheaper than one with joins.
+    select q.* into own
+    from pgqueue.queue as q
+    where q.name = _settings.queue and q.kind = '' and q.group_key = '';
+    select q.* into other from pgqueue.queue as q where q.name = '' and q.kind = '' and q.group_key = '';
+    settings := row(
+        _settings.queue, '', '',
+        coalesce(own.paused, other.paused, false),
+        coalesce(own.notify, other.notify, true),
+        coalesce(own.max_attempts, other.max_attempts, 20),
+        coalesce(own.keep_runs, other.keep_runs, 7),
+        coalesce(own.max_payload_bytes, other.max_payload_bytes),
+        coalesce(own.weight, other.weight, 1),
+        coalesce(own.group_limit, other.group_limit),
+        coalesce(own.lease, other.lease, '30 seconds'),
+        coalesce(own.retry_base, other.retry_base, '5 seconds'),
+        coalesce(own.retry_cap, other.retry_cap, '1 hour'),
+        coalesce(own.group_on_retry, other.group_on_retry, 'skip')
+    )::pgqueue.queue;
 
+    if (kind <> '' or group_key <> '') and pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then
+        for other in
+            select q.*
+            from pgqueue.queue as q
+            where q.name in ('', _settings.queue) and q.kind in ('', _settings.kind)
+                and q.group_key in ('', _settings.group_key) and (q.kind <> '' or q.group_key <> '')
+            order by q.group_key <> '', q.kind <> '', q.name <> ''
+        loop
+            settings.paused := coalesce(other.paused, settings.paused);
+            settings.max_attempts := coalesce(other.max_attempts, settings.max_attempts);
+            settings.keep_runs := coalesce(other.keep_runs, settings.keep_runs);
+            settings.max_payload_bytes := coalesce(other.max_payload_bytes, settings.max_payload_bytes);
+            settings.weight := coalesce(other.weight, settings.weight);
+            settings.group_limit := coalesce(other.group_limit, settings.group_limit);
+            settings.lease := coalesce(other.lease, settings.lease);
+            settings.retry_base := coalesce(other.retry_base, settings.retry_base);
+            settings.retry_cap := coalesce(other.retry_cap, settings.retry_cap);
+            settings.group_on_retry := coalesce(other.group_on_retry, settings.group_on_retry);
+        end loop;
+    end if;
     return settings;
 end;
 $$;
 
 comment on function pgqueue._settings(text, text, text) is
-'The settings in force for a queue: its own, else those of all queues, else the
-defaults, which are written here.';
+'The settings in force for a queue, or for a kind or group in it (empty or null:
+none), each from the narrowest row that says it: of the group, of the kind, of
+the queue, of all; else the defaults, which are written here.';
+
+create or replace function pgqueue._paused(queue text, is_paused boolean)
+    returns jsonb
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+begin
+    return (
+        select case when bool_or(g.has_others) then
+            jsonb_object_agg(g.group_key, g.kinds) || case when bool_and(g.group_key <> '')
+                then jsonb_build_object('', jsonb_build_object('', is_paused))
+                else '{}'
+            end
+        end
+        from (
+            select
+                s.group_key,
+                jsonb_object_agg(s.kind, s.paused) || case when s.group_key = ''
+                    then jsonb_build_object('', is_paused)
+                    else '{}'
+                end as kinds,
+                bool_or(s.paused <> is_paused) as has_others
+            from (
+                select distinct on (q.group_key, q.kind) q.group_key, q.kind, q.paused
+                from pgqueue.queue as q
+                where q.name in ('', _paused.queue) and num_nonnulls(q.paused, q.lease) > 0
+                    and (q.kind <> '' or q.group_key <> '') and q.paused is not null
+                order by q.group_key, q.kind, q.name <> '' desc
+            ) as s
+            group by s.group_key
+        ) as g
+    );
+end;
+$$;
+
+comment on function pgqueue._paused(text, boolean) is
+'What is paused in a queue that is itself paused or not: by group, then kind,
+where an empty one means any; null when no kind or group differs from the
+queue.';
+
+create or replace function pgqueue._drop_empty_settings()
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    delete from pgqueue.queue as q
+    where num_nonnulls(
+        q.paused, q.notify, q.max_attempts, q.keep_runs, q.max_payload_bytes, q.weight,
+        q.group_limit, q.lease, q.retry_base, q.retry_cap, q.group_on_retry
+    ) = 0;
+end;
+$$;
+
+comment on function pgqueue._drop_empty_settings() is
+'Removes the rows that say nothing: these are no settings.';
 
 create or replace function pgqueue.configure(
     queue text,
@@ -61,42 +149,49 @@ create or replace function pgqueue.configure(
 as $$
 #variable_conflict use_column
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_settings(
-        configure.queue, configure.lease, configure.max_attempts, configure.retry_base,
-        configure.retry_cap, configure.keep_runs, configure.max_payload_bytes
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_scope(configure.queue, configure.kind, configure.group_key),
+        pgqueue._check_settings(
+            configure.lease, configure.max_attempts, configure.retry_base, configure.retry_cap,
+            configure.keep_runs, configure.max_payload_bytes, configure.weight,
+            configure.group_limit, configure.group_on_retry
+        ),
+        pgqueue._check_narrow(
+            configure.kind, configure.group_key, configure.notify, configure.weight,
+            configure.group_limit, configure.group_on_retry
+        )
     ));
 begin
     if configure.reset then
         update pgqueue.queue as q
         set notify = null, max_attempts = null, keep_runs = null, max_payload_bytes = null,
-            lease = null, retry_base = null, retry_cap = null,
-            weight = null, group_limit = null, group_on_retry = null
+            weight = null, group_limit = null, lease = null, retry_base = null, retry_cap = null,
+            group_on_retry = null
         where q.name = coalesce(configure.queue, '') and q.kind = coalesce(configure.kind, '')
             and q.group_key = coalesce(configure.group_key, '');
     end if;
     insert into pgqueue.queue as q (
-        name, kind, group_key,
-        notify, max_attempts, keep_runs, max_payload_bytes, lease, retry_base, retry_cap,
-        weight, group_limit, group_on_retry
+        name, kind, group_key, notify, max_attempts, keep_runs, max_payload_bytes, weight, group_limit,
+        lease, retry_base, retry_cap, group_on_retry
     )
     values (
         coalesce(configure.queue, ''), coalesce(configure.kind, ''), coalesce(configure.group_key, ''),
-        configure.notify, configure.max_attempts,
-        configure.keep_runs, configure.max_payload_bytes, configure.lease,
-        configure.retry_base, configure.retry_cap,
-        configure.weight, configure.group_limit, configure.group_on_retry
+        configure.notify, configure.max_attempts, configure.keep_runs, configure.max_payload_bytes,
+        configure.weight, configure.group_limit, configure.lease, configure.retry_base,
+        configure.retry_cap, configure.group_on_retry
     )
     on conflict (name, kind, group_key) do update set
-        weight = coalesce(excluded.weight, q.weight),
-        group_limit = coalesce(excluded.group_limit, q.group_limit),
-        group_on_retry = coalesce(excluded.group_on_retry, q.group_on_retry),
         notify = coalesce(excluded.notify, q.notify),
         max_attempts = coalesce(excluded.max_attempts, q.max_attempts),
         keep_runs = coalesce(excluded.keep_runs, q.keep_runs),
         max_payload_bytes = coalesce(excluded.max_payload_bytes, q.max_payload_bytes),
+        weight = coalesce(excluded.weight, q.weight),
+        group_limit = coalesce(excluded.group_limit, q.group_limit),
         lease = coalesce(excluded.lease, q.lease),
         retry_base = coalesce(excluded.retry_base, q.retry_base),
-        retry_cap = coalesce(excluded.retry_cap, q.retry_cap);
+        retry_cap = coalesce(excluded.retry_cap, q.retry_cap),
+        group_on_retry = coalesce(excluded.group_on_retry, q.group_on_retry);
+    perform pgqueue._drop_empty_settings();
     if configure.group_limit is not null or configure.reset and pg_relation_size('pgqueue.slot') > 0 then
         perform pgqueue._apply_limit(configure.queue, configure.group_key);
     end if;
@@ -107,13 +202,17 @@ comment on function pgqueue.configure(
     text, interval, int, interval, interval, int, int, boolean, boolean, text, text, int, int, text
 ) is
 'Sets what is named and leaves the rest; reset first forgets all that was set.
-A null queue sets it for every queue that says nothing else. lease: up to 30
-days. max_attempts: from 1. retry_base, retry_cap: first and longest delay, up
-to 1 year. keep_runs: days in run, 0 to 14. max_payload_bytes: from 1. notify:
-may enqueue send NOTIFY.
+A null queue sets it for every queue that says nothing else; with kind or
+group_key it is set for that kind or group. The narrower wins: group, kind,
+queue, all. lease: up to 30 days. max_attempts: from 1. retry_base, retry_cap:
+first and longest delay, up to 1 year. keep_runs: days in run, 0 to 14.
+max_payload_bytes: from 1. notify (of a queue only): may enqueue send NOTIFY.
+Of a queue for each of its groups, or of one group: weight, 1 to 100, how many
+jobs are served for each one of a group of weight 1; group_limit, from 1;
+group_on_retry, skip or block.
 Raises 22023 (bad argument).';
 
-create or replace function pgqueue._set_paused(queue text, paused boolean)
+create or replace function pgqueue._set_paused(queue text, kind text, group_key text, paused boolean)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -131,29 +230,37 @@ begin
             message = format('there is no job in a queue "%s", and no setting of it', _set_paused.queue),
             hint = 'Is this its name? select queue from pgqueue.queues lists those that there are.';
     end if;
-    if _set_paused.queue is null then
-        update pgqueue.queue as q set paused = null where q.paused is not null;
-    end if;
-    insert into pgqueue.queue as q (name, paused)
-    values (coalesce(_set_paused.queue, ''), _set_paused.paused)
+    update pgqueue.queue as q
+    set paused = null
+    where q.paused is not null
+        and q.name = coalesce(_set_paused.queue, q.name)
+        and q.kind = coalesce(_set_paused.kind, q.kind)
+        and q.group_key = coalesce(_set_paused.group_key, q.group_key);
+    insert into pgqueue.queue as q (name, kind, group_key, paused)
+    values (
+        coalesce(_set_paused.queue, ''), coalesce(_set_paused.kind, ''),
+        coalesce(_set_paused.group_key, ''), _set_paused.paused
+    )
     on conflict (name, kind, group_key) do update set paused = excluded.paused;
-    -- A row that says nothing is no setting.
-    delete from pgqueue.queue as q
-    where q.paused is not true and num_nonnulls(
-            q.notify, q.max_attempts, q.keep_runs, q.max_payload_bytes, q.lease, q.retry_base, q.retry_cap,
-            q.weight, q.group_limit, q.group_on_retry
-        ) = 0
-        and (q.name = '' or not exists (
-            select from pgqueue.queue as shared where shared.name = '' and shared.paused
-        ));
+    -- "Not paused" says something only while something wider is.
+    update pgqueue.queue as q
+    set paused = null
+    where not q.paused and not exists (
+        select from pgqueue.queue as wider
+        where wider.paused and wider.name in ('', q.name) and wider.kind in ('', q.kind)
+            and wider.group_key in ('', q.group_key)
+    );
+    perform pgqueue._drop_empty_settings();
 end;
 $$;
 
-comment on function pgqueue._set_paused(text, boolean) is
-'Pauses or resumes a queue; null means all, and overrules what was said of
-single ones.';
+comment on function pgqueue._set_paused(text, text, text, boolean) is
+'Pauses or resumes a queue, kind or group, where null means all, and overrules
+what was said of anything within.';
 
-create or replace function pgqueue.pause(queue text default null)
+create or replace function pgqueue.pause(
+    queue text default null, kind text default null, group_key text default null
+)
     returns void
     language plpgsql
     security definer
@@ -161,19 +268,21 @@ create or replace function pgqueue.pause(queue text default null)
     set jit = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(case when octet_length(queue) not between 1 and 200
-        then pgqueue._bad_name('queue', queue)
-    end);
+    refused boolean := pgqueue._refuse(pgqueue._check_scope(queue, kind, group_key));
 begin
-    perform pgqueue._set_paused(queue, true);
+    perform pgqueue._set_paused(queue, kind, group_key, true);
 end;
 $$;
 
-comment on function pgqueue.pause(text) is
-'Lets a queue, or all queues, take jobs in but give none out. What runs goes on.
+comment on function pgqueue.pause(text, text, text) is
+'Lets a queue, or all queues, take jobs in but give none out; with kind or
+group_key, only jobs of that kind or group. What runs goes on. Overrules what
+was said of anything within; the narrower wins over what is said of the wider.
 Raises 22023 (bad name).';
 
-create or replace function pgqueue.resume(queue text default null)
+create or replace function pgqueue.resume(
+    queue text default null, kind text default null, group_key text default null
+)
     returns void
     language plpgsql
     security definer
@@ -181,11 +290,12 @@ create or replace function pgqueue.resume(queue text default null)
     set jit = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(case when octet_length(queue) not between 1 and 200
-        then pgqueue._bad_name('queue', queue)
-    end);
+    refused boolean := pgqueue._refuse(pgqueue._check_scope(queue, kind, group_key));
 begin
-    perform pgqueue._set_paused(queue, false);
+    perform pgqueue._set_paused(queue, kind, group_key, false);
+    if num_nonnulls(kind, group_key) > 0 then
+        perform pgqueue._renew_turns(queue, kind, group_key);
+    end if;
     if queue is not null then
         perform pgqueue._wake(queue);
     elsif current_setting('pgqueue.notify', true) is distinct from 'off' then
@@ -194,6 +304,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue.resume(text) is
-'Undoes pause, for a queue or for all queues.
+comment on function pgqueue.resume(text, text, text) is
+'Undoes pause, for a queue or for all queues, or for a kind or group; one of
+something wider that is still paused then runs.
 Raises 22023 (bad name).';

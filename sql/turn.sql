@@ -22,7 +22,7 @@ create or replace function pgqueue._turn(queue text, lane int)
 as $$
 declare
     key bigint := hashtextextended(queue, lane);
-    origin timestamptz := '1800-01-01 00:00 UTC';
+    origin timestamptz := timestamptz '1800-01-01 00:00 UTC';
     served bigint := nullif(pg_sequence_last_value(pgqueue._cell((key & 127)::int, 5)), 0)
         # ((key >> 20 & 4095) << 51);
 begin
@@ -70,7 +70,7 @@ comment on function pgqueue._leave_turn(text, int, timestamptz) is
 'Lets all sessions know the last turn that was served in a round.';
 
 create or replace function pgqueue._next_turn(
-    queue text, priority int, group_key text, served timestamptz
+    queue text, priority int, group_key text, served timestamptz, weight int
 )
     returns timestamptz
     language plpgsql
@@ -82,7 +82,8 @@ create or replace function pgqueue._next_turn(
     set enable_indexscan = on
 as $$
 begin
-    return interval '100 microseconds' + coalesce(
+    -- Rounded up or down at random, so that the step is right on average.
+    return interval '1 microsecond' * floor(100.0 / coalesce(weight, 1) + random()) + coalesce(
         (
             select j.turn
             from pgqueue.job as j
@@ -99,8 +100,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._next_turn(text, int, text, timestamptz) is
-'The next turn of a group in a lane in which this one was served last.';
+comment on function pgqueue._next_turn(text, int, text, timestamptz, int) is
+'The next turn of a group of this weight (null: 1) in a lane in which this one
+was served last.';
 
 create or replace function pgqueue._next_turns(queue text, priority int, group_keys text[])
     returns timestamptz[]
@@ -110,15 +112,27 @@ create or replace function pgqueue._next_turns(queue text, priority int, group_k
 as $$
 declare
     served timestamptz := pgqueue._turn(queue, priority + 1000);
+    is_configured boolean := pg_relation_size('pgqueue.queue') > 0;
 begin
     return array(
         with next as materialized (
-            select d.group_key, pgqueue._next_turn(queue, priority, d.group_key, served) as turn
-            from (select distinct u.group_key from unnest(group_keys) as u (group_key)) as d
-            where d.group_key is not null
+            select
+                d.group_key, d.weight,
+                pgqueue._next_turn(queue, priority, d.group_key, served, d.weight) as turn
+            from (
+                select
+                    u.group_key,
+                    case when is_configured
+                        then (pgqueue._settings(queue, '', u.group_key)).weight
+                        else 1
+                    end as weight
+                from unnest(group_keys) as u (group_key)
+                where u.group_key is not null
+                group by u.group_key
+            ) as d
         )
         select n.turn + (row_number() over (partition by g.group_key order by g.place) - 1)
-            * interval '100 microseconds'
+            * interval '100 microseconds' / n.weight
         from unnest(group_keys) with ordinality as g (group_key, place)
         left join next as n on n.group_key = g.group_key
         order by g.place
@@ -131,7 +145,8 @@ comment on function pgqueue._next_turns(text, int, text[]) is
 null.';
 
 create or replace function pgqueue._serve_newcomers(
-    queue text, kinds text[], lane int, wanted int, picks tid[], moment timestamptz, is_whole boolean
+    queue text, kinds text[], paused jsonb, lane int, wanted int, picks tid[], moment timestamptz,
+    is_whole boolean
 )
     returns tid[]
     language plpgsql
@@ -171,6 +186,10 @@ begin
             and (coalesce(j.turn, j.run_at), j.id) >= (first.run_at, first.id)
             and j.group_key is not null and j.lease_expires_at is null
             and (_serve_newcomers.kinds is null or j.kind = any (_serve_newcomers.kinds))
+            and (_serve_newcomers.paused is null or coalesce(
+                _serve_newcomers.paused -> j.group_key -> j.kind, _serve_newcomers.paused -> j.group_key -> '',
+                _serve_newcomers.paused -> '' -> j.kind, _serve_newcomers.paused -> '' -> ''
+            ) = 'false')
         order by coalesce(j.turn, j.run_at), j.id
         limit least(10 * wanted, greatest(wanted, 1000))
         for update skip locked
@@ -185,12 +204,65 @@ begin
         return others;
     end if;
     return others || pgqueue._pick_round(
-        queue, kinds, lane + 1000, wanted - cardinality(others), moment, is_whole
+        queue, kinds, paused, lane + 1000, wanted - cardinality(others), moment, is_whole
     );
 end;
 $$;
 
-comment on function pgqueue._serve_newcomers(text, text[], int, int, tid[], timestamptz, boolean) is
+comment on function pgqueue._serve_newcomers(
+    text, text[], jsonb, int, int, tid[], timestamptz, boolean
+) is
 'Gives turns to those of the picked jobs that have a group and none yet, and to
 the next of their lane, ten for each job wanted, and picks from the round
 in their place.';
+
+create or replace function pgqueue._renew_turns(queue text, kind text, group_key text)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    lane record;
+    served timestamptz;
+begin
+    for lane in
+        select
+            w.queue, w.priority, array_agg(w.ctid order by w.turn, w.id) as picks,
+            array_agg(w.group_key order by w.turn, w.id) as group_keys
+        from (
+            select j.ctid, j.id, j.queue, j.priority, j.turn, j.group_key
+            from pgqueue.job as j
+            where j.turn is not null and j.lease_expires_at is null
+                and (_renew_turns.queue is null
+                    or hashtext(j.queue) = hashtext(_renew_turns.queue) and j.queue = _renew_turns.queue)
+                and (_renew_turns.kind is null or j.kind = _renew_turns.kind)
+                and (_renew_turns.group_key is null
+                    or hashtext(j.group_key) = hashtext(_renew_turns.group_key)
+                        and j.group_key = _renew_turns.group_key)
+            for update skip locked
+        ) as w
+        group by w.queue, w.priority
+    loop
+        served := pgqueue._turn(lane.queue, lane.priority + 1000);
+        with own as materialized (
+            select u.group_key, (pgqueue._settings(lane.queue, '', u.group_key)).weight
+            from (select distinct k.group_key from unnest(lane.group_keys) as k (group_key)) as u
+        ), renewed as (
+            select
+                p.tid,
+                served + row_number() over (partition by p.group_key order by p.place)
+                    * interval '100 microseconds' / o.weight as turn
+            from unnest(lane.picks, lane.group_keys) with ordinality as p (tid, group_key, place)
+            join own as o on o.group_key = p.group_key
+        )
+        update pgqueue.job as j
+        set turn = r.turn
+        from renewed as r
+        where j.ctid = r.tid;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._renew_turns(text, text, text) is
+'For a kind or group that was paused: gives its jobs turns behind the last that
+was served, or they would come before all that were not paused.';

@@ -110,7 +110,7 @@ comment on function pgqueue._park(text[]) is
 'From now on enqueues into these queues notify this session. False when one is
 still open, or may be.';
 
-create or replace function pgqueue._until_due(queue text, kinds text[], moment timestamptz)
+create or replace function pgqueue._until_due(queue text, kinds text[], paused jsonb, moment timestamptz)
     returns interval
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -132,6 +132,10 @@ begin
                 and j.priority = live.priority and coalesce(j.turn, j.run_at) <= moment
                 and (j.lease_expires_at is null or j.lease_expires_at <= moment)
                 and (_until_due.kinds is null or j.kind = any (_until_due.kinds))
+                and (_until_due.paused is null or coalesce(
+                    _until_due.paused -> j.group_key -> j.kind, _until_due.paused -> j.group_key -> '',
+                    _until_due.paused -> '' -> j.kind, _until_due.paused -> '' -> ''
+                ) = 'false')
             limit 1
             for update skip locked;
             if found then
@@ -148,17 +152,25 @@ begin
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
                 and j.priority = live.priority and coalesce(j.turn, j.run_at) <= moment
-                and (_until_due.kinds is null or j.kind = any (_until_due.kinds));
+                and (_until_due.kinds is null or j.kind = any (_until_due.kinds))
+                and (_until_due.paused is null or coalesce(
+                    _until_due.paused -> j.group_key -> j.kind, _until_due.paused -> j.group_key -> '',
+                    _until_due.paused -> '' -> j.kind, _until_due.paused -> '' -> ''
+                ) = 'false');
             until := least(until, lease_ends_at, unlocked_at);
         end if;
         until := least(until, (
             select coalesce(j.turn, j.run_at)
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
-                and j.priority = live.priority 
+                and j.priority = live.priority
                 and coalesce(j.turn, j.run_at) > moment and coalesce(j.turn, j.run_at) < 'infinity'
                 and j.lease_expires_at is null
                 and (_until_due.kinds is null or j.kind = any (_until_due.kinds))
+                and (_until_due.paused is null or coalesce(
+                    _until_due.paused -> j.group_key -> j.kind, _until_due.paused -> j.group_key -> '',
+                    _until_due.paused -> '' -> j.kind, _until_due.paused -> '' -> ''
+                ) = 'false')
             order by coalesce(j.turn, j.run_at), j.id
             limit 1
         ));
@@ -167,7 +179,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._until_due(text, text[], timestamptz) is
+comment on function pgqueue._until_due(text, text[], jsonb, timestamptz) is
 'How long until a queue has something to claim: zero when it has, else until a
 job is due or a lease ends; null when nothing stands there.';
 
@@ -192,13 +204,14 @@ begin
         is_quiet := pgqueue._park(queues);
     end if;
     select min(least(
-        pgqueue._until_due(s.name, rest.kinds, moment),
+        pgqueue._until_due(q.name, rest.kinds, p.paused, moment),
         case when not s.notify then interval '5 seconds' end
     ))
     into pause
     from unnest(queues) as q (name)
     cross join lateral pgqueue._settings(q.name) as s
-    where not s.paused;
+    cross join lateral pgqueue._paused(q.name, s.paused) as p (paused)
+    where not s.paused or p.paused is not null;
     if not is_quiet then
         -- Not before 40 times what the look took: a twentieth of the time, with a claim.
         pause := least(pause, interval '5 seconds', greatest(

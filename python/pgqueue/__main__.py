@@ -60,8 +60,11 @@ REDRIVE = (
 )
 # Each is the SQL function of that name: its parameters, and what it does.
 VERBS = {
-    "pause": (["queue?"], "let a queue give out no jobs; all, where none is named"),
-    "resume": (["queue?"], "undo pause"),
+    "pause": (
+        ["queue?", "--kind", "--group-key"],
+        "let a queue, kind or group give out no jobs; all, where none is named",
+    ),
+    "resume": (["queue?", "--kind", "--group-key"], "undo pause"),
     "cancel": (["id", "--reason"], "stop a job that waits or runs"),
     "why": (["id"], "say why a job is not running, or what became of it"),
     "discard": (["id"], "drop a dead job for good"),
@@ -180,7 +183,8 @@ def run(conn: database.Connection, args: argparse.Namespace) -> None:
         redrive(conn, options)
     else:
         parameters, _ = VERBS[args.command]
-        places = ", ".join(f"%({name.strip('-?')})s" for name in parameters)
+        names = (name.strip("-?").replace("-", "_") for name in parameters)
+        places = ", ".join(f"%({name})s" for name in names)
         row = conn.execute(f"select pgqueue.{args.command}({places})", options)
         for value in row.fetchone() or ():
             if value != "":  # of void

@@ -15,7 +15,7 @@ OPERATOR = {
     "cancel", "cancel_many", "redrive", "redrive_job", "discard", "discard_many",
     "purge", "pause", "resume", "run_now", "reprioritize", "configure", "reap", "maintain", "why", "version",
 }  # fmt: skip
-VIEWS = {"jobs", "queues", "running", "kinds"}
+VIEWS = {"jobs", "queues", "running", "kinds", "settings"}
 MATRIX = {
     "producer": (PRODUCER, set()),
     "worker": (WORKER, set()),

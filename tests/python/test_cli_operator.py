@@ -125,6 +125,15 @@ def test_pause_and_resume_work_on_one_queue_or_on_all(run, db) -> None:
     assert column(db, paused) == ["b"]
     done = run("pgqueue", "resume")
     assert (done.stdout, done.stderr, column(db, paused)) == ("", "", [])
+    # Or on one kind or group.
+    assert run("pgqueue", "pause", "a", "--kind", "k").returncode == 0
+    assert run("pgqueue", "pause", "--group-key", "g").returncode == 0
+    said = "select queue, kind, group_key from pgqueue.settings where value = 'true'"
+    said += " and setting = 'paused'"
+    assert db.execute(said).fetchall() == [(None, None, "g"), ("a", "k", None)]
+    assert run("pgqueue", "resume", "a", "--kind", "k").returncode == 0
+    assert run("pgqueue", "resume", "--group-key", "g").returncode == 0
+    assert db.execute(said).fetchall() == []
     # A notice of the server is passed on: the name may be a typing error.
     assert 'no job in a queue "emial"' in run("pgqueue", "pause", "emial").stderr
 

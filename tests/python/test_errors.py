@@ -125,8 +125,8 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
     "redrive_job": {"PQ001": [("1",)]},
     "discard": {"PQ001": [("1",)]},
     "discard_many": {"22023": [("max_jobs => -1",)]},
-    "pause": {"22023": [("''",)]},
-    "resume": {"22023": [("''",)]},
+    "pause": {"22023": [("''",), ("'q', ''",), (f"'q', group_key => {LONG}",)]},
+    "resume": {"22023": [("''",), ("'q', ''",), ("group_key => ''",)]},
     "configure": {
         "22023": [
             ("''",),
@@ -136,6 +136,16 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', retry_cap => '2 years'",),
             ("'q', keep_runs => 15",),
             ("'q', max_payload_bytes => 0",),
+            ("'q', kind => ''",),
+            (f"'q', group_key => {LONG}",),
+            ("'q', weight => 0",),
+            ("'q', weight => 101",),
+            ("'q', group_limit => 0",),
+            ("'q', group_on_retry => 'wait'",),
+            ("'q', notify => false, kind => 'k'",),
+            ("'q', notify => true, group_key => 'g'",),
+            ("'q', weight => 2, kind => 'k'",),
+            ("'q', group_limit => 2, kind => 'k', group_key => 'g'",),
         ]
     },
     "why": {"PQ001": [("1",), ("null",)]},

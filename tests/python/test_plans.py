@@ -311,6 +311,20 @@ def test_ninety_six_sessions_with_fifty_leases_each_do_not_walk_each_others_jobs
         assert is_flat(counts := [buffers(each) for each in sessions], usual), counts
 
 
+@pytest.mark.parametrize("scope", ["kind => 'held'", "group_key => 'held'"])
+def test_a_hundred_thousand_paused_jobs_are_not_walked_by_every_claim(db, usual, scope):
+    held = "array_fill('1'::jsonb, array[100000]), kind => 'held'"
+    if scope.startswith("group"):
+        held += ", group_keys => array_fill('held'::text, array[100000])"
+    db.execute(f"select count(*) from pgqueue.enqueue_many('q', {held})")
+    db.execute(f"select pgqueue.pause('q', {scope})")
+    fill(db, 1000, after="interval '1 hour'")
+    assert is_flat(counts := warmed(db), usual), (counts, usual)
+    db.execute(f"select pgqueue.resume('q', {scope})")
+    ready = "select count(*) from pgqueue.claim('q', 'w', 10000, kinds => '{held}')"
+    assert one(db, ready) == 10000
+
+
 def test_ten_thousand_running_jobs_are_not_walked_by_every_claim(db, usual):
     fill(db, 11_000)
     lease(db, 10_000)

@@ -924,3 +924,110 @@ def test_every_job_of_eight_producers_is_completed_exactly_once(db, connect, poo
         )
         == total
     )
+
+
+# Pause of a kind or a group
+
+SCOPES = {"kind": "kind => 'a'", "group": "group_key => 'a'"}
+
+
+def fill_ab(db: psycopg.Connection, scope: str, jobs: int) -> None:
+    """Enqueue jobs of two kinds or groups, by turns."""
+    for n in range(jobs):
+        named = SCOPES[scope].replace("'a'", f"'{'ab'[n % 2]}'")
+        db.execute(f"select pgqueue.enqueue('q', {named})")
+
+
+def given_out(db: psycopg.Connection, scope: str) -> str:
+    """Claim ten jobs, release them, and say of which kinds or groups they were."""
+    with db.transaction(force_rollback=True):
+        key = "kind" if scope == "kind" else "group_key"
+        return "".join(
+            column(
+                db,
+                f"select distinct {key} from pgqueue.claim('q', 'w', 10) order by 1",
+            )
+        )
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_pause_and_a_resume_hold_from_their_commit_on(db, connect, scope):
+    operator = connect()
+    fill_ab(db, scope, 10)
+    assert given_out(db, scope) == "ab"
+    with operator.transaction():
+        operator.execute(f"select pgqueue.pause('q', {SCOPES[scope]})")
+        assert given_out(db, scope) == "ab"
+        assert given_out(operator, scope) == "b"
+    assert given_out(db, scope) == "b"
+    with operator.transaction():
+        operator.execute(f"select pgqueue.resume('q', {SCOPES[scope]})")
+        assert given_out(db, scope) == "b"
+    assert given_out(db, scope) == "ab"
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_what_is_claimed_beside_a_pause_goes_on(db, connect, scope):
+    worker = connect()
+    fill_ab(db, scope, 1)
+    with worker.transaction():
+        id, token = worker.execute(CLAIM).fetchone()
+        db.execute(f"select pgqueue.pause('q', {SCOPES[scope]})")
+    extended = db.execute(
+        "select status from pgqueue.extend(array[%s], array[%s])", (id, token)
+    )
+    assert extended.fetchone() == ("held",)
+    db.execute("select pgqueue.complete(%s, %s)", (id, token))
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_resume_wakes_who_waits_and_does_not_wait_for_a_claim(
+    db, connect, listener, scope
+):
+    fill_ab(db, scope, 4)
+    db.execute(f"select pgqueue.pause('q', {SCOPES[scope]})")
+    worker = connect()
+    with worker.transaction():
+        worker.execute("select pgqueue.claim('q', 'w')")
+        assert one(listener, "select pgqueue.rest(array['q'])") == timedelta(0)
+        listener.execute("select pgqueue.claim('q', 'w', 10)")
+        assert heard(listener) == 0
+        one(listener, "select pgqueue.rest(array['q'])")
+        db.execute(f"select pgqueue.resume('q', {SCOPES[scope]})")
+        assert heard(listener) == 1
+    assert one(listener, "select count(*) from pgqueue.claim('q', 'w', 10)") == 2
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_claims_beside_pauses_take_each_job_once_and_none_that_is_paused(
+    db, connect, pool, scope
+):
+    fill_ab(db, scope, 600)
+    key = "kind" if scope == "kind" else "group_key"
+    changes = [0]  # 2 modulo 4: paused; odd: perhaps; -1: no more
+
+    def work(conn: psycopg.Connection) -> list[int]:
+        done: list[int] = []
+        while True:
+            before = changes[0]
+            jobs = conn.execute(
+                f"select id, token, {key} from pgqueue.claim('q', 'w', 3)"
+            ).fetchall()
+            if before == changes[0] and before % 4 == 2:
+                assert "a" not in {job[2] for job in jobs}
+            for id, token, _ in jobs:
+                conn.execute("select pgqueue.complete(%s, %s)", (id, token))
+                done.append(id)
+            if before == changes[0] == -1 and not jobs:
+                return done
+
+    workers = [pool.submit(work, connect()) for _ in range(4)]
+    for n in range(12):
+        verb = ("pause", "resume")[n % 2]
+        changes[0] += 1
+        db.execute(f"select pgqueue.{verb}('q', {SCOPES[scope]})")
+        changes[0] += 1
+        db.execute("select pg_sleep(0.02)")
+    changes[0] = -1
+    ids = [id for worker in workers for id in worker.result(60)]
+    assert len(ids) == len(set(ids)) == 600

@@ -194,6 +194,9 @@ def test_the_defaults_of_both_tables_are_those_in_force(db):
         "keep_runs": "7",
         "max_payload_bytes": "no limit",
         "notify": "true",
+        "weight": "1",
+        "group_limit": "no limit",
+        "group_on_retry": "`skip`",
     }
 
 

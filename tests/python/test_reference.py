@@ -101,7 +101,8 @@ def names(rows: list[list[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "relation", ["queues", "jobs", "running", "kinds", "dead_job", "run"]
+    "relation",
+    ["queues", "jobs", "running", "kinds", "settings", "dead_job", "run"],
 )
 def test_a_view_or_table_is_there_with_exactly_its_columns(db, relation):
     part = SECTIONS["Observe"].split(f"\n### {relation}\n")[1].split("\n### ")[0]
@@ -132,7 +133,10 @@ def test_the_options_of_enqueue_are_its_arguments(db):
 
 def test_the_settings_are_the_arguments_of_configure(db):
     rows = documents.table(SECTIONS["Settings"], "setting", "default")
-    assert ["queue", *names(rows), "reset"] == arguments(db, "configure")
+    of_queues, of_groups = names(rows)[:7], names(rows)[7:]
+    assert arguments(db, "configure") == [
+        "queue", *of_queues, "reset", "kind", "group_key", *of_groups
+    ]  # fmt: skip
 
 
 def test_a_setting_outside_its_range_is_refused_and_one_inside_is_not(db):
@@ -144,6 +148,8 @@ def test_a_setting_outside_its_range_is_refused_and_one_inside_is_not(db):
         ("retry_cap", ("'0'", "'1 year'"), ("'-1 s'", "'367 days'")),
         ("keep_runs", ("0", "14"), ("-1", "15")),
         ("max_payload_bytes", ("1",), ("0",)),
+        ("weight", ("1", "100"), ("0", "101")),
+        ("group_limit", ("1",), ("0",)),
     ):
         (said,) = (row[2] for row in rows if row[0] == f"`{setting}`")
         limits = re.findall(r"\d+", " ".join(inside).replace("'1 us'", "0"))

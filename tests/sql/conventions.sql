@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(28);
+select plan(29);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -151,6 +151,11 @@ select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '736651[34]' $$,
     $$ values (array['_park', '_unpark', '_wake', 'enqueue']) $$, 'the numbers of the advisory locks stand in room wake, and in enqueue'
 );
+select results_eq(
+    $$ select count(*), count(distinct regexp_replace(w.text, '_\w+\.', '', 'g'))
+       from pg_temp.written('\w+?\.paused is null or coalesce\(.*?\) = ''false''') as w $$,
+    'values (5::bigint, 1::bigint)', 'who looks for jobs passes over the same paused ones'
+);
 
 -- The row of a run, and the defaults: what a queue without settings does, beside one whose settings
 -- say nothing.
@@ -198,7 +203,7 @@ select results_eq(
     'values (6::bigint, 1::bigint)', 'complete, complete_many and the other ends write the same row of a run'
 );
 select is_empty(
-    $$ select e.* from job_ended as e cross join pgqueue._settings('copy') as s
+    $$ select e.* from job_ended as e cross join pgqueue._settings('copy'::text) as s
        where (e.max_attempts, e.lease, e.extended) is distinct from (s.max_attempts, s.lease, s.lease)
            or (e.run).slot <> (floor(extract(epoch from (e.run).finished_at) / 86400)::int + s.keep_runs) % 16 $$,
     'the defaults are those of _settings, with and without settings of any queue'

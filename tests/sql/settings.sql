@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(12);
+select plan(67);
 
 -- Pause and resume
 
@@ -41,15 +41,286 @@ select pgqueue.configure('s', retry_base => '2 s');
 select pgqueue.configure(null, retry_cap => '10 s', lease => '9 s');
 select results_eq(
     $$ select s.lease, s.max_attempts, s.retry_base, s.retry_cap, s.keep_runs, s.notify, s.paused
-       from pgqueue._settings('s') as s $$,
+       from pgqueue._settings('s'::text) as s $$,
     $$ values (interval '1 minute', 7, interval '2 s', interval '10 s', 7, true, false) $$,
     'a setting stays until it is set again; unset, it is that of all queues, else the default'
 );
 select pgqueue.configure('s', max_attempts => 3, reset => true);
 select results_eq(
-    $$ select s.lease, s.max_attempts, s.retry_base from pgqueue._settings('s') as s $$,
+    $$ select s.lease, s.max_attempts, s.retry_base from pgqueue._settings('s'::text) as s $$,
     $$ values (interval '9 s', 3, interval '5 s') $$,
     'configure with reset forgets the settings made before'
+);
+
+-- Settings by kind and group
+
+-- Each row in its own value, narrowest last: what is left when the narrowest is taken away.
+create function pg_temp.leases()
+    returns text
+    language plpgsql
+as $$
+declare
+    winners text := '';
+    row_id tid;
+begin
+    for row_id in
+        select q.ctid from pgqueue.queue as q where q.lease is not null order by q.lease desc
+    loop
+        winners := winners || ' '
+            || extract(epoch from (pgqueue._settings('p', 'k', 'g')).lease);
+        delete from pgqueue.queue as q where q.ctid = row_id;
+    end loop;
+    return winners || ' ' || extract(epoch from (pgqueue._settings('p', 'k', 'g')).lease);
+end;
+$$;
+truncate pgqueue.queue;
+select pgqueue.configure(null, lease => '1 s');
+select pgqueue.configure('p', lease => '2 s');
+select pgqueue.configure(null, kind => 'k', lease => '3 s');
+select pgqueue.configure('p', kind => 'k', lease => '4 s');
+select pgqueue.configure(null, group_key => 'g', lease => '5 s');
+select pgqueue.configure('p', group_key => 'g', lease => '6 s');
+select pgqueue.configure(null, kind => 'k', group_key => 'g', lease => '7 s');
+select pgqueue.configure('p', kind => 'k', group_key => 'g', lease => '8 s');
+select results_eq(
+    $$ select (pgqueue._settings(s.queue, s.kind, s.group_key)).lease
+       from (values
+           ('o', 'l', 'h'), ('p', 'l', 'h'), ('o', 'k', 'h'), ('p', 'k', null),
+           ('o', 'l', 'g'), ('p', 'l', 'g'), ('o', 'k', 'g'), ('p', 'k', 'g')
+       ) as s (queue, kind, group_key) $$,
+    $$ select n * interval '1 s' from generate_series(1, 8) as n $$,
+    'a setting of a group comes before one of a kind, a queue and all, and one of a queue before one of all'
+);
+select is(
+    pg_temp.leases(), ' 8.000000 7.000000 6.000000 5.000000 4.000000 3.000000 2.000000 1.000000 30.000000',
+    'without the narrowest setting the next one holds'
+);
+select pgqueue.configure('p', kind => 'k', max_attempts => 4, retry_base => '0', retry_cap => '3 s');
+select pgqueue.configure('p', group_key => 'g', max_attempts => 5, weight => 9, max_payload_bytes => 30);
+select results_eq(
+    $$ select s.max_attempts, s.retry_cap, s.weight, s.keep_runs from pgqueue._settings('p', 'k', 'g') as s $$,
+    $$ values (5, interval '3 s', 9, 7) $$, 'the narrower wins for each setting by itself'
+);
+create temporary table given (how text, id bigint);
+insert into given values
+    ('one', pgqueue.enqueue('p', kind => 'k')),
+    ('one', pgqueue.enqueue('p', kind => 'k', group_key => 'g')),
+    ('one', pgqueue.enqueue('p', kind => 'l')),
+    ('one', pgqueue.enqueue('p', kind => 'k', max_attempts => 2));
+insert into given select 'many', pgqueue.enqueue_many('p', '{1,2,3}', kind => 'k', group_keys => '{g,null,h}');
+insert into given
+select 'keyed', pgqueue.enqueue_many(
+    'p', '{1,2,3}', kind => 'k', group_keys => '{g,null,h}', unique_keys => '{x,y,z}'
+);
+select is(
+    (select array_agg(j.max_attempts order by j.id) from given as g join pgqueue.job as j using (id) where g.how = e.how),
+    e.max_attempts, 'a job has the max_attempts of its kind and group: enqueue ' || e.how
+)
+from (values ('one', '{4,5,20,2}'::int[]), ('many', '{5,4,4}'), ('keyed', '{5,4,4}')) as e (how, max_attempts);
+select throws_ok(
+    f.call, '54000', null, 'a payload may not be larger than max_payload_bytes of its group: ' || f.call
+)
+from (values
+    ($$ select pgqueue.enqueue('p', to_jsonb(repeat('x', 50)), group_key => 'g') $$),
+    ($$ select pgqueue.enqueue_many('p', array['1', to_jsonb(repeat('x', 50))]::jsonb[], group_keys => '{h,g}') $$)
+) as f (call);
+select lives_ok(
+    $$ select pgqueue.enqueue_many('p', array['1', to_jsonb(repeat('x', 50))]::jsonb[], group_keys => '{g,h}') $$,
+    'the payload of another group may be larger'
+);
+
+select pgqueue.configure('ends', keep_runs => 0);
+select pgqueue.configure('ends', kind => 'k', keep_runs => 1, lease => '2 min', retry_base => '9 min', retry_cap => '9 min');
+select pgqueue.configure('ends', group_key => 'g', lease => '3 min');
+select pgqueue.enqueue('ends', kind => j.kind, group_key => j.group_key)
+from (values ('k', null), ('l', null), ('l', 'g'), ('k', 'g')) as j (kind, group_key);
+create temporary table held as select * from pgqueue.claim('ends', 'w', 4);
+select results_eq(
+    'select kind, group_key, lease_expires_at - claimed_at from held order by id',
+    $$ values ('k', null, interval '2 min'), ('l', null, '30 s'), ('l', 'g', '3 min'), ('k', 'g', '3 min') $$,
+    'a claim leases each job as its kind and group say'
+);
+update pgqueue.job as j set lease_expires_at = j.claimed_at + interval '1 s' where j.queue = 'ends';
+select pgqueue.extend(array(select id from held), array(select token from held));
+select results_eq(
+    $$ select date_trunc('minute', lease_expires_at - clock_timestamp() + '1 s') from pgqueue.job
+       where queue = 'ends' order by id $$,
+    $$ values (interval '2 min'), ('0 min'), ('3 min'), ('3 min') $$, 'and so does extend'
+);
+select pgqueue.fail(id, token, 'why') from held where group_key is null;
+select results_eq(
+    $$ select kind, run_at > clock_timestamp() + '4 min' from pgqueue.job
+       where queue = 'ends' and token is null order by id $$,
+    $$ values ('k', true), ('l', false) $$, 'a retry waits as the kind says'
+);
+select pgqueue.complete(id, token) from held where kind = 'k' and group_key is not null;
+select pgqueue.complete_many(array[id], array[token]) from held where kind = 'l' and group_key is not null;
+select results_eq(
+    $$ select kind, outcome from pgqueue.run where queue = 'ends' order by outcome $$,
+    $$ values ('k', 'completed'), ('k', 'retry') $$, 'runs are kept for the days that the kind says'
+);
+select is(
+    (select lease_expires_at - claimed_at from pgqueue.claim('p', 'w', lease => '7 s', kinds => '{k}')),
+    interval '7 s', 'the lease given to claim overrides the setting of a kind'
+);
+
+select pgqueue.configure('ends', kind => 'k', reset => true);
+select is_empty(
+    $$ select * from pgqueue.settings where queue = 'ends' and kind = 'k' $$,
+    'configure with reset forgets the settings of one kind'
+);
+select isnt_empty(
+    $$ select * from pgqueue.settings where queue = 'ends' and group_key = 'g' and setting = 'lease' $$,
+    'and leaves those of the groups'
+);
+
+-- Weights
+
+truncate pgqueue.queue, pgqueue.job;
+select pgqueue.configure('w', group_key => 'heavy', weight => 3);
+select pgqueue.enqueue_many('w', array_fill('1'::jsonb, array[40]), group_keys => array_fill('light'::text, array[40]));
+select pgqueue.enqueue_many('w', array_fill('1'::jsonb, array[20]), group_keys => array_fill('heavy'::text, array[20]));
+select pgqueue.enqueue('w', group_key => 'heavy') from generate_series(1, 20);
+select ok(
+    (select count(*) filter (where group_key = 'heavy') between 29 and 31 from pgqueue.claim('w', 'w', 40)),
+    'of a group of weight 3 three jobs are served for each one of a group of weight 1'
+);
+
+-- Pause by kind and group
+
+create function pg_temp.taken(queue text, kinds text[] default null)
+    returns text
+    language sql
+as $$
+    select coalesce(string_agg(c.payload #>> '{}', ' ' order by c.payload #>> '{}'), '')
+    from (
+        select * from pgqueue.claim(taken.queue, 'w', 100, kinds => taken.kinds)
+    ) as c,
+    lateral pgqueue.release(array[c.id], array[c.token])
+$$;
+truncate pgqueue.queue, pgqueue.job;
+select pgqueue.enqueue('n', to_jsonb(j.name), kind => j.kind, group_key => j.group_key)
+from (values ('a', 'a', null), ('ag', 'a', 'g'), ('ah', 'a', 'h'), ('b', 'b', null), ('bg', 'b', 'g'))
+    as j (name, kind, group_key);
+select pgqueue.enqueue('n', '"later"', kind => 'a', run_at => clock_timestamp() + '1 hour');
+select is(pg_temp.taken('n'), 'a ag ah b bg', 'nothing is paused');
+select pgqueue.pause('n', kind => 'a');
+select is(pg_temp.taken('n'), 'b bg', 'a paused kind gives no job out');
+select is(pg_temp.taken('n', '{a}'), '', 'also not to a claim that names it');
+select is(pg_temp.taken('n', '{b}'), 'b bg', 'a claim that names another kind is as before');
+select is(
+    (select count(*) from pgqueue.claim_from(array['n'], 'w', 9) as c, pgqueue.release(array[c.id], array[c.token])),
+    2::bigint, 'claim_from passes over a paused kind'
+);
+select lives_ok($$ select pgqueue.enqueue('n', '"new"', kind => 'a') $$, 'a paused kind takes jobs in');
+select is(pgqueue.rest(array['n'], '{a}', false), null, 'who waits for nothing but a paused kind may sleep');
+select is(pgqueue.rest(array['n'], park => false), interval '0', 'and who waits for others also, may not');
+select pgqueue.resume('n', kind => 'a');
+select is(pg_temp.taken('n'), 'a ag ah b bg new', 'resume lets the next claim find all of them');
+select ok(
+    pgqueue.rest(array['n'], park => false) is not distinct from interval '0', 'and rest knows of them'
+);
+select pgqueue.pause('n', group_key => 'g');
+select is(pg_temp.taken('n'), 'a ah b new', 'a paused group gives no job out');
+select pgqueue.pause('n', kind => 'b');
+select is(pg_temp.taken('n'), 'a ah new', 'a group and a kind can both be paused');
+select pgqueue.resume('n', group_key => 'g');
+select is(pg_temp.taken('n'), 'a ag ah new', 'to resume a group does not resume a kind');
+select pgqueue.resume('n');
+select is(pg_temp.taken('n'), 'a ag ah b bg new', 'to resume a queue resumes what was paused within');
+select pgqueue.pause('n', 'a', 'g');
+select is(pg_temp.taken('n'), 'a ah b bg new', 'one kind of one group can be paused');
+select pgqueue.pause('n');
+select is(pg_temp.taken('n'), '', 'a paused queue gives no job out');
+select pgqueue.resume('n', kind => 'b');
+select is(pg_temp.taken('n'), 'b bg', 'one kind of a paused queue can be resumed');
+select pgqueue.pause('n', group_key => 'g');
+select is(pg_temp.taken('n'), 'b', 'a group comes before a kind');
+select pgqueue.resume('n', 'a', 'g');
+select is(pg_temp.taken('n'), 'ag b', 'and a kind of a group before both');
+select pgqueue.pause('n');
+select is(pg_temp.taken('n'), '', 'to pause a queue overrules what was resumed within');
+select pgqueue.resume();
+select is_empty('select from pgqueue.queue', 'to resume all leaves no trace');
+select pgqueue.pause(kind => 'a');
+select is(pg_temp.taken('n'), 'b bg', 'a kind can be paused in every queue');
+select pgqueue.resume('n', 'a');
+select is(pg_temp.taken('n'), 'a ag ah b bg new', 'and resumed in one');
+select pgqueue.resume(kind => 'a');
+select pgqueue.resume('n', group_key => 'g');
+select is_empty('select from pgqueue.queue', 'to resume what is not paused says nothing');
+
+-- Future and depth
+
+select pgqueue.pause('f', kind => 'a');
+select pgqueue.enqueue('f', kind => 'a', run_at => clock_timestamp() + '1 hour');
+select pgqueue.enqueue('f', kind => 'b', run_at => clock_timestamp() + '2 hours');
+select cmp_ok(
+    pgqueue.rest(array['f'], park => false), '>', interval '119 min', 'rest does not wait for a paused kind'
+);
+select pgqueue.enqueue_many('deep', array_fill('"a"'::jsonb, array[5000]), kind => 'a');
+select pgqueue.enqueue('deep', '"b"', kind => 'b');
+select pgqueue.pause('deep', kind => 'a');
+select is(pg_temp.taken('deep'), 'b', 'a claim finds the job behind 5,000 of a paused kind')
+from generate_series(1, 3);
+select pgqueue.enqueue('deep', '"c"', kind => 'c');
+select is(pg_temp.taken('deep', '{c}'), 'c', 'also for a claim of kinds');
+select pgqueue.resume('deep', kind => 'a');
+select is(
+    (select count(*) from pgqueue.claim('deep', 'w', 5001)), 5001::bigint,
+    'and the first claim after resume finds them all'
+);
+select pgqueue.enqueue_many('rounds', array_fill('"g"'::jsonb, array[3000]), group_keys => array_fill('g'::text, array[3000]));
+select pgqueue.enqueue('rounds', '"h"', group_key => 'h');
+select pgqueue.pause('rounds', group_key => 'g');
+select is(pg_temp.taken('rounds'), 'h', 'a claim finds the job of another group behind 3,000')
+from generate_series(1, 3);
+select pgqueue.resume('rounds', group_key => 'g');
+select is(
+    (select count(*) from pgqueue.claim('rounds', 'w', 3001)), 3001::bigint,
+    'and the first claim after resume finds those of the group'
+);
+
+select pgqueue.enqueue_many(
+    'fair', array_fill('1'::jsonb, array[100]), group_keys => array_fill(g.name, array[100])
+)
+from (values ('g'), ('h')) as g (name);
+select count(*) from pgqueue.claim('fair', 'w', 20);
+select pgqueue.pause('fair', group_key => 'g');
+select count(*) from pgqueue.claim('fair', 'w', 40);
+select pgqueue.resume('fair', group_key => 'g');
+select ok(
+    (select count(*) filter (where group_key = 'g') between 9 and 11 from pgqueue.claim('fair', 'w', 20)),
+    'a group that was paused is served beside the others again, and not before them'
+);
+
+-- The view
+
+truncate pgqueue.queue;
+select results_eq(
+    'select count(*), count(distinct setting), min(set_for) from pgqueue.settings',
+    $$ values (11::bigint, 11::bigint, 'default') $$, 'settings shows the defaults where nothing was set'
+);
+select pgqueue.configure('p', lease => '1 min', weight => 2);
+select pgqueue.configure(null, kind => 'k', retry_cap => '1 min');
+select pgqueue.configure('p', kind => 'k', max_attempts => 3);
+select pgqueue.pause('p', 'k', 'g');
+select results_eq(
+    $$ select setting, value, set_for from pgqueue.settings
+       where queue = 'p' and kind = 'k' and group_key = 'g' and set_for <> 'default' $$,
+    $$ values ('lease', '00:01:00', 'queue'), ('max_attempts', '3', 'kind'),
+           ('paused', 'true', 'kind and group'), ('retry_cap', '00:01:00', 'kind in all queues'),
+           ('weight', '2', 'queue') $$,
+    'settings says what is in force and where it was set'
+);
+select is_empty(
+    $$ select v.setting, v.value, e.value
+       from pgqueue.settings as v
+       cross join lateral (
+           select to_jsonb(pgqueue._settings(v.queue, v.kind, v.group_key)) ->> v.setting
+       ) as e (value)
+       where v.value is distinct from e.value $$,
+    'settings shows what _settings says'
 );
 
 select * from finish();
