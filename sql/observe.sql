@@ -258,6 +258,62 @@ comment on function pgqueue._written(timestamptz) is
 'A moment as a sentence has it: in the time zone of the session, whatever its
 DateStyle.';
 
+create or replace function pgqueue._why_paused(job pgqueue.job)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when not (pgqueue._settings(job.queue, job.kind, job.group_key)).paused then null
+        when (pgqueue._settings(job.queue)).paused then 'its queue is paused'
+        when (pgqueue._settings(job.queue, job.kind)).paused then 'its kind is paused'
+        else 'its group is paused'
+    end;
+end;
+$$;
+
+comment on function pgqueue._why_paused(pgqueue.job) is
+'What of a job is paused: its queue, kind or group; null for nothing.';
+
+create or replace function pgqueue._why_full(job pgqueue.job)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    group_limit int := (pgqueue._settings(job.queue, '', job.group_key)).group_limit;
+    held bigint;
+    holder pgqueue.job;
+begin
+    if job.group_key is null or group_limit is null then
+        return null;
+    end if;
+    select count(*), min(s.holder) into held, holder.id
+    from pgqueue._slots(job.queue, job.group_key) as s
+    where s.holder is not null and s.holder <> job.id;
+    if held < group_limit then
+        return null;
+    end if;
+    select j.* into holder from pgqueue.job as j where j.id = holder.id;
+    return format('its group %s ', job.group_key)
+        || case
+            when holder.lease_expires_at is null then
+                format('waits for the retry of job %s at %s', holder.id, pgqueue._written(holder.run_at))
+            else format(
+                'is busy with job %s, leased to %s until %s',
+                holder.id, holder.worker, pgqueue._written(holder.lease_expires_at)
+            )
+        end
+        || case when held > 1 then format(', and %s more', held - 1) else '' end;
+end;
+$$;
+
+comment on function pgqueue._why_full(pgqueue.job) is
+'By what the group of a job is kept busy, if it has a limit and is full.';
+
 create or replace function pgqueue._why_leased(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
@@ -269,7 +325,7 @@ begin
         when job.lease_expires_at <= moment then format(
             'its lease expired at %s: the next %s %s (worker %s)',
             pgqueue._written(job.lease_expires_at),
-            case when (pgqueue._settings(job.queue)).paused then 'maintain()' else 'claim' end,
+            case when pgqueue._why_paused(job) is not null then 'maintain()' else 'claim' end,
             case
                 when job.cancelled_at is not null then 'cancels it'
                 when job.attempt >= job.max_attempts then 'moves it to dead_job'
@@ -307,7 +363,7 @@ begin
             pgqueue._summary(job.errors -> -1 ->> 'error')
         )
         else 'scheduled for ' || pgqueue._written(job.run_at)
-    end || case when (pgqueue._settings(job.queue)).paused then '; its queue is paused' else '' end;
+    end || coalesce('; ' || pgqueue._why_paused(job), '');
 end;
 $$;
 
@@ -401,8 +457,8 @@ as $$
 declare
     ahead bigint;
 begin
-    if (pgqueue._settings(job.queue)).paused then
-        return 'its queue is paused';
+    if num_nonnulls(pgqueue._why_paused(job), pgqueue._why_full(job)) > 0 then
+        return coalesce(pgqueue._why_paused(job), pgqueue._why_full(job));
     end if;
     ahead := pgqueue._count_ahead(job, moment);
     return concat_ws('; ',

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(43);
+select plan(48);
 
 select is(
     pgqueue.version(), (select extversion from pg_extension where extname = 'pgqueue'),
@@ -148,7 +148,32 @@ select matches(
 update pgqueue.job set run_at = 'infinity' where id = :ready;
 select is(pgqueue.why(:ready), 'blocked', 'why tells that a job is blocked');
 
+select pgqueue.configure('full', group_limit => 2, group_on_retry => 'block');
+select pgqueue.enqueue_many('full', array_fill('{}'::jsonb, array[3]), group_keys => '{invoice 7,invoice 7,invoice 7}');
+select id as first, token from pgqueue.claim('full', 'w3') \gset
+select id as waits from pgqueue.job where queue = 'full' order by id desc limit 1 \gset
+select is(
+    pg_temp.why(:waits), 'ready: waits behind 1 job of higher priority or earlier turn in its queue',
+    'why tells nothing of a group that is not full'
+);
+select count(*) from pgqueue.claim('full', 'w4');
+select is(
+    pg_temp.why(:waits), format('its group invoice 7 is busy with job %s, leased to w3 until TIME, and 1 more', :first),
+    'why tells which job keeps a full group busy'
+);
+select pgqueue.fail(:first, :token, 'e', '1 hour');
+select is(
+    pg_temp.why(:waits), format('its group invoice 7 waits for the retry of job %s at TIME, and 1 more', :first),
+    'why tells for whose retry a group waits'
+);
+select pgqueue.pause('full', group_key => 'invoice 7');
+select is(pg_temp.why(:waits), 'its group is paused', 'why tells that its group is paused');
+select pgqueue.pause('full', kind => 'full');
+select pgqueue.resume('full', group_key => 'invoice 7');
+select pgqueue.pause('x', kind => 'x');
 select pgqueue.enqueue('x') as id \gset
+select is(pg_temp.why(:id), 'its kind is paused', 'why tells that its kind is paused');
+select pgqueue.resume('x', kind => 'x');
 select token from pgqueue.claim('x', 'w3') \gset
 select pgqueue.release(array[:id], array[:token], '2100-01-01 00:00 UTC');
 select is(pg_temp.why(:id), 'scheduled for TIME', 'why tells until when a job was snoozed');
