@@ -291,9 +291,10 @@ create or replace function pgqueue.resume(
 as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_scope(queue, kind, group_key));
+    was_paused boolean := exists (select from pgqueue.queue as q where q.paused);
 begin
     perform pgqueue._set_paused(queue, kind, group_key, false);
-    if num_nonnulls(kind, group_key) > 0 then
+    if was_paused and num_nonnulls(kind, group_key) > 0 then
         perform pgqueue._renew_turns(queue, kind, group_key);
     end if;
     if queue is not null then
