@@ -563,12 +563,12 @@ declare
     picks tid[];
     next record;
     barred text[];
-    jobs tid[] := '{}';
+    jobs tid[] := '{}'::tid[];
 begin
     if not pgqueue._has_limits(queue) then
         return pgqueue._pick(queue, kinds, paused, lane, wanted, moment, is_whole);
     end if;
-    perform pgqueue._heed_recalls(queue, moment);
+    perform pgqueue._heed_recalls(queue);
     loop
         picks := pgqueue._pick(
             queue, kinds, paused, lane, wanted - cardinality(jobs), moment, is_whole, barred
@@ -665,7 +665,7 @@ comment on function pgqueue._recall(text[], text[]) is
 'For attempts that have ended, as many as a group is named: puts the first parked
 jobs of their groups back into their lanes.';
 
-create or replace function pgqueue._heed_recalls(queue text, moment timestamptz)
+create or replace function pgqueue._heed_recalls(queue text)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -698,7 +698,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._heed_recalls(text, timestamptz) is
+comment on function pgqueue._heed_recalls(text) is
 'Does what ends of attempts could not do at once.';
 
 create or replace function pgqueue._recall_for(picks tid[])

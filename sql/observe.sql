@@ -286,18 +286,19 @@ as $$
 declare
     group_limit int := (pgqueue._settings(job.queue, '', job.group_key)).group_limit;
     held bigint;
+    holder_id bigint;
     holder pgqueue.job;
 begin
     if job.group_key is null or group_limit is null then
         return null;
     end if;
-    select count(*), min(s.holder) into held, holder.id
+    select count(*), min(s.holder) into held, holder_id
     from pgqueue._slots(job.queue, job.group_key) as s
     where s.holder is not null and s.holder <> job.id;
     if held < group_limit then
         return null;
     end if;
-    select j.* into holder from pgqueue.job as j where j.id = holder.id;
+    select j.* into holder from pgqueue.job as j where j.id = holder_id;
     return format('its group %s ', job.group_key)
         || case
             when holder.lease_expires_at is null then
