@@ -31,7 +31,7 @@ as $$
 declare
     settings pgqueue.queue;
     moment timestamptz := clock_timestamp();
-    key bigint := hashtextextended(queue, 1000);
+    key bigint := hashtextextended(queue, 9999);
     noted bigint;
     new_token bigint;
     picks tid[] := '{}'::tid[];
