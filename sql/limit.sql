@@ -537,7 +537,7 @@ run, with their slots. Parks where a group is full, and returns, as barred, the
 groups that this claim can serve no more.';
 
 create or replace function pgqueue._pick_round(
-    queue text, kinds text[], lane int, wanted int, moment timestamptz, is_whole boolean
+    queue text, kinds text[], lane int, wanted int, moment timestamptz, is_whole boolean, taken tid[]
 )
     returns tid[]
     language plpgsql
@@ -550,11 +550,14 @@ declare
     jobs tid[] := '{}';
 begin
     if not pgqueue._has_limits(queue) then
-        return pgqueue._pick(queue, kinds, lane, wanted, moment, is_whole);
+        -- The round may have been picked from before, for newcomers.
+        return pgqueue._pick(queue, kinds, lane, wanted, moment, is_whole, taken);
     end if;
     perform pgqueue._heed_recalls(queue, moment);
     loop
-        picks := pgqueue._pick(queue, kinds, lane, wanted - cardinality(jobs), moment, is_whole, barred);
+        picks := pgqueue._pick(
+            queue, kinds, lane, wanted - cardinality(jobs), moment, is_whole, null, barred
+        );
         exit when picks = '{}';
         next := pgqueue._admit(queue, kinds, picks, moment, barred);
         barred := next.barred;
@@ -565,7 +568,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick_round(text, text[], int, int, timestamptz, boolean) is
+comment on function pgqueue._pick_round(text, text[], int, int, timestamptz, boolean, tid[]) is
 '_pick in the round of a lane, for as many jobs as the limits of their groups
 allow.';
 

@@ -88,7 +88,7 @@ sets it.';
 
 create or replace function pgqueue._pick(
     queue text, kinds text[], lane int, wanted int, moment timestamptz, is_whole boolean,
-    barred text[] default null
+    taken tid[] default null, barred text[] default null
 )
     returns tid[]
     language plpgsql
@@ -186,6 +186,7 @@ begin
                 )
                 and (_pick.kinds is null or j.kind = any (_pick.kinds))
                 and (barred is null or j.group_key <> all (barred))
+                and (taken is null or j.ctid <> all (taken))
             order by coalesce(j.turn, j.run_at), j.id
             limit wanted
             for update skip locked
@@ -232,17 +233,17 @@ begin
         );
     end if;
     if has_newcomers then
-        return pgqueue._serve_newcomers(queue, kinds, lane, wanted, picks, moment, is_whole);
+        return pgqueue._serve_newcomers(queue, kinds, lane, wanted, picks, moment, is_whole, taken);
     end if;
     return coalesce(picks, '{}'::tid[]);
 end;
 $$;
 
-comment on function pgqueue._pick(text, text[], int, int, timestamptz, boolean, text[]) is
+comment on function pgqueue._pick(text, text[], int, int, timestamptz, boolean, tid[], text[]) is
 'Locks up to so many due jobs of one lane and returns where they are, in the
-order in which they run; ends the attempts of those whose lease expired on the
-way. Only from the beginning (is_whole) does "none" mean that there is none.
-Plans as claim sets it.';
+order in which they run, without those that were taken before; ends the
+attempts of those whose lease expired on the way. Only from the beginning
+(is_whole) does "none" mean that there is none. Plans as claim sets it.';
 
 create or replace function pgqueue._pick_lanes(
     queue text, kinds text[], max_jobs int, moment timestamptz, noted int[]
@@ -265,11 +266,11 @@ begin
         foreach lane in array coalesce(noted, live) loop
             if lane > 500 then
                 picks := picks || pgqueue._pick_round(
-                    queue, kinds, lane, max_jobs - cardinality(picks), moment, is_whole
+                    queue, kinds, lane, max_jobs - cardinality(picks), moment, is_whole, nullif(picks, '{}')
                 );
             else
                 picks := picks || pgqueue._pick(
-                    queue, kinds, lane, max_jobs - cardinality(picks), moment, is_whole
+                    queue, kinds, lane, max_jobs - cardinality(picks), moment, is_whole, nullif(picks, '{}')
                 );
             end if;
             exit when cardinality(picks) = max_jobs;

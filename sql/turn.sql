@@ -131,7 +131,8 @@ comment on function pgqueue._next_turns(text, int, text[]) is
 null.';
 
 create or replace function pgqueue._serve_newcomers(
-    queue text, kinds text[], lane int, wanted int, picks tid[], moment timestamptz, is_whole boolean
+    queue text, kinds text[], lane int, wanted int, picks tid[], moment timestamptz, is_whole boolean,
+    taken tid[]
 )
     returns tid[]
     language plpgsql
@@ -185,12 +186,12 @@ begin
         return others;
     end if;
     return others || pgqueue._pick_round(
-        queue, kinds, lane + 1000, wanted - cardinality(others), moment, is_whole
+        queue, kinds, lane + 1000, wanted - cardinality(others), moment, is_whole, taken
     );
 end;
 $$;
 
-comment on function pgqueue._serve_newcomers(text, text[], int, int, tid[], timestamptz, boolean) is
+comment on function pgqueue._serve_newcomers(text, text[], int, int, tid[], timestamptz, boolean, tid[]) is
 'Gives turns to those of the picked jobs that have a group and none yet, and to
 the next of their lane, ten for each job wanted, and picks from the round
 in their place.';
