@@ -32,7 +32,7 @@ declare
     settings pgqueue.queue;
     paused jsonb;
     moment timestamptz := clock_timestamp();
-    key bigint := hashtextextended(queue, 1000);
+    key bigint := hashtextextended(queue, 9999);
     noted bigint;
     new_token bigint;
     picks tid[] := '{}'::tid[];

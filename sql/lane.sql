@@ -13,7 +13,7 @@
 --   sixth    tag, turn (us since 1800)
 --
 -- The round of a lane, the jobs of groups in the order of their turns, is a lane of its own: number
--- 1000 + priority.
+-- 1000 + priority. The record of a queue has the number 9999, which no lane has.
 --
 -- The tag says whose record it is; zero is nobody's. A lane has two records to choose from, by
 -- its hash; while others have taken both, it is walked from the beginning. A value from another
@@ -106,7 +106,7 @@ create or replace function pgqueue._note_lanes(queue text, lanes int[], moment t
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    key bigint := hashtextextended(queue, 1000);
+    key bigint := hashtextextended(queue, 9999);
     record int := key & 127;
     valid_until bigint := pgqueue._since_2020(clock_timestamp() + least(
         greatest(interval '100 milliseconds', 20 * (clock_timestamp() - moment)),
@@ -143,7 +143,7 @@ create or replace function pgqueue._noted_lanes(queue text, moment timestamptz)
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    key bigint := hashtextextended(queue, 1000);
+    key bigint := hashtextextended(queue, 9999);
     record int := key & 127;
     now_us bigint := pgqueue._since_2020(moment);
     noted bigint := pg_sequence_last_value(pgqueue._cell(record, 0)) # ((key >> 20 & 4095) << 51);
@@ -181,7 +181,7 @@ create or replace function pgqueue._list_lane(queue text, lane int, has_round bo
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    key bigint := hashtextextended(queue, 1000);
+    key bigint := hashtextextended(queue, 9999);
     record int := key & 127;
     now_us bigint := pgqueue._since_2020(clock_timestamp());
     noted bigint := pg_sequence_last_value(pgqueue._cell(record, 0)) # ((key >> 20 & 4095) << 51);

@@ -234,7 +234,7 @@ comment on function pgqueue._first_job(text, text, timestamptz) is
 
 create or replace function pgqueue._job_to_run(
     queue text, group_key text, group_limit int, moment timestamptz,
-    out place int, out slot tid, out job pgqueue.job
+    out place int, out slot tid, out job_id bigint, out kind text
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -243,6 +243,7 @@ create or replace function pgqueue._job_to_run(
 as $$
 declare
     free record;
+    job pgqueue.job;
 begin
     for free in
         select s.place, s.holder, s.beyond
@@ -277,6 +278,8 @@ begin
         if not found and free.holder is null then
             job := pgqueue._first_job(queue, group_key, moment);
         end if;
+        job_id := job.id;
+        kind := job.kind;
         return;
     end loop;
     place := null;
@@ -420,21 +423,21 @@ begin
             exit when cardinality(jobs) = wanted;
             next := pgqueue._job_to_run(queue, met.group_key, met.most, moment);
             exit when next.place is null;
-            if (next.job).id is null or (next.job).kind <> all (kinds) or coalesce(
-                paused -> met.group_key -> (next.job).kind, paused -> '' -> (next.job).kind
+            if next.job_id is null or next.kind <> all (kinds) or coalesce(
+                paused -> met.group_key -> next.kind, paused -> '' -> next.kind
             ) = 'true' then
                 barred := barred || met.group_key;
                 exit;
             end if;
             jobs := jobs || pgqueue._hold(
-                array[next.slot], array[(next.job).id], array[next.place], array[met.turn]
+                array[next.slot], array[next.job_id], array[next.place], array[met.turn]
             );
             -- The copies are locked here, all of them.
             delete from pgqueue.slot as s
             where hashtext(s.queue) = hashtext(_admit_each.queue)
                 and hashtext(s.group_key) = hashtext(met.group_key)
                 and s.queue = _admit_each.queue and s.group_key = met.group_key
-                and s.place = next.place and s.job_id is distinct from (next.job).id;
+                and s.place = next.place and s.job_id is distinct from next.job_id;
         end loop;
         exit when cardinality(jobs) = wanted;
         if next.place is null
@@ -553,7 +556,8 @@ run, with their slots. Parks where a group is full, and returns, as barred, the
 groups that this claim can serve no more.';
 
 create or replace function pgqueue._pick_round(
-    queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean
+    queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean,
+    taken tid[]
 )
     returns tid[]
     language plpgsql
@@ -566,12 +570,13 @@ declare
     jobs tid[] := '{}'::tid[];
 begin
     if not pgqueue._has_limits(queue) then
-        return pgqueue._pick(queue, kinds, paused, lane, wanted, moment, is_whole);
+        -- The round may have been picked from before, for newcomers.
+        return pgqueue._pick(queue, kinds, paused, lane, wanted, moment, is_whole, taken);
     end if;
     perform pgqueue._heed_recalls(queue);
     loop
         picks := pgqueue._pick(
-            queue, kinds, paused, lane, wanted - cardinality(jobs), moment, is_whole, barred
+            queue, kinds, paused, lane, wanted - cardinality(jobs), moment, is_whole, null, barred
         );
         exit when picks = '{}';
         next := pgqueue._admit(queue, kinds, paused, picks, moment, barred);
@@ -583,7 +588,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick_round(text, text[], jsonb, int, int, timestamptz, boolean) is
+comment on function pgqueue._pick_round(text, text[], jsonb, int, int, timestamptz, boolean, tid[]) is
 '_pick in the round of a lane, for as many jobs as the limits of their groups
 allow.';
 

@@ -88,7 +88,7 @@ sets it.';
 
 create or replace function pgqueue._pick(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean,
-    barred text[] default null
+    taken tid[] default null, barred text[] default null
 )
     returns tid[]
     language plpgsql
@@ -191,6 +191,7 @@ begin
                     _pick.paused -> j.group_key -> j.kind, _pick.paused -> j.group_key -> '',
                     _pick.paused -> '' -> j.kind, _pick.paused -> '' -> ''
                 ) = 'false')
+                and (taken is null or j.ctid <> all (taken))
             order by coalesce(j.turn, j.run_at), j.id
             limit wanted
             for update skip locked
@@ -237,17 +238,17 @@ begin
         );
     end if;
     if has_newcomers then
-        return pgqueue._serve_newcomers(queue, kinds, paused, lane, wanted, picks, moment, is_whole);
+        return pgqueue._serve_newcomers(queue, kinds, paused, lane, wanted, picks, moment, is_whole, taken);
     end if;
     return coalesce(picks, '{}'::tid[]);
 end;
 $$;
 
-comment on function pgqueue._pick(text, text[], jsonb, int, int, timestamptz, boolean, text[]) is
+comment on function pgqueue._pick(text, text[], jsonb, int, int, timestamptz, boolean, tid[], text[]) is
 'Locks up to so many due jobs of one lane and returns where they are, in the
-order in which they run; ends the attempts of those whose lease expired on the
-way. Only from the beginning (is_whole) does "none" mean that there is none.
-Plans as claim sets it.';
+order in which they run, without those that were taken before; ends the
+attempts of those whose lease expired on the way. Only from the beginning
+(is_whole) does "none" mean that there is none. Plans as claim sets it.';
 
 create or replace function pgqueue._pick_lanes(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, noted int[]
@@ -261,6 +262,7 @@ declare
     lane int;
     is_whole boolean := false;
     is_mended boolean := false;
+    taken tid[];
     picks tid[] := '{}'::tid[];
 begin
     if noted is null then
@@ -268,13 +270,15 @@ begin
     end if;
     loop
         foreach lane in array coalesce(noted, live) loop
+            -- A lane may hand out its round, too.
+            taken := case when 500 < any (coalesce(noted, live)) then nullif(picks, '{}') end;
             if lane > 500 then
                 picks := picks || pgqueue._pick_round(
-                    queue, kinds, paused, lane, max_jobs - cardinality(picks), moment, is_whole
+                    queue, kinds, paused, lane, max_jobs - cardinality(picks), moment, is_whole, taken
                 );
             else
                 picks := picks || pgqueue._pick(
-                    queue, kinds, paused, lane, max_jobs - cardinality(picks), moment, is_whole
+                    queue, kinds, paused, lane, max_jobs - cardinality(picks), moment, is_whole, taken
                 );
             end if;
             exit when cardinality(picks) = max_jobs;

@@ -146,7 +146,7 @@ null.';
 
 create or replace function pgqueue._serve_newcomers(
     queue text, kinds text[], paused jsonb, lane int, wanted int, picks tid[], moment timestamptz,
-    is_whole boolean
+    is_whole boolean, taken tid[]
 )
     returns tid[]
     language plpgsql
@@ -204,13 +204,13 @@ begin
         return others;
     end if;
     return others || pgqueue._pick_round(
-        queue, kinds, paused, lane + 1000, wanted - cardinality(others), moment, is_whole
+        queue, kinds, paused, lane + 1000, wanted - cardinality(others), moment, is_whole, taken
     );
 end;
 $$;
 
 comment on function pgqueue._serve_newcomers(
-    text, text[], jsonb, int, int, tid[], timestamptz, boolean
+    text, text[], jsonb, int, int, tid[], timestamptz, boolean, tid[]
 ) is
 'Gives turns to those of the picked jobs that have a group and none yet, and to
 the next of their lane, ten for each job wanted, and picks from the round

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    initialize,
     invariant,
     precondition,
     rule,
@@ -44,11 +45,16 @@ class Job:
     token: int | None = None
     is_expired: bool = False
     is_cancelled: bool = False
-    keeps_slot: bool = False  # waits for its retry
+    has_slot: bool = False
 
     @property
     def waits(self) -> bool:
         return self.token is None
+
+    @property
+    def keeps_slot(self) -> bool:
+        """It waits for its retry, and no other job of its group runs in its place."""
+        return self.waits and self.has_slot
 
     @property
     def place(self) -> tuple:
@@ -79,9 +85,9 @@ class Model:
             del self.jobs[job.id]
         if to == "dead":
             self.dead[job.id] = job
-        job.keeps_slot = (
-            to == "retry"
-            and self.limit(job.group) is not None
+        job.has_slot = (
+            job.has_slot
+            and to == "retry"
             and self.on_retry.get(job.group, self.on_retry.get(None)) == "block"
         )
 
@@ -123,6 +129,12 @@ class Groups(RuleBasedStateMachine):
         self.model = Model()
         self.meddled = False
         db.execute("select setseed(0.5)")
+
+    @initialize(limit=LIMITS, how=st.sampled_from(["skip", "block"]), is_set=st.booleans())
+    def begin(self, limit, how, is_set) -> None:
+        if is_set:
+            self.limit(None, limit)
+            self.on_retry(None, how)
 
     # What is there
 
@@ -245,27 +257,26 @@ class Groups(RuleBasedStateMachine):
             assert job.waits and job.is_due, f"{job} was claimed"
             assert kinds is None or job.kind in kinds
             job.token, job.attempt = token, job.attempt + 1
-            jobs.append(job)
-        for job in jobs:
+            jobs.append((job, job.has_slot))
+            job.has_slot = job.has_slot or model.limit(job.group) is not None
+        for job, is_retry in jobs:
             limit = model.limit(job.group)
             if limit is None:
                 continue
             running = model.running(job.group)
             assert running <= limit, f"{running} of {job.group} run"
-            if job.keeps_slot:
+            if is_retry:
                 continue
             kept = sum(j.waits and j.keeps_slot for j in model.of(job.group))
             assert running + kept <= limit, f"{job} has the slot of another"
             for other in waited:
                 if other.group == job.group and other.waits and other.is_due and not other.keeps_slot:
                     assert job.place < other.place, f"{job} overtook {other}"
-        for job in jobs:
-            job.keeps_slot = False
         if not claimed:
             self.meddled = False
         if len(claimed) < size and not recovered and not self.meddled:
             left = model.claimable(kinds)
-            assert not left, f"{left} stayed"
+            assert not left, (left, claimed, size, dump(self))
         return len(claimed)
 
     @rule(size=SIZES, kinds=ASKED)
@@ -377,6 +388,9 @@ class Groups(RuleBasedStateMachine):
             "select pgqueue.configure(%s, group_key => %s, group_limit => %s)", (self.queue, group, limit)
         )
         self.model.limits[group] = limit
+        for job in self.model.jobs.values():
+            if not job.waits and self.model.limit(job.group) is not None:
+                job.has_slot = True
 
     @rule(group=LIMITED, how=st.sampled_from(["skip", "block", "block"]))
     def on_retry(self, group, how) -> None:
@@ -390,8 +404,6 @@ class Groups(RuleBasedStateMachine):
         self.db.execute("select pgqueue.configure(%s, group_key => %s, reset => true)", (self.queue, group))
         self.model.limits.pop(group, None)
         self.model.on_retry.pop(group, None)
-        for job in self.model.jobs.values():
-            job.keeps_slot = job.keeps_slot and self.model.limit(job.group) is not None
 
     # The end
 
@@ -415,8 +427,22 @@ class Groups(RuleBasedStateMachine):
                 self.db.execute(f"delete from pgqueue.{table} where {queue} = %s", (self.queue,))
 
 
+def dump(self):
+    def q(t):
+        return list(self.db.execute(t, {"q": self.queue}))
+
+    rows = q("select id, kind, priority, group_key, turn::text, run_at::text, slot, token from pgqueue.job where queue = %(q)s order by priority desc, coalesce(turn, run_at)")
+    rows += q("select 'noted', pgqueue._noted_lanes(%(q)s, clock_timestamp())")
+    rows += q("""select 'position', l, r, v - pgqueue._since_2020(clock_timestamp()) as us, pg_sequence_last_value(pgqueue._cell(r, 1)) >> 12
+        from (select l, r, pg_sequence_last_value(pgqueue._cell(r, 0)) # ((k >> 20 & 4095) << 51) as v from unnest(array[2, 0, -1, 1002, 1000, 999]) as l, lateral (select hashtextextended(%(q)s, l)) as h (k),
+        lateral unnest(array[k & 127, k >> 7 & 127]::int[]) as r) as x where v >> 51 = 0""")
+    rows += q("select 'slot', * from pgqueue.slot where queue = %(q)s")
+    print("DUMP", *rows, sep="\n")
+    return ""
+
+
 def test_groups_are_served_as_the_model_says(db):
     run_state_machine_as_test(
         lambda: Groups(db),
-        settings=settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True),
+        settings=settings(max_examples=int(__import__("os").environ.get("EX", 60)), stateful_step_count=int(__import__("os").environ.get("ST", 40)), deadline=None, database=None, derandomize=False, report_multiple_bugs=False),
     )

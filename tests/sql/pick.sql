@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(27);
+select plan(29);
 
 -- A cell of a lane or a queue, assuming that it got the first of the records it may have.
 create function pg_temp.cell(queue text, seed bigint, place int) returns bigint
@@ -150,13 +150,31 @@ select is(
 select count(*) from pgqueue.enqueue('stale', '"high"', priority => 2);
 select pgqueue._note_lanes('stale', array[2], clock_timestamp());
 select setval(
-    pgqueue._cell((hashtextextended('stale', 1000) & 127)::int, 0),
-    pg_temp.cell('stale', 1000, 0) - 4 * 300000
+    pgqueue._cell((hashtextextended('stale', 9999) & 127)::int, 0),
+    pg_temp.cell('stale', 9999, 0) - 4 * 300000
 );
 select pgqueue.enqueue('stale', '"low"', priority => -1, group_key => 'a');
 select is(
     pg_temp.numbers('stale', 5), 'high low',
     'a list of lanes that is no longer valid does not become so when a lane is added'
+);
+
+select pgqueue.enqueue('both', '"high"', priority => 50);
+select pgqueue.enqueue('both', '"high"', priority => 50);
+select pgqueue.enqueue('both', '"low"', group_key => 'a');
+select is(
+    pg_temp.numbers('both', 1) || ' ' || pg_temp.numbers('both', 5), 'high high low',
+    'the list of lanes of a queue is no position of its round'
+);
+
+-- A job of a group that has no turn yet, beside one that has
+select pgqueue.enqueue('newcomer', '"first"', group_key => 'a');
+select pgqueue.enqueue('newcomer', '"second"', group_key => 'b');
+select pgqueue.enqueue('newcomer', '"third"', priority => -1);
+select pgqueue.reprioritize(id, 0) from pgqueue.job where payload = '"first"';
+select is(
+    pg_temp.numbers('newcomer', 3), 'first second third',
+    'a claim that gives a turn to a job picks no other job of the round twice'
 );
 
 -- Two queues whose names have the same hash share the index entries of a lane and nothing else.
