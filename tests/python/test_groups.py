@@ -12,7 +12,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -24,7 +23,9 @@ LIMITED = st.sampled_from([None, "a", "b"])
 KINDS = st.sampled_from(["x", "y"])
 ASKED = st.sampled_from([None, None, None, ["x"], ["y"]])
 PRIORITIES = st.sampled_from([-1, 0, 0, 2])
-WHEN = st.sampled_from(["null", "null", "now() - interval '1 hour'", "now() + interval '1 hour'"])
+WHEN = st.sampled_from(
+    ["null", "null", "now() - interval '1 hour'", "now() + interval '1 hour'"]
+)
 SIZES = st.integers(1, 5)
 LIMITS = st.integers(1, 3)
 PICK = st.integers(0, 1000)
@@ -130,7 +131,9 @@ class Groups(RuleBasedStateMachine):
         self.meddled = False
         db.execute("select setseed(0.5)")
 
-    @initialize(limit=LIMITS, how=st.sampled_from(["skip", "block"]), is_set=st.booleans())
+    @initialize(
+        limit=LIMITS, how=st.sampled_from(["skip", "block"]), is_set=st.booleans()
+    )
     def begin(self, limit, how, is_set) -> None:
         if is_set:
             self.limit(None, limit)
@@ -167,19 +170,27 @@ class Groups(RuleBasedStateMachine):
             )
             for job in self.model.jobs.values()
         } == there
-        dead = column(self.db, "select id from pgqueue.dead_job where queue = %s", self.queue)
+        dead = column(
+            self.db, "select id from pgqueue.dead_job where queue = %s", self.queue
+        )
         assert set(dead) == set(self.model.dead)
 
     def some(self, pick: int, running: bool | None = None) -> Job | None:
         """Choose a job that runs, that waits, or any."""
-        jobs = [job for _, job in sorted(self.model.jobs.items()) if running in (None, not job.waits)]
+        jobs = [
+            job
+            for _, job in sorted(self.model.jobs.items())
+            if running in (None, not job.waits)
+        ]
         return jobs[pick % len(jobs)] if jobs else None
 
     # Producers
 
     def add(self, id: int, group, kind, priority, when, key=None) -> None:
         assert id not in self.model.jobs
-        self.model.jobs[id] = Job(id, group, kind, priority, key, is_due="+" not in when)
+        self.model.jobs[id] = Job(
+            id, group, kind, priority, key, is_due="+" not in when
+        )
 
     @rule(group=GROUPS, kind=KINDS, priority=PRIORITIES, when=WHEN)
     def enqueue(self, group, kind, priority, when) -> None:
@@ -187,17 +198,29 @@ class Groups(RuleBasedStateMachine):
             self.db,
             "select pgqueue.enqueue(%s, kind => %s, priority => %s, group_key => %s, "
             f"max_attempts => {MAX_ATTEMPTS}, run_at => {when})",
-            self.queue, kind, priority, group,
+            self.queue,
+            kind,
+            priority,
+            group,
         )
         self.add(id, group, kind, priority, when)
 
-    @rule(groups=st.lists(GROUPS, min_size=1, max_size=6), kind=KINDS, priority=PRIORITIES, when=WHEN)
+    @rule(
+        groups=st.lists(GROUPS, min_size=1, max_size=6),
+        kind=KINDS,
+        priority=PRIORITIES,
+        when=WHEN,
+    )
     def enqueue_many(self, groups, kind, priority, when) -> None:
         ids = column(
             self.db,
             "select pgqueue.enqueue_many(%s, array_fill('1'::jsonb, array[%s::int]), kind => %s, "
             f"priority => %s, group_keys => %s::text[], max_attempts => {MAX_ATTEMPTS}, run_at => {when})",
-            self.queue, len(groups), kind, priority, groups,
+            self.queue,
+            len(groups),
+            kind,
+            priority,
+            groups,
         )
         for id, group in zip(ids, groups, strict=True):
             self.add(id, group, kind, priority, when)
@@ -205,14 +228,20 @@ class Groups(RuleBasedStateMachine):
     @rule(
         key=st.sampled_from(["k", "l"]),
         what=st.sampled_from(["skip", "replace", "postpone"]),
-        group=GROUPS, priority=PRIORITIES, when=WHEN,
+        group=GROUPS,
+        priority=PRIORITIES,
+        when=WHEN,
     )
     def enqueue_once(self, key, what, group, priority, when) -> None:
         id = one(
             self.db,
             "select pgqueue.enqueue(%s, kind => 'x', priority => %s, group_key => %s, unique_key => %s, "
             f"on_duplicate => %s, max_attempts => {MAX_ATTEMPTS}, run_at => {when})",
-            self.queue, priority, group, key, what,
+            self.queue,
+            priority,
+            group,
+            key,
+            what,
         )
         taken = next((job for job in self.model.jobs.values() if job.key == key), None)
         if taken and taken.is_expired:
@@ -245,12 +274,15 @@ class Groups(RuleBasedStateMachine):
         claimed = self.ask(size, kinds)
         there = self.read()
         recovered = [
-            job for job in model.jobs.values()
+            job
+            for job in model.jobs.values()
             if job.is_expired and (job.id not in there or there[job.id][6] != job.token)
         ]
         for job in recovered:
             model.fail(job)
-        waited = [job for job in model.jobs.values() if job.waits and job not in recovered]
+        waited = [
+            job for job in model.jobs.values() if job.waits and job not in recovered
+        ]
         jobs = []
         for id, token in claimed:
             job = model.jobs[id]
@@ -270,7 +302,12 @@ class Groups(RuleBasedStateMachine):
             kept = sum(j.waits and j.keeps_slot for j in model.of(job.group))
             assert running + kept <= limit, f"{job} has the slot of another"
             for other in waited:
-                if other.group == job.group and other.waits and other.is_due and not other.keeps_slot:
+                if (
+                    other.group == job.group
+                    and other.waits
+                    and other.is_due
+                    and not other.keeps_slot
+                ):
                     assert job.place < other.place, f"{job} overtook {other}"
         if not claimed:
             self.meddled = False
@@ -296,17 +333,23 @@ class Groups(RuleBasedStateMachine):
         done = column(
             self.db,
             "select pgqueue.complete_many(%s::bigint[], %s::bigint[])",
-            list(jobs), [job.token for job in jobs.values()],
+            list(jobs),
+            [job.token for job in jobs.values()],
         )
         assert set(done) == set(jobs)
         for id in jobs:
             del self.model.jobs[id]
 
-    @rule(pick=PICK, retry_in=st.sampled_from(["0", "1 hour"]), permanent=st.sampled_from([False, False, True]))
+    @rule(
+        pick=PICK,
+        retry_in=st.sampled_from(["0", "1 hour"]),
+        permanent=st.sampled_from([False, False, True]),
+    )
     def fail(self, pick, retry_in, permanent) -> None:
         if job := self.some(pick, running=True):
             self.db.execute(
-                "select pgqueue.fail(%s, %s, 'e', %s, %s)", (job.id, job.token, retry_in, permanent)
+                "select pgqueue.fail(%s, %s, 'e', %s, %s)",
+                (job.id, job.token, retry_in, permanent),
             )
             if permanent:
                 self.model.end(job, "dead")
@@ -330,7 +373,8 @@ class Groups(RuleBasedStateMachine):
     def expire(self, pick) -> None:
         if job := self.some(pick, running=True):
             self.db.execute(
-                "update pgqueue.job set lease_expires_at = now() - interval '1 second' where id = %s", (job.id,)
+                "update pgqueue.job set lease_expires_at = now() - interval '1 second' where id = %s",
+                (job.id,),
             )
             job.is_expired = True
 
@@ -361,7 +405,9 @@ class Groups(RuleBasedStateMachine):
         ids = column(self.db, "select pgqueue.redrive(%s)", self.queue)
         expected = []
         for id, job in sorted(self.model.dead.items()):
-            if job.key is None or job.key not in {j.key for j in self.model.jobs.values()}:
+            if job.key is None or job.key not in {
+                j.key for j in self.model.jobs.values()
+            }:
                 del self.model.dead[id]
                 self.model.jobs[id] = job
                 job.attempt, job.is_due = 0, True
@@ -372,7 +418,9 @@ class Groups(RuleBasedStateMachine):
     def purge(self, sure) -> None:
         if sure:
             self.db.execute("select pgqueue.purge(%s)", (self.queue,))
-            self.model.jobs = {id: job for id, job in self.model.jobs.items() if not job.waits}
+            self.model.jobs = {
+                id: job for id, job in self.model.jobs.items() if not job.waits
+            }
 
     @rule(pick=PICK)
     def delete_by_hand(self, pick) -> None:
@@ -385,7 +433,8 @@ class Groups(RuleBasedStateMachine):
     @rule(group=LIMITED, limit=LIMITS)
     def limit(self, group, limit) -> None:
         self.db.execute(
-            "select pgqueue.configure(%s, group_key => %s, group_limit => %s)", (self.queue, group, limit)
+            "select pgqueue.configure(%s, group_key => %s, group_limit => %s)",
+            (self.queue, group, limit),
         )
         self.model.limits[group] = limit
         for job in self.model.jobs.values():
@@ -395,13 +444,17 @@ class Groups(RuleBasedStateMachine):
     @rule(group=LIMITED, how=st.sampled_from(["skip", "block", "block"]))
     def on_retry(self, group, how) -> None:
         self.db.execute(
-            "select pgqueue.configure(%s, group_key => %s, group_on_retry => %s)", (self.queue, group, how)
+            "select pgqueue.configure(%s, group_key => %s, group_on_retry => %s)",
+            (self.queue, group, how),
         )
         self.model.on_retry[group] = how
 
     @rule(group=LIMITED)
     def reset(self, group) -> None:
-        self.db.execute("select pgqueue.configure(%s, group_key => %s, reset => true)", (self.queue, group))
+        self.db.execute(
+            "select pgqueue.configure(%s, group_key => %s, reset => true)",
+            (self.queue, group),
+        )
         self.model.limits.pop(group, None)
         self.model.on_retry.pop(group, None)
 
@@ -413,25 +466,38 @@ class Groups(RuleBasedStateMachine):
             while True:
                 running = [job for job in self.model.jobs.values() if not job.waits]
                 for job in running:
-                    self.db.execute("select pgqueue.complete(%s, %s)", (job.id, job.token))
+                    self.db.execute(
+                        "select pgqueue.complete(%s, %s)", (job.id, job.token)
+                    )
                     del self.model.jobs[job.id]
                 self.nothing_is_lost_and_nothing_is_there_twice()
                 if not self.serve(5):
                     break
             assert not self.model.claimable(None)
-            rest = self.db.execute("select pgqueue.rest(array[%s])", (self.queue,)).fetchone()[0]
+            rest = self.db.execute(
+                "select pgqueue.rest(array[%s])", (self.queue,)
+            ).fetchone()[0]
             assert rest is None or rest.total_seconds() > 0
         finally:
-            for table, queue in [("job", "queue"), ("dead_job", "queue"), ("slot", "queue"),
-                                 ("recall", "queue"), ("queue", "name")]:
-                self.db.execute(f"delete from pgqueue.{table} where {queue} = %s", (self.queue,))
+            for table, queue in [
+                ("job", "queue"),
+                ("dead_job", "queue"),
+                ("slot", "queue"),
+                ("recall", "queue"),
+                ("queue", "name"),
+            ]:
+                self.db.execute(
+                    f"delete from pgqueue.{table} where {queue} = %s", (self.queue,)
+                )
 
 
 def dump(self):
     def q(t):
         return list(self.db.execute(t, {"q": self.queue}))
 
-    rows = q("select id, kind, priority, group_key, turn::text, run_at::text, slot, token from pgqueue.job where queue = %(q)s order by priority desc, coalesce(turn, run_at)")
+    rows = q(
+        "select id, kind, priority, group_key, turn::text, run_at::text, slot, token from pgqueue.job where queue = %(q)s order by priority desc, coalesce(turn, run_at)"
+    )
     rows += q("select 'noted', pgqueue._noted_lanes(%(q)s, clock_timestamp())")
     rows += q("""select 'position', l, r, v - pgqueue._since_2020(clock_timestamp()) as us, pg_sequence_last_value(pgqueue._cell(r, 1)) >> 12
         from (select l, r, pg_sequence_last_value(pgqueue._cell(r, 0)) # ((k >> 20 & 4095) << 51) as v from unnest(array[2, 0, -1, 1002, 1000, 999]) as l, lateral (select hashtextextended(%(q)s, l)) as h (k),
@@ -444,5 +510,12 @@ def dump(self):
 def test_groups_are_served_as_the_model_says(db):
     run_state_machine_as_test(
         lambda: Groups(db),
-        settings=settings(max_examples=int(__import__("os").environ.get("EX", 60)), stateful_step_count=int(__import__("os").environ.get("ST", 40)), deadline=None, database=None, derandomize=False, report_multiple_bugs=False),
+        settings=settings(
+            max_examples=int(__import__("os").environ.get("EX", 60)),
+            stateful_step_count=int(__import__("os").environ.get("ST", 40)),
+            deadline=None,
+            database=None,
+            derandomize=False,
+            report_multiple_bugs=False,
+        ),
     )
