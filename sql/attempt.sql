@@ -82,7 +82,7 @@ begin
         case when e.outcome <> 'cancelled' then pgqueue._summary(e.error) end
     from unnest(picks, outcomes, errors) as e (place, outcome, error)
     join pgqueue.job as j on j.ctid = e.place
-    cross join lateral pgqueue._settings(j.queue, j.kind, j.group_key) as settings
+    cross join lateral pgqueue._in_force(j.queue, j.kind, j.group_key) as settings
     where settings.keep_runs > 0;
 end;
 $$;
@@ -139,7 +139,7 @@ begin
     set run_at = coalesce(e.retry_at, j.run_at),
         turn = case when e.retry_at is null then j.turn end,
         slot = case when j.slot is not null
-            and (pgqueue._settings(j.queue, j.kind, j.group_key)).group_on_retry = 'block' then j.slot end,
+            and (pgqueue._in_force(j.queue, j.kind, j.group_key)).group_on_retry = 'block' then j.slot end,
         token = null,
         claimed_at = null,
         lease_expires_at = null,
@@ -314,7 +314,7 @@ begin
     into failed
     from unnest(picks, errors, delays, permanents) as e (place, error, delay, permanent)
     join pgqueue.job as j on j.ctid = e.place
-    cross join lateral pgqueue._settings(j.queue, j.kind, j.group_key) as settings;
+    cross join lateral pgqueue._in_force(j.queue, j.kind, j.group_key) as settings;
 
     perform pgqueue._end(
         coalesce(failed.picks, '{}'), failed.outcomes, failed.errors, failed.retry_ats, moment

@@ -51,7 +51,7 @@ begin
         max_jobs := coalesce(max_jobs, 1);
     end if;
     if pg_relation_size('pgqueue.queue') > 0 then
-        settings := pgqueue._settings(queue);
+        settings := pgqueue._in_force(queue);
         if pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then
             paused := pgqueue._paused(queue, settings.paused);
             has_leases := lease is null and exists (
@@ -98,7 +98,7 @@ begin
             worker = claim.worker,
             claimed_at = moment,
             lease_expires_at = moment + case when has_leases
-                then (pgqueue._settings(j.queue, j.kind, j.group_key)).lease
+                then (pgqueue._in_force(j.queue, j.kind, j.group_key)).lease
                 else coalesce(claim.lease, '30 seconds')
             end
         where j.ctid = any (picks)
@@ -113,7 +113,7 @@ begin
             worker = claim.worker,
             claimed_at = moment,
             lease_expires_at = moment + case when has_leases
-                then (pgqueue._settings(j.queue, j.kind, j.group_key)).lease
+                then (pgqueue._in_force(j.queue, j.kind, j.group_key)).lease
                 else coalesce(claim.lease, '30 seconds')
             end
         where j.ctid = any (picks)

@@ -221,7 +221,7 @@ begin
         end if;
     end if;
     if pg_relation_size('pgqueue.queue') > 0 then
-        settings := pgqueue._settings(queue, coalesce(kind, queue), group_key);
+        settings := pgqueue._in_force(queue, coalesce(kind, queue), group_key);
         refused := pgqueue._refuse(pgqueue._check_payload(payload, settings.max_payload_bytes));
         if group_key is not null and pgqueue._has_limits(queue) then
             perform pgqueue._make_slots(queue, array[group_key]);
@@ -397,7 +397,7 @@ create or replace function pgqueue._settings_of_many(
     set jit = off
 as $$
 declare
-    settings pgqueue.queue := pgqueue._settings(queue, kind);
+    settings pgqueue.queue := pgqueue._in_force(queue, kind);
 begin
     max_attempts := array_fill(settings.max_attempts, array[coalesce(cardinality(payloads), 0)]);
     max_bytes := array_fill(settings.max_payload_bytes, array[coalesce(cardinality(payloads), 0)]);
@@ -405,7 +405,7 @@ begin
         with own as materialized (
             select u.group_key, s.max_attempts, s.max_payload_bytes
             from (select distinct g.group_key from unnest(group_keys) as g (group_key)) as u
-            cross join lateral pgqueue._settings(queue, kind, u.group_key) as s
+            cross join lateral pgqueue._in_force(queue, kind, u.group_key) as s
         )
         select
             array_agg(o.max_attempts order by g.place), array_agg(o.max_payload_bytes order by g.place)

@@ -34,7 +34,7 @@ begin
         perform pgqueue._recall(array[done.queue], array[done.group_key]);
     end if;
     if pg_relation_size('pgqueue.queue') > 0 then
-        keep_runs := (pgqueue._settings(done.queue, done.kind, done.group_key)).keep_runs;
+        keep_runs := (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs;
     end if;
     if keep_runs > 0 then
         insert into pgqueue.run (
@@ -118,7 +118,7 @@ begin
         ) as given on given.id = d.id and given.token = d.token
         cross join lateral (
             select case
-                when is_configured then (pgqueue._settings(d.queue, d.kind, d.group_key)).keep_runs
+                when is_configured then (pgqueue._in_force(d.queue, d.kind, d.group_key)).keep_runs
                 else 7
             end
             offset 0

@@ -66,7 +66,7 @@ begin
     set lease_expires_at = case
             when extend.lease is not null then moment + extend.lease
             -- A claim may have asked for longer than the default.
-            else greatest(j.lease_expires_at, moment + (pgqueue._settings(j.queue, j.kind, j.group_key)).lease)
+            else greatest(j.lease_expires_at, moment + (pgqueue._in_force(j.queue, j.kind, j.group_key)).lease)
         end
     where j.ctid = any (picks);
 

@@ -41,7 +41,7 @@ begin
     insert into pgqueue.slot (place, queue, group_key)
     select p.place, _make_slots.queue, g.key
     from (select distinct u.key from unnest(group_keys) as u (key) where u.key is not null) as g
-    cross join lateral pgqueue._settings(_make_slots.queue, '', g.key) as settings
+    cross join lateral pgqueue._in_force(_make_slots.queue, '', g.key) as settings
     cross join lateral (
         select coalesce(max(s.place), -1) as places
         from pgqueue.slot as s
@@ -76,11 +76,12 @@ begin
             and (_apply_limit.queue is null or j.queue = _apply_limit.queue)
             and (_apply_limit.group_key is null or j.group_key = _apply_limit.group_key)
     loop
-        group_limit := (pgqueue._settings(known.queue, '', known.group_key)).group_limit;
+        group_limit := (pgqueue._in_force(known.queue, '', known.group_key)).group_limit;
         if group_limit is null then
             update pgqueue.job as j
             set turn = null
-            where hashtext(j.queue) = hashtext(known.queue) and hashtext(j.group_key) = hashtext(known.group_key)
+            where hashtext(j.queue) = hashtext(known.queue)
+                and hashtext(j.group_key) = hashtext(known.group_key)
                 and j.queue = known.queue and j.group_key = known.group_key and j.turn = 'infinity';
             continue;
         end if;
@@ -145,7 +146,9 @@ create or replace function pgqueue._slots(queue text, group_key text)
 as $$
 begin
     return query
-    select s.place, min(s.ctid), max(j.id), max(j.run_at), coalesce(bool_or(j.lease_expires_at is not null), false)
+    select
+        s.place, min(s.ctid), max(j.id), max(j.run_at),
+        coalesce(bool_or(j.lease_expires_at is not null), false)
     from pgqueue.slot as s
     left join pgqueue.job as j on j.id = s.job_id and j.slot = s.place
     where hashtext(s.queue) = hashtext(_slots.queue)
@@ -295,14 +298,14 @@ create or replace function pgqueue._limits(queue text, group_keys text[])
     set enable_indexscan = on
 as $$
 declare
-    shared int := (pgqueue._settings(queue)).group_limit;
+    shared int := (pgqueue._in_force(queue)).group_limit;
 begin
     return array(
         select case
             when exists (
                 select from pgqueue.queue as q where q.name in (_limits.queue, '') and q.group_key = g.key
             )
-                then (pgqueue._settings(queue, '', g.key)).group_limit
+                then (pgqueue._in_force(queue, '', g.key)).group_limit
             else shared
         end
         from unnest(group_keys) with ordinality as g (key, nth)
@@ -350,8 +353,8 @@ comment on function pgqueue._hold(tid[], bigint[], int[], timestamptz[]) is
 they are now.';
 
 create or replace function pgqueue._admit_each(
-    queue text, kinds text[], paused jsonb, ids bigint[], keys text[], limits int[], wanted int, moment timestamptz,
-    inout barred text[], out jobs tid[]
+    queue text, kinds text[], paused jsonb, ids bigint[], keys text[], limits int[], wanted int,
+    moment timestamptz, inout barred text[], out jobs tid[]
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -404,11 +407,14 @@ begin
 end;
 $$;
 
-comment on function pgqueue._admit_each(text, text[], jsonb, bigint[], text[], int[], int, timestamptz, text[]) is
+comment on function pgqueue._admit_each(
+    text, text[], jsonb, bigint[], text[], int[], int, timestamptz, text[]
+) is
 '_admit for groups that are full, or nearly: one after the other.';
 
 create or replace function pgqueue._admit(
-    queue text, kinds text[], paused jsonb, picks tid[], moment timestamptz, inout barred text[], out jobs tid[]
+    queue text, kinds text[], paused jsonb, picks tid[], moment timestamptz,
+    inout barred text[], out jobs tid[]
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp

@@ -52,7 +52,7 @@ comment on column pgqueue.jobs.unique_key is 'At most one job of the queue with 
 comment on column pgqueue.jobs.group_key is 'The entity or tenant it belongs to.';
 comment on column pgqueue.jobs.last_error is 'Why the last attempt failed; null if none did.';
 
--- Whether a queue is paused is found by a join: a reader of the view may not call _settings().
+-- Whether a queue is paused is found by a join: a reader of the view may not call _in_force().
 create or replace view pgqueue.queues as
 with waiting as (
     select
@@ -180,7 +180,7 @@ comment on column pgqueue.kinds.p50_taken is 'Half of the attempts took at most 
 comment on column pgqueue.kinds.p99_taken is '99 % of the attempts took at most this long.';
 comment on column pgqueue.kinds.last_finished_at is 'When one last finished.';
 
--- The defaults once more, because a reader of the view may not call _settings().
+-- The defaults once more, because a reader of the view may not call _in_force().
 create or replace view pgqueue.settings as
 select
     nullif(c.name, '') as queue,
@@ -266,9 +266,9 @@ create or replace function pgqueue._why_paused(job pgqueue.job)
 as $$
 begin
     return case
-        when not (pgqueue._settings(job.queue, job.kind, job.group_key)).paused then null
-        when (pgqueue._settings(job.queue)).paused then 'its queue is paused'
-        when (pgqueue._settings(job.queue, job.kind)).paused then 'its kind is paused'
+        when not (pgqueue._in_force(job.queue, job.kind, job.group_key)).paused then null
+        when (pgqueue._in_force(job.queue)).paused then 'its queue is paused'
+        when (pgqueue._in_force(job.queue, job.kind)).paused then 'its kind is paused'
         else 'its group is paused'
     end;
 end;
@@ -284,7 +284,7 @@ create or replace function pgqueue._why_full(job pgqueue.job)
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    group_limit int := (pgqueue._settings(job.queue, '', job.group_key)).group_limit;
+    group_limit int := (pgqueue._in_force(job.queue, '', job.group_key)).group_limit;
     held bigint;
     holder_id bigint;
     holder pgqueue.job;
@@ -434,7 +434,7 @@ declare
 begin
     return case
         -- Without runs nobody knows.
-        when (pgqueue._settings(queue)).keep_runs = 0 or last_claim > lately or exists (
+        when (pgqueue._in_force(queue)).keep_runs = 0 or last_claim > lately or exists (
             select from pgqueue.run as r
             where r.finished_at > lately and r.queue = _unclaimed.queue and r.worker is not null
         ) then null

@@ -6,7 +6,9 @@
 -- that cannot have the lock at once leaves a note, a row in recall, for the next claim. So no job stays
 -- parked while its group is free, and nobody waits.
 
-create or replace function pgqueue._park_jobs(queue text, group_key text, group_limit int, priority int, ids bigint[])
+create or replace function pgqueue._park_jobs(
+    queue text, group_key text, group_limit int, priority int, ids bigint[]
+)
     returns boolean
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -18,9 +20,9 @@ create or replace function pgqueue._park_jobs(queue text, group_key text, group_
     set enable_tidscan = on
 as $$
 begin
-    if pgqueue._lock_slot(queue, group_key, 0) is not true
-        or (select count(*) from pgqueue._slots(queue, group_key) as s where s.holder is not null) < group_limit
-    then
+    if pgqueue._lock_slot(queue, group_key, 0) is not true or group_limit > (
+        select count(*) from pgqueue._slots(queue, group_key) as s where s.holder is not null
+    ) then
         return false;
     end if;
     -- With those that would be met next.

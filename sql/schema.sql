@@ -322,7 +322,7 @@ create index run_finished_idx on pgqueue.run using brin (finished_at);
 comment on index pgqueue.run_finished_idx is 'What finished since then?';
 
 -- A queue needs no row here. An empty name, kind or group_key speaks for every one, and a null
--- says nothing; which row wins, and what nobody says, is in _settings(). The hot functions read
+-- says nothing; which row wins, and what nobody says, is in _in_force(). The hot functions read
 -- it only when pg_relation_size finds a page, which costs nothing to ask.
 create table pgqueue.queue (
     name text,

@@ -1,10 +1,7 @@
 -- Settings: which are in force for a queue, a kind or a group, and what is paused. A setting of a
 -- group comes before one of a kind, that before one of the queue, and that before one of all.
---
--- _settings is also the array type of the view settings: a call with nothing but a literal must
--- say that it is a text.
 
-create or replace function pgqueue._settings(queue text, kind text default '', group_key text default '')
+create or replace function pgqueue._in_force(queue text, kind text default '', group_key text default '')
     returns pgqueue.queue
     language plpgsql
     stable
@@ -19,10 +16,10 @@ begin
     -- Two plain look-ups are cheaper than one with joins.
     select q.* into own
     from pgqueue.queue as q
-    where q.name = _settings.queue and q.kind = '' and q.group_key = '';
+    where q.name = _in_force.queue and q.kind = '' and q.group_key = '';
     select q.* into other from pgqueue.queue as q where q.name = '' and q.kind = '' and q.group_key = '';
     settings := row(
-        _settings.queue, '', '',
+        _in_force.queue, '', '',
         coalesce(own.paused, other.paused, false),
         coalesce(own.notify, other.notify, true),
         coalesce(own.max_attempts, other.max_attempts, 20),
@@ -40,8 +37,8 @@ begin
         for other in
             select q.*
             from pgqueue.queue as q
-            where q.name in ('', _settings.queue) and q.kind in ('', _settings.kind)
-                and q.group_key in ('', _settings.group_key) and (q.kind <> '' or q.group_key <> '')
+            where q.name in ('', _in_force.queue) and q.kind in ('', _in_force.kind)
+                and q.group_key in ('', _in_force.group_key) and (q.kind <> '' or q.group_key <> '')
             order by q.group_key <> '', q.kind <> '', q.name <> ''
         loop
             settings.paused := coalesce(other.paused, settings.paused);
@@ -60,7 +57,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._settings(text, text, text) is
+comment on function pgqueue._in_force(text, text, text) is
 'The settings in force for a queue, or for a kind or group in it (empty or null:
 none), each from the narrowest row that says it: of the group, of the kind, of
 the queue, of all; else the defaults, which are written here.';

@@ -123,7 +123,7 @@ begin
                 select
                     u.group_key,
                     case when is_configured
-                        then (pgqueue._settings(queue, '', u.group_key)).weight
+                        then (pgqueue._in_force(queue, '', u.group_key)).weight
                         else 1
                     end as weight
                 from unnest(group_keys) as u (group_key)
@@ -245,7 +245,7 @@ begin
     loop
         served := pgqueue._turn(lane.queue, lane.priority + 1000);
         with own as materialized (
-            select u.group_key, (pgqueue._settings(lane.queue, '', u.group_key)).weight
+            select u.group_key, (pgqueue._in_force(lane.queue, '', u.group_key)).weight
             from (select distinct k.group_key from unnest(lane.group_keys) as k (group_key)) as u
         ), renewed as (
             select

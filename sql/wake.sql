@@ -23,7 +23,7 @@ as $$
 declare
     fold int := hashtext(_wake.queue) & 255;
 begin
-    if current_setting('pgqueue.notify', true) = 'off' or not (pgqueue._settings(queue)).notify then
+    if current_setting('pgqueue.notify', true) = 'off' or not (pgqueue._in_force(queue)).notify then
         return;
     end if;
     if (
@@ -209,7 +209,7 @@ begin
     ))
     into pause
     from unnest(queues) as q (name)
-    cross join lateral pgqueue._settings(q.name) as s
+    cross join lateral pgqueue._in_force(q.name) as s
     cross join lateral pgqueue._paused(q.name, s.paused) as p (paused)
     where not s.paused or p.paused is not null;
     if not is_quiet then

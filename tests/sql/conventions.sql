@@ -203,10 +203,10 @@ select results_eq(
     'values (6::bigint, 1::bigint)', 'complete, complete_many and the other ends write the same row of a run'
 );
 select is_empty(
-    $$ select e.* from job_ended as e cross join pgqueue._settings('copy'::text) as s
+    $$ select e.* from job_ended as e cross join pgqueue._in_force('copy'::text) as s
        where (e.max_attempts, e.lease, e.extended) is distinct from (s.max_attempts, s.lease, s.lease)
            or (e.run).slot <> (floor(extract(epoch from (e.run).finished_at) / 86400)::int + s.keep_runs) % 16 $$,
-    'the defaults are those of _settings, with and without settings of any queue'
+    'the defaults are those of _in_force, with and without settings of any queue'
 );
 select is_empty(
     $$ select o.description from pg_description as o

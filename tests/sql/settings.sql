@@ -41,13 +41,13 @@ select pgqueue.configure('s', retry_base => '2 s');
 select pgqueue.configure(null, retry_cap => '10 s', lease => '9 s');
 select results_eq(
     $$ select s.lease, s.max_attempts, s.retry_base, s.retry_cap, s.keep_runs, s.notify, s.paused
-       from pgqueue._settings('s'::text) as s $$,
+       from pgqueue._in_force('s') as s $$,
     $$ values (interval '1 minute', 7, interval '2 s', interval '10 s', 7, true, false) $$,
     'a setting stays until it is set again; unset, it is that of all queues, else the default'
 );
 select pgqueue.configure('s', max_attempts => 3, reset => true);
 select results_eq(
-    $$ select s.lease, s.max_attempts, s.retry_base from pgqueue._settings('s'::text) as s $$,
+    $$ select s.lease, s.max_attempts, s.retry_base from pgqueue._in_force('s') as s $$,
     $$ values (interval '9 s', 3, interval '5 s') $$,
     'configure with reset forgets the settings made before'
 );
@@ -67,10 +67,10 @@ begin
         select q.ctid from pgqueue.queue as q where q.lease is not null order by q.lease desc
     loop
         winners := winners || ' '
-            || extract(epoch from (pgqueue._settings('p', 'k', 'g')).lease);
+            || extract(epoch from (pgqueue._in_force('p', 'k', 'g')).lease);
         delete from pgqueue.queue as q where q.ctid = row_id;
     end loop;
-    return winners || ' ' || extract(epoch from (pgqueue._settings('p', 'k', 'g')).lease);
+    return winners || ' ' || extract(epoch from (pgqueue._in_force('p', 'k', 'g')).lease);
 end;
 $$;
 truncate pgqueue.queue;
@@ -83,7 +83,7 @@ select pgqueue.configure('p', group_key => 'g', lease => '6 s');
 select pgqueue.configure(null, kind => 'k', group_key => 'g', lease => '7 s');
 select pgqueue.configure('p', kind => 'k', group_key => 'g', lease => '8 s');
 select results_eq(
-    $$ select (pgqueue._settings(s.queue, s.kind, s.group_key)).lease
+    $$ select (pgqueue._in_force(s.queue, s.kind, s.group_key)).lease
        from (values
            ('o', 'l', 'h'), ('p', 'l', 'h'), ('o', 'k', 'h'), ('p', 'k', null),
            ('o', 'l', 'g'), ('p', 'l', 'g'), ('o', 'k', 'g'), ('p', 'k', 'g')
@@ -98,7 +98,7 @@ select is(
 select pgqueue.configure('p', kind => 'k', max_attempts => 4, retry_base => '0', retry_cap => '3 s');
 select pgqueue.configure('p', group_key => 'g', max_attempts => 5, weight => 9, max_payload_bytes => 30);
 select results_eq(
-    $$ select s.max_attempts, s.retry_cap, s.weight, s.keep_runs from pgqueue._settings('p', 'k', 'g') as s $$,
+    $$ select s.max_attempts, s.retry_cap, s.weight, s.keep_runs from pgqueue._in_force('p', 'k', 'g') as s $$,
     $$ values (5, interval '3 s', 9, 7) $$, 'the narrower wins for each setting by itself'
 );
 create temporary table given (how text, id bigint);
@@ -317,10 +317,10 @@ select is_empty(
     $$ select v.setting, v.value, e.value
        from pgqueue.settings as v
        cross join lateral (
-           select to_jsonb(pgqueue._settings(v.queue, v.kind, v.group_key)) ->> v.setting
+           select to_jsonb(pgqueue._in_force(v.queue, v.kind, v.group_key)) ->> v.setting
        ) as e (value)
        where v.value is distinct from e.value $$,
-    'settings shows what _settings says'
+    'settings shows what _in_force says'
 );
 
 select * from finish();
