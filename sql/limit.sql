@@ -101,7 +101,11 @@ begin
         perform pgqueue._count_running(known.queue, known.group_key, places);
         perform pgqueue._make_slots(known.queue, array[known.group_key]);
         insert into pgqueue.recall (queue, group_key)
-        select known.queue, known.group_key from generate_series(places + 1, group_limit);
+        select j.queue, j.group_key
+        from pgqueue.job as j
+        where hashtext(j.queue) = hashtext(known.queue) and hashtext(j.group_key) = hashtext(known.group_key)
+            and j.queue = known.queue and j.group_key = known.group_key and j.lease_expires_at is null
+        limit group_limit;
         perform pgqueue._wake(known.queue);
     end loop;
 end;

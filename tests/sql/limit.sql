@@ -142,5 +142,13 @@ select is(
     'a claim finds what stands behind many jobs of a full group that have no turn'
 );
 
+select pgqueue.configure('back', group_limit => 3);
+select pg_temp.fill('back', array['a', 'a', 'a', 'a', 'b', 'b', 'b', 'b']);
+select pgqueue.configure('back', group_limit => 1);
+select is(pg_temp.claimed('back', 10), 'a1 b5', 'with a lowered limit one of each group runs');
+select pgqueue.configure('back', group_limit => 3);
+select pgqueue.enqueue('back', '"free"');
+select is(pg_temp.claimed('back', 10), 'a2 a3 b6 b7 free', 'a limit that is raised again holds at once');
+
 select * from finish();
 rollback;
