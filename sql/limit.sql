@@ -68,6 +68,8 @@ declare
     known record;
     group_limit int;
     places int;
+    queues text[];
+    lanes int[];
 begin
     for known in
         select distinct j.queue, j.group_key
@@ -78,11 +80,16 @@ begin
     loop
         group_limit := (pgqueue._in_force(known.queue, '', known.group_key)).group_limit;
         if group_limit is null then
-            update pgqueue.job as j
-            set turn = null
-            where hashtext(j.queue) = hashtext(known.queue)
-                and hashtext(j.group_key) = hashtext(known.group_key)
-                and j.queue = known.queue and j.group_key = known.group_key and j.turn = 'infinity';
+            with back as (
+                update pgqueue.job as j
+                set turn = null
+                where hashtext(j.queue) = hashtext(known.queue)
+                    and hashtext(j.group_key) = hashtext(known.group_key)
+                    and j.queue = known.queue and j.group_key = known.group_key and j.turn = 'infinity'
+                returning j.queue, j.priority
+            )
+            select array_agg(b.queue), array_agg(b.priority) into queues, lanes from back as b;
+            perform pgqueue._reopened(queues, lanes);
             continue;
         end if;
         select coalesce(max(s.place), 0) into places
@@ -92,7 +99,12 @@ begin
         perform pgqueue._count_running(known.queue, known.group_key, places);
         perform pgqueue._make_slots(known.queue, array[known.group_key]);
         insert into pgqueue.recall (queue, group_key)
-        select known.queue, known.group_key from generate_series(places + 1, group_limit);
+        select j.queue, j.group_key
+        from pgqueue.job as j
+        where hashtext(j.queue) = hashtext(known.queue) and hashtext(j.group_key) = hashtext(known.group_key)
+            and j.queue = known.queue and j.group_key = known.group_key and j.lease_expires_at is null
+        limit group_limit;
+        perform pgqueue._wake(known.queue);
     end loop;
 end;
 $$;

@@ -159,53 +159,83 @@ create or replace function pgqueue._serve_newcomers(
     set enable_nestloop = on
 as $$
 declare
+    batch int := 10 * wanted;
+    others tid[] := '{}';
+    served tid[] := '{}';
     first record;
     newcomers record;
     turns timestamptz[];
-    others tid[] := array(
-        select p.tid
-        from unnest(picks) with ordinality as p (tid, place)
-        join pgqueue.job as j on j.ctid = p.tid
-        where j.group_key is null
-        order by p.place
-    );
 begin
-    select j.run_at, j.id into first
-    from pgqueue.job as j
-    where j.ctid = any (picks) and j.group_key is not null
-    order by j.run_at, j.id
-    limit 1;
-    select array_agg(n.tid) as tids, array_agg(n.group_key) as group_keys
-    into newcomers
-    from (
-        select j.ctid as tid, j.group_key
+    loop
+        others := others || array(
+            select p.tid
+            from unnest(picks) with ordinality as p (tid, place)
+            join pgqueue.job as j on j.ctid = p.tid
+            where j.group_key is null
+            order by p.place
+        );
+        select j.run_at, j.id into first
         from pgqueue.job as j
-        where hashtext(j.queue) = hashtext(_serve_newcomers.queue) and j.queue = _serve_newcomers.queue
-            and j.priority = lane
-            and coalesce(j.turn, j.run_at) <= moment
-            and (coalesce(j.turn, j.run_at), j.id) >= (first.run_at, first.id)
-            and j.group_key is not null and j.lease_expires_at is null
-            and (_serve_newcomers.kinds is null or j.kind = any (_serve_newcomers.kinds))
-            and (_serve_newcomers.paused is null or coalesce(
-                _serve_newcomers.paused -> j.group_key -> j.kind, _serve_newcomers.paused -> j.group_key -> '',
-                _serve_newcomers.paused -> '' -> j.kind, _serve_newcomers.paused -> '' -> ''
-            ) = 'false')
-        order by coalesce(j.turn, j.run_at), j.id
-        limit least(10 * wanted, greatest(wanted, 1000))
-        for update skip locked
-    ) as n;
-    turns := pgqueue._next_turns(queue, lane, newcomers.group_keys);
-    update pgqueue.job as j
-    set turn = n.turn
-    from unnest(newcomers.tids, turns) as n (tid, turn)
-    where j.ctid = n.tid;
-    perform pgqueue._list_lane(queue, lane, true);
-    if cardinality(others) = wanted then
-        return others;
-    end if;
-    return others || pgqueue._pick_round(
-        queue, kinds, paused, lane + 1000, wanted - cardinality(others), moment, is_whole, taken
-    );
+        where j.ctid = any (picks) and j.group_key is not null
+        order by j.run_at, j.id
+        limit 1;
+        exit when not found;
+        select array_agg(n.tid) as tids, array_agg(n.group_key) as group_keys
+        into newcomers
+        from (
+            select j.ctid as tid, j.group_key
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_serve_newcomers.queue) and j.queue = _serve_newcomers.queue
+                and j.priority = lane
+                and coalesce(j.turn, j.run_at) <= moment
+                and (coalesce(j.turn, j.run_at), j.id) >= (first.run_at, first.id)
+                and j.group_key is not null and j.lease_expires_at is null
+                and (_serve_newcomers.kinds is null or j.kind = any (_serve_newcomers.kinds))
+                and (_serve_newcomers.paused is null or coalesce(
+                    _serve_newcomers.paused -> j.group_key -> j.kind,
+                    _serve_newcomers.paused -> j.group_key -> '',
+                    _serve_newcomers.paused -> '' -> j.kind, _serve_newcomers.paused -> '' -> ''
+                ) = 'false')
+            order by coalesce(j.turn, j.run_at), j.id
+            limit least(batch, greatest(wanted, 1000))
+            for update skip locked
+        ) as n;
+        turns := pgqueue._next_turns(queue, lane, newcomers.group_keys);
+        update pgqueue.job as j
+        set turn = n.turn
+        from unnest(newcomers.tids, turns) as n (tid, turn)
+        where j.ctid = n.tid;
+        perform pgqueue._list_lane(queue, lane, true);
+        exit when cardinality(others) = wanted;
+        served := served || pgqueue._pick_round(
+            queue, kinds, paused, lane + 1000, wanted - cardinality(others) - cardinality(served),
+            moment, is_whole, taken || served
+        );
+        exit when cardinality(others) + cardinality(served) = wanted
+            -- The next claim goes on.
+            or clock_timestamp() > moment + interval '100 milliseconds';
+        -- The groups of these are full. What stands behind them?
+        batch := least(10 * batch, 1000);
+        picks := array(
+            select j.ctid
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_serve_newcomers.queue) and j.queue = _serve_newcomers.queue
+                and j.priority = lane
+                and coalesce(j.turn, j.run_at) <= moment
+                and (coalesce(j.turn, j.run_at), j.id) > ('1900-01-01 00:00 UTC', 0)
+                and j.lease_expires_at is null and j.ctid <> all (others)
+                and (_serve_newcomers.kinds is null or j.kind = any (_serve_newcomers.kinds))
+                and (_serve_newcomers.paused is null or coalesce(
+                    _serve_newcomers.paused -> j.group_key -> j.kind,
+                    _serve_newcomers.paused -> j.group_key -> '',
+                    _serve_newcomers.paused -> '' -> j.kind, _serve_newcomers.paused -> '' -> ''
+                ) = 'false')
+            order by coalesce(j.turn, j.run_at), j.id
+            limit wanted - cardinality(others) - cardinality(served)
+            for update skip locked
+        );
+    end loop;
+    return others || served;
 end;
 $$;
 
@@ -214,7 +244,7 @@ comment on function pgqueue._serve_newcomers(
 ) is
 'Gives turns to those of the picked jobs that have a group and none yet, and to
 the next of their lane, ten for each job wanted, and picks from the round
-in their place.';
+in their place; where their groups are full, what stands behind them.';
 
 create or replace function pgqueue._renew_turns(queue text, kind text, group_key text)
     returns void

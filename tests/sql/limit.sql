@@ -132,5 +132,23 @@ select is(pg_temp.claimed('lower', 10), 'a2', 'and when that has ended, the retr
 select pg_temp.complete('lower', 'a2');
 select is(pg_temp.claimed('lower', 10), 'a3', 'and then they');
 
+select pgqueue.configure('behind', group_limit => 1);
+select pg_temp.fill('behind', array['a'] || array_fill('a'::text, array[50]));
+select is(pg_temp.claimed('behind', 1), 'a1', 'one of a long group runs');
+select count(pgqueue.reprioritize(id, 0)) from pgqueue.job where queue = 'behind' and token is null;
+select pgqueue.enqueue('behind', '"free"');
+select is(
+    pg_temp.claimed('behind', 1), 'free',
+    'a claim finds what stands behind many jobs of a full group that have no turn'
+);
+
+select pgqueue.configure('back', group_limit => 3);
+select pg_temp.fill('back', array['a', 'a', 'a', 'a', 'b', 'b', 'b', 'b']);
+select pgqueue.configure('back', group_limit => 1);
+select is(pg_temp.claimed('back', 10), 'a1 b5', 'with a lowered limit one of each group runs');
+select pgqueue.configure('back', group_limit => 3);
+select pgqueue.enqueue('back', '"free"');
+select is(pg_temp.claimed('back', 10), 'a2 a3 b6 b7 free', 'a limit that is raised again holds at once');
+
 select * from finish();
 rollback;
