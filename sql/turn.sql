@@ -160,8 +160,8 @@ create or replace function pgqueue._serve_newcomers(
 as $$
 declare
     batch int := 10 * wanted;
-    others tid[] := '{}';
-    served tid[] := '{}';
+    others tid[] := '{}'::tid[];
+    served tid[] := '{}'::tid[];
     first record;
     newcomers record;
     turns timestamptz[];
