@@ -223,6 +223,10 @@ begin
             and (picks is not null or clock_timestamp() > began + interval '5 milliseconds')
         or start > first and picks is not null and (wanted > 1 or walked > 60)
     then
+        if lane > 500 and kinds is null and (cardinality(picks) = wanted) is not true then
+            -- What it left is paused, runs or is just being taken: whatever comes now stands behind.
+            perform pgqueue._leave_turn(queue, lane, pgqueue._last_turn(queue, own_priority));
+        end if;
         -- An enqueue that commits within 10 ms is never behind the position.
         upto := case when lane > 500 then pgqueue._turn(queue, lane) else moment - interval '10 milliseconds' end;
         last := case when cardinality(picks) = wanted then least(last, upto) else upto end;

@@ -48,6 +48,30 @@ comment on function pgqueue._turn(text, int) is
 'The last turn that was served in a round; where that is not known, the first
 that waits.';
 
+create or replace function pgqueue._last_turn(queue text, priority int)
+    returns timestamptz
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+as $$
+begin
+    return (
+        select j.turn
+        from pgqueue.job as j
+        where hashtext(j.queue) = hashtext(_last_turn.queue) and j.queue = _last_turn.queue
+            and j.priority = _last_turn.priority
+            and coalesce(j.turn, j.run_at) < '1900-01-01 00:00 UTC'
+        order by coalesce(j.turn, j.run_at) desc, j.id desc
+        limit 1
+    );
+end;
+$$;
+
+comment on function pgqueue._last_turn(text, int) is 'The last turn in the round of a lane.';
+
 create or replace function pgqueue._leave_turn(queue text, lane int, served timestamptz)
     returns void
     language plpgsql
@@ -60,7 +84,7 @@ declare
     served_us bigint := (date_part('epoch', served) * 1000000)::bigint + 5364662400000000;
     known bigint := nullif(pg_sequence_last_value(cell), 0) # tag;
 begin
-    if (known >> 51 = 0 and known >= served_us) is not true then
+    if served is not null and (known >> 51 = 0 and known >= served_us) is not true then
         perform setval(cell, tag | served_us);
     end if;
 end;
