@@ -63,6 +63,9 @@ create or replace function pgqueue._apply_limit(queue text, group_key text)
     set search_path = pg_catalog, pg_temp
     set jit = off
     set enable_indexscan = on
+    set enable_seqscan = on
+    set enable_hashagg = on
+    set enable_sort = on
 as $$
 declare
     known record;

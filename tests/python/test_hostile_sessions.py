@@ -23,13 +23,19 @@ NUMBERS = itertools.count()
 FILL = [
     """
     insert into pgqueue.job (
-        run_at, enqueued_at, priority, max_attempts, queue, kind, unique_key, group_key, payload
+        run_at, enqueued_at, priority, max_attempts, queue, kind, unique_key, payload
     )
     select now() - interval '1 hour' + n * interval '1 us', now(), 0, 20, 'deep',
         case when n % 10 = 0 then 'rare' else 'deep' end,
-        case when n > 55000 then 'key ' || n - 55000 end,
-        case when n % 100 = 0 then 'group ' || n % 7 end, jsonb_build_object('n', n)
+        case when n > 55000 then 'key ' || n - 55000 end, jsonb_build_object('n', n)
     from generate_series(1, 60000) as n
+    """,
+    # Apart from others: chance decides whether a lane comes before its round.
+    """
+    select count(*) from pgqueue.enqueue_many(
+        'groups', array_fill('{}'::jsonb, array[3000]),
+        group_keys => array(select 'group ' || n % 70 from generate_series(1, 3000) as n)
+    )
     """,
     """
     insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload)
@@ -45,8 +51,8 @@ FILL = [
     select now() - interval '1 hour', now(), 0, n / 2 % 2 + 1, 'lapsed ' || n % 2, 'k', '{}'
     from generate_series(0, 599) as n
     union all
-    select now() - interval '1 hour', now(), 0, 1, 'grave ' || n / 200, 'k', '{}'
-    from generate_series(0, 799) as n
+    select now() - interval '1 hour', now(), 0, 1, 'grave ' || n / 240, 'k', '{}'
+    from generate_series(0, 959) as n
     union all
     select now() - interval '1 hour', now(), 0, 20, 'bin ' || n % 4, 'k', '{}'
     from generate_series(1, 2000) as n
@@ -207,7 +213,7 @@ HELD = "%(ids)s::bigint[], %(tokens)s::bigint[]"
 # those are found again depends on the clock.
 CALLS = {
     "enqueue": "pgqueue.enqueue('deep', '{\"n\": 1}')",
-    "enqueue with options": "pgqueue.enqueue('deep', '1', 'rare', 5, null, 3, %(name)s, null, 'g', '{}')",
+    "enqueue with options": "pgqueue.enqueue('deep', '1', 'rare', 5, null, 3, %(name)s, null, null, '{}')",
     "enqueue for later": "pgqueue.enqueue('deep', run_at => '2999-01-01 00:00 UTC')",
     "enqueue a duplicate": "pgqueue.enqueue('deep', '2', unique_key => %(key)s, on_duplicate => 'replace')",
     "enqueue with a window": "pgqueue.enqueue('windows', unique_key => %(name)s, unique_for => '1 hour')",
@@ -221,6 +227,8 @@ CALLS = {
     "claim of priorities": f"{JOBS}.claim('mixed', 'w', 150, '1 minute')",
     "claim of the expired": f"{JOBS}.claim('lapsed 0', 'w', 50)",
     "claim of nothing": f"{JOBS}.claim('empty', 'w', 50)",
+    "enqueue into a group": "pgqueue.enqueue('groups', group_key => 'group 7')",
+    "claim of groups": f"{JOBS}.claim('groups', 'w', 50)",
     "claim_from": "id, queue from "
     "pgqueue.claim_from(array['deep', 'second'], 'w', 50, weights => array[3, 2])",
     "extend": f"* from pgqueue.extend({HELD}, '1 hour')",
@@ -228,6 +236,10 @@ CALLS = {
     "complete_many": f"pgqueue.complete_many({HELD}, %(results)s)",
     "configure": "pgqueue.configure('deep', '1 minute', 9, '1 hour', '30 days', 3)",
     "claim with settings": f"{JOBS}.claim('deep', 'w', 50)",
+    "limit": "pgqueue.configure('groups', group_limit => 9)",
+    "claim of groups with a limit": f"{JOBS}.claim('groups', 'w', 50)",
+    "pause of a group": "pgqueue.pause('groups', group_key => 'group 9')",
+    "claim of other groups": f"{JOBS}.claim('groups', 'w', 50)",
     "fail": "pgqueue.fail(%(id)s, %(token)s, E'TimeoutError: a\\nb')",
     "fail for good": "pgqueue.fail(%(id)s, %(token)s, 'e', permanent => true)",
     "finish": f"* from pgqueue.finish({HELD}, %(outcomes)s, %(texts)s, %(delays)s)",
