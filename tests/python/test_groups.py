@@ -1,6 +1,9 @@
 """Groups: how many of their jobs run at once, and in what order, against a model of the rules."""
 
 import itertools
+import random
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -12,7 +15,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -24,7 +26,9 @@ LIMITED = st.sampled_from([None, "a", "b"])
 KINDS = st.sampled_from(["x", "y"])
 ASKED = st.sampled_from([None, None, None, ["x"], ["y"]])
 PRIORITIES = st.sampled_from([-1, 0, 0, 2])
-WHEN = st.sampled_from(["null", "null", "now() - interval '1 hour'", "now() + interval '1 hour'"])
+WHEN = st.sampled_from(
+    ["null", "null", "now() - interval '1 hour'", "now() + interval '1 hour'"]
+)
 SIZES = st.integers(1, 5)
 LIMITS = st.integers(1, 3)
 PICK = st.integers(0, 1000)
@@ -130,7 +134,9 @@ class Groups(RuleBasedStateMachine):
         self.meddled = False
         db.execute("select setseed(0.5)")
 
-    @initialize(limit=LIMITS, how=st.sampled_from(["skip", "block"]), is_set=st.booleans())
+    @initialize(
+        limit=LIMITS, how=st.sampled_from(["skip", "block"]), is_set=st.booleans()
+    )
     def begin(self, limit, how, is_set) -> None:
         if is_set:
             self.limit(None, limit)
@@ -167,19 +173,27 @@ class Groups(RuleBasedStateMachine):
             )
             for job in self.model.jobs.values()
         } == there
-        dead = column(self.db, "select id from pgqueue.dead_job where queue = %s", self.queue)
+        dead = column(
+            self.db, "select id from pgqueue.dead_job where queue = %s", self.queue
+        )
         assert set(dead) == set(self.model.dead)
 
     def some(self, pick: int, running: bool | None = None) -> Job | None:
         """Choose a job that runs, that waits, or any."""
-        jobs = [job for _, job in sorted(self.model.jobs.items()) if running in (None, not job.waits)]
+        jobs = [
+            job
+            for _, job in sorted(self.model.jobs.items())
+            if running in (None, not job.waits)
+        ]
         return jobs[pick % len(jobs)] if jobs else None
 
     # Producers
 
     def add(self, id: int, group, kind, priority, when, key=None) -> None:
         assert id not in self.model.jobs
-        self.model.jobs[id] = Job(id, group, kind, priority, key, is_due="+" not in when)
+        self.model.jobs[id] = Job(
+            id, group, kind, priority, key, is_due="+" not in when
+        )
 
     @rule(group=GROUPS, kind=KINDS, priority=PRIORITIES, when=WHEN)
     def enqueue(self, group, kind, priority, when) -> None:
@@ -187,17 +201,29 @@ class Groups(RuleBasedStateMachine):
             self.db,
             "select pgqueue.enqueue(%s, kind => %s, priority => %s, group_key => %s, "
             f"max_attempts => {MAX_ATTEMPTS}, run_at => {when})",
-            self.queue, kind, priority, group,
+            self.queue,
+            kind,
+            priority,
+            group,
         )
         self.add(id, group, kind, priority, when)
 
-    @rule(groups=st.lists(GROUPS, min_size=1, max_size=6), kind=KINDS, priority=PRIORITIES, when=WHEN)
+    @rule(
+        groups=st.lists(GROUPS, min_size=1, max_size=6),
+        kind=KINDS,
+        priority=PRIORITIES,
+        when=WHEN,
+    )
     def enqueue_many(self, groups, kind, priority, when) -> None:
         ids = column(
             self.db,
             "select pgqueue.enqueue_many(%s, array_fill('1'::jsonb, array[%s::int]), kind => %s, "
             f"priority => %s, group_keys => %s::text[], max_attempts => {MAX_ATTEMPTS}, run_at => {when})",
-            self.queue, len(groups), kind, priority, groups,
+            self.queue,
+            len(groups),
+            kind,
+            priority,
+            groups,
         )
         for id, group in zip(ids, groups, strict=True):
             self.add(id, group, kind, priority, when)
@@ -205,14 +231,20 @@ class Groups(RuleBasedStateMachine):
     @rule(
         key=st.sampled_from(["k", "l"]),
         what=st.sampled_from(["skip", "replace", "postpone"]),
-        group=GROUPS, priority=PRIORITIES, when=WHEN,
+        group=GROUPS,
+        priority=PRIORITIES,
+        when=WHEN,
     )
     def enqueue_once(self, key, what, group, priority, when) -> None:
         id = one(
             self.db,
             "select pgqueue.enqueue(%s, kind => 'x', priority => %s, group_key => %s, unique_key => %s, "
             f"on_duplicate => %s, max_attempts => {MAX_ATTEMPTS}, run_at => {when})",
-            self.queue, priority, group, key, what,
+            self.queue,
+            priority,
+            group,
+            key,
+            what,
         )
         taken = next((job for job in self.model.jobs.values() if job.key == key), None)
         if taken and taken.is_expired:
@@ -245,12 +277,15 @@ class Groups(RuleBasedStateMachine):
         claimed = self.ask(size, kinds)
         there = self.read()
         recovered = [
-            job for job in model.jobs.values()
+            job
+            for job in model.jobs.values()
             if job.is_expired and (job.id not in there or there[job.id][6] != job.token)
         ]
         for job in recovered:
             model.fail(job)
-        waited = [job for job in model.jobs.values() if job.waits and job not in recovered]
+        waited = [
+            job for job in model.jobs.values() if job.waits and job not in recovered
+        ]
         jobs = []
         for id, token in claimed:
             job = model.jobs[id]
@@ -270,13 +305,19 @@ class Groups(RuleBasedStateMachine):
             kept = sum(j.waits and j.keeps_slot for j in model.of(job.group))
             assert running + kept <= limit, f"{job} has the slot of another"
             for other in waited:
-                if other.group == job.group and other.waits and other.is_due and not other.keeps_slot:
+                if (
+                    other.group == job.group
+                    and other.waits
+                    and other.is_due
+                    and not other.keeps_slot
+                ):
                     assert job.place < other.place, f"{job} overtook {other}"
         if not claimed:
             self.meddled = False
+        # What a claim recovers on its way may stand where it has been.
         if len(claimed) < size and not recovered and not self.meddled:
             left = model.claimable(kinds)
-            assert not left, (left, claimed, size, dump(self))
+            assert not left, f"{left} stayed"
         return len(claimed)
 
     @rule(size=SIZES, kinds=ASKED)
@@ -284,8 +325,8 @@ class Groups(RuleBasedStateMachine):
         with self.db.transaction(force_rollback=True):
             self.ask(size, kinds)
 
-    @rule(pick=PICK, is_expired=st.booleans())
-    def complete(self, pick, is_expired) -> None:
+    @rule(pick=PICK)
+    def complete(self, pick) -> None:
         if job := self.some(pick, running=True):
             self.db.execute("select pgqueue.complete(%s, %s)", (job.id, job.token))
             self.model.jobs.pop(job.id)
@@ -296,17 +337,23 @@ class Groups(RuleBasedStateMachine):
         done = column(
             self.db,
             "select pgqueue.complete_many(%s::bigint[], %s::bigint[])",
-            list(jobs), [job.token for job in jobs.values()],
+            list(jobs),
+            [job.token for job in jobs.values()],
         )
         assert set(done) == set(jobs)
         for id in jobs:
             del self.model.jobs[id]
 
-    @rule(pick=PICK, retry_in=st.sampled_from(["0", "1 hour"]), permanent=st.sampled_from([False, False, True]))
+    @rule(
+        pick=PICK,
+        retry_in=st.sampled_from(["0", "1 hour"]),
+        permanent=st.sampled_from([False, False, True]),
+    )
     def fail(self, pick, retry_in, permanent) -> None:
         if job := self.some(pick, running=True):
             self.db.execute(
-                "select pgqueue.fail(%s, %s, 'e', %s, %s)", (job.id, job.token, retry_in, permanent)
+                "select pgqueue.fail(%s, %s, 'e', %s, %s)",
+                (job.id, job.token, retry_in, permanent),
             )
             if permanent:
                 self.model.end(job, "dead")
@@ -330,7 +377,8 @@ class Groups(RuleBasedStateMachine):
     def expire(self, pick) -> None:
         if job := self.some(pick, running=True):
             self.db.execute(
-                "update pgqueue.job set lease_expires_at = now() - interval '1 second' where id = %s", (job.id,)
+                "update pgqueue.job set lease_expires_at = now() - interval '1 second' where id = %s",
+                (job.id,),
             )
             job.is_expired = True
 
@@ -361,7 +409,9 @@ class Groups(RuleBasedStateMachine):
         ids = column(self.db, "select pgqueue.redrive(%s)", self.queue)
         expected = []
         for id, job in sorted(self.model.dead.items()):
-            if job.key is None or job.key not in {j.key for j in self.model.jobs.values()}:
+            if job.key is None or job.key not in {
+                j.key for j in self.model.jobs.values()
+            }:
                 del self.model.dead[id]
                 self.model.jobs[id] = job
                 job.attempt, job.is_due = 0, True
@@ -372,7 +422,9 @@ class Groups(RuleBasedStateMachine):
     def purge(self, sure) -> None:
         if sure:
             self.db.execute("select pgqueue.purge(%s)", (self.queue,))
-            self.model.jobs = {id: job for id, job in self.model.jobs.items() if not job.waits}
+            self.model.jobs = {
+                id: job for id, job in self.model.jobs.items() if not job.waits
+            }
 
     @rule(pick=PICK)
     def delete_by_hand(self, pick) -> None:
@@ -385,7 +437,8 @@ class Groups(RuleBasedStateMachine):
     @rule(group=LIMITED, limit=LIMITS)
     def limit(self, group, limit) -> None:
         self.db.execute(
-            "select pgqueue.configure(%s, group_key => %s, group_limit => %s)", (self.queue, group, limit)
+            "select pgqueue.configure(%s, group_key => %s, group_limit => %s)",
+            (self.queue, group, limit),
         )
         self.model.limits[group] = limit
         for job in self.model.jobs.values():
@@ -395,13 +448,17 @@ class Groups(RuleBasedStateMachine):
     @rule(group=LIMITED, how=st.sampled_from(["skip", "block", "block"]))
     def on_retry(self, group, how) -> None:
         self.db.execute(
-            "select pgqueue.configure(%s, group_key => %s, group_on_retry => %s)", (self.queue, group, how)
+            "select pgqueue.configure(%s, group_key => %s, group_on_retry => %s)",
+            (self.queue, group, how),
         )
         self.model.on_retry[group] = how
 
     @rule(group=LIMITED)
     def reset(self, group) -> None:
-        self.db.execute("select pgqueue.configure(%s, group_key => %s, reset => true)", (self.queue, group))
+        self.db.execute(
+            "select pgqueue.configure(%s, group_key => %s, reset => true)",
+            (self.queue, group),
+        )
         self.model.limits.pop(group, None)
         self.model.on_retry.pop(group, None)
 
@@ -413,36 +470,143 @@ class Groups(RuleBasedStateMachine):
             while True:
                 running = [job for job in self.model.jobs.values() if not job.waits]
                 for job in running:
-                    self.db.execute("select pgqueue.complete(%s, %s)", (job.id, job.token))
+                    self.db.execute(
+                        "select pgqueue.complete(%s, %s)", (job.id, job.token)
+                    )
                     del self.model.jobs[job.id]
                 self.nothing_is_lost_and_nothing_is_there_twice()
                 if not self.serve(5):
                     break
             assert not self.model.claimable(None)
-            rest = self.db.execute("select pgqueue.rest(array[%s])", (self.queue,)).fetchone()[0]
+            rest = self.db.execute(
+                "select pgqueue.rest(array[%s])", (self.queue,)
+            ).fetchone()[0]
             assert rest is None or rest.total_seconds() > 0
         finally:
-            for table, queue in [("job", "queue"), ("dead_job", "queue"), ("slot", "queue"),
-                                 ("recall", "queue"), ("queue", "name")]:
-                self.db.execute(f"delete from pgqueue.{table} where {queue} = %s", (self.queue,))
-
-
-def dump(self):
-    def q(t):
-        return list(self.db.execute(t, {"q": self.queue}))
-
-    rows = q("select id, kind, priority, group_key, turn::text, run_at::text, slot, token from pgqueue.job where queue = %(q)s order by priority desc, coalesce(turn, run_at)")
-    rows += q("select 'noted', pgqueue._noted_lanes(%(q)s, clock_timestamp())")
-    rows += q("""select 'position', l, r, v - pgqueue._since_2020(clock_timestamp()) as us, pg_sequence_last_value(pgqueue._cell(r, 1)) >> 12
-        from (select l, r, pg_sequence_last_value(pgqueue._cell(r, 0)) # ((k >> 20 & 4095) << 51) as v from unnest(array[2, 0, -1, 1002, 1000, 999]) as l, lateral (select hashtextextended(%(q)s, l)) as h (k),
-        lateral unnest(array[k & 127, k >> 7 & 127]::int[]) as r) as x where v >> 51 = 0""")
-    rows += q("select 'slot', * from pgqueue.slot where queue = %(q)s")
-    print("DUMP", *rows, sep="\n")
-    return ""
+            for table, queue in [
+                ("job", "queue"),
+                ("dead_job", "queue"),
+                ("slot", "queue"),
+                ("recall", "queue"),
+                ("queue", "name"),
+            ]:
+                self.db.execute(
+                    f"delete from pgqueue.{table} where {queue} = %s", (self.queue,)
+                )
 
 
 def test_groups_are_served_as_the_model_says(db):
     run_state_machine_as_test(
         lambda: Groups(db),
-        settings=settings(max_examples=int(__import__("os").environ.get("EX", 60)), stateful_step_count=int(__import__("os").environ.get("ST", 40)), deadline=None, database=None, derandomize=False, report_multiple_bugs=False),
+        settings=settings(
+            max_examples=200,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            report_multiple_bugs=False,
+        ),
     )
+
+
+# Many sessions
+
+OVER = """
+    select group_key, count(*) from pgqueue.job
+    where group_key is not null and lease_expires_at is not null
+    group by 1 having count(*) > case group_key when 'one' then 1 else 2 end
+"""
+LEFT = "select id, token, run_at, lease_expires_at, turn::text, slot from pgqueue.job"
+
+
+def produce(conn: psycopg.Connection, seed: int) -> None:
+    """Enqueue jobs, and write down which in the same transaction."""
+    rng = random.Random(seed)
+    groups = [None, "one", "two", "three", *(f"group {n}" for n in range(20))]
+    for _ in range(120):
+        with conn.transaction(force_rollback=rng.random() < 0.1):
+            size = rng.choice([1, 1, 5, 20])
+            conn.execute(
+                "insert into sent select * from pgqueue.enqueue_many('q', array_fill('1'::jsonb, "
+                "array[%s::int]), priority => %s, group_keys => %s::text[], run_at => now() + %s)",
+                (
+                    size,
+                    rng.choice([0, 0, 5]),
+                    rng.choices(groups, k=size),
+                    rng.choice([None, "-1 hour", "50 ms"]),
+                ),
+            )
+
+
+def work(conn: psycopg.Connection, rng: random.Random) -> None:
+    """Claim once, and do one of the things that happen to each job."""
+    with conn.transaction(force_rollback=rng.random() < 0.1) as transaction:
+        jobs = conn.execute(
+            "select id, token from pgqueue.claim('q', 'w', %s, lease => %s)",
+            (rng.choice([1, 1, 5, 30]), rng.choice(["100 ms", "1 second"])),
+        ).fetchall()
+    over = conn.execute(OVER).fetchall()
+    assert not over, over
+    if transaction.force_rollback:
+        return
+    with conn.transaction(force_rollback=rng.random() < 0.05):
+        for job in jobs:
+            conn.execute(
+                rng.choices(
+                    [
+                        "with done as (select pgqueue.complete(%(id)s, %(token)s)) "
+                        "insert into effect select %(id)s from done",
+                        "select pgqueue.fail(%(id)s, %(token)s, 'e', '0')",
+                        "select pgqueue.fail(%(id)s, %(token)s, 'e', '50 ms')",
+                        "select pgqueue.fail(%(id)s, %(token)s, 'e', permanent => true)",
+                        "select pgqueue.release(array[%(id)s], array[%(token)s])",
+                    ],
+                    [80, 5, 5, 2, 8],
+                )[0],
+                dict(zip(["id", "token"], job, strict=True)),
+            )
+
+
+def test_limits_hold_and_nothing_is_lost_between_many_sessions(db, connect):
+    db.execute("create table sent (job_id bigint primary key)")
+    db.execute("create table effect (job_id bigint primary key)")
+    db.execute(
+        "select pgqueue.configure('q', group_limit => 2, group_on_retry => 'block', max_attempts => 1000)"
+    )
+    db.execute("select pgqueue.configure('q', group_key => 'one', group_limit => 1)")
+    deadline = time.monotonic() + 60
+    pids: dict[int, int] = {}
+    killed = itertools.count()
+
+    def run(seed: int, produced: list[Future]) -> None:
+        rng = random.Random(seed)
+        conn = None
+        while time.monotonic() < deadline:
+            try:
+                if conn is None or conn.broken:
+                    conn = connect()
+                    pids[seed] = conn.info.backend_pid
+                if rng.random() < 0.01:
+                    next(killed)
+                    conn.execute(
+                        "select pg_terminate_backend(%s)",
+                        (rng.choice(list(pids.values())),),
+                    )
+                done = all(future.done() for future in produced)
+                if done and not one(conn, "select count(*) from pgqueue.job"):
+                    return
+                work(conn, rng)
+            except psycopg.OperationalError:
+                assert conn.broken
+            except psycopg.Error as error:
+                assert error.sqlstate == "PQ002", error  # its lease had expired
+
+    with ThreadPoolExecutor(7) as pool:
+        produced = [pool.submit(produce, connect(), seed) for seed in range(3)]
+        workers = [pool.submit(run, seed, produced) for seed in range(3, 7)]
+        for future in produced + workers:
+            future.result()
+    assert db.execute(LEFT).fetchall() == [], "everything was served"
+    assert next(killed) > 0
+    completed = column(db, "select job_id from effect")
+    dead = column(db, "select id from pgqueue.dead_job")
+    assert sorted(completed + dead) == column(db, "select job_id from sent order by 1")
