@@ -12,6 +12,7 @@ declare
     revived bigint[];
     queues text[];
     lanes int[];
+    group_keys text[];
 begin
     with back as (
         insert into pgqueue.job as j (
@@ -27,11 +28,18 @@ begin
         where d.id = any (_redrive.dead_ids)
         order by d.unique_key, d.id
         on conflict do nothing
-        returning j.id, j.queue, j.priority
+        returning j.id, j.queue, j.priority, j.group_key
     )
-    select array_agg(b.id order by b.id), array_agg(b.queue), array_agg(b.priority)
-    into revived, queues, lanes
+    select array_agg(b.id order by b.id), array_agg(b.queue), array_agg(b.priority), array_agg(b.group_key)
+    into revived, queues, lanes, group_keys
     from back as b;
+    if pg_relation_size('pgqueue.queue') > 0 then
+        -- Its group may have had no job when it got its limit.
+        perform pgqueue._make_slots(u.queue, array_agg(u.group_key))
+        from unnest(queues, group_keys) as u (queue, group_key)
+        where u.group_key is not null
+        group by u.queue;
+    end if;
 
     delete from pgqueue.dead_job as d where d.id = any (revived);
     perform pgqueue._reopened(queues, lanes);
