@@ -426,6 +426,13 @@ class Groups(RuleBasedStateMachine):
                 id: job for id, job in self.model.jobs.items() if not job.waits
             }
 
+    @rule()
+    def maintain(self) -> None:
+        """Recover what expired, and drop the slots of groups without jobs."""
+        self.db.execute("select pgqueue.maintain()")
+        for job in [job for job in self.model.jobs.values() if job.is_expired]:
+            self.model.fail(job)
+
     @rule(pick=PICK)
     def delete_by_hand(self, pick) -> None:
         if job := self.some(pick):
