@@ -34,16 +34,15 @@ begin
         array_agg(b.id order by b.id), array_agg(b.queue), array_agg(b.priority), array_agg(b.group_key)
     into revived, queues, lanes, group_keys
     from back as b;
+    if pg_relation_size('pgqueue.queue') > 0 then
+        -- Its group may have had no job when it got its limit.
+        perform pgqueue._make_slots(u.queue, array_agg(u.group_key))
+        from unnest(queues, group_keys) as u (queue, group_key)
+        where u.group_key is not null
+        group by u.queue;
+    end if;
 
     delete from pgqueue.dead_job as d where d.id = any (revived);
-    if pg_relation_size('pgqueue.queue') > 0 then
-        perform pgqueue._make_slots(g.queue, g.keys)
-        from (
-            select u.queue, array_agg(u.key) as keys
-            from unnest(queues, group_keys) as u (queue, key)
-            group by u.queue
-        ) as g;
-    end if;
     perform pgqueue._reopened(queues, lanes);
     return query select r.id from unnest(revived) as r (id);
 end;

@@ -271,7 +271,14 @@ CALLS = {
     "running": "id, queue, kind, worker, attempt from pgqueue.running order by id limit 300",
 }
 # These read a whole table each time: to measure them once is enough.
-CALLED = {"reap": 2, "maintain": 2, "queues": 1, "jobs": 1, "running": 1}
+CALLED = {
+    "reap": 2,
+    "maintain": 2,
+    "limit": 1,
+    "queues": 1,
+    "jobs": 1,
+    "running": 1,
+}
 # These deal with leases.
 LEASING = {
     "claim", "claim_from", "extend", "complete", "complete_many",

@@ -150,5 +150,15 @@ select pgqueue.configure('back', group_limit => 3);
 select pgqueue.enqueue('back', '"free"');
 select is(pg_temp.claimed('back', 10), 'a2 a3 b6 b7 free', 'a limit that is raised again holds at once');
 
+select pgqueue.enqueue('revived', '"a"', group_key => 'a');
+select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim('revived', 'w');
+select pgqueue.configure('revived', group_limit => 1);
+select pgqueue.redrive('revived');
+select pgqueue.enqueue('revived', '"free"');
+select is(
+    pg_temp.claimed('revived', 10), 'a free',
+    'a job that was dead when its group got a limit is claimed with others when it is back'
+);
+
 select * from finish();
 rollback;
