@@ -577,7 +577,7 @@ begin
                 ('keep_runs', keep_runs::text, keep_runs between 0 and 14, '0 to 14 days'),
                 ('max_payload_bytes', max_payload_bytes::text, max_payload_bytes >= 1, 'at least 1'),
                 ('weight', weight::text, weight between 1 and 100, '1 to 100'),
-                ('group_limit', group_limit::text, group_limit >= 1, 'at least 1'),
+                ('group_limit', group_limit::text, group_limit between 1 and 1000, '1 to 1000'),
                 (
                     'group_on_retry', '"' || group_on_retry || '"',
                     group_on_retry in ('skip', 'block'), 'skip or block'

@@ -350,7 +350,7 @@ create table pgqueue.queue (
     ),
     constraint queue_limits_in_range check (
         max_attempts >= 1 and max_payload_bytes >= 1 and keep_runs between 0 and 14
-        and weight between 1 and 100 and group_limit >= 1
+        and weight between 1 and 100 and group_limit between 1 and 1000
     ),
     constraint queue_group_on_retry_is_known check (group_on_retry in ('skip', 'block')),
     constraint queue_notify_is_of_a_queue check (notify is null or kind = '' and group_key = ''),

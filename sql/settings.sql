@@ -205,7 +205,7 @@ queue, all. lease: up to 30 days. max_attempts: from 1. retry_base, retry_cap:
 first and longest delay, up to 1 year. keep_runs: days in run, 0 to 14.
 max_payload_bytes: from 1. notify (of a queue only): may enqueue send NOTIFY.
 Of a queue for each of its groups, or of one group: weight, 1 to 100, how many
-jobs are served for each one of a group of weight 1; group_limit, from 1;
+jobs are served for each one of a group of weight 1; group_limit, 1 to 1000;
 group_on_retry, skip or block.
 Raises 22023 (bad argument).';
 

@@ -141,6 +141,7 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', weight => 0",),
             ("'q', weight => 101",),
             ("'q', group_limit => 0",),
+            ("'q', group_limit => 1001",),
             ("'q', group_on_retry => 'wait'",),
             ("'q', notify => false, kind => 'k'",),
             ("'q', notify => true, group_key => 'g'",),

@@ -149,7 +149,7 @@ def test_a_setting_outside_its_range_is_refused_and_one_inside_is_not(db):
         ("keep_runs", ("0", "14"), ("-1", "15")),
         ("max_payload_bytes", ("1",), ("0",)),
         ("weight", ("1", "100"), ("0", "101")),
-        ("group_limit", ("1",), ("0",)),
+        ("group_limit", ("1", "1000"), ("0", "1001")),
     ):
         (said,) = (row[2] for row in rows if row[0] == f"`{setting}`")
         limits = re.findall(r"\d+", " ".join(inside).replace("'1 us'", "0"))
