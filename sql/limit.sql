@@ -212,7 +212,9 @@ comment on function pgqueue._lock_slot(text, text, int) is
 'Locks a slot, all copies of it; false where somebody else has one of them, null
 where there is none.';
 
-create or replace function pgqueue._first_job(queue text, group_key text, moment timestamptz)
+create or replace function pgqueue._first_job(
+    queue text, group_key text, moment timestamptz, is_strict boolean
+)
     returns pgqueue.job
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -222,10 +224,22 @@ create or replace function pgqueue._first_job(queue text, group_key text, moment
     set enable_indexscan = on
 as $$
 declare
+    first bigint;
     job pgqueue.job;
     lowest int := 2147483647;
 begin
     loop
+        if is_strict then
+            select j.id into first
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_first_job.queue)
+                and hashtext(j.group_key) = hashtext(_first_job.group_key)
+                and j.priority < lowest
+                and j.queue = _first_job.queue and j.group_key = _first_job.group_key
+                and j.lease_expires_at is null and j.slot is null
+            order by j.priority desc, j.run_at, j.id
+            limit 1;
+        end if;
         select j.* into job
         from pgqueue.job as j
         where hashtext(j.queue) = hashtext(_first_job.queue)
@@ -236,6 +250,9 @@ begin
         order by j.priority desc, j.run_at, j.id
         limit 1
         for update skip locked;
+        if job.id <> first then
+            return null;
+        end if;
         exit when (job.run_at > moment) is not true;
         -- All of this priority are for later.
         lowest := job.priority;
@@ -244,8 +261,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._first_job(text, text, timestamptz) is
-'Locks the first due job of a group that waits, by priority, run_at and id.';
+comment on function pgqueue._first_job(text, text, timestamptz, boolean) is
+'Locks the first due job of a group that waits, by priority, run_at and id; if
+strict, none while somebody else has that one locked.';
 
 create or replace function pgqueue._job_to_run(
     queue text, group_key text, group_limit int, moment timestamptz,
@@ -291,7 +309,7 @@ begin
         limit 1
         for update skip locked;
         if not found and free.holder is null then
-            job := pgqueue._first_job(queue, group_key, moment);
+            job := pgqueue._first_job(queue, group_key, moment, group_limit = 1);
         end if;
         job_id := job.id;
         kind := job.kind;
@@ -478,6 +496,15 @@ begin
     from unnest(free.keys, free.limits, free.turns, free.slots) as f (key, most, turn, slot)
     join pgqueue.slot as s on s.ctid = f.slot
     cross join lateral (
+        select j.id
+        from pgqueue.job as j
+        where hashtext(j.queue) = hashtext(_admit.queue) and hashtext(j.group_key) = hashtext(f.key)
+            and j.queue = _admit.queue and j.group_key = f.key
+            and j.lease_expires_at is null and j.slot is null
+        order by j.priority desc, j.run_at, j.id
+        limit 1
+    ) as first
+    cross join lateral (
         select j.id, j.run_at, j.kind
         from pgqueue.job as j
         where hashtext(j.queue) = hashtext(_admit.queue) and hashtext(j.group_key) = hashtext(f.key)
@@ -487,7 +514,9 @@ begin
         limit 1
         for update skip locked
     ) as n
-    where n.run_at <= moment and (kinds is null or n.kind = any (kinds))
+    -- One after the other: while somebody else has the first locked, none of the others.
+    where (f.most > 1 or n.id = first.id)
+        and n.run_at <= moment and (kinds is null or n.kind = any (kinds))
         and coalesce(paused -> f.key -> n.kind, paused -> '' -> n.kind, 'false') = 'false'
         and not exists (select from pgqueue.job as h where h.id = s.job_id and h.slot = s.place)
         and not exists (

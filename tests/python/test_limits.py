@@ -191,8 +191,25 @@ def test_when_the_first_job_of_a_group_is_cancelled_the_next_one_is_found(limite
     assert claim(other).keys() == {third}
 
 
-def test_an_open_postponement_of_the_first_job_leaves_the_next_one(limited):
+@pytest.mark.parametrize("commits", [True, False])
+def test_while_the_first_job_is_just_being_postponed_none_of_the_others_overtakes_it(
+    limited, commits
+):
     db, other = limited
+    first = one(db, "select pgqueue.enqueue('q', group_key => 'a', unique_key => 'k')")
+    (second,) = enqueue(db, "a")
+    with other.transaction(force_rollback=not commits):
+        other.execute(
+            "select pgqueue.enqueue('q', group_key => 'a', unique_key => 'k', "
+            "on_duplicate => 'postpone', run_at => now() + interval '1 hour')"
+        )
+        assert claim(db) == {}
+    assert claim(db).keys() == {second if commits else first}
+
+
+def test_two_slots_are_filled_beside_an_open_postponement(limited):
+    db, other = limited
+    db.execute("select pgqueue.configure('q', group_limit => 2)")
     db.execute("select pgqueue.enqueue('q', group_key => 'a', unique_key => 'k')")
     (second,) = enqueue(db, "a")
     with other.transaction():
