@@ -386,7 +386,7 @@ comment on function pgqueue._hold(tid[], bigint[], int[], timestamptz[]) is
 they are now.';
 
 create or replace function pgqueue._admit_each(
-    queue text, kinds text[], paused jsonb, ids bigint[], keys text[], limits int[], wanted int,
+    queue text, kinds text[], paused jsonb, ids bigint[], limits jsonb, wanted int,
     moment timestamptz, inout barred text[], out jobs tid[]
 )
     language plpgsql
@@ -402,12 +402,11 @@ begin
     jobs := '{}';
     for met in
         select
-            j.group_key, l.most, min(j.priority) as priority, min(j.turn) as turn,
-            array_agg(j.id) as ids
+            j.group_key, (limits ->> j.group_key)::int as most, min(j.priority) as priority,
+            min(j.turn) as turn, array_agg(j.id) as ids
         from pgqueue.job as j
-        join unnest(keys, limits) as l (key, most) on l.key = j.group_key
         where j.id = any (_admit_each.ids)
-        group by j.group_key, l.most
+        group by j.group_key
     loop
         for ticket in 1 .. cardinality(met.ids) loop
             exit when cardinality(jobs) = wanted;
@@ -441,7 +440,7 @@ end;
 $$;
 
 comment on function pgqueue._admit_each(
-    text, text[], jsonb, bigint[], text[], int[], int, timestamptz, text[]
+    text, text[], jsonb, bigint[], jsonb, int, timestamptz, text[]
 ) is
 '_admit for groups that are full, or nearly: one after the other.';
 
@@ -461,6 +460,7 @@ as $$
 declare
     met record;
     limits int[];
+    by_key jsonb;
     free record;
     heads record;
     rest record;
@@ -533,19 +533,20 @@ begin
         );
     jobs := pgqueue._hold(heads.slots, heads.ids, heads.places, heads.turns);
 
+    -- By a look into an object, because a join of two arrays is planned as if they were short.
+    by_key := jsonb_object(met.keys, limits::text[]);
     select
-        array_agg(j.id) filter (where l.most is null) as unlimited,
-        array_agg(j.id) filter (where l.most is not null) as limited
+        array_agg(j.id) filter (where by_key ->> j.group_key is null) as unlimited,
+        array_agg(j.id) filter (where by_key ->> j.group_key is not null) as limited
     into rest
-    from unnest(picks) with ordinality as p (tid, nth)
-    join pgqueue.job as j on j.ctid = p.tid and j.lease_expires_at is null
-    join unnest(met.keys, limits) as l (key, most) on l.key = j.group_key;
+    from unnest(picks) as p (tid)
+    join pgqueue.job as j on j.ctid = p.tid and j.lease_expires_at is null;
     if rest.unlimited is not null then
         jobs := jobs || pgqueue._hold(null, rest.unlimited, null, null);
     end if;
     if rest.limited is not null then
         more := pgqueue._admit_each(
-            queue, kinds, paused, rest.limited, met.keys, limits,
+            queue, kinds, paused, rest.limited, by_key,
             cardinality(picks) - cardinality(jobs), moment, barred
         );
         jobs := jobs || more.jobs;

@@ -64,32 +64,34 @@ create or replace function pgqueue._recall(queues text[], group_keys text[])
     set enable_nestloop = on
 as $$
 declare
-    locked tid[];
+    locked record;
     looked record;
     back record;
 begin
-    locked := array(
-        select s.ctid
-        from (select distinct u.* from unnest(queues, group_keys) as u (queue, key)) as g
-        cross join lateral (
-            select s.ctid
-            from pgqueue.slot as s
-            where hashtext(s.queue) = hashtext(g.queue) and hashtext(s.group_key) = hashtext(g.key)
-                and s.queue = g.queue and s.group_key = g.key and s.place = 0
-            for update skip locked
-        ) as s
-    );
+    select array_agg(g.queue) as queues, array_agg(g.key) as keys into locked
+    from (select distinct u.* from unnest(queues, group_keys) as u (queue, key)) as g
+    cross join lateral (
+        select
+        from pgqueue.slot as s
+        where hashtext(s.queue) = hashtext(g.queue) and hashtext(s.group_key) = hashtext(g.key)
+            and s.queue = g.queue and s.group_key = g.key and s.place = 0
+        for update skip locked
+    ) as s;
     with freed as materialized (
         select
-            u.queue, u.key, count(*) as ends,
-            (
-                select bool_and(s.ctid = any (locked))
+            e.queue, e.key, sum(e.ends)::int as ends,
+            sum(e.locked) = nullif((
+                select count(*)
                 from pgqueue.slot as s
-                where hashtext(s.queue) = hashtext(u.queue) and hashtext(s.group_key) = hashtext(u.key)
-                    and s.queue = u.queue and s.group_key = u.key and s.place = 0
-            ) as is_locked
-        from unnest(queues, group_keys) as u (queue, key)
-        group by u.queue, u.key
+                where hashtext(s.queue) = hashtext(e.queue) and hashtext(s.group_key) = hashtext(e.key)
+                    and s.queue = e.queue and s.group_key = e.key and s.place = 0
+            ), 0) as is_locked
+        from (
+            select u.queue, u.key, 1 as ends, 0 as locked from unnest(queues, group_keys) as u (queue, key)
+            union all
+            select l.queue, l.key, 0, 1 from unnest(locked.queues, locked.keys) as l (queue, key)
+        ) as e
+        group by e.queue, e.key
     ), noted as (
         insert into pgqueue.recall (queue, group_key)
         select f.queue, f.key
