@@ -162,7 +162,7 @@ create or replace function pgqueue._announce(
 as $$
 begin
     if has_turn then
-        perform pgqueue._list_lane(queue, coalesce(priority, 0), true);
+        perform pgqueue._list_lane(queue, 1000 + coalesce(priority, 0));
     elsif run_at <= clock_timestamp() then
         perform pgqueue._reopen_lane(queue, coalesce(priority, 0));
     elsif priority <> 0 then

@@ -175,7 +175,7 @@ comment on function pgqueue._noted_lanes(text, timestamptz) is
 'The listed lanes of a queue, always with lane 0, and their rounds, in the order
 of _due_lanes; null where no list is valid.';
 
-create or replace function pgqueue._list_lane(queue text, lane int, has_round boolean default false)
+create or replace function pgqueue._list_lane(queue text, lane int)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -185,26 +185,28 @@ declare
     record int := key & 127;
     now_us bigint := pgqueue._since_2020(clock_timestamp());
     noted bigint := pg_sequence_last_value(pgqueue._cell(record, 0)) # ((key >> 20 & 4095) << 51);
-    bit bigint := 1::bigint << (abs(lane) - 1) % 50;
+    is_round boolean := lane > 500;
+    priority int := lane - case when is_round then 1000 else 0 end;
+    bit bigint := 1::bigint << (abs(priority) - 1) % 50;
     cell regclass;
 begin
     -- Where no list is valid, the next claim looks for itself.
-    if (noted between now_us and now_us + 60000000) is not true or lane = 0 and not has_round then
+    if (noted between now_us and now_us + 60000000) is not true or lane = 0 then
         return;
-    elsif has_round and noted & 2 = 0 or lane <> 0 and noted & 1 = 0 then
+    elsif is_round and noted & 2 = 0 or priority <> 0 and noted & 1 = 0 then
         perform pgqueue._note_lanes(
             queue,
-            array[lane, case when has_round or noted & 2 > 0 then 1000 + lane end]
+            array[priority, case when is_round or noted & 2 > 0 then 1000 + priority end]
                 || case when noted & 1 > 0 then pgqueue._noted_lanes(queue, clock_timestamp()) end,
             clock_timestamp()
         );
         return;
-    elsif lane = 0 then
+    elsif priority = 0 then
         return;
     end if;
     cell := pgqueue._cell(
         record,
-        case when lane > 50 then 2 when lane > 0 then 1 when lane >= -50 then 3 else 4 end
+        case when priority > 50 then 2 when priority > 0 then 1 when priority >= -50 then 3 else 4 end
     );
     if pg_sequence_last_value(cell) & bit = 0 then
         perform setval(cell, pg_sequence_last_value(cell) | bit);
@@ -212,7 +214,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._list_lane(text, int, boolean) is
+comment on function pgqueue._list_lane(text, int) is
 'For a job that appears in a lane, or in its round: lets claims look there at
 once. A hint, given before the commit; without it they look within 100 ms.';
 
@@ -225,7 +227,7 @@ declare
     key bigint := hashtextextended(queue, lane);
     now_us bigint := pgqueue._since_2020(clock_timestamp());
 begin
-    perform pgqueue._list_lane(queue, lane - case when lane > 500 then 1000 else 0 end, lane > 500);
+    perform pgqueue._list_lane(queue, lane);
     perform setval(pgqueue._cell(r.record, 0), (key >> 20 & 4095) << 51)
     from unnest(array[key & 127, key >> 7 & 127]::int[]) as r (record)
     where (pg_sequence_last_value(pgqueue._cell(r.record, 0)) # ((key >> 20 & 4095) << 51))

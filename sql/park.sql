@@ -121,7 +121,7 @@ begin
         update pgqueue.job as j
         set turn = pgqueue._turn(back.queue, back.priority + 1000) + interval '100 microseconds'
         where j.ctid = any (back.tids);
-        perform pgqueue._list_lane(back.queue, back.priority, true);
+        perform pgqueue._list_lane(back.queue, 1000 + back.priority);
         perform pgqueue._wake(back.queue);
     end loop;
 end;

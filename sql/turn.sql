@@ -229,7 +229,7 @@ begin
         set turn = n.turn
         from unnest(newcomers.tids, turns) as n (tid, turn)
         where j.ctid = n.tid;
-        perform pgqueue._list_lane(queue, lane, true);
+        perform pgqueue._list_lane(queue, 1000 + lane);
         exit when cardinality(others) = wanted;
         served := served || pgqueue._pick_round(
             queue, kinds, paused, lane + 1000, wanted - cardinality(others) - cardinality(served),
