@@ -388,36 +388,34 @@ comment on function pgqueue._insert_keyed(
 'Adds the jobs whose keys are free and returns their ids, null for the others,
 whose jobs it locks where they are to be replaced or postponed.';
 
-create or replace function pgqueue._settings_of_many(
-    queue text, kind text, payloads jsonb[], group_keys text[], out max_attempts int[], out max_bytes int[]
+create or replace function pgqueue._settings_of_groups(
+    queue text, kind text, group_keys text[], out max_attempts int[], out max_bytes int[]
 )
     language plpgsql
     stable
     set search_path = pg_catalog, pg_temp
     set jit = off
 as $$
-declare
-    settings pgqueue.queue := pgqueue._in_force(queue, kind);
 begin
-    max_attempts := array_fill(settings.max_attempts, array[coalesce(cardinality(payloads), 0)]);
-    max_bytes := array_fill(settings.max_payload_bytes, array[coalesce(cardinality(payloads), 0)]);
-    if group_keys is not null and pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then
-        with own as materialized (
-            select u.group_key, s.max_attempts, s.max_payload_bytes
-            from (select distinct g.group_key from unnest(group_keys) as g (group_key)) as u
-            cross join lateral pgqueue._in_force(queue, kind, u.group_key) as s
-        )
-        select
-            array_agg(o.max_attempts order by g.place), array_agg(o.max_payload_bytes order by g.place)
-        into max_attempts, max_bytes
-        from unnest(group_keys) with ordinality as g (group_key, place)
-        join own as o on o.group_key is not distinct from g.group_key;
+    if group_keys is null or pg_relation_size('pgqueue.queue_narrow_idx') <= 8192 then
+        return;
     end if;
+    with own as materialized (
+        select u.group_key, s.max_attempts, s.max_payload_bytes
+        from (select distinct g.group_key from unnest(group_keys) as g (group_key)) as u
+        cross join lateral pgqueue._in_force(queue, kind, u.group_key) as s
+    )
+    select
+        array_agg(o.max_attempts order by g.place), array_agg(o.max_payload_bytes order by g.place)
+    into max_attempts, max_bytes
+    from unnest(group_keys) with ordinality as g (group_key, place)
+    join own as o on o.group_key is not distinct from g.group_key;
 end;
 $$;
 
-comment on function pgqueue._settings_of_many(text, text, jsonb[], text[]) is
-'max_attempts and max_payload_bytes for each of some jobs of one kind.';
+comment on function pgqueue._settings_of_groups(text, text, text[]) is
+'max_attempts and max_payload_bytes for each of some jobs of one kind; null where
+nothing is set for any kind or group.';
 
 create or replace function pgqueue.enqueue_many(
     queue text,
@@ -438,30 +436,34 @@ create or replace function pgqueue.enqueue_many(
     set jit = off
 as $$
 declare
-    settings record := pgqueue._settings_of_many(
-        enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
-        enqueue_many.payloads, enqueue_many.group_keys
+    settings pgqueue.queue := pgqueue._in_force(
+        enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue)
+    );
+    own record := pgqueue._settings_of_groups(
+        enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue), enqueue_many.group_keys
     );
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_job(
             queue, kind, priority, run_at, max_attempts, null, on_duplicate, null, headers
         ),
-        pgqueue._check_many(payloads, unique_keys, group_keys, settings.max_bytes)
+        pgqueue._check_many(payloads, unique_keys, group_keys, coalesce(
+            own.max_bytes, case when settings.max_payload_bytes is not null
+                then array_fill(settings.max_payload_bytes, array[coalesce(cardinality(payloads), 0)])
+            end
+        ))
     ));
     moment timestamptz := clock_timestamp();
+    has_groups boolean := num_nonnulls(variadic group_keys) > 0;
     turns timestamptz[];
     ids bigint[];
     given record;
     job_id bigint;
 begin
-    if max_attempts is not null then
-        settings.max_attempts := array_fill(max_attempts, array[cardinality(payloads)]);
-    end if;
     perform pgqueue._wake(queue);
-    if num_nonnulls(variadic group_keys) > 0 and pgqueue._has_limits(queue) then
+    if has_groups and pgqueue._has_limits(queue) then
         perform pgqueue._make_slots(queue, group_keys);
     end if;
-    if num_nonnulls(variadic group_keys) > 0 and (run_at <= moment) is not false then
+    if has_groups and (run_at <= moment) is not false then
         turns := pgqueue._next_turns(queue, coalesce(priority, 0), group_keys);
     end if;
     perform pgqueue._announce(queue, priority, run_at, turns is not null);
@@ -477,16 +479,21 @@ begin
                 enqueue_many.run_at,
                 moment - (cardinality(payloads) - g.place) * interval '1 microsecond'
             ),
-            moment, g.turn, coalesce(enqueue_many.priority, 0), g.max_attempts,
+            moment, g.turn, coalesce(enqueue_many.priority, 0),
+            coalesce(enqueue_many.max_attempts, g.max_attempts, settings.max_attempts),
             enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
             g.group_key, coalesce(g.payload, '{}'), enqueue_many.headers
-        from unnest(payloads, group_keys, turns, settings.max_attempts) with ordinality
+        from unnest(payloads, group_keys, turns, own.max_attempts) with ordinality
             as g (payload, group_key, turn, max_attempts, place)
         returning j.id;
         return;
     end if;
     ids := pgqueue._insert_keyed(
-        queue, payloads, kind, priority, run_at, settings.max_attempts,
+        queue, payloads, kind, priority, run_at,
+        coalesce(
+            case when max_attempts is null then own.max_attempts end,
+            array_fill(coalesce(max_attempts, settings.max_attempts), array[cardinality(payloads)])
+        ),
         unique_keys, on_duplicate, group_keys, headers, moment, turns
     );
     for given in
