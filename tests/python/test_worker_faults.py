@@ -245,6 +245,17 @@ def test_a_worker_works_with_one_second_timeouts_and_serializable_by_default(
     assert "serializ" not in workers.log().lower()
 
 
+def test_sessions_lost_while_idle_cost_no_attempt(db, workers) -> None:
+    worker = workers.start()
+    for _ in range(2):
+        enqueue_all(db, 40)
+        wait_until(lambda: is_empty(db))
+        db.execute(KILL)
+    assert column(db, "select distinct attempt from pgqueue.run") == [1]
+    check_effects(db)
+    assert workers.finish(worker) == 0
+
+
 @pytest.fixture
 def pooler(db, tmp_path) -> Iterator[str]:
     program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH')}:/usr/sbin")

@@ -18,6 +18,14 @@ CLOSED = pq.PGconn.connect_start(b"none")
 CLOSED.finish()
 
 
+def is_reset(session: pq.abc.PGconn) -> bool:
+    """Reset a session, and say whether it still works."""
+    with contextlib.suppress(psycopg.OperationalError):  # libpq knows it is lost
+        results = (session.exec_(command) for command in RESET)
+        return all(result.status == pq.ExecStatus.COMMAND_OK for result in results)
+    return False
+
+
 class Connections:
     """Gives each attempt a new connection object over a session that was reset.
 
@@ -49,8 +57,7 @@ class Connections:
         """Reset an idle session that still works; else connect."""
         with contextlib.suppress(IndexError):
             while session := self._idle.pop()[1]:
-                done = [session.exec_(command).status for command in RESET]
-                if done == [pq.ExecStatus.COMMAND_OK] * len(RESET):
+                if is_reset(session):
                     return session
                 session.finish()
         try:
