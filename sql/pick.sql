@@ -59,6 +59,11 @@ as $$
 declare
     last_id bigint := 0;
 begin
+    if reached < 0 then
+        -- A cell holds nothing before 2020: the next claim walks from the beginning.
+        perform setval(('pgqueue._cell_' || record)::regclass, 0);
+        return;
+    end if;
     if reached = known >> 12 then
         select j.id into last_id from pgqueue.job as j where j.ctid = last_pick;
         perform setval(('pgqueue._cell_' || record + 2)::regclass, last_id);

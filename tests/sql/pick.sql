@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(29);
+select plan(30);
 
 -- A cell of a lane or a queue, assuming that it got the first of the records it may have.
 create function pg_temp.cell(queue text, seed bigint, place int) returns bigint
@@ -175,6 +175,13 @@ select pgqueue.reprioritize(id, 0) from pgqueue.job where payload = '"first"';
 select is(
     pg_temp.numbers('newcomer', 3), 'first second third',
     'a claim that gives a turn to a job picks no other job of the round twice'
+);
+
+-- Jobs that are older than any position can say
+select pgqueue.enqueue_many('old', array_fill('{}'::jsonb, array[1000]), run_at => '1999-01-01');
+select is(
+    (select array_agg((select count(*) from pgqueue.claim('old', 'w', 150 + 0 * n))) from generate_series(1, 6) as n),
+    array_fill(150::bigint, array[6]), 'jobs that were due before 2020 are claimed like others'
 );
 
 -- Two queues whose names have the same hash share the index entries of a lane and nothing else.
