@@ -114,6 +114,7 @@ begin
         from pgqueue.job as j
         where j.ctid = any (picks) and j.group_key is not null;
     end if;
+    perform pgqueue._wake_capped(picks);
 
     insert into pgqueue.dead_job (
         id, died_at, enqueued_at, run_at, claimed_at, priority, attempt, max_attempts,

@@ -549,7 +549,11 @@ create or replace function pgqueue._check_settings(
     max_payload_bytes int,
     weight int,
     group_limit int,
-    group_on_retry text
+    group_on_retry text,
+    max_running int,
+    rate_limit int,
+    rate_period interval,
+    age_after interval
 )
     returns text[]
     language plpgsql
@@ -578,6 +582,16 @@ begin
                 ('max_payload_bytes', max_payload_bytes::text, max_payload_bytes >= 1, 'at least 1'),
                 ('weight', weight::text, weight between 1 and 100, '1 to 100'),
                 ('group_limit', group_limit::text, group_limit between 1 and 1000, '1 to 1000'),
+                ('max_running', max_running::text, max_running between 1 and 1000, '1 to 1000'),
+                ('rate_limit', rate_limit::text, rate_limit between 1 and 1000, '1 to 1000'),
+                (
+                    'rate_period', rate_period::text,
+                    rate_period >= '1 millisecond' and rate_period <= '1 day', '1 millisecond to 1 day'
+                ),
+                (
+                    'age_after', age_after::text,
+                    age_after >= '1 second' and age_after <= '1 year', '1 second to 1 year'
+                ),
                 (
                     'group_on_retry', '"' || group_on_retry || '"',
                     group_on_retry in ('skip', 'block'), 'skip or block'
@@ -590,12 +604,13 @@ end;
 $$;
 
 comment on function pgqueue._check_settings(
-    interval, int, interval, interval, int, int, int, int, text
+    interval, int, interval, interval, int, int, int, int, text, int, int, interval, interval
 ) is
 'Refuses an absurd setting; null passes.';
 
 create or replace function pgqueue._check_narrow(
-    kind text, group_key text, notify boolean, weight int, group_limit int, group_on_retry text
+    kind text, group_key text, notify boolean, weight int, group_limit int, group_on_retry text,
+    max_running int, rate_limit int, age_after interval
 )
     returns text[]
     language plpgsql
@@ -604,9 +619,9 @@ create or replace function pgqueue._check_narrow(
 as $$
 begin
     return case
-        when notify is not null and num_nonnulls(kind, group_key) > 0 then array[
-            'notify cannot be set for a kind or a group',
-            format('It is %s, for %s.', notify, coalesce(
+        when num_nonnulls(notify, age_after) > 0 and num_nonnulls(kind, group_key) > 0 then array[
+            format('%s cannot be set for a kind or a group', case when notify is null then 'age_after' else 'notify' end),
+            format('It is %s, for %s.', coalesce(notify::text, age_after::text), coalesce(
                 'kind "' || kind || '"', 'group "' || group_key || '"'
             )),
             'Set it for the queue, in a call without kind and group_key.'
@@ -616,11 +631,28 @@ begin
             format('The kind is "%s".', kind),
             'Set them for the queue or for one group, in a call without kind.'
         ]
+        when group_key is not null and max_running is not null then array[
+            'max_running cannot be set for a group',
+            format('The group is "%s".', group_key),
+            'How many jobs of a group run at once is its group_limit.'
+        ]
+        when num_nonnulls(kind, group_key) = 2 and rate_limit is not null then array[
+            'rate_limit cannot be set for a kind and a group together',
+            format('The kind is "%s", the group "%s".', kind, group_key),
+            'Set it for the kind or for the group.'
+        ]
+        when group_key = '*' and num_nonnulls(weight, group_limit, group_on_retry) > 0 then array[
+            'weight, group_limit and group_on_retry of each group are those of the queue',
+            'The group_key is *.',
+            'Leave group_key out.'
+        ]
     end;
 end;
 $$;
 
-comment on function pgqueue._check_narrow(text, text, boolean, int, int, text) is
+comment on function pgqueue._check_narrow(
+    text, text, boolean, int, int, text, int, int, interval
+) is
 'Refuses a setting of a queue, or of groups, for a kind or group that cannot
 have it.';
 

@@ -37,6 +37,7 @@ declare
     new_token bigint;
     picks tid[] := '{}'::tid[];
     has_leases boolean := false;
+    is_capped boolean := false;
     refused boolean;
 begin
     -- Three shortcuts for the plain call: its arguments are checked in one expression,
@@ -64,11 +65,18 @@ begin
             return;
         end if;
         lease := coalesce(lease, settings.lease);
+        is_capped := pg_relation_size('pgqueue.queue_cap_idx') > 8192 and pgqueue._has_caps(queue);
     end if;
 
     noted := pg_sequence_last_value(('pgqueue._cell_' || (key & 127) * 6)::regclass)
         # ((key >> 20 & 4095) << 51);
-    if noted & 3 = 0
+    if is_capped then
+        new_token := nextval('pgqueue.token_seq');
+        picks := pgqueue._pick_capped(queue, kinds, paused, max_jobs, moment, new_token);
+        if picks = '{}' then
+            return;
+        end if;
+    elsif noted & 3 = 0
         and noted - (date_part('epoch', moment) * 1000000)::bigint + 1577836800000000
             between 1 and 60000000
     then
@@ -86,8 +94,10 @@ begin
         perform pgqueue._unpark_if_busy(moment);
     end if;
 
-    moment := clock_timestamp();
-    new_token := nextval('pgqueue.token_seq');
+    if new_token is null then
+        moment := clock_timestamp();
+        new_token := nextval('pgqueue.token_seq');
+    end if;
     -- One job has no order, and a sort would cost it a tenth of its claim: with it the heap grows
     -- past what glibc keeps, and is given back and asked for again at each call.
     if cardinality(picks) = 1 then

@@ -226,6 +226,9 @@ begin
         if group_key is not null and pgqueue._has_limits(queue) then
             perform pgqueue._make_slots(queue, array[group_key]);
         end if;
+        if pgqueue._has_caps(queue) then
+            perform pgqueue._make_permits(queue, array[coalesce(kind, queue)], array[group_key]);
+        end if;
     end if;
 
     if group_key is not null and (run_at <= moment) is not false then
@@ -462,6 +465,9 @@ begin
     perform pgqueue._wake(queue);
     if has_groups and pgqueue._has_limits(queue) then
         perform pgqueue._make_slots(queue, group_keys);
+    end if;
+    if pgqueue._has_caps(queue) then
+        perform pgqueue._make_permits(queue, array[coalesce(kind, queue)], group_keys);
     end if;
     if has_groups and (run_at <= moment) is not false then
         turns := pgqueue._next_turns(queue, coalesce(priority, 0), group_keys);

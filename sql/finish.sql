@@ -35,6 +35,9 @@ begin
     end if;
     if pg_relation_size('pgqueue.queue') > 0 then
         keep_runs := (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs;
+        if pgqueue._has_caps(done.queue) then
+            perform pgqueue._wake(done.queue);
+        end if;
     end if;
     if keep_runs > 0 then
         insert into pgqueue.run (
@@ -86,6 +89,11 @@ begin
         select array_agg(j.queue), array_agg(j.group_key) into queues, group_keys
         from pgqueue.job as j
         where j.id = any (complete_many.job_ids) and j.slot is not null;
+    end if;
+    if is_configured and pg_relation_size('pgqueue.permit') > 0 then
+        perform pgqueue._wake_capped(array(
+            select j.ctid from pgqueue.job as j where j.id = any (complete_many.job_ids)
+        ));
     end if;
     return query
     with done as (

@@ -218,6 +218,30 @@ comment on function pgqueue._list_lane(text, int) is
 'For a job that appears in a lane, or in its round: lets claims look there at
 once. A hint, given before the commit; without it they look within 100 ms.';
 
+create or replace function pgqueue._return_position(
+    queue text, kinds text[], paused jsonb, lane int, at timestamptz
+)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    key bigint := hashtextextended(concat(queue, kinds, paused), lane);
+    -- A little before, whatever the id.
+    reached bigint := (date_part('epoch', at) * 1000000)::bigint - 1
+        + case when lane > 500 then 5364662400000000 else -1577836800000000 end;
+begin
+    perform setval(pgqueue._cell(r.record, 1), greatest(reached, 0) << 12)
+    from (select distinct u.* from unnest(array[key & 127, key >> 7 & 127]::int[]) as u) as r (record)
+    where (pg_sequence_last_value(pgqueue._cell(r.record, 0)) # ((key >> 20 & 4095) << 51)) >> 51 = 0
+        and pg_sequence_last_value(pgqueue._cell(r.record, 1)) >> 12 > reached;
+end;
+$$;
+
+comment on function pgqueue._return_position(text, text[], jsonb, int, timestamptz) is
+'For a job that a claim picked and did not take: moves the position of its lane,
+or round, back before it.';
+
 create or replace function pgqueue._reopen_lane(queue text, lane int)
     returns void
     language plpgsql

@@ -208,6 +208,9 @@ begin
     task := 'drop slots';
     done := pgqueue._drop_slots();
     return next;
+    task := 'drop permits';
+    done := pgqueue._drop_permits();
+    return next;
     task := 'forget keys';
     done := pgqueue._forget_keys();
     return next;
@@ -217,7 +220,8 @@ $$;
 comment on function pgqueue.maintain() is
 'Everything that must happen from time to time: recovers up to 1000 expired
 leases (done: jobs), empties the tables of run whose days are over (done:
-tables), drops the slots of groups that have no job (done: slots), and up to
-100,000 windows of unique_for that have ended (done: windows). Call it every
-minute or so, from a worker, cron or psql; any number may run at once.
+tables), drops the slots of groups that have no job (done: slots) and their
+permits (done: permits), and up to 100,000 windows of unique_for that have
+ended (done: windows). Call it every minute or so, from a worker, cron or psql;
+any number may run at once.
 Raises 25001 outside READ COMMITTED.';

@@ -10,7 +10,7 @@ select
     case
         when j.lease_expires_at > c.moment then 'running'
         when j.lease_expires_at is not null then 'expired'
-        when j.run_at = 'infinity' or j.turn = 'infinity' then 'blocked'
+        when j.run_at = 'infinity' or j.turn > c.moment then 'blocked'
         when j.run_at > c.moment then 'scheduled'
         else 'ready'
     end as state,
@@ -198,7 +198,12 @@ cross join lateral (
     select distinct on (e.key) e.key as setting, e.value, r.set_for
     from (
         select
-            to_jsonb(q) - '{name,kind,group_key}'::text[],
+            to_jsonb(q) - '{name,kind,group_key}'::text[]
+                - case when q.kind || q.group_key = '' and c.kind || c.group_key <> ''
+                    -- What a queue has beside those of its kinds and groups.
+                    then '{max_running,rate_limit,rate_period}'::text[]
+                    else '{}'
+                end,
             case
                 when q.kind <> '' and q.group_key <> '' then 'kind and group'
                 when q.kind <> '' then 'kind'
@@ -206,14 +211,17 @@ cross join lateral (
                 when q.name <> '' then 'queue'
                 else 'all queues'
             end || case when q.name = '' and q.kind || q.group_key <> '' then ' in all queues' else '' end,
-            array[q.group_key <> '', q.kind <> '', q.name <> '']
+            array[q.group_key <> '', q.group_key <> '*', q.kind <> '', q.name <> '']
         from pgqueue.queue as q
-        where q.name in ('', c.name) and q.kind in ('', c.kind) and q.group_key in ('', c.group_key)
+        where q.name in ('', c.name) and q.kind in ('', c.kind)
+            and q.group_key in ('', case when c.group_key <> '' then '*' end, c.group_key)
         union all
         select
             jsonb_build_object(
                 'paused', false, 'notify', true, 'max_attempts', 20, 'keep_runs', 7,
                 'max_payload_bytes', null, 'weight', 1, 'group_limit', null,
+                'max_running', null, 'rate_limit', null, 'rate_period', interval '1 second',
+                'age_after', null,
                 'lease', interval '30 seconds', 'retry_base', interval '5 seconds',
                 'retry_cap', interval '1 hour', 'group_on_retry', 'skip'
             ),
@@ -314,6 +322,52 @@ $$;
 
 comment on function pgqueue._why_full(pgqueue.job) is
 'By what the group of a job is kept busy, if it has a limit and is full.';
+
+create or replace function pgqueue._why_capped(job pgqueue.job, moment timestamptz)
+    returns text
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    cap record;
+    free_at timestamptz;
+begin
+    for cap in
+        select
+            c.*,
+            case
+                when c.group_key <> '' then 'its group ' || c.group_key
+                when c.kind <> '' then 'its kind ' || c.kind
+                else 'its queue'
+            end as whose
+        from pgqueue._caps(job.queue, array[job.kind], array[job.group_key]) as c
+    loop
+        select min(p.free_at) into free_at
+        from pgqueue._permits(
+            job.queue, cap.kind, cap.group_key, cap.is_rate, cap.most, cap.period, moment
+        ) as p
+        having count(*) filter (where p.is_usable) = 0 and count(*) > 0;
+        if cap.group_key <> '' and job.turn between moment and '9998-12-31 00:00 UTC' then
+            free_at := job.turn;
+        end if;
+        if free_at is not null then
+            return case when cap.is_rate
+                then format(
+                    'rate limited until %s: %s begins at most %s in %s', pgqueue._written(free_at), cap.whose,
+                    case cap.most when 1 then '1 job' else cap.most || ' jobs' end, cap.period
+                )
+                else format(
+                    '%s runs as many jobs as it may, %s', cap.whose, cap.most
+                )
+            end;
+        end if;
+    end loop;
+    return null;
+end;
+$$;
+
+comment on function pgqueue._why_capped(pgqueue.job, timestamptz) is
+'Which cap of its queue, kind or group a job waits for, if any.';
 
 create or replace function pgqueue._why_leased(job pgqueue.job, moment timestamptz)
     returns text
@@ -458,8 +512,8 @@ as $$
 declare
     ahead bigint;
 begin
-    if num_nonnulls(pgqueue._why_paused(job), pgqueue._why_full(job)) > 0 then
-        return coalesce(pgqueue._why_paused(job), pgqueue._why_full(job));
+    if num_nonnulls(pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment)) > 0 then
+        return coalesce(pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment));
     end if;
     ahead := pgqueue._count_ahead(job, moment);
     return concat_ws('; ',

@@ -178,7 +178,7 @@ begin
                 j.ctid as tid,
                 coalesce(j.turn, j.run_at) as at,
                 j.lease_expires_at is not null as is_leased,
-                j.group_key is not null and j.turn is null as is_newcomer
+                j.group_key is not null and (j.turn < '1900-01-01 00:00 UTC') is not true as is_newcomer
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_pick.queue) and j.queue = _pick.queue
                 and j.priority = own_priority

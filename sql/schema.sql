@@ -195,6 +195,42 @@ comment on column pgqueue.recall.group_key is 'The group.';
 create index recall_queue_idx on pgqueue.recall (hashtext(queue));
 comment on index pgqueue.recall_queue_idx is 'Which groups of a queue are to be looked at?';
 
+-- A permit to run is held while its job has the token of the claim that took it; one to begin, for
+-- the period after that.
+create table pgqueue.permit (
+    place int not null,
+    is_rate boolean not null,
+    job_id bigint,
+    token bigint,
+    taken_at timestamptz,
+    queue text not null,
+    kind text not null,
+    group_key text not null
+) with (
+    fillfactor = 50,
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 20000,
+    autovacuum_vacuum_cost_delay = 0,
+    vacuum_index_cleanup = on,
+    vacuum_truncate = off
+);
+alter table pgqueue.permit replica identity full;
+comment on table pgqueue.permit is
+'How many jobs of a queue or kind may run at once, or of a queue, kind or group
+begin in a period: one row for each.';
+comment on column pgqueue.permit.place is 'Which permit of its cap it is, from 1.';
+comment on column pgqueue.permit.is_rate is 'Whether it is a permit to begin, not to run.';
+comment on column pgqueue.permit.job_id is 'The job that took it last.';
+comment on column pgqueue.permit.token is 'The token of the claim that took it.';
+comment on column pgqueue.permit.taken_at is 'When that was.';
+comment on column pgqueue.permit.queue is 'The queue.';
+comment on column pgqueue.permit.kind is 'The kind; empty for all.';
+comment on column pgqueue.permit.group_key is 'The group; empty for all.';
+create index permit_scope_idx
+on pgqueue.permit (hashtext(queue), hashtext(kind), hashtext(group_key), is_rate, place)
+with (deduplicate_items = off);
+comment on index pgqueue.permit_scope_idx is 'Which permits has a queue, kind or group?';
+
 create table pgqueue.dead_job (
     id bigint not null,
     died_at timestamptz not null,
@@ -335,9 +371,13 @@ create table pgqueue.queue (
     max_payload_bytes int,
     weight int,
     group_limit int,
+    max_running int,
+    rate_limit int,
     lease interval,
     retry_base interval,
     retry_cap interval,
+    rate_period interval,
+    age_after interval,
     group_on_retry text,
     -- Groups may be many, and what decides most comes first.
     constraint queue_pkey primary key (group_key, kind, name),
@@ -351,11 +391,20 @@ create table pgqueue.queue (
     constraint queue_limits_in_range check (
         max_attempts >= 1 and max_payload_bytes >= 1 and keep_runs between 0 and 14
         and weight between 1 and 100 and group_limit between 1 and 1000
+        and max_running between 1 and 1000 and rate_limit between 1 and 1000
+    ),
+    constraint queue_periods_in_range check (
+        rate_period between '1 millisecond' and '1 day' and age_after between '1 second' and '1 year'
     ),
     constraint queue_group_on_retry_is_known check (group_on_retry in ('skip', 'block')),
-    constraint queue_notify_is_of_a_queue check (notify is null or kind = '' and group_key = ''),
+    constraint queue_some_are_of_a_queue check (
+        num_nonnulls(notify, age_after) = 0 or kind = '' and group_key = ''
+    ),
     constraint queue_groups_have_no_kind check (
         num_nonnulls(weight, group_limit, group_on_retry) = 0 or kind = ''
+    ),
+    constraint queue_caps_are_of_one check (
+        (max_running is null or group_key = '') and (rate_limit is null or '' in (kind, group_key))
     )
 );
 comment on table pgqueue.queue is
@@ -375,10 +424,19 @@ comment on column pgqueue.queue.weight is
 'How many jobs of a group are served for each one of a group of weight 1, 1 to
 100; default 1.';
 comment on column pgqueue.queue.group_limit is 'How many jobs of a group may run at once; default no limit.';
+comment on column pgqueue.queue.max_running is
+'How many jobs of this queue or kind may run at once; default no limit.';
+comment on column pgqueue.queue.rate_limit is
+'How many jobs of this queue, kind or group may begin in any rate_period; default
+no limit. With the group_key *: of each group.';
 comment on column pgqueue.queue.lease is 'Lease of a claim that names none; default 30 seconds.';
 comment on column pgqueue.queue.retry_base is
 'Delay before the second attempt, doubled each time; default 5 seconds.';
 comment on column pgqueue.queue.retry_cap is 'Longest delay between attempts; default 1 hour.';
+comment on column pgqueue.queue.rate_period is 'The period of rate_limit; default 1 second.';
+comment on column pgqueue.queue.age_after is
+'After each such time a waiting job counts as one priority higher; default
+never.';
 comment on column pgqueue.queue.group_on_retry is
 'What a job that waits for its retry means for its group: skip (default) or
 block.';
@@ -386,6 +444,9 @@ block.';
 -- Its first row brings a second page: what is hot asks for the size before it looks.
 create index queue_limit_idx on pgqueue.queue (name) where group_limit is not null;
 comment on index pgqueue.queue_limit_idx is 'Has any group of a queue a limit?';
+
+create index queue_cap_idx on pgqueue.queue (name) where max_running is not null or rate_limit is not null;
+comment on index pgqueue.queue_cap_idx is 'Has anything of a queue a cap?';
 
 create index queue_narrow_idx on pgqueue.queue (name, (num_nonnulls(paused, lease) > 0))
 where kind <> '' or group_key <> '';

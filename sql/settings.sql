@@ -27,19 +27,30 @@ begin
         coalesce(own.max_payload_bytes, other.max_payload_bytes),
         coalesce(own.weight, other.weight, 1),
         coalesce(own.group_limit, other.group_limit),
+        coalesce(own.max_running, other.max_running),
+        coalesce(own.rate_limit, other.rate_limit),
         coalesce(own.lease, other.lease, '30 seconds'),
         coalesce(own.retry_base, other.retry_base, '5 seconds'),
         coalesce(own.retry_cap, other.retry_cap, '1 hour'),
+        coalesce(own.rate_period, other.rate_period, '1 second'),
+        coalesce(own.age_after, other.age_after),
         coalesce(own.group_on_retry, other.group_on_retry, 'skip')
     )::pgqueue.queue;
 
+    if kind <> '' or group_key <> '' then
+        -- These are not shared: a queue may have its own, beside those of its kinds and groups.
+        settings.max_running := null;
+        settings.rate_limit := null;
+        settings.rate_period := '1 second';
+    end if;
     if (kind <> '' or group_key <> '') and pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then
         for other in
             select q.*
             from pgqueue.queue as q
             where q.name in ('', _in_force.queue) and q.kind in ('', _in_force.kind)
-                and q.group_key in ('', _in_force.group_key) and (q.kind <> '' or q.group_key <> '')
-            order by q.group_key <> '', q.kind <> '', q.name <> ''
+                and q.group_key in ('', case when _in_force.group_key <> '' then '*' end, _in_force.group_key)
+                and (q.kind <> '' or q.group_key <> '')
+            order by q.group_key <> '', q.group_key <> '*', q.kind <> '', q.name <> ''
         loop
             settings.paused := coalesce(other.paused, settings.paused);
             settings.max_attempts := coalesce(other.max_attempts, settings.max_attempts);
@@ -47,9 +58,12 @@ begin
             settings.max_payload_bytes := coalesce(other.max_payload_bytes, settings.max_payload_bytes);
             settings.weight := coalesce(other.weight, settings.weight);
             settings.group_limit := coalesce(other.group_limit, settings.group_limit);
+            settings.max_running := coalesce(other.max_running, settings.max_running);
+            settings.rate_limit := coalesce(other.rate_limit, settings.rate_limit);
             settings.lease := coalesce(other.lease, settings.lease);
             settings.retry_base := coalesce(other.retry_base, settings.retry_base);
             settings.retry_cap := coalesce(other.retry_cap, settings.retry_cap);
+            settings.rate_period := coalesce(other.rate_period, settings.rate_period);
             settings.group_on_retry := coalesce(other.group_on_retry, settings.group_on_retry);
         end loop;
     end if;
@@ -114,7 +128,8 @@ begin
     delete from pgqueue.queue as q
     where num_nonnulls(
         q.paused, q.notify, q.max_attempts, q.keep_runs, q.max_payload_bytes, q.weight,
-        q.group_limit, q.lease, q.retry_base, q.retry_cap, q.group_on_retry
+        q.group_limit, q.max_running, q.rate_limit, q.lease, q.retry_base, q.retry_cap, q.rate_period,
+        q.age_after, q.group_on_retry
     ) = 0;
 end;
 $$;
@@ -136,7 +151,11 @@ create or replace function pgqueue.configure(
     group_key text default null,
     weight int default null,
     group_limit int default null,
-    group_on_retry text default null
+    group_on_retry text default null,
+    max_running int default null,
+    rate_limit int default null,
+    rate_period interval default null,
+    age_after interval default null
 )
     returns void
     language plpgsql
@@ -151,31 +170,35 @@ declare
         pgqueue._check_settings(
             configure.lease, configure.max_attempts, configure.retry_base, configure.retry_cap,
             configure.keep_runs, configure.max_payload_bytes, configure.weight,
-            configure.group_limit, configure.group_on_retry
+            configure.group_limit, configure.group_on_retry, configure.max_running,
+            configure.rate_limit, configure.rate_period, configure.age_after
         ),
         pgqueue._check_narrow(
             configure.kind, configure.group_key, configure.notify, configure.weight,
-            configure.group_limit, configure.group_on_retry
+            configure.group_limit, configure.group_on_retry, configure.max_running,
+            configure.rate_limit, configure.age_after
         )
     ));
 begin
     if configure.reset then
         update pgqueue.queue as q
         set notify = null, max_attempts = null, keep_runs = null, max_payload_bytes = null,
-            weight = null, group_limit = null, lease = null, retry_base = null, retry_cap = null,
+            weight = null, group_limit = null, max_running = null, rate_limit = null, lease = null,
+            retry_base = null, retry_cap = null, rate_period = null, age_after = null,
             group_on_retry = null
         where q.name = coalesce(configure.queue, '') and q.kind = coalesce(configure.kind, '')
             and q.group_key = coalesce(configure.group_key, '');
     end if;
     insert into pgqueue.queue as q (
         name, kind, group_key, notify, max_attempts, keep_runs, max_payload_bytes, weight, group_limit,
-        lease, retry_base, retry_cap, group_on_retry
+        max_running, rate_limit, lease, retry_base, retry_cap, rate_period, age_after, group_on_retry
     )
     values (
         coalesce(configure.queue, ''), coalesce(configure.kind, ''), coalesce(configure.group_key, ''),
         configure.notify, configure.max_attempts, configure.keep_runs, configure.max_payload_bytes,
-        configure.weight, configure.group_limit, configure.lease, configure.retry_base,
-        configure.retry_cap, configure.group_on_retry
+        configure.weight, configure.group_limit, configure.max_running, configure.rate_limit,
+        configure.lease, configure.retry_base, configure.retry_cap, configure.rate_period,
+        configure.age_after, configure.group_on_retry
     )
     on conflict (name, kind, group_key) do update set
         notify = coalesce(excluded.notify, q.notify),
@@ -184,19 +207,29 @@ begin
         max_payload_bytes = coalesce(excluded.max_payload_bytes, q.max_payload_bytes),
         weight = coalesce(excluded.weight, q.weight),
         group_limit = coalesce(excluded.group_limit, q.group_limit),
+        max_running = coalesce(excluded.max_running, q.max_running),
+        rate_limit = coalesce(excluded.rate_limit, q.rate_limit),
         lease = coalesce(excluded.lease, q.lease),
         retry_base = coalesce(excluded.retry_base, q.retry_base),
         retry_cap = coalesce(excluded.retry_cap, q.retry_cap),
+        rate_period = coalesce(excluded.rate_period, q.rate_period),
+        age_after = coalesce(excluded.age_after, q.age_after),
         group_on_retry = coalesce(excluded.group_on_retry, q.group_on_retry);
     perform pgqueue._drop_empty_settings();
     if configure.group_limit is not null or configure.reset and pg_relation_size('pgqueue.slot') > 0 then
         perform pgqueue._apply_limit(configure.queue, configure.group_key);
     end if;
+    if num_nonnulls(configure.max_running, configure.rate_limit, configure.rate_period) > 0
+        or configure.reset and pg_relation_size('pgqueue.permit') > 0
+    then
+        perform pgqueue._apply_caps(configure.queue, configure.kind, configure.group_key);
+    end if;
 end;
 $$;
 
 comment on function pgqueue.configure(
-    text, interval, int, interval, interval, int, int, boolean, boolean, text, text, int, int, text
+    text, interval, int, interval, interval, int, int, boolean, boolean, text, text, int, int, text,
+    int, int, interval, interval
 ) is
 'Sets what is named and leaves the rest; reset first forgets all that was set.
 A null queue sets it for every queue that says nothing else; with kind or
@@ -206,7 +239,11 @@ first and longest delay, up to 1 year. keep_runs: days in run, 0 to 14.
 max_payload_bytes: from 1. notify (of a queue only): may enqueue send NOTIFY.
 Of a queue for each of its groups, or of one group: weight, 1 to 100, how many
 jobs are served for each one of a group of weight 1; group_limit, 1 to 1000;
-group_on_retry, skip or block.
+group_on_retry, skip or block. Of a queue or a kind: max_running, 1 to 1000
+jobs at once. Of a queue, a kind or a group (* for each group): rate_limit, 1
+to 1000 jobs that begin in any rate_period, 1 millisecond to 1 day, default 1
+second; these hold beside each other. Of a queue: age_after, 1 second to 1
+year.
 Raises 22023 (bad argument).';
 
 create or replace function pgqueue._set_paused(queue text, kind text, group_key text, paused boolean)

@@ -7,8 +7,9 @@
 -- weight says, a group that was idle neither gains nor loses, and a claim costs what it costs
 -- without groups: it meets no job that is not to run next.
 --
--- A job that is not due, or came back by a retry, has no turn and stands in its lane by run_at. The
--- claim that meets it there once it is due gives it a turn, and serves the round instead.
+-- A job that is not due, or came back by a retry, has no turn and stands in its lane by run_at; one
+-- whose group has used up its rate has a turn in the time to come. The claim that meets it there once
+-- it is due gives it a turn in the round, and serves that instead.
 
 create or replace function pgqueue._turn(queue text, lane int)
     returns timestamptz
@@ -198,10 +199,10 @@ begin
             where j.group_key is null
             order by p.place
         );
-        select j.run_at, j.id into first
+        select coalesce(j.turn, j.run_at) as at, j.id into first
         from pgqueue.job as j
         where j.ctid = any (picks) and j.group_key is not null
-        order by j.run_at, j.id
+        order by coalesce(j.turn, j.run_at), j.id
         limit 1;
         exit when not found;
         select array_agg(n.tid) as tids, array_agg(n.group_key) as group_keys
@@ -212,7 +213,7 @@ begin
             where hashtext(j.queue) = hashtext(_serve_newcomers.queue) and j.queue = _serve_newcomers.queue
                 and j.priority = lane
                 and coalesce(j.turn, j.run_at) <= moment
-                and (coalesce(j.turn, j.run_at), j.id) >= (first.run_at, first.id)
+                and (coalesce(j.turn, j.run_at), j.id) >= (first.at, first.id)
                 and j.group_key is not null and j.lease_expires_at is null
                 and (_serve_newcomers.kinds is null or j.kind = any (_serve_newcomers.kinds))
                 and (_serve_newcomers.paused is null or coalesce(

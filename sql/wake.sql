@@ -204,7 +204,7 @@ begin
         is_quiet := pgqueue._park(queues);
     end if;
     select min(least(
-        pgqueue._until_due(q.name, rest.kinds, p.paused, moment),
+        pgqueue._until_room(q.name, rest.kinds, p.paused, moment),
         case when not s.notify then interval '5 seconds' end
     ))
     into pause

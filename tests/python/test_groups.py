@@ -1,8 +1,9 @@
-"""Groups: how many of their jobs run at once, and in what order, against a model of the rules."""
+"""Groups, limits, caps and rates: which jobs run, and in what order, against a model of the rules."""
 
 import itertools
 import random
 import time
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -32,6 +33,9 @@ WHEN = st.sampled_from(
 SIZES = st.integers(1, 5)
 LIMITS = st.integers(1, 3)
 PICK = st.integers(0, 1000)
+# What may have a cap: the queue, a kind, or for rates, a group, or (*) each group.
+SCOPES = st.sampled_from([(None, None), ("x", None), (None, "a"), (None, "*")])
+Scope = tuple[str | None, str | None]
 
 
 @dataclass
@@ -73,6 +77,41 @@ class Model:
         self.dead: dict[int, Job] = {}
         self.limits: dict[str | None, int] = {}
         self.on_retry: dict[str | None, str] = {}
+        self.caps: dict[Scope, int] = {}
+        self.rates: dict[Scope, int] = {}
+        # How many began today, since there was a rate.
+        self.begun: Counter[Scope] = Counter()
+
+    def rate(self, scope: Scope) -> int | None:
+        """A group has its own rate, or else that of each group."""
+        kind, group = scope
+        each = self.rates.get((None, "*")) if group else None
+        return self.rates.get((kind, group), each)
+
+    @staticmethod
+    def scopes(job: Job) -> list[Scope]:
+        """Whose caps and rates hold for a job, all of them."""
+        return [(None, None), (job.kind, None)] + [(None, job.group)] * bool(job.group)
+
+    def is_within(self, job: Job) -> bool:
+        """One more may run, and begin, as far as caps and rates say."""
+        return all(
+            (cap := self.caps.get(scope)) is None
+            or sum(not j.waits and scope in self.scopes(j) for j in self.jobs.values())
+            < cap
+            for scope in self.scopes(job)
+        ) and all(
+            (rate := self.rate(scope)) is None or self.begun[scope] < rate
+            for scope in self.scopes(job)
+        )
+
+    def begin(self, job: Job, token: int) -> None:
+        """Check that a job may begin, and let it."""
+        assert job.waits and job.is_due, f"{job} was claimed"
+        assert self.is_within(job), f"{job} was claimed beyond a cap"
+        job.token, job.attempt = token, job.attempt + 1
+        for scope in self.scopes(job):
+            self.begun[scope] += self.rate(scope) is not None
 
     def limit(self, group: str | None) -> int | None:
         """A group has its own limit, or else that of the queue; no group has none."""
@@ -122,7 +161,11 @@ class Model:
                 free.append(waiting[0])
             elif keepers and held + len(keepers) < limit:
                 free += [job for job in waiting if not job.keeps_slot][:1]
-        return [job for job in free if kinds is None or job.kind in kinds]
+        return [
+            job
+            for job in free
+            if (kinds is None or job.kind in kinds) and self.is_within(job)
+        ]
 
 
 class Groups(RuleBasedStateMachine):
@@ -289,9 +332,8 @@ class Groups(RuleBasedStateMachine):
         jobs = []
         for id, token in claimed:
             job = model.jobs[id]
-            assert job.waits and job.is_due, f"{job} was claimed"
             assert kinds is None or job.kind in kinds
-            job.token, job.attempt = token, job.attempt + 1
+            model.begin(job, token)
             jobs.append((job, job.has_slot))
             job.has_slot = job.has_slot or model.limit(job.group) is not None
         for job, is_retry in jobs:
@@ -468,6 +510,54 @@ class Groups(RuleBasedStateMachine):
         )
         self.model.limits.pop(group, None)
         self.model.on_retry.pop(group, None)
+        self.model.rates.pop((None, group), None)
+        if group is None:
+            self.model.caps.pop((None, None), None)
+
+    @rule(scope=SCOPES, cap=LIMITS)
+    def cap(self, scope, cap) -> None:
+        if scope[1] is None:
+            self.db.execute(
+                "select pgqueue.configure(%s, kind => %s, max_running => %s)",
+                (self.queue, scope[0], cap),
+            )
+            self.model.caps[scope] = cap
+
+    @rule(scope=SCOPES, rate=LIMITS)
+    def rate(self, scope, rate) -> None:
+        self.db.execute(
+            "select pgqueue.configure(%s, kind => %s, group_key => %s, rate_limit => %s, "
+            "rate_period => '1 day')",
+            (self.queue, *scope, rate),
+        )
+        self.model.rates[scope] = rate
+
+    @rule(scope=SCOPES)
+    def lift(self, scope) -> None:
+        """Forget caps and rates; of the queue, all that was set."""
+        self.db.execute(
+            "select pgqueue.configure(%s, kind => %s, group_key => %s, reset => true)",
+            (self.queue, *scope),
+        )
+        self.model.caps.pop(scope, None)
+        self.model.rates.pop(scope, None)
+        if scope == (None, None) or scope[1] == "a":
+            self.model.limits.pop(scope[1], None)
+            self.model.on_retry.pop(scope[1], None)
+
+    @rule()
+    def let_a_day_pass(self) -> None:
+        self.db.execute(
+            "update pgqueue.permit set taken_at = taken_at - interval '1 day' where queue = %s",
+            (self.queue,),
+        )
+        self.db.execute(
+            "update pgqueue.job set turn = turn - interval '1 day' "
+            "where queue = %s and turn between '1900-01-01' and '9998-12-31'",
+            (self.queue,),
+        )
+        self.model.begun.clear()
+        self.meddled = True
 
     # The end
 
@@ -483,7 +573,10 @@ class Groups(RuleBasedStateMachine):
                     del self.model.jobs[job.id]
                 self.nothing_is_lost_and_nothing_is_there_twice()
                 if not self.serve(5):
-                    break
+                    if not self.model.rates:
+                        break
+                    for scope in list(self.model.rates):
+                        self.lift(scope)
             assert not self.model.claimable(None)
             rest = self.db.execute(
                 "select pgqueue.rest(array[%s])", (self.queue,)
@@ -495,6 +588,7 @@ class Groups(RuleBasedStateMachine):
                 ("dead_job", "queue"),
                 ("slot", "queue"),
                 ("recall", "queue"),
+                ("permit", "queue"),
                 ("queue", "name"),
             ]:
                 self.db.execute(

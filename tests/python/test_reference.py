@@ -148,6 +148,10 @@ def test_a_setting_outside_its_range_is_refused_and_one_inside_is_not(db):
         ("retry_cap", ("'0'", "'1 year'"), ("'-1 s'", "'367 days'")),
         ("keep_runs", ("0", "14"), ("-1", "15")),
         ("max_payload_bytes", ("1",), ("0",)),
+        ("max_running", ("1", "1000"), ("0", "1001")),
+        ("rate_limit", ("1", "1000"), ("0", "1001")),
+        ("rate_period", ("'1 ms'", "'1 day'"), ("'0'", "'25 hours'")),
+        ("age_after", ("'1 s'", "'1 year'"), ("'0'", "'367 days'")),
         ("weight", ("1", "100"), ("0", "101")),
         ("group_limit", ("1", "1000"), ("0", "1001")),
     ):

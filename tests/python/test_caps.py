@@ -1,0 +1,264 @@
+"""Caps and rates hold, and nobody waits for anybody, whatever sessions do at once."""
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psycopg
+import pytest
+from conftest import column, one
+from psycopg import pq
+
+# What is configured, so that one job may run or begin, of jobs of kind x in group g.
+SCOPES = {
+    "max_running of the queue": "max_running => 1",
+    "max_running of a kind": "kind => 'x', max_running => 1",
+    "rate of the queue": "rate_limit => 1, rate_period => '1 hour'",
+    "rate of a kind": "kind => 'x', rate_limit => 1, rate_period => '1 hour'",
+    "rate of a group": "group_key => 'g', rate_limit => 1, rate_period => '1 hour'",
+    "rate of each group": "group_key => '*', rate_limit => 1, rate_period => '1 hour'",
+}
+scopes = pytest.mark.parametrize("scope", SCOPES)
+RUNNING = list(SCOPES)[:2]
+ENDS = {
+    "complete": "select pgqueue.complete(%(id)s, %(token)s)",
+    "complete_many": "select pgqueue.complete_many(array[%(id)s], array[%(token)s])",
+    "retry": "select pgqueue.fail(%(id)s, %(token)s, 'e', '1 hour')",
+    "dead": "select pgqueue.fail(%(id)s, %(token)s, 'e', permanent => true)",
+    "release": "select pgqueue.release(array[%(id)s], array[%(token)s], now() + interval '1 hour')",
+    "finish": "select pgqueue.finish(array[%(id)s], array[%(token)s], '{reject}', '{e}')",
+    "delete": "delete from pgqueue.job where id = %(id)s",
+}
+
+
+def configure(db: psycopg.Connection, scope: str, cap: int = 1) -> None:
+    db.execute(
+        f"select pgqueue.configure('q', {SCOPES[scope].replace('=> 1,', f'=> {cap},')})"
+    )
+    if scope in RUNNING:
+        db.execute(
+            f"select pgqueue.configure('q', {SCOPES[scope].replace('=> 1', f'=> {cap}')})"
+        )
+
+
+def enqueue(db: psycopg.Connection, count: int = 1) -> list[int]:
+    return column(
+        db,
+        "select pgqueue.enqueue('q', kind => 'x', group_key => 'g') from generate_series(1, %s)",
+        count,
+    )
+
+
+def claim(db: psycopg.Connection, wanted: int = 10) -> dict[int, int]:
+    """The ids and tokens of the jobs of a claim that must not wait."""
+    db.execute("set lock_timeout = '1 ms'")
+    jobs = db.execute("select id, token from pgqueue.claim('q', 'w', %s)", (wanted,))
+    db.execute("reset lock_timeout")
+    return dict(jobs.fetchall())
+
+
+@scopes
+def test_two_open_claims_take_no_more_than_a_cap_allows(db, connect, scope):
+    other = connect()
+    configure(db, scope)
+    first, *_ = enqueue(db, 3)
+    with db.transaction():
+        assert claim(db).keys() == {first}
+        assert claim(other) == {}
+    assert claim(other) == {}
+
+
+@scopes
+def test_an_open_claim_leaves_what_it_does_not_take(db, connect, scope):
+    other = connect()
+    configure(db, scope, 2)
+    first, second, _ = enqueue(db, 3)
+    with db.transaction():
+        assert claim(db, 1).keys() == {first}
+        assert claim(other).keys() == {second}
+    assert claim(db) == {}
+
+
+@scopes
+def test_a_claim_that_is_rolled_back_takes_nothing(db, connect, scope):
+    other = connect()
+    configure(db, scope)
+    first, _ = enqueue(db, 2)
+    with db.transaction(force_rollback=True):
+        assert claim(db).keys() == {first}
+        assert claim(other) == {}
+    assert len(claim(other)) == 1
+
+
+@pytest.mark.parametrize("scope", RUNNING)
+@pytest.mark.parametrize("end", ENDS)
+def test_an_open_end_of_an_attempt_frees_its_place_when_it_commits(
+    db, connect, scope, end
+):
+    other = connect()
+    configure(db, scope)
+    _, second = enqueue(db, 2)
+    ((id, token),) = claim(db).items()
+    with db.transaction(force_rollback=True):
+        db.execute(ENDS[end], {"id": id, "token": token})
+        assert claim(other) == {}
+    assert claim(other) == {}
+    with db.transaction():
+        db.execute(ENDS[end], {"id": id, "token": token})
+        assert claim(other) == {}
+    assert claim(other).keys() == {second}
+
+
+@pytest.mark.parametrize("scope", RUNNING)
+@pytest.mark.parametrize("end", [end for end in ENDS if end != "delete"])
+def test_who_rests_before_a_full_cap_is_woken_by_the_end_of_an_attempt(
+    db, connect, scope, end
+):
+    configure(db, scope)
+    enqueue(db, 2)
+    ((id, token),) = claim(db).items()
+    waiting = connect()
+    waiting.execute("listen pgqueue")
+    assert claim(waiting) == {}
+    assert one(waiting, "select pgqueue.rest(array['q']) > interval '20 s'")
+    db.execute(ENDS[end], {"id": id, "token": token})
+    assert [n.channel for n in waiting.notifies(timeout=10, stop_after=1)] == [
+        "pgqueue"
+    ]
+    assert len(claim(waiting)) == 1
+
+
+@pytest.mark.parametrize("scope", RUNNING)
+def test_the_place_of_a_dead_worker_is_free_when_its_lease_has_expired(
+    db, connect, scope
+):
+    configure(db, scope)
+    first, _ = enqueue(db, 2)
+    ((id, token),) = claim(db).items()
+    other = connect()
+    assert claim(other) == {}
+    db.execute("update pgqueue.job set lease_expires_at = now() where id = %s", (id,))
+    assert claim(other).keys() == {first}
+    with pytest.raises(psycopg.Error) as lost:
+        db.execute("select pgqueue.complete(%s, %s)", (id, token))
+    assert lost.value.sqlstate == "PQ002"
+    assert claim(db) == {}, "a lost worker frees nothing when it comes back"
+
+
+@scopes
+def test_a_cap_that_is_set_beside_an_open_claim_holds_for_later_claims(
+    db, connect, scope
+):
+    other = connect()
+    enqueue(db, 4)
+    with db.transaction():
+        assert len(claim(db, 1)) == 1
+        configure(other, scope)
+        assert len(claim(other)) == 1
+    assert claim(other) == {}
+
+
+@scopes
+def test_a_cap_of_all_queues_holds_where_two_sessions_meet_it_first(db, connect, scope):
+    """Neither sees the permits that the other makes."""
+    other = connect()
+    enqueue(db, 6)
+    # As if they had been enqueued before, and committed after it was set.
+    db.execute(f"select pgqueue.configure(null, {SCOPES[scope]})")
+    db.execute("truncate pgqueue.permit")
+    with db.transaction():
+        claim(db)
+        assert claim(other) == {}, "what was just made is not used"
+    for _ in range(4):
+        claim(db)
+        claim(other)
+    assert one(db, "select count(*) from pgqueue.job where token is not null") == 1
+    assert one(db, "select count(*) from pgqueue.permit") == 1, "the copies are gone"
+
+
+@scopes
+def test_caps_are_full_and_never_over_between_eight_sessions(db, connect, scope):
+    """A claim that finds nothing has found a full cap, or no job."""
+    configure(db, scope, 3)
+    if "rate" in scope:
+        db.execute("update pgqueue.queue set rate_period = '200 ms'")
+    enqueue(db, 400 if "rate" not in scope else 60)
+    deadline = time.monotonic() + 60
+
+    def work(seed: int) -> None:
+        rng, conn = random.Random(seed), connect()
+        while time.monotonic() < deadline:
+            with conn.transaction(force_rollback=rng.random() < 0.1) as transaction:
+                jobs = claim(conn, rng.choice([1, 2, 10]))
+            if "rate" not in scope:
+                running = one(
+                    conn, "select count(*) from pgqueue.job where token is not null"
+                )
+                assert running <= 3, running
+            if jobs and not transaction.force_rollback:
+                conn.execute(
+                    "insert into begun select claimed_at from pgqueue.job where id = any(%s)",
+                    (list(jobs),),
+                )
+                for id, token in jobs.items():
+                    end = rng.choice(
+                        ["complete", "complete_many", "complete", "finish"]
+                    )
+                    conn.execute(ENDS[end], {"id": id, "token": token})
+            elif not jobs and not one(conn, "select count(*) from pgqueue.job"):
+                return
+
+    db.execute("create table begun (at timestamptz)")
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(work, seed) for seed in range(8)]:
+            future.result()
+    assert one(db, "select count(*) from pgqueue.job") == 0
+    if "rate" in scope:
+        assert (
+            one(
+                db,
+                "select max(n) from (select count(*) over (order by at range between "
+                "interval '199.999 ms' preceding and current row) as n from begun) as w",
+            )
+            == 3
+        )
+
+
+def test_a_claim_waits_for_no_lock_on_permits(db, connect):
+    for scope in SCOPES:
+        configure(db, scope)
+    enqueue(db, 3)
+    other = connect()
+    with other.transaction():
+        other.execute("select from pgqueue.permit for update")
+        assert claim(db) == {}
+        assert other.info.transaction_status == pq.TransactionStatus.INTRANS
+    assert len(claim(db)) == 1
+
+
+def test_a_hundred_thousand_jobs_of_a_full_kind_are_not_walked_by_every_claim(db):
+    db.execute("select pgqueue.configure('q', kind => 'x', max_running => 1)")
+    fill = "select pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[%s]), kind => %s)"
+    pages = {}
+    for full in (0, 100_000):
+        db.execute("truncate pgqueue.job")
+        for kind, count in (("x", full + 1), ("y", 2000)):
+            for start in range(0, count, 50_000):
+                db.execute(fill, (min(50_000, count - start), kind))
+        db.execute("vacuum analyze pgqueue.job")
+        for _ in range(5):
+            assert len(claim(db, 50)) == 50
+        pages[full] = min(
+            sum(
+                plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
+                for plan in [
+                    one(
+                        db,
+                        "explain (analyze, buffers, timing off, format json) "
+                        "select id from pgqueue.claim('q', 'w', 50)",
+                    )[0]["Plan"]
+                ]
+            )
+            for _ in range(5)
+        )
+    assert pages[100_000] < 2 * pages[0], pages
