@@ -86,9 +86,9 @@ begin
             with back as (
                 update pgqueue.job as j
                 set turn = null
-                where hashtext(j.queue) = hashtext(known.queue)
+                where hashtext(j.queue) = hashtext(known.queue) and j.turn is not null and not isfinite(j.turn)
                     and hashtext(j.group_key) = hashtext(known.group_key)
-                    and j.queue = known.queue and j.group_key = known.group_key and j.turn = 'infinity'
+                    and j.queue = known.queue and j.group_key = known.group_key
                 returning j.queue, j.priority
             )
             select array_agg(b.queue), array_agg(b.priority) into queues, lanes from back as b;

@@ -33,7 +33,7 @@ begin
         || array(
             select t.ctid
             from pgqueue.job as t
-            where hashtext(t.queue) = hashtext(_park_jobs.queue)
+            where hashtext(t.queue) = hashtext(_park_jobs.queue) and isfinite(t.turn)
                 and hashtext(t.group_key) = hashtext(_park_jobs.group_key)
                 and t.priority = _park_jobs.priority and t.turn < '1900-01-01 00:00 UTC'
                 and t.queue = _park_jobs.queue and t.group_key = _park_jobs.group_key
@@ -105,10 +105,10 @@ begin
     cross join lateral (
         select j.ctid as tid, j.priority
         from pgqueue.job as j
-        where hashtext(j.queue) = hashtext(f.queue) and hashtext(j.group_key) = hashtext(f.key)
-            and j.queue = f.queue and j.group_key = f.key and j.turn = 'infinity'
-            and j.lease_expires_at is null
-        order by j.priority desc, j.run_at, j.id
+        where hashtext(j.queue) = hashtext(f.queue) and j.turn is not null and not isfinite(j.turn)
+            and hashtext(j.group_key) = hashtext(f.key)
+            and j.queue = f.queue and j.group_key = f.key and j.lease_expires_at is null
+        order by j.priority desc, j.turn desc, j.run_at, j.id
         limit f.ends
         for update skip locked
     ) as p
@@ -189,8 +189,9 @@ begin
             select hashtext(j.group_key)::bigint, j.group_key
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_parked_groups.queue) and j.queue = _parked_groups.queue
-                and hashtext(j.group_key) > greatest(p.hash, -2147483648)::int and j.turn = 'infinity'
-            order by hashtext(j.queue), hashtext(j.group_key), j.priority desc, j.run_at, j.id
+                and j.turn is not null and not isfinite(j.turn)
+                and hashtext(j.group_key) > greatest(p.hash, -2147483648)::int
+            order by hashtext(j.group_key), j.priority desc, j.turn desc, j.run_at, j.id
             limit 1
         ) as n
     )

@@ -112,7 +112,7 @@ begin
         (
             select j.turn
             from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(_next_turn.queue)
+            where hashtext(j.queue) = hashtext(_next_turn.queue) and isfinite(j.turn)
                 and hashtext(j.group_key) = hashtext(_next_turn.group_key)
                 and j.priority = _next_turn.priority
                 and j.turn > served and j.turn < '1900-01-01 00:00 UTC'
