@@ -199,15 +199,15 @@ declare
     moment timestamptz := clock_timestamp();
     fold int := hashtext(enqueue.queue) & 255;
     has_options boolean := num_nonnulls(
-        kind, priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers, unique_for
+        priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers, unique_for
     ) > 0;
     refused boolean;
     turn timestamptz;
     job_id bigint;
 begin
-    -- Three shortcuts for the plain call, of which each saves about a tenth: options
+    -- Four shortcuts for the plain call, which may name a kind; each saves up to a tenth: options
     -- are checked only where there are any, settings are read only where there are any,
-    -- and _wake() is written out.
+    -- the INSERT has no conflicts and no defaults to think of, and _wake() is written out.
     if has_options or (octet_length(queue) between 1 and 200) is not true then
         refused := pgqueue._refuse(pgqueue._check_job(
             queue, kind, priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers,
@@ -218,6 +218,10 @@ begin
             if job_id is not null then
                 return job_id;
             end if;
+        end if;
+    elsif kind is not null then
+        if octet_length(kind) not between 1 and 200 then
+            refused := pgqueue._refuse(pgqueue._bad_name('kind', kind));
         end if;
     end if;
     if pg_relation_size('pgqueue.queue') > 0 then
@@ -231,52 +235,60 @@ begin
         end if;
     end if;
 
-    if group_key is not null and (run_at <= moment) is not false then
-        priority := coalesce(priority, 0);
-        turn := pgqueue._next_turn(
-            queue, priority, group_key, pgqueue._turn(queue, priority + 1000), settings.weight
-        );
-    end if;
-
-    loop
-        insert into pgqueue.job as j (
-            run_at, enqueued_at, turn, priority, max_attempts,
-            queue, kind, unique_key, group_key, payload, headers
-        )
+    if not has_options then
+        insert into pgqueue.job as j (run_at, enqueued_at, priority, max_attempts, queue, kind, payload)
         values (
-            coalesce(enqueue.run_at, moment), moment, turn, coalesce(enqueue.priority, 0),
-            coalesce(enqueue.max_attempts, settings.max_attempts, 20),
-            enqueue.queue, coalesce(enqueue.kind, enqueue.queue),
-            enqueue.unique_key, enqueue.group_key,
-            coalesce(enqueue.payload, '{}'), enqueue.headers
+            moment, moment, 0, coalesce(settings.max_attempts, 20),
+            enqueue.queue, coalesce(enqueue.kind, enqueue.queue), coalesce(enqueue.payload, '{}')
         )
-        -- Waits for a transaction that is just enqueueing, completing or claiming a
-        -- job with this key.
-        on conflict (queue, unique_key) where j.unique_key is not null do nothing
         returning j.id into job_id;
-        exit when found;
-
-        job_id := pgqueue._on_duplicate(
-            queue, unique_key, coalesce(on_duplicate, 'skip'),
-            coalesce(payload, '{}'), coalesce(priority, 0), coalesce(run_at, moment)
-        );
-        -- Here, and not by _refuse(): enqueue_many() adds a line of CONTEXT.
-        if on_duplicate = 'error' and job_id is not null then
-            raise exception using
-                errcode = 'unique_violation',
-                message = 'a job with this unique_key already waits or runs',
-                detail = format('It is job %s.', job_id),
-                hint = 'Choose another on_duplicate to get its id instead of this error.';
+    else
+        if group_key is not null and (run_at <= moment) is not false then
+            priority := coalesce(priority, 0);
+            turn := pgqueue._next_turn(
+                queue, priority, group_key, pgqueue._turn(queue, priority + 1000), settings.weight
+            );
         end if;
-        exit when job_id is not null;
-    end loop;
 
-    if has_options then
+        loop
+            insert into pgqueue.job as j (
+                run_at, enqueued_at, turn, priority, max_attempts,
+                queue, kind, unique_key, group_key, payload, headers
+            )
+            values (
+                coalesce(enqueue.run_at, moment), moment, turn, coalesce(enqueue.priority, 0),
+                coalesce(enqueue.max_attempts, settings.max_attempts, 20),
+                enqueue.queue, coalesce(enqueue.kind, enqueue.queue),
+                enqueue.unique_key, enqueue.group_key,
+                coalesce(enqueue.payload, '{}'), enqueue.headers
+            )
+            -- Waits for a transaction that is just enqueueing, completing or claiming a
+            -- job with this key.
+            on conflict (queue, unique_key) where j.unique_key is not null do nothing
+            returning j.id into job_id;
+            exit when found;
+
+            job_id := pgqueue._on_duplicate(
+                queue, unique_key, coalesce(on_duplicate, 'skip'),
+                coalesce(payload, '{}'), coalesce(priority, 0), coalesce(run_at, moment)
+            );
+            -- Here, and not by _refuse(): enqueue_many() adds a line of CONTEXT.
+            if on_duplicate = 'error' and job_id is not null then
+                raise exception using
+                    errcode = 'unique_violation',
+                    message = 'a job with this unique_key already waits or runs',
+                    detail = format('It is job %s.', job_id),
+                    hint = 'Choose another on_duplicate to get its id instead of this error.';
+            end if;
+            exit when job_id is not null;
+        end loop;
+
         if found and unique_for is not null then
             job_id := pgqueue._begin_window(queue, unique_key, on_duplicate, job_id, moment + unique_for);
         end if;
         perform pgqueue._announce(queue, priority, run_at, turn is not null);
     end if;
+
     -- Whoever can have the second lock exclusively knows that nobody is parked.
     if settings.notify is not false
         and current_setting('pgqueue.notify', true) is distinct from 'off'

@@ -86,7 +86,8 @@ begin
             with back as (
                 update pgqueue.job as j
                 set turn = null
-                where hashtext(j.queue) = hashtext(known.queue) and j.turn is not null and not isfinite(j.turn)
+                where hashtext(j.queue) = hashtext(known.queue)
+                    and j.turn is not null and not isfinite(j.turn)
                     and hashtext(j.group_key) = hashtext(known.group_key)
                     and j.queue = known.queue and j.group_key = known.group_key
                 returning j.queue, j.priority
