@@ -36,6 +36,8 @@ begin
             where hashtext(t.queue) = hashtext(_park_jobs.queue) and isfinite(t.turn)
                 and hashtext(t.group_key) = hashtext(_park_jobs.group_key)
                 and t.priority = _park_jobs.priority and t.turn < '1900-01-01 00:00 UTC'
+                -- Not past what this claim has parked before.
+                and t.turn >= (select min(m.turn) from pgqueue.job as m where m.id = any (ids))
                 and t.queue = _park_jobs.queue and t.group_key = _park_jobs.group_key
                 and t.lease_expires_at is null and t.slot is null
             order by t.turn
