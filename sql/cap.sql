@@ -714,7 +714,7 @@ begin
         last := (
             select d.turn
             from pgqueue.job as d
-            where hashtext(d.queue) = hashtext(_delay_group.queue)
+            where hashtext(d.queue) = hashtext(_delay_group.queue) and isfinite(d.turn)
                 and hashtext(d.group_key) = hashtext(_delay_group.group_key)
                 and d.priority = lane.priority and d.turn between moment and '9998-12-31 00:00 UTC'
                 and d.queue = _delay_group.queue and d.group_key = _delay_group.group_key
@@ -724,7 +724,7 @@ begin
         next := array(
             select j.ctid
             from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(_delay_group.queue)
+            where hashtext(j.queue) = hashtext(_delay_group.queue) and isfinite(j.turn)
                 and hashtext(j.group_key) = hashtext(_delay_group.group_key)
                 and j.priority = lane.priority and j.turn < '1900-01-01 00:00 UTC'
                 and j.queue = _delay_group.queue and j.group_key = _delay_group.group_key
@@ -995,7 +995,7 @@ begin
             with back as (
                 update pgqueue.job as j
                 set turn = null
-                where hashtext(j.queue) = hashtext(known.queue)
+                where hashtext(j.queue) = hashtext(known.queue) and isfinite(j.turn)
                     and hashtext(j.group_key) = hashtext(known.group_key)
                     and j.queue = known.queue and j.group_key = known.group_key
                     and j.turn between '1900-01-01 00:00 UTC' and '9998-12-31 00:00 UTC'

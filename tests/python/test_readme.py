@@ -197,6 +197,10 @@ def test_the_defaults_of_both_tables_are_those_in_force(db):
         "weight": "1",
         "group_limit": "no limit",
         "group_on_retry": "`skip`",
+        "max_running": "no limit",
+        "rate_limit": "no limit",
+        "rate_period": "1 second",
+        "age_after": "never",
     }
 
 
