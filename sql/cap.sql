@@ -466,7 +466,7 @@ $$;
 comment on function pgqueue._without(jsonb, text[], text[]) is
 'What a claim passes over: what is paused, some kinds, and some groups.';
 
-create or replace function pgqueue._in_order(picks tid[])
+create or replace function pgqueue._in_order(picks tid[], moment timestamptz, age_after interval)
     returns bigint[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -480,7 +480,11 @@ begin
     return (
         with picked as materialized (
             select
-                j.id, coalesce(j.group_key, '') as group_key, j.priority, coalesce(j.turn, j.run_at) as at,
+                j.id, coalesce(j.group_key, '') as group_key,
+                j.priority + coalesce(floor(
+                    date_part('epoch', moment - j.run_at) / date_part('epoch', age_after)
+                ), 0) as priority,
+                coalesce(j.turn, j.run_at) as at,
                 row_number() over (partition by j.group_key order by j.priority desc, j.run_at, j.id) as place,
                 row_number() over (
                     partition by j.group_key order by j.priority desc, coalesce(j.turn, j.run_at), j.id
@@ -495,7 +499,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._in_order(tid[]) is
+comment on function pgqueue._in_order(tid[], timestamptz, interval) is
 'The ids of picked jobs in the order in which they are to run: by the turns of
 their groups, and within a group by run_at and id.';
 
@@ -525,7 +529,7 @@ comment on function pgqueue._behind(bigint[], bigint[]) is
 groups, if these have a limit: none may overtake another.';
 
 create or replace function pgqueue._take_permits(
-    queue text, picks tid[], new_token bigint, moment timestamptz,
+    queue text, picks tid[], new_token bigint, moment timestamptz, age_after interval,
     out taken tid[], out refused bigint[], out full_kinds text[], out full_groups text[]
 )
     language plpgsql
@@ -547,7 +551,7 @@ declare
     permits tid[] := '{}'::tid[];
     holders bigint[] := '{}';
 begin
-    select pgqueue._in_order(picks) as ids, array_agg(j.kind) as kinds, array_agg(j.group_key) as group_keys
+    select pgqueue._in_order(picks, moment, age_after) as ids, array_agg(j.kind) as kinds, array_agg(j.group_key) as group_keys
     into met
     from pgqueue.job as j
     where j.ctid = any (picks);
@@ -591,7 +595,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._take_permits(text, tid[], bigint, timestamptz) is
+comment on function pgqueue._take_permits(text, tid[], bigint, timestamptz, interval) is
 'Takes a permit of each of its caps for every picked job, and marks as taken
 those that got all. The others are refused; the caps that refused are named by
 kind and group_key, in pairs, empty ones for the queue itself.';
@@ -816,7 +820,8 @@ jobs of each lane, whether their groups may begin one after all, as when those
 before them were cancelled; says whether it was so.';
 
 create or replace function pgqueue._pick_capped(
-    queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, new_token bigint
+    queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, age_after interval,
+    new_token bigint
 )
     returns tid[]
     language plpgsql
@@ -844,14 +849,14 @@ begin
         exit when room.jobs <= 0;
         passed := pgqueue._without(paused, room.full_kinds || full_kinds, full_groups);
         found_jobs := pgqueue._pick_lanes(
-            queue, kinds, passed, room.jobs, moment, pgqueue._noted_lanes(queue, moment)
+            queue, kinds, passed, room.jobs, moment, pgqueue._noted_lanes(queue, moment), age_after
         );
         if found_jobs = '{}' then
             exit when picks <> '{}' or is_hastened or not pgqueue._hasten(queue, moment);
             is_hastened := true;
             continue;
         end if;
-        next := pgqueue._take_permits(queue, found_jobs, new_token, moment);
+        next := pgqueue._take_permits(queue, found_jobs, new_token, moment, age_after);
         picks := picks || coalesce(next.taken, '{}'::tid[]);
         exit when next.refused = '{}';
         perform pgqueue._put_back(queue, kinds, passed, next.refused);
@@ -870,7 +875,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick_capped(text, text[], jsonb, int, timestamptz, bigint) is
+comment on function pgqueue._pick_capped(
+    text, text[], jsonb, int, timestamptz, interval, bigint
+) is
 '_pick_lanes under the caps of a queue: as many jobs as there are permits for,
 which count as taken at this moment, by the claim that has this token.';
 

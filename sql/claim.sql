@@ -72,7 +72,9 @@ begin
         # ((key >> 20 & 4095) << 51);
     if is_capped then
         new_token := nextval('pgqueue.token_seq');
-        picks := pgqueue._pick_capped(queue, kinds, paused, max_jobs, moment, new_token);
+        picks := pgqueue._pick_capped(
+            queue, kinds, paused, max_jobs, moment, settings.age_after, new_token
+        );
         if picks = '{}' then
             return;
         end if;
@@ -84,7 +86,8 @@ begin
     end if;
     if picks = '{}' then
         picks := pgqueue._pick_lanes(
-            queue, kinds, paused, max_jobs, moment, pgqueue._noted_lanes(queue, moment)
+            queue, kinds, paused, max_jobs, moment, pgqueue._noted_lanes(queue, moment),
+            settings.age_after
         );
         if picks = '{}' then
             return;
@@ -115,6 +118,26 @@ begin
         returning j.*;
         return;
     end if;
+    if settings.age_after is null then
+        return query
+        with leased as (
+            update pgqueue.job as j
+            set token = new_token,
+                attempt = j.attempt + 1,
+                worker = claim.worker,
+                claimed_at = moment,
+                lease_expires_at = moment + case when has_leases
+                    then (pgqueue._in_force(j.queue, j.kind, j.group_key)).lease
+                    else coalesce(claim.lease, '30 seconds')
+                end
+            where j.ctid = any (picks)
+            returning j.*
+        )
+        -- No plan decides the order.
+        select l.* from leased as l order by l.priority desc, l.run_at, l.id;
+        return;
+    end if;
+    -- Apart, because a sort by more than columns copies each job twice.
     return query
     with leased as (
         update pgqueue.job as j
@@ -129,18 +152,23 @@ begin
         where j.ctid = any (picks)
         returning j.*
     )
-    -- No plan decides the order.
-    select l.* from leased as l order by l.priority desc, l.run_at, l.id;
+    select l.*
+    from leased as l
+    order by
+        l.priority + floor(
+            date_part('epoch', moment - l.run_at) / date_part('epoch', settings.age_after)
+        ) desc,
+        l.run_at, l.id;
 end;
 $$;
 
 comment on function pgqueue.claim(text, text, int, interval, text[]) is
 'Takes up to max_jobs due jobs of a queue (only of these kinds, if given) and
-returns them in the order in which to run them: highest priority, then run_at,
-then id. Each counts one attempt and is leased under its token until
-lease_expires_at; recovers expired leases on the way; never waits. A claim
-counts from its commit: one that is rolled back, or that a crash cuts off,
-never happened.
+returns them in the order in which to run them: highest priority, which rises
+with the wait where age_after is set, then run_at, then id. Each counts one
+attempt and is leased under its token until lease_expires_at; recovers expired
+leases on the way; never waits. A claim counts from its commit: one that is
+rolled back, or that a crash cuts off, never happened.
 Raises 25001 outside READ COMMITTED, 25006 (the transaction is read-only, or
 the server a standby), 22023 (bad argument).';
 

@@ -432,6 +432,8 @@ create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestam
     set enable_sort = off
     set enable_nestloop = on
 as $$
+declare
+    age_after interval := (pgqueue._in_force(job.queue)).age_after;
 begin
     return (
         select count(*)
@@ -439,19 +441,23 @@ begin
             select
             from pgqueue._live_lanes(job.queue) as l
             cross join lateral (
+                select pgqueue._due_by(l.priority, job.priority, job.run_at, moment, age_after) as due_by
+            ) as b
+            cross join lateral (
                 select
                 from pgqueue.job as j
                 where hashtext(j.queue) = hashtext(job.queue) and j.queue = job.queue
                     and j.priority = l.priority
                     and (coalesce(j.turn, j.run_at), j.id) < (
-                        case when l.priority > job.priority then moment else coalesce(job.turn, job.run_at) end,
-                        case when l.priority > job.priority then 9223372036854775807 else job.id end
+                        case when l.priority <> job.priority then b.due_by else coalesce(job.turn, job.run_at) end,
+                        case when l.priority <> job.priority then 9223372036854775807 else job.id end
                     )
+                    and (l.priority = job.priority or j.run_at <= b.due_by)
                     and j.lease_expires_at is null
                 order by coalesce(j.turn, j.run_at), j.id
                 limit 10001
             ) as ahead
-            where l.priority >= job.priority
+            where l.priority >= job.priority or age_after is not null
             limit 10001
         ) as a
     );

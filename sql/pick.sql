@@ -260,7 +260,8 @@ attempts of those whose lease expired on the way. Only from the beginning
 (is_whole) does "none" mean that there is none. Plans as claim sets it.';
 
 create or replace function pgqueue._pick_lanes(
-    queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, noted int[]
+    queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, noted int[],
+    age_after interval
 )
     returns tid[]
     language plpgsql
@@ -268,7 +269,11 @@ create or replace function pgqueue._pick_lanes(
 as $$
 declare
     live int[];
+    served int[];
+    shares int[];
+    lanes int[];
     lane int;
+    wanted int;
     is_whole boolean := false;
     is_mended boolean := false;
     taken tid[];
@@ -277,17 +282,26 @@ begin
     if noted is null then
         live := pgqueue._due_lanes(queue, moment);
     end if;
+    if age_after is not null then
+        select s.served, s.shares into served, shares
+        from pgqueue._share_by_age(
+            queue, kinds, paused, max_jobs, moment, age_after, coalesce(noted, live)
+        ) as s;
+    end if;
     loop
-        foreach lane in array coalesce(noted, live) loop
-            -- A lane may hand out its round, too.
-            taken := case when 500 < any (coalesce(noted, live)) then nullif(picks, '{}') end;
+        lanes := served || coalesce(noted, live);
+        for place in 1 .. cardinality(lanes) loop
+            lane := lanes[place];
+            wanted := least(shares[place], max_jobs - cardinality(picks));
+            -- A lane may hand out its round, too, and have two turns itself.
+            taken := case when served is not null or 500 < any (lanes) then nullif(picks, '{}') end;
             if lane > 500 then
                 picks := picks || pgqueue._pick_round(
-                    queue, kinds, paused, lane, max_jobs - cardinality(picks), moment, is_whole, taken
+                    queue, kinds, paused, lane, wanted, moment, is_whole, taken
                 );
             else
                 picks := picks || pgqueue._pick(
-                    queue, kinds, paused, lane, max_jobs - cardinality(picks), moment, is_whole, taken
+                    queue, kinds, paused, lane, wanted, moment, is_whole, taken
                 );
             end if;
             exit when cardinality(picks) = max_jobs;
@@ -300,6 +314,8 @@ begin
         end if;
         live := coalesce(live, pgqueue._due_lanes(queue, moment));
         noted := null;
+        served := null;
+        shares := null;
         is_whole := true;
     end loop;
     if live is not null
@@ -311,6 +327,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick_lanes(text, text[], jsonb, int, timestamptz, int[]) is
-'_pick in the listed lanes of a queue, highest first, then, if nothing was
-found or no list is valid, from the beginning of all that have something due.';
+comment on function pgqueue._pick_lanes(text, text[], jsonb, int, timestamptz, int[], interval) is
+'_pick in the listed lanes of a queue, by age and highest first, then, if
+nothing was found or no list is valid, from the beginning of all that have
+something due.';

@@ -243,7 +243,7 @@ group_on_retry, skip or block. Of a queue or a kind: max_running, 1 to 1000
 jobs at once. Of a queue, a kind or a group (* for each group): rate_limit, 1
 to 1000 jobs that begin in any rate_period, 1 millisecond to 1 day, default 1
 second; these hold beside each other. Of a queue: age_after, 1 second to 1
-year.
+year, after each of which a waiting job counts as one priority higher.
 Raises 22023 (bad argument).';
 
 create or replace function pgqueue._set_paused(queue text, kind text, group_key text, paused boolean)

@@ -172,6 +172,90 @@ def test_a_claim_beside_two_thousand_queues_costs_no_more_than_beside_none(db, u
     assert is_flat(counts := warmed(db), usual), (counts, usual)
 
 
+# Ageing
+
+
+def age(db: psycopg.Connection, after: str = "10 minutes") -> None:
+    db.execute("select pgqueue.configure('q', age_after => %s::interval)", (after,))
+
+
+def two_lanes(db: psycopg.Connection, aged: int = 2500) -> None:
+    """Many jobs of a high priority, and some of a low one that have waited for an hour."""
+    fill(db, 100_000, "interval '59 minutes' + n * interval '1 us'", 3)
+    fill(db, aged, "interval '1 s' + n * interval '1 us'")
+
+
+@pytest.mark.parametrize("batch", [1, 50])
+@pytest.mark.parametrize("after", ["10 minutes", "1 day"])
+def test_a_claim_with_ageing_costs_at_most_twice_what_it_costs_without(
+    db, batch, after
+):
+    def median() -> int:
+        return sorted(buffers(db, batch) for _ in range(15))[7]
+
+    two_lanes(db)
+    plain = median()
+    age(db, after)
+    assert median() <= 2 * plain
+    high = one(db, "select bool_and(priority = 3) from pgqueue.claim('q', 'w', 50)")
+    assert high == (after == "1 day")
+
+
+@pytest.mark.parametrize("after", ["10 minutes", "1 day"])
+@pytest.mark.parametrize("dead", [0, 3])
+def test_finished_jobs_of_a_lane_are_not_walked_by_every_claim_with_ageing(
+    db, usual, held_snapshot, after, dead
+):
+    age(db, after)
+    fill(db, 100_000, priority=dead)
+    db.execute("delete from pgqueue.job")
+    two_lanes(db)
+    assert is_flat(counts := warmed(db), usual), (counts, usual)
+    ones = [buffers(db, 1) for _ in range(10)]
+    assert is_flat(ones, usual / 3), (ones, usual)
+
+
+@pytest.mark.parametrize("after", ["10 minutes", "1 day"])
+def test_finished_jobs_of_groups_are_not_walked_by_every_claim_with_ageing(
+    db, usual, held_snapshot, after
+):
+    age(db, after)
+    fill_groups(db, 1000, 50)
+    for _ in range(5):
+        one(db, "select count(*) from pgqueue.claim('q', 'w', 10000)")
+    db.execute("delete from pgqueue.job")
+    fill_groups(db, 500, 2, run_at="2020-01-01")
+    fill(db, 50_000, "interval '59 minutes'", 3)
+    assert is_flat(counts := warmed(db), usual), (counts, usual)
+
+
+def test_jobs_of_other_kinds_are_not_walked_by_every_claim_with_ageing(db, usual):
+    age(db, "1 day")
+    two_lanes(db)
+    db.execute(FILL.replace("'q', 'q'", "'q', 'other'").format(
+        after="interval '0'", priority=0, jobs=100_000))  # fmt: skip
+    claim = "select from pgqueue.claim('q', 'w', 50, kinds => '{q}')"
+    counts = [pages(db, claim) for _ in range(12)][2:]
+    assert is_flat(counts, usual), (counts, usual)
+
+
+def test_ninety_six_sessions_with_ageing_share_their_positions(
+    dsn, db, usual, held_snapshot
+):
+    age(db)
+    fill(db, 50_000)
+    db.execute("delete from pgqueue.job")
+    two_lanes(db, 20_000)
+    with contextlib.ExitStack() as stack:
+        sessions = [
+            stack.enter_context(psycopg.connect(dsn, autocommit=True))
+            for _ in range(96)
+        ]
+        for session in sessions:
+            buffers(session)  # so that it has its plans
+        assert is_flat(counts := [buffers(each) for each in sessions], usual), counts
+
+
 STATES = {
     "never analysed": ["fill"],
     "analysed empty": ["analyze", "fill"],
@@ -220,6 +304,9 @@ def test_no_state_of_the_statistics_makes_a_claim_sort_or_scan(connect, state):
     lease = db.execute("select id, token from pgqueue.claim('q', 'w')").fetchone()
     for verb in (
         "claim('q', 'w', 50)",
+        "configure('q', age_after => '1 hour')",
+        "enqueue('q', priority => 1)",
+        "claim('q', 'w', 50)",
         "extend(array[%s], array[%s])",
         "complete_many(array[%s], array[%s])",
         "fail(%s, %s, 'e')",
@@ -239,6 +326,8 @@ def test_no_state_of_the_statistics_makes_a_claim_sort_or_scan(connect, state):
         if "for update skip locked" in plan and "job_lane_idx" in plan
     ]
     assert pick and not any("Sort" in plan for plan in pick)
+    look = [plan for plan in plans if "WindowAgg" in plan and "job_lane_idx" in plan]
+    assert look and not any("Sort" in plan for plan in look)
     # Jobs are locked in the order of their ids, as an index scan that is not joined does.
     (many,) = (plan for plan in plans if "any (complete_many.job_ids)" in plan)
     deletes = many.partition("CTE done")[2].partition("CTE logged")[0]

@@ -1031,3 +1031,47 @@ def test_claims_beside_pauses_take_each_job_once_and_none_that_is_paused(
     changes[0] = -1
     ids = [id for worker in workers for id in worker.result(60)]
     assert len(ids) == len(set(ids)) == 600
+
+
+# Ageing
+
+
+def fill_ages(db: psycopg.Connection, jobs: int) -> None:
+    """Jobs of five priorities and all ages, some of groups."""
+    db.execute("select pgqueue.configure('q', age_after => '1 second')")
+    db.execute(
+        "select pgqueue.enqueue('q', priority => n %% 5, group_key => case when n %% 3 = 0 then 'g' || n %% 7 end, "
+        "run_at => clock_timestamp() - random() * interval '10 seconds') from generate_series(1, %s) as n",
+        (jobs,),
+    )
+
+
+def test_claims_beside_an_open_one_take_what_has_aged_next(db, connect):
+    db.execute("select pgqueue.configure('q', age_after => '1 minute')")
+    db.execute(
+        "select pgqueue.enqueue('q', priority => p, run_at => now() - waits * interval '1 minute') "
+        "from unnest(array[5, 5, 0, 0], array[0.5, 0.4, 9.5, 2.5]) as j (p, waits)"
+    )
+    other = connect()
+    with db.transaction():
+        assert db.execute(CLAIM).fetchone()[0] == 3
+        with other.transaction(force_rollback=True):
+            rest = column(other, "select id from pgqueue.claim('q', 'w', 4)")
+            assert rest == [1, 2, 4]
+    assert column(other, "select id from pgqueue.claim('q', 'w', 4)") == [1, 2, 4]
+
+
+def test_claims_with_ageing_take_each_job_once(db, connect, pool):
+    fill_ages(db, 2000)
+
+    def drain(size: int) -> list[int]:
+        session, taken = connect(), []
+        claim = f"select id from pgqueue.claim('q', 'w', {size})"
+        while ids := column(session, claim):
+            taken += ids
+        return taken
+
+    drains = [pool.submit(drain, size) for size in (1, 1, 1, 3, 3, 10, 10, 50)]
+    taken = [job for each in drains for job in each.result()]
+    taken += column(db, "select id from pgqueue.claim('q', 'w', 10000)")
+    assert len(taken) == len(set(taken)) == 2000
