@@ -37,7 +37,11 @@ create or replace function pgqueue._caps(queue text, kinds text[], group_keys te
     language plpgsql
     stable
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
+declare
+    -- Groups may be many, and few have settings of their own.
+    each_group pgqueue.queue := case when group_keys is not null then pgqueue._in_force(queue, '', '*') end;
 begin
     return query
     with own as (
@@ -45,18 +49,27 @@ begin
         from pgqueue.queue as q
         where q.name in (_caps.queue, '') and (q.max_running is not null or q.rate_limit is not null)
     )
-    select s.kind, s.group_key, c.is_rate, c.most, settings.rate_period
+    select s.kind, s.group_key, c.is_rate, c.most, c.period
     from (
-        select distinct '', g.key, 1
-        from unnest(group_keys) as g (key)
-        join own as o on g.key is not null and o.group_key in ('*', g.key)
+        select '', g.key, 1, o.group_key is not null
+        from (select distinct u.key from unnest(group_keys) as u (key)) as g
+        left join own as o on o.group_key = g.key
+        where g.key is not null and (o.group_key is not null or each_group.rate_limit is not null)
         union all
-        select o.kind, '', 2 from own as o where o.kind <> '' and (kinds is null or o.kind = any (kinds))
+        select o.kind, '', 2, true from own as o where o.kind <> '' and (kinds is null or o.kind = any (kinds))
         union all
-        select '', '', 3 from own as o where o.kind = '' and o.group_key = ''
-    ) as s (kind, group_key, width)
-    cross join lateral pgqueue._in_force(_caps.queue, s.kind, s.group_key) as settings
-    cross join lateral (values (false, settings.max_running), (true, settings.rate_limit)) as c (is_rate, most)
+        select '', '', 3, true from own as o where o.kind = '' and o.group_key = ''
+    ) as s (kind, group_key, width, has_own)
+    cross join lateral (
+        select f.max_running, f.rate_limit, f.rate_period
+        from pgqueue._in_force(_caps.queue, s.kind, s.group_key) as f
+        where s.has_own
+        union all
+        select null, each_group.rate_limit, each_group.rate_period where not s.has_own
+    ) as f (max_running, rate_limit, period)
+    cross join lateral (
+        values (false, f.max_running, f.period), (true, f.rate_limit, f.period)
+    ) as c (is_rate, most, period)
     where c.most is not null
     order by s.width, s.kind, s.group_key, c.is_rate;
 end;
@@ -100,28 +113,34 @@ create or replace function pgqueue._make_permits(queue text, kinds text[], group
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
+    set enable_sort = on
     set enable_indexscan = on
     set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 begin
     insert into pgqueue.permit (place, is_rate, queue, kind, group_key)
     select p.place, c.is_rate, _make_permits.queue, c.kind, c.group_key
     from pgqueue._caps(queue, kinds, group_keys) as c
-    -- The last is made with the others, and dropped before them.
+    left join (select g.key, count(*) as jobs from unnest(group_keys) as g (key) group by g.key) as n
+        on n.key = c.group_key
+    cross join lateral (
+        select coalesce(max(m.place), 0)
+        from pgqueue.permit as m
+        where hashtext(m.queue) = hashtext(_make_permits.queue) and hashtext(m.kind) = hashtext(c.kind)
+            and hashtext(m.group_key) = hashtext(c.group_key) and m.is_rate = c.is_rate
+            and m.queue = _make_permits.queue and m.kind = c.kind and m.group_key = c.group_key
+    ) as made (places)
+    -- For a group no more than it has jobs, because groups may be many.
     cross join lateral generate_series(
-        case when pgqueue._has_permit(_make_permits.queue, c.kind, c.group_key, c.is_rate, c.most)
-            then c.most + 1 else 1 end,
-        c.most
-    ) as p (place)
-    where not pgqueue._has_permit(_make_permits.queue, c.kind, c.group_key, c.is_rate, p.place);
+        made.places + 1, least(c.most, made.places + coalesce(n.jobs, c.most))
+    ) as p (place);
 end;
 $$;
 
 comment on function pgqueue._make_permits(text, text[], text[]) is
-'Makes the permits that a queue, some of its kinds and some of its groups lack.
-Other sessions see them from the commit on.';
+'Makes the permits that a queue and some of its kinds lack, and for some groups
+one more for each time that one is named, up to their rates. Other sessions see
+them from the commit on.';
 
 create or replace function pgqueue._permits(
     queue text, kind text, group_key text, is_rate boolean, most int, period interval, moment timestamptz
@@ -206,11 +225,11 @@ comment on function pgqueue._last_place(
 'Up to which place the free permits of a cap may be taken: all, unless it was
 lowered.';
 
-create or replace function pgqueue._free_permits(
-    queue text, kind text, group_key text, is_rate boolean, last_place int, period interval,
-    moment timestamptz, wanted int, is_locking boolean
+create or replace function pgqueue._count_free(
+    queue text, kind text, group_key text, is_rate boolean, most int, period interval,
+    moment timestamptz, wanted int
 )
-    returns tid[]
+    returns int
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
@@ -221,54 +240,40 @@ create or replace function pgqueue._free_permits(
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
+declare
+    last_place int := pgqueue._last_place(queue, kind, group_key, is_rate, most, period, moment);
 begin
-    if not is_locking then
-        return array(
-            select p.ctid
+    return (
+        select count(*)
+        from (
+            select
             from pgqueue.permit as p
-            where hashtext(p.queue) = hashtext(_free_permits.queue)
-                and hashtext(p.kind) = hashtext(_free_permits.kind)
-                and hashtext(p.group_key) = hashtext(_free_permits.group_key)
-                and p.is_rate = _free_permits.is_rate and p.place <= last_place
-                and p.queue = _free_permits.queue and p.kind = _free_permits.kind
-                and p.group_key = _free_permits.group_key
+            where hashtext(p.queue) = hashtext(_count_free.queue)
+                and hashtext(p.kind) = hashtext(_count_free.kind)
+                and hashtext(p.group_key) = hashtext(_count_free.group_key)
+                and p.is_rate = _count_free.is_rate and p.place <= last_place
+                and p.queue = _count_free.queue and p.kind = _count_free.kind
+                and p.group_key = _count_free.group_key
                 -- A time of another clock is none.
                 and (p.is_rate and p.taken_at > moment - period and p.taken_at <= moment + period) is not true
                 and (p.is_rate or not exists (
                     select from pgqueue.job as j where j.id = p.job_id and j.token = p.token
                 ))
             limit wanted
-        );
-    end if;
-    return array(
-        select p.ctid
-        from pgqueue.permit as p
-        where hashtext(p.queue) = hashtext(_free_permits.queue)
-            and hashtext(p.kind) = hashtext(_free_permits.kind)
-            and hashtext(p.group_key) = hashtext(_free_permits.group_key)
-            and p.is_rate = _free_permits.is_rate and p.place <= last_place
-            and p.queue = _free_permits.queue and p.kind = _free_permits.kind
-            and p.group_key = _free_permits.group_key
-            and (p.is_rate and p.taken_at > moment - period and p.taken_at <= moment + period) is not true
-            and (p.is_rate or not exists (
-                select from pgqueue.job as j where j.id = p.job_id and j.token = p.token
-            ))
-        limit wanted
-        for update of p skip locked
+        ) as free
     );
 end;
 $$;
 
-comment on function pgqueue._free_permits(
-    text, text, text, boolean, int, interval, timestamptz, int, boolean
+comment on function pgqueue._count_free(
+    text, text, text, boolean, int, interval, timestamptz, int
 ) is
-'Up to so many permits of a cap that look free; locked, if so wanted.';
+'How many permits of a cap look free; no more than wanted.';
 
 create or replace function pgqueue._lock_permits(
-    queue text, kind text, group_key text, is_rate boolean, most int, period interval,
-    moment timestamptz, wanted int
+    queue text, kinds text[], group_keys text[], are_rates boolean[], mosts int[], periods interval[],
+    wanted int[], moment timestamptz, out caps int[], out permits tid[]
 )
-    returns tid[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
@@ -281,19 +286,35 @@ create or replace function pgqueue._lock_permits(
     set enable_mergejoin = off
 as $$
 declare
-    locked tid[] := pgqueue._free_permits(
-        queue, kind, group_key, is_rate,
-        pgqueue._last_place(queue, kind, group_key, is_rate, most, period, moment),
-        period, moment, wanted, true
-    );
-    again record;
+    doubles int[];
 begin
+    select array_agg(c.nth), array_agg(l.tid) into caps, permits
+    from unnest(kinds, group_keys, are_rates, mosts, periods, wanted) with ordinality
+        as c (kind, group_key, is_rate, most, period, wanted, nth)
+    cross join lateral (
+        select p.ctid as tid
+        from pgqueue.permit as p
+        where hashtext(p.queue) = hashtext(_lock_permits.queue) and hashtext(p.kind) = hashtext(c.kind)
+            and hashtext(p.group_key) = hashtext(c.group_key) and p.is_rate = c.is_rate
+            and p.place <= pgqueue._last_place(
+                _lock_permits.queue, c.kind, c.group_key, c.is_rate, c.most, c.period, moment
+            )
+            and p.queue = _lock_permits.queue and p.kind = c.kind and p.group_key = c.group_key
+            and (p.is_rate and p.taken_at > moment - c.period and p.taken_at <= moment + c.period) is not true
+            and (p.is_rate or not exists (
+                select from pgqueue.job as j where j.id = p.job_id and j.token = p.token
+            ))
+        limit c.wanted
+        for update of p skip locked
+    ) as l;
     -- Now that nobody else can take them.
     select
-        array_agg(p.ctid) filter (where not d.is_double) as permits,
-        array_agg(p.place) filter (where d.is_double) as doubles
-    into again
-    from pgqueue.permit as p
+        array_agg(l.cap) filter (where not d.is_double),
+        array_agg(l.tid) filter (where not d.is_double),
+        array_agg(distinct l.cap) filter (where d.is_double)
+    into caps, permits, doubles
+    from unnest(caps, permits) as l (cap, tid)
+    join pgqueue.permit as p on p.ctid = l.tid
     cross join lateral (
         select exists (
             select
@@ -305,25 +326,23 @@ begin
                 and o.ctid <> p.ctid
         )
     ) as d (is_double)
-    where p.ctid = any (locked)
-        and (p.is_rate and p.taken_at > moment - period and p.taken_at <= moment + period) is not true
+    where (p.is_rate and p.taken_at > moment - periods[l.cap] and p.taken_at <= moment + periods[l.cap]) is not true
         and (p.is_rate or not exists (
             select from pgqueue.job as j where j.id = p.job_id and j.token = p.token
         ));
-    if again.doubles is not null then
-        perform pgqueue._merge_permits(queue, kind, group_key, is_rate, again.doubles);
-    end if;
-    return coalesce(again.permits, '{}'::tid[]);
+    perform pgqueue._merge_permits(queue, kinds[d.cap], group_keys[d.cap], are_rates[d.cap])
+    from unnest(doubles) as d (cap);
 end;
 $$;
 
 comment on function pgqueue._lock_permits(
-    text, text, text, boolean, int, interval, timestamptz, int
+    text, text[], text[], boolean[], int[], interval[], int[], timestamptz
 ) is
-'Locks up to so many free permits of a cap, and returns where they are.';
+'Locks free permits of some caps, up to so many of each; returns where they are,
+each with the number of its cap.';
 
 create or replace function pgqueue._merge_permits(
-    queue text, kind text, group_key text, is_rate boolean, places int[]
+    queue text, kind text, group_key text, is_rate boolean
 )
     returns void
     language plpgsql
@@ -338,31 +357,31 @@ declare
         where hashtext(p.queue) = hashtext(_merge_permits.queue)
             and p.queue = _merge_permits.queue and p.kind = _merge_permits.kind
             and p.group_key = _merge_permits.group_key and p.is_rate = _merge_permits.is_rate
-            and p.place = any (places)
         for update skip locked
     );
 begin
-    -- The last that was taken stays; one that others have locked decides nothing here.
+    -- The last that was taken stays; where others have a copy locked, all stay.
     delete from pgqueue.permit as p
     where p.ctid = any (array(
         select c.ctid
         from (
-            select o.ctid, row_number() over (partition by o.place order by o.token desc nulls last, o.ctid) as nth,
+            select
+                o.ctid,
+                row_number() over (partition by o.place order by o.token desc nulls last, o.ctid) as nth,
                 bool_and(o.ctid = any (locked)) over (partition by o.place) as is_locked
             from pgqueue.permit as o
             where hashtext(o.queue) = hashtext(_merge_permits.queue)
                 and o.queue = _merge_permits.queue and o.kind = _merge_permits.kind
                 and o.group_key = _merge_permits.group_key and o.is_rate = _merge_permits.is_rate
-                and o.place = any (places)
         ) as c
         where c.is_locked and c.nth > 1
     ));
 end;
 $$;
 
-comment on function pgqueue._merge_permits(text, text, text, boolean, int[]) is
-'Where two sessions have made a permit twice: drops all copies but one, for the
-next claim.';
+comment on function pgqueue._merge_permits(text, text, text, boolean) is
+'Where two sessions have made the permits of a cap twice: drops all copies but
+one, for the next claim.';
 
 create or replace function pgqueue._room(
     queue text, kinds text[], max_jobs int, moment timestamptz, out jobs int, out full_kinds text[],
@@ -382,13 +401,10 @@ begin
         select c.*
         from pgqueue._caps(queue, kinds, null) as c
     loop
-        usable := cardinality(pgqueue._free_permits(
-            queue, cap.kind, cap.group_key, cap.is_rate,
-            pgqueue._last_place(
-                queue, cap.kind, cap.group_key, cap.is_rate, cap.most, cap.period, moment
-            ),
-            cap.period, moment, case when cap.kind = '' then jobs else 1 end, false
-        ));
+        usable := pgqueue._count_free(
+            queue, cap.kind, cap.group_key, cap.is_rate, cap.most, cap.period, moment,
+            case when cap.kind = '' then jobs else 1 end
+        );
         is_complete := is_complete
             and pgqueue._has_permit(queue, cap.kind, cap.group_key, cap.is_rate, cap.most);
         if cap.kind = '' then
@@ -466,42 +482,109 @@ $$;
 comment on function pgqueue._without(jsonb, text[], text[]) is
 'What a claim passes over: what is paused, some kinds, and some groups.';
 
-create or replace function pgqueue._in_order(picks tid[], moment timestamptz, age_after interval)
-    returns bigint[]
+create or replace function pgqueue._demand(
+    picks tid[], kinds text[], group_keys text[], moment timestamptz, age_after interval,
+    out ids bigint[], out caps int[], out job_ids bigint[], out wanted int[]
+)
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set jit = off
     set enable_seqscan = off
     set enable_tidscan = on
     set enable_hashjoin = on
+    set enable_nestloop = off
+    set enable_mergejoin = off
     set enable_sort = on
 as $$
 begin
-    return (
-        with picked as materialized (
-            select
-                j.id, coalesce(j.group_key, '') as group_key,
-                j.priority + coalesce(floor(
-                    date_part('epoch', moment - j.run_at) / date_part('epoch', age_after)
-                ), 0) as priority,
-                coalesce(j.turn, j.run_at) as at,
-                row_number() over (partition by j.group_key order by j.priority desc, j.run_at, j.id) as place,
-                row_number() over (
-                    partition by j.group_key order by j.priority desc, coalesce(j.turn, j.run_at), j.id
-                ) as turn
-            from pgqueue.job as j
-            where j.ctid = any (picks)
-        )
-        select array_agg(p.id order by t.priority desc, t.at, t.id)
+    with picked as materialized (
+        select
+            j.id, j.kind, coalesce(j.group_key, '') as group_key, coalesce(j.turn, j.run_at) as at,
+            j.priority + coalesce(floor(
+                date_part('epoch', moment - j.run_at) / date_part('epoch', age_after)
+            ), 0) as priority,
+            row_number() over (partition by j.group_key order by j.priority desc, j.run_at, j.id) as place,
+            row_number() over (
+                partition by j.group_key order by j.priority desc, coalesce(j.turn, j.run_at), j.id
+            ) as turn
+        from pgqueue.job as j
+        where j.ctid = any (picks)
+    ), ordered as materialized (
+        -- By the turns of the groups, and within a group by run_at and id.
+        select
+            p.id, p.kind, p.group_key,
+            row_number() over (order by t.priority desc, t.at, t.id) as place
         from picked as p
         join picked as t on t.group_key = p.group_key and t.turn = p.place
-    );
+    ), cap as materialized (
+        select c.* from unnest(kinds, group_keys) with ordinality as c (kind, group_key, nth)
+    ), whole as materialized (
+        select c.nth from cap as c where c.kind = '' and c.group_key = ''
+    ), met as materialized (
+        select c.nth, o.id, o.place from ordered as o join cap as c on c.group_key = o.group_key
+        where c.group_key <> ''
+        union all
+        select c.nth, o.id, o.place from ordered as o join cap as c on c.kind = o.kind and c.group_key = ''
+        union all
+        select w.nth, o.id, o.place from ordered as o cross join whole as w
+    )
+    select
+        (select array_agg(o.id order by o.place) from ordered as o),
+        array_agg(m.nth order by m.nth, m.place),
+        array_agg(m.id order by m.nth, m.place),
+        (
+            select array_agg(n.jobs order by n.nth)
+            from (
+                select c.nth, count(m.id)::int as jobs
+                from cap as c left join met as m on m.nth = c.nth
+                group by c.nth
+            ) as n
+        )
+    into ids, caps, job_ids, wanted
+    from met as m;
 end;
 $$;
 
-comment on function pgqueue._in_order(tid[], timestamptz, interval) is
-'The ids of picked jobs in the order in which they are to run: by the turns of
-their groups, and within a group by run_at and id.';
+comment on function pgqueue._demand(tid[], text[], text[], timestamptz, interval) is
+'The ids of picked jobs in the order in which they are to run, and in pairs
+which of some caps hold for which of them; and how many of them are wanted.';
+
+create or replace function pgqueue._supply(
+    demanded int[], job_ids bigint[], locked int[], permits tid[], refused bigint[],
+    out refusing int[], out refused_ids bigint[], out taken tid[], out holders bigint[]
+)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_hashjoin = on
+    set enable_nestloop = off
+    set enable_mergejoin = off
+    set enable_sort = on
+as $$
+begin
+    with wants as (
+        select u.cap, u.id, row_number() over (partition by u.cap order by u.place) as nth
+        from unnest(demanded, job_ids) with ordinality as u (cap, id, place)
+        left join unnest(refused) as r (id) on r.id = u.id
+        where r.id is null
+    ), has as (
+        select u.cap, u.permit, row_number() over (partition by u.cap) as nth
+        from unnest(locked, permits) as u (cap, permit)
+    )
+    select
+        array_agg(distinct w.cap) filter (where h.cap is null),
+        array_agg(distinct w.id) filter (where h.cap is null),
+        array_agg(h.permit) filter (where h.cap is not null),
+        array_agg(w.id) filter (where h.cap is not null)
+    into refusing, refused_ids, taken, holders
+    from wants as w
+    left join has as h on h.cap = w.cap and h.nth = w.nth;
+end;
+$$;
+
+comment on function pgqueue._supply(int[], bigint[], int[], tid[], bigint[]) is
+'Hands the locked permits of each cap to the jobs that demand one, in their order
+and without those that were refused; which get none, and of which caps.';
 
 create or replace function pgqueue._behind(ids bigint[], refused bigint[])
     returns bigint[]
@@ -511,15 +594,20 @@ create or replace function pgqueue._behind(ids bigint[], refused bigint[])
     set enable_seqscan = off
     set enable_indexscan = on
     set enable_nestloop = on
+    set enable_sort = on
 as $$
 begin
     return array(
-        select distinct later.id
-        from unnest(ids) with ordinality as o (id, place)
-        join pgqueue.job as first on first.id = o.id and first.slot is not null
-        join pgqueue.job as later
-            on later.group_key = first.group_key and later.slot is not null and later.id = any (ids[o.place + 1:])
-        where first.id = any (refused) and later.id <> all (refused)
+        select b.id
+        from (
+            select
+                j.id, j.slot,
+                bool_or(j.id = any (refused)) over (partition by j.group_key order by o.place) as is_behind
+            from unnest(ids) with ordinality as o (id, place)
+            join pgqueue.job as j on j.id = o.id
+            where j.slot is not null
+        ) as b
+        where b.is_behind and b.id <> all (refused)
     );
 end;
 $$;
@@ -538,52 +626,43 @@ create or replace function pgqueue._take_permits(
     set jit = off
     set enable_seqscan = off
     set enable_tidscan = on
-    set enable_indexscan = on
     set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
 declare
     met record;
-    cap record;
-    job_ids bigint[];
-    free tid[];
-    permits tid[] := '{}'::tid[];
-    holders bigint[] := '{}';
+    caps record;
+    demand record;
+    locked record;
+    supply record;
 begin
-    select pgqueue._in_order(picks, moment, age_after) as ids, array_agg(j.kind) as kinds, array_agg(j.group_key) as group_keys
+    select array_agg(distinct j.kind) as kinds, array_agg(distinct j.group_key) as group_keys
     into met
     from pgqueue.job as j
     where j.ctid = any (picks);
-    refused := '{}';
-    full_kinds := '{}';
-    full_groups := '{}';
-    for cap in select c.* from pgqueue._caps(queue, met.kinds, met.group_keys) as c loop
-        job_ids := array(
-            select j.id
-            from unnest(met.ids) with ordinality as o (id, place)
-            join pgqueue.job as j on j.id = o.id
-            where j.id <> all (refused)
-                and cap.kind in ('', j.kind) and (cap.group_key = '' or cap.group_key = j.group_key)
-            order by o.place
-        );
-        continue when job_ids = '{}';
-        free := pgqueue._lock_permits(
-            queue, cap.kind, cap.group_key, cap.is_rate, cap.most, cap.period, moment, cardinality(job_ids)
-        );
-        permits := permits || free;
-        holders := holders || job_ids[:cardinality(free)];
-        if cardinality(free) < cardinality(job_ids) then
-            refused := refused || job_ids[cardinality(free) + 1:];
-            refused := refused || pgqueue._behind(met.ids, refused);
-            full_kinds := full_kinds || cap.kind;
-            full_groups := full_groups || cap.group_key;
-        end if;
-    end loop;
+    select
+        array_agg(c.kind) as kinds, array_agg(c.group_key) as group_keys, array_agg(c.is_rate) as are_rates,
+        array_agg(c.most) as mosts, array_agg(c.period) as periods
+    into caps
+    from pgqueue._caps(queue, met.kinds, met.group_keys) as c;
+    demand := pgqueue._demand(picks, caps.kinds, caps.group_keys, moment, age_after);
+    locked := pgqueue._lock_permits(
+        queue, caps.kinds, caps.group_keys, caps.are_rates, caps.mosts, caps.periods,
+        demand.wanted, moment
+    );
+    supply := pgqueue._supply(demand.caps, demand.job_ids, locked.caps, locked.permits, '{}');
+    refused := coalesce(supply.refused_ids, '{}');
+    select array_agg(caps.kinds[r.cap]), array_agg(caps.group_keys[r.cap]) into full_kinds, full_groups
+    from unnest(supply.refusing) as r (cap);
+    if refused <> '{}' then
+        refused := refused || pgqueue._behind(demand.ids, refused);
+        supply := pgqueue._supply(demand.caps, demand.job_ids, locked.caps, locked.permits, refused);
+    end if;
     update pgqueue.permit as p
     set job_id = t.job_id, token = new_token, taken_at = moment
-    from unnest(permits, holders) as t (tid, job_id)
-    where p.ctid = t.tid and t.job_id <> all (refused);
+    from unnest(supply.taken, supply.holders) as t (tid, job_id)
+    where p.ctid = t.tid;
     with leased as (
         update pgqueue.job as j
         -- Until claim() gives it its lease.
@@ -705,13 +784,17 @@ begin
         ) as f
         order by f.at
     );
-    if not pgqueue._has_permit(queue, '', group_key, true, cap.most) then
-        perform pgqueue._make_permits(queue, '{}', array[group_key]);
+    if cardinality(free_ats) < cap.most then
+        -- Those that it lacks are for the next claim.
+        perform pgqueue._make_permits(
+            queue, '{}'::text[], array_fill(group_key, array[cardinality(job_ids)])
+        );
+        return;
     end if;
     for lane in
         select j.priority, array_agg(j.id order by j.run_at, j.id) as ids
         from pgqueue.job as j
-        where j.id = any (job_ids) and j.group_key = _delay_group.group_key and free_ats <> '{}'
+        where j.id = any (job_ids) and j.group_key = _delay_group.group_key
         group by j.priority
         order by j.priority desc
     loop
@@ -796,11 +879,9 @@ begin
     early := array(
         select c.group_key
         from pgqueue._caps(queue, '{}', delayed.group_keys) as c
-        where c.group_key <> '' and pgqueue._free_permits(
-            _hasten.queue, '', c.group_key, true,
-            pgqueue._last_place(_hasten.queue, '', c.group_key, true, c.most, c.period, moment),
-            c.period, moment, 1, false
-        ) <> '{}'
+        where c.group_key <> '' and pgqueue._count_free(
+            _hasten.queue, '', c.group_key, true, c.most, c.period, moment, 1
+        ) > 0
     );
     update pgqueue.job as j
     set turn = null
@@ -833,8 +914,8 @@ declare
     passed jsonb;
     found_jobs tid[];
     next record;
-    full_kinds text[] := '{}';
-    full_groups text[] := '{}';
+    full_kinds text[] := '{}'::text[];
+    full_groups text[] := '{}'::text[];
     is_hastened boolean := false;
 begin
     loop
@@ -868,8 +949,8 @@ begin
         exit when ('', '') in (select * from unnest(next.full_kinds, next.full_groups))
             -- This claim may not use what it has made.
             or not room.is_complete
-            -- The next claim goes on.
-            or picks <> '{}' and clock_timestamp() > moment + interval '100 milliseconds';
+            -- The next claim goes on; what this one has put off stays so.
+            or clock_timestamp() > moment + interval '100 milliseconds';
     end loop;
     return picks;
 end;
@@ -973,31 +1054,49 @@ declare
     lanes int[];
 begin
     for known in
-        select distinct j.queue, case when _apply_caps.group_key is not null then j.group_key end as group_key
+        select
+            j.queue, case when _apply_caps.group_key is not null then j.group_key end as group_key,
+            count(*) as jobs
         from pgqueue.job as j
         where j.queue = coalesce(_apply_caps.queue, j.queue)
             and (
                 _apply_caps.group_key is null
                 or j.group_key is not null and _apply_caps.group_key in ('*', j.group_key)
             )
-        union
-        select q.name, _apply_caps.group_key
-        from (values (_apply_caps.queue)) as q (name)
-        where q.name is not null and _apply_caps.group_key is distinct from '*'
+        group by 1, 2
+        union all
+        -- A queue gets its permits before it has jobs, a group with them.
+        select _apply_caps.queue, null, 0
+        where _apply_caps.queue is not null and _apply_caps.group_key is null
+            and not exists (
+                select from pgqueue.job as j
+                where hashtext(j.queue) = hashtext(_apply_caps.queue) and j.queue = _apply_caps.queue
+            )
     loop
+        -- No gaps: what is still held keeps all before it.
         delete from pgqueue.permit as p
         where p.ctid = any (array(
             select unnest(f.copies)
             from (values (false), (true)) as s (is_rate)
             cross join lateral pgqueue._in_force(known.queue, _apply_caps.kind, known.group_key) as settings
-            cross join lateral pgqueue._permits(
-                known.queue, coalesce(_apply_caps.kind, ''), coalesce(known.group_key, ''), s.is_rate, 0,
-                settings.rate_period, clock_timestamp()
+            cross join lateral (
+                select u.place, u.copies, coalesce(max(u.place) filter (where u.is_held) over (), 0) as last_held
+                from pgqueue._permits(
+                    known.queue, coalesce(_apply_caps.kind, ''), coalesce(known.group_key, ''), s.is_rate, 0,
+                    settings.rate_period, clock_timestamp()
+                ) as u
             ) as f
-            where not f.is_held
-                and f.place > coalesce(case when s.is_rate then settings.rate_limit else settings.max_running end, 0)
+            where f.place > greatest(
+                f.last_held,
+                case when s.is_rate then settings.rate_limit else settings.max_running end
+            )
         ));
-        perform pgqueue._make_permits(known.queue, array[kind], array[known.group_key]);
+        perform pgqueue._make_permits(
+            known.queue, array[kind],
+            case when known.group_key is not null
+                then array_fill(known.group_key, array[least(known.jobs, 1000)::int])
+            end
+        );
         if known.group_key is not null then
             with back as (
                 update pgqueue.job as j

@@ -410,6 +410,8 @@ create or replace function pgqueue._settings_of_groups(
     stable
     set search_path = pg_catalog, pg_temp
     set jit = off
+    set enable_hashjoin = on
+    set enable_nestloop = off
 as $$
 begin
     if group_keys is null or pg_relation_size('pgqueue.queue_narrow_idx') <= 8192 then
@@ -417,14 +419,14 @@ begin
     end if;
     with own as materialized (
         select u.group_key, s.max_attempts, s.max_payload_bytes
-        from (select distinct g.group_key from unnest(group_keys) as g (group_key)) as u
+        from (select distinct coalesce(g.group_key, '') as group_key from unnest(group_keys) as g (group_key)) as u
         cross join lateral pgqueue._in_force(queue, kind, u.group_key) as s
     )
     select
         array_agg(o.max_attempts order by g.place), array_agg(o.max_payload_bytes order by g.place)
     into max_attempts, max_bytes
     from unnest(group_keys) with ordinality as g (group_key, place)
-    join own as o on o.group_key is not distinct from g.group_key;
+    join own as o on o.group_key = coalesce(g.group_key, '');
 end;
 $$;
 
