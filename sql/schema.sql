@@ -22,8 +22,8 @@
 --
 -- The rooms after this one, in the order in which a job meets them: check (arguments), settings,
 -- enqueue (producer), wake (who sleeps), lane, pick and age (which jobs are due), turn, limit and park
--- (groups), cap, claim, lease, attempt and finish (worker), manage and dead (operator), maintain, observe
--- (views), access (roles).
+-- (groups), permit, cap and delay (caps), claim, lease, attempt and finish (worker), manage and dead
+-- (operator), maintain, observe (views), access (roles).
 -- Every function says for itself how names are found and statements planned (claim says why), so
 -- the same lines stand above most bodies; filters and options stand in each signature.
 

@@ -79,6 +79,12 @@ select is(pg_temp.claimed('q', 2), 'a2', 'without a cap a claim gets what it wan
 select pgqueue.configure('q', max_running => 6);
 select is(pg_temp.claimed('q', 10), 'a1', 'a cap counts what ran before it was set');
 
+-- with ageing
+select pgqueue.configure('old', max_running => 1, age_after => '1 minute');
+select pgqueue.enqueue('old', kind => 'low', run_at => now() - interval '10 minutes');
+select pgqueue.enqueue('old', kind => 'high', priority => 5);
+select is(pg_temp.claimed('old', 5), 'low1', 'of the jobs that a cap leaves room for, the one that has aged most is taken');
+
 -- of a kind
 select pgqueue.configure('k', kind => 'a', max_running => 2);
 select pg_temp.fill('k', 'a', 300);
