@@ -318,6 +318,7 @@ create or replace function pgqueue._drop_permits()
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set jit = off
+    set enable_seqscan = off
     set enable_indexscan = on
     set enable_tidscan = on
     set enable_nestloop = on

@@ -38,6 +38,11 @@ FILL = [
     )
     """,
     """
+    select count(*) from pgqueue.enqueue_many(
+        'rated', array_fill('{}'::jsonb, array[30]), group_keys => array_fill('a'::text, array[30])
+    )
+    """,
+    """
     insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload)
     select now() + interval '30 days', now(), 50, 20, 'deep', 'deep', '{}'::jsonb from generate_series(1, 3000)
     union all
@@ -240,9 +245,10 @@ CALLS = {
     "claim of groups with a limit": f"{JOBS}.claim('groups', 'w', 50)",
     "pause of a group": "pgqueue.pause('groups', group_key => 'group 9')",
     "claim of other groups": f"{JOBS}.claim('groups', 'w', 50)",
-    "cap": "pgqueue.configure('groups', max_running => 900)",
-    "rate": "pgqueue.configure('groups', group_key => '*', rate_limit => 2, rate_period => '1 day')",
+    "cap": "pgqueue.configure('groups', max_running => 900, rate_limit => 900, rate_period => '1 day')",
     "claim under caps": f"{JOBS}.claim('groups', 'w', 50)",
+    "rate": "pgqueue.configure('rated', group_key => 'a', rate_limit => 1, rate_period => '1 day')",
+    "claim of a used up group": f"{JOBS}.claim('rated', 'w', 5)",
     "age": "pgqueue.configure('mixed', age_after => '25 minutes')",
     "claim of one that aged": f"{JOBS}.claim('mixed', 'w')",
     "claim of aged jobs": f"{JOBS}.claim('mixed', 'w', 200)",
@@ -373,9 +379,8 @@ def run(
             for name, call in CALLS.items():
                 for setting in itertools.islice(changes, 1):
                     db.execute(f"set {setting}")
-                first, *others = itertools.islice(given, 4)
+                first, *others = itertools.islice(given, CALLED.get(name, 4))
                 session.answers[name] = answer(db, f"select {call}", first)
-                others = others[: CALLED.get(name, 4) - 1]
                 if others and isinstance(session.answers[name], list):
                     # The plans are made now. The median of three, because now and then a
                     # claim walks from the beginning.
