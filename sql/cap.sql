@@ -84,10 +84,7 @@ begin
     jobs := max_jobs;
     full_kinds := '{}';
     is_complete := true;
-    for cap in
-        select c.*
-        from pgqueue._caps(queue, kinds, null) as c
-    loop
+    for cap in select c.* from pgqueue._caps(queue, kinds, null) as c loop
         usable := pgqueue._count_free(
             queue, cap.kind, cap.group_key, cap.is_rate, cap.most, cap.period, moment,
             case when cap.kind = '' then jobs else 1 end

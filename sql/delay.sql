@@ -149,6 +149,12 @@ declare
     delayed record;
     early text[];
 begin
+    if not exists (
+        select from pgqueue.queue as q
+        where q.name in (_hasten.queue, '') and q.group_key <> '' and q.rate_limit is not null
+    ) then
+        return false;
+    end if;
     select array_agg(d.tid) as tids, array_agg(d.group_key) as group_keys into delayed
     from pgqueue._live_lanes(queue) as l
     cross join lateral (
