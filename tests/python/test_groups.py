@@ -305,9 +305,11 @@ class Groups(RuleBasedStateMachine):
     # Workers
 
     def ask(self, size: int, kinds: list[str] | None) -> list[tuple[int, int]]:
+        of = self.queue if size % 2 else [self.queue]
         return self.db.execute(
-            "select id, token from pgqueue.claim(%s, 'w', %s, lease => '1 hour', kinds => %s::text[])",
-            (self.queue, size, kinds),
+            f"select id, token from pgqueue.claim{'' if size % 2 else '_from'}("
+            "%s, 'w', %s, lease => '1 hour', kinds => %s::text[])",
+            (of, size, kinds),
         ).fetchall()
 
     @rule(size=SIZES, kinds=ASKED)
@@ -403,6 +405,37 @@ class Groups(RuleBasedStateMachine):
                 self.model.fail(job)
             job.is_due = retry_in == "0"
 
+    @rule(
+        picks=st.dictionaries(
+            PICK,
+            st.sampled_from(["complete", "fail", "reject"]),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    def finish(self, picks) -> None:
+        ends = {
+            job.id: (job, end)
+            for pick, end in picks.items()
+            if (job := self.some(pick, running=True))
+        }
+        self.db.execute(
+            "select pgqueue.finish(%s::bigint[], %s::bigint[], %s::text[], "
+            "delays => array_fill(interval '0', array[%s]))",
+            (
+                list(ends),
+                [job.token for job, _ in ends.values()],
+                [end for _, end in ends.values()],
+                len(ends),
+            ),
+        )
+        for job, end in ends.values():
+            if end == "fail":
+                self.model.fail(job)
+                job.is_due = True
+            else:
+                self.model.end(job, "gone" if end == "complete" else "dead")
+
     @rule(pick=PICK, later=st.booleans())
     def release(self, pick, later) -> None:
         if job := self.some(pick, running=True):
@@ -433,6 +466,24 @@ class Groups(RuleBasedStateMachine):
             job.is_cancelled = True
             if job.waits or job.is_expired:
                 self.model.end(job, "gone")
+
+    @rule(kind=KINDS, sure=st.sampled_from([False, False, True]))
+    def cancel_many(self, kind, sure) -> None:
+        jobs = [
+            job
+            for _, job in sorted(self.model.jobs.items())
+            if job.kind == kind and not job.is_cancelled
+        ]
+        if sure:
+            cancelled = column(
+                self.db, "select pgqueue.cancel_many(%s, %s)", self.queue, kind
+            )
+            assert cancelled == [job.id for job in jobs]
+            for job in jobs:
+                job.is_cancelled = True
+                if job.waits or job.is_expired:
+                    self.model.end(job, "gone")
+            self.meddled = True
 
     @rule(pick=PICK)
     def run_now(self, pick) -> None:
