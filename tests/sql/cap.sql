@@ -104,6 +104,16 @@ select pgqueue.pause('k', kind => 'b');
 select pg_temp.complete('k', 10);
 select is(pg_temp.claimed('k', 10), 'a2', 'what is paused is passed over beside what is full');
 
+-- A claim that has walked far leaves no position behind what it puts back.
+select pgqueue.configure('far', kind => 'x', max_running => 1);
+select pg_temp.fill('far', 'y', 300);
+select is(pg_temp.claimed('far', 300), 'y300', 'three hundred jobs run');
+select pg_temp.fill('far', 'x', 3);
+select pg_temp.fill('far', 'y', 300);
+select is(pg_temp.claimed('far', 5), 'x1 y4', 'of three jobs of a kind one is taken, and two are put back');
+select pg_temp.complete('far', 1, 'x');
+select is(pg_temp.claimed('far', 1), 'x1', 'the next claim finds those at once');
+
 -- of all
 select pgqueue.configure(null, max_running => 2);
 select pgqueue.configure(null, kind => 'rare', max_running => 1);
