@@ -39,16 +39,54 @@ KILL = (
     " where application_name = 'pgqueue' and datname = current_database()"
 )
 QUICK = "select pgqueue.configure(null, retry_base => '100 ms', max_attempts => 1000)"
+# With groups: at most two jobs of each run, six of all, and five of one kind.
+LIMITS = [
+    "select pgqueue.configure(null, group_limit => 2, max_running => 6)",
+    "select pgqueue.configure(null, kind => 'nap', max_running => 5)",
+]
+OVER = """
+    select count(*) from pgqueue.job where lease_expires_at is not null
+    group by grouping sets ((group_key), (kind), ())
+    having count(*) > case
+        when grouping(group_key) = 0 then 2 when min(kind) = max(kind) and min(kind) = 'nap' then 5 else 6
+    end
+"""
+Groups = tuple[str | None, ...]
+grouped = pytest.mark.parametrize(
+    "groups", [(None,), ("a", "b", "c", "d", "e")], ids=["plain", "groups"]
+)
 
 
-def enqueue_all(db: psycopg.Connection, count: int, seconds: float = 0.01) -> list[int]:
+def enqueue_all(
+    db: psycopg.Connection, count: int, seconds: float = 0.01, groups: Groups = (None,)
+) -> list[int]:
     """Enqueue jobs of every kind of handler: sync and async, with and without a transaction."""
     db.execute("create table if not exists effect (job_id bigint)")
-    ids = []
-    for kind in ("amark", "effect", "aeffect"):
-        ids += pgqueue.enqueue_many(db, QUEUE, [None] * (count // 4), kind=kind)
-    naps = [{"seconds": seconds}] * (count - len(ids))
-    return ids + pgqueue.enqueue_many(db, QUEUE, naps, kind="nap")
+    ids: list[int] = []
+    for kind, payload, jobs in (
+        ("amark", None, count // 4),
+        ("effect", None, count // 4),
+        ("aeffect", None, count // 4),
+        ("nap", {"seconds": seconds}, count - 3 * (count // 4)),
+    ):
+        ids += pgqueue.enqueue_many(
+            db,
+            QUEUE,
+            [payload] * jobs,
+            kind=kind,
+            group_keys=[groups[n % len(groups)] for n in range(jobs)],
+        )
+    return ids
+
+
+def limit(db: psycopg.Connection, groups: Groups) -> None:
+    for setting in LIMITS * (groups != (None,)):
+        db.execute(setting)
+
+
+def check_limits(db: psycopg.Connection, groups: Groups) -> None:
+    if groups != (None,):
+        assert column(db, OVER) == []
 
 
 def check_effects(db: psycopg.Connection) -> None:
@@ -59,9 +97,11 @@ def check_effects(db: psycopg.Connection) -> None:
     assert sorted(column(db, "select job_id from effect")) == sorted(column(db, want))
 
 
-def test_killed_workers_lose_no_job(db, workers, say) -> None:
+@grouped
+def test_killed_workers_lose_no_job(db, workers, say, groups) -> None:
     db.execute(QUICK)
-    ids = enqueue_all(db, 400, seconds=0.05)
+    limit(db, groups)
+    ids = enqueue_all(db, 400, 0.05, groups)
     for _ in range(50 if LONG else 8):
         seen = workers.notes().total()
         worker = workers.start("--lease", "1", "--poll-interval", "1")
@@ -69,9 +109,10 @@ def test_killed_workers_lose_no_job(db, workers, say) -> None:
         time.sleep(random.uniform(0, 0.1))
         worker.kill()
         worker.wait()
-        ids += enqueue_all(db, 40, seconds=0.05)
+        check_limits(db, groups)
+        ids += enqueue_all(db, 40, 0.05, groups)
     worker = workers.start("--lease", "1", "--poll-interval", "1")
-    wait_until(lambda: is_empty(db), 60)
+    wait_until(lambda: check_limits(db, groups) or is_empty(db), 60)
     tally(say, "kill -9", db, workers, ids)
     check_effects(db)
     assert workers.finish(worker) == 0
@@ -122,16 +163,21 @@ def test_a_worker_stopped_past_its_lease_reports_nothing(
     assert workers.finish(zombie) == 0
 
 
-def test_a_worker_replaces_killed_sessions_and_loses_no_job(db, workers, say) -> None:
+@grouped
+def test_a_worker_replaces_killed_sessions_and_loses_no_job(
+    db, workers, say, groups
+) -> None:
     db.execute(QUICK)
+    limit(db, groups)
     seconds = 60 if LONG else 8
     worker = workers.start("--lease", "2", "--concurrency", "4")
     ids: list[int] = []
     end = time.monotonic() + seconds
     kills = 0
     while time.monotonic() < end:
-        ids += enqueue_all(db, 40)
+        ids += enqueue_all(db, 40, groups=groups)
         kills += one(db, KILL)
+        check_limits(db, groups)
         time.sleep(0.2)
     spent = cpu_seconds(worker.pid) / seconds
     wait_until(lambda: is_empty(db), 60)
@@ -243,6 +289,22 @@ def test_a_worker_works_with_one_second_timeouts_and_serializable_by_default(
     check_effects(db)
     assert workers.finish(worker) == workers.finish(listener) == 0
     assert "serializ" not in workers.log().lower()
+
+
+def test_a_worker_claims_when_rest_has_said_without_any_news(
+    db, connect, workers
+) -> None:
+    limit(db, ("a",))
+    pgqueue.enqueue(db, QUEUE, kind="amark", group_key="a")
+    other = connect()
+    with other.transaction():
+        # What a claim of a session that is just dying has locked.
+        other.execute("select from pgqueue.slot for update")
+        worker = workers.start()
+        rests = "select true from pg_stat_activity where starts_with(query, 'select extract(epoch from pgqueue.rest')"
+        wait_until(lambda: one(db, rests))
+    wait_until(lambda: is_empty(db))
+    assert workers.finish(worker) == 0
 
 
 def test_sessions_lost_while_idle_cost_no_attempt(db, workers) -> None:

@@ -52,6 +52,7 @@ class Dispatcher(Service):
         self.has_limits = any(share.limit for share in self._queues.values())
         self._has_news = True  # there may be something to claim
         self._quiet_until = 0.0
+        self._is_due = False  # by then, or its group or lock may be free
         self._is_asleep = False
         self._lacks_slots = False
         self._woken, self._waker = socket.socketpair()
@@ -89,8 +90,9 @@ class Dispatcher(Service):
                 want = self._worker.want()
             self._lacks_slots = want <= 0
             if want > 0 and not self.is_settled:
-                # Without news only rest() looks: one walk over the queue is enough.
-                if self._has_news and self._claim(conn, queues, kinds, want) == want:
+                # At a mere poll only rest() looks: one walk over the queue is enough.
+                may_claim = self._has_news or self._is_due
+                if may_claim and self._claim(conn, queues, kinds, want) == want:
                     continue
                 self._rest(protocol.rest(conn, list(queues), kinds, parks))
             self._sleep(conn, want)
@@ -134,6 +136,7 @@ class Dispatcher(Service):
         """Claim nothing for so long, or until the next poll."""
         self.succeeded()
         pause = self._worker.poll_interval * random.uniform(0.8, 1.2)
+        self._is_due = seconds is not None and seconds <= pause
         pause = pause if seconds is None else min(pause, seconds)
         self._quiet_until = time.monotonic() + pause
         if pause == 0:
