@@ -8,18 +8,20 @@
 
 Prints one table for each workload: medians, the smallest and largest round, the ratio to
 the best rival, and the server's CPU time and WAL for each job. Every run counts its jobs: a
-job of pgqueue that is lost or handled twice ends the benchmark.
+job of pgqueue that is lost, handled twice, or run beside or before one of its group that it
+should have waited for, ends the benchmark.
 """
 
 import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psycopg
 
-from bench import client, growth, page, sql
+from bench import client, groups, growth, page, sql
 from bench.pgbench import reset
 from bench.report import Rounds, Workload, by_age, latencies, table
 from bench.server import Size, session
@@ -39,6 +41,10 @@ def has_worker(system: System) -> bool:
 
 def has_functions(system: System) -> bool:
     return bool(system.sql.extend)
+
+
+def has_groups(system: System) -> bool:
+    return bool(system.groups)
 
 
 WORKLOADS = (
@@ -85,6 +91,21 @@ WORKLOADS = (
     Workload("heartbeats", "9. Heartbeats", sql.heartbeats, has_functions),
     Workload("queues", "10. A thousand queues", sql.queues, has_functions),
     Workload("payloads", "11. Payloads", client.payloads, has_worker),
+    Workload(
+        "groups",
+        "12. Groups, one job of each at a time",
+        groups.groups,
+        has_groups,
+        columns={"small": "small groups' jobs/s"},
+        violations={"together": "at the same time", "overtook": "out of order"},
+    ),
+    Workload(
+        "fairness",
+        "12b. Small tenants behind a large one",
+        groups.fairness,
+        lambda system: system.name == "pgqueue",
+        columns={"begun": "begun before the last small tenant was"},
+    ),
 )
 
 
@@ -99,7 +120,7 @@ def prepare(names: list[str]) -> list[System]:
         else:
             reset(system)
         told = f"{system.name} {system.version}".strip()
-        print(f"{told}: {system.configuration}", flush=True)
+        print(f"{told}: {system.settings}", flush=True)
         found.append(system)
     return found
 
@@ -128,7 +149,7 @@ def run(
             except subprocess.TimeoutExpired:
                 failed[system.name] = "it did not end"
             else:
-                check(system, one[system.name])
+                check(system, one[system.name], workload.violations)
             told = f"{workload.name}, round {place + 1}: {system.name}"
             print(f"{told}, {time.monotonic() - began:.0f} s", file=sys.stderr)
         rounds.append(one)
@@ -138,12 +159,14 @@ def run(
     return rounds, [f"Without {name}: {why}." for name, why in failed.items()]
 
 
-def check(system: System, samples: Samples) -> None:
-    """Say what went wrong; pgqueue must not lose a job, nor do it twice."""
+def check(system: System, samples: Samples, violations: Mapping[str, str]) -> None:
+    """Say what went wrong; pgqueue must not lose a job, do it twice, or break a group."""
     for title, sample in samples.items():
-        if sample.lost or sample.twice:
-            text = f"{system.name}, {title}: {sample.lost} lost, {sample.twice} twice"
-            print(text, file=sys.stderr)
+        wrong = {"lost": sample.lost, "twice": sample.twice}
+        wrong |= {text: int(sample.more[key]) for key, text in violations.items()}
+        if any(wrong.values()):
+            text = ", ".join(f"{count} {what}" for what, count in wrong.items())
+            print(f"{system.name}, {title}: {text}", file=sys.stderr)
             if system.name == "pgqueue":
                 sys.exit(1)
 

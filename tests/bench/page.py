@@ -18,7 +18,7 @@ class Results:
         self.top = [machine(), ""]
         for system in measured:
             name = f"{system.name} {system.version}".strip()
-            self.top.append(f"- **{name}**: {system.configuration}")
+            self.top.append(f"- **{name}**: {system.settings}")
         print("\n".join(["", *self.top]), flush=True)
 
     def add(self, heading: str, lines: list[str]) -> None:

@@ -16,7 +16,7 @@ class Workload:
     """One workload: what runs it, for whom, and how its results are told.
 
     every says how many rounds of the others go into one of this. columns names what is
-    shown of a sample's `more`.
+    shown of a sample's `more`, as a median; violations, what is counted there, of all rounds.
     """
 
     name: str
@@ -25,16 +25,18 @@ class Workload:
     takes: Callable[[System], bool]
     every: int = 1
     columns: Mapping[str, str] = field(default_factory=dict)
+    violations: Mapping[str, str] = field(default_factory=dict)
     table: Callable[["Workload", Rounds, set[str]], list[str]] | None = None
 
 
 def table(workload: Workload, rounds: Rounds, rivals: set[str]) -> list[str]:
     """Rates, the highest first, with what they cost and what went wrong."""
-    more = workload.columns
+    more, violations = workload.columns, workload.violations
+    titles = [*violations.values(), *more.values()]
     lines = [
         "| workload | system | jobs/s | min–max | × best rival | CPU µs/job | WAL B/job "
-        "| jobs | lost | twice |" + "".join(f" {title} |" for title in more.values()),
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|" + "--:|" * len(more),
+        "| jobs | lost | twice |" + "".join(f" {title} |" for title in titles),
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|" + "--:|" * len(titles),
     ]
     for title, found in by_title(rounds).items():
         rates = {name: median(s.rate for s in all_) for name, all_ in found.items()}
@@ -47,6 +49,7 @@ def table(workload: Workload, rounds: Rounds, rivals: set[str]) -> list[str]:
             cells.append(f"{median(s.cpu_us for s in samples):,.0f}")
             cells.append(f"{median(s.wal_bytes for s in samples):,.0f}")
             cells += counts(samples)
+            cells += [f"{sum(s.more[key] for s in samples):,.0f}" for key in violations]
             cells += [shown(samples, key) for key in more]
             lines.append(f"| {' | '.join(cells)} |")
     return lines

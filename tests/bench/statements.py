@@ -115,7 +115,7 @@ GRAPHILE_WORKER = Statements(
 PG_BOSS = Statements(
     depth=(
         "select count(*) from pgboss.job "
-        "where name in ('bench', 'bench-notify') and state < 'completed'"
+        "where name in ('bench', 'bench-notify', 'bench-groups') and state < 'completed'"
     ),
     reset="truncate pgboss.job",
     insert=(

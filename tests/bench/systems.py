@@ -31,7 +31,8 @@ class DriverError(RuntimeError):
 class System:
     """One system: what it is, how it is configured, and what drives it.
 
-    slow divides its numbers of jobs where its worker runs: it would take all day.
+    slow divides its numbers of jobs where its worker runs: it would take all day. groups says
+    what makes the jobs of a group run one after the other, if anything does.
     """
 
     name: str
@@ -41,13 +42,20 @@ class System:
     configuration: str
     sql: Statements
     slow: int = 1
+    groups: str = ""
+    purpose: str = ""  # of a second database
     noop: str = ""  # the kind "noop" or "sync", once one has proved to be faster
     command: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def database(self) -> str:
-        return "bench_" + self.name.replace("-", "_")
+        return "bench_" + self.name.replace("-", "_") + self.purpose
+
+    @property
+    def settings(self) -> str:
+        """Its configuration, and what it does about groups."""
+        return self.configuration + (f"; groups: {self.groups}" if self.groups else "")
 
     @property
     def is_rival(self) -> bool:
@@ -116,6 +124,7 @@ SYSTEMS = (
         ("psycopg[binary]", "uvloop"),
         "the worker as it comes (concurrency 10), uvloop; sleeps: 32 at once",
         statements.PGQUEUE,
+        groups="group_limit 1, 32 at once",
     ),
     System(
         "pgmq",
@@ -124,6 +133,7 @@ SYSTEMS = (
         ("pgmq==1.1.4", "psycopg[binary]", "uvloop"),
         "read(100) + delete(bigint[]) in a loop, psycopg, prepared; sleeps: 50, 32 at once; latency: enable_notify_insert(0), LISTEN",
         statements.PGMQ,
+        groups="read_grouped_head(100), create_fifo_index, 32 at once",
     ),
     System(
         "graphile-worker",
@@ -132,6 +142,7 @@ SYSTEMS = (
         ("graphile-worker@0.18.0",),
         "concurrentJobs 24, localQueue.size 500, completeJobBatchDelay 0; sleeps: 32 and 50; latency: no localQueue, no batching",
         statements.GRAPHILE_WORKER,
+        groups="named queues, concurrentJobs 32, localQueue.size 50",
     ),
     System(
         "pg-boss",
@@ -140,6 +151,7 @@ SYSTEMS = (
         ("pg-boss@12.34.0",),
         "partitioned queue, batchSize 500, localConcurrency 3, burstWhenBatchFull; sleeps: 50 and 4, 32 at once; latency: notify queue, batchSize 1",
         statements.PG_BOSS,
+        groups="policy key_strict_fifo, batchSize 50, localConcurrency 4, 32 at once",
     ),
     System(
         "pgqueuer",
@@ -157,6 +169,7 @@ SYSTEMS = (
         ("procrastinate==3.10.0", "psycopg[binary]", "uvloop"),
         "uvloop, concurrency 30, delete_jobs=always, listen_notify; sleeps: 32 at once",
         statements.PROCRASTINATE,
+        groups="lock, 32 at once",
         slow=40,
     ),
     System(

@@ -4,15 +4,17 @@
 //   install()        makes the schema in an empty database
 //   open(clients, kind)  a producer with that many connections, one that notifies if kind
 //                    is "latency": {add(payload), addMany(payloads, priority), close()}; a larger
-//                    priority is more urgent, a payload has a number n
+//                    priority is more urgent, a payload has a number n, and a group if kind is
+//                    "groups"
 //   work(options)    starts a worker, returns an async function that stops it after its
 //                    acknowledgements are written. options.handle(n) is the handler,
 //                    options.acknowledged() is to be called when completions were committed,
-//                    options.kind is "noop", "sleep" or "latency".
+//                    options.kind is "noop", "sleep", "latency", or "groups", for jobs of which
+//                    one of each group runs at a time.
 // Everything it prints on stdout is one line of JSON.
 
 import { randomBytes } from "node:crypto";
-import { writeFileSync } from "node:fs";
+import { appendFileSync, statSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { setTimeout as sleep } from "node:timers/promises";
 
@@ -38,15 +40,22 @@ async function number(sql) {
 const numbered = (numbers, size) =>
   numbers.map((n) => (size ? { n, pad: randomBytes(size >> 1).toString("hex") } : { n }));
 
+/** The first `busy` jobs are of one group, the others of so many, in turn. */
+function addGroups(payloads, busy, groups) {
+  for (const payload of payloads)
+    payload.group = payload.n < busy ? "busy" : `g${(payload.n - busy) % groups}`;
+}
+
 /** Add so many jobs, numbered from `first`, their priorities in turn. */
-async function bulk(rival, { jobs, first = 0, priorities = 1, size = 0 }) {
+async function bulk(rival, { jobs, first = 0, priorities = 1, size = 0, busy = 0, groups = 0 }) {
   const most = Math.min(BULK, Math.floor(20_000_000 / Math.max(size, 1)));
-  const producer = await rival.open(1);
+  const producer = await rival.open(1, groups ? "groups" : "noop");
   let spent = 0;
   for (let place = first; place < first + jobs; place += most * priorities) {
     const all = numbers(place, Math.min(place + most * priorities, first + jobs));
     for (let priority = 0; priority < priorities; priority++) {
       const payloads = numbered(all.filter((n) => (n - place) % priorities === priority), size);
+      if (groups) addGroups(payloads, busy, groups);
       const start = performance.now();
       if (payloads.length) await producer.addMany(payloads, priority);
       spent += seconds(start);
@@ -118,6 +127,31 @@ async function drain(rival, { jobs, limit, depth, sleeps = null }) {
   };
 }
 
+/** See driver.py. */
+async function groups(rival, { few, busy, limit, progress, hold }) {
+  const clock = () => Number(process.hrtime.bigint()) / 1e9;
+  const runs = [];
+  const start = clock();
+  let last = start;
+  const handle = async (n) => {
+    const began = clock();
+    await sleep(1000 * hold);
+    runs.push([n, began, clock()]);
+  };
+  const acknowledged = () => (last = clock());
+  const stop = await rival.work({ kind: "groups", handle, acknowledged });
+  let told = 0;
+  let done = 0;
+  while (done < few && clock() - start < limit) {
+    await sleep(10);
+    appendFileSync(progress, ".".repeat(runs.slice(told).filter(([n]) => n >= busy).length));
+    told = runs.length;
+    done = statSync(progress).size;
+  }
+  await stop();
+  return { start, last, cut: done < few, runs };
+}
+
 async function latency(rival, { jobs, every = 0.02 }) {
   const returned = [];
   const started = [];
@@ -147,6 +181,7 @@ const verbs = {
   bulk,
   enqueue,
   drain,
+  groups,
   latency,
 };
 

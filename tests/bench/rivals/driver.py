@@ -7,6 +7,7 @@ prints one line of JSON on stdout; whatever else is said goes to stderr.
 import asyncio
 import itertools
 import json
+import os
 import random
 import sys
 import time
@@ -18,14 +19,19 @@ BULK = 5000  # jobs per bulk call
 IDLE = 2.0  # seconds without a job after which a drain is over
 AT_ONCE = 32  # handlers that sleep
 
-Kind = Literal["noop", "sync", "sleep", "latency"]  # sync: noop, without async
+Kind = Literal[
+    "noop", "sync", "sleep", "latency", "groups"
+]  # sync: noop, without async
 Handle = Callable[[int], Coroutine[Any, Any, None]]
 Answer = dict[str, Any]
 Payload = dict[str, Any]
 
 
 class Producer(Protocol):
-    """Adds jobs whose payloads have a number n; a larger priority is more urgent."""
+    """Adds jobs whose payloads have a number n; a larger priority is more urgent.
+
+    Where the payload of a job has a group, the job is one of that group.
+    """
 
     async def add(self, payload: Payload) -> None: ...
 
@@ -40,6 +46,9 @@ class Driver(Protocol):
 
     async def install(self) -> None:
         """Make the schema in an empty database."""
+
+    async def limit_groups(self) -> None:
+        """Let the jobs of a group run one after the other, from here on."""
 
     def open(self, clients: int) -> Context[Producer]:
         """A producer with that many open connections, for as many concurrent adds."""
@@ -60,13 +69,29 @@ def numbered(numbers: Iterable[int], size: int) -> list[Payload]:
     return [{"n": n, "pad": random.randbytes(size // 2).hex()} for n in numbers]
 
 
-async def install(driver: Driver) -> Answer:
+def grouped(payloads: list[Payload], busy: int, groups: int) -> list[Payload]:
+    """The first `busy` jobs are of one group, the others of so many, in turn."""
+    for payload in payloads:
+        place = payload["n"] - busy
+        payload["group"] = f"g{place % groups}" if place >= 0 else "busy"
+    return payloads
+
+
+async def install(driver: Driver, limited: bool = False) -> Answer:
     await driver.install()
+    if limited:
+        await driver.limit_groups()
     return {}
 
 
 async def bulk(
-    driver: Driver, jobs: int, first: int = 0, priorities: int = 1, size: int = 0
+    driver: Driver,
+    jobs: int,
+    first: int = 0,
+    priorities: int = 1,
+    size: int = 0,
+    busy: int = 0,
+    groups: int = 0,
 ) -> Answer:
     """Add so many jobs, numbered from `first`, their priorities in turn."""
     most = min(BULK, 20_000_000 // max(size, 1))
@@ -76,6 +101,8 @@ async def bulk(
             end = min(place + most * priorities, first + jobs)
             for priority in range(priorities):
                 payloads = numbered(range(place + priority, end, priorities), size)
+                if groups:
+                    payloads = grouped(payloads, busy, groups)
                 start = time.monotonic()
                 if payloads:
                     await producer.add_many(payloads, priority)
@@ -156,6 +183,38 @@ async def drain(
     return {**answer, "seen": seen.bytes.hex(), "twice": seen.twice}
 
 
+async def groups(
+    driver: Driver, few: int, busy: int, limit: float, progress: str, hold: float
+) -> Answer:
+    """Hold each job for so long, until the few not of the busy group are done or time is up.
+
+    Several processes share the file `progress`, which has a byte for each of those few that
+    is done. runs are a job's number, when it began and when it ended; all times are those of
+    the machine's monotonic clock.
+    """
+    runs: list[tuple[int, float, float]] = []
+    start = last = time.monotonic()
+
+    async def handle(n: int) -> None:
+        began = time.monotonic()
+        await asyncio.sleep(hold)
+        runs.append((n, began, time.monotonic()))
+
+    def acknowledged() -> None:
+        nonlocal last
+        last = time.monotonic()
+
+    told = done = 0
+    with open(progress, "ab", buffering=0) as file:
+        async with driver.work("groups", handle, acknowledged):
+            while done < few and time.monotonic() - start < limit:
+                await asyncio.sleep(0.01)
+                new, told = runs[told:], len(runs)
+                file.write(b"." * sum(n >= busy for n, _, _ in new))
+                done = os.stat(progress).st_size
+    return {"start": start, "last": last, "cut": done < few, "runs": runs}
+
+
 async def latency(driver: Driver, jobs: int, every: float = 0.02) -> Answer:
     started: dict[int, float] = {}
     returned: dict[int, float] = {}
@@ -184,7 +243,7 @@ async def latency(driver: Driver, jobs: int, every: float = 0.02) -> Answer:
 
 
 VERBS: dict[str, Callable[..., Coroutine[Any, Any, Answer]]] = {
-    verb.__name__: verb for verb in (install, bulk, enqueue, drain, latency)
+    verb.__name__: verb for verb in (install, bulk, enqueue, drain, groups, latency)
 }
 
 

@@ -1,7 +1,8 @@
 // graphile-worker 0.18.0: run() with concurrentJobs 24 (32 for jobs that sleep), a pool of one more,
 // a local queue of 500 (50 for jobs that sleep), completions batched with completeJobBatchDelay 0,
 // prepared statements; bulk by utils.addJobs. Latency: no local queue, completions one by one,
-// as its documentation advises (the local queue trades latency for throughput).
+// as its documentation advises (the local queue trades latency for throughput). Groups are named
+// queues, with what jobs that sleep have; run_at ascends, as that of jobs added one by one.
 
 import { load, main } from "./driver.mjs";
 
@@ -16,7 +17,11 @@ const PRESETS = {
   noop: { concurrentJobs: 24, localQueue: { size: 500 }, completeJobBatchDelay: 0 },
   sleep: { concurrentJobs: 32, localQueue: { size: 50 }, completeJobBatchDelay: 0 },
   latency: { concurrentJobs: 24, completeJobBatchDelay: -1 },
+  groups: { concurrentJobs: 32, localQueue: { size: 50 }, completeJobBatchDelay: 0 },
 };
+
+/** What a job says of its group; jobs of one call would else have one run_at, and no order. */
+const named = ({ n, group }) => (group ? { queueName: group, runAt: new Date(n) } : {});
 
 /** A pool; with a callback, one that tells when a statement that completes jobs came back. */
 function newPool(size, acknowledged) {
@@ -51,7 +56,9 @@ await main({
       add: (payload) => utils.addJob("bench", payload),
       // Its smaller numbers are more urgent.
       addMany: (payloads, priority) =>
-        utils.addJobs(payloads.map((payload) => ({ identifier: "bench", payload, priority: -priority }))),
+        utils.addJobs(
+          payloads.map((payload) => ({ identifier: "bench", payload, priority: -priority, ...named(payload) })),
+        ),
       close: async () => (await utils.release(), await pool.end()),
     };
   },

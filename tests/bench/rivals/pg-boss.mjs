@@ -2,6 +2,8 @@
 // burstWhenBatchFull (without which a worker sleeps between fetches); bulk by boss.insert.
 // Jobs that sleep: batches of 50, localConcurrency 4, at most 32 of them at once. Latency: a
 // queue with notify, useListenNotify, batchSize 1, localConcurrency 4.
+// Groups: a queue with the policy key_strict_fifo, where the group is the singletonKey; ids ascend,
+// because jobs of one insert are taken in their order. Batches as for jobs that sleep.
 // A batch's completions are one statement, its own way to acknowledge.
 
 import { load, main } from "./driver.mjs";
@@ -13,13 +15,18 @@ const WORK = {
   noop: { batchSize: 500, localConcurrency: 3, burstWhenBatchFull: true },
   sleep: { batchSize: 50, localConcurrency: 4, burstWhenBatchFull: true },
   latency: { batchSize: 1, localConcurrency: 4 },
+  groups: { batchSize: 50, localConcurrency: 4, burstWhenBatchFull: true },
 };
+const QUEUE = { latency: "bench-notify", groups: "bench-groups" };
 
 async function start(options) {
   const boss = new PgBoss({ schedule: false, ...options });
   boss.on("error", (error) => console.error(error.message));
   return boss.start();
 }
+
+const keyed = ({ n, group }) =>
+  group ? { singletonKey: group, id: `00000000-0000-4000-8000-${String(n).padStart(12, "0")}` } : {};
 
 /** A function that runs at most `size` async functions at once. */
 function gate(size) {
@@ -41,16 +48,17 @@ await main({
     const boss = await start({ supervise: false });
     await boss.createQueue("bench", { partition: true });
     await boss.createQueue("bench-notify", { partition: true, notify: true });
+    await boss.createQueue("bench-groups", { partition: true, policy: "key_strict_fifo" });
     await boss.stop();
   },
 
   async open(clients, kind) {
-    const queue = kind === "latency" ? "bench-notify" : "bench";
+    const queue = QUEUE[kind] ?? "bench";
     const boss = await start({ max: clients, min: clients, supervise: false });
     await Promise.all(Array.from({ length: clients }, () => boss.getDb().executeSql("select 1")));
     return {
       add: (payload) => boss.send(queue, payload),
-      addMany: (payloads, priority) => boss.insert(queue, payloads.map((data) => ({ data, priority }))),
+      addMany: (payloads, priority) => boss.insert(queue, payloads.map((data) => ({ data, priority, ...keyed(data) }))),
       close: () => boss.stop({ graceful: false }),
     };
   },
@@ -65,8 +73,8 @@ await main({
       if (/SET completed_on/.test(text)) acknowledged();
       return result;
     };
-    const enter = kind === "sleep" ? gate(AT_ONCE) : (task) => task();
-    await boss.work(latency ? "bench-notify" : "bench", { pollingIntervalSeconds: 0.5, ...WORK[kind] }, (jobs) =>
+    const enter = kind === "sleep" || kind === "groups" ? gate(AT_ONCE) : (task) => task();
+    await boss.work(QUEUE[kind] ?? "bench", { pollingIntervalSeconds: 0.5, ...WORK[kind] }, (jobs) =>
       Promise.all(jobs.map((job) => enter(() => handle(job.data.n)))).then(() => {}),
     );
     return () => boss.stop();

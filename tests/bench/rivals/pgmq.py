@@ -1,6 +1,7 @@
 """pgmq: read(100) and delete(bigint[]) on one psycopg connection, prepared.
 
-Jobs that sleep: read(50), 32 at once. Latency: the queue notifies without a throttle, and the
+Jobs that sleep: read(50), 32 at once. Groups: read_grouped_head(100), which is at most one of
+each, 32 at once, with the index that it recommends for groups. Latency: the queue notifies without a throttle, and the
 worker listens. Producers: send on a pool of connections; bulk: send_batch of 5,000.
 pgmq's SQL comes with its package.
 """
@@ -17,10 +18,14 @@ from bench.rivals.connections import Pooled, connect, sql
 from bench.rivals.driver import AT_ONCE, Handle, Kind, Payload, main
 from bench.statements import PGMQ
 
-QUANTITY: dict[Kind, int] = {"noop": 100, "sleep": 50, "latency": 10}
+QUANTITY: dict[Kind, int] = {"noop": 100, "sleep": 50, "latency": 10, "groups": 100}
 READ = "select msg_id, message from pgmq.read('bench', 30, %s)"
+READ_GROUPS = "select msg_id, message from pgmq.read_grouped_head('bench', 30, %s)"
 SEND = "select pgmq.send('bench', %s::jsonb)"
 SEND_BATCH = "select pgmq.send_batch('bench', %s::text[]::jsonb[])"
+SEND_GROUPS = (
+    "select pgmq.send_batch('bench', %s::text[]::jsonb[], %s::text[]::jsonb[])"
+)
 
 
 class Pgmq(Pooled):
@@ -31,12 +36,20 @@ class Pgmq(Pooled):
         self, conn: AsyncConnection, payloads: list[Payload], priority: int
     ) -> None:
         """It has no priorities."""
-        await conn.execute(SEND_BATCH, ([json.dumps(each) for each in payloads],))
+        messages = [json.dumps(each) for each in payloads]
+        if "group" not in payloads[0]:
+            await conn.execute(SEND_BATCH, (messages,))
+            return
+        headers = [json.dumps({"x-pgmq-group": each["group"]}) for each in payloads]
+        await conn.execute(SEND_GROUPS, (messages, headers))
 
     async def install(self) -> None:
         await sql("create schema if not exists pgmq")
         await sql(resources.files("pgmq").joinpath("sql/pgmq.sql").read_text())
         await sql("select pgmq.create('bench')")
+
+    async def limit_groups(self) -> None:
+        await sql("select pgmq.create_fifo_index('bench')")
 
     @asynccontextmanager
     async def work(
@@ -60,6 +73,7 @@ class Pgmq(Pooled):
         is_over: asyncio.Event,
     ) -> None:
         gate = asyncio.Semaphore(AT_ONCE)
+        read = READ_GROUPS if kind == "groups" else READ
 
         async def gated(n: int) -> None:
             async with gate:
@@ -69,8 +83,8 @@ class Pgmq(Pooled):
             if kind == "latency":
                 await conn.execute(PGMQ.idle)
             while not is_over.is_set():
-                rows = await (await conn.execute(READ, (QUANTITY[kind],))).fetchall()
-                if kind == "sleep":
+                rows = await (await conn.execute(read, (QUANTITY[kind],))).fetchall()
+                if kind in ("sleep", "groups"):
                     await asyncio.gather(*(gated(message["n"]) for _, message in rows))
                 else:
                     for _, message in rows:

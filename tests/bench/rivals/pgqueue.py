@@ -1,6 +1,6 @@
 """pgqueue itself: the worker of `python -m pgqueue.worker` with its defaults.
 
-Jobs that sleep: 32 at once. Its handlers are async, for the kind "sync" sync. Producers: the client on a pool of psycopg
+Jobs that sleep, or are in groups: 32 at once. Its handlers are async, for the kind "sync" sync. Producers: the client on a pool of psycopg
 connections; bulk with lists of 5,000.
 """
 
@@ -24,10 +24,16 @@ class Pgqueue(Pooled):
     async def add_many(
         self, conn: AsyncConnection, payloads: list[Payload], priority: int
     ) -> None:
-        await pgqueue.enqueue_many(conn, "bench", payloads, priority=priority)
+        keys = [payload["group"] for payload in payloads if "group" in payload]
+        await pgqueue.enqueue_many(
+            conn, "bench", payloads, priority=priority, group_keys=keys or None
+        )
 
     async def install(self) -> None:
         await sql("create extension pgqueue")
+
+    async def limit_groups(self) -> None:
+        await sql("select pgqueue.configure('bench', group_limit => 1)")
 
     @asynccontextmanager
     async def work(
@@ -37,7 +43,7 @@ class Pgqueue(Pooled):
         app = pgqueue.App()
         lock = threading.Lock()
 
-        async def run(n: int, pad: str = "") -> None:
+        async def run(n: int, pad: str = "", group: str = "") -> None:
             await handle(n)
 
         def run_in_thread(n: int, pad: str = "") -> None:
@@ -46,7 +52,7 @@ class Pgqueue(Pooled):
                 handle(n).send(None)
 
         app.job("bench")(run_in_thread if kind == "sync" else run)
-        concurrency = AT_ONCE if kind == "sleep" else 10
+        concurrency = AT_ONCE if kind in ("sleep", "groups") else 10
         worker = pgqueue.Worker(
             app, {"bench": 1}, concurrency=concurrency, on_commit=acknowledged
         )

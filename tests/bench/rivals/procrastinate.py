@@ -1,6 +1,6 @@
 """procrastinate 3.10.0: psycopg pool of 10, uvloop, run_worker_async.
 
-Its concurrency is 30, and 32 for jobs that sleep. Finished jobs are deleted (delete_jobs="always") and the worker is woken by LISTEN/NOTIFY.
+Its concurrency is 30, and 32 for jobs that sleep or are in groups, which are locks. Finished jobs are deleted (delete_jobs="always") and the worker is woken by LISTEN/NOTIFY.
 The worker fetches one job a round trip and acknowledges each by itself; it has no
 batching. Producers: a pool, task.defer_async; bulk: task.batch_defer_async, 5,000 a call.
 """
@@ -18,7 +18,12 @@ from procrastinate.tasks import Task
 from bench.rivals.connections import sql
 from bench.rivals.driver import AT_ONCE, Handle, Kind, Payload, main
 
-CONCURRENCY: dict[Kind, int] = {"noop": 30, "sleep": AT_ONCE, "latency": 30}
+CONCURRENCY: dict[Kind, int] = {
+    "noop": 30,
+    "sleep": AT_ONCE,
+    "latency": 30,
+    "groups": AT_ONCE,
+}
 
 logging.getLogger("procrastinate").setLevel(logging.ERROR)
 
@@ -31,14 +36,20 @@ class Producer:
         await self.task.defer_async(**payload)
 
     async def add_many(self, payloads: list[Payload], priority: int) -> None:
-        await self.task.configure(priority=priority).batch_defer_async(*payloads)
+        if all("group" in payload for payload in payloads):
+            # All jobs of a batch have the same lock.
+            for payload in payloads:
+                await self.task.configure(lock=payload["group"]).defer_async(**payload)
+        else:
+            task = self.task.configure(priority=priority)
+            await task.batch_defer_async(*payloads)
 
 
 def new_app(connections: int, handle: Handle | None = None) -> tuple[App, Task]:
     app = App(connector=PsycopgConnector(min_size=connections, max_size=connections))
 
     @app.task(name="bench", queue="bench")
-    async def bench(n: int, pad: str = "") -> None:
+    async def bench(n: int, pad: str = "", group: str = "") -> None:
         assert handle
         await handle(n)
 
@@ -52,6 +63,9 @@ class Procrastinate:
         app, _ = new_app(1)
         async with app.open_async():
             await app.schema_manager.apply_schema_async()
+
+    async def limit_groups(self) -> None:
+        """Locks need no setting."""
 
     @asynccontextmanager
     async def open(self, clients: int) -> AsyncIterator[Producer]:
