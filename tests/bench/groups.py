@@ -4,10 +4,12 @@ Each run has a database of its own, so that what groups leave behind, or need, c
 other workload.
 """
 
+import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from bench.pgbench import depth
@@ -84,7 +86,7 @@ def drained(system: System, size: Size, load: Load, limited: bool = True) -> Sam
 
 
 def work(system: System, limit: float, load: Load) -> Sample:
-    with tempfile.NamedTemporaryFile() as progress:
+    with tempfile.TemporaryDirectory() as folder:
         started = [
             system.start(
                 "groups",
@@ -92,33 +94,39 @@ def work(system: System, limit: float, load: Load) -> Sample:
                 busy=load.busy,
                 limit=limit,
                 hold=HOLD,
-                progress=progress.name,
+                folder=folder,
             )
             for _ in range(PROCESSES)
         ]
-        return judged([system.answer(process) for process in started], load)
+        return judged([system.answer(process) for process in started], load, limit)
 
 
-def judged(answers: list[dict[str, Any]], load: Load) -> Sample:
+def judged(answers: list[dict[str, Any]], load: Load, limit: float) -> Sample:
     """A sample of what some workers ran.
 
     Of `more`: the jobs of small groups per second, those that began while another of their
     group ran, those that began before an earlier one of their group, and how many had begun
     when the last of the small groups began.
     """
-    runs: list[Run] = [(n, a, b) for each in answers for n, a, b in each["runs"]]
+    runs: list[Run] = [
+        (n, begin, end)
+        for each in answers
+        for n, begin, end in json.loads(Path(each["runs"]).read_text())
+    ]
     began: dict[int, float] = {}
     for n, begin, _ in runs:
         began[n] = min(begin, began.get(n, begin))
-    seconds = max(each["last"] for each in answers) - min(
-        each["start"] for each in answers
-    )
+    start = min(each["start"] for each in answers)
+    last = max(each["last"] for each in answers)
+    cut = any(each["cut"] for each in answers)
+    # One that comes to a halt takes all its time.
+    seconds = max(last - start, limit if cut else 0)
     few = [begin for n, begin in began.items() if n >= load.busy]
     return Sample(
         len(began),
         seconds,
         twice=len(runs) - len(began),
-        cut=any(each["cut"] for each in answers),
+        cut=cut,
         more={
             "small": len(few) / seconds,
             "together": sum(map(together, by_group(runs, load))),

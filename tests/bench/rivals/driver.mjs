@@ -128,7 +128,7 @@ async function drain(rival, { jobs, limit, depth, sleeps = null }) {
 }
 
 /** See driver.py. */
-async function groups(rival, { few, busy, limit, progress, hold }) {
+async function groups(rival, { few, busy, limit, folder, hold }) {
   const clock = () => Number(process.hrtime.bigint()) / 1e9;
   const runs = [];
   const start = clock();
@@ -139,6 +139,7 @@ async function groups(rival, { few, busy, limit, progress, hold }) {
     runs.push([n, began, clock()]);
   };
   const acknowledged = () => (last = clock());
+  const [progress, log] = [`${folder}/done`, `${folder}/${process.pid}`];
   const stop = await rival.work({ kind: "groups", handle, acknowledged });
   let told = 0;
   let done = 0;
@@ -149,7 +150,8 @@ async function groups(rival, { few, busy, limit, progress, hold }) {
     done = statSync(progress).size;
   }
   await stop();
-  return { start, last, cut: done < few, runs };
+  writeFileSync(log, JSON.stringify(runs));
+  return { start, last, cut: done < few, runs: log };
 }
 
 async function latency(rival, { jobs, every = 0.02 }) {

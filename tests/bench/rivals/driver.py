@@ -184,13 +184,13 @@ async def drain(
 
 
 async def groups(
-    driver: Driver, few: int, busy: int, limit: float, progress: str, hold: float
+    driver: Driver, few: int, busy: int, limit: float, folder: str, hold: float
 ) -> Answer:
     """Hold each job for so long, until the few not of the busy group are done or time is up.
 
-    Several processes share the file `progress`, which has a byte for each of those few that
-    is done. runs are a job's number, when it began and when it ended; all times are those of
-    the machine's monotonic clock.
+    Several processes share the file "done" of the folder, which has a byte for each of those
+    few that is done. The file `runs` has what ran here: a job's number, when it began and when
+    it ended. All times are those of the machine's monotonic clock.
     """
     runs: list[tuple[int, float, float]] = []
     start = last = time.monotonic()
@@ -205,6 +205,7 @@ async def groups(
         last = time.monotonic()
 
     told = done = 0
+    progress = f"{folder}/done"
     with open(progress, "ab", buffering=0) as file:
         async with driver.work("groups", handle, acknowledged):
             while done < few and time.monotonic() - start < limit:
@@ -212,7 +213,10 @@ async def groups(
                 new, told = runs[told:], len(runs)
                 file.write(b"." * sum(n >= busy for n, _, _ in new))
                 done = os.stat(progress).st_size
-    return {"start": start, "last": last, "cut": done < few, "runs": runs}
+    log = f"{folder}/{os.getpid()}"
+    with open(log, "w") as text:
+        json.dump(runs, text)
+    return {"start": start, "last": last, "cut": done < few, "runs": log}
 
 
 async def latency(driver: Driver, jobs: int, every: float = 0.02) -> Answer:
