@@ -47,6 +47,8 @@ def has_groups(system: System) -> bool:
     return bool(system.groups)
 
 
+VIOLATIONS = {"together": "at the same time", "overtook": "out of order"}
+
 WORKLOADS = (
     Workload("enqueue", "1. Enqueue, one job a commit", sql.enqueue, anyone),
     Workload("bulk", "2. Enqueue in bulk", sql.bulk, anyone),
@@ -97,7 +99,15 @@ WORKLOADS = (
         groups.groups,
         has_groups,
         columns={"small": "small groups' jobs/s"},
-        violations={"together": "at the same time", "overtook": "out of order"},
+        violations=VIOLATIONS,
+    ),
+    Workload(
+        "loose",
+        "12a. The same by pg-boss's groupConcurrency",
+        groups.loose,
+        lambda system: system.name == "pg-boss",
+        columns={"small": "small groups' jobs/s"},
+        violations=VIOLATIONS,
     ),
     Workload(
         "fairness",

@@ -50,13 +50,21 @@ def groups(system: System, size: Size) -> Samples:
     the small groups are done.
     """
     few = size.jobs(20_000 // system.slow)
-    small = few // EACH
+    alone, behind = Load(0, few // EACH), Load(few, few // EACH)
     return {
-        "drain groups of 10, one job of each at a time": drained(
-            system, size, Load(0, small)
-        ),
-        "drain groups of 10 behind a large one": drained(
-            system, size, Load(few, small)
+        "drain groups of 10, one job of each at a time": drained(system, size, alone),
+        "drain groups of 10 behind a large one": drained(system, size, behind),
+    }
+
+
+def loose(system: System, size: Size) -> Samples:
+    """The same by pg-boss's other way, which does not promise it."""
+    few = size.jobs(20_000)
+    alone, behind = Load(0, few // EACH), Load(few, few // EACH)
+    return {
+        "drain groups of 10 by groupConcurrency": drained(system, size, alone, "loose"),
+        "drain groups of 10 behind a large one by groupConcurrency": drained(
+            system, size, behind, "loose"
         ),
     }
 
@@ -66,26 +74,30 @@ def fairness(system: System, size: Size) -> Samples:
     load = Load(size.jobs(100_000), size.jobs(10_000) // EACH)
     return {
         "drain 1,000 tenants of 10 behind one of 100,000": drained(
-            system, size, load, limited=False
+            system, size, load, "free"
         )
     }
 
 
-def drained(system: System, size: Size, load: Load, limited: bool = True) -> Sample:
-    """Let two worker processes do them, and count what went wrong in any group."""
+def drained(system: System, size: Size, load: Load, kind: str = "groups") -> Sample:
+    """Let two worker processes do them, and count what went wrong in any group.
+
+    The kind is "groups", "loose" (see driver.mjs), or "free", without a limit.
+    """
+    how = {"kind": kind} if system.kind == "npm" else {}
     system = replace(system, purpose="_groups")
     with session() as conn:
         conn.execute(f"drop database if exists {system.database} with (force)")
         conn.execute(f"create database {system.database}")
-    system.run("install", limited=limited)
-    system.run("bulk", jobs=load.jobs, busy=load.busy, groups=load.groups)
+    system.run("install", limited=kind != "free")
+    system.run("bulk", jobs=load.jobs, busy=load.busy, groups=load.groups, **how)
     with session(system.database) as conn:
         conn.execute("vacuum analyze")
-    sample = measure(lambda: work(system, size.limit, load))
+    sample = measure(lambda: work(system, size.limit, load, **how))
     return found_lost(sample, load.jobs, depth(system))
 
 
-def work(system: System, limit: float, load: Load) -> Sample:
+def work(system: System, limit: float, load: Load, **how: str) -> Sample:
     with tempfile.TemporaryDirectory() as folder:
         started = [
             system.start(
@@ -95,6 +107,7 @@ def work(system: System, limit: float, load: Load) -> Sample:
                 limit=limit,
                 hold=HOLD,
                 folder=folder,
+                **how,
             )
             for _ in range(PROCESSES)
         ]

@@ -133,7 +133,7 @@ SYSTEMS = (
         ("pgmq==1.1.4", "psycopg[binary]", "uvloop"),
         "read(100) + delete(bigint[]) in a loop, psycopg, prepared; sleeps: 50, 32 at once; latency: enable_notify_insert(0), LISTEN",
         statements.PGMQ,
-        groups="read_grouped_head(100), create_fifo_index, 32 at once",
+        groups="read_grouped_head(100), 32 at once",
     ),
     System(
         "graphile-worker",
@@ -142,7 +142,7 @@ SYSTEMS = (
         ("graphile-worker@0.18.0",),
         "concurrentJobs 24, localQueue.size 500, completeJobBatchDelay 0; sleeps: 32 and 50; latency: no localQueue, no batching",
         statements.GRAPHILE_WORKER,
-        groups="named queues, concurrentJobs 32, localQueue.size 50",
+        groups="named queues, concurrentJobs 32, localQueue.size 500",
     ),
     System(
         "pg-boss",
@@ -151,7 +151,7 @@ SYSTEMS = (
         ("pg-boss@12.34.0",),
         "partitioned queue, batchSize 500, localConcurrency 3, burstWhenBatchFull; sleeps: 50 and 4, 32 at once; latency: notify queue, batchSize 1",
         statements.PG_BOSS,
-        groups="policy key_strict_fifo, batchSize 50, localConcurrency 4, 32 at once",
+        groups="policy key_strict_fifo, batchSize 500, localConcurrency 3, 32 at once",
     ),
     System(
         "pgqueuer",

@@ -5,12 +5,13 @@
 //   open(clients, kind)  a producer with that many connections, one that notifies if kind
 //                    is "latency": {add(payload), addMany(payloads, priority), close()}; a larger
 //                    priority is more urgent, a payload has a number n, and a group if kind is
-//                    "groups"
+//                    "groups" or "loose"
 //   work(options)    starts a worker, returns an async function that stops it after its
 //                    acknowledgements are written. options.handle(n) is the handler,
 //                    options.acknowledged() is to be called when completions were committed,
 //                    options.kind is "noop", "sleep", "latency", or "groups", for jobs of which
-//                    one of each group runs at a time.
+//                    one of each group runs at a time, or "loose", for the same in a way
+//                    that does not promise it.
 // Everything it prints on stdout is one line of JSON.
 
 import { randomBytes } from "node:crypto";
@@ -47,9 +48,9 @@ function addGroups(payloads, busy, groups) {
 }
 
 /** Add so many jobs, numbered from `first`, their priorities in turn. */
-async function bulk(rival, { jobs, first = 0, priorities = 1, size = 0, busy = 0, groups = 0 }) {
+async function bulk(rival, { jobs, first = 0, priorities = 1, size = 0, busy = 0, groups = 0, kind = "noop" }) {
   const most = Math.min(BULK, Math.floor(20_000_000 / Math.max(size, 1)));
-  const producer = await rival.open(1, groups ? "groups" : "noop");
+  const producer = await rival.open(1, kind);
   let spent = 0;
   for (let place = first; place < first + jobs; place += most * priorities) {
     const all = numbers(place, Math.min(place + most * priorities, first + jobs));
@@ -128,7 +129,7 @@ async function drain(rival, { jobs, limit, depth, sleeps = null }) {
 }
 
 /** See driver.py. */
-async function groups(rival, { few, busy, limit, folder, hold }) {
+async function groups(rival, { few, busy, limit, folder, hold, kind }) {
   const clock = () => Number(process.hrtime.bigint()) / 1e9;
   const runs = [];
   const start = clock();
@@ -140,7 +141,7 @@ async function groups(rival, { few, busy, limit, folder, hold }) {
   };
   const acknowledged = () => (last = clock());
   const [progress, log] = [`${folder}/done`, `${folder}/${process.pid}`];
-  const stop = await rival.work({ kind: "groups", handle, acknowledged });
+  const stop = await rival.work({ kind, handle, acknowledged });
   let told = 0;
   let done = 0;
   while (done < few && clock() - start < limit) {

@@ -2,7 +2,7 @@
 // a local queue of 500 (50 for jobs that sleep), completions batched with completeJobBatchDelay 0,
 // prepared statements; bulk by utils.addJobs. Latency: no local queue, completions one by one,
 // as its documentation advises (the local queue trades latency for throughput). Groups are named
-// queues, with what jobs that sleep have; run_at ascends, as that of jobs added one by one.
+// queues, 32 at once; run_at ascends, as that of jobs added one by one.
 
 import { load, main } from "./driver.mjs";
 
@@ -17,7 +17,7 @@ const PRESETS = {
   noop: { concurrentJobs: 24, localQueue: { size: 500 }, completeJobBatchDelay: 0 },
   sleep: { concurrentJobs: 32, localQueue: { size: 50 }, completeJobBatchDelay: 0 },
   latency: { concurrentJobs: 24, completeJobBatchDelay: -1 },
-  groups: { concurrentJobs: 32, localQueue: { size: 50 }, completeJobBatchDelay: 0 },
+  groups: { concurrentJobs: 32, localQueue: { size: 500 }, completeJobBatchDelay: 0 },
 };
 
 /** What a job says of its group; jobs of one call would else have one run_at, and no order. */
