@@ -33,6 +33,8 @@ ROWS = (
     "drain by 50 beside jobs extended each second",
     "drain by 50, 1,000 queues",
     "drain payloads of 100,000 B",
+    "drain groups of 10, one job of each at a time",
+    "drain groups of 10 behind a large one",
 )
 
 Row = dict[str, str]  # of a table, by the titles of its columns
