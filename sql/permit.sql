@@ -98,7 +98,7 @@ begin
             select
                 -- A time of another clock is none.
                 case when s.is_rate
-                    then coalesce(s.taken_at > moment - period and s.taken_at <= moment + period, false)
+                    then coalesce(s.taken_at > moment - period and s.taken_at <= clock_timestamp() + period, false)
                     else j.id is not null
                 end,
                 case when s.is_rate then s.taken_at + period else j.lease_expires_at end
@@ -185,7 +185,7 @@ begin
                 and p.queue = _count_free.queue and p.kind = _count_free.kind
                 and p.group_key = _count_free.group_key
                 -- A time of another clock is none.
-                and (p.is_rate and p.taken_at > moment - period and p.taken_at <= moment + period) is not true
+                and (p.is_rate and p.taken_at > moment - period and p.taken_at <= clock_timestamp() + period) is not true
                 and (p.is_rate or not exists (
                     select from pgqueue.job as j where j.id = p.job_id and j.token = p.token
                 ))
@@ -230,7 +230,7 @@ begin
                 _lock_permits.queue, c.kind, c.group_key, c.is_rate, c.most, c.period, moment
             )
             and p.queue = _lock_permits.queue and p.kind = c.kind and p.group_key = c.group_key
-            and (p.is_rate and p.taken_at > moment - c.period and p.taken_at <= moment + c.period) is not true
+            and (p.is_rate and p.taken_at > moment - c.period and p.taken_at <= clock_timestamp() + c.period) is not true
             and (p.is_rate or not exists (
                 select from pgqueue.job as j where j.id = p.job_id and j.token = p.token
             ))
@@ -256,7 +256,7 @@ begin
                 and o.ctid <> p.ctid
         )
     ) as d (is_double)
-    where (p.is_rate and p.taken_at > moment - periods[l.cap] and p.taken_at <= moment + periods[l.cap]) is not true
+    where (p.is_rate and p.taken_at > moment - periods[l.cap] and p.taken_at <= clock_timestamp() + periods[l.cap]) is not true
         and (p.is_rate or not exists (
             select from pgqueue.job as j where j.id = p.job_id and j.token = p.token
         ));

@@ -153,6 +153,10 @@ select pg_temp.pass('r', '1 minute');
 select is(pg_temp.claimed('r', 10), 'a2', 'until the period is over');
 update pgqueue.permit set taken_at = now() + interval '1 year' where queue = 'r';
 select is(pg_temp.claimed('r', 10), 'a2', 'a clock that was set back stops nothing');
+select is(
+    pgqueue._count_free('r', '', '', true, 2, '1 s', clock_timestamp() - interval '10 s', 2), 0,
+    'a claim that was held up for longer than the period sees what others took meanwhile'
+);
 
 -- of a kind
 select pgqueue.configure('rk', kind => 'a', rate_limit => 2, rate_period => '1 minute');
