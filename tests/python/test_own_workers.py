@@ -149,10 +149,12 @@ def test_a_worker_of_psycopg_that_is_stopped_finishes_one_job_and_gives_back_the
     db, work
 ):
     db.execute(
-        "select pgqueue.enqueue_many('a', array['2', '2', '2']::jsonb[], 'sleep')"
+        "select pgqueue.enqueue_many('a', array['5', '5', '5']::jsonb[], 'sleep')"
     )
     worker = work("a")
-    wait_until(is_running(db, 3))
+    # By its first heartbeat it has begun the first.
+    beat = "select count(*) from pgqueue.job where lease_expires_at > claimed_at + interval '30.5 s'"
+    wait_until(lambda: one(db, beat) == 3)
     worker.terminate()
     assert worker.wait(30) == 0
     assert outcomes(db, "a") == [("completed", None, None)]
