@@ -222,13 +222,17 @@ begin
     from unnest(kinds, group_keys, are_rates, mosts, periods, wanted) with ordinality
         as c (kind, group_key, is_rate, most, period, wanted, nth)
     cross join lateral (
+        select pgqueue._last_place(
+            _lock_permits.queue, c.kind, c.group_key, c.is_rate, c.most, c.period, moment
+        )
+        offset 0
+    ) as u (last_place)
+    cross join lateral (
         select p.ctid as tid
         from pgqueue.permit as p
         where hashtext(p.queue) = hashtext(_lock_permits.queue) and hashtext(p.kind) = hashtext(c.kind)
             and hashtext(p.group_key) = hashtext(c.group_key) and p.is_rate = c.is_rate
-            and p.place <= pgqueue._last_place(
-                _lock_permits.queue, c.kind, c.group_key, c.is_rate, c.most, c.period, moment
-            )
+            and p.place <= u.last_place
             and p.queue = _lock_permits.queue and p.kind = c.kind and p.group_key = c.group_key
             and (p.is_rate and p.taken_at > moment - c.period and p.taken_at <= clock_timestamp() + c.period) is not true
             and (p.is_rate or not exists (
