@@ -304,7 +304,7 @@ RESET = [
     "select setval('pgqueue.job_id_seq', (select max(id) from pgqueue.job))",
     "select setval('pgqueue.token_seq', (select max(token) from pgqueue.job))",
     "select setval(c.oid::regclass, 0) from pg_class as c where starts_with(c.relname, '_cell_')",
-    "vacuum pgqueue.job, pgqueue.dead_job",
+    "vacuum pgqueue.job, pgqueue.dead_job, pgqueue.queue, pgqueue.slot, pgqueue.permit",
 ]
 # What a session left behind, except what is random or depends on the clock.
 LEFT = """
