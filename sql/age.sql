@@ -8,6 +8,25 @@
 --
 -- In a round a job is served in its turn: it counts as waiting since the last of those before it.
 
+create or replace function pgqueue._aged(
+    priority int, run_at timestamptz, moment timestamptz, age_after interval
+)
+    returns float8
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return priority + coalesce(
+        floor(date_part('epoch', moment - run_at) / date_part('epoch', age_after)), 0
+    );
+end;
+$$;
+
+comment on function pgqueue._aged(int, timestamptz, timestamptz, interval) is
+'The priority as which a job counts that has been due since run_at; its own
+where nothing ages.';
+
 create or replace function pgqueue._due_by(
     priority int, other int, run_at timestamptz, moment timestamptz, age_after interval
 )
@@ -238,8 +257,8 @@ begin
                 w.lane,
                 row_number() over (
                     order by
-                        w.lane - case when w.lane > 500 then 1000 else 0 end + floor(
-                            date_part('epoch', moment - w.since) / date_part('epoch', age_after)
+                        pgqueue._aged(
+                            w.lane - case when w.lane > 500 then 1000 else 0 end, w.since, moment, age_after
                         ) desc,
                         w.since, w.place
                 ) as rank

@@ -114,7 +114,7 @@ say; which of its kinds (of these, if given) are full; when the first permit of
 a full cap is free at the latest; and whether all permits are there.';
 
 create or replace function pgqueue._end_expired(queue text, moment timestamptz)
-    returns int
+    returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
@@ -123,7 +123,7 @@ create or replace function pgqueue._end_expired(queue text, moment timestamptz)
     set enable_nestloop = on
 as $$
 begin
-    return pgqueue._expire(
+    perform pgqueue._expire(
         array(
             select j.ctid
             from pgqueue.permit as p
@@ -139,7 +139,7 @@ $$;
 
 comment on function pgqueue._end_expired(text, timestamptz) is
 'Ends the attempts that hold permits under an expired lease: a claim that finds
-a queue full does not meet them in their lanes. Returns how many.';
+a queue full does not meet them in their lanes.';
 
 create or replace function pgqueue._without(paused jsonb, kinds text[], group_keys text[])
     returns jsonb
@@ -184,9 +184,7 @@ begin
     with picked as materialized (
         select
             j.id, j.kind, coalesce(j.group_key, '') as group_key, coalesce(j.turn, j.run_at) as at,
-            j.priority + coalesce(floor(
-                date_part('epoch', moment - j.run_at) / date_part('epoch', age_after)
-            ), 0) as priority,
+            pgqueue._aged(j.priority, j.run_at, moment, age_after) as priority,
             row_number() over (partition by j.group_key order by j.priority desc, j.run_at, j.id) as place,
             row_number() over (
                 partition by j.group_key order by j.priority desc, coalesce(j.turn, j.run_at), j.id
@@ -285,7 +283,7 @@ begin
         select b.id
         from (
             select
-                j.id, j.slot,
+                j.id,
                 bool_or(j.id = any (refused)) over (partition by j.group_key order by o.place) as is_behind
             from unnest(ids) with ordinality as o (id, place)
             join pgqueue.job as j on j.id = o.id

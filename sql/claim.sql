@@ -154,11 +154,7 @@ begin
     )
     select l.*
     from leased as l
-    order by
-        l.priority + floor(
-            date_part('epoch', moment - l.run_at) / date_part('epoch', settings.age_after)
-        ) desc,
-        l.run_at, l.id;
+    order by pgqueue._aged(l.priority, l.run_at, moment, settings.age_after) desc, l.run_at, l.id;
 end;
 $$;
 

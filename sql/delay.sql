@@ -51,6 +51,7 @@ declare
     cap record;
     free_ats timestamptz[];
     lane record;
+    first timestamptz[];
     last timestamptz;
     next tid[];
 begin
@@ -83,6 +84,7 @@ begin
         group by j.priority
         order by j.priority desc
     loop
+        first := pgqueue._delays(free_ats, cap.period, null, cardinality(lane.ids));
         last := (
             select d.turn
             from pgqueue.job as d
@@ -113,16 +115,14 @@ begin
                 where t.id = any (lane.ids) and t.lease_expires_at is null
                 order by t.run_at, t.id
             ),
-            pgqueue._delays(free_ats, cap.period, null, cardinality(lane.ids))
+            first
         ) as d (tid, at)
         where j.ctid = d.tid;
         -- Those that come next stand behind all that wait already.
         update pgqueue.job as j
         set turn = d.at
         from unnest(next, pgqueue._delays(
-            free_ats, cap.period,
-            greatest(last, (pgqueue._delays(free_ats, cap.period, null, cardinality(lane.ids)))[cardinality(lane.ids)]),
-            cardinality(next)
+            free_ats, cap.period, greatest(last, first[cardinality(first)]), cardinality(next)
         )) as d (tid, at)
         where j.ctid = d.tid;
     end loop;

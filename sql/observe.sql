@@ -356,9 +356,7 @@ begin
                     'rate limited until %s: %s begins at most %s in %s', pgqueue._written(free_at), cap.whose,
                     case cap.most when 1 then '1 job' else cap.most || ' jobs' end, cap.period
                 )
-                else format(
-                    '%s runs as many jobs as it may, %s', cap.whose, cap.most
-                )
+                else format('%s runs as many jobs as it may, %s', cap.whose, cap.most)
             end;
         end if;
     end loop;
@@ -516,10 +514,13 @@ create or replace function pgqueue._why_ready(job pgqueue.job, moment timestampt
     set search_path = pg_catalog, pg_temp
 as $$
 declare
+    held_up text := coalesce(
+        pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment)
+    );
     ahead bigint;
 begin
-    if num_nonnulls(pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment)) > 0 then
-        return coalesce(pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment));
+    if held_up is not null then
+        return held_up;
     end if;
     ahead := pgqueue._count_ahead(job, moment);
     return concat_ws('; ',
