@@ -18,7 +18,7 @@ CLOSED = pq.PGconn.connect_start(b"none")
 CLOSED.finish()
 
 
-def is_reset(session: pq.abc.PGconn) -> bool:
+def reset(session: pq.abc.PGconn) -> bool:
     """Reset a session, and say whether it still works."""
     with contextlib.suppress(psycopg.OperationalError):  # libpq knows it is lost
         results = (session.exec_(command) for command in RESET)
@@ -57,7 +57,7 @@ class Connections:
         """Reset an idle session that still works; else connect."""
         with contextlib.suppress(IndexError):
             while session := self._idle.pop()[1]:
-                if is_reset(session):
+                if reset(session):
                     return session
                 session.finish()
         try:

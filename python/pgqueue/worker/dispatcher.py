@@ -139,8 +139,6 @@ class Dispatcher(Service):
         self._is_due = seconds is not None and seconds <= pause
         pause = pause if seconds is None else min(pause, seconds)
         self._quiet_until = time.monotonic() + pause
-        if pause == 0:
-            self._has_news = True
 
     def _sleep(self, conn: database.Connection, want: int) -> None:
         """Sleep until there is news or something to do, at most a second."""
