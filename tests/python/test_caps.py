@@ -235,31 +235,3 @@ def test_a_claim_waits_for_no_lock_on_permits(db, connect):
         assert claim(db) == {}
         assert other.info.transaction_status == pq.TransactionStatus.INTRANS
     assert len(claim(db)) == 1
-
-
-def test_a_hundred_thousand_jobs_of_a_full_kind_are_not_walked_by_every_claim(db):
-    db.execute("select pgqueue.configure('q', kind => 'x', max_running => 1)")
-    fill = "select pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[%s]), kind => %s)"
-    pages = {}
-    for full in (0, 100_000):
-        db.execute("truncate pgqueue.job")
-        for kind, count in (("x", full + 1), ("y", 2000)):
-            for start in range(0, count, 50_000):
-                db.execute(fill, (min(50_000, count - start), kind))
-        db.execute("vacuum analyze pgqueue.job")
-        for _ in range(5):
-            assert len(claim(db, 50)) == 50
-        pages[full] = min(
-            sum(
-                plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
-                for plan in [
-                    one(
-                        db,
-                        "explain (analyze, buffers, timing off, format json) "
-                        "select id from pgqueue.claim('q', 'w', 50)",
-                    )[0]["Plan"]
-                ]
-            )
-            for _ in range(5)
-        )
-    assert pages[100_000] < 2 * pages[0], pages

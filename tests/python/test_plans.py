@@ -414,6 +414,22 @@ def test_a_hundred_thousand_paused_jobs_are_not_walked_by_every_claim(db, usual,
     assert one(db, ready) == 10000
 
 
+def test_a_hundred_thousand_jobs_of_a_full_kind_are_not_walked_by_every_claim(db):
+    db.execute("select pgqueue.configure('q', kind => 'x', max_running => 1)")
+    fill = "select pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[%s]), kind => %s)"
+    cost = {}
+    for full in (0, 100_000):
+        db.execute("truncate pgqueue.job")
+        for kind, count in (("x", full + 1), ("y", 2000)):
+            for start in range(0, count, 50_000):
+                db.execute(fill, (min(50_000, count - start), kind))
+        db.execute("vacuum analyze pgqueue.job")
+        for _ in range(5):
+            buffers(db)
+        cost[full] = min(buffers(db) for _ in range(5))
+    assert cost[100_000] < 2 * cost[0], cost
+
+
 def test_ten_thousand_running_jobs_are_not_walked_by_every_claim(db, usual):
     fill(db, 11_000)
     lease(db, 10_000)
