@@ -10,108 +10,148 @@ create or replace function pgqueue._has_caps(queue text)
     language plpgsql
     stable
     set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
 begin
     -- Its first row brings a second page.
     return pg_relation_size('pgqueue.queue_cap_idx') > 8192 and exists (
         select from pgqueue.queue as q
-        where q.name in (_has_caps.queue, '') and (q.max_running is not null or q.rate_limit is not null)
+        where q.name in (_has_caps.queue, '') and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
     );
 end;
 $$;
 
 comment on function pgqueue._has_caps(text) is 'Whether a queue, or a kind or group in it, has a cap.';
 
-create or replace function pgqueue._caps(queue text, kinds text[], group_keys text[])
-    returns table (kind text, group_key text, is_rate boolean, most int, period interval)
+create or replace function pgqueue._has_group_rates(queue text)
+    returns boolean
     language plpgsql
     stable
     set search_path = pg_catalog, pg_temp
-    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
 as $$
-declare
-    -- Groups may be many, and few have settings of their own.
-    each_group pgqueue.queue := case when group_keys is not null then pgqueue._in_force(queue, '', '*') end;
 begin
-    return query
-    with own as (
-        select distinct q.kind, q.group_key
-        from pgqueue.queue as q
-        where q.name in (_caps.queue, '') and (q.max_running is not null or q.rate_limit is not null)
-    )
-    select s.kind, s.group_key, c.is_rate, c.most, c.period
-    from (
-        select '', g.key, 1, o.group_key is not null
-        from (select distinct u.key from unnest(group_keys) as u (key)) as g
-        left join own as o on o.group_key = g.key
-        where g.key is not null and (o.group_key is not null or each_group.rate_limit is not null)
-        union all
-        select o.kind, '', 2, true from own as o where o.kind <> '' and (kinds is null or o.kind = any (kinds))
-        union all
-        select '', '', 3, true from own as o where o.kind = '' and o.group_key = ''
-    ) as s (kind, group_key, width, has_own)
-    cross join lateral (
-        select f.max_running, f.rate_limit, f.rate_period
-        from pgqueue._in_force(_caps.queue, s.kind, s.group_key) as f
-        where s.has_own
-        union all
-        select null, each_group.rate_limit, each_group.rate_period where not s.has_own
-    ) as f (max_running, rate_limit, period)
-    cross join lateral (
-        values (false, f.max_running, f.period), (true, f.rate_limit, f.period)
-    ) as c (is_rate, most, period)
-    where c.most is not null
-    order by s.width, s.kind, s.group_key, c.is_rate;
+    return exists (
+        select from pgqueue.queue as q
+        where q.name in (_has_group_rates.queue, '') and left(q.group_key, 1) > ''
+            and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
+    );
 end;
 $$;
 
-comment on function pgqueue._caps(text, text[], text[]) is
-'The caps in force for some groups, some kinds (null: all) and the queue itself,
-the narrowest first.';
+comment on function pgqueue._has_group_rates(text) is 'Whether any group of a queue has a rate.';
+
+create or replace function pgqueue._caps(queue text, kinds text[])
+    returns pgqueue._cap[]
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+as $$
+begin
+    return array(
+        select row(s.kind, '', c.is_rate, c.most, coalesce(s.period, '1 second'))::pgqueue._cap
+        from (
+            select
+                q.kind,
+                coalesce(max(q.max_running) filter (where q.name <> ''), max(q.max_running)) as max_running,
+                coalesce(max(q.rate_limit) filter (where q.name <> ''), max(q.rate_limit)) as rate_limit,
+                coalesce(max(q.rate_period) filter (where q.name <> ''), max(q.rate_period)) as period
+            from pgqueue.queue as q
+            where q.name in (_caps.queue, '') and left(q.group_key, 1) = ''
+                and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
+                and (kinds is null or q.kind = '' or q.kind = any (kinds))
+            group by q.kind
+        ) as s
+        cross join lateral (values (false, s.max_running), (true, s.rate_limit)) as c (is_rate, most)
+        where c.most is not null
+        order by s.kind = '', s.kind, c.is_rate
+    );
+end;
+$$;
+
+comment on function pgqueue._caps(text, text[]) is
+'The caps in force for some kinds (null: all) and then for the queue itself. A
+rate_period that nobody says is a second, as in _in_force().';
+
+create or replace function pgqueue._group_rates(queue text, group_keys text[])
+    returns pgqueue._cap[]
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_hashjoin = on
+    set enable_nestloop = off
+    set enable_mergejoin = off
+as $$
+begin
+    if not pgqueue._has_group_rates(queue) then
+        return '{}'::pgqueue._cap[];
+    end if;
+    return array(
+        with own as materialized (
+            select
+                q.group_key as key,
+                coalesce(max(q.rate_limit) filter (where q.name <> ''), max(q.rate_limit)) as rate_limit,
+                coalesce(max(q.rate_period) filter (where q.name <> ''), max(q.rate_period)) as period
+            from pgqueue.queue as q
+            where q.group_key = any (group_keys || '*'::text) and q.kind = ''
+                and q.name in (_group_rates.queue, '')
+            group by q.group_key
+        )
+        select row(
+            '', g.key, true, coalesce(o.rate_limit, e.rate_limit), coalesce(o.period, e.period, '1 second')
+        )::pgqueue._cap
+        from (select distinct u.key from unnest(group_keys) as u (key) where u.key is not null) as g
+        left join own as o on o.key = g.key
+        left join own as e on e.key = '*'
+        where coalesce(o.rate_limit, e.rate_limit) is not null
+        order by g.key
+    );
+end;
+$$;
+
+comment on function pgqueue._group_rates(text, text[]) is 'The rates in force for some groups of a queue.';
 
 create or replace function pgqueue._room(
-    queue text, kinds text[], max_jobs int, moment timestamptz, out jobs int, out full_kinds text[],
-    out free_at timestamptz, out is_complete boolean
+    queue text, caps pgqueue._cap[], wanted int, moment timestamptz, out jobs int, out full_kinds text[],
+    out last_places int[], out free_at timestamptz, out is_complete boolean
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    cap record;
-    usable int;
+    full_caps int[];
 begin
-    jobs := max_jobs;
-    full_kinds := '{}';
-    is_complete := true;
-    for cap in select c.* from pgqueue._caps(queue, kinds, null) as c loop
-        usable := pgqueue._count_free(
-            queue, cap.kind, cap.group_key, cap.is_rate, cap.most, cap.period, moment,
-            case when cap.kind = '' then jobs else 1 end
+    select
+        least(wanted, min(f.free) filter (where f.kind = '')),
+        coalesce(array_agg(f.kind) filter (where f.kind <> '' and f.free = 0), '{}'),
+        array_agg(f.last_place order by f.nth),
+        bool_and(f.is_complete),
+        array_agg(f.nth) filter (where f.free = 0)
+    into jobs, full_kinds, last_places, is_complete, full_caps
+    from pgqueue._free_permits(queue, caps, wanted, moment) as f;
+    if full_caps is not null then
+        free_at := (
+            select min(p.free_at)
+            from unnest(full_caps) as f (cap)
+            cross join lateral pgqueue._permits(queue, caps[f.cap], moment) as p
         );
-        is_complete := is_complete
-            and pgqueue._has_permit(queue, cap.kind, cap.group_key, cap.is_rate, cap.most);
-        if cap.kind = '' then
-            jobs := usable;
-        elsif usable = 0 then
-            full_kinds := full_kinds || cap.kind;
-        end if;
-        if usable = 0 then
-            free_at := least(free_at, (
-                select min(p.free_at)
-                from pgqueue._permits(
-                    queue, cap.kind, cap.group_key, cap.is_rate, cap.most, cap.period, moment
-                ) as p
-            ));
-        end if;
-    end loop;
+    end if;
 end;
 $$;
 
-comment on function pgqueue._room(text, text[], int, timestamptz) is
-'How many more jobs of a queue, up to max_jobs, may begin as far as its own caps
-say; which of its kinds (of these, if given) are full; when the first permit of
-a full cap is free at the latest; and whether all permits are there.';
+comment on function pgqueue._room(text, pgqueue._cap[], int, timestamptz) is
+'How many more jobs of a queue, up to so many, may begin as far as its own caps
+say; which of its kinds are full; up to which place the permits of each cap may
+be taken; when the first one of a full cap is free at the latest; and whether
+all permits are there.';
 
 create or replace function pgqueue._end_expired(queue text, moment timestamptz)
     returns void
@@ -167,9 +207,33 @@ comment on function pgqueue._without(jsonb, text[], text[]) is
 'What a claim passes over: what is paused, some kinds, and some groups.';
 
 create or replace function pgqueue._demand(
-    picks tid[], kinds text[], group_keys text[], moment timestamptz, age_after interval,
-    out ids bigint[], out caps int[], out job_ids bigint[], out wanted int[]
+    picks tid[], caps pgqueue._cap[], out demanded int[], out job_ids bigint[]
 )
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_seqscan = off
+    set enable_tidscan = on
+    set enable_hashjoin = on
+    set enable_nestloop = off
+    set enable_mergejoin = off
+as $$
+begin
+    select array_agg(c.nth order by c.nth), array_agg(j.id order by c.nth) into demanded, job_ids
+    from pgqueue.job as j
+    cross join lateral (values ('', j.group_key), (j.kind, ''), ('', '')) as s (kind, group_key)
+    join unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
+        on c.kind = s.kind and c.group_key = s.group_key
+    where j.ctid = any (picks);
+end;
+$$;
+
+comment on function pgqueue._demand(tid[], pgqueue._cap[]) is
+'In pairs, which of some caps hold for which of the picked jobs, in the order of
+the caps.';
+
+create or replace function pgqueue._in_order(picks tid[], moment timestamptz, age_after interval)
+    returns bigint[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set jit = off
@@ -181,58 +245,32 @@ create or replace function pgqueue._demand(
     set enable_sort = on
 as $$
 begin
-    with picked as materialized (
-        select
-            j.id, j.kind, coalesce(j.group_key, '') as group_key, coalesce(j.turn, j.run_at) as at,
-            pgqueue._aged(j.priority, j.run_at, moment, age_after) as priority,
-            row_number() over (partition by j.group_key order by j.priority desc, j.run_at, j.id) as place,
-            row_number() over (
-                partition by j.group_key order by j.priority desc, coalesce(j.turn, j.run_at), j.id
-            ) as turn
-        from pgqueue.job as j
-        where j.ctid = any (picks)
-    ), ordered as materialized (
-        -- By the turns of the groups, and within a group by run_at and id.
-        select
-            p.id, p.kind, p.group_key,
-            row_number() over (order by t.priority desc, t.at, t.id) as place
+    return array(
+        with picked as materialized (
+            select
+                j.id, coalesce(j.group_key, '') as group_key, coalesce(j.turn, j.run_at) as at,
+                pgqueue._aged(j.priority, j.run_at, moment, age_after) as priority,
+                row_number() over (partition by j.group_key order by j.priority desc, j.run_at, j.id) as place,
+                row_number() over (
+                    partition by j.group_key order by j.priority desc, coalesce(j.turn, j.run_at), j.id
+                ) as turn
+            from pgqueue.job as j
+            where j.ctid = any (picks)
+        )
+        select p.id
         from picked as p
         join picked as t on t.group_key = p.group_key and t.turn = p.place
-    ), cap as materialized (
-        select c.* from unnest(kinds, group_keys) with ordinality as c (kind, group_key, nth)
-    ), whole as materialized (
-        select c.nth from cap as c where c.kind = '' and c.group_key = ''
-    ), met as materialized (
-        select c.nth, o.id, o.place from ordered as o join cap as c on c.group_key = o.group_key
-        where c.group_key <> ''
-        union all
-        select c.nth, o.id, o.place from ordered as o join cap as c on c.kind = o.kind and c.group_key = ''
-        union all
-        select w.nth, o.id, o.place from ordered as o cross join whole as w
-    )
-    select
-        (select array_agg(o.id order by o.place) from ordered as o),
-        array_agg(m.nth order by m.nth, m.place),
-        array_agg(m.id order by m.nth, m.place),
-        (
-            select array_agg(n.jobs order by n.nth)
-            from (
-                select c.nth, count(m.id)::int as jobs
-                from cap as c left join met as m on m.nth = c.nth
-                group by c.nth
-            ) as n
-        )
-    into ids, caps, job_ids, wanted
-    from met as m;
+        order by t.priority desc, t.at, t.id
+    );
 end;
 $$;
 
-comment on function pgqueue._demand(tid[], text[], text[], timestamptz, interval) is
-'The ids of picked jobs in the order in which they are to run, and in pairs
-which of some caps hold for which of them; and how many of them are wanted.';
+comment on function pgqueue._in_order(tid[], timestamptz, interval) is
+'The ids of picked jobs in the order in which they are to run: by the turns of
+their groups, and within a group by run_at and id.';
 
 create or replace function pgqueue._supply(
-    demanded int[], job_ids bigint[], locked int[], permits tid[], refused bigint[],
+    ids bigint[], refused bigint[], demanded int[], job_ids bigint[], supplied int[], permits tid[],
     out refusing int[], out refused_ids bigint[], out taken tid[], out holders bigint[]
 )
     language plpgsql
@@ -245,13 +283,14 @@ create or replace function pgqueue._supply(
 as $$
 begin
     with wants as (
-        select u.cap, u.id, row_number() over (partition by u.cap order by u.place) as nth
-        from unnest(demanded, job_ids) with ordinality as u (cap, id, place)
+        select u.cap, u.id, row_number() over (partition by u.cap order by o.place) as nth
+        from unnest(demanded, job_ids) as u (cap, id)
+        join unnest(ids) with ordinality as o (id, place) on o.id = u.id
         left join unnest(refused) as r (id) on r.id = u.id
         where r.id is null
     ), has as (
         select u.cap, u.permit, row_number() over (partition by u.cap) as nth
-        from unnest(locked, permits) as u (cap, permit)
+        from unnest(supplied, permits) as u (cap, permit)
     )
     select
         array_agg(distinct w.cap) filter (where h.cap is null),
@@ -264,7 +303,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._supply(int[], bigint[], int[], tid[], bigint[]) is
+comment on function pgqueue._supply(bigint[], bigint[], int[], bigint[], int[], tid[]) is
 'Hands the locked permits of each cap to the jobs that demand one, in their order
 and without those that were refused; which get none, and of which caps.';
 
@@ -299,8 +338,9 @@ comment on function pgqueue._behind(bigint[], bigint[]) is
 groups, if these have a limit: none may overtake another.';
 
 create or replace function pgqueue._take_permits(
-    queue text, picks tid[], new_token bigint, moment timestamptz, age_after interval,
-    out taken tid[], out refused bigint[], out full_kinds text[], out full_groups text[]
+    queue text, picks tid[], caps pgqueue._cap[], last_places int[], new_token bigint,
+    moment timestamptz, age_after interval,
+    out taken tid[], out refused bigint[], out refusing pgqueue._cap[]
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -313,53 +353,60 @@ create or replace function pgqueue._take_permits(
     set enable_mergejoin = off
 as $$
 declare
-    met record;
-    caps record;
+    rates pgqueue._cap[] := pgqueue._group_rates(
+        queue, array(select j.group_key from pgqueue.job as j where j.ctid = any (picks))
+    );
     demand record;
     locked record;
     supply record;
+    ids bigint[];
 begin
-    select array_agg(distinct j.kind) as kinds, array_agg(distinct j.group_key) as group_keys
-    into met
-    from pgqueue.job as j
-    where j.ctid = any (picks);
-    select
-        array_agg(c.kind) as kinds, array_agg(c.group_key) as group_keys, array_agg(c.is_rate) as are_rates,
-        array_agg(c.most) as mosts, array_agg(c.period) as periods
-    into caps
-    from pgqueue._caps(queue, met.kinds, met.group_keys) as c;
-    demand := pgqueue._demand(picks, caps.kinds, caps.group_keys, moment, age_after);
-    locked := pgqueue._lock_permits(
-        queue, caps.kinds, caps.group_keys, caps.are_rates, caps.mosts, caps.periods,
-        demand.wanted, moment
-    );
-    supply := pgqueue._supply(demand.caps, demand.job_ids, locked.caps, locked.permits, '{}');
-    refused := coalesce(supply.refused_ids, '{}');
-    select array_agg(caps.kinds[r.cap]), array_agg(caps.group_keys[r.cap]) into full_kinds, full_groups
-    from unnest(supply.refusing) as r (cap);
-    if refused <> '{}' then
-        refused := refused || pgqueue._behind(demand.ids, refused);
-        supply := pgqueue._supply(demand.caps, demand.job_ids, locked.caps, locked.permits, refused);
+    if rates <> '{}' then
+        caps := rates || caps;
+        last_places := array(
+            select f.last_place from pgqueue._free_permits(queue, rates, 0, moment) as f order by f.nth
+        ) || last_places;
+    end if;
+    demand := pgqueue._demand(picks, caps);
+    locked := pgqueue._lock_permits(queue, caps, last_places, demand.demanded, moment);
+    taken := picks;
+    refused := '{}';
+    if cardinality(demand.job_ids) > coalesce(cardinality(locked.permits), 0) then
+        ids := pgqueue._in_order(picks, moment, age_after);
+        supply := pgqueue._supply(
+            ids, '{}', demand.demanded, demand.job_ids, locked.supplied, locked.permits
+        );
+        refusing := array(select caps[r.cap] from unnest(supply.refusing) as r (cap));
+        refused := supply.refused_ids || pgqueue._behind(ids, supply.refused_ids);
+        supply := pgqueue._supply(
+            ids, refused, demand.demanded, demand.job_ids, locked.supplied, locked.permits
+        );
+        locked.permits := supply.taken;
+        demand.job_ids := supply.holders;
     end if;
     update pgqueue.permit as p
     set job_id = t.job_id, token = new_token, taken_at = moment
-    from unnest(supply.taken, supply.holders) as t (tid, job_id)
+    from unnest(locked.permits, demand.job_ids) as t (tid, job_id)
     where p.ctid = t.tid;
-    with leased as (
-        update pgqueue.job as j
-        -- Until claim() gives it its lease.
-        set token = new_token, lease_expires_at = 'infinity'
-        where j.ctid = any (picks) and j.id <> all (refused)
-        returning j.ctid as tid
-    )
-    select array_agg(l.tid) into taken from leased as l;
+    if refused <> '{}' then
+        with leased as (
+            update pgqueue.job as j
+            -- Until claim() gives it its lease.
+            set token = new_token, lease_expires_at = 'infinity'
+            where j.ctid = any (picks) and j.id <> all (refused)
+            returning j.ctid as tid
+        )
+        select coalesce(array_agg(l.tid), '{}'::tid[]) into taken from leased as l;
+    end if;
 end;
 $$;
 
-comment on function pgqueue._take_permits(text, tid[], bigint, timestamptz, interval) is
-'Takes a permit of each of its caps for every picked job, and marks as taken
-those that got all. The others are refused; the caps that refused are named by
-kind and group_key, in pairs, empty ones for the queue itself.';
+comment on function pgqueue._take_permits(
+    text, tid[], pgqueue._cap[], int[], bigint, timestamptz, interval
+) is
+'Takes a permit of each of its caps for every picked job, and returns those that
+got all; if some are refused, it marks the others as taken. Names the caps that
+refused.';
 
 create or replace function pgqueue._put_back(queue text, kinds text[], paused jsonb, job_ids bigint[])
     returns void
@@ -409,6 +456,7 @@ create or replace function pgqueue._pick_capped(
     set search_path = pg_catalog, pg_temp
 as $$
 declare
+    caps pgqueue._cap[] := pgqueue._caps(queue, kinds);
     picks tid[] := '{}'::tid[];
     room record;
     passed jsonb;
@@ -419,10 +467,10 @@ declare
     is_hastened boolean := false;
 begin
     loop
-        room := pgqueue._room(queue, kinds, max_jobs - cardinality(picks), moment);
+        room := pgqueue._room(queue, caps, max_jobs - cardinality(picks), moment);
         if room.free_at <= moment then
             perform pgqueue._end_expired(queue, moment);
-            room := pgqueue._room(queue, kinds, max_jobs - cardinality(picks), moment);
+            room := pgqueue._room(queue, caps, max_jobs - cardinality(picks), moment);
         end if;
         if not room.is_complete then
             perform pgqueue._make_permits(queue, kinds, null);
@@ -437,16 +485,20 @@ begin
             is_hastened := true;
             continue;
         end if;
-        next := pgqueue._take_permits(queue, found_jobs, new_token, moment, age_after);
-        picks := picks || coalesce(next.taken, '{}'::tid[]);
+        next := pgqueue._take_permits(
+            queue, found_jobs, caps, room.last_places, new_token, moment, age_after
+        );
+        picks := picks || next.taken;
         exit when next.refused = '{}';
         perform pgqueue._put_back(queue, kinds, passed, next.refused);
-        perform pgqueue._delay_group(queue, g.key, next.refused, moment)
-        from unnest(next.full_groups) as g (key)
-        where g.key <> '';
-        full_kinds := full_kinds || array_remove(next.full_kinds, '');
-        full_groups := full_groups || array_remove(next.full_groups, '');
-        exit when ('', '') in (select * from unnest(next.full_kinds, next.full_groups))
+        perform pgqueue._delay_group(queue, r, next.refused, moment)
+        from unnest(next.refusing) as r
+        where r.group_key <> '';
+        full_kinds := full_kinds || array(select r.kind from unnest(next.refusing) as r where r.kind <> '');
+        full_groups := full_groups || array(
+            select r.group_key from unnest(next.refusing) as r where r.group_key <> ''
+        );
+        exit when exists (select from unnest(next.refusing) as r where r.kind = '' and r.group_key = '')
             -- This claim may not use what it has made.
             or not room.is_complete
             -- The next claim goes on; what this one has put off stays so.
@@ -476,7 +528,7 @@ begin
     if not pgqueue._has_caps(queue) then
         return pgqueue._until_due(queue, kinds, paused, moment);
     end if;
-    room := pgqueue._room(queue, kinds, 1, moment);
+    room := pgqueue._room(queue, pgqueue._caps(queue, kinds), 1, moment);
     until := room.free_at - moment;
     -- Permits that are not there are made by the next claim.
     if room.jobs > 0 or not room.is_complete then
@@ -502,7 +554,8 @@ as $$
 begin
     if pg_relation_size('pgqueue.permit') > 0 then
         perform pgqueue._wake(e.queue)
-        from (select distinct j.queue from pgqueue.job as j where j.ctid = any (picks)) as e
+        -- Not for each job.
+        from (select distinct j.queue from pgqueue.job as j where j.ctid = any (picks) offset 0) as e
         where pgqueue._has_caps(e.queue);
     end if;
 end;
@@ -582,8 +635,9 @@ begin
             cross join lateral (
                 select u.place, u.copies, coalesce(max(u.place) filter (where u.is_held) over (), 0) as last_held
                 from pgqueue._permits(
-                    known.queue, coalesce(_apply_caps.kind, ''), coalesce(known.group_key, ''), s.is_rate, 0,
-                    settings.rate_period, clock_timestamp()
+                    known.queue,
+                    (coalesce(_apply_caps.kind, ''), coalesce(known.group_key, ''), s.is_rate, 0, settings.rate_period),
+                    clock_timestamp()
                 ) as u
             ) as f
             where f.place > greatest(

@@ -40,10 +40,9 @@ begin
         from unnest(queues, group_keys) as u (queue, group_key)
         where u.group_key is not null
         group by u.queue;
-        perform pgqueue._make_permits(u.queue, null, array_agg(u.group_key))
+        perform pgqueue._make_permits_for(u.queue, null, array_agg(u.group_key))
         from unnest(queues, group_keys) as u (queue, group_key)
-        group by u.queue
-        having pgqueue._has_caps(u.queue);
+        group by u.queue;
     end if;
 
     delete from pgqueue.dead_job as d where d.id = any (revived);

@@ -34,7 +34,7 @@ free, if from these times on each is taken again at once whenever its period is
 over.';
 
 create or replace function pgqueue._delay_group(
-    queue text, group_key text, job_ids bigint[], moment timestamptz
+    queue text, cap pgqueue._cap, job_ids bigint[], moment timestamptz
 )
     returns void
     language plpgsql
@@ -48,23 +48,19 @@ create or replace function pgqueue._delay_group(
     set enable_nestloop = on
 as $$
 declare
-    cap record;
     free_ats timestamptz[];
     lane record;
     first timestamptz[];
     last timestamptz;
     next tid[];
 begin
-    select c.* into cap
-    from pgqueue._caps(queue, '{}', array[group_key]) as c
-    where c.group_key = _delay_group.group_key;
     -- Where one is free, others have just locked it. No two at the same time: so the last that was
     -- given says how many were.
     free_ats := array(
         select f.at + row_number() over (order by f.at) * interval '1 microsecond'
         from (
             select greatest(p.free_at, moment + interval '10 milliseconds') as at
-            from pgqueue._permits(queue, '', group_key, true, cap.most, cap.period, moment) as p
+            from pgqueue._permits(queue, cap, moment) as p
             order by 1 desc
             limit cap.most
         ) as f
@@ -73,14 +69,14 @@ begin
     if cardinality(free_ats) < cap.most then
         -- Those that it lacks are for the next claim.
         perform pgqueue._make_permits(
-            queue, '{}'::text[], array_fill(group_key, array[cardinality(job_ids)])
+            queue, '{}'::text[], array_fill(cap.group_key, array[cardinality(job_ids)])
         );
         return;
     end if;
     for lane in
         select j.priority, array_agg(j.id order by j.run_at, j.id) as ids
         from pgqueue.job as j
-        where j.id = any (job_ids) and j.group_key = _delay_group.group_key
+        where j.id = any (job_ids) and j.group_key = cap.group_key
         group by j.priority
         order by j.priority desc
     loop
@@ -89,9 +85,9 @@ begin
             select d.turn
             from pgqueue.job as d
             where hashtext(d.queue) = hashtext(_delay_group.queue) and isfinite(d.turn)
-                and hashtext(d.group_key) = hashtext(_delay_group.group_key)
+                and hashtext(d.group_key) = hashtext(cap.group_key)
                 and d.priority = lane.priority and d.turn between moment and '9998-12-31 00:00 UTC'
-                and d.queue = _delay_group.queue and d.group_key = _delay_group.group_key
+                and d.queue = _delay_group.queue and d.group_key = cap.group_key
             order by d.turn desc
             limit 1
         );
@@ -99,9 +95,9 @@ begin
             select j.ctid
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_delay_group.queue) and isfinite(j.turn)
-                and hashtext(j.group_key) = hashtext(_delay_group.group_key)
+                and hashtext(j.group_key) = hashtext(cap.group_key)
                 and j.priority = lane.priority and j.turn < '1900-01-01 00:00 UTC'
-                and j.queue = _delay_group.queue and j.group_key = _delay_group.group_key
+                and j.queue = _delay_group.queue and j.group_key = cap.group_key
                 and j.lease_expires_at is null and j.id <> all (lane.ids)
             order by j.turn
             limit 100
@@ -129,7 +125,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._delay_group(text, text, bigint[], timestamptz) is
+comment on function pgqueue._delay_group(text, pgqueue._cap, bigint[], timestamptz) is
 'For a group that has used up its rate: gives its refused jobs, and up to a
 hundred more of each of their lanes, turns in the time to come.';
 
@@ -149,10 +145,7 @@ declare
     delayed record;
     early text[];
 begin
-    if not exists (
-        select from pgqueue.queue as q
-        where q.name in (_hasten.queue, '') and q.group_key <> '' and q.rate_limit is not null
-    ) then
+    if not pgqueue._has_group_rates(queue) then
         return false;
     end if;
     select array_agg(d.tid) as tids, array_agg(d.group_key) as group_keys into delayed
@@ -168,11 +161,9 @@ begin
     ) as d
     where d.turn < 'infinity';
     early := array(
-        select c.group_key
-        from pgqueue._caps(queue, '{}', delayed.group_keys) as c
-        where c.group_key <> '' and pgqueue._count_free(
-            _hasten.queue, '', c.group_key, true, c.most, c.period, moment, 1
-        ) > 0
+        select f.group_key
+        from pgqueue._free_permits(queue, pgqueue._group_rates(queue, delayed.group_keys), 1, moment) as f
+        where f.free > 0
     );
     update pgqueue.job as j
     set turn = null

@@ -227,11 +227,13 @@ begin
     if pg_relation_size('pgqueue.queue') > 0 then
         settings := pgqueue._in_force(queue, coalesce(kind, queue), group_key);
         refused := pgqueue._refuse(pgqueue._check_payload(payload, settings.max_payload_bytes));
-        if group_key is not null and pgqueue._has_limits(queue) then
+        if group_key is not null and settings.group_limit is not null
+            and not pgqueue._has_slots(queue, group_key, settings.group_limit)
+        then
             perform pgqueue._make_slots(queue, array[group_key]);
         end if;
-        if pgqueue._has_caps(queue) then
-            perform pgqueue._make_permits(queue, array[coalesce(kind, queue)], array[group_key]);
+        if pg_relation_size('pgqueue.queue_cap_idx') > 8192 then
+            perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)], array[group_key]);
         end if;
     end if;
 
@@ -414,9 +416,6 @@ create or replace function pgqueue._settings_of_groups(
     set enable_nestloop = off
 as $$
 begin
-    if group_keys is null or pg_relation_size('pgqueue.queue_narrow_idx') <= 8192 then
-        return;
-    end if;
     with own as materialized (
         select u.group_key, s.max_attempts, s.max_payload_bytes
         from (select distinct coalesce(g.group_key, '') as group_key from unnest(group_keys) as g (group_key)) as u
@@ -431,8 +430,7 @@ end;
 $$;
 
 comment on function pgqueue._settings_of_groups(text, text, text[]) is
-'max_attempts and max_payload_bytes for each of some jobs of one kind; null where
-nothing is set for any kind or group.';
+'max_attempts and max_payload_bytes for each of some jobs of one kind.';
 
 create or replace function pgqueue.enqueue_many(
     queue text,
@@ -453,22 +451,10 @@ create or replace function pgqueue.enqueue_many(
     set jit = off
 as $$
 declare
-    settings pgqueue.queue := pgqueue._in_force(
-        enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue)
-    );
-    own record := pgqueue._settings_of_groups(
-        enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue), enqueue_many.group_keys
-    );
-    refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_job(
-            queue, kind, priority, run_at, max_attempts, null, on_duplicate, null, headers
-        ),
-        pgqueue._check_many(payloads, unique_keys, group_keys, coalesce(
-            own.max_bytes, case when settings.max_payload_bytes is not null
-                then array_fill(settings.max_payload_bytes, array[coalesce(cardinality(payloads), 0)])
-            end
-        ))
-    ));
+    settings pgqueue.queue;
+    own_attempts int[];
+    own_bytes int[];
+    refused boolean;
     moment timestamptz := clock_timestamp();
     has_groups boolean := num_nonnulls(variadic group_keys) > 0;
     turns timestamptz[];
@@ -476,12 +462,30 @@ declare
     given record;
     job_id bigint;
 begin
+    if pg_relation_size('pgqueue.queue') > 0 then
+        settings := pgqueue._in_force(queue, coalesce(kind, queue));
+        if has_groups and pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then
+            select s.max_attempts, s.max_bytes into own_attempts, own_bytes
+            from pgqueue._settings_of_groups(queue, coalesce(kind, queue), group_keys) as s;
+        end if;
+    end if;
+    refused := pgqueue._refuse(coalesce(
+        pgqueue._check_job(
+            queue, kind, priority, run_at, max_attempts, null, on_duplicate, null, headers
+        ),
+        pgqueue._check_many(payloads, unique_keys, group_keys, coalesce(
+            own_bytes, case when settings.max_payload_bytes is not null
+                then array_fill(settings.max_payload_bytes, array[coalesce(cardinality(payloads), 0)])
+            end
+        ))
+    ));
+    settings.max_attempts := coalesce(settings.max_attempts, 20);
     perform pgqueue._wake(queue);
     if has_groups and pgqueue._has_limits(queue) then
         perform pgqueue._make_slots(queue, group_keys);
     end if;
-    if pgqueue._has_caps(queue) then
-        perform pgqueue._make_permits(queue, array[coalesce(kind, queue)], group_keys);
+    if pg_relation_size('pgqueue.queue_cap_idx') > 8192 then
+        perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)], group_keys);
     end if;
     if has_groups and (run_at <= moment) is not false then
         turns := pgqueue._next_turns(queue, coalesce(priority, 0), group_keys);
@@ -503,7 +507,7 @@ begin
             coalesce(enqueue_many.max_attempts, g.max_attempts, settings.max_attempts),
             enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
             g.group_key, coalesce(g.payload, '{}'), enqueue_many.headers
-        from unnest(payloads, group_keys, turns, own.max_attempts) with ordinality
+        from unnest(payloads, group_keys, turns, own_attempts) with ordinality
             as g (payload, group_key, turn, max_attempts, place)
         returning j.id;
         return;
@@ -511,7 +515,7 @@ begin
     ids := pgqueue._insert_keyed(
         queue, payloads, kind, priority, run_at,
         coalesce(
-            case when max_attempts is null then own.max_attempts end,
+            case when max_attempts is null then own_attempts end,
             array_fill(coalesce(max_attempts, settings.max_attempts), array[cardinality(payloads)])
         ),
         unique_keys, on_duplicate, group_keys, headers, moment, turns

@@ -34,7 +34,9 @@ begin
         perform pgqueue._recall(array[done.queue], array[done.group_key]);
     end if;
     if pg_relation_size('pgqueue.queue') > 0 then
-        keep_runs := (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs;
+        if pg_relation_size('pgqueue.queue_keep_idx') > 8192 then
+            keep_runs := (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs;
+        end if;
         if pgqueue._has_caps(done.queue) then
             perform pgqueue._wake(done.queue);
         end if;
@@ -81,7 +83,7 @@ declare
     ));
     moment timestamptz := clock_timestamp();
     today int := floor(extract(epoch from moment) / 86400)::int;
-    is_configured boolean := pg_relation_size('pgqueue.queue') > 0;
+    is_configured boolean := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
     queues text[];
     group_keys text[];
 begin
@@ -90,7 +92,7 @@ begin
         from pgqueue.job as j
         where j.id = any (complete_many.job_ids) and j.slot is not null;
     end if;
-    if is_configured and pg_relation_size('pgqueue.permit') > 0 then
+    if pg_relation_size('pgqueue.permit') > 0 then
         perform pgqueue._wake_capped(array(
             select j.ctid from pgqueue.job as j where j.id = any (complete_many.job_ids)
         ));

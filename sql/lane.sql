@@ -15,6 +15,8 @@
 -- The round of a lane, the jobs of groups in the order of their turns, is a lane of its own: number
 -- 1000 + priority. The record of a queue has the number 9999, which no lane has.
 --
+-- 128 cells more, from 768 on, hold a tag and the last turn that was given to a group.
+--
 -- The tag says whose record it is; zero is nobody's. A lane has two records to choose from, by
 -- its hash; while others have taken both, it is walked from the beginning. A value from another
 -- clock (set back, restored) is no value.

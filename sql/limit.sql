@@ -27,6 +27,27 @@ $$;
 
 comment on function pgqueue._has_limits(text) is 'Whether any group of a queue has a limit.';
 
+create or replace function pgqueue._has_slots(queue text, group_key text, group_limit int)
+    returns boolean
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+begin
+    return exists (
+        select
+        from pgqueue.slot as s
+        where hashtext(s.queue) = hashtext(_has_slots.queue)
+            and hashtext(s.group_key) = hashtext(_has_slots.group_key)
+            and s.queue = _has_slots.queue and s.group_key = _has_slots.group_key
+            and s.place = _has_slots.group_limit
+    );
+end;
+$$;
+
+comment on function pgqueue._has_slots(text, text, int) is 'Whether a group has all the slots of its limit.';
+
 create or replace function pgqueue._make_slots(queue text, group_keys text[])
     returns void
     language plpgsql

@@ -340,11 +340,13 @@ begin
                 when c.kind <> '' then 'its kind ' || c.kind
                 else 'its queue'
             end as whose
-        from pgqueue._caps(job.queue, array[job.kind], array[job.group_key]) as c
+        from unnest(
+            pgqueue._group_rates(job.queue, array[job.group_key]) || pgqueue._caps(job.queue, array[job.kind])
+        ) as c
     loop
         select min(p.free_at) into free_at
         from pgqueue._permits(
-            job.queue, cap.kind, cap.group_key, cap.is_rate, cap.most, cap.period, moment
+            job.queue, (cap.kind, cap.group_key, cap.is_rate, cap.most, cap.period), moment
         ) as p
         having count(*) filter (where p.is_usable) = 0 and count(*) > 0;
         if cap.group_key <> '' and job.turn between moment and '9998-12-31 00:00 UTC' then

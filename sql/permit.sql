@@ -9,33 +9,6 @@
 -- A place may be taken while it and those held above it are together no more than the cap: so a cap
 -- that was lowered holds while what runs beyond it ends, in whatever order.
 
-create or replace function pgqueue._has_permit(
-    queue text, kind text, group_key text, is_rate boolean, place int
-)
-    returns boolean
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_indexscan = on
-as $$
-begin
-    return exists (
-        select
-        from pgqueue.permit as p
-        where hashtext(p.queue) = hashtext(_has_permit.queue)
-            and hashtext(p.kind) = hashtext(_has_permit.kind)
-            and hashtext(p.group_key) = hashtext(_has_permit.group_key)
-            and p.is_rate = _has_permit.is_rate and p.place = _has_permit.place
-            and p.queue = _has_permit.queue and p.kind = _has_permit.kind
-            and p.group_key = _has_permit.group_key
-    );
-end;
-$$;
-
-comment on function pgqueue._has_permit(text, text, text, boolean, int) is
-'Whether a cap has a permit of this place.';
-
 create or replace function pgqueue._make_permits(queue text, kinds text[], group_keys text[])
     returns void
     language plpgsql
@@ -50,7 +23,7 @@ as $$
 begin
     insert into pgqueue.permit (place, is_rate, queue, kind, group_key)
     select p.place, c.is_rate, _make_permits.queue, c.kind, c.group_key
-    from pgqueue._caps(queue, kinds, group_keys) as c
+    from unnest(pgqueue._caps(queue, kinds) || pgqueue._group_rates(queue, group_keys)) as c
     left join (select g.key, count(*) as jobs from unnest(group_keys) as g (key) group by g.key) as n
         on n.key = c.group_key
     cross join lateral (
@@ -68,13 +41,36 @@ end;
 $$;
 
 comment on function pgqueue._make_permits(text, text[], text[]) is
-'Makes the permits that a queue and some of its kinds lack, and for some groups
-one more for each time that one is named, up to their rates. Other sessions see
-them from the commit on.';
+'Makes the permits that a queue and some of its kinds (null: all) lack, and for
+some groups one more for each time that one is named, up to their rates. Other
+sessions see them from the commit on.';
 
-create or replace function pgqueue._permits(
-    queue text, kind text, group_key text, is_rate boolean, most int, period interval, moment timestamptz
-)
+create or replace function pgqueue._make_permits_for(queue text, kinds text[], group_keys text[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+begin
+    if exists (
+        select
+        from pgqueue.queue as q
+        where q.name in (_make_permits_for.queue, '')
+            and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
+            -- The others were made when they were set.
+            and (q.name = '' or left(q.group_key, 1) > '')
+    ) then
+        perform pgqueue._make_permits(queue, kinds, group_keys);
+    end if;
+end;
+$$;
+
+comment on function pgqueue._make_permits_for(text, text[], text[]) is
+'_make_permits for new jobs, where settings of all queues or of groups may ask
+for it.';
+
+create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment timestamptz)
     returns table (place int, copies tid[], is_held boolean, free_at timestamptz, is_usable boolean)
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -88,7 +84,8 @@ begin
     return query
     select
         p.*,
-        not p.is_held and p.place + count(*) filter (where p.is_held) over (order by p.place desc) <= most
+        not p.is_held
+            and p.place + count(*) filter (where p.is_held) over (order by p.place desc) <= cap.most
     from (
         select
             s.place, array_agg(s.ctid), bool_or(h.is_held), max(h.free_at) filter (where h.is_held)
@@ -98,111 +95,93 @@ begin
             select
                 -- A time of another clock is none.
                 case when s.is_rate
-                    then coalesce(s.taken_at > moment - period and s.taken_at <= clock_timestamp() + period, false)
+                    then coalesce(
+                        s.taken_at > moment - cap.period and s.taken_at <= clock_timestamp() + cap.period, false
+                    )
                     else j.id is not null
                 end,
-                case when s.is_rate then s.taken_at + period else j.lease_expires_at end
+                case when s.is_rate then s.taken_at + cap.period else j.lease_expires_at end
         ) as h (is_held, free_at)
-        where hashtext(s.queue) = hashtext(_permits.queue) and hashtext(s.kind) = hashtext(_permits.kind)
-            and hashtext(s.group_key) = hashtext(_permits.group_key) and s.is_rate = _permits.is_rate
-            and s.queue = _permits.queue and s.kind = _permits.kind and s.group_key = _permits.group_key
+        where hashtext(s.queue) = hashtext(_permits.queue) and hashtext(s.kind) = hashtext(cap.kind)
+            and hashtext(s.group_key) = hashtext(cap.group_key) and s.is_rate = cap.is_rate
+            and s.queue = _permits.queue and s.kind = cap.kind and s.group_key = cap.group_key
         group by s.place
     ) as p (place, copies, is_held, free_at);
 end;
 $$;
 
-comment on function pgqueue._permits(text, text, text, boolean, int, interval, timestamptz) is
+comment on function pgqueue._permits(text, pgqueue._cap, timestamptz) is
 'The permits of a cap, with all their copies: which are held, until when at the
 latest (the end of the lease, or of the period), and which may be taken.';
 
-create or replace function pgqueue._last_place(
-    queue text, kind text, group_key text, is_rate boolean, most int, period interval, moment timestamptz
+create or replace function pgqueue._free_permits(
+    queue text, caps pgqueue._cap[], wanted int, moment timestamptz
 )
-    returns int
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_indexscan = on
-as $$
-begin
-    if not exists (
-        select
-        from pgqueue.permit as p
-        where hashtext(p.queue) = hashtext(_last_place.queue)
-            and hashtext(p.kind) = hashtext(_last_place.kind)
-            and hashtext(p.group_key) = hashtext(_last_place.group_key)
-            and p.is_rate = _last_place.is_rate and p.place > most
-            and p.queue = _last_place.queue and p.kind = _last_place.kind
-            and p.group_key = _last_place.group_key
-    ) then
-        return most;
-    end if;
-    return coalesce(
-        (
-            select max(p.place)
-            from pgqueue._permits(queue, kind, group_key, is_rate, most, period, moment) as p
-            where p.is_usable
-        ),
-        0
-    );
-end;
-$$;
-
-comment on function pgqueue._last_place(
-    text, text, text, boolean, int, interval, timestamptz
-) is
-'Up to which place the free permits of a cap may be taken: all, unless it was
-lowered.';
-
-create or replace function pgqueue._count_free(
-    queue text, kind text, group_key text, is_rate boolean, most int, period interval,
-    moment timestamptz, wanted int
-)
-    returns int
+    returns table (nth int, kind text, group_key text, free int, last_place int, is_complete boolean)
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
+    set enable_sort = off
     set enable_indexscan = on
     set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
-declare
-    last_place int := pgqueue._last_place(queue, kind, group_key, is_rate, most, period, moment);
 begin
-    return (
+    return query
+    select c.nth::int, c.kind, c.group_key, f.free::int, u.place, m.place >= c.most
+    from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
+    cross join lateral (
+        select coalesce(max(p.place), 0)
+        from pgqueue.permit as p
+        where hashtext(p.queue) = hashtext(_free_permits.queue) and hashtext(p.kind) = hashtext(c.kind)
+            and hashtext(p.group_key) = hashtext(c.group_key) and p.is_rate = c.is_rate
+            and p.queue = _free_permits.queue and p.kind = c.kind and p.group_key = c.group_key
+    ) as m (place)
+    cross join lateral (
+        -- All, unless the cap was lowered.
+        select case when m.place <= c.most then c.most else coalesce(
+            (
+                select max(p.place)
+                from pgqueue._permits(_free_permits.queue, caps[c.nth], moment) as p
+                where p.is_usable
+            ),
+            0
+        ) end
+        offset 0
+    ) as u (place)
+    cross join lateral (
         select count(*)
         from (
             select
             from pgqueue.permit as p
-            where hashtext(p.queue) = hashtext(_count_free.queue)
-                and hashtext(p.kind) = hashtext(_count_free.kind)
-                and hashtext(p.group_key) = hashtext(_count_free.group_key)
-                and p.is_rate = _count_free.is_rate and p.place <= last_place
-                and p.queue = _count_free.queue and p.kind = _count_free.kind
-                and p.group_key = _count_free.group_key
+            where hashtext(p.queue) = hashtext(_free_permits.queue)
+                and hashtext(p.kind) = hashtext(c.kind) and hashtext(p.group_key) = hashtext(c.group_key)
+                and p.is_rate = c.is_rate and p.place <= u.place
+                and p.queue = _free_permits.queue and p.kind = c.kind and p.group_key = c.group_key
                 -- A time of another clock is none.
-                and (p.is_rate and p.taken_at > moment - period and p.taken_at <= clock_timestamp() + period) is not true
+                and (
+                    p.is_rate and p.taken_at > moment - c.period
+                    and p.taken_at <= clock_timestamp() + c.period
+                ) is not true
                 and (p.is_rate or not exists (
                     select from pgqueue.job as j where j.id = p.job_id and j.token = p.token
                 ))
             limit wanted
         ) as free
-    );
+    ) as f (free);
 end;
 $$;
 
-comment on function pgqueue._count_free(
-    text, text, text, boolean, int, interval, timestamptz, int
-) is
-'How many permits of a cap look free; no more than wanted.';
+comment on function pgqueue._free_permits(text, pgqueue._cap[], int, timestamptz) is
+'How many permits of each cap look free, no more than wanted; up to which place
+they may be taken; and whether all that the cap allows are there.';
 
 create or replace function pgqueue._lock_permits(
-    queue text, kinds text[], group_keys text[], are_rates boolean[], mosts int[], periods interval[],
-    wanted int[], moment timestamptz, out caps int[], out permits tid[]
+    queue text, caps pgqueue._cap[], last_places int[], demanded int[], moment timestamptz,
+    out supplied int[], out permits tid[]
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -218,39 +197,36 @@ as $$
 declare
     doubles int[];
 begin
-    select array_agg(c.nth), array_agg(l.tid) into caps, permits
-    from unnest(kinds, group_keys, are_rates, mosts, periods, wanted) with ordinality
-        as c (kind, group_key, is_rate, most, period, wanted, nth)
-    cross join lateral (
-        select pgqueue._last_place(
-            _lock_permits.queue, c.kind, c.group_key, c.is_rate, c.most, c.period, moment
-        )
-        offset 0
-    ) as u (last_place)
+    select array_agg(d.cap), array_agg(l.tid) into supplied, permits
+    from (select u.cap, count(*) as wanted from unnest(demanded) as u (cap) group by u.cap) as d
+    cross join lateral (select (caps[d.cap]).* offset 0) as c
     cross join lateral (
         select p.ctid as tid
         from pgqueue.permit as p
         where hashtext(p.queue) = hashtext(_lock_permits.queue) and hashtext(p.kind) = hashtext(c.kind)
             and hashtext(p.group_key) = hashtext(c.group_key) and p.is_rate = c.is_rate
-            and p.place <= u.last_place
+            and p.place <= last_places[d.cap]
             and p.queue = _lock_permits.queue and p.kind = c.kind and p.group_key = c.group_key
-            and (p.is_rate and p.taken_at > moment - c.period and p.taken_at <= clock_timestamp() + c.period) is not true
+            and (
+                p.is_rate and p.taken_at > moment - c.period and p.taken_at <= clock_timestamp() + c.period
+            ) is not true
             and (p.is_rate or not exists (
                 select from pgqueue.job as j where j.id = p.job_id and j.token = p.token
             ))
-        limit c.wanted
+        limit d.wanted
         for update of p skip locked
     ) as l;
     -- Now that nobody else can take them.
     select
-        array_agg(l.cap) filter (where not d.is_double),
-        array_agg(l.tid) filter (where not d.is_double),
+        array_agg(l.cap order by l.cap) filter (where not d.is_double),
+        array_agg(l.tid order by l.cap) filter (where not d.is_double),
         array_agg(distinct l.cap) filter (where d.is_double)
-    into caps, permits, doubles
-    from unnest(caps, permits) as l (cap, tid)
+    into supplied, permits, doubles
+    from unnest(supplied, permits) as l (cap, tid)
     join pgqueue.permit as p on p.ctid = l.tid
     cross join lateral (
-        select exists (
+        -- One that a claim took was single then, and who makes another now finds it.
+        select p.taken_at is null and exists (
             select
             from pgqueue.permit as o
             where hashtext(o.queue) = hashtext(p.queue) and hashtext(o.kind) = hashtext(p.kind)
@@ -259,25 +235,25 @@ begin
                 and o.queue = p.queue and o.kind = p.kind and o.group_key = p.group_key
                 and o.ctid <> p.ctid
         )
+        offset 0
     ) as d (is_double)
-    where (p.is_rate and p.taken_at > moment - periods[l.cap] and p.taken_at <= clock_timestamp() + periods[l.cap]) is not true
+    where (
+            p.is_rate and p.taken_at > moment - (caps[l.cap]).period
+            and p.taken_at <= clock_timestamp() + (caps[l.cap]).period
+        ) is not true
         and (p.is_rate or not exists (
             select from pgqueue.job as j where j.id = p.job_id and j.token = p.token
         ));
-    perform pgqueue._merge_permits(queue, kinds[d.cap], group_keys[d.cap], are_rates[d.cap])
-    from unnest(doubles) as d (cap);
+    perform pgqueue._merge_permits(queue, caps[d.cap]) from unnest(doubles) as d (cap);
 end;
 $$;
 
-comment on function pgqueue._lock_permits(
-    text, text[], text[], boolean[], int[], interval[], int[], timestamptz
-) is
-'Locks free permits of some caps, up to so many of each; returns where they are,
-each with the number of its cap.';
+comment on function pgqueue._lock_permits(text, pgqueue._cap[], int[], int[], timestamptz) is
+'Locks free permits of some caps, of each as many as it is demanded, up to the
+last place that may be taken; returns where they are, with the numbers of their
+caps, in their order.';
 
-create or replace function pgqueue._merge_permits(
-    queue text, kind text, group_key text, is_rate boolean
-)
+create or replace function pgqueue._merge_permits(queue text, cap pgqueue._cap)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -289,8 +265,8 @@ declare
         select p.ctid
         from pgqueue.permit as p
         where hashtext(p.queue) = hashtext(_merge_permits.queue)
-            and p.queue = _merge_permits.queue and p.kind = _merge_permits.kind
-            and p.group_key = _merge_permits.group_key and p.is_rate = _merge_permits.is_rate
+            and p.queue = _merge_permits.queue and p.kind = cap.kind
+            and p.group_key = cap.group_key and p.is_rate = cap.is_rate
         for update skip locked
     );
 begin
@@ -305,15 +281,15 @@ begin
                 bool_and(o.ctid = any (locked)) over (partition by o.place) as is_locked
             from pgqueue.permit as o
             where hashtext(o.queue) = hashtext(_merge_permits.queue)
-                and o.queue = _merge_permits.queue and o.kind = _merge_permits.kind
-                and o.group_key = _merge_permits.group_key and o.is_rate = _merge_permits.is_rate
+                and o.queue = _merge_permits.queue and o.kind = cap.kind
+                and o.group_key = cap.group_key and o.is_rate = cap.is_rate
         ) as c
         where c.is_locked and c.nth > 1
     ));
 end;
 $$;
 
-comment on function pgqueue._merge_permits(text, text, text, boolean) is
+comment on function pgqueue._merge_permits(text, pgqueue._cap) is
 'Where two sessions have made the permits of a cap twice: drops all copies but
 one, for the next claim.';
 

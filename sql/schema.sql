@@ -232,6 +232,11 @@ on pgqueue.permit (hashtext(queue), hashtext(kind), hashtext(group_key), is_rate
 with (deduplicate_items = off);
 comment on index pgqueue.permit_scope_idx is 'Which permits has a queue, kind or group?';
 
+create type pgqueue._cap as (kind text, group_key text, is_rate boolean, most int, period interval);
+comment on type pgqueue._cap is
+'A cap of a queue, of a kind or of a group: so many jobs run at once, or, of a
+rate, begin in any period.';
+
 create table pgqueue.dead_job (
     id bigint not null,
     died_at timestamptz not null,
@@ -446,23 +451,28 @@ block.';
 create index queue_limit_idx on pgqueue.queue (name) where group_limit is not null;
 comment on index pgqueue.queue_limit_idx is 'Has any group of a queue a limit?';
 
-create index queue_cap_idx on pgqueue.queue (name) where max_running is not null or rate_limit is not null;
-comment on index pgqueue.queue_cap_idx is 'Has anything of a queue a cap?';
+-- By whether it is of a group: these may be many.
+create index queue_cap_idx on pgqueue.queue (name, left(group_key, 1))
+where num_nonnulls(max_running, rate_limit, rate_period) > 0;
+comment on index pgqueue.queue_cap_idx is 'Which caps are set for a queue, its kinds and groups?';
+
+create index queue_keep_idx on pgqueue.queue (name) where keep_runs is not null;
+comment on index pgqueue.queue_keep_idx is 'Does anything say how long the log is kept?';
 
 create index queue_narrow_idx on pgqueue.queue (name, (num_nonnulls(paused, lease) > 0))
 where kind <> '' or group_key <> '';
 comment on index pgqueue.queue_narrow_idx is
 'Is anything set for kinds or groups, and what of it must a claim know?';
 
--- What claims remember for each other; room lane says what is in them. Sequences, because
--- these can be shared and written without a version of a row.
+-- What claims and enqueues remember for each other; rooms lane and turn say what is in them. Sequences,
+-- because these can be shared and written without a version of a row.
 do $$
 begin
-    for cell in 0 .. 767 loop
+    for cell in 0 .. 895 loop
         execute format('create sequence pgqueue._cell_%s minvalue 0', cell);
         execute format(
             'comment on sequence pgqueue._cell_%s is '
-            '''Where claims may begin, one of 768 cells. Only saves work: safe to lose.''', cell
+            '''Where a claim may begin, or a group goes on: one of 896 cells, safe to lose.''', cell
         );
     end loop;
 end;

@@ -7,6 +7,10 @@
 -- weight says, a group that was idle neither gains nor loses, and a claim costs what it costs
 -- without groups: it meets no job that is not to run next.
 --
+-- Transactions that add to a group at once do not see each other's jobs. So each holds an advisory lock
+-- of the group, shared, and leaves the last turn that it gave in a cell; who finds that others hold the
+-- lock goes on from there. Alone, nobody believes the cell: what was rolled back leaves no gap.
+--
 -- A job that is not due, or came back by a retry, has no turn and stands in its lane by run_at; one
 -- whose group has used up its rate has a turn in the time to come. The claim that meets it there once
 -- it is due gives it a turn in the round, and serves that instead.
@@ -95,7 +99,7 @@ comment on function pgqueue._leave_turn(text, int, timestamptz) is
 'Lets all sessions know the last turn that was served in a round.';
 
 create or replace function pgqueue._next_turn(
-    queue text, priority int, group_key text, served timestamptz, weight int
+    queue text, priority int, group_key text, served timestamptz, weight int, jobs int default 1
 )
     returns timestamptz
     language plpgsql
@@ -106,9 +110,26 @@ create or replace function pgqueue._next_turn(
     set enable_sort = off
     set enable_indexscan = on
 as $$
+declare
+    key bigint := hashtextextended(concat(queue, ' ', group_key), priority);
+    tag bigint := (key >> 20 & 4095) << 51;
+    cell regclass := ('pgqueue._cell_' || 768 + (key & 127))::regclass;
+    fold int := key & 255;
+    origin timestamptz := timestamptz '1800-01-01 00:00 UTC';
+    in_flight bigint;
+    given timestamptz;
 begin
+    if (
+        pg_try_advisory_xact_lock_shared(7366515, fold)
+        and pg_try_advisory_lock(7366515, fold)
+        and pg_advisory_unlock(7366515, fold)
+    ) is not true then
+        in_flight := nullif(pg_sequence_last_value(cell), 0) # tag;
+    end if;
     -- Rounded up or down at random, so that the step is right on average.
-    return interval '1 microsecond' * floor(100.0 / coalesce(weight, 1) + random()) + coalesce(
+    given := interval '1 microsecond' * floor(100.0 / coalesce(weight, 1) + random()) + greatest(
+        served,
+        case when in_flight >> 51 = 0 then origin + in_flight * interval '1 microsecond' end,
         (
             select j.turn
             from pgqueue.job as j
@@ -119,15 +140,18 @@ begin
                 and j.queue = _next_turn.queue and j.group_key = _next_turn.group_key
             order by j.turn desc
             limit 1
-        ),
-        served
+        )
     );
+    perform setval(cell, tag | (date_part(
+        'epoch', given + (jobs - 1) * interval '100 microseconds' / coalesce(weight, 1)
+    ) * 1000000)::bigint + 5364662400000000);
+    return given;
 end;
 $$;
 
-comment on function pgqueue._next_turn(text, int, text, timestamptz, int) is
+comment on function pgqueue._next_turn(text, int, text, timestamptz, int, int) is
 'The next turn of a group of this weight (null: 1) in a lane in which this one
-was served last.';
+was served last; with jobs, the first of so many.';
 
 create or replace function pgqueue._next_turns(queue text, priority int, group_keys text[])
     returns timestamptz[]
@@ -143,10 +167,10 @@ begin
         with next as materialized (
             select
                 d.group_key, d.weight,
-                pgqueue._next_turn(queue, priority, d.group_key, served, d.weight) as turn
+                pgqueue._next_turn(queue, priority, d.group_key, served, d.weight, d.jobs) as turn
             from (
                 select
-                    u.group_key,
+                    u.group_key, count(*)::int as jobs,
                     case when is_configured
                         then (pgqueue._in_force(queue, '', u.group_key)).weight
                         else 1

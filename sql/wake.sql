@@ -11,6 +11,8 @@
 -- first parks, then looks whether anything is in flight. So either the producer sees
 -- the worker and notifies, or the worker sees the producer and asks again soon.
 --
+-- (7366515 is held shared by every enqueue into a group: see room turn.)
+--
 -- Any role may take any advisory lock, so nobody here waits for one: what cannot be had at
 -- once counts as "somebody is there", which costs a needless NOTIFY or another look. And who
 -- only looks takes and gives back in one expression: no interrupt falls in between.
@@ -23,7 +25,9 @@ as $$
 declare
     fold int := hashtext(_wake.queue) & 255;
 begin
-    if current_setting('pgqueue.notify', true) = 'off' or not (pgqueue._in_force(queue)).notify then
+    if current_setting('pgqueue.notify', true) = 'off'
+        or pg_relation_size('pgqueue.queue') > 0 and not (pgqueue._in_force(queue)).notify
+    then
         return;
     end if;
     if (

@@ -556,11 +556,11 @@ def test_two_phase_commit_works_with_pgqueue_notify_off(dsn, db, listener):
     listener.execute("select pgqueue.rest(array['q'])")
     db.execute("set pgqueue.notify = off")
     db.execute("begin")
-    db.execute("select pgqueue.enqueue('q')")
+    db.execute("select pgqueue.enqueue('q'), pgqueue.enqueue('q', group_key => 'a')")
     db.execute("prepare transaction 'p'")
     db.execute("commit prepared 'p'")
     assert heard(listener) == 0
-    assert one(db, "select count(*) from pgqueue.job") == 1
+    assert one(db, "select count(*) from pgqueue.job") == 2
 
 
 # A position saves work and never hides a job

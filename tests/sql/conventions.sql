@@ -144,7 +144,7 @@ select results_eq(
 );
 select results_eq(
     $$ select array_agg(w.name collate "default" order by w.name), count(distinct w.text)
-       from pg_temp.written('\(\s*?pg_try_advisory_xact_lock_shared.*?\) is not true') as w $$,
+       from pg_temp.written('\(\s*?pg_try_advisory_xact_lock_shared\(7366513.*?\) is not true') as w $$,
     $$ values (array['_wake', 'enqueue'], 1::bigint) $$, 'enqueue looks for parked workers as the others do'
 );
 select results_eq(
