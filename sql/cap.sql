@@ -24,6 +24,28 @@ $$;
 
 comment on function pgqueue._has_caps(text) is 'Whether a queue, or a kind or group in it, has a cap.';
 
+create or replace function pgqueue._has_running_caps(queue text)
+    returns boolean
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+begin
+    return pg_relation_size('pgqueue.queue_cap_idx') > 8192 and exists (
+        select from pgqueue.queue as q
+        where q.name in (_has_running_caps.queue, '')
+            and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0 and left(q.group_key, 1) = ''
+            and q.max_running is not null
+    );
+end;
+$$;
+
+comment on function pgqueue._has_running_caps(text) is
+'Whether a queue, or a kind in it, has a max_running: then the end of a job lets
+another begin.';
+
 create or replace function pgqueue._has_group_rates(queue text)
     returns boolean
     language plpgsql
@@ -556,7 +578,7 @@ begin
         perform pgqueue._wake(e.queue)
         -- Not for each job.
         from (select distinct j.queue from pgqueue.job as j where j.ctid = any (picks) offset 0) as e
-        where pgqueue._has_caps(e.queue);
+        where pgqueue._has_running_caps(e.queue);
     end if;
 end;
 $$;

@@ -479,7 +479,6 @@ begin
             end
         ))
     ));
-    settings.max_attempts := coalesce(settings.max_attempts, 20);
     perform pgqueue._wake(queue);
     if has_groups and pgqueue._has_limits(queue) then
         perform pgqueue._make_slots(queue, group_keys);
@@ -504,7 +503,7 @@ begin
                 moment - (cardinality(payloads) - g.place) * interval '1 microsecond'
             ),
             moment, g.turn, coalesce(enqueue_many.priority, 0),
-            coalesce(enqueue_many.max_attempts, g.max_attempts, settings.max_attempts),
+            coalesce(enqueue_many.max_attempts, g.max_attempts, settings.max_attempts, 20),
             enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
             g.group_key, coalesce(g.payload, '{}'), enqueue_many.headers
         from unnest(payloads, group_keys, turns, own_attempts) with ordinality
@@ -516,7 +515,7 @@ begin
         queue, payloads, kind, priority, run_at,
         coalesce(
             case when max_attempts is null then own_attempts end,
-            array_fill(coalesce(max_attempts, settings.max_attempts), array[cardinality(payloads)])
+            array_fill(coalesce(max_attempts, settings.max_attempts, 20), array[cardinality(payloads)])
         ),
         unique_keys, on_duplicate, group_keys, headers, moment, turns
     );

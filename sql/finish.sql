@@ -37,7 +37,7 @@ begin
         if pg_relation_size('pgqueue.queue_keep_idx') > 8192 then
             keep_runs := (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs;
         end if;
-        if pgqueue._has_caps(done.queue) then
+        if pgqueue._has_running_caps(done.queue) then
             perform pgqueue._wake(done.queue);
         end if;
     end if;

@@ -116,6 +116,14 @@ WORKLOADS = (
         lambda system: system.name == "pgqueue",
         columns={"begun": "begun before the last small tenant was"},
     ),
+    Workload(
+        "rates",
+        "12c. At most 200 jobs a second",
+        groups.rates,
+        lambda system: system.name in ("pgqueue", "chancy"),
+        columns={"most": "the most in 0.9 s"},
+        violations={"over": "over the rate"},
+    ),
 )
 
 

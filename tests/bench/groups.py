@@ -1,4 +1,4 @@
-"""Groups whose jobs must run one after the other, and tenants that must not wait for a large one.
+"""Groups whose jobs must run one after the other, tenants that must not wait for a large one, and rates.
 
 Each run has a database of its own, so that what groups leave behind, or need, changes no
 other workload.
@@ -6,13 +6,15 @@ other workload.
 
 import json
 import tempfile
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.pgbench import depth
+from bench.rivals.driver import RATE
 from bench.server import Sample, Size, measure, session
 from bench.sql import Samples, found_lost
 from bench.systems import System
@@ -79,18 +81,27 @@ def fairness(system: System, size: Size) -> Samples:
     }
 
 
-def drained(system: System, size: Size, load: Load, kind: str = "groups") -> Sample:
-    """Let two worker processes do them, and count what went wrong in any group.
+def rates(system: System, size: Size) -> Samples:
+    """Ten seconds of a queue in which 200 jobs may begin each second."""
+    load = Load(0, size.jobs(10 * RATE) // EACH)
+    return {"200 jobs a second": drained(system, size, load, "rates")}
 
-    The kind is "groups", "loose" (see driver.mjs), or "free", without a limit.
+
+def drained(system: System, size: Size, load: Load, kind: str = "groups") -> Sample:
+    """Let two worker processes do them, and count what went wrong.
+
+    The kind is "groups", "loose" (see driver.mjs), "free", without a limit, or "rates".
     """
-    how = {"kind": kind} if system.kind == "npm" else {}
+    how = {"kind": kind} if system.kind == "npm" or kind == "rates" else {}
     system = replace(system, purpose="_groups")
     with session() as conn:
         conn.execute(f"drop database if exists {system.database} with (force)")
         conn.execute(f"create database {system.database}")
-    system.run("install", limited=kind != "free")
-    system.run("bulk", jobs=load.jobs, busy=load.busy, groups=load.groups, **how)
+    system.run("install", limited=kind in ("groups", "loose"))
+    parted = {} if kind == "rates" else {"busy": load.busy, "groups": load.groups}
+    system.run(
+        "bulk", jobs=load.jobs, **parted, **(how if system.kind == "npm" else {})
+    )
     with session(system.database) as conn:
         conn.execute("vacuum analyze")
     sample = measure(lambda: work(system, size.limit, load, **how))
@@ -118,8 +129,8 @@ def judged(answers: list[dict[str, Any]], load: Load, limit: float) -> Sample:
     """A sample of what some workers ran.
 
     Of `more`: the jobs of small groups per second, those that began while another of their
-    group ran, those that began before an earlier one of their group, and how many had begun
-    when the last of the small groups began.
+    group ran, those that began before an earlier one of their group, how many had begun when
+    the last of the small groups began, and the most that began in 0.9 seconds.
     """
     runs: list[Run] = [
         (n, begin, end)
@@ -145,6 +156,8 @@ def judged(answers: list[dict[str, Any]], load: Load, limit: float) -> Sample:
             "together": sum(map(together, by_group(runs, load))),
             "overtook": overtook(began, load),
             "begun": sum(begin <= max(few, default=0) for begin in began.values()),
+            "most": most(sorted(began.values()), 0.9),
+            "over": max(0, most(sorted(began.values()), 0.9) - RATE),
         },
     )
 
@@ -175,3 +188,14 @@ def overtook(began: dict[int, float], load: Load) -> int:
         count += begin < latest[group]
         latest[group] = max(begin, latest[group])
     return count
+
+
+def most(begins: Sequence[float], seconds: float) -> int:
+    """The most that began in any stretch of so many seconds, of times in order."""
+    return max(
+        (
+            place + 1 - bisect_left(begins, begin - seconds)
+            for place, begin in enumerate(begins)
+        ),
+        default=0,
+    )

@@ -1,6 +1,6 @@
-"""The benchmark counts what goes wrong in a group, or it would prove nothing."""
+"""The benchmark counts what goes wrong in a group, or with a rate, or it would prove nothing."""
 
-from bench.groups import Load, overtook, together
+from bench.groups import Load, most, overtook, together
 
 LOAD = Load(busy=2, groups=3)
 
@@ -24,3 +24,9 @@ def test_a_job_that_never_began_was_overtaken():
     began = in_order()
     del began[0]
     assert overtook(began, LOAD) == 1
+
+
+def test_the_most_that_begin_in_a_stretch_are_counted():
+    assert most([], 1) == 0
+    assert most([0.0, 0.5, 1.1, 1.2, 1.6, 3.0], 1) == 3
+    assert most([0.0, 1.0, 2.0], 1) == 2

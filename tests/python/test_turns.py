@@ -12,7 +12,9 @@ def round_began(db):
     assert claimed(db, 1) == {"other": 1}
 
 
-def enqueue(session: psycopg.Connection, group_key: str, jobs: int, *, bulk: bool = True) -> None:
+def enqueue(
+    session: psycopg.Connection, group_key: str, jobs: int, *, bulk: bool = True
+) -> None:
     if bulk:
         session.execute(
             "select pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[%(jobs)s]),"
@@ -21,7 +23,9 @@ def enqueue(session: psycopg.Connection, group_key: str, jobs: int, *, bulk: boo
         )
     else:
         for _ in range(jobs):
-            session.execute("select pgqueue.enqueue('q', group_key => %s)", (group_key,))
+            session.execute(
+                "select pgqueue.enqueue('q', group_key => %s)", (group_key,)
+            )
 
 
 def claimed(db: psycopg.Connection, jobs: int) -> dict[str, int]:
@@ -29,7 +33,9 @@ def claimed(db: psycopg.Connection, jobs: int) -> dict[str, int]:
     return {group: groups.count(group) for group in sorted(set(groups))}
 
 
-def test_sessions_that_do_not_see_each_other_give_their_group_no_more_turns(db, connect):
+def test_sessions_that_do_not_see_each_other_give_their_group_no_more_turns(
+    db, connect
+):
     first, second, third = connect(), connect(), connect()
     with first.transaction(), second.transaction():
         enqueue(first, "big", 20)
@@ -41,7 +47,9 @@ def test_sessions_that_do_not_see_each_other_give_their_group_no_more_turns(db, 
     assert claimed(db, 60) == {"big": 30, "small": 30}
 
 
-def test_who_comes_after_the_commit_of_the_first_goes_on_behind_the_open_one(db, connect):
+def test_who_comes_after_the_commit_of_the_first_goes_on_behind_the_open_one(
+    db, connect
+):
     first, second = connect(), connect()
     with second.transaction():
         with first.transaction():
@@ -62,7 +70,9 @@ def test_what_was_rolled_back_costs_its_group_no_turns(db):
 
 def test_a_stranger_who_holds_the_locks_of_groups_stops_no_enqueue(db, connect):
     stranger = connect()
-    stranger.execute("select pg_advisory_lock(7366515, fold) from generate_series(0, 255) as fold")
+    stranger.execute(
+        "select pg_advisory_lock(7366515, fold) from generate_series(0, 255) as fold"
+    )
     db.execute("set lock_timeout = '1 ms'")
     enqueue(db, "big", 5)
     enqueue(db, "small", 5, bulk=False)

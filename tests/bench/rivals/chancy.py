@@ -13,9 +13,14 @@ from contextlib import asynccontextmanager
 from chancy import Chancy, Job, Queue, Worker
 
 from bench.rivals.connections import sql
-from bench.rivals.driver import AT_ONCE, Handle, Kind, Payload, main
+from bench.rivals.driver import AT_ONCE, RATE, Handle, Kind, Payload, main
 
-CONCURRENCY: dict[Kind, int] = {"noop": 100, "sleep": AT_ONCE, "latency": 100}
+CONCURRENCY: dict[Kind, int] = {
+    "noop": 100,
+    "sleep": AT_ONCE,
+    "latency": 100,
+    "rates": AT_ONCE,
+}
 ENVIRONMENT = ""  # as a connection string: all from libpq's variables
 
 log = logging.getLogger("bench.chancy")
@@ -40,6 +45,8 @@ def queue(kind: Kind) -> Queue:
         executor=Chancy.Executor.Async,
         polling_interval=1,
         eager_polling=True,
+        rate_limit=RATE if kind == "rates" else None,
+        rate_limit_window=1 if kind == "rates" else None,
     )
 
 

@@ -18,9 +18,10 @@ from typing import Any, Literal, Protocol
 BULK = 5000  # jobs per bulk call
 IDLE = 2.0  # seconds without a job after which a drain is over
 AT_ONCE = 32  # handlers that sleep
+RATE = 200  # jobs a second, of the kind "rates"
 
 Kind = Literal[
-    "noop", "sync", "sleep", "latency", "groups"
+    "noop", "sync", "sleep", "latency", "groups", "rates"
 ]  # sync: noop, without async
 Handle = Callable[[int], Coroutine[Any, Any, None]]
 Answer = dict[str, Any]
@@ -184,7 +185,13 @@ async def drain(
 
 
 async def groups(
-    driver: Driver, few: int, busy: int, limit: float, folder: str, hold: float
+    driver: Driver,
+    few: int,
+    busy: int,
+    limit: float,
+    folder: str,
+    hold: float,
+    kind: Kind = "groups",
 ) -> Answer:
     """Hold each job for so long, until the few not of the busy group are done or time is up.
 
@@ -207,7 +214,7 @@ async def groups(
     told = done = 0
     progress = f"{folder}/done"
     with open(progress, "ab", buffering=0) as file:
-        async with driver.work("groups", handle, acknowledged):
+        async with driver.work(kind, handle, acknowledged):
             while done < few and time.monotonic() - start < limit:
                 await asyncio.sleep(0.01)
                 new, told = runs[told:], len(runs)

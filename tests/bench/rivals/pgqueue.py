@@ -14,7 +14,7 @@ import uvloop
 from psycopg import AsyncConnection
 
 from bench.rivals.connections import Pooled, sql
-from bench.rivals.driver import AT_ONCE, Handle, Kind, Payload, main
+from bench.rivals.driver import AT_ONCE, RATE, Handle, Kind, Payload, main
 
 
 class Pgqueue(Pooled):
@@ -39,6 +39,8 @@ class Pgqueue(Pooled):
     async def work(
         self, kind: Kind, handle: Handle, acknowledged: Callable[[], None]
     ) -> AsyncIterator[None]:
+        if kind == "rates":
+            await sql(f"select pgqueue.configure('bench', rate_limit => {RATE})")
         uvloop.install()  # for async handlers, as an application would
         app = pgqueue.App()
         lock = threading.Lock()
@@ -52,7 +54,7 @@ class Pgqueue(Pooled):
                 handle(n).send(None)
 
         app.job("bench")(run_in_thread if kind == "sync" else run)
-        concurrency = AT_ONCE if kind in ("sleep", "groups") else 10
+        concurrency = AT_ONCE if kind in ("sleep", "groups", "rates") else 10
         worker = pgqueue.Worker(
             app, {"bench": 1}, concurrency=concurrency, on_commit=acknowledged
         )
