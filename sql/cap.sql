@@ -183,6 +183,8 @@ create or replace function pgqueue._end_expired(queue text, moment timestamptz)
     set enable_seqscan = off
     set enable_indexscan = on
     set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
 as $$
 begin
     perform pgqueue._expire(
@@ -337,6 +339,8 @@ create or replace function pgqueue._behind(ids bigint[], refused bigint[])
     set enable_seqscan = off
     set enable_indexscan = on
     set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
     set enable_sort = on
 as $$
 begin

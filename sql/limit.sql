@@ -180,6 +180,8 @@ create or replace function pgqueue._slots(queue text, group_key text)
     set enable_seqscan = off
     set enable_indexscan = on
     set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
 as $$
 begin
     return query
@@ -380,6 +382,8 @@ create or replace function pgqueue._hold(slots tid[], ids bigint[], places int[]
     set enable_tidscan = on
     set enable_indexscan = on
     set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
 as $$
 declare
     held tid[];
@@ -416,6 +420,8 @@ create or replace function pgqueue._admit_each(
     set enable_seqscan = off
     set enable_indexscan = on
     set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
 as $$
 declare
     met record;
@@ -478,6 +484,8 @@ create or replace function pgqueue._admit(
     set enable_indexscan = on
     set enable_tidscan = on
     set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
 as $$
 declare
     met record;
@@ -517,27 +525,38 @@ begin
     into heads
     from unnest(free.keys, free.limits, free.turns, free.slots) as f (key, most, turn, slot)
     join pgqueue.slot as s on s.ctid = f.slot
-    cross join lateral (
-        select j.id
-        from pgqueue.job as j
-        where hashtext(j.queue) = hashtext(_admit.queue) and hashtext(j.group_key) = hashtext(f.key)
-            and j.queue = _admit.queue and j.group_key = f.key
-            and j.lease_expires_at is null and j.slot is null
-        order by j.priority desc, j.run_at, j.id
-        limit 1
-    ) as first
-    cross join lateral (
+    -- One after the other: while somebody else has the first locked, none of the others.
+    left join lateral (
         select j.id, j.run_at, j.kind
         from pgqueue.job as j
-        where hashtext(j.queue) = hashtext(_admit.queue) and hashtext(j.group_key) = hashtext(f.key)
+        where f.most = 1 and j.ctid = (
+                select o.ctid
+                from pgqueue.job as o
+                where hashtext(o.queue) = hashtext(_admit.queue) and hashtext(o.group_key) = hashtext(f.key)
+                    and o.queue = _admit.queue and o.group_key = f.key
+                    and o.lease_expires_at is null and o.slot is null
+                order by o.priority desc, o.run_at, o.id
+                limit 1
+            )
+            and j.lease_expires_at is null and j.slot is null
+        for update skip locked
+    ) as first on true
+    left join lateral (
+        select j.id, j.run_at, j.kind
+        from pgqueue.job as j
+        where f.most > 1
+            and hashtext(j.queue) = hashtext(_admit.queue) and hashtext(j.group_key) = hashtext(f.key)
             and j.queue = _admit.queue and j.group_key = f.key
             and j.lease_expires_at is null and j.slot is null
         order by j.priority desc, j.run_at, j.id
         limit 1
         for update skip locked
-    ) as n
-    -- One after the other: while somebody else has the first locked, none of the others.
-    where (f.most > 1 or n.id = first.id)
+    ) as next on true
+    cross join lateral (
+        select coalesce(first.id, next.id), coalesce(first.run_at, next.run_at), coalesce(first.kind, next.kind)
+        offset 0
+    ) as n (id, run_at, kind)
+    where n.id is not null
         and n.run_at <= moment and (kinds is null or n.kind = any (kinds))
         and coalesce(paused -> f.key -> n.kind, paused -> '' -> n.kind, 'false') = 'false'
         and not exists (select from pgqueue.job as h where h.id = s.job_id and h.slot = s.place)

@@ -79,6 +79,8 @@ create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment
     set enable_seqscan = off
     set enable_indexscan = on
     set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
 as $$
 begin
     return query
