@@ -42,7 +42,7 @@ create or replace function pgqueue._delay_group(
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
-    set enable_sort = on
+    set enable_sort = off
     set enable_indexscan = on
     set enable_tidscan = on
     set enable_nestloop = on

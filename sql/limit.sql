@@ -373,7 +373,10 @@ $$;
 
 comment on function pgqueue._limits(text, text[]) is 'The limit of each of some groups; null for none.';
 
-create or replace function pgqueue._hold(slots tid[], ids bigint[], places int[], turns timestamptz[])
+create or replace function pgqueue._hold(
+    slots tid[], ids bigint[], places int[], turns timestamptz[],
+    priorities int[] default null, run_ats timestamptz[] default null, untils timestamptz[] default null
+)
     returns tid[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -389,8 +392,8 @@ declare
     held tid[];
 begin
     update pgqueue.slot as s
-    set job_id = h.id
-    from unnest(slots, ids) as h (slot, id)
+    set job_id = h.id, head_priority = h.priority, head_run_at = h.run_at, valid_until = h.until
+    from unnest(slots, ids, priorities, run_ats, untils) as h (slot, id, priority, run_at, until)
     where s.ctid = h.slot and s.job_id is distinct from h.id;
     with leased as (
         update pgqueue.job as j
@@ -407,9 +410,12 @@ begin
 end;
 $$;
 
-comment on function pgqueue._hold(tid[], bigint[], int[], timestamptz[]) is
-'Marks locked jobs as those that a claim takes, in their slots; returns where
-they are now.';
+comment on function pgqueue._hold(
+    tid[], bigint[], int[], timestamptz[], int[], timestamptz[], timestamptz[]
+) is
+'Marks locked jobs as those that a claim takes, in their slots, which may
+remember until when their groups need be looked at only from there on; returns
+where they are now.';
 
 create or replace function pgqueue._admit_each(
     queue text, kinds text[], paused jsonb, ids bigint[], limits jsonb, wanted int,
@@ -472,6 +478,105 @@ comment on function pgqueue._admit_each(
 ) is
 '_admit for groups that are full, or nearly: one after the other.';
 
+create or replace function pgqueue._heads(
+    queue text, kinds text[], paused jsonb, keys text[], limits int[], moment timestamptz,
+    inout turns timestamptz[], inout slots tid[], out places int[], out ids bigint[],
+    out priorities int[], out run_ats timestamptz[], out untils timestamptz[]
+)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
+as $$
+declare
+    began timestamptz := clock_timestamp();
+    walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
+    valid_until timestamptz;
+begin
+    select
+        array_agg(f.slot), array_agg(s.place), array_agg(n.id), array_agg(f.turn),
+        array_agg(n.priority), array_agg(n.run_at), array_agg(case when known.is_valid then s.valid_until end)
+    into slots, places, ids, turns, priorities, run_ats, untils
+    from unnest(keys, limits, turns, slots) as f (key, most, turn, slot)
+    join pgqueue.slot as s on s.ctid = f.slot
+    cross join lateral (
+        -- A time of another clock is none.
+        select coalesce(s.valid_until between moment and moment + interval '1 minute', false)
+        offset 0
+    ) as known (is_valid)
+    cross join lateral (
+        -- While somebody else has the first locked, _admit_each decides.
+        select j.id, j.priority, j.run_at, j.kind
+        from pgqueue.job as j
+        where j.ctid = coalesce(
+                (
+                    select o.ctid
+                    from pgqueue.job as o
+                    where known.is_valid
+                        and hashtext(o.queue) = hashtext(_heads.queue) and hashtext(o.group_key) = hashtext(f.key)
+                        and o.priority = s.head_priority and o.run_at >= s.head_run_at
+                        and o.queue = _heads.queue and o.group_key = f.key
+                        and o.lease_expires_at is null and o.slot is null
+                    order by o.priority desc, o.run_at, o.id
+                    limit 1
+                ),
+                (
+                    select o.ctid
+                    from pgqueue.job as o
+                    where hashtext(o.queue) = hashtext(_heads.queue) and hashtext(o.group_key) = hashtext(f.key)
+                        and o.queue = _heads.queue and o.group_key = f.key
+                        and o.lease_expires_at is null and o.slot is null
+                    order by o.priority desc, o.run_at, o.id
+                    limit 1
+                )
+            )
+            and j.lease_expires_at is null and j.slot is null
+        for update skip locked
+    ) as n
+    where n.run_at <= moment and (kinds is null or n.kind = any (kinds))
+        and coalesce(paused -> f.key -> n.kind, paused -> '' -> n.kind, 'false') = 'false'
+        and not exists (select from pgqueue.job as h where h.id = s.job_id and h.slot = s.place)
+        and not exists (
+            select
+            from pgqueue.slot as o
+            where hashtext(o.queue) = hashtext(_heads.queue) and hashtext(o.group_key) = hashtext(f.key)
+                and o.queue = _heads.queue and o.group_key = f.key
+                and (
+                    o.place = s.place and o.ctid <> s.ctid
+                    -- Those that run beyond a limit that was lowered end first.
+                    or o.place > f.most
+                        and exists (select from pgqueue.job as h where h.id = o.job_id and h.slot = o.place)
+                )
+        );
+    if pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked
+        > 200 * cardinality(keys)
+    then
+        valid_until := clock_timestamp() + least(
+            -- Groups may be many, and each is walked once in this time.
+            greatest(interval '1 second', 20 * (clock_timestamp() - began)), interval '1 minute'
+        );
+        untils := array(
+            select coalesce(u.until, valid_until) from unnest(untils) with ordinality as u (until, place)
+            order by u.place
+        );
+    end if;
+end;
+$$;
+
+comment on function pgqueue._heads(
+    text, text[], jsonb, text[], int[], timestamptz, timestamptz[], tid[]
+) is
+'Locks the first jobs of some groups whose slots are locked; returns those that
+may run now, with their slots and places, the turns that were given with the
+slots, and what the slots are to remember of them.';
+
 create or replace function pgqueue._admit(
     queue text, kinds text[], paused jsonb, picks tid[], moment timestamptz,
     inout barred text[], out jobs tid[]
@@ -520,59 +625,12 @@ begin
         limit 1
         for update skip locked
     ) as s;
-    select array_agg(f.slot) as slots, array_agg(s.place) as places, array_agg(n.id) as ids,
-        array_agg(f.turn) as turns
-    into heads
-    from unnest(free.keys, free.limits, free.turns, free.slots) as f (key, most, turn, slot)
-    join pgqueue.slot as s on s.ctid = f.slot
-    -- One after the other: while somebody else has the first locked, none of the others.
-    left join lateral (
-        select j.id, j.run_at, j.kind
-        from pgqueue.job as j
-        where f.most = 1 and j.ctid = (
-                select o.ctid
-                from pgqueue.job as o
-                where hashtext(o.queue) = hashtext(_admit.queue) and hashtext(o.group_key) = hashtext(f.key)
-                    and o.queue = _admit.queue and o.group_key = f.key
-                    and o.lease_expires_at is null and o.slot is null
-                order by o.priority desc, o.run_at, o.id
-                limit 1
-            )
-            and j.lease_expires_at is null and j.slot is null
-        for update skip locked
-    ) as first on true
-    left join lateral (
-        select j.id, j.run_at, j.kind
-        from pgqueue.job as j
-        where f.most > 1
-            and hashtext(j.queue) = hashtext(_admit.queue) and hashtext(j.group_key) = hashtext(f.key)
-            and j.queue = _admit.queue and j.group_key = f.key
-            and j.lease_expires_at is null and j.slot is null
-        order by j.priority desc, j.run_at, j.id
-        limit 1
-        for update skip locked
-    ) as next on true
-    cross join lateral (
-        select coalesce(first.id, next.id), coalesce(first.run_at, next.run_at), coalesce(first.kind, next.kind)
-        offset 0
-    ) as n (id, run_at, kind)
-    where n.id is not null
-        and n.run_at <= moment and (kinds is null or n.kind = any (kinds))
-        and coalesce(paused -> f.key -> n.kind, paused -> '' -> n.kind, 'false') = 'false'
-        and not exists (select from pgqueue.job as h where h.id = s.job_id and h.slot = s.place)
-        and not exists (
-            select
-            from pgqueue.slot as o
-            where hashtext(o.queue) = hashtext(_admit.queue) and hashtext(o.group_key) = hashtext(f.key)
-                and o.queue = _admit.queue and o.group_key = f.key
-                and (
-                    o.place = s.place and o.ctid <> s.ctid
-                    -- Those that run beyond a limit that was lowered end first.
-                    or o.place > f.most
-                        and exists (select from pgqueue.job as h where h.id = o.job_id and h.slot = o.place)
-                )
-        );
-    jobs := pgqueue._hold(heads.slots, heads.ids, heads.places, heads.turns);
+    heads := pgqueue._heads(
+        queue, kinds, paused, free.keys, free.limits, moment, free.turns, free.slots
+    );
+    jobs := pgqueue._hold(
+        heads.slots, heads.ids, heads.places, heads.turns, heads.priorities, heads.run_ats, heads.untils
+    );
 
     -- By a look into an object, because a join of two arrays is planned as if they were short.
     by_key := jsonb_object(met.keys, limits::text[]);

@@ -60,7 +60,7 @@ create or replace function pgqueue._recall(queues text[], group_keys text[])
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
-    set enable_sort = on
+    set enable_sort = off
     set enable_indexscan = on
     set enable_tidscan = on
     set enable_nestloop = on

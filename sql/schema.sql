@@ -158,8 +158,11 @@ comment on sequence pgqueue.token_seq is
 
 -- A slot is held by its job as long as the job says so, too.
 create table pgqueue.slot (
-    place int not null,
     job_id bigint,
+    head_run_at timestamptz,
+    valid_until timestamptz,
+    head_priority int,
+    place int not null,
     queue text not null,
     group_key text not null
 ) with (
@@ -177,6 +180,11 @@ comment on column pgqueue.slot.place is
 'Which slot of the group it is, from 1; 0: its gate, which is locked to park and
 to recall jobs.';
 comment on column pgqueue.slot.job_id is 'The job that took it last.';
+comment on column pgqueue.slot.head_run_at is
+'Until valid_until, the first job of the group is at head_priority, and due from
+here on: it saves a long walk over finished jobs.';
+comment on column pgqueue.slot.valid_until is 'Until when head_run_at is believed; null for never.';
+comment on column pgqueue.slot.head_priority is 'The priority of the job that took it last, if head_run_at is set.';
 comment on column pgqueue.slot.queue is 'The queue.';
 comment on column pgqueue.slot.group_key is 'The group.';
 create index slot_group_idx on pgqueue.slot (hashtext(queue), hashtext(group_key))

@@ -163,6 +163,36 @@ def test_finished_jobs_of_groups_under_a_held_snapshot_are_not_walked(
     assert is_flat(counts := warmed(db), usual), (counts, usual)
 
 
+@pytest.mark.parametrize("limit", [1, 3])
+def test_finished_jobs_of_a_limited_group_are_not_walked_by_every_claim(
+    db, held_snapshot, limit
+):
+    """Nor by the end of an attempt; in a session that planned them when the queue was short."""
+
+    def medians() -> tuple[int, int]:
+        claims, ends = [], []
+        for _ in range(15):
+            claims.append(buffers(db, 10))
+            ids, tokens = db.execute(
+                "select array_agg(id), array_agg(token) from pgqueue.job where token is not null"
+            ).fetchone()
+            end = f"select from pgqueue.complete_many(array{ids}, array{tokens})"
+            ends.append(pages(db, end))
+        return sorted(claims)[7], sorted(ends)[7]
+
+    db.execute("select pgqueue.configure('q', group_limit => %s)", (limit,))
+    fill_groups(db, 10, 20)
+    claim, end = medians()
+    db.execute("delete from pgqueue.job")
+    fill_groups(db, 10, 5000)
+    db.execute(
+        "delete from pgqueue.job where id <= (select max(id) - 1000 from pgqueue.job)"
+    )
+    later_claim, later_end = medians()
+    assert later_claim <= 2 * claim
+    assert later_end <= 2 * end
+
+
 def test_a_claim_beside_two_thousand_queues_costs_no_more_than_beside_none(db, usual):
     db.execute(
         "insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload) "
