@@ -411,7 +411,8 @@ begin
         demand.job_ids := supply.holders;
     end if;
     update pgqueue.permit as p
-    set job_id = t.job_id, token = new_token, taken_at = moment
+    set job_id = t.job_id, token = new_token, taken_at = moment,
+        second = extract(epoch from moment - timestamptz '2020-01-01 00:00 UTC')::int
     from unnest(locked.permits, demand.job_ids) as t (tid, job_id)
     where p.ctid = t.tid;
     if refused <> '{}' then
@@ -607,7 +608,8 @@ begin
     insert into pgqueue.permit (place, is_rate, job_id, token, taken_at, queue, kind, group_key)
     select
         (select coalesce(max(k.place), 0) from known as k) + row_number() over (order by j.id),
-        false, j.id, j.token, j.claimed_at, j.queue, _count_running_jobs.kind, ''
+        -- Without a time, because no claim has looked whether it is single.
+        false, j.id, j.token, null, j.queue, _count_running_jobs.kind, ''
     from pgqueue.job as j
     where hashtext(j.queue) = hashtext(_count_running_jobs.queue) and j.queue = _count_running_jobs.queue
         and _count_running_jobs.kind in ('', j.kind) and j.lease_expires_at is not null
@@ -654,23 +656,21 @@ begin
     loop
         -- No gaps: what is still held keeps all before it.
         delete from pgqueue.permit as p
-        where p.ctid = any (array(
-            select unnest(f.copies)
-            from (values (false), (true)) as s (is_rate)
-            cross join lateral pgqueue._in_force(known.queue, _apply_caps.kind, known.group_key) as settings
-            cross join lateral (
-                select u.place, u.copies, coalesce(max(u.place) filter (where u.is_held) over (), 0) as last_held
-                from pgqueue._permits(
-                    known.queue,
-                    (coalesce(_apply_caps.kind, ''), coalesce(known.group_key, ''), s.is_rate, 0, settings.rate_period),
-                    clock_timestamp()
-                ) as u
-            ) as f
-            where f.place > greatest(
-                f.last_held,
-                case when s.is_rate then settings.rate_limit else settings.max_running end
-            )
-        ));
+        using (values (false), (true)) as s (is_rate)
+        cross join lateral pgqueue._in_force(known.queue, _apply_caps.kind, known.group_key) as settings
+        cross join lateral (
+            select coalesce(max(u.place) filter (where u.is_held), 0)
+            from pgqueue._permits(
+                known.queue,
+                (coalesce(_apply_caps.kind, ''), coalesce(known.group_key, ''), s.is_rate, 0, settings.rate_period),
+                clock_timestamp()
+            ) as u
+        ) as held (last_place)
+        where hashtext(p.queue) = hashtext(known.queue) and p.queue = known.queue
+            and p.kind = coalesce(_apply_caps.kind, '') and p.group_key = coalesce(known.group_key, '')
+            and p.is_rate = s.is_rate and p.place > greatest(
+                held.last_place, case when s.is_rate then settings.rate_limit else settings.max_running end
+            );
         perform pgqueue._make_permits(
             known.queue, array[kind],
             case when known.group_key is not null

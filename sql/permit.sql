@@ -71,12 +71,13 @@ comment on function pgqueue._make_permits_for(text, text[], text[]) is
 for it.';
 
 create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment timestamptz)
-    returns table (place int, copies tid[], is_held boolean, free_at timestamptz, is_usable boolean)
+    returns table (place int, is_held boolean, free_at timestamptz, is_usable boolean)
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
+    set enable_sort = off
     set enable_indexscan = on
     set enable_nestloop = on
     set enable_hashjoin = off
@@ -85,36 +86,45 @@ as $$
 begin
     return query
     select
-        p.*,
+        p.place, p.is_held, case when p.is_held then p.free_at end,
         not p.is_held
             and p.place + count(*) filter (where p.is_held) over (order by p.place desc) <= cap.most
     from (
         select
-            s.place, array_agg(s.ctid), bool_or(h.is_held), max(h.free_at) filter (where h.is_held)
-        from pgqueue.permit as s
-        left join pgqueue.job as j on j.id = s.job_id and j.token = s.token and not s.is_rate
+            n.place,
+            -- A time of another clock is none.
+            case when cap.is_rate
+                then coalesce(
+                    l.taken_at > moment - cap.period and l.taken_at <= clock_timestamp() + cap.period, false
+                )
+                else j.id is not null
+            end,
+            case when cap.is_rate then l.taken_at + cap.period else j.lease_expires_at end
+        from generate_series(1, (
+            select max(p.place)
+            from pgqueue.permit as p
+            where hashtext(p.queue) = hashtext(_permits.queue) and hashtext(p.kind) = hashtext(cap.kind)
+                and hashtext(p.group_key) = hashtext(cap.group_key) and p.is_rate = cap.is_rate
+                and p.queue = _permits.queue and p.kind = cap.kind and p.group_key = cap.group_key
+        )) as n (place)
         cross join lateral (
-            select
-                -- A time of another clock is none.
-                case when s.is_rate
-                    then coalesce(
-                        s.taken_at > moment - cap.period and s.taken_at <= clock_timestamp() + cap.period, false
-                    )
-                    else j.id is not null
-                end,
-                case when s.is_rate then s.taken_at + cap.period else j.lease_expires_at end
-        ) as h (is_held, free_at)
-        where hashtext(s.queue) = hashtext(_permits.queue) and hashtext(s.kind) = hashtext(cap.kind)
-            and hashtext(s.group_key) = hashtext(cap.group_key) and s.is_rate = cap.is_rate
-            and s.queue = _permits.queue and s.kind = cap.kind and s.group_key = cap.group_key
-        group by s.place
-    ) as p (place, copies, is_held, free_at);
+            select p.job_id, p.token, p.taken_at
+            from pgqueue.permit as p
+            where hashtext(p.queue) = hashtext(_permits.queue) and hashtext(p.kind) = hashtext(cap.kind)
+                and hashtext(p.group_key) = hashtext(cap.group_key) and p.is_rate = cap.is_rate
+                and p.place = n.place
+                and p.queue = _permits.queue and p.kind = cap.kind and p.group_key = cap.group_key
+            order by p.second desc nulls last
+            limit 1
+        ) as l
+        left join pgqueue.job as j on j.id = l.job_id and j.token = l.token
+    ) as p (place, is_held, free_at);
 end;
 $$;
 
 comment on function pgqueue._permits(text, pgqueue._cap, timestamptz) is
-'The permits of a cap, with all their copies: which are held, until when at the
-latest (the end of the lease, or of the period), and which may be taken.';
+'The permits of a cap: which are held, until when at the latest (the end of the
+lease, or of the period), and which may be taken.';
 
 create or replace function pgqueue._free_permits(
     queue text, caps pgqueue._cap[], wanted int, moment timestamptz
@@ -144,7 +154,7 @@ begin
     ) as m (place)
     cross join lateral (
         -- All, unless the cap was lowered.
-        select case when m.place <= c.most then c.most else coalesce(
+        select case when m.place <= c.most then m.place else coalesce(
             (
                 select max(p.place)
                 from pgqueue._permits(_free_permits.queue, caps[c.nth], moment) as p
@@ -158,19 +168,22 @@ begin
         select count(*)
         from (
             select
-            from pgqueue.permit as p
-            where hashtext(p.queue) = hashtext(_free_permits.queue)
-                and hashtext(p.kind) = hashtext(c.kind) and hashtext(p.group_key) = hashtext(c.group_key)
-                and p.is_rate = c.is_rate and p.place <= u.place
-                and p.queue = _free_permits.queue and p.kind = c.kind and p.group_key = c.group_key
-                -- A time of another clock is none.
-                and (
-                    p.is_rate and p.taken_at > moment - c.period
-                    and p.taken_at <= clock_timestamp() + c.period
-                ) is not true
-                and (p.is_rate or not exists (
-                    select from pgqueue.job as j where j.id = p.job_id and j.token = p.token
-                ))
+            from generate_series(1, u.place) as n (place)
+            cross join lateral (
+                select p.job_id, p.token, p.taken_at
+                from pgqueue.permit as p
+                where hashtext(p.queue) = hashtext(_free_permits.queue)
+                    and hashtext(p.kind) = hashtext(c.kind) and hashtext(p.group_key) = hashtext(c.group_key)
+                    and p.is_rate = c.is_rate and p.place = n.place
+                    and p.queue = _free_permits.queue and p.kind = c.kind and p.group_key = c.group_key
+                order by p.second desc nulls last
+                limit 1
+            ) as p
+            -- A time of another clock is none.
+            where case when c.is_rate
+                    then (p.taken_at > moment - c.period and p.taken_at <= clock_timestamp() + c.period) is not true
+                    else not exists (select from pgqueue.job as j where j.id = p.job_id and j.token = p.token)
+                end
             limit wanted
         ) as free
     ) as f (free);
@@ -190,6 +203,7 @@ create or replace function pgqueue._lock_permits(
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
+    set enable_sort = off
     set enable_tidscan = on
     set enable_indexscan = on
     set enable_nestloop = on
@@ -203,20 +217,26 @@ begin
     from (select u.cap, count(*) as wanted from unnest(demanded) as u (cap) group by u.cap) as d
     cross join lateral (select (caps[d.cap]).* offset 0) as c
     cross join lateral (
-        select p.ctid as tid
-        from pgqueue.permit as p
-        where hashtext(p.queue) = hashtext(_lock_permits.queue) and hashtext(p.kind) = hashtext(c.kind)
-            and hashtext(p.group_key) = hashtext(c.group_key) and p.is_rate = c.is_rate
-            and p.place <= last_places[d.cap]
-            and p.queue = _lock_permits.queue and p.kind = c.kind and p.group_key = c.group_key
-            and (
-                p.is_rate and p.taken_at > moment - c.period and p.taken_at <= clock_timestamp() + c.period
-            ) is not true
-            and (p.is_rate or not exists (
-                select from pgqueue.job as j where j.id = p.job_id and j.token = p.token
-            ))
+        select k.tid
+        from generate_series(1, last_places[d.cap]) as n (place)
+        cross join lateral (
+            select p.ctid as tid, p.job_id, p.token, p.taken_at
+            from pgqueue.permit as p
+            where hashtext(p.queue) = hashtext(_lock_permits.queue) and hashtext(p.kind) = hashtext(c.kind)
+                and hashtext(p.group_key) = hashtext(c.group_key) and p.is_rate = c.is_rate
+                and p.place = n.place
+                and p.queue = _lock_permits.queue and p.kind = c.kind and p.group_key = c.group_key
+            order by p.second desc nulls last
+            limit 1
+        ) as p
+        cross join lateral (
+            select k.ctid as tid from pgqueue.permit as k where k.ctid = p.tid for update skip locked
+        ) as k
+        where case when c.is_rate
+                then (p.taken_at > moment - c.period and p.taken_at <= clock_timestamp() + c.period) is not true
+                else not exists (select from pgqueue.job as j where j.id = p.job_id and j.token = p.token)
+            end
         limit d.wanted
-        for update of p skip locked
     ) as l;
     -- Now that nobody else can take them.
     select
@@ -239,13 +259,13 @@ begin
         )
         offset 0
     ) as d (is_double)
-    where (
-            p.is_rate and p.taken_at > moment - (caps[l.cap]).period
-            and p.taken_at <= clock_timestamp() + (caps[l.cap]).period
-        ) is not true
-        and (p.is_rate or not exists (
-            select from pgqueue.job as j where j.id = p.job_id and j.token = p.token
-        ));
+    where case when p.is_rate
+            then (
+                p.taken_at > moment - (caps[l.cap]).period
+                and p.taken_at <= clock_timestamp() + (caps[l.cap]).period
+            ) is not true
+            else not exists (select from pgqueue.job as j where j.id = p.job_id and j.token = p.token)
+        end;
     perform pgqueue._merge_permits(queue, caps[d.cap]) from unnest(doubles) as d (cap);
 end;
 $$;

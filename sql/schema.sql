@@ -207,11 +207,12 @@ comment on index pgqueue.recall_queue_idx is 'Which groups of a queue are to be 
 -- A permit to run is held while its job has the token of the claim that took it; one to begin, for
 -- the period after that.
 create table pgqueue.permit (
-    place int not null,
-    is_rate boolean not null,
     job_id bigint,
     token bigint,
     taken_at timestamptz,
+    second int,
+    place int not null,
+    is_rate boolean not null,
     queue text not null,
     kind text not null,
     group_key text not null
@@ -231,14 +232,18 @@ comment on column pgqueue.permit.place is 'Which permit of its cap it is, from 1
 comment on column pgqueue.permit.is_rate is 'Whether it is a permit to begin, not to run.';
 comment on column pgqueue.permit.job_id is 'The job that took it last.';
 comment on column pgqueue.permit.token is 'The token of the claim that took it.';
-comment on column pgqueue.permit.taken_at is 'When that was.';
+comment on column pgqueue.permit.taken_at is 'When that was; null for never, or before there was a cap.';
+comment on column pgqueue.permit.second is 'The second of taken_at, since 2020.';
 comment on column pgqueue.permit.queue is 'The queue.';
 comment on column pgqueue.permit.kind is 'The kind; empty for all.';
 comment on column pgqueue.permit.group_key is 'The group; empty for all.';
+-- The versions of the last second come first, so that few must be read that some old snapshot keeps; and
+-- those of one second are HOT.
 create index permit_scope_idx
-on pgqueue.permit (hashtext(queue), hashtext(kind), hashtext(group_key), is_rate, place)
+on pgqueue.permit
+(hashtext(queue), hashtext(kind), hashtext(group_key), is_rate, place, second nulls first)
 with (deduplicate_items = off);
-comment on index pgqueue.permit_scope_idx is 'Which permits has a queue, kind or group?';
+comment on index pgqueue.permit_scope_idx is 'Who took this permit of a queue, kind or group last?';
 
 create type pgqueue._cap as (kind text, group_key text, is_rate boolean, most int, period interval);
 comment on type pgqueue._cap is

@@ -617,3 +617,28 @@ def test_finish_without_results_costs_no_more_than_complete_many(db, texts):
         assert one(db, query) == 50
     # It does not lock rows before it deletes them either.
     assert records(db, finished) <= records(db, completed) + 10
+
+
+@pytest.mark.parametrize(
+    "setting", ["max_running => 10", "rate_limit => 10, rate_period => '1 ms'"]
+)
+def test_permits_taken_before_under_a_held_snapshot_are_not_walked_by_every_claim(
+    db, held_snapshot, setting
+):
+    def median() -> int:
+        counts = []
+        for _ in range(15):
+            counts.append(buffers(db, 5))
+            db.execute(
+                "select pgqueue.complete_many(array_agg(id), array_agg(token)) "
+                "from pgqueue.job where token is not null"
+            )
+        return sorted(counts)[7]
+
+    db.execute(f"select pgqueue.configure('q', {setting})")
+    fill(db, 1000)
+    usual = median()
+    db.execute(
+        "do $$ begin for past in 1 .. 2000 loop update pgqueue.permit set second = past; commit; end loop; end $$"
+    )
+    assert median() <= 2 * usual
