@@ -15,7 +15,7 @@
 -- The round of a lane, the jobs of groups in the order of their turns, is a lane of its own: number
 -- 1000 + priority. The record of a queue has the number 9999, which no lane has.
 --
--- 128 cells more, from 768 on, hold a tag and the last turn that was given to a group.
+-- From 768 on two make a record: a tag and the last turn that was given to a group; and when that was.
 --
 -- The tag says whose record it is; zero is nobody's. A lane has two records to choose from, by
 -- its hash; while others have taken both, it is walked from the beginning. A value from another

@@ -481,11 +481,11 @@ comment on index pgqueue.queue_narrow_idx is
 -- because these can be shared and written without a version of a row.
 do $$
 begin
-    for cell in 0 .. 895 loop
+    for cell in 0 .. 1023 loop
         execute format('create sequence pgqueue._cell_%s minvalue 0', cell);
         execute format(
             'comment on sequence pgqueue._cell_%s is '
-            '''Where a claim may begin, or a group goes on: one of 896 cells, safe to lose.''', cell
+            '''Where a claim may begin, or a group goes on: one of 1024 cells, safe to lose.''', cell
         );
     end loop;
 end;

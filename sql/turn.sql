@@ -9,7 +9,8 @@
 --
 -- Transactions that add to a group at once do not see each other's jobs. So each holds an advisory lock
 -- of the group, shared, and leaves the last turn that it gave in a cell; who finds that others hold the
--- lock goes on from there. Alone, nobody believes the cell: what was rolled back leaves no gap.
+-- lock goes on from there. Alone, or after a minute, nobody believes the cell: what was rolled back
+-- leaves no gap.
 --
 -- A job that is not due, or came back by a retry, has no turn and stands in its lane by run_at; one
 -- whose group has used up its rate has a turn in the time to come. The claim that meets it there once
@@ -113,7 +114,9 @@ as $$
 declare
     key bigint := hashtextextended(concat(queue, ' ', group_key), priority);
     tag bigint := (key >> 20 & 4095) << 51;
-    cell regclass := ('pgqueue._cell_' || 768 + (key & 127))::regclass;
+    cell regclass := ('pgqueue._cell_' || 768 + 2 * (key & 127))::regclass;
+    set_at regclass := ('pgqueue._cell_' || 769 + 2 * (key & 127))::regclass;
+    now_us bigint := pgqueue._since_2020(clock_timestamp());
     fold int := key & 255;
     origin timestamptz := timestamptz '1800-01-01 00:00 UTC';
     in_flight bigint;
@@ -123,7 +126,7 @@ begin
         pg_try_advisory_xact_lock_shared(7366515, fold)
         and pg_try_advisory_lock(7366515, fold)
         and pg_advisory_unlock(7366515, fold)
-    ) is not true then
+    ) is not true and pg_sequence_last_value(set_at) between now_us - 60000000 and now_us + 60000000 then
         in_flight := nullif(pg_sequence_last_value(cell), 0) # tag;
     end if;
     -- Rounded up or down at random, so that the step is right on average.
@@ -145,6 +148,7 @@ begin
     perform setval(cell, tag | (date_part(
         'epoch', given + (jobs - 1) * interval '100 microseconds' / coalesce(weight, 1)
     ) * 1000000)::bigint + 5364662400000000);
+    perform setval(set_at, now_us);
     return given;
 end;
 $$;

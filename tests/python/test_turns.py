@@ -77,3 +77,21 @@ def test_a_stranger_who_holds_the_locks_of_groups_stops_no_enqueue(db, connect):
     enqueue(db, "big", 5)
     enqueue(db, "small", 5, bulk=False)
     assert claimed(db, 4) == {"big": 2, "small": 2}
+
+
+def test_a_turn_that_was_given_long_ago_is_not_believed(db, connect):
+    with db.transaction(force_rollback=True):
+        enqueue(db, "big", 1000)
+    column(
+        db,
+        "select setval(('pgqueue._cell_' || n)::regclass,"
+        " pgqueue._since_2020(now() - interval '61 seconds'))"
+        " from generate_series(769, 1023, 2) as n",
+    )
+    other = connect()
+    other.execute(
+        "select pg_advisory_lock_shared(7366515, fold) from generate_series(0, 255) as fold"
+    )
+    enqueue(db, "big", 5)
+    enqueue(db, "small", 5)
+    assert claimed(db, 4) == {"big": 2, "small": 2}
