@@ -110,9 +110,13 @@ begin
     end if;
     perform pgqueue._log(picks, outcomes, errors, moment);
     if pg_relation_size('pgqueue.slot') > 0 then
-        select array_agg(j.queue), array_agg(j.group_key) into queues, group_keys
+        -- As a condition it would bring in the index of all jobs that have a group.
+        select
+            array_agg(j.queue) filter (where j.group_key is not null),
+            array_agg(j.group_key) filter (where j.group_key is not null)
+        into queues, group_keys
         from pgqueue.job as j
-        where j.ctid = any (picks) and j.group_key is not null;
+        where j.ctid = any (picks);
     end if;
     perform pgqueue._wake_capped(picks);
 

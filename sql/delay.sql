@@ -136,6 +136,7 @@ create or replace function pgqueue._hasten(queue text, moment timestamptz)
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
+    set enable_bitmapscan = off
     set enable_sort = off
     set enable_indexscan = on
     set enable_tidscan = on

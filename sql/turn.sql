@@ -227,10 +227,16 @@ begin
             where j.group_key is null
             order by p.place
         );
-        select coalesce(j.turn, j.run_at) as at, j.id into first
-        from pgqueue.job as j
-        where j.ctid = any (picks) and j.group_key is not null
-        order by coalesce(j.turn, j.run_at), j.id
+        select p.at, p.id into first
+        from (
+            select coalesce(j.turn, j.run_at) as at, j.id, j.group_key
+            from pgqueue.job as j
+            where j.ctid = any (picks)
+            -- The rest would bring in the index of all jobs that have a group.
+            offset 0
+        ) as p
+        where p.group_key is not null
+        order by p.at, p.id
         limit 1;
         exit when not found;
         select array_agg(n.tid) as tids, array_agg(n.group_key) as group_keys

@@ -642,3 +642,47 @@ def test_permits_taken_before_under_a_held_snapshot_are_not_walked_by_every_clai
         "do $$ begin for past in 1 .. 2000 loop update pgqueue.permit set second = past; commit; end loop; end $$"
     )
     assert median() <= 2 * usual
+
+
+VERBS = {
+    "enqueue": "select pgqueue.enqueue('q', kind => 'k', group_key => 'g1')",
+    "claim": "select from pgqueue.claim('q', 'w', 10)",
+    "complete": "select pgqueue.complete({id}, {token})",
+    "complete_many": "select from pgqueue.complete_many(array[{id}], array[{token}])",
+    "finish": "select from pgqueue.finish(array[{id}], array[{token}], array['complete'])",
+    "retry": "select pgqueue.fail({id}, {token}, 'e', '1 hour')",
+    "dead": "select pgqueue.fail({id}, {token}, 'e', permanent => true)",
+    "release": "select from pgqueue.release(array[{id}], array[{token}])",
+    "extend": "select from pgqueue.extend(array[{id}], array[{token}])",
+    "cancel": "select pgqueue.cancel({id})",
+    "rest": "select pgqueue.rest(array['q'], park => false)",
+}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "weight => 1",
+        "group_limit => 2",
+        "max_running => 500",
+        "group_key => '*', rate_limit => 1000, rate_period => '1 ms'",
+    ],
+)
+def test_no_verb_reads_more_in_a_long_queue_by_a_session_that_began_in_a_short_one(
+    db, setting
+):
+    def counts() -> dict[str, int]:
+        found = {}
+        for name, verb in VERBS.items():
+            running = db.execute(
+                "select id, token from pgqueue.claim('q', 'w', 1)"
+            ).fetchone()
+            found[name] = pages(db, verb.format(id=running[0], token=running[1]))
+        return found
+
+    db.execute(f"select pgqueue.configure('q', {setting})")
+    fill_groups(db, 100, 1)
+    short = [counts() for _ in range(2)][1]
+    fill_groups(db, 100, 500)
+    long = [counts() for _ in range(2)][1]
+    assert {n: (short[n], long[n]) for n in VERBS if long[n] > 3 * short[n] + 60} == {}
