@@ -155,7 +155,7 @@ begin
         least(wanted, min(f.free) filter (where f.kind = '')),
         coalesce(array_agg(f.kind) filter (where f.kind <> '' and f.free = 0), '{}'),
         array_agg(f.last_place order by f.nth),
-        bool_and(f.is_complete),
+        coalesce(bool_and(f.is_complete), true),
         array_agg(f.nth) filter (where f.free = 0)
     into jobs, full_kinds, last_places, is_complete, full_caps
     from pgqueue._free_permits(queue, caps, wanted, moment) as f;

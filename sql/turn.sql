@@ -117,7 +117,8 @@ declare
     cell regclass := ('pgqueue._cell_' || 768 + 2 * (key & 127))::regclass;
     set_at regclass := ('pgqueue._cell_' || 769 + 2 * (key & 127))::regclass;
     now_us bigint := pgqueue._since_2020(clock_timestamp());
-    fold int := key & 255;
+    -- As many as a transaction may hold where nothing else is configured.
+    fold int := key & 63;
     origin timestamptz := timestamptz '1800-01-01 00:00 UTC';
     in_flight bigint;
     given timestamptz;

@@ -11,7 +11,7 @@
 -- first parks, then looks whether anything is in flight. So either the producer sees
 -- the worker and notifies, or the worker sees the producer and asks again soon.
 --
--- (7366515 is held shared by every enqueue into a group: see room turn.)
+-- (7366515, folded to 64, is held shared by every enqueue into a group: see room turn.)
 --
 -- Any role may take any advisory lock, so nobody here waits for one: what cannot be had at
 -- once counts as "somebody is there", which costs a needless NOTIFY or another look. And who
