@@ -113,12 +113,8 @@ begin
     if began is not null then
         perform setval(
             ('pgqueue._cell_' || record)::regclass,
-            ((key >> 20 & 4095) << 51) | pgqueue._since_2020(clock_timestamp() + least(
-                greatest(
-                    case when is_round then interval '10 milliseconds' else interval '100 milliseconds' end,
-                    20 * (clock_timestamp() - began)
-                ),
-                interval '1 minute'
+            ((key >> 20 & 4095) << 51) | pgqueue._since_2020(pgqueue._believed_until(
+                began, case when is_round then interval '10 milliseconds' else interval '100 milliseconds' end
             ))
         );
     end if;

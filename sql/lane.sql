@@ -50,6 +50,22 @@ comment on function pgqueue._since_2020(timestamptz) is
 'Microseconds since 2020: 51 bits hold them until 2091. What is hot writes this
 out.';
 
+create or replace function pgqueue._believed_until(began timestamptz, at_least interval)
+    returns timestamptz
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return clock_timestamp() + least(
+        greatest(at_least, 20 * (clock_timestamp() - began)), interval '1 minute'
+    );
+end;
+$$;
+
+comment on function pgqueue._believed_until(timestamptz, interval) is
+'Until when to believe what a walk found that began then: so that walks take a
+twentieth of the time.';
+
 create or replace function pgqueue._live_lanes(queue text)
     returns table (priority int, first timestamptz)
     language plpgsql
@@ -110,10 +126,7 @@ as $$
 declare
     key bigint := hashtextextended(queue, 9999);
     record int := key & 127;
-    valid_until bigint := pgqueue._since_2020(clock_timestamp() + least(
-        greatest(interval '100 milliseconds', 20 * (clock_timestamp() - moment)),
-        interval '1 minute'
-    ));
+    valid_until bigint := pgqueue._since_2020(pgqueue._believed_until(moment, '100 milliseconds'));
     has_others boolean := exists (select from unnest(lanes) as l (lane) where l.lane <> 0 and l.lane < 500);
     has_rounds boolean := exists (select from unnest(lanes) as l (lane) where l.lane > 500);
 begin

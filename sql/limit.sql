@@ -558,10 +558,8 @@ begin
     if pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked
         > 200 * cardinality(keys)
     then
-        valid_until := clock_timestamp() + least(
-            -- Groups may be many, and each is walked once in this time.
-            greatest(interval '1 second', 20 * (clock_timestamp() - began)), interval '1 minute'
-        );
+        -- Groups may be many, and each is walked once in this time.
+        valid_until := pgqueue._believed_until(began, '1 second');
         untils := array(
             select coalesce(u.until, valid_until) from unnest(untils) with ordinality as u (until, place)
             order by u.place

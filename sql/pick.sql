@@ -237,12 +237,8 @@ begin
         last := case when cardinality(picks) = wanted then least(last, upto) else upto end;
         perform pgqueue._leave_position(
             record, position, (date_part('epoch', last) * 1000000)::bigint - origin_us, picks[wanted],
-            case when start = first then tag | pgqueue._since_2020(clock_timestamp() + least(
-                greatest(
-                    case when lane > 500 then interval '10 milliseconds' else interval '100 milliseconds' end,
-                    20 * (clock_timestamp() - began)
-                ),
-                interval '1 minute'
+            case when start = first then tag | pgqueue._since_2020(pgqueue._believed_until(
+                began, case when lane > 500 then interval '10 milliseconds' else interval '100 milliseconds' end
             )) end
         );
     end if;
