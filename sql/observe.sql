@@ -329,36 +329,31 @@ create or replace function pgqueue._why_capped(job pgqueue.job, moment timestamp
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    cap record;
+    cap pgqueue._cap;
     free_at timestamptz;
+    whose text;
 begin
-    for cap in
-        select
-            c.*,
-            case
-                when c.group_key <> '' then 'its group ' || c.group_key
-                when c.kind <> '' then 'its kind ' || c.kind
-                else 'its queue'
-            end as whose
-        from unnest(
-            pgqueue._group_rates(job.queue, array[job.group_key]) || pgqueue._caps(job.queue, array[job.kind])
-        ) as c
+    foreach cap in array
+        pgqueue._group_rates(job.queue, array[job.group_key]) || pgqueue._caps(job.queue, array[job.kind])
     loop
         select min(p.free_at) into free_at
-        from pgqueue._permits(
-            job.queue, (cap.kind, cap.group_key, cap.is_rate, cap.most, cap.period), moment
-        ) as p
+        from pgqueue._permits(job.queue, cap, moment) as p
         having count(*) filter (where p.is_usable) = 0 and count(*) > 0;
         if cap.group_key <> '' and job.turn between moment and '9998-12-31 00:00 UTC' then
             free_at := job.turn;
         end if;
         if free_at is not null then
+            whose := case
+                when cap.group_key <> '' then 'its group ' || cap.group_key
+                when cap.kind <> '' then 'its kind ' || cap.kind
+                else 'its queue'
+            end;
             return case when cap.is_rate
                 then format(
-                    'rate limited until %s: %s begins at most %s in %s', pgqueue._written(free_at), cap.whose,
+                    'rate limited until %s: %s begins at most %s in %s', pgqueue._written(free_at), whose,
                     case cap.most when 1 then '1 job' else cap.most || ' jobs' end, cap.period
                 )
-                else format('%s runs as many jobs as it may, %s', cap.whose, cap.most)
+                else format('%s runs as many jobs as it may, %s', whose, cap.most)
             end;
         end if;
     end loop;

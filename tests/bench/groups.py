@@ -146,6 +146,7 @@ def judged(answers: list[dict[str, Any]], load: Load, limit: float) -> Sample:
     # One that comes to a halt takes all its time.
     seconds = max(last - start, limit if cut else 0)
     few = [begin for n, begin in began.items() if n >= load.busy]
+    busiest = most(sorted(began.values()), 0.9)
     return Sample(
         len(began),
         seconds,
@@ -156,8 +157,8 @@ def judged(answers: list[dict[str, Any]], load: Load, limit: float) -> Sample:
             "together": sum(map(together, by_group(runs, load))),
             "overtook": overtook(began, load),
             "begun": sum(begin <= max(few, default=0) for begin in began.values()),
-            "most": most(sorted(began.values()), 0.9),
-            "over": max(0, most(sorted(began.values()), 0.9) - RATE),
+            "most": busiest,
+            "over": max(0, busiest - RATE),
         },
     )
 
