@@ -13,22 +13,24 @@ as $$
         when 'producer' then array['enqueue', 'enqueue_many', 'version']
         when 'worker' then array[
             'claim', 'claim_from', 'extend', 'complete', 'complete_many', 'fail', 'release',
-            'finish', 'reap', 'maintain', 'rest', 'version'
+            'finish', 'reap', 'maintain', 'rest', 'schedule', 'next_slots', 'version'
         ]
         when 'operator' then array[
             'cancel', 'cancel_many', 'redrive', 'redrive_job', 'discard', 'discard_many',
             'purge', 'pause', 'resume',
-            'run_now', 'reprioritize', 'configure', 'reap', 'maintain', 'why', 'version'
+            'run_now', 'reprioritize', 'configure', 'schedule', 'unschedule', 'pause_schedule',
+            'resume_schedule', 'next_slots', 'reap', 'maintain', 'why', 'version'
         ]
-        when 'reader' then array['why', 'version']
+        when 'reader' then array['next_slots', 'why', 'version']
     end) as f (name)
     union all
     select false, v.name
     from unnest(case _grants.kind
         when 'operator' then array[
-            'jobs', 'queues', 'running', 'kinds', 'settings', 'queue', 'job', 'dead_job', 'run'
+            'jobs', 'queues', 'running', 'kinds', 'settings', 'schedules', 'queue', 'job', 'dead_job', 'run',
+            'schedule'
         ]
-        when 'reader' then array['jobs', 'queues', 'running', 'kinds', 'settings']
+        when 'reader' then array['jobs', 'queues', 'running', 'kinds', 'settings', 'schedules']
     end) as v (name)
 $$;
 

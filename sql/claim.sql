@@ -51,6 +51,9 @@ begin
         refused := pgqueue._refuse(pgqueue._check_claim(queue, worker, max_jobs, lease));
         max_jobs := coalesce(max_jobs, 1);
     end if;
+    if pg_sequence_last_value('pgqueue._cell_due'::regclass) is not null then
+        moment := pgqueue._fire_by_the_way(moment);
+    end if;
     if pg_relation_size('pgqueue.queue') > 0 then
         settings := pgqueue._in_force(queue);
         if pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then

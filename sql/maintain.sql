@@ -202,6 +202,9 @@ begin
     task := 'reap';
     done := pgqueue.reap();
     return next;
+    task := 'fire schedules';
+    done := pgqueue._fire_due(clock_timestamp());
+    return next;
     task := 'forget runs';
     done := pgqueue._forget_runs();
     return next;
@@ -219,9 +222,9 @@ $$;
 
 comment on function pgqueue.maintain() is
 'Everything that must happen from time to time: recovers up to 1000 expired
-leases (done: jobs), empties the tables of run whose days are over (done:
-tables), drops the slots of groups that have no job (done: slots) and their
-permits (done: permits), and up to 100,000 windows of unique_for that have
-ended (done: windows). Call it every minute or so, from a worker, cron or psql;
-any number may run at once.
+leases (done: jobs), fires up to 100 schedules that are due (done: jobs),
+empties the tables of run whose days are over (done: tables), drops the slots
+of groups that have no job (done: slots) and their permits (done: permits), and
+up to 100,000 windows of unique_for that have ended (done: windows). Call it
+every minute or so, from a worker, cron or psql; any number may run at once.
 Raises 25001 outside READ COMMITTED.';

@@ -248,6 +248,59 @@ comment on column pgqueue.settings.set_for is
 'The narrowest for which it was set: kind and group, group, kind (each of this
 queue, or followed by "in all queues"), queue, all queues or default.';
 
+create or replace view pgqueue.schedules as
+select
+    s.name,
+    s.queue,
+    coalesce(s.kind, s.queue) as kind,
+    s.cron,
+    s.every,
+    s.timezone,
+    s.catch_up,
+    s.jitter,
+    s.is_paused as paused,
+    nullif(case when not s.is_paused then s.next_slot end, 'infinity') as next_slot,
+    s.last_slot,
+    s.last_job_id,
+    coalesce(
+        (select j.state from pgqueue.jobs as j where j.id = s.last_job_id),
+        (select 'dead' from pgqueue.dead_job as d where d.id = s.last_job_id),
+        (
+            select r.outcome
+            from pgqueue.run as r
+            where r.job_id = s.last_job_id
+            order by r.finished_at desc, r.attempt desc
+            limit 1
+        )
+    ) as last_state,
+    s.problem
+from pgqueue.schedule as s
+order by s.name;
+
+comment on view pgqueue.schedules is
+'The recurring jobs, with the last and the next slot of each.';
+comment on column pgqueue.schedules.name is 'Names the schedule.';
+comment on column pgqueue.schedules.queue is 'The queue of its jobs.';
+comment on column pgqueue.schedules.kind is 'The kind of its jobs.';
+comment on column pgqueue.schedules.cron is 'The slots, as a cron text; null with every.';
+comment on column pgqueue.schedules.every is 'Slots lie so far apart; null with cron.';
+comment on column pgqueue.schedules.timezone is 'By which clocks cron is read.';
+comment on column pgqueue.schedules.catch_up is
+'What becomes of slots that nobody could fire in time: skip, one or all.';
+comment on column pgqueue.schedules.jitter is
+'Over how long schedules with the same slots are spread; null for not at all.';
+comment on column pgqueue.schedules.paused is 'Whether it makes no jobs.';
+comment on column pgqueue.schedules.next_slot is
+'The next slot; null when it is paused. In the past for long: nobody is awake,
+neither a worker nor maintain.';
+comment on column pgqueue.schedules.last_slot is 'The last slot that has a job; null for none.';
+comment on column pgqueue.schedules.last_job_id is 'The job of last_slot.';
+comment on column pgqueue.schedules.last_state is
+'What became of that job: its state in jobs while it waits or runs, dead, or its
+outcome in run; null if nobody remembers it.';
+comment on column pgqueue.schedules.problem is
+'Why the next slot could not be fired; it is tried again each minute.';
+
 -- Why a job is not running. There is a function for each place where it may be, and why() asks the
 -- right one; a further reason is a further line in one of them. All read only, and lock nothing.
 

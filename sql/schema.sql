@@ -23,7 +23,8 @@
 -- The rooms after this one, in the order in which a job meets them: check (arguments), settings,
 -- enqueue (producer), wake (who sleeps), lane, pick and age (which jobs are due), turn, limit and park
 -- (groups), permit, cap and delay (caps), claim, lease, attempt and finish (worker), manage and dead
--- (operator), maintain, observe (views), access (roles).
+-- (operator), cron and schedule (recurring jobs), maintain, observe (views), access
+-- (roles).
 -- Every function says for itself how names are found and statements planned (claim says why), so
 -- the same lines stand above most bodies; filters and options stand in each signature.
 
@@ -477,6 +478,78 @@ where kind <> '' or group_key <> '';
 comment on index pgqueue.queue_narrow_idx is
 'Is anything set for kinds or groups, and what of it must a claim know?';
 
+create table pgqueue.schedule (
+    due_at timestamptz not null,
+    next_slot timestamptz not null,
+    last_slot timestamptz,
+    last_job_id bigint,
+    every interval,
+    jitter interval,
+    priority int,
+    max_attempts int,
+    is_paused boolean not null default false,
+    name text not null,
+    queue text not null,
+    kind text,
+    cron text,
+    timezone text not null,
+    catch_up text not null,
+    problem text,
+    payload jsonb not null,
+    constraint schedule_pkey primary key (name),
+    constraint schedule_has_one_rule check (num_nonnulls(cron, every) = 1),
+    constraint schedule_catch_up_is_known check (catch_up in ('skip', 'one', 'all'))
+) with (
+    -- Each firing leaves a dead row, however few rows there are.
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 1000,
+    autovacuum_vacuum_cost_delay = 0
+);
+comment on table pgqueue.schedule is
+'Recurring jobs. A slot is a moment at which one is due by its rule. schedule
+makes a row; read it through the view schedules.';
+comment on column pgqueue.schedule.due_at is
+'When next_slot is fired: later than it by the share of jitter that is this
+schedule''s; infinity while it is paused.';
+comment on column pgqueue.schedule.next_slot is 'The first slot that has no job yet.';
+comment on column pgqueue.schedule.last_slot is 'The last slot that has a job; null for none.';
+comment on column pgqueue.schedule.last_job_id is 'The job of last_slot.';
+comment on column pgqueue.schedule.every is 'Slots lie so far apart; null with cron.';
+comment on column pgqueue.schedule.jitter is
+'Over how long the jobs of schedules with the same slots are spread; null for not
+at all.';
+comment on column pgqueue.schedule.priority is 'The priority of its jobs; null for the default.';
+comment on column pgqueue.schedule.max_attempts is 'The max_attempts of its jobs; null for the default.';
+comment on column pgqueue.schedule.is_paused is 'Whether it makes no jobs until it is resumed.';
+comment on column pgqueue.schedule.name is 'Names the schedule.';
+comment on column pgqueue.schedule.queue is 'The queue of its jobs.';
+comment on column pgqueue.schedule.kind is 'The kind of its jobs; null for the default.';
+comment on column pgqueue.schedule.cron is 'The slots, as a cron text; null with every.';
+comment on column pgqueue.schedule.timezone is 'By which clocks cron is read.';
+comment on column pgqueue.schedule.catch_up is
+'What becomes of slots that nobody could fire in time: skip, one or all.';
+comment on column pgqueue.schedule.problem is
+'Why next_slot could not be fired; it is tried again each minute. null: it could.';
+comment on column pgqueue.schedule.payload is 'The payload of its jobs.';
+
+create index schedule_due_idx on pgqueue.schedule (due_at);
+comment on index pgqueue.schedule_due_idx is 'Which schedules are due?';
+create index schedule_queue_idx on pgqueue.schedule (queue, due_at);
+comment on index pgqueue.schedule_queue_idx is 'When is the next schedule of a queue due?';
+
+create type pgqueue._cron as (
+    seconds int[],
+    minutes int[],
+    hours int[],
+    days int[],
+    months int[],
+    weekdays int[],
+    is_either boolean
+);
+comment on type pgqueue._cron is
+'What a cron text lists, each in order, and whether either of the two days is
+enough.';
+
 -- What claims and enqueues remember for each other; rooms lane and turn say what is in them. Sequences,
 -- because these can be shared and written without a version of a row.
 do $$
@@ -490,6 +563,11 @@ begin
     end loop;
 end;
 $$;
+
+create sequence pgqueue._cell_due minvalue 0;
+comment on sequence pgqueue._cell_due is
+'When a claim has to look for schedules that are due, in us since 2020: safe to
+lose.';
 
 -- Marks for pg_dump: all rows of all tables, and the sequences that count, or a restored
 -- queue would hand out ids and tokens for a second time. The plain install needs no marks.

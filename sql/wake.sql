@@ -204,9 +204,11 @@ declare
     is_quiet boolean := true;
     pause interval;
 begin
+    perform pgqueue._fire_due(moment);
     if park is not false then
         is_quiet := pgqueue._park(queues);
     end if;
+    moment := clock_timestamp();
     select min(least(
         pgqueue._until_room(q.name, rest.kinds, p.paused, moment),
         case when not s.notify then interval '5 seconds' end
@@ -216,6 +218,7 @@ begin
     cross join lateral pgqueue._in_force(q.name) as s
     cross join lateral pgqueue._paused(q.name, s.paused) as p (paused)
     where not s.paused or p.paused is not null;
+    pause := least(pause, pgqueue._until_slot(queues, moment));
     if not is_quiet then
         -- Not before 40 times what the look took: a twentieth of the time, with a claim.
         pause := least(pause, interval '5 seconds', greatest(
@@ -236,7 +239,8 @@ comment on function pgqueue.rest(text[], text[], boolean) is
 'For a session that has said LISTEN pgqueue and whose claim found nothing in
 these queues (of these kinds): says how long it may sleep, unless a
 notification comes before. Zero: claim again at once. Null: until notified.
-From now on enqueues into these queues notify it; 100 ms of work without a
-rest end that. NOTIFY is a hint, so look every few seconds all the same.
+Fires the schedules that are due. From now on enqueues into these queues notify
+it; 100 ms of work without a rest end that. NOTIFY is a hint, so look every few
+seconds all the same.
 Behind a transaction pooler nothing can be heard: park => false only looks.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

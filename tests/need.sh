@@ -35,6 +35,7 @@ if [ "$what" != demo ]; then
     extension=/usr/share/postgresql/$version/extension
     [ -e "$extension/pgtap.control" ] || need "postgresql-${version:-NN}-pgtap"
     [ -e "$extension/plpgsql_check.control" ] || need "postgresql-${version:-NN}-plpgsql-check"
+    [ -e "$extension/pg_cron.control" ] || need "postgresql-${version:-NN}-cron"
     command -v pg_prove >/dev/null || need libtap-parser-sourcehandler-pgtap-perl
     # For the test that cuts a link, which is skipped for anyone but root.
     [ "$(id -u)" != 0 ] || command -v ip >/dev/null || need iproute2

@@ -5,18 +5,28 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from pgqueue.client import Options, enqueue
 from pgqueue.drivers import AsyncConn
 from pgqueue.job import Job
-from pgqueue.payload import Arguments
+from pgqueue.payload import Arguments, to_json
 
 P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Callable[..., Any])
 Seconds = float | timedelta
 Middleware = Callable[[Job], AbstractContextManager[Any]]
+CatchUp = Literal["skip", "one", "all"]
 
 
 class Retry(Exception):
@@ -79,6 +89,36 @@ class Policy:
     give_up_on: tuple[type[BaseException], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When jobs of a kind recur; its name is the kind."""
+
+    cron: str | None
+    every: timedelta | None
+    timezone: str
+    catch_up: CatchUp
+    jitter: timedelta | None
+
+    def declare(self, conn: Any, task: "Task[..., Any]") -> None:
+        """Make or change the schedule of a task by pgqueue.schedule()."""
+        conn.execute(
+            "select pgqueue.schedule(%s, %s, %s, %s, %s::jsonb, %s, timezone => %s,"
+            " catch_up => %s, jitter => %s, max_attempts => %s)",
+            (
+                task.kind,
+                task.options["queue"],
+                self.cron,
+                self.every,
+                to_json(task.arguments.payload((), {}), "payload"),
+                task.kind,
+                self.timezone,
+                self.catch_up,
+                self.jitter,
+                task.policy.max_attempts,
+            ),
+        )
+
+
 @dataclass(frozen=True)
 class Task(Generic[P, R]):
     """A handler: call it like the function that it is, or enqueue a job for it."""
@@ -125,6 +165,7 @@ class App:
         self, *, timeout: Seconds | None = None, middleware: Middleware | None = None
     ) -> None:
         self.tasks: dict[str, Task[Any, Any]] = {}
+        self.schedules: dict[str, Schedule] = {}
         self.timeout = _seconds(timeout)
         self.middleware = middleware
         self.startup: list[Callable[[], Any]] = []
@@ -152,6 +193,11 @@ class App:
         retry_cap: Seconds = 3600.0,
         retry_for: tuple[type[BaseException], ...] = (BaseException,),
         give_up_on: tuple[type[BaseException], ...] = (),
+        cron: str | None = None,
+        every: Seconds | None = None,
+        timezone: str = "UTC",
+        catch_up: CatchUp = "one",
+        jitter: Seconds | None = None,
     ) -> "Register":
         """Make the decorated function, `def` or `async def`, the handler of a kind.
 
@@ -170,8 +216,14 @@ class App:
         or timedelta), apply instead of the queue's. Only exceptions of `retry_for` are
         retried, and those of `give_up_on` never.
 
+        With `cron` or `every` (seconds or timedelta) a job without arguments recurs: a
+        worker's start makes or changes the schedule that has the name of the kind, by
+        pgqueue.schedule(), which says what `timezone`, `catch_up` and `jitter` mean.
+        Whoever takes them away again calls pgqueue.unschedule().
+
         Raises ValueError for a kind that has a handler already, and TypeError for an
-        annotation that needs pydantic where there is none.
+        annotation that needs pydantic where there is none, and for a handler that recurs
+        and cannot be called without arguments.
         """
         policy = Policy(
             self.timeout if timeout is None else _seconds(timeout),
@@ -185,7 +237,11 @@ class App:
         options: TaskOptions = {"queue": queue}
         if max_attempts is not None:
             options["max_attempts"] = max_attempts
-        return Register(self, kind, policy, options)
+        schedule = None
+        if cron is not None or every is not None:
+            times = [None if t is None else _timedelta(t) for t in (every, jitter)]
+            schedule = Schedule(cron, times[0], timezone, catch_up, times[1])
+        return Register(self, kind, policy, options, schedule)
 
 
 @dataclass
@@ -196,6 +252,7 @@ class Register:
     kind: str
     policy: Policy
     options: TaskOptions
+    schedule: Schedule | None
 
     @overload
     def __call__(self, function: Callable[Concatenate[Job, P], R]) -> Task[P, R]: ...
@@ -214,5 +271,8 @@ class Register:
             self.options,
             inspect.iscoroutinefunction(function),
         )
+        if self.schedule is not None:
+            task.arguments.payload((), {})
+            self.app.schedules[self.kind] = self.schedule
         self.app.tasks[self.kind] = task
         return task

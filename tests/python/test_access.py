@@ -9,18 +9,19 @@ from psycopg import errors
 PRODUCER = {"enqueue", "enqueue_many", "version"}
 WORKER = {
     "claim", "claim_from", "extend", "complete", "complete_many", "fail", "release",
-    "finish", "reap", "maintain", "rest", "version",
+    "finish", "reap", "maintain", "rest", "schedule", "next_slots", "version",
 }  # fmt: skip
 OPERATOR = {
     "cancel", "cancel_many", "redrive", "redrive_job", "discard", "discard_many",
-    "purge", "pause", "resume", "run_now", "reprioritize", "configure", "reap", "maintain", "why", "version",
+    "purge", "pause", "resume", "run_now", "reprioritize", "configure",
+    "schedule", "unschedule", "pause_schedule", "resume_schedule", "next_slots", "reap", "maintain", "why", "version",
 }  # fmt: skip
-VIEWS = {"jobs", "queues", "running", "kinds", "settings"}
+VIEWS = {"jobs", "queues", "running", "kinds", "settings", "schedules"}
 MATRIX = {
     "producer": (PRODUCER, set()),
     "worker": (WORKER, set()),
-    "operator": (OPERATOR, VIEWS | {"job", "dead_job", "run", "queue"}),
-    "reader": ({"why", "version"}, VIEWS),
+    "operator": (OPERATOR, VIEWS | {"job", "dead_job", "run", "queue", "schedule"}),
+    "reader": ({"next_slots", "why", "version"}, VIEWS),
 }
 
 

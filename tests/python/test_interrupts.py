@@ -15,7 +15,7 @@ from psycopg.conninfo import make_conninfo
 ATTEMPTS = 300
 SECONDS = 2
 
-TABLES = ("job", "dead_job", "run", "queue", "recent_key")
+TABLES = ("job", "dead_job", "run", "queue", "recent_key", "schedule")
 # A few hundred jobs: ready in three lanes and three queues, leased, expired, scheduled, dead.
 FILL = [
     """
@@ -39,6 +39,13 @@ FILL = [
     insert into pgqueue.recent_key (job_id, expires_at, queue, unique_key)
     select 0, now() + (n % 2 * 2 - 1) * interval '1 day', 'q', 'once ' || n
     from generate_series(1, 40) as n
+    """,
+    # Schedules that are due, and some that are paused.
+    """
+    insert into pgqueue.schedule (due_at, next_slot, is_paused, every, name, queue, timezone, catch_up, payload)
+    select case when n < 40 then now() - interval '1 day' else 'infinity' end, now() - interval '1 day', n >= 40,
+        '1 hour', 's ' || n, 'q', 'UTC', 'one', '{}'
+    from generate_series(1, 60) as n
     """,
     # Runs that have been kept long enough.
     """
@@ -100,6 +107,9 @@ select md5(string_agg(row_text, ' ' order by row_text)) from (
     union all
     select concat_ws('|', 'recent', k.unique_key, k.job_id > 0, k.expires_at > clock_timestamp())
     from pgqueue.recent_key as k
+    union all
+    select concat_ws('|', 'schedule', s.name, s.queue, s.is_paused, s.due_at > clock_timestamp(), s.last_slot is null)
+    from pgqueue.schedule as s
 ) as r
 """
 LOCKS = """
@@ -149,6 +159,10 @@ CALLS = {
     "resume": f"pgqueue.resume('paused ' || n) {TWENTY}",
     "run_now": "pgqueue.run_now(id) from unnest(%(scheduled)s::bigint[]) as id",
     "reprioritize": "pgqueue.reprioritize(id, 50) from unnest(%(ready)s::bigint[]) as id",
+    "schedule": f"pgqueue.schedule('s ' || n + 50, 'q', '@daily', timezone => 'Europe/Berlin') {TWENTY}",
+    "unschedule": f"pgqueue.unschedule('s ' || n) {SIXTY}",
+    "pause_schedule": f"pgqueue.pause_schedule('s ' || n) {SIXTY}",
+    "resume_schedule": f"pgqueue.resume_schedule('s ' || n) {SIXTY}",
     "configure": f"pgqueue.configure('q ' || n, '1 minute') {SIXTY}",
 }
 REST = "pgqueue.rest(%(queues)s)"
@@ -327,6 +341,7 @@ def test_an_interrupted_call_changes_nothing_and_leaves_no_lock_or_setting(
                 if victim.attempts % 40
                 else "select pg_advisory_unlock_all()"
             )
+            db.execute(RESTORE)  # a rest fires schedules
     works_on(connect)
 
 

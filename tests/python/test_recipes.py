@@ -3,6 +3,7 @@
 import shlex
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pgqueue
@@ -55,7 +56,7 @@ def test_every_section_of_the_package_readme_is_tested() -> None:
         "Alembic",
         "Coming from Celery",
         "Around every attempt",
-        "A job that enqueues its next run",
+        "Recurring jobs",
         "In your tests",
         "At run time",
     ]
@@ -311,34 +312,21 @@ with psycopg.connect() as conn:
 """
 
 
-@pytest.fixture
-def sweep() -> str:
-    (block,) = blocks("A job that enqueues its next run")
-    assert "SECONDS = 3600" in block
-    return block.replace("SECONDS = 3600", "SECONDS = 1")
-
-
-def test_a_job_that_enqueues_its_next_run_runs_once_for_each_slot(
-    db, project, sweep
-) -> None:
-    project.write("tidy.py", sweep)
-    workers = [project.start("-m", "pgqueue.worker", "--app", "tidy") for _ in "ab"]
-    wait_until(lambda: len(ends(db)) >= 3, timeout=60)
-    for worker in workers:
-        worker.send_signal(signal.SIGTERM)
-        assert worker.wait(40) == 0
-    assert set(ends(db)) == {("sweep", "completed")}
-    # Each slot ran once, though two workers enqueued the first, and the next one waits.
-    (slot,) = column(db, "select payload -> 'slot' from pgqueue.job")
-    assert one(db, "select unique_key from pgqueue.job") == f"sweep {slot}"
-
-
-def test_a_series_under_a_single_unique_key_would_end(db, project, sweep) -> None:
-    assert 'key = f"sweep {slot}"' in sweep
-    project.write("tidy.py", sweep.replace('f"sweep {slot}"', '"sweep"'))
-    project.start("-m", "pgqueue.worker", "--app", "tidy")
-    wait_until(lambda: ends(db), timeout=60)
-    assert column(db, "select id from pgqueue.job") == []
+def test_handlers_recur_by_their_schedules(db, project) -> None:
+    (block,) = blocks("Recurring jobs")
+    assert 'cron="30 2 * * mon-fri"' in block
+    project.write("recurring.py", block.replace("30 2 * * mon-fri", "* * * * * *"))
+    worker = project.start("-m", "pgqueue.worker", "--app", "recurring")
+    wait_until(lambda: len(ends(db)) >= 2, timeout=60)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(40) == 0
+    assert set(ends(db)) == {("report", "completed")}
+    assert db.execute(
+        "select name, cron, every, timezone, catch_up, jitter from pgqueue.schedules"
+    ).fetchall() == [
+        ("report", "* * * * * *", None, "Europe/Berlin", "one", None),
+        ("sweep", None, timedelta(minutes=10), "UTC", "skip", timedelta(minutes=1)),
+    ]
 
 
 def test_the_tests_of_the_readme_pass_beside_jobs_of_others(db, dsn, project) -> None:

@@ -4,7 +4,7 @@
     executor     runs handlers, in threads and on an event loop
     finisher     reports to the server how attempts ended
     heartbeat    extends the leases of all claimed jobs
-    maintenance  calls maintain() about once a minute
+    maintenance  declares schedules, and calls maintain() about once a minute
 
 All but the executor have a thread and a connection of their own. The thread of
 `Worker.run` supervises them: when one of them dies, the worker ends.
@@ -100,7 +100,7 @@ class Worker:
         around = self.app.middleware
         self.executor = Executor(dsn, self.concurrency, self._ended, around)
         self._services: list[Service] = [self.finisher, self.heartbeat]
-        self._services += [Maintenance(dsn), self.dispatcher]
+        self._services += [Maintenance(dsn, self.app), self.dispatcher]
 
     def stop(self) -> None:
         """Drain, then end; called again, end now. Signal handlers may call it."""

@@ -1,9 +1,13 @@
-"""Calls pgqueue.maintain() about once a minute; it may take a while, so apart."""
+"""Declares the app's schedules once, and calls pgqueue.maintain() about once a minute.
+
+Apart from the other threads, because maintain() may take a while.
+"""
 
 import logging
 import random
 
 from pgqueue import database
+from pgqueue.app import App
 from pgqueue.worker.service import Service
 
 log = logging.getLogger("pgqueue")
@@ -16,10 +20,19 @@ class Maintenance(Service):
 
     name = "maintenance"
 
+    def __init__(self, dsn: str, app: App) -> None:
+        super().__init__(dsn)
+        self._app = app
+        self._is_declared = not app.schedules
+
     def pause(self) -> float:
-        return EVERY * random.uniform(0.5, 1.5)
+        return EVERY * random.uniform(0.5, 1.5) if self._is_declared else 0.0
 
     def work(self, conn: database.Connection) -> None:
+        if not self._is_declared:
+            for kind, schedule in self._app.schedules.items():
+                schedule.declare(conn, self._app.tasks[kind])
+            self._is_declared = True
         with database.transaction(conn):
             rows = conn.execute("select task, done from pgqueue.maintain()").fetchall()
         log.debug("maintained: %s", ", ".join(f"{task} {n}" for task, n in rows if n))

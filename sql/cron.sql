@@ -1,0 +1,503 @@
+-- Cron: what a text such as "30 2 * * mon-fri" means, and when it is due next.
+--
+-- The fields are those of Debian's cron, and a sixth for seconds may follow: minute, hour, day of the month,
+-- month, weekday, second. Where both days are restricted either is enough; a field that begins with *
+-- restricts nothing, also with a step.
+--
+-- A slot is a local time. When the clocks go forward, the slots that they leave out are due at the
+-- moment of the change, as one. When they go back, a slot that comes twice is due the first time. But
+-- where every hour is listed the hours that really pass count: none is left out or made up for, and
+-- one that comes twice counts twice.
+--
+-- No walk over minutes: a day is found month by month, at most 40 years of those that are named (a 29
+-- February that must be a Sunday), and the time of day by the least number that is large enough.
+
+create or replace function pgqueue._cron_values(field text, low int, high int, names text[])
+    returns int[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    listed int[] := '{}'::int[];
+    part text[];
+    first int;
+    last int;
+begin
+    for part in
+        select regexp_match(
+            p.part, '^(?:([*])|([0-9]{1,2}|[a-z]{3})(?:-([0-9]{1,2}|[a-z]{3}))?)(?:/([0-9]{1,3}))?$'
+        )
+        from regexp_split_to_table(lower(field), ',') as p (part)
+    loop
+        -- The first name stands for low.
+        first := case when part[2] ~ '[0-9]' then part[2]::int else array_position(names, part[2]) + low - 1 end;
+        last := case when part[3] ~ '[0-9]' then part[3]::int else array_position(names, part[3]) + low - 1 end;
+        if part[1] is not null then
+            first := low;
+            last := high;
+        elsif part[3] is null then
+            last := case when part[4] is null then first else high end;
+        elsif part[3] = 'sun' then
+            last := 7;
+        end if;
+        if (first between low and last and last <= high and coalesce(part[4]::int, 1) > 0) is not true then
+            return null;
+        end if;
+        listed := listed || array(select generate_series(first, last, coalesce(part[4]::int, 1)));
+    end loop;
+    return array(select distinct v.value from unnest(listed) as v (value) order by 1);
+end;
+$$;
+
+comment on function pgqueue._cron_values(text, int, int, text[]) is
+'What a field of a cron text lists: *, numbers or names, ranges, steps, with
+commas between them; null if it cannot be read.';
+
+create or replace function pgqueue._cron_fields(cron text)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return string_to_array(
+        case lower(btrim(cron, E' \t'))
+            when '@yearly' then '0 0 1 1 *'
+            when '@annually' then '0 0 1 1 *'
+            when '@monthly' then '0 0 1 * *'
+            when '@weekly' then '0 0 * * 0'
+            when '@daily' then '0 0 * * *'
+            when '@midnight' then '0 0 * * *'
+            when '@hourly' then '0 * * * *'
+            else regexp_replace(btrim(cron, E' \t'), '[ \t]+', ' ', 'g')
+        end,
+        ' '
+    );
+end;
+$$;
+
+comment on function pgqueue._cron_fields(text) is
+'The fields of a cron text, or of what @daily and the like stand for.';
+
+create or replace function pgqueue._read_cron(cron text)
+    returns pgqueue._cron
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    fields text[] := pgqueue._cron_fields(cron);
+    weekdays int[] := pgqueue._cron_values(fields[5], 0, 7, '{sun,mon,tue,wed,thu,fri,sat}');
+begin
+    return row(
+        pgqueue._cron_values(coalesce(fields[6], '0'), 0, 59, null),
+        pgqueue._cron_values(fields[1], 0, 59, null),
+        pgqueue._cron_values(fields[2], 0, 23, null),
+        pgqueue._cron_values(fields[3], 1, 31, null),
+        pgqueue._cron_values(
+            fields[4], 1, 12, '{jan,feb,mar,apr,may,jun,jul,aug,sep,oct,nov,dec}'
+        ),
+        case when weekdays is not null
+            then array(select distinct v.value % 7 from unnest(weekdays) as v (value) order by 1)
+        end,
+        fields[3] not like '*%' and fields[5] not like '*%'
+    )::pgqueue._cron;
+end;
+$$;
+
+comment on function pgqueue._read_cron(text) is
+'What a cron text lists, field by field; null for a field that cannot be read.';
+
+create or replace function pgqueue._check_cron(cron text)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    fields text[] := pgqueue._cron_fields(cron);
+    listed pgqueue._cron := pgqueue._read_cron(cron);
+    how_many int := coalesce(cardinality(fields), 0);
+begin
+    if how_many not between 5 and 6 or octet_length(cron) > 1000 then
+        return array[
+            'cron must have five fields, or six with the seconds',
+            case
+                when cron is null then 'It is null.'
+                when octet_length(cron) > 1000 then format('It has %s bytes of at most 1000.', octet_length(cron))
+                else format('"%s" has %s.', cron, how_many)
+            end,
+            'They are minute, hour, day of the month, month, weekday and second, as in ''30 2 * * mon-fri''; or write @daily.'
+        ];
+    end if;
+    return (
+        select array[
+            format('the %s of cron cannot be read', f.name),
+            format('"%s" is not made of %s.', f.field, f.range),
+            'Write *, or numbers, ranges such as 1-5 and steps such as */10, with commas between them.'
+        ]
+        from (
+            values
+                ('minute', fields[1], '0 to 59', listed.minutes),
+                ('hour', fields[2], '0 to 23', listed.hours),
+                ('day of the month', fields[3], '1 to 31', listed.days),
+                ('month', fields[4], '1 to 12 or jan to dec', listed.months),
+                ('weekday', fields[5], '0 to 7 or sun to sat', listed.weekdays),
+                ('second', fields[6], '0 to 59', listed.seconds)
+        ) as f (name, field, range, listed)
+        where f.listed is null
+        limit 1
+    );
+end;
+$$;
+
+comment on function pgqueue._check_cron(text) is 'Refuses a cron text that cannot be read.';
+
+create or replace function pgqueue._check_cron_comes(cron text)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    listed pgqueue._cron := pgqueue._read_cron(cron);
+begin
+    return case when not listed.is_either and listed.days[1] > (
+        select max(case when m.month = 2 then 29 when m.month in (4, 6, 9, 11) then 30 else 31 end)
+        from unnest(listed.months) as m (month)
+    ) then array[
+        'cron names a day that never comes',
+        format('"%s" asks for day %s of a month that has fewer.', cron, listed.days[1]),
+        'The longest February has 29 days; April, June, September and November have 30.'
+    ] end;
+end;
+$$;
+
+comment on function pgqueue._check_cron_comes(text) is
+'Refuses a cron text that can be read, but names only days such as 30 February.';
+
+create or replace function pgqueue._check_timezone(timezone text)
+    returns text[]
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The view reads all zones from the disk, which takes a tenth of a second.
+    return case when timezone <> 'UTC'
+        and not exists (select from pgqueue.schedule as s where s.timezone = _check_timezone.timezone)
+        and not exists (select from pg_timezone_names as z where z.name = _check_timezone.timezone)
+    then array[
+        'timezone must be the name of a time zone',
+        format('"%s" is none.', timezone),
+        'Write a name such as Europe/Berlin, as select name from pg_timezone_names lists them.'
+    ] end;
+end;
+$$;
+
+comment on function pgqueue._check_timezone(text) is
+'Refuses what is not the full name of a time zone: an offset or abbreviation
+knows nothing of clock changes; null passes.';
+
+create or replace function pgqueue._check_slots(after timestamptz, slots int)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when after not between '1970-01-01' and '9998-12-31' then array[
+            'after must lie between the years 1970 and 9998',
+            format('It is %s.', after),
+            'Leave it out for now.'
+        ]
+        when slots not between 1 and 10000 then array[
+            'slots must be 1 to 10000',
+            format('It is %s.', slots),
+            'Ask again after the last one.'
+        ]
+    end;
+end;
+$$;
+
+comment on function pgqueue._check_slots(timestamptz, int) is
+'Refuses what next_slots cannot take beside its cron text; null passes.';
+
+create or replace function pgqueue._at_least(listed int[], bound int)
+    returns int
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return (select min(v.value) from unnest(listed) as v (value) where v.value >= bound);
+end;
+$$;
+
+comment on function pgqueue._at_least(int[], int) is 'The least of some numbers from a bound on.';
+
+create or replace function pgqueue._cron_day(cron pgqueue._cron, from_day date)
+    returns date
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    first_year int := extract(year from from_day);
+    month int;
+    first date;
+    found_day date;
+begin
+    for year in first_year .. least(first_year + 40, 9998) loop
+        foreach month in array cron.months loop
+            first := make_date(year, month, 1);
+            continue when first + 31 <= from_day;
+            found_day := (
+                select min(d.day)
+                from (
+                    select first + n.n as day, n.n + 1 as number
+                    from generate_series(0, (first + interval '1 month')::date - first - 1) as n (n)
+                ) as d
+                where d.day >= from_day
+                    and case when cron.is_either
+                        then d.number = any (cron.days) or extract(dow from d.day)::int = any (cron.weekdays)
+                        else d.number = any (cron.days) and extract(dow from d.day)::int = any (cron.weekdays)
+                    end
+            );
+            if found_day is not null then
+                return found_day;
+            end if;
+        end loop;
+    end loop;
+    return null;
+end;
+$$;
+
+comment on function pgqueue._cron_day(pgqueue._cron, date) is
+'The first day from this one on that a cron text names; null after the year
+9998.';
+
+create or replace function pgqueue._local_slot_after(cron pgqueue._cron, here timestamp)
+    returns timestamp
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    earliest timestamp := date_trunc('second', here) + interval '1 second';
+    day date := earliest;
+    hour int := extract(hour from earliest);
+    minute int := extract(minute from earliest);
+    second int := pgqueue._at_least(cron.seconds, extract(second from earliest)::int);
+    next_hour int := pgqueue._at_least(cron.hours, hour + 1);
+    next_minute int := pgqueue._at_least(cron.minutes, minute + 1);
+    time_of_day time := case
+        when hour = any (cron.hours) and minute = any (cron.minutes) and second is not null
+            then make_time(hour, minute, second)
+        when hour = any (cron.hours) and next_minute is not null
+            then make_time(hour, next_minute, cron.seconds[1])
+        when next_hour is not null then make_time(next_hour, cron.minutes[1], cron.seconds[1])
+    end;
+begin
+    day := pgqueue._cron_day(cron, day + (time_of_day is null)::int);
+    return day + case when day = earliest::date and time_of_day is not null
+        then time_of_day
+        else make_time(cron.hours[1], cron.minutes[1], cron.seconds[1])
+    end;
+end;
+$$;
+
+comment on function pgqueue._local_slot_after(pgqueue._cron, timestamp) is
+'The first slot of a cron text after a local time, as local time.';
+
+create or replace function pgqueue._ahead_of_utc(moment timestamptz, timezone text)
+    returns interval
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return (moment at time zone timezone) - (moment at time zone 'UTC');
+end;
+$$;
+
+comment on function pgqueue._ahead_of_utc(timestamptz, text) is
+'How far the clocks of a time zone are ahead of UTC at a moment.';
+
+create or replace function pgqueue._clock_change(timezone text, low timestamptz, high timestamptz)
+    returns timestamptz
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    before interval := pgqueue._ahead_of_utc(low, timezone);
+    low_seconds float8 := floor(date_part('epoch', low));
+    high_seconds float8 := ceil(date_part('epoch', high));
+    middle float8;
+begin
+    if pgqueue._ahead_of_utc(high, timezone) = before then
+        return null;
+    end if;
+    while high_seconds > low_seconds + 1 loop
+        middle := floor((low_seconds + high_seconds) / 2);
+        if pgqueue._ahead_of_utc(to_timestamp(middle), timezone) = before then
+            low_seconds := middle;
+        else
+            high_seconds := middle;
+        end if;
+    end loop;
+    return to_timestamp(high_seconds);
+end;
+$$;
+
+comment on function pgqueue._clock_change(text, timestamptz, timestamptz) is
+'When between two moments the clocks of a time zone change; null if the offset
+is the same at both.';
+
+create or replace function pgqueue._slot_at(local timestamp, timezone text)
+    returns timestamptz
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- Of a time that comes twice Postgres takes the second; one that never comes it counts on from
+    -- before the change.
+    moment timestamptz := local at time zone timezone;
+    before timestamptz := moment - interval '24 hours';
+    change timestamptz := pgqueue._clock_change(timezone, before, moment);
+    shift interval := pgqueue._ahead_of_utc(moment, timezone) - pgqueue._ahead_of_utc(before, timezone);
+begin
+    return case
+        when change is null then moment
+        when moment at time zone timezone <> local then change
+        when shift < '0' and moment + shift < change then moment + shift
+        else moment
+    end;
+end;
+$$;
+
+comment on function pgqueue._slot_at(timestamp, text) is
+'When the clocks of a time zone show a local time for the first time; if they
+never do, when they are put past it.';
+
+create or replace function pgqueue._fixed_slot_after(cron pgqueue._cron, timezone text, after timestamptz)
+    returns timestamptz
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    before timestamptz := after - interval '24 hours';
+    change timestamptz := pgqueue._clock_change(timezone, before, after);
+    local timestamp := after at time zone timezone;
+    slot timestamptz;
+begin
+    if change is not null then
+        -- What came already before the clocks went back.
+        local := greatest(
+            local, (change at time zone timezone) + (pgqueue._ahead_of_utc(before, timezone)
+                - pgqueue._ahead_of_utc(after, timezone)) - interval '1 microsecond'
+        );
+    end if;
+    loop
+        local := pgqueue._local_slot_after(cron, local);
+        slot := pgqueue._slot_at(local, timezone);
+        exit when (slot <= after) is not true;
+    end loop;
+    return slot;
+end;
+$$;
+
+comment on function pgqueue._fixed_slot_after(pgqueue._cron, text, timestamptz) is
+'The first slot after a moment of a cron text that does not list every hour.';
+
+create or replace function pgqueue._hourly_slot_after(cron pgqueue._cron, timezone text, after timestamptz)
+    returns timestamptz
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    start timestamptz := after;
+    here timestamp := after at time zone timezone;
+    local timestamp;
+    change timestamptz;
+    slot timestamptz;
+begin
+    loop
+        local := pgqueue._local_slot_after(cron, here);
+        change := pgqueue._clock_change(timezone, start, start + interval '24 hours');
+        slot := (local - pgqueue._ahead_of_utc(start, timezone)) at time zone 'UTC';
+        if slot >= change then
+            start := change;
+            here := (change at time zone timezone) - interval '1 microsecond';
+        elsif slot > start + interval '24 hours' then
+            -- Near it the offset may be another one.
+            start := (local - interval '24 hours') at time zone timezone;
+            here := start at time zone timezone;
+        else
+            return slot;
+        end if;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._hourly_slot_after(pgqueue._cron, text, timestamptz) is
+'The first slot after a moment of a cron text that lists every hour: from hour to
+hour as they pass, whatever the clocks show.';
+
+create or replace function pgqueue._slot_after(cron pgqueue._cron, timezone text, after timestamptz)
+    returns timestamptz
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case when cardinality(cron.hours) = 24
+        then pgqueue._hourly_slot_after(cron, timezone, after)
+        else pgqueue._fixed_slot_after(cron, timezone, after)
+    end;
+end;
+$$;
+
+comment on function pgqueue._slot_after(pgqueue._cron, text, timestamptz) is
+'The first slot of a cron text after a moment; null after the year 9998.';
+
+create or replace function pgqueue.next_slots(
+    cron text, timezone text default 'UTC', after timestamptz default null, slots int default 1
+)
+    returns setof timestamptz
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+as $$
+declare
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_cron(cron), pgqueue._check_cron_comes(cron), pgqueue._check_timezone(timezone),
+        pgqueue._check_slots(after, slots)
+    ));
+    listed pgqueue._cron := pgqueue._read_cron(cron);
+    slot timestamptz := coalesce(after, clock_timestamp());
+begin
+    for place in 1 .. coalesce(slots, 1) loop
+        slot := pgqueue._slot_after(listed, coalesce(timezone, 'UTC'), slot);
+        exit when slot is null;
+        return next slot;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue.next_slots(text, text, timestamptz, int) is
+'The next slots of a cron text after a moment (default: now), 1 to 10,000 of
+them: minute, hour, day of the month, month, weekday and, if there is a sixth
+field, second, by the clocks of a time zone. Numbers, names, *, ranges, steps
+and lists; where both days are restricted either is enough; @yearly, @monthly,
+@weekly, @daily, @hourly. A local time that the clocks leave out is due when
+they change, one that comes twice the first time; where every hour is listed,
+every hour that passes counts.
+Raises 22023 (bad argument).';
