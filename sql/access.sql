@@ -10,15 +10,16 @@ create or replace function pgqueue._grants(kind text)
 as $$
     select true, f.name
     from unnest(case _grants.kind
-        when 'producer' then array['enqueue', 'enqueue_many', 'version']
+        when 'producer' then array['enqueue', 'enqueue_many', 'status', 'result', 'await', 'version']
         when 'worker' then array[
-            'claim', 'claim_from', 'extend', 'complete', 'complete_many', 'fail', 'release',
+            'claim', 'claim_from', 'extend', 'progress', 'complete', 'complete_many', 'fail', 'release',
             'finish', 'reap', 'maintain', 'rest', 'version'
         ]
         when 'operator' then array[
             'cancel', 'cancel_many', 'redrive', 'redrive_job', 'discard', 'discard_many',
             'purge', 'pause', 'resume',
-            'run_now', 'reprioritize', 'configure', 'reap', 'maintain', 'why', 'version'
+            'run_now', 'reprioritize', 'configure', 'reap', 'maintain', 'why',
+            'status', 'result', 'await', 'version'
         ]
         when 'reader' then array['why', 'version']
     end) as f (name)

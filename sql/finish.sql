@@ -41,6 +41,12 @@ begin
             perform pgqueue._wake(done.queue);
         end if;
     end if;
+    if (
+        pg_try_advisory_lock(7366516, (job_id & 255)::int)
+        and pg_advisory_unlock(7366516, (job_id & 255)::int)
+    ) is not true then
+        perform pgqueue._notify(done.queue, 'end');
+    end if;
     if keep_runs > 0 then
         insert into pgqueue.run (
             slot, attempt, job_id, finished_at, waited, taken,
@@ -86,6 +92,7 @@ declare
     is_configured boolean := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
     queues text[];
     group_keys text[];
+    ended record;
 begin
     if pg_relation_size('pgqueue.slot') > 0 then
         select array_agg(j.queue), array_agg(j.group_key) into queues, group_keys
@@ -97,7 +104,6 @@ begin
             select j.ctid from pgqueue.job as j where j.id = any (complete_many.job_ids)
         ));
     end if;
-    return query
     with done as (
         delete from pgqueue.job as j
         where j.id = any (complete_many.job_ids)
@@ -135,10 +141,14 @@ begin
         ) as kept (days)
         where kept.days > 0
     )
-    select d.id from done as d;
+    select array_agg(d.id) as ids, array_agg(d.queue) as queues into ended from done as d;
     if queues is not null then
         perform pgqueue._recall(queues, group_keys);
     end if;
+    if (pg_try_advisory_lock(7366516, 256) and pg_advisory_unlock(7366516, 256)) is not true then
+        perform pgqueue._tell_end(ended.ids, ended.queues);
+    end if;
+    return query select e.id from unnest(ended.ids) as e (id);
 end;
 $$;
 

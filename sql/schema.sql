@@ -23,7 +23,7 @@
 -- The rooms after this one, in the order in which a job meets them: check (arguments), settings,
 -- enqueue (producer), wake (who sleeps), lane, pick and age (which jobs are due), turn, limit and park
 -- (groups), permit, cap and delay (caps), claim, lease, attempt and finish (worker), manage and dead
--- (operator), maintain, observe (views), access (roles).
+-- (operator), maintain, observe (views), status (one job), access (roles).
 -- Every function says for itself how names are found and statements planned (claim says why), so
 -- the same lines stand above most bodies; filters and options stand in each signature.
 
@@ -49,6 +49,7 @@ create table pgqueue.job (
     claimed_at timestamptz,
     lease_expires_at timestamptz,
     cancelled_at timestamptz,
+    progress_at timestamptz,
     turn timestamptz,
     slot int,
     priority int not null,
@@ -60,6 +61,9 @@ create table pgqueue.job (
     group_key text,
     worker text,
     cancel_reason text,
+    done numeric,
+    total numeric,
+    message text,
     payload jsonb not null,
     headers jsonb,
     errors jsonb not null default '[]',
@@ -98,6 +102,8 @@ comment on column pgqueue.job.lease_expires_at is
 'From then on anyone may recover the job; null when not leased.';
 comment on column pgqueue.job.cancelled_at is
 'When an operator asked the running attempt to stop; null if nobody did.';
+comment on column pgqueue.job.progress_at is
+'When the present attempt last told how far it is; null if it has not.';
 comment on column pgqueue.job.turn is
 'For a job of a group that is due: its place in the round of the groups, counted
 from 1800 on, before any run_at; infinity while its group is full; null when it
@@ -115,6 +121,9 @@ comment on column pgqueue.job.unique_key is
 comment on column pgqueue.job.group_key is 'The entity or tenant it belongs to; null for none.';
 comment on column pgqueue.job.worker is 'The name that the claiming worker gave; null when not leased.';
 comment on column pgqueue.job.cancel_reason is 'What the operator said when cancelling.';
+comment on column pgqueue.job.done is 'How much it has done, in units of its own; with progress_at.';
+comment on column pgqueue.job.total is 'How much there is to do, as far as known; with progress_at.';
+comment on column pgqueue.job.message is 'What it is doing, in a line; with progress_at.';
 comment on column pgqueue.job.payload is 'The content, for the handler.';
 comment on column pgqueue.job.headers is 'An object of metadata, such as a trace id; null for none.';
 comment on column pgqueue.job.errors is 'The last 10 failures, oldest first: attempt, at, worker, error.';
@@ -372,9 +381,10 @@ begin
 end;
 $$;
 
--- Rows arrive in the order of their time, so a few bytes a megabyte find an hour.
-create index run_finished_idx on pgqueue.run using brin (finished_at);
-comment on index pgqueue.run_finished_idx is 'What finished since then?';
+-- Rows arrive in the order of their time, so a few bytes a megabyte find an hour, and nearly in that
+-- of their jobs. Two such indexes would cost a completion twice as much as one of two columns.
+create index run_finished_idx on pgqueue.run using brin (finished_at, job_id) with (autosummarize);
+comment on index pgqueue.run_finished_idx is 'What finished since then? What became of this job?';
 
 -- A queue needs no row here. An empty name, kind or group_key speaks for every one, and a null
 -- says nothing; which row wins, and what nobody says, is in _in_force(). The hot functions read
