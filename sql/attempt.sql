@@ -155,10 +155,7 @@ begin
         claimed_at = null,
         lease_expires_at = null,
         worker = null,
-        progress_at = null,
-        done = null,
-        total = null,
-        message = null,
+        progress = null,
         errors = pgqueue._add_error(j, e.error, _end.moment)
     from unnest(_end.picks, _end.outcomes, _end.errors, _end.retry_ats)
         as e (place, outcome, error, retry_at)
@@ -244,10 +241,7 @@ begin
             claimed_at = null,
             lease_expires_at = null,
             worker = null,
-            progress_at = null,
-            done = null,
-            total = null,
-            message = null
+            progress = null
         from unnest(picks, run_ats) as e (place, run_at)
         where j.ctid = e.place
         returning j.queue, j.priority + case when j.turn is null then 0 else 1000 end as lane, j.group_key

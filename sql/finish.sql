@@ -25,7 +25,14 @@ begin
 
     delete from pgqueue.job as j
     where j.id = complete.job_id and j.token = complete.token
-    returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.slot into done;
+    returning
+        j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.slot,
+        -- Here, when the row has been deleted: an expression of its own costs twice as much.
+        (
+            pg_try_advisory_lock(7366516, (j.id & 255)::int)
+            and pg_advisory_unlock(7366516, (j.id & 255)::int)
+        ) is not true as is_awaited
+    into done;
     if not found then
         refused := pgqueue._refuse(pgqueue._lost(job_id, token));
     end if;
@@ -41,10 +48,7 @@ begin
             perform pgqueue._wake(done.queue);
         end if;
     end if;
-    if (
-        pg_try_advisory_lock(7366516, (job_id & 255)::int)
-        and pg_advisory_unlock(7366516, (job_id & 255)::int)
-    ) is not true then
+    if done.is_awaited then
         perform pgqueue._notify(done.queue, 'end');
     end if;
     if keep_runs > 0 then
@@ -92,7 +96,6 @@ declare
     is_configured boolean := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
     queues text[];
     group_keys text[];
-    ended record;
 begin
     if pg_relation_size('pgqueue.slot') > 0 then
         select array_agg(j.queue), array_agg(j.group_key) into queues, group_keys
@@ -104,6 +107,7 @@ begin
             select j.ctid from pgqueue.job as j where j.id = any (complete_many.job_ids)
         ));
     end if;
+    return query
     with done as (
         delete from pgqueue.job as j
         where j.id = any (complete_many.job_ids)
@@ -141,14 +145,13 @@ begin
         ) as kept (days)
         where kept.days > 0
     )
-    select array_agg(d.id) as ids, array_agg(d.queue) as queues into ended from done as d;
+    select d.id from done as d;
     if queues is not null then
         perform pgqueue._recall(queues, group_keys);
     end if;
     if (pg_try_advisory_lock(7366516, 256) and pg_advisory_unlock(7366516, 256)) is not true then
-        perform pgqueue._tell_end(ended.ids, ended.queues);
+        perform pgqueue._tell_completed(job_ids, moment);
     end if;
-    return query select e.id from unnest(ended.ids) as e (id);
 end;
 $$;
 

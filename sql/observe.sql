@@ -26,13 +26,14 @@ select
     j.unique_key,
     j.group_key,
     j.errors -> -1 ->> 'error' as last_error,
-    j.done,
-    j.total,
-    j.message,
-    round(j.done / nullif(extract(epoch from j.progress_at - j.claimed_at), 0), 3) as rate,
+    (j.progress).done,
+    (j.progress).total,
+    (j.progress).message,
+    round((j.progress).done / nullif(extract(epoch from (j.progress).told_at - j.claimed_at), 0), 3) as rate,
     -- Before a hundred thousandth is done nobody knows.
-    case when j.done > 0 and j.total / j.done < 100000 then greatest(
-        (j.progress_at - j.claimed_at) * (j.total / j.done - 1)::float8 - (c.moment - j.progress_at),
+    case when (j.progress).total < (j.progress).done * 100000 then greatest(
+        ((j.progress).told_at - j.claimed_at) * ((j.progress).total / (j.progress).done - 1)::float8
+            - (c.moment - (j.progress).told_at),
         interval '0'
     ) end as time_left
 from (select clock_timestamp() as moment) as c

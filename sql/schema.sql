@@ -36,6 +36,12 @@ comment on schema pgqueue is
 'A job queue. Producers call enqueue, workers claim and complete, operators
 read the views.';
 
+-- One type, because each column of job costs an enqueue 0.7 %, also where it is null.
+create type pgqueue._progress as (told_at timestamptz, done numeric, total numeric, message text);
+comment on type pgqueue._progress is
+'How far an attempt is, and when it said so: so much done of a total, in units
+of its own, and what it is doing.';
+
 -- Fixed-width columns first, so that the ones every claim compares are found without
 -- walking over text; the wide ones that only a handler reads come last.
 --
@@ -49,7 +55,6 @@ create table pgqueue.job (
     claimed_at timestamptz,
     lease_expires_at timestamptz,
     cancelled_at timestamptz,
-    progress_at timestamptz,
     turn timestamptz,
     slot int,
     priority int not null,
@@ -61,9 +66,7 @@ create table pgqueue.job (
     group_key text,
     worker text,
     cancel_reason text,
-    done numeric,
-    total numeric,
-    message text,
+    progress pgqueue._progress,
     payload jsonb not null,
     headers jsonb,
     errors jsonb not null default '[]',
@@ -102,8 +105,6 @@ comment on column pgqueue.job.lease_expires_at is
 'From then on anyone may recover the job; null when not leased.';
 comment on column pgqueue.job.cancelled_at is
 'When an operator asked the running attempt to stop; null if nobody did.';
-comment on column pgqueue.job.progress_at is
-'When the present attempt last told how far it is; null if it has not.';
 comment on column pgqueue.job.turn is
 'For a job of a group that is due: its place in the round of the groups, counted
 from 1800 on, before any run_at; infinity while its group is full; null when it
@@ -121,9 +122,7 @@ comment on column pgqueue.job.unique_key is
 comment on column pgqueue.job.group_key is 'The entity or tenant it belongs to; null for none.';
 comment on column pgqueue.job.worker is 'The name that the claiming worker gave; null when not leased.';
 comment on column pgqueue.job.cancel_reason is 'What the operator said when cancelling.';
-comment on column pgqueue.job.done is 'How much it has done, in units of its own; with progress_at.';
-comment on column pgqueue.job.total is 'How much there is to do, as far as known; with progress_at.';
-comment on column pgqueue.job.message is 'What it is doing, in a line; with progress_at.';
+comment on column pgqueue.job.progress is 'How far the present attempt says it is; null if it says nothing.';
 comment on column pgqueue.job.payload is 'The content, for the handler.';
 comment on column pgqueue.job.headers is 'An object of metadata, such as a trace id; null for none.';
 comment on column pgqueue.job.errors is 'The last 10 failures, oldest first: attempt, at, worker, error.';

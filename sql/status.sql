@@ -40,10 +40,12 @@ declare
     moment timestamptz := clock_timestamp();
 begin
     update pgqueue.job as j
-    set done = trim_scale(round(progress.done, 6)),
-        total = nullif(trim_scale(round(progress.total, 6)), 0),
-        message = nullif(pgqueue._summary(progress.message), ''),
-        progress_at = greatest(moment, j.claimed_at)
+    set progress = row(
+        greatest(moment, j.claimed_at),
+        trim_scale(round(progress.done, 6)),
+        nullif(trim_scale(round(progress.total, 6)), 0),
+        nullif(pgqueue._summary(progress.message), '')
+    )
     where j.ctid = any (array(
         select l.ctid
         from pgqueue.job as l
@@ -315,4 +317,29 @@ $$;
 
 comment on function pgqueue._tell_end(bigint[], text[]) is
 'Notifies who waits for one of these jobs, which this transaction has deleted,
-when it commits.';
+when it commits. Without queues: none of them is one that may not notify.';
+
+create or replace function pgqueue._tell_completed(job_ids bigint[], moment timestamptz)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_bitmapscan = on
+as $$
+begin
+    if not exists (
+        select from pgqueue.queue as q where q.group_key = '' and q.kind = '' and q.notify = false
+    ) then
+        perform pgqueue._tell_end(job_ids, null);
+        return;
+    end if;
+    -- Their rows are gone: which queues they were in, run knows.
+    perform pgqueue._tell_end(array_agg(r.job_id), array_agg(r.queue))
+    from pgqueue.run as r
+    where r.finished_at = _tell_completed.moment and r.job_id = any (_tell_completed.job_ids);
+end;
+$$;
+
+comment on function pgqueue._tell_completed(bigint[], timestamptz) is
+'_tell_end, of the jobs that complete_many has completed at this moment.';
