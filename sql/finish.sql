@@ -25,14 +25,7 @@ begin
 
     delete from pgqueue.job as j
     where j.id = complete.job_id and j.token = complete.token
-    returning
-        j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.slot,
-        -- Here, when the row has been deleted: an expression of its own costs twice as much.
-        (
-            pg_try_advisory_lock(7366516, (j.id & 255)::int)
-            and pg_advisory_unlock(7366516, (j.id & 255)::int)
-        ) is not true as is_awaited
-    into done;
+    returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.slot into done;
     if not found then
         refused := pgqueue._refuse(pgqueue._lost(job_id, token));
     end if;
@@ -48,7 +41,11 @@ begin
             perform pgqueue._wake(done.queue);
         end if;
     end if;
-    if done.is_awaited then
+    -- Does anybody wait for it? See room status.
+    if (
+        pg_try_advisory_lock(7366516, (job_id & 255)::int)
+        and pg_advisory_unlock(7366516, (job_id & 255)::int)
+    ) is not true then
         perform pgqueue._notify(done.queue, 'end');
     end if;
     if keep_runs > 0 then

@@ -7,7 +7,6 @@ from typing import Any, Protocol, TypeVar
 import psycopg
 from psycopg.rows import tuple_row
 
-
 T = TypeVar("T")
 
 

