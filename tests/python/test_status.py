@@ -142,6 +142,22 @@ def test_with_notifications_off_nothing_is_sent(db, waiter, off, verb):
     assert news(waiter) == []
 
 
+def test_a_wait_that_was_begun_or_ended_in_a_rolled_back_transaction_misses_no_end(
+    db, waiter
+):
+    lease = claimed(db)
+    with waiter.transaction(force_rollback=True):
+        assert rest(waiter, lease["id"]) == LATER
+    assert rest(waiter, lease["id"]) == LATER
+    with waiter.transaction(force_rollback=True):
+        waiter.execute("select pgqueue.await(null)")
+    db.execute(ENDS["complete"], lease)
+    assert rest(waiter, lease["id"]) == timedelta(0)
+    waiter.execute("select pgqueue.await(null)")
+    locks = "select count(*) from pg_locks where locktype = 'advisory' and classid = 7366516"
+    assert one(db, locks) == 0
+
+
 def test_a_stranger_who_holds_the_locks_makes_a_waiter_look_more_often(
     db, connect, role
 ):
