@@ -9,7 +9,7 @@ NOUNS = sql/schema.sql
 VERBS = sql/check.sql sql/settings.sql sql/enqueue.sql sql/wake.sql sql/lane.sql sql/pick.sql sql/age.sql \
         sql/turn.sql sql/limit.sql sql/park.sql sql/permit.sql sql/cap.sql sql/delay.sql sql/claim.sql \
         sql/lease.sql sql/attempt.sql sql/finish.sql sql/manage.sql sql/dead.sql sql/cron.sql \
-        sql/schedule.sql sql/maintain.sql sql/observe.sql sql/access.sql
+        sql/schedule.sql sql/maintain.sql sql/observe.sql sql/status.sql sql/access.sql
 
 SCRIPT = sql/$(EXTENSION)--$(EXTVERSION).sql
 PLAIN  = sql/$(EXTENSION)--$(EXTVERSION).plain.sql

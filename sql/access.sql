@@ -10,16 +10,17 @@ create or replace function pgqueue._grants(kind text)
 as $$
     select true, f.name
     from unnest(case _grants.kind
-        when 'producer' then array['enqueue', 'enqueue_many', 'version']
+        when 'producer' then array['enqueue', 'enqueue_many', 'status', 'result', 'await', 'version']
         when 'worker' then array[
-            'claim', 'claim_from', 'extend', 'complete', 'complete_many', 'fail', 'release',
+            'claim', 'claim_from', 'extend', 'progress', 'complete', 'complete_many', 'fail', 'release',
             'finish', 'reap', 'maintain', 'rest', 'schedule', 'next_slots', 'version'
         ]
         when 'operator' then array[
             'cancel', 'cancel_many', 'redrive', 'redrive_job', 'discard', 'discard_many',
             'purge', 'pause', 'resume',
             'run_now', 'reprioritize', 'configure', 'schedule', 'unschedule', 'pause_schedule',
-            'resume_schedule', 'next_slots', 'reap', 'maintain', 'why', 'version'
+            'resume_schedule', 'next_slots', 'reap', 'maintain', 'why',
+            'status', 'result', 'await', 'version'
         ]
         when 'reader' then array['next_slots', 'why', 'version']
     end) as f (name)

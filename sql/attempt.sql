@@ -104,6 +104,7 @@ as $$
 declare
     queues text[];
     group_keys text[];
+    gone record;
 begin
     if cardinality(picks) = 0 then
         return;
@@ -133,12 +134,17 @@ begin
     join pgqueue.job as j on j.ctid = e.place
     where e.outcome = 'dead';
 
-    delete from pgqueue.job as j
-    where j.ctid = any (array(
-        select e.place
-        from unnest(picks, outcomes) as e (place, outcome)
-        where e.outcome in ('dead', 'cancelled')
-    ));
+    with deleted as (
+        delete from pgqueue.job as j
+        where j.ctid = any (array(
+            select e.place
+            from unnest(picks, outcomes) as e (place, outcome)
+            where e.outcome in ('dead', 'cancelled')
+        ))
+        returning j.id, j.queue
+    )
+    select array_agg(d.id) as ids, array_agg(d.queue) as queues into gone from deleted as d;
+    perform pgqueue._tell_end(gone.ids, gone.queues);
 
     update pgqueue.job as j
     set run_at = coalesce(e.retry_at, j.run_at),
@@ -149,6 +155,7 @@ begin
         claimed_at = null,
         lease_expires_at = null,
         worker = null,
+        progress = null,
         errors = pgqueue._add_error(j, e.error, _end.moment)
     from unnest(_end.picks, _end.outcomes, _end.errors, _end.retry_ats)
         as e (place, outcome, error, retry_at)
@@ -233,7 +240,8 @@ begin
             token = null,
             claimed_at = null,
             lease_expires_at = null,
-            worker = null
+            worker = null,
+            progress = null
         from unnest(picks, run_ats) as e (place, run_at)
         where j.ctid = e.place
         returning j.queue, j.priority + case when j.turn is null then 0 else 1000 end as lane, j.group_key

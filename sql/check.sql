@@ -423,6 +423,24 @@ $$;
 
 comment on function pgqueue._lost(bigint, bigint) is 'What is wrong when nobody holds this lease (PQ002).';
 
+create or replace function pgqueue._check_progress(done numeric, total numeric)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case when (done between 0 and 1e18) is not true or total <= 0 or total > 1e18 then array[
+        'done must be 0 to 1e18, and total more than 0',
+        format('done is %s, total is %s.', coalesce(done::text, 'null'), coalesce(total::text, 'null')),
+        'Leave total out where it is not known.'
+    ] end;
+end;
+$$;
+
+comment on function pgqueue._check_progress(numeric, numeric) is
+'Refuses what is no progress; a null total passes.';
+
 create or replace function pgqueue._check_delay(what text, delay interval)
     returns text[]
     language plpgsql
@@ -521,6 +539,22 @@ $$;
 
 comment on function pgqueue._not_found(text, bigint, text) is
 'What is wrong with an id that nothing has (PQ001).';
+
+create or replace function pgqueue._unknown(job_id bigint)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pgqueue._not_found(
+        'job', job_id, 'Only jobs that wait, run or are dead are known, and those that run remembers.'
+    );
+end;
+$$;
+
+comment on function pgqueue._unknown(bigint) is
+'What is wrong with a job of which nothing is known any more (PQ001).';
 
 create or replace function pgqueue._check_scope(queue text, kind text, group_key text)
     returns text[]

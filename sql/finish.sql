@@ -41,6 +41,13 @@ begin
             perform pgqueue._wake(done.queue);
         end if;
     end if;
+    -- Does anybody wait for it? See room status.
+    if (
+        pg_try_advisory_lock(7366516, (job_id & 255)::int)
+        and pg_advisory_unlock(7366516, (job_id & 255)::int)
+    ) is not true then
+        perform pgqueue._notify(done.queue, 'end');
+    end if;
     if keep_runs > 0 then
         insert into pgqueue.run (
             slot, attempt, job_id, finished_at, waited, taken,
@@ -138,6 +145,9 @@ begin
     select d.id from done as d;
     if queues is not null then
         perform pgqueue._recall(queues, group_keys);
+    end if;
+    if (pg_try_advisory_lock(7366516, 256) and pg_advisory_unlock(7366516, 256)) is not true then
+        perform pgqueue._tell_completed(job_ids, moment);
     end if;
 end;
 $$;

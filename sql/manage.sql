@@ -12,6 +12,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     pick tid;
+    queue text;
     is_running boolean;
     refused boolean;
 begin
@@ -19,7 +20,7 @@ begin
     set cancelled_at = coalesce(j.cancelled_at, moment),
         cancel_reason = coalesce(left(cancel.reason, 8000), j.cancel_reason)
     where j.id = cancel.job_id
-    returning j.ctid, j.lease_expires_at > moment into pick, is_running;
+    returning j.ctid, j.queue, j.lease_expires_at > moment into pick, queue, is_running;
     if not found then
         refused := pgqueue._refuse(pgqueue._not_found(
             'job', job_id, 'It may have finished, or be dead: look into pgqueue.run and pgqueue.dead_job.'
@@ -27,6 +28,7 @@ begin
     end if;
 
     if is_running then
+        perform pgqueue._notify(queue, 'cancel');
         return 'cancelling';
     end if;
     perform pgqueue._end(array[pick], array['cancelled'], null, null, moment);
@@ -36,8 +38,8 @@ $$;
 
 comment on function pgqueue.cancel(bigint, text) is
 'Stops a job. One that waits is gone at once: cancelled. The worker of one that
-runs hears of it at its next heartbeat: cancelling; if that worker is dead the
-job ends when its lease does.
+runs hears of it by a notification, or at its next heartbeat: cancelling; if
+that worker is dead the job ends when its lease does. It never runs again.
 Raises PQ001 (no such job).';
 
 create or replace function pgqueue._tell_counts(what text, summaries text[])
@@ -200,7 +202,7 @@ create or replace function pgqueue.purge(queue text)
     set jit = off
 as $$
 declare
-    purged bigint;
+    purged record;
 begin
     with doomed as (
         select j.id
@@ -209,10 +211,14 @@ begin
             and j.lease_expires_at is null
         order by j.id
         for update
+    ), deleted as (
+        delete from pgqueue.job as j using doomed where j.id = doomed.id returning j.id
     )
-    delete from pgqueue.job as j using doomed where j.id = doomed.id;
-    get diagnostics purged = row_count;
-    return purged;
+    select coalesce(sum(f.jobs), 0) as jobs, array_agg(f.fold) as folds, array_agg(purge.queue) as queues
+    into purged
+    from (select d.id & 255 as fold, count(*) as jobs from deleted as d group by 1) as f;
+    perform pgqueue._tell_end(purged.folds, purged.queues);
+    return purged.jobs;
 end;
 $$;
 

@@ -25,7 +25,17 @@ select
     j.cancelled_at,
     j.unique_key,
     j.group_key,
-    j.errors -> -1 ->> 'error' as last_error
+    j.errors -> -1 ->> 'error' as last_error,
+    (j.progress).done,
+    (j.progress).total,
+    (j.progress).message,
+    round((j.progress).done / nullif(extract(epoch from (j.progress).told_at - j.claimed_at), 0), 3) as rate,
+    -- Before a hundred thousandth is done nobody knows.
+    case when (j.progress).total < (j.progress).done * 100000 then greatest(
+        ((j.progress).told_at - j.claimed_at) * ((j.progress).total / (j.progress).done - 1)::float8
+            - (c.moment - (j.progress).told_at),
+        interval '0'
+    ) end as time_left
 from (select clock_timestamp() as moment) as c
 cross join pgqueue.job as j;
 
@@ -51,6 +61,13 @@ comment on column pgqueue.jobs.cancelled_at is 'When an operator asked it to sto
 comment on column pgqueue.jobs.unique_key is 'At most one job of the queue with this key waits or runs.';
 comment on column pgqueue.jobs.group_key is 'The entity or tenant it belongs to.';
 comment on column pgqueue.jobs.last_error is 'Why the last attempt failed; null if none did.';
+comment on column pgqueue.jobs.done is
+'How much the present attempt says it has done; null if it says nothing.';
+comment on column pgqueue.jobs.total is 'How much it says there is to do.';
+comment on column pgqueue.jobs.message is 'What it says it is doing.';
+comment on column pgqueue.jobs.rate is
+'How much it has done in a second, from its claim to its last word.';
+comment on column pgqueue.jobs.time_left is 'How long it takes from now on at that rate.';
 
 -- Whether a queue is paused is found by a join: a reader of the view may not call _in_force().
 create or replace view pgqueue.queues as
@@ -138,8 +155,13 @@ select
     j.lease_expires_at - clock_timestamp() as lease_left,
     j.attempt,
     j.max_attempts,
-    j.cancelled_at
-from pgqueue.job as j
+    j.cancelled_at,
+    j.done,
+    j.total,
+    j.message,
+    j.rate,
+    j.time_left
+from pgqueue.jobs as j
 where j.lease_expires_at is not null
 order by j.claimed_at;
 
@@ -156,6 +178,12 @@ dead.';
 comment on column pgqueue.running.attempt is 'Which attempt this is.';
 comment on column pgqueue.running.max_attempts is 'How many there may be.';
 comment on column pgqueue.running.cancelled_at is 'When an operator asked it to stop.';
+comment on column pgqueue.running.done is 'How much it says it has done; null if it says nothing.';
+comment on column pgqueue.running.total is 'How much it says there is to do.';
+comment on column pgqueue.running.message is 'What it says it is doing.';
+comment on column pgqueue.running.rate is
+'How much it has done in a second, from its claim to its last word.';
+comment on column pgqueue.running.time_left is 'How long it takes from now on at that rate.';
 
 create or replace view pgqueue.kinds as
 select
@@ -612,20 +640,13 @@ create or replace function pgqueue._why_gone(job_id bigint)
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    last pgqueue.run;
+    last pgqueue.run := pgqueue._last_run(job_id);
 begin
-    select r.* into last
-    from pgqueue.run as r
-    where r.job_id = _why_gone.job_id
-    order by r.finished_at desc, r.attempt desc
-    limit 1;
-    if not found then
-        return null;
-    end if;
-    return case last.outcome
-        when 'completed' then
+    return case
+        when last.job_id is null then null
+        when last.outcome = 'completed' then
             format('completed at %s on attempt %s', pgqueue._written(last.finished_at), last.attempt)
-        when 'cancelled' then concat_ws(
+        when last.outcome = 'cancelled' then concat_ws(
             ': ', 'cancelled at ' || pgqueue._written(last.finished_at), pgqueue._summary(last.result #>> '{}')
         )
         -- It was discarded or purged, which leaves no run.
@@ -669,9 +690,7 @@ begin
         when (present.dead).id is not null then pgqueue._why_dead(present.dead)
         else pgqueue._why_gone(job_id)
     end;
-    refused := pgqueue._refuse(case when reason is null then pgqueue._not_found(
-        'job', job_id, 'Only jobs that wait, run or are dead are known, and those that run remembers.'
-    ) end);
+    refused := pgqueue._refuse(case when reason is null then pgqueue._unknown(job_id) end);
     return reason;
 end;
 $$;

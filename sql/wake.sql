@@ -11,7 +11,12 @@
 -- first parks, then looks whether anything is in flight. So either the producer sees
 -- the worker and notifies, or the worker sees the producer and asks again soon.
 --
--- (7366515, folded to 64, is held shared by every enqueue into a group: see room turn.)
+-- (7366515, folded to 64, is held shared by every enqueue into a group: see room turn; 7366516 by
+-- who waits for the end of a job: see room status.)
+--
+-- A notification says in a word what it is for, and nothing of a job: nothing at all that there may be
+-- something to claim, "cancel" that a job was cancelled that runs, "end" that one has ended for whose
+-- end somebody waits.
 --
 -- Any role may take any advisory lock, so nobody here waits for one: what cannot be had at
 -- once counts as "somebody is there", which costs a needless NOTIFY or another look. And who
@@ -47,6 +52,28 @@ comment on function pgqueue._wake(text) is
 'Notifies the workers parked on a queue, if any, when this transaction commits.
 SET pgqueue.notify = off, or configure(notify => false), switches it off, as
 PREPARE TRANSACTION needs.';
+
+create or replace function pgqueue._notify(queue text, news text)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if current_setting('pgqueue.notify', true) = 'off'
+        or pg_relation_size('pgqueue.queue') > 0 and not (pgqueue._in_force(queue)).notify
+    then
+        return;
+    end if;
+    -- A full queue of notifications makes COMMIT fail, and a hint is not worth that.
+    if pg_notification_queue_usage() < 0.5 then
+        perform pg_notify('pgqueue', news);
+    end if;
+end;
+$$;
+
+comment on function pgqueue._notify(text, text) is
+'Sends a notification about a queue when this transaction commits, if it may:
+see _wake.';
 
 create or replace function pgqueue._unpark()
     returns void

@@ -113,6 +113,19 @@ def count_functions(conn: Connection) -> None:
     print(f"    done by two worker processes in {seconds:.1f} s, retries included\n")
 
 
+def sum_lines(conn: Connection) -> None:
+    paths = sources()[0][:-3]
+    print(
+        f"One long job, which tells how far it is: sum the lines of {len(paths)} files"
+    )
+    job_id = pgqueue.enqueue(conn, "sums", {"paths": paths}, kind="sum_lines")
+    with tqdm(total=len(paths), ncols=80, file=sys.stdout, disable=None) as bar:
+        for left in work(conn, "--queue", "sums"):
+            done = pgqueue.status(conn, job_id).done if left else len(paths)
+            bar.update(max(0, int(done or 0) - bar.n))
+    print(f"    its result: {pgqueue.wait(conn, job_id).result}\n")
+
+
 def main() -> None:
     with psycopg.connect(autocommit=True) as conn:
         conn.execute(SETUP)
@@ -120,6 +133,7 @@ def main() -> None:
         print(f"pgqueue in a throwaway Postgres {version}\n")
         do_nothing(conn)
         count_functions(conn)
+        sum_lines(conn)
     for title, query in REPORT.items():
         print(title, flush=True)
         psql = ["psql", "-Xq", "-P", "pager=off", "-P", "footer=off", "-c", query]

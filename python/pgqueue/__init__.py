@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pgqueue.app import App, Reject, Retry, Snooze, Task
 from pgqueue.client import JobNotFound, LeaseLost, enqueue, enqueue_many
 from pgqueue.job import Job
+from pgqueue.waiting import Status, status, wait
 
 if TYPE_CHECKING:
     from pgqueue.worker import Share, Worker
@@ -21,10 +22,13 @@ __all__ = [
     "Retry",
     "Share",
     "Snooze",
+    "Status",
     "Task",
     "Worker",
     "enqueue",
     "enqueue_many",
+    "status",
+    "wait",
 ]
 
 

@@ -37,6 +37,13 @@ RUNNING = (
     "select id, queue, kind, worker, running_for, lease_left, attempt"
     " from pgqueue.running order by running_for desc limit 10"
 )
+# Without a total what is done stands there alone.
+PROGRESS = (
+    "select id, kind, coalesce(rpad(repeat('#', least(20, floor(20 * done / total))::int), 20, '.')"
+    " || ' ' || floor(100 * done / total) || ' %', done::text) as progress,"
+    " round(rate, 1)::text as rate, time_left, message"
+    " from pgqueue.running where done is not null order by running_for desc limit 10"
+)
 DEAD = (
     "select id, died_at::timestamp(0), queue, kind, attempt,"
     " split_part(error, E'\\n', 1) as error"
@@ -130,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("install", help="bring pgqueue into the database")
     command.add_argument("--plain", action="store_true", help="not as an extension")
-    commands.add_parser("status", help="the queues")
+    commands.add_parser("status", help="the queues, and how far long jobs are")
     command = commands.add_parser("top", help="queues and running jobs, live")
     command.add_argument("--every", type=float, default=2.0, help="seconds")
     command.add_argument("--times", type=int, help="end after so many")
@@ -169,6 +176,10 @@ def run(conn: database.Connection, args: argparse.Namespace) -> None:
             print(install(conn, args.plain))
     elif args.command == "status":
         show(conn.execute(STATUS))
+        progress = conn.execute(PROGRESS)
+        if progress.rowcount:
+            print()
+            show(progress)
     elif args.command == "top":
         top(conn, args.every, args.times)
     elif args.command == "dead":

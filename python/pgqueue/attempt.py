@@ -10,7 +10,7 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from pgqueue.app import App, Middleware, Policy, Reject, Retry, Snooze, Task
 from pgqueue.client import LeaseLost
+from pgqueue.drivers import run_without_loop
 from pgqueue.job import Job
 from pgqueue.payload import to_json
 
@@ -63,6 +64,8 @@ class Attempt:
     task: Task[Any, Any] = NO_TASK
     timeout: float | None = None  # seconds
     extender: Callable[["Attempt"], bool] = bool
+    teller: Callable[["Attempt"], object] = bool
+    progress: tuple[str, str | None, str | None] | None = None
     expires: float = float("inf")  # monotonic, as all moments here
     is_cancelled: bool = False  # an operator asked it to stop
     connection: Any = None
@@ -73,6 +76,11 @@ class Attempt:
 
     def extend(self) -> bool:
         return self.extender(self)
+
+    def tell(self, done: Any, total: Any = None, message: str | None = None) -> None:
+        text = None if message is None else storable(str(message)[:1000])
+        self.progress = (str(done), None if total is None else str(total), text)
+        self.teller(self)
 
     def is_late(self, patience: float = 0.0) -> bool:
         if self.timeout is None:
@@ -101,17 +109,7 @@ Connect = Callable[[], AbstractAsyncContextManager[Any]]
 def run(attempt: Attempt, connect: Connect, middleware: Middleware | None) -> Outcome:
     """Run a `def` handler in this thread, in a context of its own, and judge it."""
     running = run_async(attempt, connect, middleware)
-    return contextvars.Context().run(_run_without_loop, running)
-
-
-def _run_without_loop(running: Coroutine[Any, Any, Outcome]) -> Outcome:
-    """Run a coroutine that awaits nothing to its end."""
-    try:
-        running.send(None)
-    except StopIteration as end:
-        outcome: Outcome = end.value
-        return outcome
-    raise RuntimeError("it waits for an event loop")
+    return contextvars.Context().run(run_without_loop, running)
 
 
 async def run_async(
@@ -232,7 +230,7 @@ def _backoff(policy: Policy, number: int) -> timedelta | None:
 def describe(error: BaseException) -> str:
     """Show an error: a summary in the first line, by which it is found; then the traceback.
 
-    Of a long traceback the end says most. What Postgres cannot store is escaped.
+    Of a long traceback the end says most.
     """
     try:
         said = " ".join(str(error).split())
@@ -241,4 +239,9 @@ def describe(error: BaseException) -> str:
             text += "\n\n" + "".join(traceback.format_exception(error))[-6000:]
     except BaseException as worse:
         text = f"{type(error).__name__}, which raised {type(worse).__name__} when shown"
+    return storable(text)
+
+
+def storable(text: str) -> str:
+    """Escape what Postgres cannot store."""
     return text.replace("\0", "\\0").encode(errors="backslashreplace").decode()

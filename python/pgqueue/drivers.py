@@ -2,10 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import psycopg
 from psycopg.rows import tuple_row
+
+T = TypeVar("T")
 
 
 class _AsyncSession(Protocol):
@@ -42,8 +44,28 @@ def call(
 
     Returns what `shape` does: from an async connection, to be awaited.
     """
-    rows = _fetch(conn, query, params)
-    return _then(rows, lambda rows: shape([_first(row) for row in rows]))
+    return rows(conn, query, params, lambda rows: shape([row[0] for row in rows]))
+
+
+def rows(
+    conn: Any,
+    query: str,
+    params: tuple[Any, ...],
+    shape: Callable[[list[tuple[Any, ...]]], Any],
+) -> Any:
+    """Do as `call`, with all columns."""
+    fetched = _fetch(conn, query, params)
+    return _then(fetched, lambda rows: shape([_values(row) for row in rows]))
+
+
+def run_without_loop(running: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that awaits nothing to its end."""
+    try:
+        running.send(None)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    raise RuntimeError("it waits for an event loop")
 
 
 def _fetch(conn: Any, query: str, params: tuple[Any, ...]) -> Any:
@@ -83,7 +105,6 @@ def _numbered(query: str) -> str:
     return first + "".join(f"${number}{part}" for number, part in enumerate(rest, 1))
 
 
-def _first(row: Any) -> int:
-    """Read the only column of a row, also from a dict cursor's."""
-    value: int = next(iter(row.values())) if isinstance(row, Mapping) else row[0]
-    return value
+def _values(row: Any) -> tuple[Any, ...]:
+    """Read a row, also a dict cursor's."""
+    return tuple(row.values()) if isinstance(row, Mapping) else tuple(row)

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
+from decimal import Decimal
 from typing import Any, Protocol
 
 
@@ -14,6 +15,10 @@ class Lease(Protocol):
     connection: Any
 
     def extend(self) -> bool: ...
+
+    def tell(
+        self, done: float | Decimal, total: float | Decimal | None, message: str | None
+    ) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +52,19 @@ class Job:
         trip (async: `await asyncio.to_thread(job.extend)`) and may raise psycopg.Error.
         """
         return self._lease.extend()
+
+    def progress(
+        self,
+        done: float | Decimal,
+        total: float | Decimal | None = None,
+        message: str | None = None,
+    ) -> None:
+        """Tell how far it is by pgqueue.progress(), for others to see.
+
+        It costs next to nothing: the worker sends the latest about once a second, in a thread
+        of its own. Only the log tells of numbers that Postgres refuses.
+        """
+        self._lease.tell(done, total, message)
 
     @property
     def connection(self) -> Any:

@@ -6,15 +6,16 @@ from conftest import Connect, column, one
 from psycopg import errors
 
 # What each kind of role may call and read, to be compared with the catalog.
-PRODUCER = {"enqueue", "enqueue_many", "version"}
+PRODUCER = {"enqueue", "enqueue_many", "status", "result", "await", "version"}
 WORKER = {
-    "claim", "claim_from", "extend", "complete", "complete_many", "fail", "release",
+    "claim", "claim_from", "extend", "progress", "complete", "complete_many", "fail", "release",
     "finish", "reap", "maintain", "rest", "schedule", "next_slots", "version",
 }  # fmt: skip
 OPERATOR = {
     "cancel", "cancel_many", "redrive", "redrive_job", "discard", "discard_many",
     "purge", "pause", "resume", "run_now", "reprioritize", "configure",
-    "schedule", "unschedule", "pause_schedule", "resume_schedule", "next_slots", "reap", "maintain", "why", "version",
+    "schedule", "unschedule", "pause_schedule", "resume_schedule", "next_slots", "reap", "maintain", "why",
+    "status", "result", "await", "version",
 }  # fmt: skip
 VIEWS = {"jobs", "queues", "running", "kinds", "settings", "schedules"}
 MATRIX = {

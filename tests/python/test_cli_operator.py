@@ -97,6 +97,19 @@ def test_dead_and_redrive_find_a_dead_job_and_send_it_back(run, db) -> None:
     assert one(db, "select state from pgqueue.jobs") == "ready"
 
 
+def test_status_draws_how_far_the_jobs_are_that_tell(run, db) -> None:
+    pgqueue.enqueue_many(db, "q", [None] * 3)
+    claim = "select id, token from pgqueue.claim('q', 'w', 3) order by id"
+    first, second, _ = db.execute(claim).fetchall()
+    assert "#" not in run("pgqueue", "status").stdout
+    db.execute("select pgqueue.progress(%s, %s, 299, 1000, 'reads')", first)
+    db.execute("select pgqueue.progress(%s, %s, 31)", second)
+    shown = run("pgqueue", "status").stdout
+    assert f"{'#' * 5 + '.' * 15} 29 %" in shown
+    assert "reads" in shown
+    assert " 31 " in shown
+
+
 def test_redrive_says_when_its_limit_left_matching_jobs(run, db) -> None:
     pgqueue.enqueue_many(db, "q", [None] * 1005)
     kill(db, "q")

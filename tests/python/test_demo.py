@@ -9,11 +9,12 @@ def test_the_demo_completes_all_but_the_three_jobs_that_cannot_be(db, tmp_path):
     project = Project(tmp_path, PGDATABASE=db.info.dbname, PYTHONPATH=str(PACKAGE))
     said = project.run("-m", "demo").stdout
     states = dict(db.execute("select queue, (ready, dead)::text from pgqueue.queues"))
-    assert states == {"quick": "(0,0)", "sources": "(0,3)"}
+    assert states == {"quick": "(0,0)", "sources": "(0,3)", "sums": "(0,0)"}
     work = "select count(*), count(*) filter (where functions > 0) from source_file"
     ((files, with_functions),) = db.execute(work)
     assert f"{files + 3} real jobs" in said
     assert with_functions > files / 2
+    assert "its result: {'lines': " in said
     titles = "that do nothing", "The queues", "The kinds", "The dead letters"
     assert all(title in said for title in titles)
 

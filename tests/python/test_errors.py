@@ -160,6 +160,14 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ]
     },
     "why": {"PQ001": [("1",), ("null",)]},
+    "progress": {
+        "25001": [("1, 1, 1", LEVEL)],
+        "22023": [("1, 1, null",), ("1, 1, 'NaN'",), ("1, 1, 1, 0",)],
+        "PQ002": [("1, 1, 1",), ("null, null, 1",)],
+    },
+    "status": {"PQ001": [("1",), ("null",)]},
+    "result": {"PQ001": [("1",), ("null",)]},
+    "await": {"PQ001": [("1",)], "25001": [("1", LEVEL)]},
     "grant_access": {
         "22023": [("'postgres', 'boss'",), ("'postgres', null",)],
         "42704": [("'nobody at all', 'reader'",), ("null, 'reader'",)],

@@ -282,6 +282,10 @@ CALLS = {
     "schedule for days": "pgqueue.schedule('daily', 'deep', every => '3 days')",
     "pause_schedule": "pgqueue.pause_schedule('daily')",
     "resume_schedule": "pgqueue.resume_schedule('daily')",
+    "progress": "pgqueue.progress(%(id)s, %(token)s, 0.5, 1.5, 'half')",
+    "status": "state, done, total, message from pgqueue.status(%(id)s)",
+    "result": "pgqueue.result(%(ready)s)",
+    "await": "pgqueue.await(%(ready)s) is not null",
     "why": "pgqueue.why(%(ready)s)",
     "queues": "queue, ready, scheduled, running, expired, blocked, dead, paused, finished_last_hour, "
     "failed_last_hour from pgqueue.queues order by queue",
@@ -307,7 +311,7 @@ CALLED = {
 # These deal with leases.
 LEASING = {
     "claim", "claim_from", "extend", "complete", "complete_many",
-    "fail", "finish", "release", "reap", "maintain", "rest",
+    "fail", "finish", "release", "reap", "maintain", "rest", "progress", "await",
 }  # fmt: skip
 
 # Undoes what no rollback undoes: numbers that were drawn, positions, dead rows.
@@ -554,9 +558,8 @@ def test_a_read_only_session_can_read_views_and_rest_and_nothing_else(deep, usua
     allowed = {name for name, rows in session.answers.items() if rows != "25006"}
     # An enqueue within a window has nothing to write.
     allowed.remove("enqueue within a window")
-    assert allowed == {
-        "rest until later", "next_slots", "why", "queues", "jobs", "running"
-    }  # fmt: skip
+    readers = {"why", "status", "result", "await", "next_slots", "queues", "jobs", "running"}
+    assert allowed == {"rest until later", *readers}
     assert session.answers["rest until later"] == usual.answers["rest until later"]
 
 

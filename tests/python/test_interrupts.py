@@ -93,7 +93,7 @@ select md5(string_agg(row_text, ' ' order by row_text)) from (
         'job', least(j.id, (select max(s.id) + 1 from saved_job as s)), j.queue, j.kind, j.priority, j.attempt, j.max_attempts, j.worker,
         j.unique_key, j.payload, j.run_at > clock_timestamp(), j.token is null, j.claimed_at is null,
         j.lease_expires_at > clock_timestamp(), j.lease_expires_at > clock_timestamp() + interval '3 days',
-        j.cancelled_at is null, j.cancel_reason, jsonb_array_length(j.errors)
+        j.cancelled_at is null, j.cancel_reason, jsonb_array_length(j.errors), j.progress is null
     ) as row_text
     from pgqueue.job as j
     union all
@@ -141,6 +141,7 @@ CALLS = {
     "claim that recovers": "* from pgqueue.claim('q', 'z', 50)",
     "claim_from": "* from pgqueue.claim_from(array['q', 'q 1', 'q 2', 'q 3'], 'z', 120)",
     "extend": f"* from pgqueue.extend({HELD}, '30 days')",
+    "progress": f"pgqueue.progress(id, token, 1, 2, 'm') from unnest({HELD}) as h (id, token)",
     "complete": f"pgqueue.complete(id, token, '1') from unnest({HELD}) as h (id, token) limit 20",
     "complete_many": f"pgqueue.complete_many({HELD})",
     "fail": f"pgqueue.fail(id, token, 'e') from unnest({HELD}) as h (id, token) limit 20",
@@ -385,13 +386,26 @@ def test_a_rest_that_fails_does_not_park_the_session(connect, db, given):
     assert db.execute(LOCKS, (db.info.backend_pid,)).fetchall() == []
 
 
+def test_an_await_that_fails_leaves_no_lock_behind(connect, db, given):
+    owner = connect()
+    (id, *_) = given["ready"]
+    db.execute("select pgqueue.await(%s)", (id,))
+    held = [(7366516, "ShareLock", 2)]
+    assert db.execute(LOCKS, (db.info.backend_pid,)).fetchall() == held
+    db.execute("set lock_timeout = '50ms'")
+    with owner.transaction(), pytest.raises(errors.LockNotAvailable):
+        owner.execute("lock table pgqueue.job")
+        db.execute("select pgqueue.await(%s)", (id,))
+    assert db.execute(LOCKS, (db.info.backend_pid,)).fetchall() == []
+
+
 def test_a_role_without_grants_that_holds_every_advisory_lock_delays_no_call(
     connect, db, given, role
 ):
     with connect(user=role) as stranger:
-        for family in (7366513, 7366514):
+        for family in (7366513, 7366514, 7366516):
             stranger.execute(
-                "select pg_advisory_lock(%s, f) from generate_series(0, 255) as f",
+                "select pg_advisory_lock(%s, f) from generate_series(0, 256) as f",
                 (family,),
             )
         db.execute("set statement_timeout = '5s'")

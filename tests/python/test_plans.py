@@ -654,6 +654,10 @@ VERBS = {
     "dead": "select pgqueue.fail({id}, {token}, 'e', permanent => true)",
     "release": "select from pgqueue.release(array[{id}], array[{token}])",
     "extend": "select from pgqueue.extend(array[{id}], array[{token}])",
+    "progress": "select pgqueue.progress({id}, {token}, 1)",
+    "status": "select pgqueue.status({id})",
+    "result": "select pgqueue.result({id})",
+    "await": "select pgqueue.await({id})",
     "cancel": "select pgqueue.cancel({id})",
     "rest": "select pgqueue.rest(array['q'], park => false)",
 }
@@ -686,3 +690,23 @@ def test_no_verb_reads_more_in_a_long_queue_by_a_session_that_began_in_a_short_o
     fill_groups(db, 100, 500)
     long = [counts() for _ in range(2)][1]
     assert {n: (short[n], long[n]) for n in VERBS if long[n] > 3 * short[n] + 60} == {}
+
+
+def test_a_job_that_has_ended_is_found_without_reading_all_runs(db):
+    id = one(db, "select pgqueue.enqueue('q')")
+    lease = db.execute("select id, token from pgqueue.claim('q', 'w')").fetchone()
+    db.execute("select pgqueue.complete(%s, %s)", lease)
+    verbs = ("result", "status", "why", "await")
+    for verb in verbs:  # their plans are made now
+        db.execute(f"select pgqueue.{verb}({id})")
+    db.execute(
+        "insert into pgqueue.run select r.slot, 1, n, r.finished_at + n * interval '1 ms', '0', '0', 'q', 'k', 'completed'"
+        " from pgqueue.run as r, generate_series(2, 200000) as n"
+    )
+    db.execute("vacuum pgqueue.run")
+    all_pages = one(
+        db,
+        "select sum(pg_relation_size(i.inhrelid)) / 8192 from pg_inherits as i where i.inhparent = 'pgqueue.run'::regclass",
+    )
+    for verb in verbs:
+        assert pages(db, f"select pgqueue.{verb}(100000)") < all_pages / 5

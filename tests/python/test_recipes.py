@@ -3,6 +3,7 @@
 import shlex
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def test_every_section_of_the_package_readme_is_tested() -> None:
     assert sections() == [
         "Enqueue on your connection",
         "Handlers",
+        "Wait for a job",
         "Arguments",
         "FastAPI",
         "Django",
@@ -126,6 +128,20 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def test_the_end_of_a_job_is_waited_for(db, project) -> None:
+    (block,) = blocks("Wait for a job")
+    project.write("asks.py", block)
+    main = (
+        "import asks, psycopg\nwith psycopg.connect() as conn: print(asks.greet(conn))"
+    )
+    project.write("main.py", main)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(project.say, "main.py")
+        wait_until(lambda: one(db, "select count(*) from pgqueue.job"))
+        project.work("jobs", "emails")
+        assert asking.result(20) == "True\n"
 
 
 def test_a_handler_gets_arguments_of_the_types_it_is_annotated_with(

@@ -100,6 +100,29 @@ def polite(job: pgqueue.Job) -> None:
     raise RuntimeError("stopped when told")
 
 
+@app.job("attentive")
+def attentive(job: pgqueue.Job) -> None:
+    note("began", job.id)
+    while not job.cancelled:
+        time.sleep(0.01)
+    raise RuntimeError("stopped when told")
+
+
+@app.job("tells")
+def tells(job: pgqueue.Job, numbers: list[float | str], total: float | None) -> None:
+    for number in numbers:
+        job.progress(float(number), total, f"now \0 {number}\nmore")
+    while not may_go():
+        time.sleep(0.01)
+
+
+@app.job("atells")
+async def atells(job: pgqueue.Job) -> None:
+    while not may_go():
+        job.progress(7, 10)
+        await asyncio.sleep(0.001)
+
+
 @app.job("nap")
 def nap(job: pgqueue.Job, seconds: float) -> None:
     note("began", job.id)

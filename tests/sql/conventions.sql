@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(29);
+select plan(30);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -150,6 +150,11 @@ select results_eq(
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '736651[34]' $$,
     $$ values (array['_park', '_unpark', '_wake', 'enqueue']) $$, 'the numbers of the advisory locks stand in room wake, and in enqueue'
+);
+select results_eq(
+    $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '7366516' $$,
+    $$ values (array['_await', '_awaited', '_stop_awaiting', '_tell_end', 'complete', 'complete_many']) $$,
+    'the numbers of the locks of who waits for a job stand in room status, and where jobs complete'
 );
 select results_eq(
     $$ select count(*), count(distinct regexp_replace(w.text, '_\w+\.', '', 'g'))

@@ -23,9 +23,9 @@ select is_empty(
        join pg_attribute as a on a.attrelid = i.indrelid and a.attnum = any (i.indkey)
        where i.indrelid = 'pgqueue.job'::regclass and a.attname in (
            'token', 'attempt', 'worker', 'claimed_at', 'lease_expires_at',
-           'cancelled_at', 'cancel_reason'
+           'cancelled_at', 'cancel_reason', 'progress'
        ) $$,
-    'no column that claim, extend or cancel changes is in an index of job'
+    'no column that claim, extend, cancel or progress changes is in an index of job'
 );
 select throws_ok(
     'insert into pgqueue.job (id) values (1)', '428C9', null,

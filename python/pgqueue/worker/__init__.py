@@ -3,7 +3,7 @@
     dispatcher   claims jobs for the free slots, and sleeps when none is due
     executor     runs handlers, in threads and on an event loop
     finisher     reports to the server how attempts ended
-    heartbeat    extends the leases of all claimed jobs
+    heartbeat    extends the leases of all claimed jobs, and tells of their progress
     maintenance  declares schedules, and calls maintain() about once a minute
 
 All but the executor have a thread and a connection of their own. The thread of
@@ -94,11 +94,11 @@ class Worker:
 
         dsn = database.conninfo(self.dsn)
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
-        self.heartbeat = Heartbeat(dsn)
-        self.dispatcher = Dispatcher(dsn, self)
-        self.finisher = Finisher(dsn, self.prefetch, self._committed)
         around = self.app.middleware
         self.executor = Executor(dsn, self.concurrency, self._ended, around)
+        self.heartbeat = Heartbeat(dsn, self.executor.cancel)
+        self.dispatcher = Dispatcher(dsn, self)
+        self.finisher = Finisher(dsn, self.prefetch, self._committed)
         self._services: list[Service] = [self.finisher, self.heartbeat]
         self._services += [Maintenance(dsn, self.app), self.dispatcher]
 

@@ -158,8 +158,8 @@ class Dispatcher(Service):
                 self._woken.recv(4096)
             if conn.fileno() in ready:
                 conn.pgconn.consume_input()
-                while conn.pgconn.notifies():
-                    self._has_news = True
+                while notify := conn.pgconn.notifies():
+                    self._hear(notify.extra)
         self._is_asleep = False
 
     def _start_listening(self, conn: database.Connection) -> bool:
@@ -172,6 +172,12 @@ class Dispatcher(Service):
                 self._worker.poll_interval,
             )
             return False
-        conn.add_notify_handler(lambda _: self.look_again())
+        conn.add_notify_handler(lambda notify: self._hear(notify.payload.encode()))
         conn.execute(f"listen {CHANNEL}")
         return True
+
+    def _hear(self, news: bytes) -> None:
+        if news == b"cancel":
+            self._worker.heartbeat.look_for_cancelled()
+        elif news != b"end":  # which is for who waits for the end of a job
+            self._has_news = True

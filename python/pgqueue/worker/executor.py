@@ -89,6 +89,11 @@ class Executor:
         attempt.outcome = outcome if attempt.started else RELEASED
         self._on_end(attempt)
 
+    def cancel(self, attempt: Attempt) -> None:
+        """Cancel an async handler now, not at the next check; from any thread."""
+        if attempt.started and attempt.task.is_async:
+            self.loop.get().call_soon_threadsafe(self._cancel, attempt)
+
     def close(self, until: float) -> None:
         """End idle threads and the loop; a handler that runs on is left to itself.
 
@@ -148,7 +153,7 @@ class Executor:
 
     def _begin(self, attempt: Attempt) -> bool:
         now = time.monotonic()
-        if now >= attempt.expires:
+        if now >= attempt.expires or attempt.is_cancelled:
             self.end(attempt, RELEASED)
         if attempt not in self.running:
             return False

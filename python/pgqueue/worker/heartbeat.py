@@ -1,36 +1,49 @@
 """Extends the leases of the worker's jobs, and learns which are lost or cancelled.
 
-It has a thread and a connection of its own, so that no long claim delays it.
+It has a thread and a connection of its own, so that no long claim delays it. On the same
+way it sends what handlers tell of their progress.
 """
 
 import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+import psycopg
 
 from pgqueue import database
 from pgqueue.attempt import Attempt
+from pgqueue.client import LeaseLost
 from pgqueue.worker import protocol
 from pgqueue.worker.service import Service
 
 log = logging.getLogger("pgqueue")
 
 LOST = float("-inf")  # as the end of a lease
+PROGRESS = 1.0  # seconds between two reports of progress
+NEVER = float("inf")
 
 
 class Heartbeat(Service):
-    """Extends the leases of `held` at a third of their length."""
+    """Extends the leases of `held` at a third of their length.
+
+    It passes those of which it hears that they were cancelled to `on_cancel`, once.
+    """
 
     name = "heartbeat"
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: str, on_cancel: Callable[[Attempt], None]) -> None:
         super().__init__(dsn)
         self.held: set[Attempt] = set()
+        self._on_cancel = on_cancel
         self._lease = 30.0
         self._conn: database.Connection | None = None
         self._lock = threading.Lock()
         self._woken = threading.Event()
+        self._is_alarmed = False  # some job was cancelled
+        self._told: set[Attempt] = set()  # with progress to send
 
     def wake(self) -> None:
         self._woken.set()
@@ -40,6 +53,7 @@ class Heartbeat(Service):
         for attempt in attempts:
             attempt.expires = since + attempt.lease
             attempt.extender = self.extend
+            attempt.teller = self.tell
             self.held.add(attempt)
             if attempt.lease < self._lease:
                 self._lease = attempt.lease
@@ -56,28 +70,57 @@ class Heartbeat(Service):
                 self._extend(conn, [attempt], attempt.lease)
         return not attempt.is_cancelled and time.monotonic() < attempt.expires
 
+    def tell(self, attempt: Attempt) -> None:
+        """Send the progress of an attempt soon; from any thread, and as often as it likes."""
+        if attempt not in self._told:
+            self._told.add(attempt)
+            self.wake()
+
+    def look_for_cancelled(self) -> None:
+        """Look now which jobs are cancelled; from any thread."""
+        self._is_alarmed = True
+        self.wake()
+
     def work(self, conn: database.Connection) -> None:
         self._conn = conn
-        self._extend_all(conn)  # after an outage it is overdue
+        extend_at = time.monotonic()  # after an outage it is overdue
+        look_at = tell_at = 0.0
         while not self.over.is_set():
-            due = time.monotonic() + self._lease / 3
-            if self._woken.wait(due - time.monotonic()):
+            now = time.monotonic()
+            extend_at = min(extend_at, now + self._lease / 3)  # it may be shorter now
+            looks = self._is_alarmed and now >= look_at
+            if looks or now >= extend_at:
+                self._warn_if_late(now - extend_at)
+                self._is_alarmed = False
+                self._extend_all(conn, looks)
+                extend_at = time.monotonic() + self._lease / 3
+                # Of many cancellations each may find many jobs here: a fifth of the time.
+                look_at = time.monotonic() + 4 * (time.monotonic() - now)
+            if self._told and now >= tell_at:
+                tell_at = now + PROGRESS
+                self._tell_all(conn)
+            until = min(
+                extend_at,
+                look_at if self._is_alarmed else NEVER,
+                tell_at if self._told else NEVER,
+            )
+            if self._woken.wait(max(0.0, until - time.monotonic())):
                 self._woken.clear()
-                continue  # there is a shorter lease, or it is over
-            if (late := time.monotonic() - due) > self._lease / 3:
-                log.warning(
-                    "heartbeat %.1f s late: the process stood still, or a handler does"
-                    " not let go of the interpreter",
-                    late,
-                )
-            self._extend_all(conn)
 
-    def _extend_all(self, conn: database.Connection) -> None:
+    def _warn_if_late(self, late: float) -> None:
+        if late > self._lease / 3:
+            log.warning(
+                "heartbeat %.1f s late: the process stood still, or a handler does"
+                " not let go of the interpreter",
+                late,
+            )
+
+    def _extend_all(self, conn: database.Connection, looks: bool) -> None:
         now = time.monotonic()
         by_lease: defaultdict[float, list[Attempt]] = defaultdict(list)
         for attempt in list(self.held):
             # What was claimed or extended just now, or is lost, needs no round trip.
-            if LOST < attempt.expires < now + attempt.lease * 0.9:
+            if LOST < attempt.expires < now + attempt.lease * (1 if looks else 0.9):
                 by_lease[attempt.lease].append(attempt)
         for lease, attempts in by_lease.items():
             for start in range(0, len(attempts), 1000):
@@ -93,6 +136,32 @@ class Heartbeat(Service):
         for attempt, status in zip(attempts, statuses, strict=True):
             if status != "lost":
                 attempt.expires = now + lease
-                attempt.is_cancelled = attempt.is_cancelled or status == "cancelled"
+                if status == "cancelled" and not attempt.is_cancelled:
+                    attempt.is_cancelled = True
+                    self._on_cancel(attempt)
             elif attempt in self.held:  # and has not just been completed
                 attempt.expires = LOST
+
+    def _tell_all(self, conn: database.Connection) -> None:
+        told: list[Attempt] = []
+        with suppress(KeyError):
+            while True:
+                told.append(self._told.pop())  # before its progress is read
+        # What has ended meanwhile has no row any more.
+        self._tell(conn, [attempt for attempt in told if attempt in self.held])
+
+    def _tell(self, conn: database.Connection, attempts: Sequence[Attempt]) -> None:
+        """Send progress; if it is refused, each alone, and drop what is to blame."""
+        if not attempts:
+            return
+        try:
+            with self._lock:
+                protocol.progress(conn, attempts)
+        except psycopg.Error as error:
+            if database.is_outage(error):
+                raise
+            if len(attempts) > 1:
+                for attempt in attempts:
+                    self._tell(conn, [attempt])
+            elif not isinstance(error, LeaseLost):  # which extend() will notice
+                log.warning("%s: progress was refused: %s", attempts[0], error)

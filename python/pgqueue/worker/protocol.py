@@ -1,4 +1,4 @@
-"""The four SQL functions that a worker calls, as a worker in any language would."""
+"""The five SQL functions that a worker calls, as a worker in any language would."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +18,11 @@ CLAIM = (
 EXTEND = (
     "select status"
     " from pgqueue.extend(%s::bigint[], %s::bigint[], %s::float8 * interval '1 s')"
+)
+PROGRESS = (
+    "select count(pgqueue.progress(p.id, p.token, p.done, p.total, p.message)) from unnest("
+    "%s::bigint[], %s::bigint[], %s::numeric[], %s::numeric[], %s::text[])"
+    " as p (id, token, done, total, message)"
 )
 # A moment becomes a delay by the server's clock, not by this machine's.
 FINISH = (
@@ -58,6 +63,12 @@ def extend(
     """Extend leases by pgqueue.extend(), and return the status of each."""
     rows = _call(conn, EXTEND, (*_held(attempts), lease))
     return [status for (status,) in rows]
+
+
+def progress(conn: database.Connection, attempts: Sequence[Attempt]) -> None:
+    """Tell by pgqueue.progress() what the handlers have told last."""
+    columns = zip(*(a.progress for a in attempts if a.progress), strict=True)
+    _call(conn, PROGRESS, (*_held(attempts), *map(to_array, columns)))
 
 
 def finish(conn: database.Connection, attempts: Sequence[Attempt]) -> dict[int, str]:

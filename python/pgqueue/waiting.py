@@ -1,0 +1,219 @@
+"""What became of a job: ask for it, or wait for the end."""
+
+import asyncio
+import json
+import select
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, fields, replace
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Any, overload
+
+import psycopg
+from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+
+from pgqueue import drivers
+from pgqueue.drivers import AsyncConn, run_without_loop
+
+ENDS = ("completed", "dead", "cancelled", "gone")
+AWAIT = "select extract(epoch from pgqueue.await(%s))::float8"
+# A pooler does not pass on the process id of the backend.
+SESSION = (
+    "select pg_backend_pid(), 'pgqueue' = any (array(select pg_listening_channels()))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A row of pgqueue.status(); None for what is not known, or does not apply."""
+
+    id: int
+    queue: str
+    kind: str
+    state: str  # as in the view jobs; then completed, dead, cancelled or gone
+    attempt: int
+    max_attempts: int | None
+    priority: int | None
+    enqueued_at: datetime | None
+    run_at: datetime | None
+    claimed_at: datetime | None
+    finished_at: datetime | None
+    worker: str | None
+    done: Decimal | None
+    total: Decimal | None
+    message: str | None
+    rate: Decimal | None  # a second
+    time_left: timedelta | None
+    result: Any  # decoded JSON, of a completed job
+    last_error: str | None  # or why it was cancelled
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDS
+
+
+STATUS = "select {} from pgqueue.status(%s) as s".format(
+    ", ".join(
+        f"s.{f.name}::text" if f.name == "result" else f"s.{f.name}"
+        for f in fields(Status)
+    )
+)
+
+
+def _as_status(rows: list[tuple[Any, ...]]) -> Status:
+    (row,) = rows
+    found = Status(*row)
+    if found.result is None:
+        return found
+    return replace(found, result=json.loads(found.result))
+
+
+@overload
+def status(conn: AsyncConn, job_id: int) -> Coroutine[Any, Any, Status]: ...
+@overload
+def status(conn: Any, job_id: int) -> Status: ...
+def status(conn: Any, job_id: int) -> Any:
+    """Return what is known of a job: pgqueue.status().
+
+    `conn` is as for `enqueue`; if it is async, await the status. Raises JobNotFound, or the
+    driver's own error for PQ001, when nothing is known of the job.
+    """
+    return drivers.rows(conn, STATUS, (job_id,), _as_status)
+
+
+@overload
+def wait(
+    conn: psycopg.AsyncConnection[Any],
+    job_id: int,
+    timeout: float | None = None,
+    *,
+    listen: bool = True,
+) -> Coroutine[Any, Any, Status]: ...
+@overload
+def wait(
+    conn: psycopg.Connection[Any],
+    job_id: int,
+    timeout: float | None = None,
+    *,
+    listen: bool = True,
+) -> Status: ...
+def wait(
+    conn: Any, job_id: int, timeout: float | None = None, *, listen: bool = True
+) -> Any:
+    """Wait until a job has completed, died or been cancelled, and return its status.
+
+    `conn` is a connection of psycopg 3 in no transaction, which nobody else uses meanwhile; if
+    it is async, await the status. It sleeps until pgqueue notifies it. Behind a transaction
+    pooler, or with `listen` false, it polls: at first after milliseconds, then every second.
+
+    Raises TimeoutError after so many seconds, ValueError in a transaction, and JobNotFound when
+    nothing is known of the job: run remembers none that ended with keep_runs 0.
+    """
+    waiting = _wait(_Session(conn), job_id, timeout, listen)
+    if isinstance(conn, psycopg.AsyncConnection):
+        return waiting
+    return run_without_loop(waiting)
+
+
+async def _wait(
+    session: "_Session", job_id: int, timeout: float | None, listen: bool
+) -> Status:
+    began = time.monotonic()
+    async with session.listening(listen) as listens:
+        while True:
+            if listens:
+                ((pause,),) = await session.fetch(AWAIT, job_id)
+                has_ended = pause == 0
+            else:
+                has_ended = _as_status(await session.fetch(STATUS, job_id)).has_ended
+                pause = min(1.0, 0.01 + (time.monotonic() - began) / 10)
+            if has_ended:
+                return _as_status(await session.fetch(STATUS, job_id))
+            if timeout is not None:
+                left = began + timeout - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"job {job_id} has not ended in {timeout:g} s")
+                pause = min(pause, left)
+            await session.sleep(pause)
+
+
+class _Session:
+    """A connection that hears notifications: without an event loop its methods await nothing."""
+
+    def __init__(self, conn: Any) -> None:
+        self._conn = conn
+        self._is_async = isinstance(conn, psycopg.AsyncConnection)
+        self._has_heard = False
+        if conn.info.transaction_status != TransactionStatus.IDLE:
+            raise ValueError("no notification arrives in a transaction: end it first")
+
+    async def fetch(self, query: str, *params: Any) -> list[tuple[Any, ...]]:
+        """Run a statement in a transaction of its own."""
+        transaction: Any = nullcontext()
+        if not self._conn.autocommit:
+            transaction = self._conn.transaction()
+        cursor = self._conn.cursor(row_factory=tuple_row)
+        if self._is_async:
+            async with transaction:
+                await cursor.execute(query, params)
+                return await cursor.fetchall() if cursor.description else []
+        with transaction:
+            cursor.execute(query, params)
+            return cursor.fetchall() if cursor.description else []
+
+    @asynccontextmanager
+    async def listening(self, wanted: bool) -> AsyncIterator[bool]:
+        """Listen, if it can be heard; leave the session as it was."""
+        ((pid, was_listening),) = await self.fetch(SESSION)
+        if not wanted or pid != self._conn.info.backend_pid:
+            yield False
+            return
+        self._conn.add_notify_handler(self._hear)
+        try:
+            await self.fetch("listen pgqueue")
+            yield True
+        finally:
+            self._conn.remove_notify_handler(self._hear)
+            with suppress(psycopg.OperationalError):  # a broken connection has told so
+                await self.fetch("select pgqueue.await(null)")
+                if not was_listening:
+                    await self.fetch("unlisten pgqueue")
+
+    def _hear(self, notify: psycopg.Notify) -> None:
+        if (notify.channel, notify.payload) == ("pgqueue", "end"):
+            self._has_heard = True
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep so long, or until the end of some job is heard."""
+        until = time.monotonic() + seconds
+        while not self._has_heard and (left := until - time.monotonic()) > 0:
+            if self._is_async:
+                async with self._conn.lock:
+                    await self._readable(left)
+                    self._receive()
+            else:
+                with self._conn.lock:
+                    poll = select.poll()
+                    poll.register(self._conn.fileno(), select.POLLIN)
+                    poll.poll(left * 1000)
+                    self._receive()
+        self._has_heard = False
+
+    async def _readable(self, seconds: float) -> None:
+        loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._conn.fileno(), is_readable.set)
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(is_readable.wait(), seconds)
+        finally:
+            loop.remove_reader(self._conn.fileno())
+
+    def _receive(self) -> None:
+        """Pass what has arrived to the handlers, the caller's own among them."""
+        pgconn = self._conn.pgconn
+        pgconn.consume_input()
+        while notify := pgconn.notifies():
+            pgconn.notify_handler(notify)

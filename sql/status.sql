@@ -1,0 +1,358 @@
+-- One job: how far it is, what became of it, and to wait for its end.
+--
+-- Whoever waits listens on the channel pgqueue, and holds shared session locks of the class 7366516:
+-- (7366516, 256) for any job, and (7366516, the job's id modulo 256). Whoever ends jobs first deletes
+-- them, then looks whether these locks can be had (many jobs: the first of them, and only if it is
+-- taken the others), and sends a notification only if not. So nobody pays for it while nobody waits.
+--
+-- await() takes the locks first, then looks for the job, with a new snapshot. No end is missed:
+--   - Who looks for locks after that finds them, and its notification comes with its commit.
+--   - Who had looked before had deleted before. If that has committed, the job is gone. If not, the
+--     version that is still seen has been deleted, or updated before the last one was deleted: its
+--     xmax is set, by another transaction than the one that made it. (A claim locks what it updates,
+--     and leaves the new version with an xmax equal to its xmin.) Then await() says to look again soon.
+--     So it does after a mere lock, or what was rolled back, which costs some looks.
+-- What is left is a hint that got lost, because notifications are off or too many: hence two seconds.
+--
+-- As in room wake nobody waits for a lock, and a stranger who holds one causes needless notifications,
+-- or looks. A session that ends leaves none behind.
+
+create or replace function pgqueue.progress(
+    job_id bigint,
+    token bigint,
+    done numeric,
+    total numeric default null,
+    message text default null
+)
+    returns void
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+as $$
+declare
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_isolation(), pgqueue._check_progress(done, total)
+    ));
+    moment timestamptz := clock_timestamp();
+begin
+    update pgqueue.job as j
+    set progress = row(
+        greatest(moment, j.claimed_at),
+        trim_scale(round(progress.done, 6)),
+        nullif(trim_scale(round(progress.total, 6)), 0),
+        nullif(pgqueue._summary(progress.message), '')
+    )
+    where j.ctid = any (array(
+        select l.ctid
+        from pgqueue.job as l
+        where l.id = progress.job_id and l.token = progress.token
+        for update skip locked
+    ));
+    -- One whose end has not committed yet is locked, and still held.
+    if not found and not exists (
+        select from pgqueue.job as j where j.id = progress.job_id and j.token = progress.token
+    ) then
+        refused := pgqueue._refuse(pgqueue._lost(job_id, token));
+    end if;
+end;
+$$;
+
+comment on function pgqueue.progress(bigint, bigint, numeric, numeric, text) is
+'Tells how far an attempt is: so much done (0 to 1e18, in units of your own),
+of so much in total, and in a line what it is doing. Each call replaces what
+the last one said; the end of the attempt forgets it. The views jobs and
+running show it, with the rate and the time left. This never waits: while an
+open transaction has locked the job it does nothing.
+Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
+argument).';
+
+create or replace function pgqueue._last_run(job_id bigint)
+    returns pgqueue.run
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_bitmapscan = on
+as $$
+declare
+    last pgqueue.run;
+begin
+    select r.* into last
+    from pgqueue.run as r
+    where r.job_id = _last_run.job_id
+    order by r.finished_at desc, r.attempt desc
+    limit 1;
+    return last;
+end;
+$$;
+
+comment on function pgqueue._last_run(bigint) is
+'The last finished attempt of a job, as far as run remembers; else nulls.';
+
+create or replace function pgqueue.status(job_id bigint)
+    returns table (
+        id bigint, queue text, kind text, state text,
+        attempt int, max_attempts int, priority int,
+        enqueued_at timestamptz, run_at timestamptz, claimed_at timestamptz, finished_at timestamptz,
+        worker text, done numeric, total numeric, message text, rate numeric, time_left interval,
+        result jsonb, last_error text
+    )
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_indexscan = on
+as $$
+declare
+    last pgqueue.run;
+    refused boolean;
+begin
+    -- In one statement, because it may just be moving from one to the other.
+    return query
+    select
+        asked.id, coalesce(j.queue, d.queue), coalesce(j.kind, d.kind), coalesce(j.state, 'dead'),
+        coalesce(j.attempt, d.attempt), coalesce(j.max_attempts, d.max_attempts),
+        coalesce(j.priority, d.priority), coalesce(j.enqueued_at, d.enqueued_at),
+        case when d.id is null then j.run_at else d.run_at end,
+        coalesce(j.claimed_at, d.claimed_at), d.died_at, coalesce(j.worker, d.worker),
+        j.done, j.total, j.message, j.rate, j.time_left, null::jsonb, coalesce(j.last_error, d.error)
+    from (values (status.job_id)) as asked (id)
+    left join pgqueue.jobs as j on j.id = asked.id
+    left join pgqueue.dead_job as d on d.id = asked.id
+    where num_nonnulls(j.id, d.id) > 0;
+    if found then
+        return;
+    end if;
+
+    last := pgqueue._last_run(job_id);
+    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._unknown(job_id) end);
+    id := job_id;
+    queue := last.queue;
+    kind := last.kind;
+    -- After any other end there was a job, which was discarded or purged.
+    state := case when last.outcome in ('completed', 'cancelled') then last.outcome else 'gone' end;
+    attempt := last.attempt;
+    finished_at := last.finished_at;
+    worker := last.worker;
+    if last.worker is not null then
+        claimed_at := last.finished_at - last.taken;
+        run_at := claimed_at - last.waited;
+    end if;
+    if state = 'completed' then
+        result := last.result;
+    else
+        last_error := coalesce(last.error, last.result #>> '{}');
+    end if;
+    return next;
+end;
+$$;
+
+comment on function pgqueue.status(bigint) is
+'What is known of a job, in one row. Its state is that of the view jobs while
+it waits or runs, then dead, completed, cancelled, or gone (discarded or
+purged: the row is that of its last attempt). A job that has ended is looked
+for in run, which knows neither its priority nor when it was enqueued; null
+there. last_error of a cancelled job is the reason. Reads only.
+Raises PQ001 (nothing is known of it).';
+
+create or replace function pgqueue.result(job_id bigint)
+    returns jsonb
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_indexscan = on
+as $$
+declare
+    last pgqueue.run;
+    refused boolean;
+begin
+    -- In one statement, because it may just be moving from one to the other.
+    perform from pgqueue.job as j where j.id = result.job_id
+    union all
+    select from pgqueue.dead_job as d where d.id = result.job_id;
+    if found then
+        return null;
+    end if;
+    last := pgqueue._last_run(job_id);
+    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._unknown(job_id) end);
+    return case when last.outcome = 'completed' then last.result end;
+end;
+$$;
+
+comment on function pgqueue.result(bigint) is
+'What complete was given for a job. Null if that was nothing, while the job
+waits or runs, and for one that is dead, cancelled or gone: ask status.
+Raises PQ001 (nothing is known of it).';
+
+create or replace function pgqueue._awaited()
+    returns setof int
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    select l.objid::int
+    from pg_locks as l
+    where l.locktype = 'advisory' and l.pid = pg_backend_pid()
+        and l.database = (select d.oid from pg_database as d where d.datname = current_database())
+        and l.classid = 7366516 and l.objsubid = 2 and l.mode = 'ShareLock';
+end;
+$$;
+
+comment on function pgqueue._awaited() is 'Which of its locks the session holds that waits for jobs.';
+
+create or replace function pgqueue._await(job_id bigint)
+    returns boolean
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    noted text := coalesce(current_setting('pgqueue.awaited', true), '');
+    note text := format(' %s ', job_id & 255);
+    is_heard boolean;
+begin
+    -- Saves a look into pg_locks, most of the cost. A rollback may bring back the note of what was given
+    -- back since: then no notification comes, and a look every two seconds finds the end.
+    if position(note in noted) > 0 then
+        return true;
+    end if;
+    -- Each once, because each has to be given back as often as it was taken.
+    select bool_and(case when a.key is null then pg_try_advisory_lock_shared(7366516, k.key) else true end)
+    into is_heard
+    from unnest(array[256, (job_id & 255)::int]) as k (key)
+    left join pgqueue._awaited() as a (key) on a.key = k.key;
+    if is_heard then
+        perform set_config('pgqueue.awaited', noted || note, false);
+    end if;
+    return is_heard;
+end;
+$$;
+
+comment on function pgqueue._await(bigint) is
+'From now on the end of this job notifies this session. False when somebody
+else has the locks for himself.';
+
+create or replace function pgqueue._stop_awaiting()
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pg_advisory_unlock_shared(7366516, a.key) from pgqueue._awaited() as a (key);
+    perform set_config('pgqueue.awaited', '', false);
+end;
+$$;
+
+comment on function pgqueue._stop_awaiting() is 'Ends what _await began, for all jobs.';
+
+create or replace function pgqueue.await(job_id bigint)
+    returns interval
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_indexscan = on
+as $$
+declare
+    refused boolean := pgqueue._refuse(case when job_id is not null then pgqueue._check_isolation() end);
+    is_heard boolean;
+    is_changing boolean;
+begin
+    if job_id is null then
+        perform pgqueue._stop_awaiting();
+        return null;
+    end if;
+    is_heard := pgqueue._await(job_id);
+    select j.xmax <> '0'::xid and j.xmax <> j.xmin into is_changing
+    from pgqueue.job as j
+    where j.id = await.job_id;
+    if found then
+        return case when is_heard and not is_changing then interval '2 seconds' else interval '50 milliseconds' end;
+    end if;
+    if not exists (select from pgqueue.dead_job as d where d.id = await.job_id)
+        and (pgqueue._last_run(job_id)).job_id is null
+    then
+        perform pgqueue._stop_awaiting();
+        refused := pgqueue._refuse(pgqueue._unknown(job_id));
+    end if;
+    return interval '0';
+-- Who was not told that it may sleep does not wait.
+exception when query_canceled or lock_not_available or insufficient_resources
+    or program_limit_exceeded
+then
+    perform pgqueue._stop_awaiting();
+    raise;
+end;
+$$;
+
+comment on function pgqueue.await(bigint) is
+'For a session that has said LISTEN pgqueue and waits for the end of a job:
+says how long it may sleep, unless the notification "end" comes before; then
+call it again. Zero: the job has completed, died, been cancelled or removed.
+From now on the ends of such jobs notify this session, until it says
+await(null); it may await several jobs. NOTIFY is a hint, so look again when
+the time is over. Behind a transaction pooler nothing can be heard, and the
+locks that this takes would stay behind: call status now and then instead.
+Raises PQ001 (nothing is known of it), 25001 outside READ COMMITTED.';
+
+create or replace function pgqueue._tell_end(job_ids bigint[], queues text[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ended record;
+begin
+    for ended in
+        select distinct (e.id & 255)::int as fold, e.queue from unnest(job_ids, queues) as e (id, queue)
+    loop
+        if (
+            pg_try_advisory_lock(7366516, ended.fold)
+            and pg_advisory_unlock(7366516, ended.fold)
+        ) is not true then
+            perform pgqueue._notify(ended.queue, 'end');
+        end if;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._tell_end(bigint[], text[]) is
+'Notifies who waits for one of these jobs, which this transaction has deleted,
+when it commits. Without queues: none of them is one that may not notify.';
+
+create or replace function pgqueue._tell_completed(job_ids bigint[], moment timestamptz)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_bitmapscan = on
+as $$
+begin
+    if not exists (
+        select from pgqueue.queue as q where q.group_key = '' and q.kind = '' and q.notify = false
+    ) then
+        perform pgqueue._tell_end(job_ids, null);
+        return;
+    end if;
+    -- Their rows are gone: which queues they were in, run knows.
+    perform pgqueue._tell_end(array_agg(r.job_id), array_agg(r.queue))
+    from pgqueue.run as r
+    where r.finished_at = _tell_completed.moment and r.job_id = any (_tell_completed.job_ids);
+end;
+$$;
+
+comment on function pgqueue._tell_completed(bigint[], timestamptz) is
+'_tell_end, of the jobs that complete_many has completed at this moment.';

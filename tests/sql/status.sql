@@ -1,0 +1,132 @@
+-- progress, status, result, await: one job, as one session sees it. What two do is in test_status.py.
+begin;
+set local client_min_messages = warning;
+create extension if not exists pgtap;
+create extension if not exists pgqueue;
+select plan(42);
+
+create temporary view awaiting as
+select l.objid::int as key, l.mode from pg_locks as l
+where l.locktype = 'advisory' and l.classid = 7366516 and l.pid = pg_backend_pid();
+
+-- Progress
+
+select pgqueue.enqueue('p') as id \gset
+select token from pgqueue.claim('p', 'w', lease => '1 hour') \gset
+update pgqueue.job set claimed_at = now() - interval '100 s' where id = :id;
+select pg_stat_get_xact_tuples_updated('pgqueue.job'::regclass) - pg_stat_get_xact_tuples_hot_updated('pgqueue.job'::regclass) as cold \gset
+select lives_ok(format('select pgqueue.progress(%s, %s, 20, 100, %L)', :id, :token, E'reads\npages'), 'progress of a job that is held');
+select is(
+    pg_stat_get_xact_tuples_updated('pgqueue.job'::regclass) - pg_stat_get_xact_tuples_hot_updated('pgqueue.job'::regclass),
+    :cold::bigint, 'progress is a HOT update'
+);
+select results_eq(
+    $$ select done, total, message, round(rate, 1), time_left between '390 s' and '420 s'
+       from pgqueue.running where queue = 'p' $$,
+    $$ values (20::numeric, 100::numeric, 'reads', 0.2, true) $$,
+    'running shows how much is done, the first line of the message, the rate, and the time left'
+);
+select pgqueue.progress(:id, :token, 40.5);
+select results_eq(
+    $$ select done, total, message, time_left from pgqueue.jobs where queue = 'p' $$,
+    $$ values (40.5, null::numeric, null::text, null::interval) $$,
+    'progress replaces all that was said before; without a total no time is left to tell'
+);
+select pgqueue.progress(:id, :token, 120, 100);
+select is((select time_left from pgqueue.jobs where id = :id), interval '0', 'what has exceeded its total has no time left');
+select pgqueue.progress(:id, :token, 0, 100);
+select results_eq(
+    $$ select rate, time_left from pgqueue.jobs where queue = 'p' $$, $$ values (0::numeric, null::interval) $$,
+    'who has done nothing has no time left to tell'
+);
+select pgqueue.progress(:id, :token, 1e-6, 1e18, repeat('long ', 1000));
+select is((select length(message) from pgqueue.running where id = :id), 500, 'of a long message 500 characters are kept');
+select is((select time_left from pgqueue.running where id = :id), null, 'an absurd total breaks no view');
+select pgqueue.progress(:id, :token, 1, 1e-9);
+select is((select total from pgqueue.running where id = :id), null, 'nobody has to divide by a total of zero');
+update pgqueue.job set claimed_at = now() + interval '1 day' where id = :id;
+select pgqueue.progress(:id, :token, 1, 2);
+select is((select rate from pgqueue.running where id = :id), null, 'where the clock went back there is no rate');
+
+select throws_ok(
+    format('select pgqueue.progress(%s, %s, %s)', :id, :token, bad), '22023', null, format('progress refuses %s', bad)
+)
+from unnest(array['null', '-1', '''NaN''', '''infinity''', '1e19', '1, 0', '1, -1', '1, ''NaN''']) as b (bad);
+select throws_ok(format('select pgqueue.progress(%s, %s, 1)', :id, :token + 1), 'PQ002', null, 'progress under another token raises PQ002');
+update pgqueue.job set lease_expires_at = now() - interval '1 s' where id = :id;
+select lives_ok(
+    format('select pgqueue.progress(%s, %s, 1)', :id, :token), 'a lease that expired and that nobody recovered is still held'
+);
+
+select pgqueue.fail(:id, :token, 'e', retry_in => '0');
+select is((select done from pgqueue.jobs where id = :id), null, 'a job that waits for its retry shows no progress');
+select token from pgqueue.claim('p', 'w') \gset
+select pgqueue.progress(:id, :token, 1);
+select pgqueue.release(array[:id], array[:token]);
+select is((select done from pgqueue.jobs where id = :id), null, 'nor does one that was released');
+select token from pgqueue.claim('p', 'w') \gset
+select pgqueue.progress(:id, :token, 1);
+update pgqueue.job set lease_expires_at = now() - interval '1 s' where id = :id;
+select is((select progress from pgqueue.claim('p', 'w')), null, 'nor one that was recovered');
+select token from pgqueue.job where id = :id \gset
+select pgqueue.complete(:id, :token);
+
+-- Status and result
+
+create function pg_temp.known(id bigint) returns text
+    language sql as $$
+    select concat_ws(' ', s.state, s.queue, s.kind, s.attempt, coalesce(s.max_attempts::text, '-'),
+        coalesce(s.worker, '-'), s.done, s.result, split_part(s.last_error, E'\n', 1),
+        case when s.finished_at is not null then 'finished' end)
+    from pgqueue.status(id) as s
+$$;
+
+select pgqueue.enqueue('s', kind => 'k', max_attempts => 2) as id \gset
+select is(pg_temp.known(:id), 'ready s k 0 2 -', 'status of a job that waits');
+select token from pgqueue.claim('s', 'w') \gset
+select pgqueue.progress(:id, :token, 3);
+select is(pg_temp.known(:id), 'running s k 1 2 w 3', 'status of a job that runs');
+select is(pgqueue.result(:id), null, 'a job that runs has no result');
+select pgqueue.fail(:id, :token, E'Error: e\nat line 1', retry_in => '1 hour');
+select is(pg_temp.known(:id), 'scheduled s k 1 2 - Error: e', 'status of a job that waits for its retry');
+select pgqueue.run_now(:id);
+select token from pgqueue.claim('s', 'w') \gset
+select pgqueue.fail(:id, :token, 'Error: last');
+select is(pg_temp.known(:id), 'dead s k 2 2 w Error: last finished', 'status of a dead job');
+select is(pgqueue.result(:id), null, 'a dead job has no result');
+select pgqueue.discard(:id);
+select is(pg_temp.known(:id), 'gone s k 2 - w Error: last finished', 'status of a dead job that was discarded');
+
+select pgqueue.enqueue('s') as id \gset
+select token from pgqueue.claim('s', 'w') \gset
+select pgqueue.complete(:id, :token, '{"sum": 7}');
+select is(pg_temp.known(:id), 'completed s s 1 - w {"sum": 7} finished', 'status of a job that has completed');
+select is(pgqueue.result(:id), '{"sum": 7}', 'result of a job that has completed');
+select pgqueue.enqueue('s') as id \gset
+select pgqueue.cancel(:id, 'a typo');
+select is(pg_temp.known(:id), 'cancelled s s 0 - - a typo finished', 'status of a cancelled job tells the reason');
+select is(pgqueue.result(:id), null, 'a cancelled job has no result');
+
+select pgqueue.configure('none', keep_runs => 0);
+select pgqueue.enqueue('none') as id \gset
+select token from pgqueue.claim('none', 'w') \gset
+select pgqueue.complete(:id, :token);
+select throws_ok(format('select pgqueue.%s(%s)', f.name, :id), 'PQ001', null, format('%s knows nothing of a job without a run', f.name))
+from unnest(array['status', 'result', 'await']) as f (name);
+select is((select count(*) from awaiting), 0::bigint, 'who awaits an unknown job holds no lock');
+
+-- Await
+
+select pgqueue.enqueue('a') as id \gset
+select is(pgqueue.await(:id), interval '2 seconds', 'who awaits a job that waits may sleep');
+select pgqueue.enqueue('a') as other \gset
+select pgqueue.await(j.id) from pgqueue.job as j where j.queue = 'a';
+select results_eq(
+    'select count(*), max(key), min(mode) from awaiting', $$ values (3::bigint, 256, 'ShareLock') $$,
+    'who awaits two jobs holds a lock for each, and one for all'
+);
+select is(pgqueue.await(null), null, 'await of null is no wait');
+select is((select count(*) from awaiting), 0::bigint, 'and gives all locks back, however often each was asked for');
+
+select * from finish();
+rollback;
