@@ -8,7 +8,7 @@ EXTVERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.cont
 NOUNS = sql/schema.sql
 VERBS = sql/check.sql sql/settings.sql sql/enqueue.sql sql/wake.sql sql/lane.sql sql/pick.sql sql/age.sql \
         sql/turn.sql sql/limit.sql sql/park.sql sql/permit.sql sql/cap.sql sql/delay.sql sql/claim.sql \
-        sql/lease.sql sql/attempt.sql sql/finish.sql sql/manage.sql sql/dead.sql sql/cron.sql \
+        sql/lease.sql sql/attempt.sql sql/finish.sql sql/manage.sql sql/dead.sql sql/depend.sql sql/batch.sql sql/cron.sql \
         sql/schedule.sql sql/maintain.sql sql/observe.sql sql/status.sql sql/access.sql
 
 SCRIPT = sql/$(EXTENSION)--$(EXTVERSION).sql

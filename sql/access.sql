@@ -10,7 +10,9 @@ create or replace function pgqueue._grants(kind text)
 as $$
     select true, f.name
     from unnest(case _grants.kind
-        when 'producer' then array['enqueue', 'enqueue_many', 'status', 'result', 'await', 'version']
+        when 'producer' then array[
+            'enqueue', 'enqueue_many', 'create_batch', 'close_batch', 'status', 'result', 'await', 'version'
+        ]
         when 'worker' then array[
             'claim', 'claim_from', 'extend', 'progress', 'complete', 'complete_many', 'fail', 'release',
             'finish', 'reap', 'maintain', 'rest', 'schedule', 'next_slots', 'version'

@@ -78,7 +78,7 @@ begin
         coalesce(j.claimed_at, _log.moment) - least(j.run_at, j.claimed_at, _log.moment),
         _log.moment - coalesce(j.claimed_at, _log.moment),
         j.queue, j.kind, e.outcome, j.worker,
-        case when e.outcome = 'cancelled' then to_jsonb(j.cancel_reason) end,
+        case when e.outcome = 'cancelled' then to_jsonb(coalesce(j.cancel_reason, e.error)) end,
         case when e.outcome <> 'cancelled' then pgqueue._summary(e.error) end
     from unnest(picks, outcomes, errors) as e (place, outcome, error)
     join pgqueue.job as j on j.ctid = e.place
@@ -123,12 +123,12 @@ begin
 
     insert into pgqueue.dead_job (
         id, died_at, enqueued_at, run_at, claimed_at, priority, attempt, max_attempts,
-        queue, kind, unique_key, group_key, worker, error, payload, headers, errors
+        queue, kind, unique_key, group_key, worker, terms, error, payload, headers, errors
     )
     select
         j.id, _end.moment, j.enqueued_at, j.run_at, j.claimed_at,
         j.priority, j.attempt, j.max_attempts, j.queue, j.kind,
-        j.unique_key, j.group_key, j.worker, e.error, j.payload,
+        j.unique_key, j.group_key, j.worker, j.terms, e.error, j.payload,
         j.headers, pgqueue._add_error(j, e.error, _end.moment)
     from unnest(picks, outcomes, errors) as e (place, outcome, error)
     join pgqueue.job as j on j.ctid = e.place
@@ -145,6 +145,14 @@ begin
     )
     select array_agg(d.id) as ids, array_agg(d.queue) as queues into gone from deleted as d;
     perform pgqueue._tell_end(gone.ids, gone.queues);
+    if pg_relation_size('pgqueue.dependency') > 0 and gone.ids is not null then
+        perform pgqueue._settle(gone.ids, array(
+            select case when d.id is null then 'cancelled' else 'dead' end
+            from unnest(gone.ids) with ordinality as g (id, place)
+            left join pgqueue.dead_job as d on d.id = g.id
+            order by g.place
+        ));
+    end if;
 
     update pgqueue.job as j
     set run_at = coalesce(e.retry_at, j.run_at),

@@ -118,7 +118,8 @@ create or replace function pgqueue._check_job(
     on_duplicate text,
     group_key text,
     headers jsonb,
-    unique_for interval default null
+    unique_for interval default null,
+    expires_at timestamptz default null
 )
     returns text[]
     language plpgsql
@@ -157,13 +158,18 @@ begin
             'unique_key is null.',
             'Name what may be enqueued only once in that time.'
         ]
+        when expires_at not between '1970-01-01' and '9998-12-31' then array[
+            'expires_at must lie between the years 1970 and 9998',
+            format('It is %s.', expires_at),
+            'Leave it out for a job that may begin at any time.'
+        ]
         else coalesce(pgqueue._check_priority(priority), pgqueue._check_run_at(run_at))
     end;
 end;
 $$;
 
 comment on function pgqueue._check_job(
-    text, text, int, timestamptz, int, text, text, text, jsonb, interval
+    text, text, int, timestamptz, int, text, text, text, jsonb, interval, timestamptz
 ) is
 'Refuses what enqueue cannot take; null passes, but for the queue.';
 

@@ -52,7 +52,7 @@ begin
         max_jobs := coalesce(max_jobs, 1);
     end if;
     if pg_sequence_last_value('pgqueue._cell_due'::regclass) is not null then
-        moment := pgqueue._fire_by_the_way(moment);
+        moment := pgqueue._look_around_by_the_way(moment);
     end if;
     if pg_relation_size('pgqueue.queue') > 0 then
         settings := pgqueue._in_force(queue);

@@ -49,8 +49,19 @@ begin
         set payload = case when on_duplicate = 'replace' then _on_duplicate.payload else j.payload end,
             priority = case when on_duplicate = 'replace' then _on_duplicate.priority else j.priority end,
             run_at = case
+                when j.run_at = 'infinity' then j.run_at
                 when on_duplicate = 'replace' then _on_duplicate.run_at
                 else greatest(j.run_at, _on_duplicate.run_at)
+            end,
+            terms = case when j.run_at = 'infinity'
+                then row(
+                    (j.terms).expires_at,
+                    case when on_duplicate = 'replace'
+                        then _on_duplicate.run_at else greatest((j.terms).run_at, _on_duplicate.run_at)
+                    end,
+                    (j.terms).batch_id
+                )
+                else j.terms
             end,
             turn = null
         where j.id = present.id and j.lease_expires_at is null
@@ -186,7 +197,11 @@ create or replace function pgqueue.enqueue(
     on_duplicate text default null,
     group_key text default null,
     headers jsonb default null,
-    unique_for interval default null
+    unique_for interval default null,
+    expires_at timestamptz default null,
+    batch_id bigint default null,
+    after bigint[] default null,
+    if_dead text default null
 )
     returns bigint
     language plpgsql
@@ -199,8 +214,11 @@ declare
     moment timestamptz := clock_timestamp();
     fold int := hashtext(enqueue.queue) & 255;
     has_options boolean := num_nonnulls(
-        priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers, unique_for
+        priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers, unique_for,
+        expires_at, batch_id, after, if_dead
     ) > 0;
+    terms pgqueue._terms;
+    new_id bigint;
     refused boolean;
     turn timestamptz;
     job_id bigint;
@@ -211,8 +229,17 @@ begin
     if has_options or (octet_length(queue) between 1 and 200) is not true then
         refused := pgqueue._refuse(pgqueue._check_job(
             queue, kind, priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers,
-            unique_for
+            unique_for, expires_at
         ));
+        if num_nonnulls(expires_at, batch_id, after, if_dead) > 0 then
+            refused := pgqueue._refuse(pgqueue._check_after(after, if_dead));
+            if batch_id is not null then
+                perform pgqueue._lock_batch(batch_id);
+            end if;
+            after := nullif(after, '{}');
+            terms := row(expires_at, case when after is not null then run_at end, batch_id);
+            run_at := case when after is null then run_at else 'infinity' end;
+        end if;
         if unique_for is not null then
             job_id := pgqueue._recent_job(queue, unique_key, on_duplicate);
             if job_id is not null then
@@ -255,13 +282,13 @@ begin
         loop
             insert into pgqueue.job as j (
                 run_at, enqueued_at, turn, priority, max_attempts,
-                queue, kind, unique_key, group_key, payload, headers
+                queue, kind, unique_key, group_key, terms, payload, headers
             )
             values (
                 coalesce(enqueue.run_at, moment), moment, turn, coalesce(enqueue.priority, 0),
                 coalesce(enqueue.max_attempts, settings.max_attempts, 20),
                 enqueue.queue, coalesce(enqueue.kind, enqueue.queue),
-                enqueue.unique_key, enqueue.group_key,
+                enqueue.unique_key, enqueue.group_key, terms,
                 coalesce(enqueue.payload, '{}'), enqueue.headers
             )
             -- Waits for a transaction that is just enqueueing, completing or claiming a
@@ -272,7 +299,8 @@ begin
 
             job_id := pgqueue._on_duplicate(
                 queue, unique_key, coalesce(on_duplicate, 'skip'),
-                coalesce(payload, '{}'), coalesce(priority, 0), coalesce(run_at, moment)
+                coalesce(payload, '{}'), coalesce(priority, 0),
+                coalesce(case when after is null then run_at else (terms).run_at end, moment)
             );
             -- Here, and not by _refuse(): enqueue_many() adds a line of CONTEXT.
             if on_duplicate = 'error' and job_id is not null then
@@ -285,8 +313,17 @@ begin
             exit when job_id is not null;
         end loop;
 
-        if found and unique_for is not null then
-            job_id := pgqueue._begin_window(queue, unique_key, on_duplicate, job_id, moment + unique_for);
+        if found then
+            new_id := job_id;
+            if unique_for is not null then
+                job_id := pgqueue._begin_window(queue, unique_key, on_duplicate, job_id, moment + unique_for);
+            end if;
+            if batch_id is not null and job_id = new_id then
+                perform pgqueue._join_batch(array[job_id], batch_id);
+            end if;
+            if after is not null and job_id = new_id then
+                perform pgqueue._wait_for(job_id, after, if_dead);
+            end if;
         end if;
         perform pgqueue._announce(queue, priority, run_at, turn is not null);
     end if;
@@ -307,7 +344,8 @@ end;
 $$;
 
 comment on function pgqueue.enqueue(
-    text, jsonb, text, int, timestamptz, int, text, text, text, jsonb, interval
+    text, jsonb, text, int, timestamptz, int, text, text, text, jsonb, interval, timestamptz, bigint, bigint[],
+    text
 ) is
 'Adds a job in the caller''s transaction and returns its id; for a duplicate,
 the id of the job that has the unique_key. Larger priority (-100 to 100) runs
@@ -316,13 +354,18 @@ open transaction waits for its end, then does as on_duplicate says: skip
 (default), replace or postpone a job that is not running, or error; one that
 runs stays as it is, which a NOTICE tells. With unique_for the key is taken for
 so long, up to 1 year, whatever becomes of the job: at most one in that time.
+No attempt begins after expires_at. batch_id makes the job part of a batch.
+With after it is blocked until these jobs have completed; if one of them dies
+or is cancelled it is cancelled, or with if_dead run it need not wait for it.
+An enqueue that adds no job joins no batch and waits for nothing.
 Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with
-on_duplicate error).';
+on_duplicate error), PQ001 (no such batch, or a job in after that never was),
+55000 (the batch has finished).';
 
 create or replace function pgqueue._insert_keyed(
     queue text, payloads jsonb[], kind text, priority int, run_at timestamptz,
     max_attempts int[], unique_keys text[], on_duplicate text, group_keys text[], headers jsonb,
-    moment timestamptz, turns timestamptz[]
+    moment timestamptz, turns timestamptz[], terms pgqueue._terms
 )
     returns bigint[]
     language plpgsql
@@ -353,7 +396,7 @@ begin
             with inserted as (
                 insert into pgqueue.job as j (
                     id, run_at, enqueued_at, turn, priority, max_attempts,
-                    queue, kind, unique_key, group_key, payload, headers
+                    queue, kind, unique_key, group_key, terms, payload, headers
                 )
                 overriding system value
                 select
@@ -364,7 +407,8 @@ begin
                     ),
                     moment, g.turn, coalesce(_insert_keyed.priority, 0), g.max_attempts,
                     _insert_keyed.queue, coalesce(_insert_keyed.kind, _insert_keyed.queue),
-                    g.unique_key, g.group_key, coalesce(g.payload, '{}'), _insert_keyed.headers
+                    g.unique_key, g.group_key, _insert_keyed.terms, coalesce(g.payload, '{}'),
+                    _insert_keyed.headers
                 from unnest(ids, payloads, unique_keys, group_keys, turns, max_attempts) with ordinality
                     as g (id, payload, unique_key, group_key, turn, max_attempts, place)
                 order by g.unique_key, g.id
@@ -400,7 +444,8 @@ end;
 $$;
 
 comment on function pgqueue._insert_keyed(
-    text, jsonb[], text, int, timestamptz, int[], text[], text, text[], jsonb, timestamptz, timestamptz[]
+    text, jsonb[], text, int, timestamptz, int[], text[], text, text[], jsonb, timestamptz, timestamptz[],
+    pgqueue._terms
 ) is
 'Adds the jobs whose keys are free and returns their ids, null for the others,
 whose jobs it locks where they are to be replaced or postponed.';
@@ -442,7 +487,9 @@ create or replace function pgqueue.enqueue_many(
     unique_keys text[] default null,
     on_duplicate text default null,
     group_keys text[] default null,
-    headers jsonb default null
+    headers jsonb default null,
+    expires_at timestamptz default null,
+    batch_id bigint default null
 )
     returns setof bigint
     language plpgsql
@@ -458,6 +505,9 @@ declare
     moment timestamptz := clock_timestamp();
     has_groups boolean := num_nonnulls(variadic group_keys) > 0;
     turns timestamptz[];
+    terms pgqueue._terms := case when num_nonnulls(expires_at, batch_id) > 0
+        then row(expires_at, null, batch_id)
+    end;
     ids bigint[];
     given record;
     job_id bigint;
@@ -471,7 +521,7 @@ begin
     end if;
     refused := pgqueue._refuse(coalesce(
         pgqueue._check_job(
-            queue, kind, priority, run_at, max_attempts, null, on_duplicate, null, headers
+            queue, kind, priority, run_at, max_attempts, null, on_duplicate, null, headers, null, expires_at
         ),
         pgqueue._check_many(payloads, unique_keys, group_keys, coalesce(
             own_bytes, case when settings.max_payload_bytes is not null
@@ -479,6 +529,9 @@ begin
             end
         ))
     ));
+    if batch_id is not null then
+        perform pgqueue._lock_batch(batch_id);
+    end if;
     perform pgqueue._wake(queue);
     if has_groups and pgqueue._has_limits(queue) then
         perform pgqueue._make_slots(queue, group_keys);
@@ -491,10 +544,11 @@ begin
     end if;
     perform pgqueue._announce(queue, priority, run_at, turns is not null);
 
-    if unique_keys is null then
+    if unique_keys is null and batch_id is null then
         return query
         insert into pgqueue.job as j (
-            run_at, enqueued_at, turn, priority, max_attempts, queue, kind, group_key, payload, headers
+            run_at, enqueued_at, turn, priority, max_attempts,
+            queue, kind, group_key, terms, payload, headers
         )
         -- A microsecond apart, so that the position of a claim can lie between any two.
         select
@@ -505,7 +559,7 @@ begin
             moment, g.turn, coalesce(enqueue_many.priority, 0),
             coalesce(enqueue_many.max_attempts, g.max_attempts, settings.max_attempts, 20),
             enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
-            g.group_key, coalesce(g.payload, '{}'), enqueue_many.headers
+            g.group_key, terms, coalesce(g.payload, '{}'), enqueue_many.headers
         from unnest(payloads, group_keys, turns, own_attempts) with ordinality
             as g (payload, group_key, turn, max_attempts, place)
         returning j.id;
@@ -517,8 +571,11 @@ begin
             case when max_attempts is null then own_attempts end,
             array_fill(coalesce(max_attempts, settings.max_attempts, 20), array[cardinality(payloads)])
         ),
-        unique_keys, on_duplicate, group_keys, headers, moment, turns
+        unique_keys, on_duplicate, group_keys, headers, moment, turns, terms
     );
+    if batch_id is not null then
+        perform pgqueue._join_batch(array_remove(ids, null), batch_id);
+    end if;
     for given in
         select g.*
         from unnest(ids, payloads, unique_keys, group_keys) with ordinality
@@ -528,7 +585,8 @@ begin
     loop
         job_id := pgqueue.enqueue(
             queue, given.payload, kind, priority, run_at, max_attempts,
-            given.unique_key, on_duplicate, given.group_key, headers
+            given.unique_key, on_duplicate, given.group_key, headers,
+            expires_at => expires_at, batch_id => batch_id
         );
         ids[given.place] := job_id;
     end loop;
@@ -537,11 +595,11 @@ end;
 $$;
 
 comment on function pgqueue.enqueue_many(
-    text, jsonb[], text, int, timestamptz, int, text[], text, text[], jsonb
+    text, jsonb[], text, int, timestamptz, int, text[], text, text[], jsonb, timestamptz, bigint
 ) is
 'Adds one job for each payload, all or none, and returns their ids in the order
 of the input. unique_keys and group_keys, where given, are as long as
 payloads; a null in them means none. A key that occurs twice, or is taken, is
-treated by on_duplicate as in enqueue.
+treated by on_duplicate as in enqueue; so are expires_at and batch_id.
 Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with
-on_duplicate error).';
+on_duplicate error), PQ001 (no such batch), 55000 (the batch has finished).';

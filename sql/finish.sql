@@ -48,6 +48,9 @@ begin
     ) is not true then
         perform pgqueue._notify(done.queue, 'end');
     end if;
+    if pg_relation_size('pgqueue.dependency') > 0 then
+        perform pgqueue._settle(array[job_id], array['completed']);
+    end if;
     if keep_runs > 0 then
         insert into pgqueue.run (
             slot, attempt, job_id, finished_at, waited, taken,
@@ -93,6 +96,7 @@ declare
     is_configured boolean := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
     queues text[];
     group_keys text[];
+    ended bigint[];
 begin
     if pg_relation_size('pgqueue.slot') > 0 then
         select array_agg(j.queue), array_agg(j.group_key) into queues, group_keys
@@ -104,7 +108,6 @@ begin
             select j.ctid from pgqueue.job as j where j.id = any (complete_many.job_ids)
         ));
     end if;
-    return query
     with done as (
         delete from pgqueue.job as j
         where j.id = any (complete_many.job_ids)
@@ -142,13 +145,17 @@ begin
         ) as kept (days)
         where kept.days > 0
     )
-    select d.id from done as d;
+    select array_agg(d.id) into ended from done as d;
+    if pg_relation_size('pgqueue.dependency') > 0 and ended is not null then
+        perform pgqueue._settle(ended, array_fill('completed'::text, array[cardinality(ended)]));
+    end if;
     if queues is not null then
         perform pgqueue._recall(queues, group_keys);
     end if;
     if (pg_try_advisory_lock(7366516, 256) and pg_advisory_unlock(7366516, 256)) is not true then
-        perform pgqueue._tell_completed(job_ids, moment);
+        perform pgqueue._tell_completed(ended, moment);
     end if;
+    return query select e.id from unnest(ended) as e (id);
 end;
 $$;
 

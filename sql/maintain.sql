@@ -205,6 +205,9 @@ begin
     task := 'fire schedules';
     done := pgqueue._fire_due(clock_timestamp());
     return next;
+    task := 'tie loose ends';
+    done := pgqueue._tie_loose_ends();
+    return next;
     task := 'forget runs';
     done := pgqueue._forget_runs();
     return next;
@@ -217,6 +220,9 @@ begin
     task := 'forget keys';
     done := pgqueue._forget_keys();
     return next;
+    task := 'forget batches';
+    done := pgqueue._forget_batches();
+    return next;
 end;
 $$;
 
@@ -225,6 +231,8 @@ comment on function pgqueue.maintain() is
 leases (done: jobs), fires up to 100 schedules that are due (done: jobs),
 empties the tables of run whose days are over (done: tables), drops the slots
 of groups that have no job (done: slots) and their permits (done: permits), and
-up to 100,000 windows of unique_for that have ended (done: windows). Call it
-every minute or so, from a worker, cron or psql; any number may run at once.
+up to 100,000 windows of unique_for that have ended (done: windows), and up to
+10,000 batches that finished 14 days ago (done: batches); looks again at jobs
+and batches that may not wait any more (done: looks). Call it every minute or
+so, from a worker, cron or psql; any number may run at once.
 Raises 25001 outside READ COMMITTED.';

@@ -214,10 +214,12 @@ begin
     ), deleted as (
         delete from pgqueue.job as j using doomed where j.id = doomed.id returning j.id
     )
-    select coalesce(sum(f.jobs), 0) as jobs, array_agg(f.fold) as folds, array_agg(purge.queue) as queues
-    into purged
-    from (select d.id & 255 as fold, count(*) as jobs from deleted as d group by 1) as f;
-    perform pgqueue._tell_end(purged.folds, purged.queues);
+    select array_agg(d.id) as ids, count(*) as jobs into purged from deleted as d;
+    perform pgqueue._tell_end(array_agg(f.fold), array_agg(purge.queue))
+    from (select distinct d.id & 255 as fold from unnest(purged.ids) as d (id)) as f;
+    if pg_relation_size('pgqueue.dependency') > 0 and purged.jobs > 0 then
+        perform pgqueue._settle(purged.ids, array_fill('cancelled'::text, array[purged.jobs::int]));
+    end if;
     return purged.jobs;
 end;
 $$;

@@ -217,8 +217,7 @@ declare
     fired int := 0;
     look_again_at timestamptz;
 begin
-    -- rest() works in a read-only transaction, too.
-    if pg_relation_size('pgqueue.schedule') = 0 or current_setting('transaction_read_only') = 'on' then
+    if pg_relation_size('pgqueue.schedule') = 0 then
         return 0;
     end if;
     -- Others go on meanwhile.
@@ -252,7 +251,36 @@ comment on function pgqueue._fire_due(timestamptz) is
 'Fires up to 100 schedules that are due, the longest due first, and says in the
 cell when to look again. Returns how many jobs that made.';
 
-create or replace function pgqueue._fire_by_the_way(moment timestamptz)
+create or replace function pgqueue._look_around(moment timestamptz)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- rest() works in a read-only transaction, too.
+    if current_setting('transaction_read_only') = 'on' then
+        return;
+    end if;
+    perform pgqueue._fire_due(moment);
+    if pg_relation_size('pgqueue.loose_end') > 0 then
+        perform pgqueue._tie_loose_ends();
+        perform setval('pgqueue._cell_due', least(
+            pgqueue._since_2020(moment + interval '200 milliseconds'),
+            case when pg_relation_size('pgqueue.schedule') > 0
+                then pg_sequence_last_value('pgqueue._cell_due'::regclass)
+            end
+        ));
+    elsif pg_relation_size('pgqueue.schedule') = 0 then
+        perform setval('pgqueue._cell_due', pgqueue._since_2020(moment + interval '1 second'));
+    end if;
+end;
+$$;
+
+comment on function pgqueue._look_around(timestamptz) is
+'Does what is due beside claims: schedules, and loose ends. Says in the cell when
+to look again.';
+
+create or replace function pgqueue._look_around_by_the_way(moment timestamptz)
     returns timestamptz
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -266,14 +294,14 @@ begin
     ) then
         return moment;
     end if;
-    perform pgqueue._fire_due(moment);
+    perform pgqueue._look_around(moment);
     return clock_timestamp();
 end;
 $$;
 
-comment on function pgqueue._fire_by_the_way(timestamptz) is
-'For a claim: fires what is due by now; returns the moment as of which to claim,
-so that it gets these jobs.';
+comment on function pgqueue._look_around_by_the_way(timestamptz) is
+'_look_around for a claim, if it is time; returns the moment as of which to claim,
+so that it gets what has become due.';
 
 create or replace function pgqueue._until_slot(queues text[], moment timestamptz)
     returns interval
@@ -286,6 +314,9 @@ create or replace function pgqueue._until_slot(queues text[], moment timestamptz
     set enable_indexscan = on
 as $$
 begin
+    if pg_relation_size('pgqueue.loose_end') > 0 and exists (select from pgqueue.loose_end) then
+        return interval '200 milliseconds';
+    end if;
     return (
         -- One that is due and was not fired is just being fired.
         select case when min(d.due_at) <= moment then interval '50 milliseconds' else min(d.due_at) - moment end
@@ -302,7 +333,8 @@ end;
 $$;
 
 comment on function pgqueue._until_slot(text[], timestamptz) is
-'How long until a schedule of one of these queues is due; null for none.';
+'How long until a schedule of one of these queues is due, or a loose end has to
+be looked at; null for never.';
 
 create or replace function pgqueue.schedule(
     name text,

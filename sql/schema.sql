@@ -23,8 +23,8 @@
 -- The rooms after this one, in the order in which a job meets them: check (arguments), settings,
 -- enqueue (producer), wake (who sleeps), lane, pick and age (which jobs are due), turn, limit and park
 -- (groups), permit, cap and delay (caps), claim, lease, attempt and finish (worker), manage and dead
--- (operator), cron and schedule (recurring jobs), maintain, observe (views), status (one
--- job), access (roles).
+-- (operator), depend and batch (what waits for ends), cron and schedule (recurring jobs), maintain,
+-- observe (views), status (one job), access (roles).
 -- Every function says for itself how names are found and statements planned (claim says why), so
 -- the same lines stand above most bodies; filters and options stand in each signature.
 
@@ -42,6 +42,11 @@ create type pgqueue._progress as (told_at timestamptz, done numeric, total numer
 comment on type pgqueue._progress is
 'How far an attempt is, and when it said so: so much done of a total, in units
 of its own, and what it is doing.';
+
+create type pgqueue._terms as (expires_at timestamptz, run_at timestamptz, batch_id bigint);
+comment on type pgqueue._terms is
+'On which terms a job runs, where there are any: not begun after expires_at;
+run_at, once nothing holds it up any more (null: at once); part of a batch.';
 
 -- Fixed-width columns first, so that the ones every claim compares are found without
 -- walking over text; the wide ones that only a handler reads come last.
@@ -68,6 +73,7 @@ create table pgqueue.job (
     worker text,
     cancel_reason text,
     progress pgqueue._progress,
+    terms pgqueue._terms,
     payload jsonb not null,
     headers jsonb,
     errors jsonb not null default '[]',
@@ -124,6 +130,7 @@ comment on column pgqueue.job.group_key is 'The entity or tenant it belongs to; 
 comment on column pgqueue.job.worker is 'The name that the claiming worker gave; null when not leased.';
 comment on column pgqueue.job.cancel_reason is 'What the operator said when cancelling.';
 comment on column pgqueue.job.progress is 'How far the present attempt says it is; null if it says nothing.';
+comment on column pgqueue.job.terms is 'Its batch, its end, and what it waits for, if there are any.';
 comment on column pgqueue.job.payload is 'The content, for the handler.';
 comment on column pgqueue.job.headers is 'An object of metadata, such as a trace id; null for none.';
 comment on column pgqueue.job.errors is 'The last 10 failures, oldest first: attempt, at, worker, error.';
@@ -273,6 +280,7 @@ create table pgqueue.dead_job (
     unique_key text,
     group_key text,
     worker text,
+    terms pgqueue._terms,
     error text not null,
     payload jsonb not null,
     headers jsonb,
@@ -296,6 +304,7 @@ comment on column pgqueue.dead_job.kind is 'Which handler ran it.';
 comment on column pgqueue.dead_job.unique_key is 'Its key; free for other jobs while this one is dead.';
 comment on column pgqueue.dead_job.group_key is 'The entity or tenant it belongs to; null for none.';
 comment on column pgqueue.dead_job.worker is 'Who ran the last attempt.';
+comment on column pgqueue.dead_job.terms is 'Its batch, and its end, if there are any.';
 comment on column pgqueue.dead_job.error is 'The last error.';
 comment on column pgqueue.dead_job.payload is 'The content, for the handler.';
 comment on column pgqueue.dead_job.headers is 'An object of metadata; null for none.';
@@ -558,6 +567,99 @@ create type pgqueue._cron as (
 comment on type pgqueue._cron is
 'What a cron text lists, each in order, and whether either of the two days is
 enough.';
+
+-- What waits for the end of jobs. No row is ever written again: it is deleted by the end of its job.
+create table pgqueue.dependency (
+    job_id bigint not null,
+    waiter_id bigint not null,
+    runs_if_dead boolean not null,
+    constraint dependency_pkey primary key (job_id, waiter_id)
+) with (
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 20000,
+    autovacuum_vacuum_cost_delay = 0,
+    vacuum_index_cleanup = on
+);
+comment on table pgqueue.dependency is
+'Which jobs have not ended yet for which others, or batches, wait.';
+comment on column pgqueue.dependency.job_id is 'The job that has to end.';
+comment on column pgqueue.dependency.waiter_id is 'The job, or the batch, that waits for it.';
+comment on column pgqueue.dependency.runs_if_dead is
+'Whether any end will do; else the job that waits is cancelled unless this one
+completes.';
+-- By a hash, so that a look at any of them may begin anywhere.
+create index dependency_waiter_idx on pgqueue.dependency (waiter_id, hashint8(job_id));
+comment on index pgqueue.dependency_waiter_idx is 'Does it wait for anything still?';
+
+create table pgqueue.loose_end (
+    job_id bigint not null,
+    horizon xid8 not null,
+    outcome text
+);
+alter table pgqueue.loose_end replica identity full;
+comment on table pgqueue.loose_end is
+'Where the end of a job could not see what others were just doing; somebody
+looks again.';
+comment on column pgqueue.loose_end.job_id is 'The job that has ended; or what waits.';
+comment on column pgqueue.loose_end.horizon is
+'All transactions that it may not have seen are before this one.';
+comment on column pgqueue.loose_end.outcome is
+'How the job has ended, null where that is to be looked up; waiter or doomed: it
+waits, and nothing may hold it up any more, or it is to be cancelled.';
+
+create table pgqueue.batch (
+    id bigint not null,
+    created_at timestamptz not null,
+    closed_at timestamptz,
+    finished_at timestamptz,
+    callback_id bigint,
+    completed bigint,
+    dead bigint,
+    cancelled bigint,
+    priority int,
+    max_attempts int,
+    queue text not null,
+    kind text,
+    payload jsonb not null,
+    headers jsonb,
+    constraint batch_pkey primary key (id)
+);
+comment on table pgqueue.batch is
+'Batches, and the callback that each enqueues when its jobs have ended. Read them
+through the view batches.';
+comment on column pgqueue.batch.id is 'Names the batch; no job has the same id.';
+comment on column pgqueue.batch.created_at is 'When create_batch was called.';
+comment on column pgqueue.batch.closed_at is 'When close_batch was called; null if it was not.';
+comment on column pgqueue.batch.finished_at is 'When its callback was enqueued; null if it was not.';
+comment on column pgqueue.batch.callback_id is 'Its callback.';
+comment on column pgqueue.batch.completed is 'How many of its jobs completed, once it has finished.';
+comment on column pgqueue.batch.dead is 'How many died.';
+comment on column pgqueue.batch.cancelled is 'How many were cancelled.';
+comment on column pgqueue.batch.priority is 'The priority of the callback; null for the default.';
+comment on column pgqueue.batch.max_attempts is 'The max_attempts of the callback; null for the default.';
+comment on column pgqueue.batch.queue is 'The queue of the callback.';
+comment on column pgqueue.batch.kind is 'The kind of the callback; null for the default.';
+comment on column pgqueue.batch.payload is 'The payload of the callback, to which the counts are added.';
+comment on column pgqueue.batch.headers is 'The headers of the callback.';
+create index batch_finished_idx on pgqueue.batch (finished_at);
+comment on index pgqueue.batch_finished_idx is 'Which batches can be forgotten?';
+
+create table pgqueue.tally (
+    batch_id bigint not null,
+    completed int not null,
+    dead int not null,
+    cancelled int not null
+);
+alter table pgqueue.tally replica identity full;
+comment on table pgqueue.tally is
+'How jobs of batches that have not finished have ended: a row for each call that
+ended some.';
+comment on column pgqueue.tally.batch_id is 'The batch.';
+comment on column pgqueue.tally.completed is 'How many completed.';
+comment on column pgqueue.tally.dead is 'How many died; less than 0 where some were redriven.';
+comment on column pgqueue.tally.cancelled is 'How many were cancelled.';
+create index tally_batch_idx on pgqueue.tally (batch_id);
+comment on index pgqueue.tally_batch_idx is 'How have the jobs of a batch ended?';
 
 -- What claims and enqueues remember for each other; rooms lane and turn say what is in them. Sequences,
 -- because these can be shared and written without a version of a row.

@@ -37,7 +37,8 @@ select is(
 -- The ring of runs
 
 select results_eq(
-    'select task from pgqueue.maintain()', $$ values ('reap'), ('fire schedules'), ('forget runs'), ('drop slots'), ('drop permits'), ('forget keys') $$,
+    'select task from pgqueue.maintain()', $$ values ('reap'), ('fire schedules'), ('tie loose ends'), ('forget runs'), ('drop slots'), ('drop permits'),
+        ('forget keys'), ('forget batches') $$,
     'maintain returns a row for each of its tasks'
 );
 truncate pgqueue.run;

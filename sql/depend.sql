@@ -1,0 +1,444 @@
+-- What waits for the end of jobs: jobs that were enqueued with "after", and batches.
+--
+-- For each pair there is a row in dependency, and the end of a job deletes its rows. No counter is written
+-- by all: whoever ends a job only looks whether something else holds up the waiter.
+--   - A row that nobody has touched: its job ends later, and its end will look.
+--   - No row at all: the wait is over.
+--   - Only rows that others are just deleting: perhaps they have looked before, and have seen ours. Then
+--     nobody would notice, so it leaves a loose end, and the next claim, rest or maintain looks again.
+-- So of all ends the one that looks last either ends the wait or leaves a loose end.
+--
+-- Who enqueues a job with "after" inserts its rows first and looks at those jobs after that; who ends a job
+-- deletes it first and looks for rows after that. One of them sees the other, or the lock
+-- (7366516, 257), which enqueues with "after" share until they commit: then the end leaves a loose end,
+-- for as long as a transaction may be open that it could not see. Nobody waits for that lock.
+
+create or replace function pgqueue._check_after(after bigint[], if_dead text)
+    returns text[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    last_id bigint := coalesce(pg_sequence_last_value('pgqueue.job_id_seq'::regclass), 0);
+    unknown bigint := (select max(a.id) from unnest(after) as a (id) where a.id not between 1 and last_id);
+begin
+    return case
+        when if_dead not in ('cancel', 'run') then array[
+            'if_dead must be cancel or run',
+            format('It is "%s".', if_dead),
+            'Leave it out to have the job cancelled when one that it waits for dies.'
+        ]
+        when cardinality(after) > 10000 or num_nulls(variadic after) > 0 then array[
+            'after must be up to 10000 ids of jobs',
+            case when cardinality(after) > 10000
+                then format('It has %s.', cardinality(after))
+                else 'One of them is null.'
+            end,
+            'For the end of many jobs make a batch.'
+        ]
+        when unknown is not null
+            then pgqueue._not_found('job', unknown, 'after takes ids that enqueue has returned.')
+    end;
+end;
+$$;
+
+comment on function pgqueue._check_after(bigint[], text) is
+'Refuses ids of jobs that never were (PQ001), too many, and an unknown if_dead;
+null passes.';
+
+create or replace function pgqueue._leave_loose_ends(job_ids bigint[], outcomes text[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    insert into pgqueue.loose_end (job_id, outcome, horizon)
+    select e.id, e.outcome, pg_snapshot_xmax(pg_current_snapshot())
+    from unnest(job_ids, outcomes) as e (id, outcome);
+    perform setval('pgqueue._cell_due', pgqueue._since_2020(clock_timestamp()));
+end;
+$$;
+
+comment on function pgqueue._leave_loose_ends(bigint[], text[]) is
+'For jobs that have ended, or perhaps just end, with these outcomes (null: look),
+while jobs that wait for them are being enqueued; or for what waits (waiter), and
+for what is to be cancelled (doomed). Somebody looks again.';
+
+create or replace function pgqueue._held_up(waiter_ids bigint[])
+    returns table (waiter_id bigint, is_held_up boolean)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_bitmapscan = off
+    set enable_nestloop = on
+as $$
+declare
+    -- From anywhere: at one end of the index there may be only dead entries.
+    start int := ((random() - 0.5) * 4294967294)::int;
+begin
+    return query
+    select w.id, case
+        when exists (
+            select
+            from pgqueue.dependency as d
+            where d.waiter_id = w.id and hashint8(d.job_id) >= start and d.xmax = 0
+        ) or exists (
+            select
+            from pgqueue.dependency as d
+            where d.waiter_id = w.id and hashint8(d.job_id) < start and d.xmax = 0
+        ) then true
+        when not exists (select from pgqueue.dependency as d where d.waiter_id = w.id) then false
+    end
+    from unnest(waiter_ids) as w (id);
+end;
+$$;
+
+comment on function pgqueue._held_up(bigint[]) is
+'Whether what waits has something left to wait for that nobody is just ending;
+null if somebody is.';
+
+create or replace function pgqueue._free(job_ids bigint[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_bitmapscan = off
+    set enable_tidscan = on
+    set enable_nestloop = on
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    picks tid[] := array(
+        select j.ctid
+        from pgqueue.job as j
+        where j.id = any (job_ids) and j.run_at = 'infinity'
+        order by j.id
+        for update skip locked
+    );
+    freed record;
+begin
+    with back as (
+        update pgqueue.job as j
+        set run_at = coalesce(
+                (j.terms).run_at, moment - (cardinality(picks) - p.place) * interval '1 microsecond'
+            ),
+            terms = row((j.terms).expires_at, null, (j.terms).batch_id)
+        from unnest(picks) with ordinality as p (tid, place)
+        where j.ctid = p.tid
+        returning j.id, j.queue, j.priority
+    )
+    select array_agg(b.id) as ids, array_agg(b.queue) as queues, array_agg(b.priority) as lanes
+    into freed
+    from back as b;
+    perform pgqueue._reopened(freed.queues, freed.lanes);
+    if cardinality(picks) < cardinality(job_ids) then
+        -- Somebody has locked them, to cancel them, say.
+        perform pgqueue._leave_loose_ends(array_agg(j.id), array_agg('waiter'::text))
+        from pgqueue.job as j
+        where j.id = any (job_ids) and j.id <> all (coalesce(freed.ids, '{}')) and j.run_at = 'infinity'
+        having count(*) > 0;
+    end if;
+end;
+$$;
+
+comment on function pgqueue._free(bigint[]) is
+'Lets jobs run whose wait is over, from their run_at on.';
+
+create or replace function pgqueue._cancel_waiters(job_ids bigint[], reasons text[])
+    returns bigint[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    doomed record;
+begin
+    select
+        array_agg(l.tid) as picks, array_agg(l.id) as ids, array_agg(l.queue) as queues,
+        array_agg(r.reason) as reasons, array_agg('cancelled'::text) as outcomes
+    into doomed
+    from (
+        select j.ctid as tid, j.id, j.queue
+        from pgqueue.job as j
+        where j.id = any (job_ids) and j.run_at = 'infinity'
+        order by j.id
+        for update skip locked
+    ) as l
+    cross join lateral (
+        select u.reason from unnest(job_ids, reasons) as u (id, reason) where u.id = l.id limit 1
+    ) as r;
+    perform pgqueue._leave_loose_ends(array_agg(j.id), array_agg('doomed'::text))
+    from pgqueue.job as j
+    where j.id = any (job_ids) and j.id <> all (coalesce(doomed.ids, '{}')) and j.run_at = 'infinity'
+    having count(*) > 0;
+    if doomed.picks is null then
+        return '{}';
+    end if;
+    perform pgqueue._log(doomed.picks, doomed.outcomes, doomed.reasons, moment);
+    delete from pgqueue.job as j where j.ctid = any (doomed.picks);
+    perform pgqueue._tell_end(doomed.ids, doomed.queues);
+    return doomed.ids;
+end;
+$$;
+
+comment on function pgqueue._cancel_waiters(bigint[], text[]) is
+'Cancels jobs that wait for one that did not complete; the ids of those that
+there still were.';
+
+create or replace function pgqueue._cut_ties(job_ids bigint[], outcomes text[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+declare
+    ended bigint[] := job_ids;
+    ends text[] := outcomes;
+    tied record;
+    waiting record;
+begin
+    -- In rounds: who waits for a job that is cancelled here, is cancelled in the next.
+    loop
+        with cut as (
+            delete from pgqueue.dependency as d
+            where d.job_id = any (ended)
+            returning d.job_id, d.waiter_id, d.runs_if_dead
+        )
+        select
+            array_agg(c.waiter_id) as waiters,
+            array_agg(e.outcome) as outcomes,
+            array_agg(c.waiter_id) filter (where e.outcome <> 'completed' and not c.runs_if_dead) as doomed,
+            array_agg(
+                format(
+                    'job %s, which it waited for, %s', c.job_id,
+                    case e.outcome when 'dead' then 'is dead' else 'was cancelled' end
+                )
+            ) filter (where e.outcome <> 'completed' and not c.runs_if_dead) as reasons
+        into tied
+        from cut as c
+        cross join lateral (
+            select u.outcome from unnest(ended, ends) as u (id, outcome) where u.id = c.job_id limit 1
+        ) as e;
+        exit when tied.waiters is null;
+
+        perform pgqueue._count_ends(tied.waiters, tied.outcomes);
+        ended := '{}';
+        if tied.doomed is not null then
+            ended := pgqueue._cancel_waiters(tied.doomed, tied.reasons);
+            ends := array_fill('cancelled'::text, array[cardinality(ended)]);
+        end if;
+        perform pgqueue._end_waits(array(
+            select distinct w.id
+            from unnest(tied.waiters) as w (id)
+            where w.id <> all (coalesce(tied.doomed, '{}'))
+        ));
+        exit when ended = '{}';
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._cut_ties(bigint[], text[]) is
+'For jobs that have ended (completed, dead, cancelled): ends the waits for them
+that are over, and cancels who will not run without them.';
+
+create or replace function pgqueue._settle(job_ids bigint[], outcomes text[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if (pg_try_advisory_lock(7366516, 257) and pg_advisory_unlock(7366516, 257)) is not true then
+        perform pgqueue._leave_loose_ends(job_ids, outcomes);
+    end if;
+    perform pgqueue._cut_ties(job_ids, outcomes);
+end;
+$$;
+
+comment on function pgqueue._settle(bigint[], text[]) is
+'_cut_ties, for jobs that this transaction has just deleted: also if somebody is
+just enqueueing jobs that wait for them.';
+
+create or replace function pgqueue._end_waits(waiter_ids bigint[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_seqscan = off
+    set enable_indexscan = on
+as $$
+declare
+    looked record;
+    is_certain boolean := current_setting('transaction_isolation') = 'read committed';
+    batch_id bigint;
+begin
+    select
+        array_agg(h.waiter_id) filter (where not h.is_held_up and is_certain) as free,
+        array_agg(h.waiter_id) filter (where h.is_held_up is null or not h.is_held_up and not is_certain) as unsure
+    into looked
+    from pgqueue._held_up(waiter_ids) as h;
+    if looked.unsure is not null then
+        perform pgqueue._leave_loose_ends(
+            looked.unsure, array_fill('waiter'::text, array[cardinality(looked.unsure)])
+        );
+    end if;
+    if looked.free is not null then
+        perform pgqueue._free(looked.free);
+        for batch_id in
+            select b.id from pgqueue.batch as b where b.id = any (looked.free) order by b.id
+        loop
+            perform pgqueue._finish_batch(batch_id);
+        end loop;
+    end if;
+end;
+$$;
+
+comment on function pgqueue._end_waits(bigint[]) is
+'Looks at what waits, and ends the waits that are over: jobs run, batches that
+are closed enqueue their callbacks.';
+
+create or replace function pgqueue._outcome_of(job_id bigint)
+    returns text
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_indexscan = on
+as $$
+begin
+    return case
+        when exists (select from pgqueue.job as j where j.id = _outcome_of.job_id) then null
+        when exists (select from pgqueue.dead_job as d where d.id = _outcome_of.job_id) then 'dead'
+        when (pgqueue._last_run(job_id)).outcome = 'cancelled' then 'cancelled'
+        else 'completed'
+    end;
+end;
+$$;
+
+comment on function pgqueue._outcome_of(bigint) is
+'How a job has ended: completed, dead or cancelled; null if it waits or runs. One
+of which nothing is known any more counts as completed.';
+
+create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_dead text)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+declare
+    looked record;
+begin
+    perform pg_try_advisory_xact_lock_shared(7366516, 257);
+    insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
+    select distinct a.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
+    from unnest(after) as a (id);
+    -- Now look: whoever has not deleted yet will find the lock, or the rows.
+    select
+        array_agg(a.id) filter (where j.id is null) as gone,
+        array_agg(pgqueue._outcome_of(a.id)) filter (where j.id is null) as outcomes,
+        array_agg(a.id) filter (where j.xmax <> '0'::xid and j.xmax <> j.xmin) as changing
+    into looked
+    from (select distinct u.id from unnest(after) as u (id)) as a
+    left join lateral (
+        select j.id, j.xmax, j.xmin from pgqueue.job as j where j.id = a.id offset 0
+    ) as j on true;
+    if looked.changing is not null then
+        perform pgqueue._leave_loose_ends(looked.changing, null);
+    end if;
+    if looked.gone is not null then
+        perform pgqueue._cut_ties(looked.gone, looked.outcomes);
+    end if;
+end;
+$$;
+
+comment on function pgqueue._wait_for(bigint, bigint[], text) is
+'Lets a new job wait for others. One that has ended already counts as it ended.';
+
+create or replace function pgqueue._tie_loose_ends()
+    returns bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+as $$
+declare
+    picked record;
+    kept bigint;
+begin
+    if pg_relation_size('pgqueue.loose_end') = 0 then
+        return 0;
+    end if;
+    with picked as (
+        delete from pgqueue.loose_end as l
+        where l.ctid = any (array(
+            select p.ctid from pgqueue.loose_end as p limit 1000 for update skip locked
+        ))
+        returning l.*
+    )
+    select
+        array_agg(distinct p.job_id) filter (where p.outcome = 'waiter') as waiters,
+        array_agg(distinct p.job_id) filter (where p.outcome = 'doomed') as doomed,
+        array_agg(p.job_id) filter (where p.is_end) as ended,
+        array_agg(p.outcome) filter (where p.is_end) as outcomes,
+        array_agg(p.horizon) filter (where p.is_end) as horizons,
+        count(*) as ends
+    into picked
+    from (
+        select l.*, (l.outcome in ('waiter', 'doomed')) is not true as is_end from picked as l
+    ) as p;
+    -- One whose transactions may still be open is looked at again.
+    insert into pgqueue.loose_end (job_id, outcome, horizon)
+    select distinct on (e.id) e.id, e.outcome, e.horizon
+    from unnest(picked.ended, picked.outcomes, picked.horizons) as e (id, outcome, horizon)
+    where e.horizon > pg_snapshot_xmin(pg_current_snapshot())
+        -- A number from before a restore says nothing.
+        and e.horizon <= pg_snapshot_xmax(pg_current_snapshot())
+    order by e.id, e.horizon desc;
+    get diagnostics kept = row_count;
+    if picked.ended is not null then
+        perform pgqueue._cut_ties(array_agg(o.id), array_agg(o.outcome))
+        from (
+            select e.id, coalesce(e.outcome, pgqueue._outcome_of(e.id)) as outcome
+            from unnest(picked.ended, picked.outcomes) as e (id, outcome)
+            where exists (select from pgqueue.dependency as d where d.job_id = e.id)
+        ) as o
+        where o.outcome is not null
+        having count(*) > 0;
+    end if;
+    if picked.doomed is not null then
+        picked.doomed := pgqueue._cancel_waiters(
+            picked.doomed, array_fill('a job that it waited for did not complete'::text, array[cardinality(picked.doomed)])
+        );
+        perform pgqueue._settle(picked.doomed, array_fill('cancelled'::text, array[cardinality(picked.doomed)]));
+    end if;
+    if picked.waiters is not null then
+        perform pgqueue._end_waits(picked.waiters);
+    end if;
+    return picked.ends - kept;
+end;
+$$;
+
+comment on function pgqueue._tie_loose_ends() is
+'Looks again where an end could not see what others were just doing, at up to a
+thousand places; returns how many need no further look.';
