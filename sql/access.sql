@@ -30,10 +30,10 @@ as $$
     select false, v.name
     from unnest(case _grants.kind
         when 'operator' then array[
-            'jobs', 'queues', 'running', 'kinds', 'settings', 'schedules', 'queue', 'job', 'dead_job', 'run',
+            'jobs', 'queues', 'running', 'kinds', 'settings', 'schedules', 'batches', 'queue', 'job', 'dead_job', 'run',
             'schedule'
         ]
-        when 'reader' then array['jobs', 'queues', 'running', 'kinds', 'settings', 'schedules']
+        when 'reader' then array['jobs', 'queues', 'running', 'kinds', 'settings', 'schedules', 'batches']
     end) as v (name)
 $$;
 

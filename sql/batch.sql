@@ -176,17 +176,29 @@ create or replace function pgqueue._finish_batch(batch_id bigint)
 as $$
 declare
     batch pgqueue.batch;
+    is_open boolean;
+    is_changing boolean;
     counts record;
     callback bigint;
 begin
-    select b.* into batch from pgqueue.batch as b where b.id = _finish_batch.batch_id for update skip locked;
+    select b.closed_at is null, b.xmax <> '0'::xid and b.xmax <> b.xmin into is_open, is_changing
+    from pgqueue.batch as b
+    where b.id = _finish_batch.batch_id;
+    -- Who closes it looks after that; who just does it perhaps has looked before.
+    if is_open and not is_changing then
+        return;
+    end if;
+    select b.* into batch
+    from pgqueue.batch as b
+    where b.id = _finish_batch.batch_id and not is_open
+    for update skip locked;
     if not found then
-        -- Somebody adds a job, or closes it.
+        -- Or somebody adds a job.
         perform pgqueue._leave_loose_ends(array[batch_id], array['waiter']);
         return;
     end if;
     -- Now nobody can add one.
-    if batch.closed_at is null or batch.finished_at is not null then
+    if batch.finished_at is not null then
         return;
     elsif exists (select from pgqueue.dependency as d where d.waiter_id = batch.id) then
         perform pgqueue._leave_loose_ends(array[batch_id], array['waiter']);
@@ -219,6 +231,38 @@ $$;
 comment on function pgqueue._finish_batch(bigint) is
 'Enqueues the callback of a batch that is closed and has no job left, once.';
 
+create or replace function pgqueue._rejoin_batches(job_ids bigint[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+begin
+    -- Now none of them finishes.
+    perform from pgqueue.batch as b
+    where b.id = any (array(select (j.terms).batch_id from pgqueue.job as j where j.id = any (job_ids)))
+    order by b.id
+    for key share;
+    with back as (
+        insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
+        select j.id, b.id, true
+        from pgqueue.job as j
+        join pgqueue.batch as b on b.id = (j.terms).batch_id
+        where j.id = any (job_ids) and b.finished_at is null
+        returning waiter_id
+    )
+    insert into pgqueue.tally (batch_id, completed, dead, cancelled)
+    select b.waiter_id, 0, -count(*), 0 from back as b group by b.waiter_id;
+end;
+$$;
+
+comment on function pgqueue._rejoin_batches(bigint[]) is
+'Makes jobs that are redriven part of their batches again, where these have not
+finished: they do not count as dead any more.';
+
 create or replace function pgqueue._forget_batches()
     returns bigint
     language plpgsql
@@ -247,4 +291,5 @@ end;
 $$;
 
 comment on function pgqueue._forget_batches() is
-'Drops up to 10,000 batches that finished more than 14 days ago; returns how many.';
+'Drops up to 10,000 batches that finished more than 14 days ago; returns how
+many.';

@@ -17,13 +17,15 @@ begin
     with back as (
         insert into pgqueue.job as j (
             id, run_at, enqueued_at, priority, max_attempts,
-            queue, kind, unique_key, group_key, payload, headers, errors
+            queue, kind, unique_key, group_key, terms, payload, headers, errors
         )
         overriding system value
         select
             d.id, moment - (count(*) over () - row_number() over (order by d.id)) * interval '1 microsecond',
             d.enqueued_at, d.priority, d.max_attempts,
-            d.queue, d.kind, d.unique_key, d.group_key, d.payload, d.headers, d.errors
+            d.queue, d.kind, d.unique_key, d.group_key,
+            case when (d.terms).batch_id is not null then row(null, null, (d.terms).batch_id)::pgqueue._terms end,
+            d.payload, d.headers, d.errors
         from pgqueue.dead_job as d
         where d.id = any (_redrive.dead_ids)
         order by d.unique_key, d.id
@@ -45,6 +47,9 @@ begin
         group by u.queue;
     end if;
 
+    if pg_relation_size('pgqueue.batch') > 0 then
+        perform pgqueue._rejoin_batches(revived);
+    end if;
     delete from pgqueue.dead_job as d where d.id = any (revived);
     perform pgqueue._reopened(queues, lanes);
     return query select r.id from unnest(revived) as r (id);
@@ -136,7 +141,8 @@ comment on function pgqueue.redrive(
     text, text, text, timestamptz, timestamptz, int, boolean
 ) is
 'Sends dead jobs back to work, oldest id first, and returns their ids: same id,
-errors kept, due now, attempts counted from 0 again. Filters by queue, kind,
+errors kept, due now, attempts counted from 0 again, without an expires_at. One
+of a batch that has not finished counts for that again. Filters by queue, kind,
 pattern of the first line of the last error (ILIKE), and time of death (from
 died_after, before died_before); null does not filter. A job whose unique_key
 is taken by a living one stays dead. dry_run only returns the ids, and tells

@@ -60,9 +60,9 @@ end;
 $$;
 
 comment on function pgqueue._leave_loose_ends(bigint[], text[]) is
-'For jobs that have ended, or perhaps just end, with these outcomes (null: look),
-while jobs that wait for them are being enqueued; or for what waits (waiter), and
-for what is to be cancelled (doomed). Somebody looks again.';
+'For jobs that have ended, or perhaps just end, with these outcomes (null: look)
+while jobs that wait for them are being enqueued; or for what waits (waiter),
+and for what is to be cancelled (doomed). Somebody looks again.';
 
 create or replace function pgqueue._held_up(waiter_ids bigint[])
     returns table (waiter_id bigint, is_held_up boolean)
@@ -81,18 +81,22 @@ declare
     start int := ((random() - 0.5) * 4294967294)::int;
 begin
     return query
-    select w.id, case
-        when exists (
-            select
+    select w.id, coalesce(
+        (
+            select true
             from pgqueue.dependency as d
             where d.waiter_id = w.id and hashint8(d.job_id) >= start and d.xmax = 0
-        ) or exists (
-            select
+            limit 1
+        ),
+        (
+            select true
             from pgqueue.dependency as d
             where d.waiter_id = w.id and hashint8(d.job_id) < start and d.xmax = 0
-        ) then true
-        when not exists (select from pgqueue.dependency as d where d.waiter_id = w.id) then false
-    end
+            limit 1
+        ),
+        case when (select true from pgqueue.dependency as d where d.waiter_id = w.id limit 1) is null then false end
+    )
+    -- "exists" would make a hash of all.
     from unnest(waiter_ids) as w (id);
 end;
 $$;

@@ -60,7 +60,7 @@ begin
                         then _on_duplicate.run_at else greatest((j.terms).run_at, _on_duplicate.run_at)
                     end,
                     (j.terms).batch_id
-                )
+                )::pgqueue._terms
                 else j.terms
             end,
             turn = null

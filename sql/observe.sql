@@ -276,6 +276,58 @@ comment on column pgqueue.settings.set_for is
 'The narrowest for which it was set: kind and group, group, kind (each of this
 queue, or followed by "in all queues"), queue, all queues or default.';
 
+create or replace view pgqueue.batches as
+select
+    b.id,
+    b.queue,
+    coalesce(b.kind, b.queue) as kind,
+    case when b.finished_at is not null then 'finished' when b.closed_at is not null then 'closed' else 'open' end
+        as state,
+    b.created_at,
+    b.closed_at,
+    b.finished_at,
+    coalesce(b.finished_at, clock_timestamp()) - b.created_at as age,
+    coalesce(w.waiting, 0) as waiting,
+    coalesce(w.running, 0) as running,
+    coalesce(b.completed, t.completed, 0) as completed,
+    coalesce(b.dead, t.dead, 0) as dead,
+    coalesce(b.cancelled, t.cancelled, 0) as cancelled,
+    b.callback_id
+from pgqueue.batch as b
+left join lateral (
+    select
+        count(*) filter (where j.lease_expires_at is null) as waiting,
+        count(*) filter (where j.lease_expires_at is not null) as running
+    from pgqueue.dependency as d
+    join pgqueue.job as j on j.id = d.job_id
+    where d.waiter_id = b.id
+) as w on b.finished_at is null
+left join lateral (
+    select sum(n.completed) as completed, sum(n.dead) as dead, sum(n.cancelled) as cancelled
+    from pgqueue.tally as n
+    where n.batch_id = b.id
+) as t on b.finished_at is null
+order by b.id;
+
+comment on view pgqueue.batches is
+'The batches, for 14 days after they have finished, and how their jobs stand.';
+comment on column pgqueue.batches.id is 'What create_batch returned.';
+comment on column pgqueue.batches.queue is 'The queue of its callback.';
+comment on column pgqueue.batches.kind is 'The kind of its callback.';
+comment on column pgqueue.batches.state is
+'open; closed: it finishes when its jobs have ended; finished: its callback has
+been enqueued.';
+comment on column pgqueue.batches.created_at is 'When create_batch was called.';
+comment on column pgqueue.batches.closed_at is 'When close_batch was called.';
+comment on column pgqueue.batches.finished_at is 'When its callback was enqueued.';
+comment on column pgqueue.batches.age is 'How long ago it was created; of a finished one how long it took.';
+comment on column pgqueue.batches.waiting is 'Jobs that wait.';
+comment on column pgqueue.batches.running is 'Jobs that are leased.';
+comment on column pgqueue.batches.completed is 'Jobs that completed.';
+comment on column pgqueue.batches.dead is 'Jobs that died, and were not redriven before it finished.';
+comment on column pgqueue.batches.cancelled is 'Jobs that were cancelled, or purged.';
+comment on column pgqueue.batches.callback_id is 'Its callback, once it has finished.';
+
 create or replace view pgqueue.schedules as
 select
     s.name,
@@ -479,6 +531,27 @@ $$;
 comment on function pgqueue._why_leased(pgqueue.job, timestamptz) is
 'why, of a job that a worker holds, or held until its lease expired.';
 
+create or replace function pgqueue._why_blocked(job_id bigint)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return (
+        select case
+            when count(*) = 0 then 'blocked: its wait is over, and the next claim or maintain will see it'
+            else format('blocked: waits for job %s', min(d.job_id))
+                || case when count(*) > 1 then format(' and %s more', count(*) - 1) else '' end
+        end
+        from pgqueue.dependency as d
+        where d.waiter_id = _why_blocked.job_id
+    );
+end;
+$$;
+
+comment on function pgqueue._why_blocked(bigint) is 'why, of a job that waits for others.';
+
 create or replace function pgqueue._why_later(job pgqueue.job)
     returns text
     language plpgsql
@@ -487,7 +560,7 @@ create or replace function pgqueue._why_later(job pgqueue.job)
 as $$
 begin
     return case
-        when job.run_at = 'infinity' then 'blocked'
+        when job.run_at = 'infinity' then pgqueue._why_blocked(job.id)
         when (job.errors -> -1 ->> 'attempt')::int = job.attempt then format(
             'waits for its retry at %s after attempt %s of %s: %s',
             pgqueue._written(job.run_at), job.attempt, job.max_attempts,

@@ -300,8 +300,8 @@ end;
 $$;
 
 comment on function pgqueue._look_around_by_the_way(timestamptz) is
-'_look_around for a claim, if it is time; returns the moment as of which to claim,
-so that it gets what has become due.';
+'_look_around for a claim, if it is time; returns the moment as of which to
+claim, so that it gets what has become due.';
 
 create or replace function pgqueue._until_slot(queues text[], moment timestamptz)
     returns interval

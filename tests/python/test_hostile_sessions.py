@@ -558,7 +558,16 @@ def test_a_read_only_session_can_read_views_and_rest_and_nothing_else(deep, usua
     allowed = {name for name, rows in session.answers.items() if rows != "25006"}
     # An enqueue within a window has nothing to write.
     allowed.remove("enqueue within a window")
-    readers = {"why", "status", "result", "await", "next_slots", "queues", "jobs", "running"}
+    readers = {
+        "why",
+        "status",
+        "result",
+        "await",
+        "next_slots",
+        "queues",
+        "jobs",
+        "running",
+    }
     assert allowed == {"rest until later", *readers}
     assert session.answers["rest until later"] == usual.answers["rest until later"]
 

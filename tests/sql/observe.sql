@@ -146,7 +146,7 @@ select matches(
     'why tells when the last job of a queue that any worker held has ended ten minutes ago'
 );
 update pgqueue.job set run_at = 'infinity' where id = :ready;
-select is(pgqueue.why(:ready), 'blocked', 'why tells that a job is blocked');
+select matches(pgqueue.why(:ready), '^blocked: its wait is over', 'why tells that a job is blocked, and nothing holds it up');
 
 select pgqueue.configure('full', group_limit => 2, group_on_retry => 'block');
 select pgqueue.enqueue_many('full', array_fill('{}'::jsonb, array[3]), group_keys => '{invoice 7,invoice 7,invoice 7}');

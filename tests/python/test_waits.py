@@ -1,0 +1,402 @@
+"""What waits for the ends of jobs, decided between two sessions: each wait ends, and once."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import psycopg
+import pytest
+from cluster import Cluster
+from conftest import Connect, column, one
+from psycopg import errors
+from test_plans import pages
+from worker_harness import wait_until, where
+
+TIE = "select done from pgqueue.maintain() where task = 'tie loose ends'"
+ENDS = {
+    "complete": "select pgqueue.complete(%s, %s)",
+    "complete_many": "select pgqueue.complete_many(array[%s], array[%s])",
+    "fail": "select pgqueue.fail(%s, %s, 'e', permanent => true)",
+    "finish": "select pgqueue.finish(array[%s], array[%s], '{reject}')",
+}
+
+
+def claimed(db: psycopg.Connection, **options) -> tuple[int, int]:
+    db.execute("select pgqueue.enqueue('q', batch_id => %s)", [options.get("batch_id")])
+    return db.execute("select id, token from pgqueue.claim('q', 'w')").fetchone()
+
+
+def state(db: psycopg.Connection, id: int) -> str:
+    return one(db, "select state from pgqueue.status(%s)", id)
+
+
+# The last two
+
+
+@pytest.mark.parametrize("verb", ENDS)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_job_runs_when_the_last_two_that_it_waits_for_end_at_once(
+    db, connect, verb, order
+):
+    leases = [claimed(db) for _ in range(2)]
+    waiter = one(
+        db,
+        "select pgqueue.enqueue('after', after => %s, if_dead => 'run')",
+        [id for id, _ in leases],
+    )
+    sessions = [connect(autocommit=False) for _ in range(2)]
+    for session, lease in zip(sessions, leases, strict=True):
+        session.execute(ENDS[verb], lease)
+    for place in order:
+        assert state(db, waiter) == "blocked"
+        sessions[place].commit()
+    assert one(db, TIE) > 0
+    assert state(db, waiter) == "ready"
+    assert one(db, TIE) == 0
+
+
+def test_a_job_whose_last_two_ends_meet_is_found_by_the_next_claim_or_rest(db, connect):
+    for look in ("select from pgqueue.claim('z', 'w')", "select pgqueue.rest('{z}')"):
+        leases = [claimed(db) for _ in range(2)]
+        waiter = one(
+            db, "select pgqueue.enqueue('after', after => %s)", [id for id, _ in leases]
+        )
+        sessions = [connect(autocommit=False) for _ in range(2)]
+        for session, lease in zip(sessions, leases, strict=True):
+            session.execute(ENDS["complete"], lease)
+        for session in sessions:
+            session.commit()
+        wait_until(lambda: db.execute(look) and state(db, waiter) == "ready", 5)  # noqa: B023
+
+
+@pytest.mark.parametrize("verb", ENDS)
+@pytest.mark.parametrize("rolls_back", [False, True])
+def test_a_batch_whose_last_two_jobs_end_at_once_has_one_callback(
+    db, connect, verb, rolls_back
+):
+    batch = one(db, "select pgqueue.create_batch('done')")
+    leases = [claimed(db, batch_id=batch) for _ in range(2)]
+    db.execute("select pgqueue.close_batch(%s)", [batch])
+    first, second = (connect(autocommit=False) for _ in range(2))
+    first.execute(ENDS[verb], leases[0])
+    second.execute(ENDS[verb], leases[1])
+    first.rollback() if rolls_back else first.commit()
+    second.commit()
+    if rolls_back:
+        db.execute(TIE)
+        assert one(db, "select count(*) from pgqueue.job where queue = 'done'") == 0
+        db.execute(ENDS[verb], leases[0])
+    db.execute(TIE)
+    assert one(db, "select count(*) from pgqueue.job where queue = 'done'") == 1
+    counts = one(db, "select payload -> 'batch' from pgqueue.job where queue = 'done'")
+    assert counts["completed"] + counts["dead"] == 2
+
+
+@pytest.mark.parametrize("closes_first", [False, True])
+def test_a_batch_that_is_closed_while_its_last_job_ends_has_one_callback(
+    db, connect, closes_first
+):
+    batch = one(db, "select pgqueue.create_batch('done')")
+    lease = claimed(db, batch_id=batch)
+    closer, ender = (connect(autocommit=False) for _ in range(2))
+    steps = [
+        (closer, "select pgqueue.close_batch(%s)", [batch]),
+        (ender, ENDS["complete"], lease),
+    ]
+    for session, query, args in steps if closes_first else reversed(steps):
+        session.execute(query, args)
+    for session in (closer, ender):
+        assert one(db, "select count(*) from pgqueue.job where queue = 'done'") == 0
+        session.commit()
+    db.execute(TIE)
+    assert one(db, "select count(*) from pgqueue.job where queue = 'done'") == 1
+
+
+def test_a_job_that_joins_a_batch_while_the_last_one_ends_holds_it_up(db, connect):
+    batch = one(db, "select pgqueue.create_batch('done')")
+    lease = claimed(db, batch_id=batch)
+    db.execute("select pgqueue.close_batch(%s)", [batch])
+    joiner = connect(autocommit=False)
+    joiner.execute("select pgqueue.enqueue('q', batch_id => %s)", [batch])
+    db.execute(ENDS["complete"], lease)
+    joiner.commit()
+    db.execute(TIE)
+    assert one(db, "select count(*) from pgqueue.job where queue = 'done'") == 0
+    lease = db.execute("select id, token from pgqueue.claim('q', 'w')").fetchone()
+    db.execute(ENDS["complete"], lease)
+    assert one(db, "select completed from pgqueue.batches") == 2
+
+
+def test_a_job_that_joins_while_its_batch_finishes_waits_and_is_refused(
+    db, connect, blocked
+):
+    batch = one(db, "select pgqueue.create_batch('done')")
+    lease = claimed(db, batch_id=batch)
+    db.execute("select pgqueue.close_batch(%s)", [batch])
+    joiner = connect()
+    with ThreadPoolExecutor(1) as pool:
+        with db.transaction():
+            db.execute(ENDS["complete"], lease)
+            joined = pool.submit(
+                joiner.execute, "select pgqueue.enqueue('q', batch_id => %s)", [batch]
+            )
+            blocked(joiner)
+        with pytest.raises(errors.ObjectNotInPrerequisiteState):
+            joined.result()
+
+
+# Enqueued while what it waits for ends
+
+
+@pytest.mark.parametrize("verb", ENDS)
+@pytest.mark.parametrize("commits_first", ["enqueue", "end"])
+@pytest.mark.parametrize("begins", ["enqueue", "end"])
+def test_a_job_that_is_enqueued_while_what_it_waits_for_ends_is_not_forgotten(
+    db, connect, verb, begins, commits_first
+):
+    lease = claimed(db)
+    sessions = {name: connect(autocommit=False) for name in ("enqueue", "end")}
+    calls = {
+        "enqueue": (
+            "select pgqueue.enqueue('after', after => array[%s::bigint])",
+            lease[:1],
+        ),
+        "end": (ENDS[verb], lease),
+    }
+    for name in sorted(calls, key=lambda name: name != begins):
+        cursor = sessions[name].execute(*calls[name])
+        if name == "enqueue":
+            waiter = cursor.fetchone()[0]
+    for name in sorted(sessions, key=lambda name: name != commits_first):
+        sessions[name].commit()
+    db.execute(TIE)
+    assert state(db, waiter) == (
+        "ready" if verb.startswith("complete") else "cancelled"
+    )
+    db.execute(TIE)
+    assert one(db, "select count(*) from pgqueue.loose_end") == 0
+
+
+def test_a_job_that_is_enqueued_while_an_end_is_rolled_back_waits_on(db, connect):
+    lease = claimed(db)
+    ender = connect(autocommit=False)
+    ender.execute(ENDS["complete"], lease)
+    waiter = one(
+        db, "select pgqueue.enqueue('after', after => array[%s::bigint])", lease[0]
+    )
+    ender.rollback()
+    db.execute(TIE)
+    assert state(db, waiter) == "blocked"
+    db.execute(ENDS["complete"], lease)
+    assert state(db, waiter) == "ready"
+
+
+def test_nobody_waits_for_a_stranger_who_holds_the_lock_of_such_enqueues(
+    db, connect, role
+):
+    stranger = connect(user=role)
+    stranger.execute("select pg_advisory_lock(7366516, 257)")
+    for _ in range(3):
+        lease = claimed(db)
+        waiter = one(
+            db, "select pgqueue.enqueue('after', after => array[%s::bigint])", lease[0]
+        )
+        db.execute(ENDS["complete"], lease)
+        assert state(db, waiter) == "ready"
+    db.execute(TIE)
+    db.execute(TIE)
+    assert one(db, "select count(*) from pgqueue.loose_end") == 0
+
+
+def test_the_end_of_a_job_does_not_wait_for_who_has_locked_what_waits_for_it(
+    db, connect
+):
+    for how in ("complete", "fail"):
+        lease = claimed(db)
+        waiter = one(
+            db, "select pgqueue.enqueue('after', after => array[%s::bigint])", lease[0]
+        )
+        holder = connect(autocommit=False)
+        holder.execute("select pgqueue.reprioritize(%s, 7)", [waiter])
+        db.execute("set lock_timeout = '2 s'")
+        db.execute(ENDS[how], lease)
+        assert state(db, waiter) == "blocked"
+        holder.commit()
+        db.execute(TIE)
+        assert state(db, waiter) == ("ready" if how == "complete" else "cancelled")
+
+
+# Many of them
+
+
+def test_ten_thousand_jobs_that_wait_for_one_run_when_it_completes(db):
+    lease = claimed(db)
+    db.execute(
+        "select count(*) from (select pgqueue.enqueue('after', after => array[%s::bigint])"
+        " from generate_series(1, 10000)) as e",
+        lease[:1],
+    )
+    claim = "select count(*) from pgqueue.claim('after', 'w', 10000)"
+    assert one(db, claim) == 0
+    assert pages(db, claim) < 100
+    db.execute(ENDS["complete"], lease)
+    assert one(db, claim) == 10_000
+
+
+def test_ten_thousand_jobs_that_wait_for_one_are_cancelled_when_it_dies(db):
+    lease = claimed(db)
+    db.execute(
+        "select count(*) from (select pgqueue.enqueue('after', after => array[%s::bigint])"
+        " from generate_series(1, 10000)) as e",
+        lease[:1],
+    )
+    db.execute(ENDS["fail"], lease)
+    assert one(db, "select count(*) from pgqueue.job") == 0
+    assert (
+        one(db, "select count(*) from pgqueue.run where outcome = 'cancelled'")
+        == 10_000
+    )
+
+
+def test_a_chain_of_a_thousand_jobs_runs_one_by_one_or_is_cancelled_at_once(db):
+    chain = """
+        do $$
+        declare
+            last bigint := pgqueue.enqueue('chain');
+        begin
+            for n in 2 .. 1000 loop
+                last := pgqueue.enqueue('chain', after => array[last]);
+            end loop;
+        end
+        $$
+    """
+    db.execute(chain)
+    ran = []
+    while row := db.execute(
+        "select id, token from pgqueue.claim('chain', 'w', 10)"
+    ).fetchall():
+        assert len(row) == 1
+        ran.append(row[0][0])
+        db.execute(ENDS["complete"], row[0])
+    assert len(ran) == 1000
+    assert ran == sorted(ran)
+    db.execute(chain)
+    (first,) = db.execute(
+        "select id, token from pgqueue.claim('chain', 'w', 10)"
+    ).fetchall()
+    db.execute(ENDS["fail"], first)
+    assert one(db, "select count(*) from pgqueue.job") == 0
+
+
+def test_a_look_at_a_batch_of_which_much_has_ended_does_not_read_it_all(
+    db, held_snapshot
+):
+    """Under a held snapshot, where the entries of what has ended stay in the index."""
+    batch = one(db, "select pgqueue.create_batch('done')")
+    db.execute(
+        "select count(*) from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[20000]), batch_id => %s)",
+        [batch],
+    )
+    leases = db.execute(
+        "select id, token from pgqueue.claim('q', 'w', 10000)"
+    ).fetchall()
+    ids, tokens = zip(*leases, strict=True)
+    db.execute(
+        "select count(*) from pgqueue.complete_many(%s, %s)", [list(ids), list(tokens)]
+    )
+    few = sorted(
+        pages(db, f"select pgqueue._held_up(array[{batch}])") for _ in range(9)
+    )
+    assert few[4] < 30
+
+
+# Crashes
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Cluster() as cluster:
+        with psycopg.connect(where(cluster), autocommit=True) as conn:
+            conn.execute("create extension pgqueue")
+        yield cluster
+
+
+def test_chains_and_batches_survive_crashes_in_their_midst(server):
+    with psycopg.connect(where(server), autocommit=True) as db:
+        batch = one(db, "select pgqueue.create_batch('done')")
+        last = [
+            one(db, "select pgqueue.enqueue('work', batch_id => %s)", batch)
+            for _ in "abc"
+        ]
+        for _ in range(60):
+            last = [
+                one(
+                    db,
+                    "select pgqueue.enqueue('work', batch_id => %s, after => %s)",
+                    batch,
+                    last,
+                )
+                for _ in "abc"
+            ]
+        db.execute("select pgqueue.close_batch(%s)", [batch])
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                with psycopg.connect(where(server), autocommit=True) as conn:
+                    while not stop.is_set():
+                        for id, token in conn.execute(
+                            "select id, token from pgqueue.claim('work', 'w', 2, '1 s')"
+                        ).fetchall():
+                            conn.execute(ENDS["complete"], [id, token])
+                        conn.execute("select pgqueue.rest('{work}', park => false)")
+            except psycopg.OperationalError:
+                continue
+            except psycopg.DatabaseError as error:
+                if error.sqlstate != "PQ002":
+                    raise
+
+    def completed() -> int:
+        try:
+            with psycopg.connect(where(server), autocommit=True) as db:
+                return one(
+                    db, "select count(*) from pgqueue.run where outcome = 'completed'"
+                )
+        except psycopg.OperationalError:
+            return -1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for goal in (30, 90, 150):
+            wait_until(lambda: completed() >= goal, 60)  # noqa: B023
+            server.restart("immediate")
+        wait_until(lambda: completed() == 183, 60)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    with psycopg.connect(where(server), autocommit=True) as db:
+        db.execute(TIE)
+        found = column(db, "select payload -> 'batch' ->> 'completed' from pgqueue.job")
+        assert found == ["183"]
+
+
+def test_a_dump_keeps_what_waits(db, connect: Connect):
+    """All of it is in marked tables, which test_package dumps; here a reader sees the same."""
+    lease = claimed(db)
+    waiter = one(
+        db, "select pgqueue.enqueue('after', after => array[%s::bigint])", lease[0]
+    )
+    marked = column(
+        db,
+        "select unnest(extconfig)::regclass::text from pg_extension where extname = 'pgqueue'",
+    )
+    assert {
+        "pgqueue.dependency",
+        "pgqueue.batch",
+        "pgqueue.tally",
+        "pgqueue.loose_end",
+    } <= set(marked)
+    assert state(connect(), waiter) == "blocked"

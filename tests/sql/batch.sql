@@ -1,0 +1,131 @@
+-- Batches: their jobs, their counts, and the one callback. test_waits.py has the races.
+begin;
+set local client_min_messages = warning;
+create extension if not exists pgtap;
+create extension if not exists pgqueue;
+select plan(30);
+
+create function pg_temp.end_all(queue text, outcome text)
+    returns bigint
+    language sql
+as $$
+    select count(*)
+    from (select array_agg(c.id) as ids, array_agg(c.token) as tokens from pgqueue.claim(queue, 'w', 1000) as c) as c
+    cross join lateral pgqueue.finish(c.ids, c.tokens, array_fill(outcome, array[cardinality(c.ids)])) as f
+$$;
+
+select pgqueue.create_batch('done', '{"report": 7}', 'all done', 5, 3, '{"trace": 1}') as id \gset
+select results_eq(
+    'select id, queue, kind, state, waiting, running, completed, dead, cancelled from pgqueue.batches',
+    format($$ values (%s::bigint, 'done', 'all done', 'open', 0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint) $$, :id),
+    'a new batch is open and has no jobs'
+);
+select pgqueue.enqueue('m', batch_id => :id) as a \gset
+select pgqueue.enqueue_many('m', array_fill('{}'::jsonb, array[5]), batch_id => :id);
+select pgqueue.enqueue_many('m', array_fill('{}'::jsonb, array[3]), unique_keys => '{a,b,a}', batch_id => :id);
+select is((select waiting from pgqueue.batches), 8::bigint, 'it counts the jobs that enqueue and enqueue_many add, duplicates once');
+select is((select (terms).batch_id from pgqueue.job where id = :a), :id::bigint, 'a job knows its batch');
+select id, token from pgqueue.claim('m', 'w') \gset one_
+select is((select running from pgqueue.batches), 1::bigint, 'it counts the jobs that run');
+select pgqueue.complete(:one_id, :one_token);
+select is((select completed from pgqueue.batches), 1::bigint, 'and those that completed');
+select pgqueue.enqueue('m2', batch_id => :id);
+select pg_temp.end_all('m2', 'reject');
+select pgqueue.enqueue('m2', batch_id => :id) as c \gset
+select pgqueue.cancel(:c);
+select results_eq(
+    'select completed, dead, cancelled from pgqueue.batches', 'values (1::bigint, 1::bigint, 1::bigint)', 'those that died, or were cancelled'
+);
+select is_empty($$ select from pgqueue.job where queue = 'done' $$, 'there is no callback before the end');
+select pgqueue.close_batch(:id);
+select is((select state from pgqueue.batches), 'closed', 'close_batch closes it');
+select pg_temp.end_all('m', 'fail');
+select is_empty($$ select from pgqueue.job where queue = 'done' $$, 'a job that waits for its retry has not ended');
+select pgqueue.run_now(id) from pgqueue.job where queue = 'm';
+select id, token from pgqueue.claim('m', 'w') \gset one_
+select is(
+    pgqueue.enqueue('m', batch_id => :id) > 0, true, 'a job of a batch that is closed may add others'
+);
+select pgqueue.release(array[:one_id], array[:one_token]);
+select pg_temp.end_all('m', 'complete');
+select is_empty('select from pgqueue.dependency', 'now all its jobs have ended');
+select results_eq(
+    $$ select kind, priority, max_attempts, headers, payload from pgqueue.job where queue = 'done' $$,
+    format($$ values ('all done', 5, 3, '{"trace": 1}'::jsonb,
+        '{"report": 7, "batch": {"id": %s, "completed": 9, "dead": 1, "cancelled": 1}}'::jsonb) $$, :id),
+    'the callback has been enqueued, with the counts in its payload'
+);
+select results_eq(
+    'select state, completed, dead, cancelled, callback_id from pgqueue.batches',
+    $$ select 'finished', 9::bigint, 1::bigint, 1::bigint, id from pgqueue.job where queue = 'done' $$, 'the view shows what became of it'
+);
+select is_empty('select from pgqueue.tally', 'the tally is summed up');
+select pgqueue.close_batch(:id);
+select is((select count(*) from pgqueue.job where queue = 'done'), 1::bigint, 'closing it again changes nothing');
+select throws_ok(
+    format($$ select pgqueue.enqueue('m', batch_id => %s) $$, :id), '55000', null, 'a batch that has finished takes no more jobs'
+);
+select throws_ok(
+    format($$ select pgqueue.enqueue_many('m', '{1}', batch_id => %s) $$, :id), '55000', null, 'nor from enqueue_many'
+);
+
+-- An empty one
+
+select pgqueue.create_batch('empty') as id \gset
+select pgqueue.close_batch(:id);
+select is(
+    (select payload from pgqueue.job where queue = 'empty'),
+    jsonb_build_object('batch', jsonb_build_object('id', :id, 'completed', 0, 'dead', 0, 'cancelled', 0)),
+    'an empty batch finishes when it is closed'
+);
+
+-- Redriven
+
+select pgqueue.create_batch('again') as id \gset
+select pgqueue.enqueue('r', batch_id => :id) as a \gset
+select pgqueue.enqueue('r2', batch_id => :id) as b \gset
+select pgqueue.close_batch(:id);
+select pg_temp.end_all('r', 'reject');
+select pgqueue.redrive_job(:a);
+select results_eq(
+    format('select waiting, dead from pgqueue.batches where id = %s', :id), 'values (2::bigint, 0::bigint)',
+    'a job that is redriven before its batch finishes belongs to it again'
+);
+select pg_temp.end_all('r2', 'complete');
+select is_empty($$ select from pgqueue.job where queue = 'again' $$, 'which waits for it');
+select pg_temp.end_all('r', 'reject');
+select is(
+    (select payload -> 'batch' ->> 'dead' from pgqueue.job where queue = 'again'), '1', 'and counts how it ends then'
+);
+select pgqueue.redrive_job(:a);
+select pg_temp.end_all('r', 'complete');
+select is((select count(*) from pgqueue.job where queue = 'again'), 1::bigint, 'redriven later it runs outside the batch');
+
+-- A job of a batch may wait for others of it
+
+select pgqueue.create_batch('chain') as id \gset
+select pgqueue.enqueue('s', batch_id => :id) as a \gset
+select pgqueue.enqueue('s', batch_id => :id, after => array[:a]) as b \gset
+select pgqueue.close_batch(:id);
+select pg_temp.end_all('s', 'reject');
+select is(
+    (select payload -> 'batch' from pgqueue.job where queue = 'chain'),
+    jsonb_build_object('id', :id, 'completed', 0, 'dead', 1, 'cancelled', 1), 'a job that is cancelled because another died counts as cancelled'
+);
+
+-- What is refused
+
+select throws_ok($$ select pgqueue.enqueue('m', batch_id => 0) $$, 'PQ001', null, 'a batch that there is not is refused');
+select throws_ok($$ select pgqueue.close_batch(null) $$, 'PQ001', null, 'close_batch refuses it, too');
+select throws_ok($$ select pgqueue.create_batch('') $$, '22023', null, 'create_batch refuses a bad queue');
+select throws_ok($$ select pgqueue.create_batch('q', '[]') $$, '22023', null, 'and a payload that is no object');
+select throws_ok($$ select pgqueue.create_batch('q', headers => '[]') $$, '22023', null, 'and such headers');
+
+-- Forgotten
+
+update pgqueue.batch set finished_at = finished_at - interval '15 days' where queue = 'done';
+select is((select done from pgqueue.maintain() where task = 'forget batches'), 1::bigint, 'maintain forgets a batch after 14 days');
+select is_empty('select from pgqueue.loose_end', 'a single session leaves no loose ends');
+
+select * from finish();
+rollback;
