@@ -17,7 +17,7 @@ as $$
         ]
         when 'operator' then array[
             'cancel', 'cancel_many', 'redrive', 'redrive_job', 'discard', 'discard_many',
-            'purge', 'pause', 'resume',
+            'purge', 'pause', 'resume', 'rerun',
             'run_now', 'reprioritize', 'configure', 'reap', 'maintain', 'why', 'version'
         ]
         when 'reader' then array['why', 'version']
@@ -26,9 +26,9 @@ as $$
     select false, v.name
     from unnest(case _grants.kind
         when 'operator' then array[
-            'jobs', 'queues', 'running', 'kinds', 'settings', 'queue', 'job', 'dead_job', 'run'
+            'jobs', 'queues', 'running', 'kinds', 'settings', 'retention', 'queue', 'job', 'dead_job', 'run'
         ]
-        when 'reader' then array['jobs', 'queues', 'running', 'kinds', 'settings']
+        when 'reader' then array['jobs', 'queues', 'running', 'kinds', 'settings', 'retention']
     end) as v (name)
 $$;
 

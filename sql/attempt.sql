@@ -70,7 +70,8 @@ declare
 begin
     insert into pgqueue.run (
         slot, attempt, job_id, finished_at, waited, taken,
-        queue, kind, outcome, worker, result, error
+        queue, kind, outcome, worker, result, error,
+        priority, max_attempts, group_key, payload, headers
     )
     select
         (today + settings.keep_runs) % 16,
@@ -79,10 +80,15 @@ begin
         _log.moment - coalesce(j.claimed_at, _log.moment),
         j.queue, j.kind, e.outcome, j.worker,
         case when e.outcome = 'cancelled' then to_jsonb(j.cancel_reason) end,
-        case when e.outcome <> 'cancelled' then pgqueue._summary(e.error) end
+        case when e.outcome <> 'cancelled' then pgqueue._summary(e.error) end,
+        kept.*
     from unnest(picks, outcomes, errors) as e (place, outcome, error)
     join pgqueue.job as j on j.ctid = e.place
     cross join lateral pgqueue._in_force(j.queue, j.kind, j.group_key) as settings
+    -- One that is dead is kept in dead_job; the others go on.
+    left join lateral (
+        select j.priority, j.max_attempts, j.group_key, j.payload, j.headers
+    ) as kept on settings.keep_payloads and e.outcome = 'cancelled'
     where settings.keep_runs > 0;
 end;
 $$;

@@ -214,6 +214,9 @@ begin
     task := 'forget keys';
     done := pgqueue._forget_keys();
     return next;
+    task := 'forget dead jobs';
+    done := pgqueue._forget_dead();
+    return next;
 end;
 $$;
 
@@ -221,7 +224,8 @@ comment on function pgqueue.maintain() is
 'Everything that must happen from time to time: recovers up to 1000 expired
 leases (done: jobs), empties the tables of run whose days are over (done:
 tables), drops the slots of groups that have no job (done: slots) and their
-permits (done: permits), and up to 100,000 windows of unique_for that have
-ended (done: windows). Call it every minute or so, from a worker, cron or psql;
+permits (done: permits), up to 100,000 windows of unique_for that have ended
+(done: windows), and up to 10,000 dead jobs that have been kept for keep_dead
+(done: jobs). Call it every minute or so, from a worker, cron or psql;
 any number may run at once.
 Raises 25001 outside READ COMMITTED.';

@@ -293,8 +293,12 @@ comment on column pgqueue.dead_job.headers is 'An object of metadata; null for n
 comment on column pgqueue.dead_job.errors is
 'The last 10 failures, oldest first: attempt, at, worker, error.';
 
-create index dead_job_queue_idx on pgqueue.dead_job (queue, died_at);
-comment on index pgqueue.dead_job_queue_idx is 'What died in this queue, and when?';
+create index dead_job_kind_idx on pgqueue.dead_job (queue, kind, died_at);
+comment on index pgqueue.dead_job_kind_idx is 'What died in this queue, of which kind, and when?';
+
+create index dead_job_group_idx on pgqueue.dead_job (group_key, queue, kind, died_at)
+where group_key is not null;
+comment on index pgqueue.dead_job_group_idx is 'What died of this group, and when?';
 
 -- The windows of unique_for. A row outlives its job, so it is not in job; it is written by no
 -- enqueue without unique_for.
@@ -341,7 +345,13 @@ create table pgqueue.run (
     outcome text not null,
     worker text,
     result jsonb,
-    error text
+    error text,
+    -- Of a job that is gone, with keep_payloads: what rerun needs.
+    priority int,
+    max_attempts int,
+    group_key text,
+    payload jsonb,
+    headers jsonb
 ) partition by list (slot);
 comment on table pgqueue.run is
 'One row for each finished attempt, kept as many days as the queue''s keep_runs
@@ -360,6 +370,13 @@ let the lease run out, runs again).';
 comment on column pgqueue.run.worker is 'Who ran it.';
 comment on column pgqueue.run.result is 'What complete was given; the reason of a cancelled job.';
 comment on column pgqueue.run.error is 'The first line of the error of an attempt that failed or expired.';
+comment on column pgqueue.run.priority is 'The job''s priority; this and the rest are kept with keep_payloads only.';
+comment on column pgqueue.run.max_attempts is 'The job''s max_attempts.';
+comment on column pgqueue.run.group_key is 'The job''s group.';
+comment on column pgqueue.run.payload is
+'The content of a job that completed or was cancelled; null without
+keep_payloads.';
+comment on column pgqueue.run.headers is 'The job''s headers.';
 
 do $$
 begin
@@ -385,6 +402,7 @@ create table pgqueue.queue (
     group_key text not null default '',
     paused boolean,
     notify boolean,
+    keep_payloads boolean,
     max_attempts int,
     keep_runs int,
     max_payload_bytes int,
@@ -397,6 +415,7 @@ create table pgqueue.queue (
     retry_cap interval,
     rate_period interval,
     age_after interval,
+    keep_dead interval,
     group_on_retry text,
     -- Groups may be many, and what decides most comes first.
     constraint queue_pkey primary key (group_key, kind, name),
@@ -414,6 +433,7 @@ create table pgqueue.queue (
     ),
     constraint queue_periods_in_range check (
         rate_period between '1 millisecond' and '1 day' and age_after between '1 second' and '1 year'
+        and keep_dead between '1 second' and '10 years'
     ),
     constraint queue_group_on_retry_is_known check (group_on_retry in ('skip', 'block')),
     constraint queue_some_are_of_a_queue check (
@@ -434,6 +454,8 @@ comment on column pgqueue.queue.kind is 'The kind for which this is set; empty f
 comment on column pgqueue.queue.group_key is 'The group for which this is set; empty for all.';
 comment on column pgqueue.queue.paused is 'Takes jobs in and gives none out.';
 comment on column pgqueue.queue.notify is 'Whether enqueue may send NOTIFY to parked workers; default true.';
+comment on column pgqueue.queue.keep_payloads is
+'Whether run keeps the payloads of jobs that are gone; default false.';
 comment on column pgqueue.queue.max_attempts is 'Attempts of a job that names no number; default 20.';
 comment on column pgqueue.queue.keep_runs is
 'Days to keep finished attempts in run, 0 (not at all) to 14; default 7.';
@@ -456,6 +478,8 @@ comment on column pgqueue.queue.rate_period is 'The period of rate_limit; defaul
 comment on column pgqueue.queue.age_after is
 'After each such time a waiting job counts as one priority higher; default
 never.';
+comment on column pgqueue.queue.keep_dead is
+'How long a dead job is kept, 1 second to 10 years; default for ever.';
 comment on column pgqueue.queue.group_on_retry is
 'What a job that waits for its retry means for its group: skip (default) or
 block.';
@@ -469,8 +493,11 @@ create index queue_cap_idx on pgqueue.queue (name, left(group_key, 1))
 where num_nonnulls(max_running, rate_limit, rate_period) > 0;
 comment on index pgqueue.queue_cap_idx is 'Which caps are set for a queue, its kinds and groups?';
 
-create index queue_keep_idx on pgqueue.queue (name) where keep_runs is not null;
-comment on index pgqueue.queue_keep_idx is 'Does anything say how long the log is kept?';
+create index queue_keep_idx on pgqueue.queue (name) where num_nonnulls(keep_runs, keep_payloads) > 0;
+comment on index pgqueue.queue_keep_idx is 'Does anything say what the log keeps, and how long?';
+
+create index queue_dead_idx on pgqueue.queue (name, left(group_key, 1)) where keep_dead is not null;
+comment on index pgqueue.queue_dead_idx is 'How long are the dead jobs of a queue kept?';
 
 create index queue_narrow_idx on pgqueue.queue (name, (num_nonnulls(paused, lease) > 0))
 where kind <> '' or group_key <> '';

@@ -13,9 +13,9 @@ WORKER = {
 }  # fmt: skip
 OPERATOR = {
     "cancel", "cancel_many", "redrive", "redrive_job", "discard", "discard_many",
-    "purge", "pause", "resume", "run_now", "reprioritize", "configure", "reap", "maintain", "why", "version",
+    "purge", "pause", "resume", "rerun", "run_now", "reprioritize", "configure", "reap", "maintain", "why", "version",
 }  # fmt: skip
-VIEWS = {"jobs", "queues", "running", "kinds", "settings"}
+VIEWS = {"jobs", "queues", "running", "kinds", "settings", "retention"}
 MATRIX = {
     "producer": (PRODUCER, set()),
     "worker": (WORKER, set()),

@@ -15,6 +15,12 @@ TAKEN = "select pgqueue.enqueue('q', unique_key => 'k')"
 WINDOW = "unique_key => 'k', unique_for => '1 hour'"
 RECENT = f"select pgqueue.enqueue('q', {WINDOW})"
 FAT = """'{"text": "far too much for this"}'"""
+ONLY = "(select id from pgqueue.job)"
+DEAD_ONE = "(select id from pgqueue.dead_job)"
+DIE = "select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim('q', 'w')"
+KEEP = "select pgqueue.configure('q', keep_payloads => true)"
+BIG = f"select pgqueue.enqueue('q', {FAT})"
+END = "select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')"
 
 # The calls that are refused, by function and SQLSTATE; what is run first in their transaction.
 REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
@@ -121,6 +127,11 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
     "cancel_many": {"22023": [("max_jobs => 0",)]},
     "run_now": {"PQ001": [("1",)]},
     "reprioritize": {"PQ001": [("1, 1",)], "22023": [("1, 101",), ("1, null",)]},
+    "rerun": {
+        "PQ001": [("1",), ("null",)],
+        "22023": [(ONLY, TAKEN), (DEAD_ONE, TAKEN, DIE)],
+        "54000": [("(select max(job_id) from pgqueue.run)", KEEP, BIG, END, SMALL)],
+    },
     "redrive": {"22023": [("max_jobs => 0",)]},
     "redrive_job": {"PQ001": [("1",)]},
     "discard": {"PQ001": [("1",)]},
@@ -157,6 +168,9 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', rate_period => '2 days'",),
             ("'q', age_after => '0'",),
             ("'q', age_after => '1 minute', kind => 'k'",),
+            ("'q', keep_dead => '0'",),
+            ("'q', keep_dead => '11 years'",),
+            ("'q', keep_dead => '1 day', group_key => '*'",),
         ]
     },
     "why": {"PQ001": [("1",), ("null",)]},

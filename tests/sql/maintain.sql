@@ -37,7 +37,7 @@ select is(
 -- The ring of runs
 
 select results_eq(
-    'select task from pgqueue.maintain()', $$ values ('reap'), ('forget runs'), ('drop slots'), ('drop permits'), ('forget keys') $$,
+    'select task from pgqueue.maintain()', $$ values ('reap'), ('forget runs'), ('drop slots'), ('drop permits'), ('forget keys'), ('forget dead jobs') $$,
     'maintain returns a row for each of its tasks'
 );
 truncate pgqueue.run;
