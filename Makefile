@@ -6,10 +6,10 @@ EXTVERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.cont
 
 # The rooms, in the order a job meets them.
 NOUNS = sql/schema.sql
-VERBS = sql/check.sql sql/settings.sql sql/enqueue.sql sql/wake.sql sql/lane.sql sql/pick.sql sql/age.sql \
-        sql/turn.sql sql/limit.sql sql/park.sql sql/permit.sql sql/cap.sql sql/delay.sql sql/claim.sql \
-        sql/lease.sql sql/attempt.sql sql/finish.sql sql/manage.sql sql/dead.sql sql/maintain.sql \
-        sql/observe.sql sql/access.sql
+VERBS = sql/check.sql sql/settings.sql sql/enqueue.sql sql/trigger.sql sql/wake.sql sql/lane.sql sql/pick.sql \
+        sql/age.sql sql/turn.sql sql/limit.sql sql/park.sql sql/permit.sql sql/cap.sql sql/delay.sql \
+        sql/claim.sql sql/lease.sql sql/attempt.sql sql/finish.sql sql/manage.sql sql/dead.sql \
+        sql/maintain.sql sql/observe.sql sql/access.sql
 
 SCRIPT = sql/$(EXTENSION)--$(EXTVERSION).sql
 PLAIN  = sql/$(EXTENSION)--$(EXTVERSION).plain.sql

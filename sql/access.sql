@@ -10,7 +10,7 @@ create or replace function pgqueue._grants(kind text)
 as $$
     select true, f.name
     from unnest(case _grants.kind
-        when 'producer' then array['enqueue', 'enqueue_many', 'version']
+        when 'producer' then array['enqueue', 'enqueue_many', 'enqueue_row', 'version']
         when 'worker' then array[
             'claim', 'claim_from', 'extend', 'complete', 'complete_many', 'fail', 'release',
             'finish', 'reap', 'maintain', 'rest', 'version'

@@ -21,7 +21,7 @@
 -- Every finished attempt is a row in run, for the metrics.
 --
 -- The rooms after this one, in the order in which a job meets them: check (arguments), settings,
--- enqueue (producer), wake (who sleeps), lane, pick and age (which jobs are due), turn, limit and park
+-- enqueue (producer), trigger (a job for each changed row), wake (who sleeps), lane, pick and age (which jobs are due), turn, limit and park
 -- (groups), permit, cap and delay (caps), claim, lease, attempt and finish (worker), manage and dead
 -- (operator), maintain, observe (views), access (roles).
 -- Every function says for itself how names are found and statements planned (claim says why), so

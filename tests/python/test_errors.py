@@ -21,6 +21,11 @@ DIE = "select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim
 KEEP = "select pgqueue.configure('q', keep_payloads => true)"
 BIG = f"select pgqueue.enqueue('q', {FAT})"
 END = "select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')"
+CHANGED = "create table changed (id int)"
+UNTRUSTED = """
+create role pgqueue_untrusted; create type mood as enum ('fine');
+alter type mood owner to pgqueue_untrusted; alter table changed add mood mood[]
+"""
 
 # The calls that are refused, by function and SQLSTATE; what is run first in their transaction.
 REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
@@ -64,6 +69,10 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "23505": [
             ("'q', '{1,2}', unique_keys => '{a,k}', on_duplicate => 'error'", TAKEN),
         ],
+    },
+    "enqueue_row": {
+        "22023": [("",), ("'queue=q', 'columns=no'",), ("'queue=q', 'run_in=soon'",)],
+        "42501": [("'queue=q'", UNTRUSTED)],
     },
     "claim": {
         "25001": [("'q', 'w'", LEVEL)],
@@ -215,9 +224,15 @@ def test_the_cases_are_those_that_the_comments_name(db) -> None:
 def test_a_refused_call_says_what_is_wrong_and_where_in_two_lines(db, case) -> None:
     function, sqlstate, arguments, *before = case
     with pytest.raises(psycopg.Error) as refused, db.transaction():
+        call = f"select pgqueue.{function}({arguments})"
+        if function == "enqueue_row":
+            trigger = f"execute function pgqueue.{function}({arguments})"
+            fires = f"create trigger t after insert on changed for each row {trigger}"
+            before = [CHANGED, *before, fires]
+            call = "insert into changed values (1)"
         for statement in before:
             db.execute(statement)
-        db.execute(f"select pgqueue.{function}({arguments})")
+        db.execute(call)
     said = refused.value.diag
     assert said.sqlstate == sqlstate
     assert said.message_primary
