@@ -348,8 +348,9 @@ begin
             array_agg(o.row order by n.place) as olds, array_agg(n.row order by n.place) as news,
             count(*) = count(distinct n.place) as is_key
         from (select to_jsonb(r) as row, row_number() over () as place from new_rows as r) as n
-        left join (select to_jsonb(r) as row from old_rows as r offset 0) as o
-            on o.row - unkeyed = n.row - unkeyed
+        -- A full join is never a nested loop, which a plan made for few rows might have.
+        full join (select to_jsonb(r) as row from old_rows as r) as o on o.row - unkeyed = n.row - unkeyed
+        where coalesce(n.place, 0) > 0
         group by (n.place - 1) / 10000;
     else
         open changes for
