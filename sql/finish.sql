@@ -15,13 +15,10 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     today int := floor(extract(epoch from moment) / 86400)::int;
-    has_settings boolean := pg_relation_size('pgqueue.queue') > 0;
     keep_runs int := 7;
-    priority int;
-    max_attempts int;
-    group_key text;
-    payload jsonb;
-    headers jsonb;
+    has_settings boolean := pg_relation_size('pgqueue.queue') > 0;
+    is_configured boolean;
+    is_logged boolean;
     done record;
     refused boolean;
 begin
@@ -29,14 +26,9 @@ begin
         refused := pgqueue._refuse(pgqueue._wrong_isolation());
     end if;
     if has_settings then
-        if pg_relation_size('pgqueue.queue_keep_idx') > 8192 then
-            select s.keep_runs, k.* into keep_runs, priority, max_attempts, group_key, payload, headers
-            from pgqueue.job as j
-            cross join lateral pgqueue._in_force(j.queue, j.kind, j.group_key) as s
-            left join lateral (
-                select j.priority, j.max_attempts, j.group_key, j.payload, j.headers
-            ) as k on s.keep_payloads
-            where j.id = complete.job_id;
+        is_configured := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
+        if is_configured then
+            is_logged := pgqueue._log_kept(array[job_id], array[token], array[result], moment);
         end if;
     end if;
 
@@ -51,6 +43,11 @@ begin
         perform pgqueue._recall(array[done.queue], array[done.group_key]);
     end if;
     if has_settings then
+        if is_configured then
+            keep_runs := case when is_logged then 0
+                else (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs
+            end;
+        end if;
         if pgqueue._has_running_caps(done.queue) then
             perform pgqueue._wake(done.queue);
         end if;
@@ -58,14 +55,12 @@ begin
     if keep_runs > 0 then
         insert into pgqueue.run (
             slot, attempt, job_id, finished_at, waited, taken,
-            queue, kind, outcome, worker, result,
-            priority, max_attempts, group_key, payload, headers
+            queue, kind, outcome, worker, result
         )
         values (
             (today + keep_runs) % 16, done.attempt, complete.job_id, moment,
             done.claimed_at - least(done.run_at, done.claimed_at), moment - done.claimed_at,
-            done.queue, done.kind, 'completed', done.worker, complete.result,
-            priority, max_attempts, group_key, payload, headers
+            done.queue, done.kind, 'completed', done.worker, complete.result
         );
     end if;
 end;
@@ -100,6 +95,9 @@ declare
     moment timestamptz := clock_timestamp();
     today int := floor(extract(epoch from moment) / 86400)::int;
     is_configured boolean := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
+    is_logged boolean := case when is_configured
+        then pgqueue._log_kept(job_ids, tokens, results, moment)
+    end;
     queues text[];
     group_keys text[];
 begin
@@ -123,22 +121,16 @@ begin
                 from unnest(complete_many.job_ids, complete_many.tokens) as h (id, token)
             )) is true
         returning
-            j.id, j.token, j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.group_key, j.worker,
-            j.priority, j.max_attempts, case when is_configured then j.payload end as payload,
-            case when is_configured then j.headers end as headers
+            j.id, j.token, j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.group_key, j.worker
     ), logged as (
         insert into pgqueue.run (
-            slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result,
-            priority, max_attempts, group_key, payload, headers
+            slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result
         )
         select
             (today + kept.days) % 16, d.attempt, d.id, moment,
             d.claimed_at - least(d.run_at, d.claimed_at), moment - d.claimed_at,
             d.queue, d.kind, 'completed', d.worker,
-            given.result,
-            case when kept.payloads then d.priority end, case when kept.payloads then d.max_attempts end,
-            case when kept.payloads then d.group_key end, case when kept.payloads then d.payload end,
-            case when kept.payloads then d.headers end
+            given.result
         from done as d
         left join (
             select distinct on (h.id, h.token) h.*
@@ -149,12 +141,13 @@ begin
             ) as h (id, token, result)
         ) as given on given.id = d.id and given.token = d.token
         cross join lateral (
-            select case when is_configured then pgqueue._in_force(d.queue, d.kind, d.group_key) end
+            select case
+                when is_logged then 0
+                when is_configured then (pgqueue._in_force(d.queue, d.kind, d.group_key)).keep_runs
+                else 7
+            end
             offset 0
-        ) as s (settings)
-        cross join lateral (
-            select coalesce((s.settings).keep_runs, 7), (s.settings).keep_payloads
-        ) as kept (days, payloads)
+        ) as kept (days)
         where kept.days > 0
     )
     select d.id from done as d;
