@@ -6,10 +6,11 @@ EXTVERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.cont
 
 # The rooms, in the order a job meets them.
 NOUNS = sql/schema.sql
-VERBS = sql/check.sql sql/settings.sql sql/enqueue.sql sql/wake.sql sql/lane.sql sql/pick.sql sql/age.sql \
-        sql/turn.sql sql/limit.sql sql/park.sql sql/permit.sql sql/cap.sql sql/delay.sql sql/claim.sql \
-        sql/lease.sql sql/attempt.sql sql/finish.sql sql/manage.sql sql/dead.sql sql/depend.sql sql/batch.sql sql/cron.sql \
-        sql/schedule.sql sql/maintain.sql sql/observe.sql sql/status.sql sql/access.sql
+VERBS = sql/check.sql sql/settings.sql sql/enqueue.sql sql/trigger.sql sql/wake.sql sql/lane.sql sql/pick.sql \
+        sql/age.sql sql/turn.sql sql/limit.sql sql/park.sql sql/permit.sql sql/cap.sql sql/delay.sql \
+        sql/claim.sql sql/lease.sql sql/attempt.sql sql/finish.sql sql/manage.sql sql/dead.sql \
+        sql/depend.sql sql/batch.sql sql/cron.sql sql/schedule.sql sql/maintain.sql sql/observe.sql \
+        sql/status.sql sql/access.sql
 
 SCRIPT = sql/$(EXTENSION)--$(EXTVERSION).sql
 PLAIN  = sql/$(EXTENSION)--$(EXTVERSION).plain.sql
@@ -27,11 +28,11 @@ CLUSTER  = $(VENV)/python tests/cluster.py
 CONFIG   = python/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench instructions matrix bare lint plain all install uninstall \
+.PHONY: help demo test move-in bench instructions matrix bare lint plain all install uninstall \
         installcheck clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 demo: all ## see real jobs run, in a throwaway Postgres
 	@PYTHON=$(PYTHON) sh tests/need.sh demo
@@ -42,6 +43,13 @@ test: all plain ## everything, in a throwaway Postgres
 	@PYTHON=$(PYTHON) sh tests/need.sh test
 	@$(MAKE) -s .venv/dev
 	@$(CLUSTER) --fast $(MAKE) -s suite
+
+# A Redis, node and the other systems are too much for everybody's `make test`.
+move-in: all plain ## the recipes of sql/moving.md, on the packages of the other systems
+	@PYTHON=$(PYTHON) sh tests/need.sh move-in
+	@$(MAKE) -s .venv/dev .venv/move-in/made
+	@PYTHONPATH=python:.venv/move-in/python $(CLUSTER) --fast \
+	    $(VENV)/pytest -c $(CONFIG) --rootdir . tests/python/test_move_in.py
 
 bench: all ## pgqueue beside its rivals, on a throwaway Postgres (ARGS='--rounds 1 held')
 	@PYTHON=$(PYTHON) sh tests/need.sh test
@@ -124,6 +132,12 @@ $(PLAIN): $(SCRIPT)
 
 .venv/dev: $(CONFIG) | .venv/bin/python
 	@$(VENV)/python -m pip install --quiet --disable-pip-version-check -e './python[dev]'
+	@touch $@
+
+.venv/move-in/made: Makefile | .venv/bin/python
+	@$(VENV)/python -m pip install --quiet --disable-pip-version-check --target .venv/move-in/python \
+	    --upgrade procrastinate==3.10.0 pgmq==1.1.4 'celery[redis]==5.7.0'
+	@npm install --silent --prefix .venv/move-in graphile-worker@0.18.0
 	@touch $@
 
 # The wheel with a Postgres in it is large: only where there is no other.

@@ -11,7 +11,8 @@ as $$
     select true, f.name
     from unnest(case _grants.kind
         when 'producer' then array[
-            'enqueue', 'enqueue_many', 'create_batch', 'close_batch', 'status', 'result', 'await', 'version'
+            'enqueue', 'enqueue_many', 'enqueue_row', 'create_batch', 'close_batch', 'status', 'result',
+            'await', 'version'
         ]
         when 'worker' then array[
             'claim', 'claim_from', 'extend', 'progress', 'complete', 'complete_many', 'fail', 'release',
@@ -19,7 +20,7 @@ as $$
         ]
         when 'operator' then array[
             'cancel', 'cancel_many', 'redrive', 'redrive_job', 'discard', 'discard_many',
-            'purge', 'pause', 'resume',
+            'purge', 'pause', 'resume', 'rerun',
             'run_now', 'reprioritize', 'configure', 'schedule', 'unschedule', 'pause_schedule',
             'resume_schedule', 'next_slots', 'reap', 'maintain', 'why',
             'status', 'result', 'await', 'version'
@@ -30,10 +31,12 @@ as $$
     select false, v.name
     from unnest(case _grants.kind
         when 'operator' then array[
-            'jobs', 'queues', 'running', 'kinds', 'settings', 'schedules', 'batches', 'queue', 'job', 'dead_job', 'run',
-            'schedule'
+            'jobs', 'queues', 'running', 'kinds', 'settings', 'schedules', 'batches', 'retention', 'queue',
+            'job', 'dead_job', 'run', 'schedule'
         ]
-        when 'reader' then array['jobs', 'queues', 'running', 'kinds', 'settings', 'schedules', 'batches']
+        when 'reader' then array[
+            'jobs', 'queues', 'running', 'kinds', 'settings', 'schedules', 'batches', 'retention'
+        ]
     end) as v (name)
 $$;
 

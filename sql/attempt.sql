@@ -55,7 +55,7 @@ comment on function pgqueue._add_error(pgqueue.job, text, timestamptz) is
 'A job''s errors with one more, the last 10.';
 
 create or replace function pgqueue._log(
-    picks tid[], outcomes text[], errors text[], moment timestamptz
+    picks tid[], outcomes text[], errors text[], moment timestamptz, results jsonb[] default null
 )
     returns void
     language plpgsql
@@ -70,7 +70,8 @@ declare
 begin
     insert into pgqueue.run (
         slot, attempt, job_id, finished_at, waited, taken,
-        queue, kind, outcome, worker, result, error
+        queue, kind, outcome, worker, result, error,
+        payload, headers, options
     )
     select
         (today + settings.keep_runs) % 16,
@@ -78,17 +79,63 @@ begin
         coalesce(j.claimed_at, _log.moment) - least(j.run_at, j.claimed_at, _log.moment),
         _log.moment - coalesce(j.claimed_at, _log.moment),
         j.queue, j.kind, e.outcome, j.worker,
-        case when e.outcome = 'cancelled' then to_jsonb(coalesce(j.cancel_reason, e.error)) end,
-        case when e.outcome <> 'cancelled' then pgqueue._summary(e.error) end
-    from unnest(picks, outcomes, errors) as e (place, outcome, error)
+        case when e.outcome = 'cancelled' then to_jsonb(coalesce(j.cancel_reason, e.error)) else e.result end,
+        case when e.outcome <> 'cancelled' then pgqueue._summary(e.error) end,
+        kept.*
+    from unnest(picks, outcomes, errors, results) as e (place, outcome, error, result)
     join pgqueue.job as j on j.ctid = e.place
     cross join lateral pgqueue._in_force(j.queue, j.kind, j.group_key) as settings
+    -- One that is dead is kept in dead_job; the others go on.
+    left join lateral (
+        select j.payload, j.headers, jsonb_build_object(
+            'priority', j.priority, 'max_attempts', j.max_attempts, 'group_key', j.group_key
+        )
+    ) as kept on settings.keep_payloads and e.outcome in ('completed', 'cancelled')
     where settings.keep_runs > 0;
 end;
 $$;
 
-comment on function pgqueue._log(tid[], text[], text[], timestamptz) is
+comment on function pgqueue._log(tid[], text[], text[], timestamptz, jsonb[]) is
 'Writes the present attempts of some locked jobs into run.';
+
+create or replace function pgqueue._log_kept(
+    job_ids bigint[], tokens bigint[], results jsonb[], moment timestamptz
+)
+    returns boolean
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+    set enable_nestloop = on
+as $$
+declare
+    done record;
+begin
+    if not exists (
+        select from pgqueue.queue as q
+        where num_nonnulls(q.keep_runs, q.keep_payloads) > 0 and q.keep_payloads
+    ) then
+        return false;
+    end if;
+    select
+        array_agg(j.ctid) as picks, array_agg('completed'::text) as outcomes,
+        array_agg(given.result) as results
+    into done
+    from unnest(pgqueue._lock_held(job_ids, tokens)) as held (place)
+    join pgqueue.job as j on j.ctid = held.place
+    left join (
+        select distinct on (u.id, u.token) u.*
+        from unnest(job_ids, tokens, results) as u (id, token, result)
+    ) as given on given.id = j.id and given.token = j.token;
+    perform pgqueue._log(done.picks, done.outcomes, null, moment, done.results);
+    return true;
+end;
+$$;
+
+comment on function pgqueue._log_kept(bigint[], bigint[], jsonb[], timestamptz) is
+'Locks jobs that are about to complete and writes them into run, if anything
+sets keep_payloads; else leaves that to the caller, which is faster.';
 
 create or replace function pgqueue._end(
     picks tid[], outcomes text[], errors text[], retry_ats timestamptz[], moment timestamptz

@@ -593,7 +593,8 @@ create or replace function pgqueue._check_settings(
     max_running int,
     rate_limit int,
     rate_period interval,
-    age_after interval
+    age_after interval,
+    keep_dead interval
 )
     returns text[]
     language plpgsql
@@ -633,6 +634,10 @@ begin
                     age_after >= '1 second' and age_after <= '1 year', '1 second to 1 year'
                 ),
                 (
+                    'keep_dead', keep_dead::text,
+                    keep_dead >= '1 second' and keep_dead <= '10 years', '1 second to 10 years'
+                ),
+                (
                     'group_on_retry', '"' || group_on_retry || '"',
                     group_on_retry in ('skip', 'block'), 'skip or block'
                 )
@@ -644,13 +649,13 @@ end;
 $$;
 
 comment on function pgqueue._check_settings(
-    interval, int, interval, interval, int, int, int, int, text, int, int, interval, interval
+    interval, int, interval, interval, int, int, int, int, text, int, int, interval, interval, interval
 ) is
 'Refuses an absurd setting; null passes.';
 
 create or replace function pgqueue._check_narrow(
     kind text, group_key text, notify boolean, weight int, group_limit int, group_on_retry text,
-    max_running int, rate_limit int, age_after interval
+    max_running int, rate_limit int, age_after interval, keep_dead interval
 )
     returns text[]
     language plpgsql
@@ -686,12 +691,17 @@ begin
             'The group_key is *.',
             'Leave group_key out.'
         ]
+        when group_key = '*' and keep_dead is not null then array[
+            'keep_dead cannot be set for each group',
+            'The group_key is *.',
+            'Set it for the queue, for a kind, or for one group.'
+        ]
     end;
 end;
 $$;
 
 comment on function pgqueue._check_narrow(
-    text, text, boolean, int, int, text, int, int, interval
+    text, text, boolean, int, int, text, int, int, interval, interval
 ) is
 'Refuses a setting of a queue, or of groups, for a kind or group that cannot
 have it.';

@@ -236,3 +236,195 @@ $$;
 comment on function pgqueue.discard(bigint) is
 'Drops a dead job for good.
 Raises PQ001 (no such dead job).';
+
+-- keep_dead. The kinds of each queue, and of each group with a setting of its own, are looked up one by
+-- one in an index, and of each only what is over is read: dead jobs that stay cost nothing, but for
+-- those of a group that keeps them for longer than their kind does.
+create or replace function pgqueue._dead_kinds()
+    returns table (queue text, kind text, oldest timestamptz)
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_bitmapscan = off
+    set enable_nestloop = on
+    set enable_indexscan = on
+as $$
+begin
+    return query
+    with recursive step as (
+        (
+            select d.queue, d.kind, d.died_at
+            from pgqueue.dead_job as d
+            order by d.queue, d.kind, d.died_at
+            limit 1
+        )
+        union all
+        select n.*
+        from step as s
+        cross join lateral (
+            select d.queue, d.kind, d.died_at
+            from pgqueue.dead_job as d
+            where (d.queue, d.kind) > (s.queue, s.kind)
+            order by d.queue, d.kind, d.died_at
+            limit 1
+        ) as n
+    )
+    select s.* from step as s;
+end;
+$$;
+
+comment on function pgqueue._dead_kinds() is
+'Each kind of each queue that has dead jobs, and when the oldest died.';
+
+create or replace function pgqueue._dead_kinds_of_groups()
+    returns table (queue text, kind text, oldest timestamptz, group_key text)
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_bitmapscan = off
+    set enable_nestloop = on
+    set enable_indexscan = on
+as $$
+begin
+    return query
+    with recursive step as (
+        select n.*
+        from (
+            select distinct q.group_key
+            from pgqueue.queue as q
+            where q.keep_dead is not null and q.group_key <> ''
+        ) as own
+        cross join lateral (
+            select d.queue, d.kind, d.died_at, d.group_key
+            from pgqueue.dead_job as d
+            where d.group_key = own.group_key
+            order by d.queue, d.kind, d.died_at
+            limit 1
+        ) as n
+        union all
+        select n.*
+        from step as s
+        cross join lateral (
+            select d.queue, d.kind, d.died_at, d.group_key
+            from pgqueue.dead_job as d
+            where d.group_key = s.group_key and (d.queue, d.kind) > (s.queue, s.kind)
+            order by d.queue, d.kind, d.died_at
+            limit 1
+        ) as n
+    )
+    select s.* from step as s;
+end;
+$$;
+
+comment on function pgqueue._dead_kinds_of_groups() is
+'The same of the groups of which something says how long their dead jobs are
+kept.';
+
+create or replace function pgqueue._pick_over(
+    queue text, kind text, group_key text, died_by timestamptz, max_jobs bigint
+)
+    returns tid[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_bitmapscan = off
+    set enable_nestloop = on
+    set enable_indexscan = on
+as $$
+begin
+    return case when group_key is null
+        then array(
+            select d.ctid
+            from pgqueue.dead_job as d
+            where d.queue = _pick_over.queue and d.kind = _pick_over.kind
+                and d.died_at <= _pick_over.died_by
+                and not exists (
+                    select from pgqueue.queue as q
+                    where q.group_key = d.group_key and q.keep_dead is not null
+                    offset 0
+                )
+            order by d.died_at
+            limit _pick_over.max_jobs
+            for update skip locked
+        )
+        else array(
+            select d.ctid
+            from pgqueue.dead_job as d
+            where d.group_key = _pick_over.group_key and d.queue = _pick_over.queue
+                and d.kind = _pick_over.kind and d.died_at <= _pick_over.died_by
+            order by d.died_at
+            limit _pick_over.max_jobs
+            for update skip locked
+        )
+    end;
+end;
+$$;
+
+comment on function pgqueue._pick_over(text, text, text, timestamptz, bigint) is
+'Locks dead jobs of a kind, or of a kind and a group, that died by then, the
+oldest first. Those of a group with a setting of its own are not of the kind.';
+
+create or replace function pgqueue._forget_dead()
+    returns bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    forgotten bigint := 0;
+    dropped bigint;
+    picks tid[];
+    given record;
+begin
+    if not exists (select from pgqueue.queue as q where q.keep_dead is not null) then
+        return 0;
+    end if;
+    for given in
+        select u.*, moment - (pgqueue._in_force(u.queue, u.kind, u.group_key)).keep_dead as died_by
+        from (
+            select k.*, null as group_key from pgqueue._dead_kinds() as k
+            union all
+            select g.* from pgqueue._dead_kinds_of_groups() as g
+        ) as u
+        -- The settings are asked only where something may be over.
+        where u.oldest <= greatest(
+            (
+                select max(moment - q.keep_dead)
+                from pgqueue.queue as q
+                where q.name in ('', u.queue) and left(q.group_key, 1) = '' and q.keep_dead is not null
+            ),
+            (
+                select max(moment - q.keep_dead)
+                from pgqueue.queue as q
+                where q.group_key = u.group_key and q.keep_dead is not null
+            )
+        )
+        order by u.oldest
+    loop
+        continue when (given.oldest <= given.died_by) is not true;
+        picks := pgqueue._pick_over(
+            given.queue, given.kind, given.group_key, given.died_by, 10000 - forgotten
+        );
+        delete from pgqueue.dead_job as d where d.ctid = any (picks);
+        get diagnostics dropped = row_count;
+        forgotten := forgotten + dropped;
+        exit when forgotten = 10000;
+    end loop;
+    return forgotten;
+end;
+$$;
+
+comment on function pgqueue._forget_dead() is
+'Drops up to 10,000 dead jobs that have been kept for keep_dead, of each kind
+the oldest first; returns how many. One that somebody has locked is put off.';

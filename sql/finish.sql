@@ -16,11 +16,20 @@ declare
     moment timestamptz := clock_timestamp();
     today int := floor(extract(epoch from moment) / 86400)::int;
     keep_runs int := 7;
+    has_settings boolean := pg_relation_size('pgqueue.queue') > 0;
+    is_configured boolean;
+    is_logged boolean;
     done record;
     refused boolean;
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
         refused := pgqueue._refuse(pgqueue._wrong_isolation());
+    end if;
+    if has_settings then
+        is_configured := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
+        if is_configured then
+            is_logged := pgqueue._log_kept(array[job_id], array[token], array[result], moment);
+        end if;
     end if;
 
     delete from pgqueue.job as j
@@ -33,9 +42,11 @@ begin
     if done.slot is not null then
         perform pgqueue._recall(array[done.queue], array[done.group_key]);
     end if;
-    if pg_relation_size('pgqueue.queue') > 0 then
-        if pg_relation_size('pgqueue.queue_keep_idx') > 8192 then
-            keep_runs := (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs;
+    if has_settings then
+        if is_configured then
+            keep_runs := case when is_logged then 0
+                else (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs
+            end;
         end if;
         if pgqueue._has_running_caps(done.queue) then
             perform pgqueue._wake(done.queue);
@@ -94,6 +105,9 @@ declare
     moment timestamptz := clock_timestamp();
     today int := floor(extract(epoch from moment) / 86400)::int;
     is_configured boolean := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
+    is_logged boolean := case when is_configured
+        then pgqueue._log_kept(job_ids, tokens, results, moment)
+    end;
     queues text[];
     group_keys text[];
     ended bigint[];
@@ -138,6 +152,7 @@ begin
         ) as given on given.id = d.id and given.token = d.token
         cross join lateral (
             select case
+                when is_logged then 0
                 when is_configured then (pgqueue._in_force(d.queue, d.kind, d.group_key)).keep_runs
                 else 7
             end

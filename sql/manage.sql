@@ -1,4 +1,4 @@
--- What an operator does to jobs that wait or run, from psql. No worker needs to be running.
+-- What an operator does to jobs that wait, run or have ended, from psql. No worker needs to be running.
 
 create or replace function pgqueue.cancel(job_id bigint, reason text default null)
     returns text
@@ -193,6 +193,87 @@ comment on function pgqueue.reprioritize(bigint, int) is
 'Gives a job another priority, -100 to 100; larger runs first. For one that
 runs it counts from the next attempt.
 Raises PQ001 (no such job), 22023 (bad argument).';
+
+create or replace function pgqueue._no_rerun(job_id bigint, is_living boolean, is_dead boolean, is_logged boolean)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when is_living then array[
+            format('job %s has not ended', job_id),
+            'It waits or runs.',
+            format('why(%s) says what it waits for, run_now(%1$s) makes it due.', job_id)
+        ]
+        when is_dead then array[
+            format('job %s is dead', job_id),
+            'It is in dead_job, with its payload.',
+            format('redrive_job(%s) sends it back to work.', job_id)
+        ]
+        when is_logged then null
+        else array[
+            format('job %s cannot be run again', coalesce(job_id::text, 'null')),
+            'The log has no payload of a job with this id.',
+            'With keep_payloads set for its queue, the log keeps those of jobs that end from then on.',
+            'PQ001'
+        ]
+    end;
+end;
+$$;
+
+comment on function pgqueue._no_rerun(bigint, boolean, boolean, boolean) is
+'What is wrong with running a job again: it has not ended, or is dead, or is
+unknown (PQ001).';
+
+create or replace function pgqueue.rerun(job_id bigint)
+    returns bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
+as $$
+declare
+    present record;
+    last pgqueue.run;
+    refused boolean;
+begin
+    -- In one statement, because it may just be moving from one to the other.
+    select j.id as living, d.id as dead into present
+    from (values (rerun.job_id)) as asked (id)
+    left join pgqueue.job as j on j.id = asked.id
+    left join pgqueue.dead_job as d on d.id = asked.id;
+    select r.* into last
+    from pgqueue.run as r
+    where r.job_id = rerun.job_id and r.payload is not null
+    order by r.finished_at desc
+    limit 1;
+    refused := pgqueue._refuse(coalesce(
+        pgqueue._no_rerun(
+            job_id, present.living is not null, present.dead is not null, last.job_id is not null
+        ),
+        pgqueue._check_payload(
+            last.payload, (pgqueue._in_force(last.queue, last.kind, last.options ->> 'group_key')).max_payload_bytes
+        )
+    ));
+    return pgqueue.enqueue(
+        last.queue, last.payload, last.kind, (last.options ->> 'priority')::int,
+        max_attempts => (last.options ->> 'max_attempts')::int, group_key => last.options ->> 'group_key',
+        headers => coalesce(last.headers, '{}') || jsonb_build_object('rerun_of', job_id)
+    );
+end;
+$$;
+
+comment on function pgqueue.rerun(bigint) is
+'Enqueues a job that completed or was cancelled once more, due now, and returns
+the new id: queue, kind, payload, priority, max_attempts, group and headers are
+the old ones, with the old id as the header rerun_of; a unique_key is not
+taken over. The log must have kept the payload: see keep_payloads.
+Raises PQ001 (no such job, or no payload of it), 22023 (it has not ended, or is
+dead), 54000 (payload too large).';
 
 create or replace function pgqueue.purge(queue text)
     returns bigint

@@ -247,6 +247,7 @@ cross join lateral (
         select
             jsonb_build_object(
                 'paused', false, 'notify', true, 'max_attempts', 20, 'keep_runs', 7,
+                'keep_payloads', false, 'keep_dead', null,
                 'max_payload_bytes', null, 'weight', 1, 'group_limit', null,
                 'max_running', null, 'rate_limit', null, 'rate_period', interval '1 second',
                 'age_after', null,
@@ -380,6 +381,78 @@ comment on column pgqueue.schedules.last_state is
 outcome in run; null if nobody remembers it.';
 comment on column pgqueue.schedules.problem is
 'Why the next slot could not be fired; it is tried again each minute.';
+
+-- A table of more than 8 MB is not counted. The log is not read to find its beginning: rows come in
+-- the order of their time, so the first pages of its parts have the oldest.
+create or replace view pgqueue.retention as
+with recursive dead as (
+    (
+        select d.queue, d.kind, d.died_at
+        from pgqueue.dead_job as d
+        order by d.queue, d.kind, d.died_at
+        limit 1
+    )
+    union all
+    select n.*
+    from dead as s
+    cross join lateral (
+        select d.queue, d.kind, d.died_at
+        from pgqueue.dead_job as d
+        where (d.queue, d.kind) > (s.queue, s.kind)
+        order by d.queue, d.kind, d.died_at
+        limit 1
+    ) as n
+), size as (
+    select
+        t.what,
+        sum(pg_total_relation_size(c.oid)) as bytes,
+        sum(pg_relation_size(c.oid)) > 8388608 as is_large,
+        -- As the planner does it: as many rows in a page as at the last ANALYZE.
+        sum(c.reltuples / nullif(c.relpages, 0) * pg_relation_size(c.oid) / 8192)::bigint as estimate
+    from (
+        values ('jobs', 'pgqueue.job'::regclass), ('dead jobs', 'pgqueue.dead_job'),
+            ('runs', 'pgqueue.run'), ('windows', 'pgqueue.recent_key')
+    ) as t (what, root)
+    join pg_class as c
+        on c.oid = t.root or c.oid in (select i.inhrelid from pg_inherits as i where i.inhparent = t.root)
+    group by t.what
+)
+select
+    s.what,
+    case
+        when s.is_large then s.estimate
+        when s.what = 'jobs' then (select count(*) from pgqueue.job)
+        when s.what = 'dead jobs' then (select count(*) from pgqueue.dead_job)
+        when s.what = 'runs' then (select count(*) from pgqueue.run)
+        else (select count(*) from pgqueue.recent_key)
+    end as rows,
+    s.bytes::bigint as bytes,
+    case s.what
+        when 'jobs' then (select j.enqueued_at from pgqueue.job as j order by j.id limit 1)
+        when 'dead jobs' then (select min(d.died_at) from dead as d)
+        when 'runs' then (select min(r.finished_at) from pgqueue.run as r where r.ctid < '(4,0)')
+    end as oldest,
+    case s.what
+        when 'dead jobs' then shared.keep_dead
+        when 'runs' then make_interval(days => coalesce(shared.keep_runs, 7))
+    end as kept_for
+from size as s
+left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and shared.group_key = ''
+order by s.bytes desc;
+
+comment on view pgqueue.retention is
+'What is kept, how large it is, and for how long: jobs, dead jobs, runs, and the
+windows of unique_for. The largest first.';
+comment on column pgqueue.retention.what is 'jobs, dead jobs, runs or windows.';
+comment on column pgqueue.retention.rows is
+'How many; above 8 MB an estimate by the last ANALYZE, null without one.';
+comment on column pgqueue.retention.bytes is 'On disk, with indexes.';
+comment on column pgqueue.retention.oldest is
+'When the oldest job was enqueued, dead job died, or run finished; null for
+windows.';
+comment on column pgqueue.retention.kept_for is
+'keep_dead or keep_runs of all queues; those of a queue, kind or group are in
+the view settings. null: for ever, or while it is needed.';
 
 -- Why a job is not running. There is a function for each place where it may be, and why() asks the
 -- right one; a further reason is a further line in one of them. All read only, and lock nothing.

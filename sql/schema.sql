@@ -21,10 +21,10 @@
 -- Every finished attempt is a row in run, for the metrics.
 --
 -- The rooms after this one, in the order in which a job meets them: check (arguments), settings,
--- enqueue (producer), wake (who sleeps), lane, pick and age (which jobs are due), turn, limit and park
--- (groups), permit, cap and delay (caps), claim, lease, attempt and finish (worker), manage and dead
--- (operator), depend and batch (what waits for ends), cron and schedule (recurring jobs), maintain,
--- observe (views), status (one job), access (roles).
+-- enqueue (producer), trigger (a job for each changed row), wake (who sleeps), lane, pick and age (which
+-- jobs are due), turn, limit and park (groups), permit, cap and delay (caps), claim, lease, attempt and
+-- finish (worker), manage and dead (operator), depend and batch (what waits for ends), cron and schedule
+-- (recurring jobs), maintain, observe (views), status (one job), access (roles).
 -- Every function says for itself how names are found and statements planned (claim says why), so
 -- the same lines stand above most bodies; filters and options stand in each signature.
 
@@ -311,8 +311,12 @@ comment on column pgqueue.dead_job.headers is 'An object of metadata; null for n
 comment on column pgqueue.dead_job.errors is
 'The last 10 failures, oldest first: attempt, at, worker, error.';
 
-create index dead_job_queue_idx on pgqueue.dead_job (queue, died_at);
-comment on index pgqueue.dead_job_queue_idx is 'What died in this queue, and when?';
+create index dead_job_kind_idx on pgqueue.dead_job (queue, kind, died_at);
+comment on index pgqueue.dead_job_kind_idx is 'What died in this queue, of which kind, and when?';
+
+create index dead_job_group_idx on pgqueue.dead_job (group_key, queue, kind, died_at)
+where group_key is not null;
+comment on index pgqueue.dead_job_group_idx is 'What died of this group, and when?';
 
 -- The windows of unique_for. A row outlives its job, so it is not in job; it is written by no
 -- enqueue without unique_for.
@@ -359,7 +363,11 @@ create table pgqueue.run (
     outcome text not null,
     worker text,
     result jsonb,
-    error text
+    error text,
+    -- Few, because each column costs a completion something, also where it is null.
+    payload jsonb,
+    headers jsonb,
+    options jsonb
 ) partition by list (slot);
 comment on table pgqueue.run is
 'One row for each finished attempt, kept as many days as the queue''s keep_runs
@@ -378,6 +386,11 @@ let the lease run out, runs again).';
 comment on column pgqueue.run.worker is 'Who ran it.';
 comment on column pgqueue.run.result is 'What complete was given; the reason of a cancelled job.';
 comment on column pgqueue.run.error is 'The first line of the error of an attempt that failed or expired.';
+comment on column pgqueue.run.payload is
+'The content of a job that completed or was cancelled; null without
+keep_payloads.';
+comment on column pgqueue.run.headers is 'The job''s headers, likewise.';
+comment on column pgqueue.run.options is 'Its priority, max_attempts and group_key, likewise.';
 
 do $$
 begin
@@ -404,6 +417,7 @@ create table pgqueue.queue (
     group_key text not null default '',
     paused boolean,
     notify boolean,
+    keep_payloads boolean,
     max_attempts int,
     keep_runs int,
     max_payload_bytes int,
@@ -416,6 +430,7 @@ create table pgqueue.queue (
     retry_cap interval,
     rate_period interval,
     age_after interval,
+    keep_dead interval,
     group_on_retry text,
     -- Groups may be many, and what decides most comes first.
     constraint queue_pkey primary key (group_key, kind, name),
@@ -433,6 +448,7 @@ create table pgqueue.queue (
     ),
     constraint queue_periods_in_range check (
         rate_period between '1 millisecond' and '1 day' and age_after between '1 second' and '1 year'
+        and keep_dead between '1 second' and '10 years'
     ),
     constraint queue_group_on_retry_is_known check (group_on_retry in ('skip', 'block')),
     constraint queue_some_are_of_a_queue check (
@@ -453,6 +469,8 @@ comment on column pgqueue.queue.kind is 'The kind for which this is set; empty f
 comment on column pgqueue.queue.group_key is 'The group for which this is set; empty for all.';
 comment on column pgqueue.queue.paused is 'Takes jobs in and gives none out.';
 comment on column pgqueue.queue.notify is 'Whether enqueue may send NOTIFY to parked workers; default true.';
+comment on column pgqueue.queue.keep_payloads is
+'Whether run keeps the payloads of jobs that are gone; default false.';
 comment on column pgqueue.queue.max_attempts is 'Attempts of a job that names no number; default 20.';
 comment on column pgqueue.queue.keep_runs is
 'Days to keep finished attempts in run, 0 (not at all) to 14; default 7.';
@@ -475,6 +493,8 @@ comment on column pgqueue.queue.rate_period is 'The period of rate_limit; defaul
 comment on column pgqueue.queue.age_after is
 'After each such time a waiting job counts as one priority higher; default
 never.';
+comment on column pgqueue.queue.keep_dead is
+'How long a dead job is kept, 1 second to 10 years; default for ever.';
 comment on column pgqueue.queue.group_on_retry is
 'What a job that waits for its retry means for its group: skip (default) or
 block.';
@@ -488,8 +508,11 @@ create index queue_cap_idx on pgqueue.queue (name, left(group_key, 1))
 where num_nonnulls(max_running, rate_limit, rate_period) > 0;
 comment on index pgqueue.queue_cap_idx is 'Which caps are set for a queue, its kinds and groups?';
 
-create index queue_keep_idx on pgqueue.queue (name) where keep_runs is not null;
-comment on index pgqueue.queue_keep_idx is 'Does anything say how long the log is kept?';
+create index queue_keep_idx on pgqueue.queue (name) where num_nonnulls(keep_runs, keep_payloads) > 0;
+comment on index pgqueue.queue_keep_idx is 'Does anything say what the log keeps, and how long?';
+
+create index queue_dead_idx on pgqueue.queue (name, left(group_key, 1)) where keep_dead is not null;
+comment on index pgqueue.queue_dead_idx is 'How long are the dead jobs of a queue kept?';
 
 create index queue_narrow_idx on pgqueue.queue (name, (num_nonnulls(paused, lease) > 0))
 where kind <> '' or group_key <> '';

@@ -22,6 +22,7 @@ begin
         _in_force.queue, '', '',
         coalesce(own.paused, other.paused, false),
         coalesce(own.notify, other.notify, true),
+        coalesce(own.keep_payloads, other.keep_payloads, false),
         coalesce(own.max_attempts, other.max_attempts, 20),
         coalesce(own.keep_runs, other.keep_runs, 7),
         coalesce(own.max_payload_bytes, other.max_payload_bytes),
@@ -34,6 +35,7 @@ begin
         coalesce(own.retry_cap, other.retry_cap, '1 hour'),
         coalesce(own.rate_period, other.rate_period, '1 second'),
         coalesce(own.age_after, other.age_after),
+        coalesce(own.keep_dead, other.keep_dead),
         coalesce(own.group_on_retry, other.group_on_retry, 'skip')
     )::pgqueue.queue;
 
@@ -53,6 +55,7 @@ begin
             order by q.group_key <> '', q.group_key <> '*', q.kind <> '', q.name <> ''
         loop
             settings.paused := coalesce(other.paused, settings.paused);
+            settings.keep_payloads := coalesce(other.keep_payloads, settings.keep_payloads);
             settings.max_attempts := coalesce(other.max_attempts, settings.max_attempts);
             settings.keep_runs := coalesce(other.keep_runs, settings.keep_runs);
             settings.max_payload_bytes := coalesce(other.max_payload_bytes, settings.max_payload_bytes);
@@ -64,6 +67,7 @@ begin
             settings.retry_base := coalesce(other.retry_base, settings.retry_base);
             settings.retry_cap := coalesce(other.retry_cap, settings.retry_cap);
             settings.rate_period := coalesce(other.rate_period, settings.rate_period);
+            settings.keep_dead := coalesce(other.keep_dead, settings.keep_dead);
             settings.group_on_retry := coalesce(other.group_on_retry, settings.group_on_retry);
         end loop;
     end if;
@@ -127,9 +131,9 @@ as $$
 begin
     delete from pgqueue.queue as q
     where num_nonnulls(
-        q.paused, q.notify, q.max_attempts, q.keep_runs, q.max_payload_bytes, q.weight,
+        q.paused, q.notify, q.keep_payloads, q.max_attempts, q.keep_runs, q.max_payload_bytes, q.weight,
         q.group_limit, q.max_running, q.rate_limit, q.lease, q.retry_base, q.retry_cap, q.rate_period,
-        q.age_after, q.group_on_retry
+        q.age_after, q.keep_dead, q.group_on_retry
     ) = 0;
 end;
 $$;
@@ -155,7 +159,9 @@ create or replace function pgqueue.configure(
     max_running int default null,
     rate_limit int default null,
     rate_period interval default null,
-    age_after interval default null
+    age_after interval default null,
+    keep_dead interval default null,
+    keep_payloads boolean default null
 )
     returns void
     language plpgsql
@@ -171,37 +177,39 @@ declare
             configure.lease, configure.max_attempts, configure.retry_base, configure.retry_cap,
             configure.keep_runs, configure.max_payload_bytes, configure.weight,
             configure.group_limit, configure.group_on_retry, configure.max_running,
-            configure.rate_limit, configure.rate_period, configure.age_after
+            configure.rate_limit, configure.rate_period, configure.age_after, configure.keep_dead
         ),
         pgqueue._check_narrow(
             configure.kind, configure.group_key, configure.notify, configure.weight,
             configure.group_limit, configure.group_on_retry, configure.max_running,
-            configure.rate_limit, configure.age_after
+            configure.rate_limit, configure.age_after, configure.keep_dead
         )
     ));
 begin
     if configure.reset then
         update pgqueue.queue as q
-        set notify = null, max_attempts = null, keep_runs = null, max_payload_bytes = null,
-            weight = null, group_limit = null, max_running = null, rate_limit = null, lease = null,
-            retry_base = null, retry_cap = null, rate_period = null, age_after = null,
-            group_on_retry = null
+        set notify = null, keep_payloads = null, max_attempts = null, keep_runs = null,
+            max_payload_bytes = null, weight = null, group_limit = null, max_running = null,
+            rate_limit = null, lease = null, retry_base = null, retry_cap = null, rate_period = null,
+            age_after = null, keep_dead = null, group_on_retry = null
         where q.name = coalesce(configure.queue, '') and q.kind = coalesce(configure.kind, '')
             and q.group_key = coalesce(configure.group_key, '');
     end if;
     insert into pgqueue.queue as q (
-        name, kind, group_key, notify, max_attempts, keep_runs, max_payload_bytes, weight, group_limit,
-        max_running, rate_limit, lease, retry_base, retry_cap, rate_period, age_after, group_on_retry
+        name, kind, group_key, notify, keep_payloads, max_attempts, keep_runs, max_payload_bytes, weight,
+        group_limit, max_running, rate_limit, lease, retry_base, retry_cap, rate_period, age_after,
+        keep_dead, group_on_retry
     )
     values (
         coalesce(configure.queue, ''), coalesce(configure.kind, ''), coalesce(configure.group_key, ''),
-        configure.notify, configure.max_attempts, configure.keep_runs, configure.max_payload_bytes,
-        configure.weight, configure.group_limit, configure.max_running, configure.rate_limit,
-        configure.lease, configure.retry_base, configure.retry_cap, configure.rate_period,
-        configure.age_after, configure.group_on_retry
+        configure.notify, configure.keep_payloads, configure.max_attempts, configure.keep_runs,
+        configure.max_payload_bytes, configure.weight, configure.group_limit, configure.max_running,
+        configure.rate_limit, configure.lease, configure.retry_base, configure.retry_cap,
+        configure.rate_period, configure.age_after, configure.keep_dead, configure.group_on_retry
     )
     on conflict (name, kind, group_key) do update set
         notify = coalesce(excluded.notify, q.notify),
+        keep_payloads = coalesce(excluded.keep_payloads, q.keep_payloads),
         max_attempts = coalesce(excluded.max_attempts, q.max_attempts),
         keep_runs = coalesce(excluded.keep_runs, q.keep_runs),
         max_payload_bytes = coalesce(excluded.max_payload_bytes, q.max_payload_bytes),
@@ -214,6 +222,7 @@ begin
         retry_cap = coalesce(excluded.retry_cap, q.retry_cap),
         rate_period = coalesce(excluded.rate_period, q.rate_period),
         age_after = coalesce(excluded.age_after, q.age_after),
+        keep_dead = coalesce(excluded.keep_dead, q.keep_dead),
         group_on_retry = coalesce(excluded.group_on_retry, q.group_on_retry);
     perform pgqueue._drop_empty_settings();
     if configure.group_limit is not null or configure.reset and pg_relation_size('pgqueue.slot') > 0 then
@@ -229,14 +238,16 @@ $$;
 
 comment on function pgqueue.configure(
     text, interval, int, interval, interval, int, int, boolean, boolean, text, text, int, int, text,
-    int, int, interval, interval
+    int, int, interval, interval, interval, boolean
 ) is
 'Sets what is named and leaves the rest; reset first forgets all that was set.
 A null queue sets it for every queue that says nothing else; with kind or
 group_key it is set for that kind or group. The narrower wins: group, kind,
 queue, all. lease: up to 30 days. max_attempts: from 1. retry_base, retry_cap:
 first and longest delay, up to 1 year. keep_runs: days in run, 0 to 14.
-max_payload_bytes: from 1. notify (of a queue only): may enqueue send NOTIFY.
+keep_payloads: whether run keeps what rerun needs. keep_dead: how long dead
+jobs are kept, 1 second to 10 years. max_payload_bytes: from 1. notify (of a
+queue only): may enqueue send NOTIFY.
 Of a queue for each of its groups, or of one group: weight, 1 to 100, how many
 jobs are served for each one of a group of weight 1; group_limit, 1 to 1000;
 group_on_retry, skip or block. Of a queue or a kind: max_running, 1 to 1000

@@ -1,5 +1,5 @@
 #!/bin/sh
-# What `make demo`, `make test` and `make instructions` need from the system. Root gets what is
+# What `make demo`, `make test`, `make move-in` and `make instructions` need from the system. Root gets what is
 # missing through apt-get; anyone else is told the one line to run.
 set -eu
 
@@ -18,6 +18,10 @@ fi
 [ -x .venv/bin/python ] || "$python" -c 'import ensurepip' 2>/dev/null || need python3-venv
 
 [ "$what" != instructions ] || command -v valgrind >/dev/null || need valgrind
+if [ "$what" = move-in ]; then
+    command -v npm >/dev/null || need npm
+    command -v redis-server >/dev/null || need redis-server
+fi
 if [ "$what" != demo ]; then
     # The version that tests/cluster.py will take: the newest, or the one Debian would install.
     version=$(ls -d /usr/lib/postgresql/*/bin/postgres 2>/dev/null |

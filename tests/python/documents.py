@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "sql/README.md", "python/README.md", "tests/README.md")
+DOCUMENTS = (
+    "README.md",
+    "sql/README.md",
+    "sql/moving.md",
+    "python/README.md",
+    "tests/README.md",
+)
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```\n?", re.M | re.S)
 
 

@@ -1,23 +1,28 @@
 """What each kind of role may do, and what no caller can trick a function into."""
 
+from collections.abc import Iterator
+
 import psycopg
 import pytest
 from conftest import Connect, column, one
 from psycopg import errors
 
 # What each kind of role may call and read, to be compared with the catalog.
-PRODUCER = {"enqueue", "enqueue_many", "status", "result", "await", "version"}
+PRODUCER = {
+    "enqueue", "enqueue_many", "enqueue_row", "create_batch", "close_batch",
+    "status", "result", "await", "version",
+}  # fmt: skip
 WORKER = {
     "claim", "claim_from", "extend", "progress", "complete", "complete_many", "fail", "release",
     "finish", "reap", "maintain", "rest", "schedule", "next_slots", "version",
 }  # fmt: skip
 OPERATOR = {
     "cancel", "cancel_many", "redrive", "redrive_job", "discard", "discard_many",
-    "purge", "pause", "resume", "run_now", "reprioritize", "configure",
+    "purge", "pause", "resume", "rerun", "run_now", "reprioritize", "configure",
     "schedule", "unschedule", "pause_schedule", "resume_schedule", "next_slots", "reap", "maintain", "why",
     "status", "result", "await", "version",
 }  # fmt: skip
-VIEWS = {"jobs", "queues", "running", "kinds", "settings", "schedules"}
+VIEWS = {"jobs", "queues", "running", "kinds", "settings", "schedules", "batches", "retention"}
 MATRIX = {
     "producer": (PRODUCER, set()),
     "worker": (WORKER, set()),
@@ -179,3 +184,67 @@ def test_an_error_reveals_no_payload_and_has_a_hint(db):
             not in f"{said.message_primary} {said.message_detail} {said.message_hint}"
         )
         assert said.message_hint, f"{call} says what to do now"
+
+
+# Triggers: enqueue_row meets the rows of strangers with the rights of its owner.
+
+
+@pytest.fixture
+def writer(db, connect: Connect, role) -> Iterator[psycopg.Connection]:
+    """A session of a producer, with a function that says who runs it."""
+    db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
+    db.execute(f"create schema own authorization {role}")
+    writer = connect(user=role)
+    writer.execute("""
+        set search_path = own;
+        create function whoami() returns boolean language plpgsql as $$
+        begin raise exception 'run by %', current_user; end $$;
+    """)
+    yield writer
+    db.execute("drop schema own cascade")
+
+
+def test_who_writes_a_table_enqueues_without_any_grant(db, connect: Connect, role):
+    db.execute(
+        "create table orders (id int); create trigger t after insert on orders "
+        "for each row execute function pgqueue.enqueue_row('queue=q')"
+    )
+    db.execute(f"grant insert on orders to {role}")
+    writer = connect(user=role)
+    with writer.cursor().copy("copy orders from stdin") as copy:
+        copy.write("1\n2\n")
+    assert one(db, "select count(*) from pgqueue.job") == 2
+    with pytest.raises(errors.InsufficientPrivilege):
+        writer.execute(
+            "create temporary table own (id int); create trigger t after insert on own "
+            "for each row execute function pgqueue.enqueue_row('queue=q')"
+        )
+
+
+@pytest.mark.parametrize("column", ["mood", "mood[]", "mooded", "moods"])
+def test_a_cast_to_json_does_not_run_with_the_rights_of_the_owner(writer, column):
+    writer.execute("""
+        create type mood as enum ('fine');
+        create domain mooded as mood;
+        create type moods as (mood mood);
+        create function as_json(mood) returns json language sql as 'select to_json(own.whoami())';
+        create cast (mood as json) with function as_json(mood);
+    """)
+    writer.execute(f"create table orders (id int, mood {column})")
+    writer.execute(
+        "create trigger t after insert on orders "
+        "for each row execute function pgqueue.enqueue_row('queue=q')"
+    )
+    with pytest.raises(errors.InsufficientPrivilege, match="does not read the type"):
+        writer.execute("insert into orders values (1)")
+
+
+def test_a_view_in_the_place_of_a_transition_table_is_not_read(writer):
+    writer.execute("""
+        create temporary view new_rows as select own.whoami();
+        create table orders (id int);
+        create trigger t after insert on orders for each statement
+            execute function pgqueue.enqueue_row('queue=q');
+    """)
+    with pytest.raises(errors.InvalidParameterValue, match="does not find the rows"):
+        writer.execute("insert into orders values (1)")

@@ -15,6 +15,17 @@ TAKEN = "select pgqueue.enqueue('q', unique_key => 'k')"
 WINDOW = "unique_key => 'k', unique_for => '1 hour'"
 RECENT = f"select pgqueue.enqueue('q', {WINDOW})"
 FAT = """'{"text": "far too much for this"}'"""
+ONLY = "(select id from pgqueue.job)"
+DEAD_ONE = "(select id from pgqueue.dead_job)"
+DIE = "select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim('q', 'w')"
+KEEP = "select pgqueue.configure('q', keep_payloads => true)"
+BIG = f"select pgqueue.enqueue('q', {FAT})"
+END = "select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')"
+CHANGED = "create table changed (id int)"
+UNTRUSTED = """
+create role pgqueue_untrusted; create type mood as enum ('fine');
+alter type mood owner to pgqueue_untrusted; alter table changed add mood mood[]
+"""
 
 # The calls that are refused, by function and SQLSTATE; what is run first in their transaction.
 REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
@@ -58,6 +69,10 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "23505": [
             ("'q', '{1,2}', unique_keys => '{a,k}', on_duplicate => 'error'", TAKEN),
         ],
+    },
+    "enqueue_row": {
+        "22023": [("",), ("'queue=q', 'columns=no'",), ("'queue=q', 'run_in=soon'",)],
+        "42501": [("'queue=q'", UNTRUSTED)],
     },
     "claim": {
         "25001": [("'q', 'w'", LEVEL)],
@@ -121,6 +136,11 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
     "cancel_many": {"22023": [("max_jobs => 0",)]},
     "run_now": {"PQ001": [("1",)]},
     "reprioritize": {"PQ001": [("1, 1",)], "22023": [("1, 101",), ("1, null",)]},
+    "rerun": {
+        "PQ001": [("1",), ("null",)],
+        "22023": [(ONLY, TAKEN), (DEAD_ONE, TAKEN, DIE)],
+        "54000": [("(select max(job_id) from pgqueue.run)", KEEP, BIG, END, SMALL)],
+    },
     "redrive": {"22023": [("max_jobs => 0",)]},
     "redrive_job": {"PQ001": [("1",)]},
     "discard": {"PQ001": [("1",)]},
@@ -157,6 +177,9 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', rate_period => '2 days'",),
             ("'q', age_after => '0'",),
             ("'q', age_after => '1 minute', kind => 'k'",),
+            ("'q', keep_dead => '0'",),
+            ("'q', keep_dead => '11 years'",),
+            ("'q', keep_dead => '1 day', group_key => '*'",),
         ]
     },
     "why": {"PQ001": [("1",), ("null",)]},
@@ -209,9 +232,15 @@ def test_the_cases_are_those_that_the_comments_name(db) -> None:
 def test_a_refused_call_says_what_is_wrong_and_where_in_two_lines(db, case) -> None:
     function, sqlstate, arguments, *before = case
     with pytest.raises(psycopg.Error) as refused, db.transaction():
+        call = f"select pgqueue.{function}({arguments})"
+        if function == "enqueue_row":
+            trigger = f"execute function pgqueue.{function}({arguments})"
+            fires = f"create trigger t after insert on changed for each row {trigger}"
+            before = [CHANGED, *before, fires]
+            call = "insert into changed values (1)"
         for statement in before:
             db.execute(statement)
-        db.execute(f"select pgqueue.{function}({arguments})")
+        db.execute(call)
     said = refused.value.diag
     assert said.sqlstate == sqlstate
     assert said.message_primary

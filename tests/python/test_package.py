@@ -122,7 +122,7 @@ def test_a_role_with_create_on_the_database_can_install_use_and_drop_the_extensi
             "select id, token from pgqueue.claim('q', 'w')"
         ).fetchone()
         conn.execute("select pgqueue.complete(%s, %s)", (id, token))
-        assert one(conn, "select count(*) from pgqueue.maintain()") == 5
+        assert one(conn, "select count(*) from pgqueue.maintain()") == 6
         conn.execute("drop extension pgqueue")
         assert (
             one(conn, "select count(*) from pg_namespace where nspname = 'pgqueue'")
@@ -382,9 +382,13 @@ def test_plpgsql_check_finds_nothing_in_any_function(db):
         db.execute("create extension plpgsql_check")
     except errors.Error as missing:
         pytest.skip(f"plpgsql_check: {missing.diag.message_primary}")
+    db.execute("create table changed (id int)")
     found = db.execute(
-        "select p.proname, c.* from pg_proc as p join pg_language as l on l.oid = p.prolang, "
-        "plpgsql_check_function(p.oid, security_warnings => true, extra_warnings => true) as c "
+        "select p.proname, c.* from pg_proc as p join pg_language as l on l.oid = p.prolang "
+        "left join (values ('changed'::regclass, 'old_rows'::name, 'new_rows'::name)) as t (id, old, new) "
+        "on p.prorettype = 'trigger'::regtype, "
+        "plpgsql_check_function(p.oid, coalesce(t.id, 0), security_warnings => true, "
+        "extra_warnings => true, oldtable => t.old, newtable => t.new) as c "
         "where p.pronamespace = 'pgqueue'::regnamespace and l.lanname = 'plpgsql' "
         # Room check: _refuse() is called in an assignment, and raises or does nothing.
         "and c not like '%never read variable \"refused\"'"

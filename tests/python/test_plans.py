@@ -710,3 +710,39 @@ def test_a_job_that_has_ended_is_found_without_reading_all_runs(db):
     )
     for verb in verbs:
         assert pages(db, f"select pgqueue.{verb}(100000)") < all_pages / 5
+
+
+# Dead jobs
+
+BURY = """
+insert into pgqueue.dead_job (
+    id, died_at, enqueued_at, run_at, priority, attempt, max_attempts, queue, kind, group_key, error, payload, errors
+)
+select n, now() - n * interval '1 s', now(), now(), 0, 1, 1, 'q ' || n %% 100, 'k', 'g ' || n %% 1000, 'e', '{}', '[]'
+from generate_series(1, %s) as n
+"""
+
+
+def test_maintain_reads_no_dead_job_that_stays(db):
+    """The session has its plans from when there was none."""
+    db.execute("select pgqueue.configure(null, keep_dead => '30 days')")
+    db.execute(
+        "select pgqueue.configure('q 1', group_key => 'g 1', keep_dead => '20 days')"
+    )
+    forget = "select pgqueue._forget_dead() as dropped"
+    for _ in range(6):
+        assert one(db, forget) == 0
+    db.execute(BURY, (100_000,))
+    one(db, forget)
+    assert pages(db, forget) < 2000
+    # One in a hundred is of the group, which keeps them for a day only.
+    db.execute(
+        "select pgqueue.configure(null, group_key => 'g 2', keep_dead => '1 day')"
+    )
+    assert pages(db, forget) < 4000
+    assert (
+        one(db, "select count(*) from pgqueue.dead_job where group_key = 'g 2'") == 87
+    )
+    db.execute("select pgqueue.configure(null, keep_dead => '1 hour')")
+    assert [one(db, forget) for _ in range(3)] == [10_000, 10_000, 10_000]
+    assert pages(db, forget) < 100_000

@@ -1075,3 +1075,20 @@ def test_claims_with_ageing_take_each_job_once(db, connect, pool):
     taken = [job for each in drains for job in each.result()]
     taken += column(db, "select id from pgqueue.claim('q', 'w', 10000)")
     assert len(taken) == len(set(taken)) == 2000
+
+
+def test_maintain_puts_off_a_dead_job_that_is_being_redriven(db, connect):
+    db.execute("select pgqueue.configure('q', keep_dead => '1 second')")
+    db.execute("select count(*) from pgqueue.enqueue_many('q', '{1,2}')")
+    db.execute(
+        "select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim('q', 'w', 2)"
+    )
+    db.execute("update pgqueue.dead_job set died_at = now() - interval '1 minute'")
+    operator = connect(autocommit=False)
+    first = one(operator, "select min(id) from pgqueue.dead_job")
+    operator.execute("select pgqueue.redrive_job(%s)", (first,))
+    forget = "select done from pgqueue.maintain() where task = 'forget dead jobs'"
+    assert one(db, forget) == 1
+    operator.rollback()
+    assert column(db, "select id from pgqueue.dead_job") == [first]
+    assert one(db, forget) == 1

@@ -201,6 +201,8 @@ def test_the_defaults_of_both_tables_are_those_in_force(db):
         "rate_limit": "no limit",
         "rate_period": "1 second",
         "age_after": "never",
+        "keep_dead": "for ever",
+        "keep_payloads": "false",
     }
 
 

@@ -102,7 +102,7 @@ def names(rows: list[list[str]]) -> list[str]:
 
 @pytest.mark.parametrize(
     "relation",
-    ["queues", "jobs", "running", "kinds", "settings", "dead_job", "run"],
+    ["queues", "jobs", "running", "kinds", "settings", "retention", "dead_job", "run"],
 )
 def test_a_view_or_table_is_there_with_exactly_its_columns(db, relation):
     part = SECTIONS["Observe"].split(f"\n### {relation}\n")[1].split("\n### ")[0]
@@ -154,7 +154,7 @@ def test_a_setting_outside_its_range_is_refused_and_one_inside_is_not(db):
         ("age_after", ("'1 s'", "'1 year'"), ("'0'", "'367 days'")),
         ("weight", ("1", "100"), ("0", "101")),
         ("group_limit", ("1", "1000"), ("0", "1001")),
-        ("age_after", ("'1 s'", "'1 year'"), ("'0'", "'367 days'")),
+        ("keep_dead", ("'1 s'", "'10 years'"), ("'0'", "'3651 days 1 year'")),
     ):
         (said,) = (row[2] for row in rows if row[0] == f"`{setting}`")
         limits = re.findall(r"\d+", " ".join(inside).replace("'1 us'", "0"))

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(24);
+select plan(31);
 
 create function pg_temp.dead(queue text, payload jsonb, kind text, error text, unique_key text default null)
     returns bigint
@@ -120,6 +120,54 @@ select is(
     (select count(*) from pgqueue.redrive('bulk')), 3::bigint,
     'discard_many leaves the dead jobs that do not match its filter'
 );
+
+-- keep_dead
+
+delete from pgqueue.dead_job;
+create function pg_temp.died(days int, queue text, kind text, group_key text default null)
+    returns void
+    language sql
+as $$
+    insert into pgqueue.dead_job (
+        id, died_at, enqueued_at, run_at, priority, attempt, max_attempts, queue, kind, group_key, error, payload, errors
+    )
+    select (random() * 1e15)::bigint, now() - $1 * interval '1 day', now(), now(), 0, 1, 1, $2, $3, $4, 'e', '{}', '[]'
+$$;
+create function pg_temp.left_over()
+    returns text
+    language sql
+as $$
+    select string_agg(format('%s/%s/%s %s', queue, kind, group_key, (now() - died_at)::text), ', '
+        order by queue, kind, group_key nulls first, died_at desc)
+    from pgqueue.dead_job
+$$;
+select pg_temp.died(d.days, s.queue, s.kind, s.group_key)
+from (values (1), (20)) as d (days), (values ('a', 'k', null), ('a', 'l', 'g'), ('b', 'k', 'g'), ('b', 'k', 'h')) as s (queue, kind, group_key);
+select is(pgqueue._forget_dead(), 0::bigint, 'without keep_dead no dead job is dropped');
+select pgqueue.configure('b', group_key => 'g', keep_dead => '2 days');
+select is(
+    (select done from pgqueue.maintain() where task = 'forget dead jobs'), 1::bigint,
+    'maintain drops what a group has kept for its keep_dead, and nothing else'
+);
+select pgqueue.configure('a', kind => 'k', keep_dead => '2 days');
+select pgqueue.configure(null, keep_dead => '30 days');
+select is(pgqueue._forget_dead(), 1::bigint, 'a kind may keep its dead jobs for less than the others');
+select is(
+    pg_temp.left_over(),
+    'a/k/ 1 day, a/l/g 1 day, a/l/g 20 days, b/k/g 1 day, b/k/h 1 day, b/k/h 20 days',
+    'a dead job is kept while the keep_dead in force for its queue, kind and group says so'
+);
+select pgqueue.configure(null, keep_dead => '1 hour');
+select pgqueue.configure(null, group_key => 'g', keep_dead => '10 years');
+select pgqueue._forget_dead();
+select is(
+    pg_temp.left_over(), 'a/k/ 1 day, a/l/g 1 day, a/l/g 20 days, b/k/g 1 day',
+    'a group or a kind may keep its dead jobs for longer than the others'
+);
+select pgqueue.configure(null, keep_dead => '1 second');
+select pg_temp.died(2 + n % 3, 'many ' || n % 7, 'k' || n % 2) from generate_series(1, 10004) as n;
+select is(pgqueue._forget_dead(), 10000::bigint, 'maintain drops at most 10,000 dead jobs');
+select is(pgqueue._forget_dead(), 4::bigint, 'a second maintain drops the dead jobs that the first one left');
 
 select * from finish();
 rollback;

@@ -38,7 +38,7 @@ select is(
 
 select results_eq(
     'select task from pgqueue.maintain()', $$ values ('reap'), ('fire schedules'), ('tie loose ends'), ('forget runs'), ('drop slots'), ('drop permits'),
-        ('forget keys'), ('forget batches') $$,
+        ('forget keys'), ('forget dead jobs'), ('forget batches') $$,
     'maintain returns a row for each of its tasks'
 );
 truncate pgqueue.run;

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(28);
+select plan(36);
 
 -- Cancel
 
@@ -116,6 +116,75 @@ select is(
 select is(
     (select count(*) from pgqueue.jobs where queue = 'p' and state = 'running'), 3::bigint,
     'purge leaves the jobs that run'
+);
+
+-- Rerun
+
+select pgqueue.configure('kept', kind => 'k', keep_payloads => true);
+create temporary table ended (how text, id bigint);
+create function pg_temp.end_job(how text, kind text)
+    returns void
+    language plpgsql
+as $$
+declare
+    added bigint := pgqueue.enqueue(
+        'kept', jsonb_build_object('big', repeat(how, 5000)), kind, 7, max_attempts => 3, unique_key => 'u',
+        group_key => 'g', headers => '{"trace": 1}'
+    );
+    job pgqueue.job := pgqueue.claim('kept', 'w');
+begin
+    case how
+        when 'complete' then perform pgqueue.complete(job.id, job.token);
+        when 'complete_many' then perform pgqueue.complete_many(array[job.id], array[job.token]);
+        when 'cancel' then
+            perform pgqueue.fail(job.id, job.token, 'e', retry_in => '0');
+            perform pgqueue.cancel(job.id);
+        else perform pgqueue.fail(job.id, job.token, 'e', permanent => true);
+    end case;
+    insert into ended values (how, added);
+end;
+$$;
+select pg_temp.end_job(how, 'k') from unnest(array['complete', 'complete_many', 'cancel', 'fail']) as how;
+select results_eq(
+    $$ select how, outcome, payload = jsonb_build_object('big', repeat(how, 5000)), r.headers
+       from ended as e join pgqueue.run as r on r.job_id = e.id order by how, finished_at $$,
+    $$ values
+        ('cancel', 'retry', null::boolean, null::jsonb), ('cancel', 'cancelled', true, '{"trace": 1}'),
+        ('complete', 'completed', true, '{"trace": 1}'), ('complete_many', 'completed', true, '{"trace": 1}'),
+        ('fail', 'dead', null, null) $$,
+    'with keep_payloads the log keeps payload and headers of a job that is gone'
+);
+create temporary table again as
+select e.*, pgqueue.rerun(e.id) as again from ended as e where e.how <> 'fail';
+select is(
+    (
+        select (
+            j.queue, j.kind, j.priority, j.max_attempts, j.group_key, j.unique_key, j.headers, j.attempt,
+            j.payload = jsonb_build_object('big', repeat(e.how, 5000)), j.run_at <= clock_timestamp()
+        )::text
+        from pgqueue.job as j where j.id = e.again and j.id <> e.id
+    ),
+    format('(kept,k,7,3,g,,"{""trace"": 1, ""rerun_of"": %s}",0,t,t)', e.id),
+    'rerun enqueues the same job anew, due now and without its unique_key: ' || e.how
+)
+from again as e;
+select throws_like(
+    format('select pgqueue.rerun(%s)', (select e.id from ended as e where e.how = 'fail')), '% is dead',
+    'rerun leaves a dead job to redrive'
+);
+select throws_like(
+    format('select pgqueue.rerun(%s)', pgqueue.enqueue('kept')), '% has not ended', 'rerun refuses a job that still waits'
+);
+select pgqueue.purge('kept');
+truncate ended;
+select pg_temp.end_job(how, 'another kind') from unnest(array['complete', 'complete_many', 'cancel']) as how;
+select is_empty(
+    'select from pgqueue.run as r join ended as e on e.id = r.job_id where num_nonnulls(payload, headers, options) > 0',
+    'the log keeps nothing of a kind without keep_payloads'
+);
+select throws_ok(
+    format('select pgqueue.rerun(%s)', (select min(id) from ended)), 'PQ001', null,
+    'a job whose payload the log did not keep cannot be run again'
 );
 
 select * from finish();

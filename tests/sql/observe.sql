@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(48);
+select plan(51);
 
 select is(
     pgqueue.version(), (select extversion from pg_extension where extname = 'pgqueue'),
@@ -230,6 +230,33 @@ select is(pg_temp.why(:id), 'completed at TIME on attempt 2', 'why tells when a 
 select pgqueue.enqueue('last');
 select throws_ok('select pgqueue.why(-1)', 'PQ001', null, 'why refuses an id that nothing remembers');
 
+-- Retention
+
+delete from pgqueue.dead_job;
+delete from pgqueue.run where job_id <> :id;
+delete from pgqueue.recent_key;
+insert into pgqueue.dead_job (
+    id, died_at, enqueued_at, run_at, priority, attempt, max_attempts, queue, kind, error, payload, errors
+)
+select 1000000 + n, now() - n % 5 * interval '1 day', now(), now(), 0, 1, 1, 'q' || n, 'k' || n % 3, 'e', '{}', '[]'
+from generate_series(1, 20) as n;
+insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome)
+select n % 16, 1, 1, now() - n * interval '1 hour', '0', '0', 'q', 'k', 'completed' from generate_series(1, 40) as n;
+select pgqueue.enqueue('kept', unique_key => 'k', unique_for => '1 hour');
+truncate pgqueue.queue;
+select pgqueue.configure(null, keep_dead => '1 year');
+select results_eq(
+    $$ select what, rows, now() - oldest, kept_for from pgqueue.retention where what <> 'jobs' order by what $$,
+    $$ values ('dead jobs', 20::bigint, interval '4 days', interval '1 year'),
+        ('runs', 42, '40 hours', '7 days'), ('windows', 1, null, null) $$,
+    'retention says what is kept: how many, since when, and for how long'
+);
+select is(
+    (select bytes from pgqueue.retention where what = 'runs'),
+    (select sum(pg_total_relation_size(i.inhrelid)) from pg_inherits as i where i.inhparent = 'pgqueue.run'::regclass)::bigint,
+    'retention shows the log with all its parts'
+);
+
 set transaction_read_only = on;
 select is(
     pg_temp.why(:id), 'completed at TIME on attempt 2', 'why works in a read-only transaction'
@@ -237,7 +264,7 @@ select is(
 select matches(pg_temp.why(j.id), '^ready: next', 'and so for a job that is ready')
 from pgqueue.jobs as j where j.queue = 'last';
 select lives_ok('select * from pgqueue.' || v.name, format('the view %s can be read in a read-only transaction', v.name))
-from unnest(array['queues', 'kinds']) as v (name);
+from unnest(array['queues', 'kinds', 'retention']) as v (name);
 
 select * from finish();
 rollback;
