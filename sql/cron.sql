@@ -440,9 +440,10 @@ begin
             start := (local - interval '24 hours') at time zone timezone;
             here := start at time zone timezone;
         else
-            return slot;
+            exit;
         end if;
     end loop;
+    return slot;
 end;
 $$;
 

@@ -189,7 +189,7 @@ begin
     where j.id = any (job_ids) and j.id <> all (coalesce(doomed.ids, '{}')) and j.run_at = 'infinity'
     having count(*) > 0;
     if doomed.picks is null then
-        return '{}';
+        return '{}'::bigint[];
     end if;
     perform pgqueue._log(doomed.picks, doomed.outcomes, doomed.reasons, moment);
     delete from pgqueue.job as j where j.ctid = any (doomed.picks);
@@ -216,7 +216,6 @@ declare
     ended bigint[] := job_ids;
     ends text[] := outcomes;
     tied record;
-    waiting record;
 begin
     -- In rounds: who waits for a job that is cancelled here, is cancelled in the next.
     loop

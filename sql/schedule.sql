@@ -142,7 +142,7 @@ begin
         slots := array[pgqueue._last_slot(schedule, upto)];
     end if;
     if schedule.catch_up = 'skip' and slots[1] < upto - interval '2 minutes' then
-        return '{}';
+        return '{}'::timestamptz[];
     end if;
     return slots;
 end;
@@ -373,11 +373,11 @@ declare
     ));
     moment timestamptz := clock_timestamp();
     -- In hours: the clocks of the caller may give a day 23.
-    every interval := make_interval(secs => extract(epoch from schedule.every)::float8);
-    timezone text := coalesce(schedule.timezone, 'UTC');
+    hours interval := make_interval(secs => extract(epoch from schedule.every)::float8);
+    zone text := coalesce(schedule.timezone, 'UTC');
     delay interval := pgqueue._share_of_jitter(schedule.name, schedule.jitter);
     first_slot timestamptz := coalesce(
-        pgqueue._next_slot(schedule.cron, every, timezone, moment), 'infinity'
+        pgqueue._next_slot(schedule.cron, hours, zone, moment), 'infinity'
     );
 begin
     insert into pgqueue.schedule as s (
@@ -385,8 +385,8 @@ begin
         name, queue, kind, cron, timezone, catch_up, payload
     )
     values (
-        first_slot + delay, first_slot, every, schedule.jitter, schedule.priority, schedule.max_attempts,
-        schedule.name, schedule.queue, schedule.kind, schedule.cron, timezone,
+        first_slot + delay, first_slot, hours, schedule.jitter, schedule.priority, schedule.max_attempts,
+        schedule.name, schedule.queue, schedule.kind, schedule.cron, zone,
         coalesce(schedule.catch_up, 'one'), coalesce(schedule.payload, '{}')
     )
     on conflict (name) do update set

@@ -6,7 +6,14 @@ The package only calls the SQL functions of the schema pgqueue, which are the qu
 from typing import TYPE_CHECKING, Any
 
 from pgqueue.app import App, Reject, Retry, Snooze, Task
-from pgqueue.client import JobNotFound, LeaseLost, enqueue, enqueue_many
+from pgqueue.client import (
+    JobNotFound,
+    LeaseLost,
+    close_batch,
+    create_batch,
+    enqueue,
+    enqueue_many,
+)
 from pgqueue.job import Job
 from pgqueue.waiting import Status, status, wait
 
@@ -25,6 +32,8 @@ __all__ = [
     "Status",
     "Task",
     "Worker",
+    "close_batch",
+    "create_batch",
     "enqueue",
     "enqueue_many",
     "status",

@@ -61,6 +61,7 @@ class Attempt:
     payload: str  # JSON, until the handler's own thread or task decodes it
     headers: str | None
     lease: float  # seconds
+    batch_id: int | None = None
     task: Task[Any, Any] = NO_TASK
     timeout: float | None = None  # seconds
     extender: Callable[["Attempt"], bool] = bool
@@ -94,7 +95,7 @@ class Attempt:
         if self.timeout is not None:
             deadline = datetime.now(UTC) + timedelta(seconds=self.timeout)
         row = (self.id, self.queue, self.kind, self.number, self.max_attempts)
-        return Job(*row, payload, headers, deadline, self)
+        return Job(*row, payload, headers, deadline, self.batch_id, self)
 
     def __str__(self) -> str:
         return f"job {self.id} {self.kind!r} of {self.queue!r}, attempt {self.number}"

@@ -30,6 +30,7 @@ class _Options(TypedDict, total=False):
     max_attempts: int | None
     on_duplicate: OnDuplicate | None
     headers: Mapping[str, Any] | None
+    batch_id: int | None  # what create_batch returned
 
 
 class Options(_Options, total=False):
@@ -38,6 +39,17 @@ class Options(_Options, total=False):
     unique_key: str | None
     unique_for: timedelta | None  # so long at most one job with the key, ended or not
     group_key: str | None
+    after: Sequence[int] | None  # the ids of jobs that have to complete first
+    if_dead: Literal["cancel", "run"] | None  # if one of them dies or is cancelled
+
+
+class BatchOptions(TypedDict, total=False):
+    """The options of `create_batch`, for its callback."""
+
+    kind: str | None
+    priority: int | None
+    max_attempts: int | None
+    headers: Mapping[str, Any] | None
 
 
 class ManyOptions(_Options, total=False):
@@ -52,6 +64,8 @@ CASTS = {
     "priority": "int",
     "max_attempts": "int",
     "headers": "text::jsonb",
+    "batch_id": "bigint",
+    "after": "text::bigint[]",
     "unique_keys": "text::text[]",
     "group_keys": "text::text[]",
 }
@@ -111,6 +125,42 @@ def enqueue_many(
     )
 
 
+@overload
+def create_batch(
+    conn: AsyncConn, queue: str, payload: Any = None, **options: Unpack[BatchOptions]
+) -> Coroutine[Any, Any, int]: ...
+@overload
+def create_batch(
+    conn: Any, queue: str, payload: Any = None, **options: Unpack[BatchOptions]
+) -> int: ...
+def create_batch(
+    conn: Any, queue: str, payload: Any = None, **options: Unpack[BatchOptions]
+) -> Any:
+    """Make a batch by pgqueue.create_batch(), and return its id, for `batch_id`.
+
+    Its callback is enqueued into this queue, once, when close_batch was called and all its
+    jobs have ended. `payload` is a JSON object, to which their counts are added.
+    """
+    text = to_json(payload, "payload")
+    query, params = _statement(
+        "pgqueue.create_batch(%s, %s::text::jsonb", options, BatchOptions
+    )
+    return call(conn, f"select {query}", (queue, text, *params), lambda ids: ids[0])
+
+
+@overload
+def close_batch(conn: AsyncConn, batch_id: int) -> Coroutine[Any, Any, None]: ...
+@overload
+def close_batch(conn: Any, batch_id: int) -> None: ...
+def close_batch(conn: Any, batch_id: int) -> Any:
+    """Say by pgqueue.close_batch() that all jobs of a batch have been enqueued.
+
+    Its jobs may add others while they run. Raises JobNotFound if there is no such batch.
+    """
+    query = "select pgqueue.close_batch(%s::bigint)"
+    return call(conn, query, (batch_id,), lambda _: None)
+
+
 def _statement(
     start: str, options: Mapping[str, Any], known: Any
 ) -> tuple[str, list[Any]]:
@@ -126,7 +176,11 @@ def _statement(
         query += "%s" + (f"::{CASTS[name]}" if name in CASTS else "")
         if name == "headers":
             value = to_json(value, name)
-        params.append(to_array(value) if name.endswith("_keys") else value)
+        elif name == "after":
+            value = to_array(str(int(id)) for id in value)
+        elif name.endswith("_keys"):
+            value = to_array(value)
+        params.append(value)
     return query + ")", params
 
 

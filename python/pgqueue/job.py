@@ -33,6 +33,7 @@ class Job:
     payload: Any  # decoded JSON
     headers: Any  # likewise; None without headers
     deadline: datetime | None  # the end of its timeout, in UTC; None without one
+    batch_id: int | None  # the batch that it is part of; None for none
     _lease: Lease = field(repr=False)
 
     @property

@@ -22,7 +22,16 @@ OPERATOR = {
     "schedule", "unschedule", "pause_schedule", "resume_schedule", "next_slots", "reap", "maintain", "why",
     "status", "result", "await", "version",
 }  # fmt: skip
-VIEWS = {"jobs", "queues", "running", "kinds", "settings", "schedules", "batches", "retention"}
+VIEWS = {
+    "jobs",
+    "queues",
+    "running",
+    "kinds",
+    "settings",
+    "schedules",
+    "batches",
+    "retention",
+}
 MATRIX = {
     "producer": (PRODUCER, set()),
     "worker": (WORKER, set()),

@@ -209,6 +209,10 @@ def test_jobs_are_enqueued_on_an_asyncpg_connection(db) -> None:
             hour = timedelta(hours=1)
             once = pgqueue.enqueue(conn, "q", 2, unique_key="w", unique_for=hour)
             assert await once == job + 3
+            await pgqueue.enqueue(conn, "q", 3, after=[job, job + 1], if_dead="run")
+            batch = await pgqueue.create_batch(conn, "done", {"a": 1}, priority=2)
+            await pgqueue.enqueue(conn, "q", 4, batch_id=batch)
+            await pgqueue.close_batch(conn, batch)
         finally:
             await conn.close()
 
@@ -218,7 +222,24 @@ def test_jobs_are_enqueued_on_an_asyncpg_connection(db) -> None:
         1,
         {},
         2,
+        3,
+        4,
     ]
+    assert one(db, "select count(*) from pgqueue.dependency") == 3
+
+
+def test_a_batch_of_jobs_has_its_callback(db) -> None:
+    batch = pgqueue.create_batch(db, "done", {"a": 1}, kind="k", headers={"t": 1})
+    pgqueue.enqueue_many(db, "q", [1, 2], batch_id=batch)
+    pgqueue.enqueue(db, "q", 3, batch_id=batch)
+    pgqueue.close_batch(db, batch)
+    db.execute("select pgqueue.complete(id, token) from pgqueue.claim('q', 'w', 9)")
+    payload = one(db, "select payload from pgqueue.job where kind = 'k'")
+    assert payload["batch"] == {"id": batch, "completed": 3, "dead": 0, "cancelled": 0}
+    with pytest.raises(pgqueue.JobNotFound):
+        pgqueue.close_batch(db, 0)
+    with pytest.raises(TypeError):
+        pgqueue.create_batch(db, "done", unique_key="u")
 
 
 def test_every_option_of_enqueue_reaches_the_job(db) -> None:

@@ -81,6 +81,8 @@ def right(conn: Conn) -> None:
     task.with_options(run_at=timedelta(1), queue="q", headers={"a": 1}).enqueue(conn, "ada")
     pgqueue.enqueue(conn, "q", {"any": ["thing"]}, kind="k", run_at=datetime.now())
     ids: list[int] = pgqueue.enqueue_many(conn, "q", [1, 2], unique_keys=["a", None])
+    batch: int = pgqueue.create_batch(conn, "q", {}, priority=1)
+    pgqueue.enqueue(conn, "q", batch_id=batch, after=ids, if_dead="run")
     for ran in testing.drain(conn, app, scheduled=True):
         print(ran.job.id, ran.outcome.upper())
 
@@ -93,6 +95,9 @@ def wrong(conn: Conn) -> None:
     welcome.with_options(queue=None)  # wrong
     welcome.with_options(priority=1).enqueue(conn)  # wrong
     pgqueue.enqueue(conn, "q", prio=1)  # wrong
+    pgqueue.enqueue(conn, "q", after=1)  # wrong
+    pgqueue.enqueue(conn, "q", if_dead="skip")  # wrong
+    pgqueue.create_batch(conn, "q", unique_key="u")  # wrong
     pgqueue.enqueue(conn, kind="k")  # wrong
     pgqueue.enqueue_many(conn, "q", [1], unique_key="u")  # wrong
     app.job("x", max_attempts="5")  # wrong

@@ -12,6 +12,8 @@ from test_plans import pages
 from worker_harness import wait_until, where
 
 TIE = "select done from pgqueue.maintain() where task = 'tie loose ends'"
+pytest_plugins = ["worker_harness"]
+
 ENDS = {
     "complete": "select pgqueue.complete(%s, %s)",
     "complete_many": "select pgqueue.complete_many(array[%s], array[%s])",
@@ -400,3 +402,18 @@ def test_a_dump_keeps_what_waits(db, connect: Connect):
         "pgqueue.loose_end",
     } <= set(marked)
     assert state(connect(), waiter) == "blocked"
+
+
+def test_workers_run_a_batch_whose_jobs_add_jobs_to_it(db, workers):
+    batch = one(db, "select pgqueue.create_batch('work', kind => 'amark')")
+    db.execute(
+        "select pgqueue.enqueue('work', '{\"more\": 4}', 'adds', batch_id => %s)",
+        [batch],
+    )
+    db.execute("select pgqueue.close_batch(%s)", [batch])
+    for _ in range(2):
+        workers.start()
+    done = "select count(*) from pgqueue.run where kind = 'amark' and outcome = 'completed'"
+    wait_until(lambda: one(db, done) == 1)
+    completed = one(db, "select completed from pgqueue.batches")
+    assert completed == 65  # 1 + 4 * (1 + 3 * (1 + 2 * (1 + 1)))

@@ -775,3 +775,12 @@ def keeps_connection(job: pgqueue.Job) -> None:
 def uses_kept_connection(job: pgqueue.Job) -> None:
     with contextlib.suppress(psycopg.Error):
         kept[0].execute("insert into effect values (0)")
+
+
+@app.job("adds")
+def adds(job: pgqueue.Job, more: int) -> None:
+    with psycopg.connect(os.environ["PGQUEUE_DSN"]) as conn:
+        for _ in range(more):
+            adds.with_options(batch_id=job.batch_id, queue=job.queue).enqueue(
+                conn, more - 1
+            )

@@ -11,7 +11,7 @@ from pgqueue.client import to_array
 
 CLAIM = (
     "select id, token, kind, queue, attempt, max_attempts, payload::text, headers::text,"
-    " date_part('epoch', lease_expires_at - claimed_at)"
+    " date_part('epoch', lease_expires_at - claimed_at), (terms).batch_id"
     " from pgqueue.claim_from(%s::text[], %s, %s, %s::float8 * interval '1 s',"
     " %s::text[], %s::int[], %s::int[])"
 )
