@@ -75,7 +75,7 @@ begin
                         else greatest((j.terms).run_at, _on_duplicate.run_at)
                     end,
                     (j.terms).batch_id
-                )
+                )::pgqueue._terms
             end,
             turn = null
         where j.id = present.id and j.lease_expires_at is null
