@@ -170,7 +170,10 @@ begin
                 and j.priority = own_priority
                 and coalesce(j.turn, j.run_at) <= upto
                 and (coalesce(j.turn, j.run_at), j.id) > (start, known.last_id)
-                and (j.lease_expires_at is null or j.lease_expires_at <= _look.moment)
+                and case
+                    when j.lease_expires_at is null then ((j.terms).expires_at <= _look.moment) is not true
+                    else j.lease_expires_at <= _look.moment
+                end
                 and (_look.kinds is null or j.kind = any (_look.kinds))
                 and (_look.paused is null or coalesce(
                     _look.paused -> j.group_key -> j.kind, _look.paused -> j.group_key -> '',

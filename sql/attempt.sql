@@ -158,10 +158,11 @@ begin
     end if;
     perform pgqueue._log(picks, outcomes, errors, moment);
     if pg_relation_size('pgqueue.slot') > 0 then
-        -- As a condition it would bring in the index of all jobs that have a group.
+        -- As a condition it would bring in the index of all jobs that have a group. A parked one leaves
+        -- no place that another could have.
         select
-            array_agg(j.queue) filter (where j.group_key is not null),
-            array_agg(j.group_key) filter (where j.group_key is not null)
+            array_agg(j.queue) filter (where j.group_key is not null and (j.turn = 'infinity') is not true),
+            array_agg(j.group_key) filter (where j.group_key is not null and (j.turn = 'infinity') is not true)
         into queues, group_keys
         from pgqueue.job as j
         where j.ctid = any (picks);
@@ -240,28 +241,34 @@ begin
     select
         array_agg(e.place) as picks,
         array_agg(e.outcome) as outcomes,
-        -- Who held many did not fail because of each of them; who held one, perhaps.
-        array_agg(format(
-            'the lease expired: worker %s stopped extending it (%s)',
-            e.worker,
-            case e.held
-                when 1 then 'the only lease of it that was found expired'
-                else format('one of %s leases of it that were found expired together', e.held)
-            end
-        )) as errors
+        array_agg(case
+            when e.late_since is not null
+                then format('expired at %s UTC', to_char(e.late_since at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS'))
+            -- Who held many did not fail because of each of them; who held one, perhaps.
+            else format(
+                'the lease expired: worker %s stopped extending it (%s)',
+                e.worker,
+                case e.held
+                    when 1 then 'the only lease of it that was found expired'
+                    else format('one of %s leases of it that were found expired together', e.held)
+                end
+            )
+        end) as errors
     into ended
     from (
         select
             j.ctid as place,
             j.worker,
+            case when j.lease_expires_at is null then (j.terms).expires_at end as late_since,
             count(*) over (partition by j.worker) as held,
             case
-                when j.cancelled_at is not null then 'cancelled'
+                when j.lease_expires_at is null or j.cancelled_at is not null then 'cancelled'
                 when j.attempt >= j.max_attempts then 'dead'
                 else 'expired'
             end as outcome
         from pgqueue.job as j
-        where j.ctid = any (_expire.picks) and j.lease_expires_at is not null
+        where j.ctid = any (_expire.picks)
+            and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _expire.moment
     ) as e;
     perform pgqueue._end(coalesce(ended.picks, '{}'), ended.outcomes, ended.errors, null, moment);
     return coalesce(cardinality(ended.picks), 0);
@@ -269,8 +276,9 @@ end;
 $$;
 
 comment on function pgqueue._expire(tid[], timestamptz) is
-'Ends the attempts of those among some locked jobs whose leases expired: back
-where they stood, dead when exhausted, gone when cancelled. Returns how many.';
+'Ends what is over among some locked jobs. Attempts whose leases expired: back
+where they stood, dead when exhausted, gone when cancelled. Jobs that wait and
+may not begin any more: cancelled. Returns how many.';
 
 create or replace function pgqueue._give_back(picks tid[], run_ats timestamptz[])
     returns void

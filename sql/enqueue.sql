@@ -9,7 +9,8 @@ create or replace function pgqueue._on_duplicate(
     on_duplicate text,
     payload jsonb,
     priority int,
-    run_at timestamptz
+    run_at timestamptz,
+    expires_at timestamptz
 )
     returns bigint
     language plpgsql
@@ -26,14 +27,19 @@ declare
     lane int;
     group_key text;
 begin
-    select j.id, j.lease_expires_at into present
+    select j.id, j.lease_expires_at, (j.terms).expires_at <= moment as is_late into present
     from pgqueue.job as j
     where j.queue = _on_duplicate.queue and j.unique_key = _on_duplicate.unique_key;
     if not found then
         return null;
     end if;
 
-    if on_duplicate = 'error' then
+    if present.lease_expires_at is null and present.is_late then
+        -- It will never run, and must not stand in for one that may.
+        picks := array(select j.ctid from pgqueue.job as j where j.id = present.id for update);
+        perform pgqueue._expire(picks, moment);
+        return null;
+    elsif on_duplicate = 'error' then
         return present.id;
     elsif present.lease_expires_at <= moment then
         -- Its worker is dead, and so is perhaps the job: end that attempt, and look again.
@@ -53,15 +59,23 @@ begin
                 when on_duplicate = 'replace' then _on_duplicate.run_at
                 else greatest(j.run_at, _on_duplicate.run_at)
             end,
-            terms = case when j.run_at = 'infinity'
-                then row(
-                    (j.terms).expires_at,
-                    case when on_duplicate = 'replace'
-                        then _on_duplicate.run_at else greatest((j.terms).run_at, _on_duplicate.run_at)
+            terms = case
+                when j.run_at < 'infinity' and num_nonnulls((j.terms).expires_at, _on_duplicate.expires_at) = 0
+                    then j.terms
+                else row(
+                    case
+                        when on_duplicate = 'replace' then _on_duplicate.expires_at
+                        else nullif(greatest(
+                            coalesce((j.terms).expires_at, 'infinity'), coalesce(_on_duplicate.expires_at, 'infinity')
+                        ), 'infinity')
+                    end,
+                    case
+                        when j.run_at < 'infinity' then null
+                        when on_duplicate = 'replace' then _on_duplicate.run_at
+                        else greatest((j.terms).run_at, _on_duplicate.run_at)
                     end,
                     (j.terms).batch_id
                 )::pgqueue._terms
-                else j.terms
             end,
             turn = null
         where j.id = present.id and j.lease_expires_at is null
@@ -85,7 +99,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._on_duplicate(text, text, text, jsonb, int, timestamptz) is
+comment on function pgqueue._on_duplicate(
+    text, text, text, jsonb, int, timestamptz, timestamptz
+) is
 'Treats an enqueue whose key is taken as on_duplicate says; the id of the job
 that has the key, null if one must look again.';
 
@@ -300,7 +316,7 @@ begin
             job_id := pgqueue._on_duplicate(
                 queue, unique_key, coalesce(on_duplicate, 'skip'),
                 coalesce(payload, '{}'), coalesce(priority, 0),
-                coalesce(case when after is null then run_at else (terms).run_at end, moment)
+                coalesce(case when after is null then run_at else (terms).run_at end, moment), expires_at
             );
             -- Here, and not by _refuse(): enqueue_many() adds a line of CONTEXT.
             if on_duplicate = 'error' and job_id is not null then

@@ -236,6 +236,45 @@ comment on function pgqueue._lock_slot(text, text, int) is
 'Locks a slot, all copies of it; false where somebody else has one of them, null
 where there is none.';
 
+create or replace function pgqueue._end_late(queue text, group_key text, moment timestamptz)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+as $$
+declare
+    near tid[] := array(
+        select j.ctid
+        from pgqueue.job as j
+        where hashtext(j.queue) = hashtext(_end_late.queue)
+            and hashtext(j.group_key) = hashtext(_end_late.group_key)
+            and j.queue = _end_late.queue and j.group_key = _end_late.group_key
+            and j.lease_expires_at is null
+        order by j.priority desc, j.run_at, j.id
+        limit 1000
+    );
+begin
+    perform pgqueue._expire(
+        array(
+            select j.ctid
+            from pgqueue.job as j
+            where j.ctid = any (near)
+                and j.lease_expires_at is null and (j.terms).expires_at <= _end_late.moment
+            for update skip locked
+        ),
+        moment
+    );
+end;
+$$;
+
+comment on function pgqueue._end_late(text, text, timestamptz) is
+'Cancels those among the first thousand jobs of a group that may not begin any
+more: they may be parked, where _pick does not meet them.';
+
 create or replace function pgqueue._first_job(
     queue text, group_key text, moment timestamptz, is_strict boolean
 )
@@ -251,6 +290,7 @@ declare
     first bigint;
     job pgqueue.job;
     lowest int := 2147483647;
+    has_ended boolean := false;
 begin
     loop
         if is_strict then
@@ -261,6 +301,7 @@ begin
                 and j.priority < lowest
                 and j.queue = _first_job.queue and j.group_key = _first_job.group_key
                 and j.lease_expires_at is null and j.slot is null
+                and (not has_ended or ((j.terms).expires_at <= moment) is not true)
             order by j.priority desc, j.run_at, j.id
             limit 1;
         end if;
@@ -271,11 +312,17 @@ begin
             and j.priority < lowest
             and j.queue = _first_job.queue and j.group_key = _first_job.group_key
             and j.lease_expires_at is null and j.slot is null
+            and (not has_ended or ((j.terms).expires_at <= moment) is not true)
         order by j.priority desc, j.run_at, j.id
         limit 1
         for update skip locked;
         if job.id <> first then
             return null;
+        end if;
+        if (job.terms).expires_at <= moment then
+            perform pgqueue._end_late(queue, group_key, moment);
+            has_ended := true;
+            continue;
         end if;
         exit when (job.run_at > moment) is not true;
         -- All of this priority are for later.
@@ -332,7 +379,12 @@ begin
         order by j.priority desc, j.run_at, j.id
         limit 1
         for update skip locked;
-        if not found and free.holder is null then
+        if (job.terms).expires_at <= moment then
+            perform pgqueue._expire(array(select j.ctid from pgqueue.job as j where j.id = job.id), moment);
+            job := null;
+            free.holder := null;
+        end if;
+        if job.id is null and free.holder is null then
             job := pgqueue._first_job(queue, group_key, moment, group_limit = 1);
         end if;
         job_id := job.id;
@@ -513,7 +565,7 @@ begin
     ) as known (is_valid)
     cross join lateral (
         -- While somebody else has the first locked, _admit_each decides.
-        select j.id, j.priority, j.run_at, j.kind
+        select j.id, j.priority, j.run_at, j.kind, (j.terms).expires_at
         from pgqueue.job as j
         where j.ctid = coalesce(
                 (
@@ -540,7 +592,8 @@ begin
             and j.lease_expires_at is null and j.slot is null
         for update skip locked
     ) as n
-    where n.run_at <= moment and (kinds is null or n.kind = any (kinds))
+    where n.run_at <= moment and (n.expires_at <= moment) is not true
+        and (kinds is null or n.kind = any (kinds))
         and coalesce(paused -> f.key -> n.kind, paused -> '' -> n.kind, 'false') = 'false'
         and not exists (select from pgqueue.job as h where h.id = s.job_id and h.slot = s.place)
         and not exists (

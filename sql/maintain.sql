@@ -19,28 +19,29 @@ declare
     lanes int[];
 begin
     -- A walk over the whole table: an index on the lease would be written by every claim
-    -- and every heartbeat, and claims find what expired without one.
+    -- and every heartbeat, and claims find most of what is over without one.
     picks := array(
         select j.ctid
         from pgqueue.job as j
-        where j.lease_expires_at <= moment
+        where coalesce(j.lease_expires_at, (j.terms).expires_at) <= moment
         limit coalesce(reap.max_jobs, 1000)
         for update skip locked
     );
     select array_agg(j.queue), array_agg(j.priority + case when j.turn is null then 0 else 1000 end)
     into queues, lanes
     from pgqueue.job as j
-    where j.ctid = any (picks);
+    where j.ctid = any (picks) and j.lease_expires_at is not null;
     perform pgqueue._reopened(queues, lanes);
     return pgqueue._expire(picks, moment);
 end;
 $$;
 
 comment on function pgqueue.reap(int) is
-'Ends the attempts of up to max_jobs jobs whose lease expired, and returns how
-many: each goes back where it stood in its lane, or to dead_job when its
-attempts are used up. Claims do this for their own queue; any number of reaps
-may run at once.
+'Ends what is over, up to max_jobs jobs, and returns how many. One whose lease
+expired goes back where it stood in its lane, or to dead_job when its attempts
+are used up; one that waits and that nobody began by its expires_at is
+cancelled. Claims do this for what they meet in their own queue; any number of
+reaps may run at once.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
 -- One statement for each table, because a name put together at run time is dynamic SQL.
@@ -230,10 +231,10 @@ end;
 $$;
 
 comment on function pgqueue.maintain() is
-'Everything that must happen from time to time: recovers up to 1000 expired
-leases (done: jobs), fires up to 100 schedules that are due (done: jobs), looks
-again at jobs and batches that may not have to wait any more (done: looks),
-empties the tables of run whose days are over (done: tables), drops the slots
+'Everything that must happen from time to time: recovers expired leases and
+cancels jobs that may not begin any more, up to 1000 in all (done: jobs), fires
+up to 100 schedules that are due (done: jobs), looks again at
+jobs and batches that may not have to wait any more (done: looks), empties the tables of run whose days are over (done: tables), drops the slots
 of groups that have no job (done: slots) and their permits (done: permits), up
 to 100,000 windows of unique_for that have ended (done: windows), and up to
 10,000 dead jobs that have been kept for keep_dead (done: jobs) and batches

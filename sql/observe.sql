@@ -9,7 +9,7 @@ select
     j.kind,
     case
         when j.lease_expires_at > c.moment then 'running'
-        when j.lease_expires_at is not null then 'expired'
+        when j.lease_expires_at is not null or (j.terms).expires_at <= c.moment then 'expired'
         when j.run_at = 'infinity' or j.turn > c.moment then 'blocked'
         when j.run_at > c.moment then 'scheduled'
         else 'ready'
@@ -35,14 +35,15 @@ select
         ((j.progress).told_at - j.claimed_at) * ((j.progress).total / (j.progress).done - 1)::float8
             - (c.moment - (j.progress).told_at),
         interval '0'
-    ) end as time_left
+    ) end as time_left,
+    (j.terms).expires_at
 from (select clock_timestamp() as moment) as c
 cross join pgqueue.job as j;
 
 comment on view pgqueue.jobs is
 'Every job that waits or runs, without its payload: state is scheduled, ready,
-running, expired (its worker let the lease run out; anyone may recover it) or
-blocked.';
+running, expired (its worker let the lease run out, or nobody began it by its
+expires_at; a claim or maintain ends that) or blocked.';
 comment on column pgqueue.jobs.id is 'The job''s id.';
 comment on column pgqueue.jobs.queue is 'The queue it waits in.';
 comment on column pgqueue.jobs.kind is 'Which handler runs it.';
@@ -68,6 +69,8 @@ comment on column pgqueue.jobs.message is 'What it says it is doing.';
 comment on column pgqueue.jobs.rate is
 'How much it has done in a second, from its claim to its last word.';
 comment on column pgqueue.jobs.time_left is 'How long it takes from now on at that rate.';
+comment on column pgqueue.jobs.expires_at is
+'No attempt begins after this moment; null for no such end.';
 
 -- Whether a queue is paused is found by a join: a reader of the view may not call _in_force().
 create or replace view pgqueue.queues as
@@ -133,7 +136,8 @@ comment on column pgqueue.queues.ready is 'Jobs that could run now.';
 comment on column pgqueue.queues.scheduled is 'Jobs whose time has not come, retries among them.';
 comment on column pgqueue.queues.running is 'Jobs under a valid lease.';
 comment on column pgqueue.queues.expired is
-'Jobs whose worker let the lease run out. Alert when this stays above 0.';
+'Jobs whose worker let the lease run out, or that were not begun in time. Alert
+when this stays above 0.';
 comment on column pgqueue.queues.blocked is 'Jobs that wait for something other than time.';
 comment on column pgqueue.queues.dead is 'Dead jobs. Alert when this grows.';
 comment on column pgqueue.queues.oldest_wait is
@@ -763,6 +767,31 @@ $$;
 
 comment on function pgqueue._why_ready(pgqueue.job, timestamptz) is 'why, of a job that is due.';
 
+create or replace function pgqueue._why_waits(job pgqueue.job, moment timestamptz)
+    returns text
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    expires_at timestamptz := (job.terms).expires_at;
+    begun text := case when job.attempt > 0 then 'begun again' else 'begun' end;
+begin
+    if expires_at <= moment then
+        return format(
+            'expired at %s, not %s by then: the next claim or maintain() cancels it',
+            pgqueue._written(expires_at), begun
+        );
+    end if;
+    return concat_ws('; ',
+        case when job.run_at > moment then pgqueue._why_later(job) else pgqueue._why_ready(job, moment) end,
+        'expires at ' || pgqueue._written(expires_at) || format(' if it is not %s by then', begun)
+    );
+end;
+$$;
+
+comment on function pgqueue._why_waits(pgqueue.job, timestamptz) is
+'why, of a job that nobody holds, and until when it may begin.';
+
 create or replace function pgqueue._why_dead(dead pgqueue.dead_job)
     returns text
     language plpgsql
@@ -831,8 +860,7 @@ begin
 
     reason := case
         when (present.job).lease_expires_at is not null then pgqueue._why_leased(present.job, moment)
-        when (present.job).run_at > moment then pgqueue._why_later(present.job)
-        when (present.job).id is not null then pgqueue._why_ready(present.job, moment)
+        when (present.job).id is not null then pgqueue._why_waits(present.job, moment)
         when (present.dead).id is not null then pgqueue._why_dead(present.dead)
         else pgqueue._why_gone(job_id)
     end;

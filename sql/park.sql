@@ -69,6 +69,7 @@ declare
     locked record;
     looked record;
     back record;
+    moment timestamptz := clock_timestamp();
 begin
     select array_agg(g.queue) as queues, array_agg(g.key) as keys into locked
     from (select distinct u.* from unnest(queues, group_keys) as u (queue, key)) as g
@@ -110,6 +111,7 @@ begin
         where hashtext(j.queue) = hashtext(f.queue) and j.turn is not null and not isfinite(j.turn)
             and hashtext(j.group_key) = hashtext(f.key)
             and j.queue = f.queue and j.group_key = f.key and j.lease_expires_at is null
+            and ((j.terms).expires_at <= moment) is not true
         order by j.priority desc, j.turn desc, j.run_at, j.id
         limit f.ends
         for update skip locked

@@ -250,6 +250,7 @@ begin
                 and coalesce(j.turn, j.run_at) <= moment
                 and (coalesce(j.turn, j.run_at), j.id) >= (first.at, first.id)
                 and j.group_key is not null and j.lease_expires_at is null
+                and ((j.terms).expires_at <= moment) is not true
                 and (_serve_newcomers.kinds is null or j.kind = any (_serve_newcomers.kinds))
                 and (_serve_newcomers.paused is null or coalesce(
                     _serve_newcomers.paused -> j.group_key -> j.kind,
@@ -283,7 +284,8 @@ begin
                 and j.priority = lane
                 and coalesce(j.turn, j.run_at) <= moment
                 and (coalesce(j.turn, j.run_at), j.id) > ('1900-01-01 00:00 UTC', 0)
-                and j.lease_expires_at is null and j.ctid <> all (others)
+                and j.lease_expires_at is null and ((j.terms).expires_at <= moment) is not true
+                and j.ctid <> all (others)
                 and (_serve_newcomers.kinds is null or j.kind = any (_serve_newcomers.kinds))
                 and (_serve_newcomers.paused is null or coalesce(
                     _serve_newcomers.paused -> j.group_key -> j.kind,

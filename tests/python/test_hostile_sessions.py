@@ -73,6 +73,10 @@ FILL = [
     from generate_series(0, 3) as n cross join pgqueue.claim('grave ' || n, 'w', 1000)
     """,
     "insert into pgqueue.recent_key values (0, '2999-01-01', 'deep', 'once')",
+    """
+    select pgqueue.enqueue('late bin ' || n % 4, unique_key => 'k' || n / 4, expires_at => '2020-01-01 00:00 UTC')
+    from generate_series(0, 199) as n
+    """,
     # Runs that have been kept long enough: maintain forgets them.
     """
     update pgqueue.run set finished_at = finished_at - interval '10 days',
@@ -223,6 +227,8 @@ CALLS = {
     "enqueue a duplicate": "pgqueue.enqueue('deep', '2', unique_key => %(key)s, on_duplicate => 'replace')",
     "enqueue with a window": "pgqueue.enqueue('windows', unique_key => %(name)s, unique_for => '1 hour')",
     "enqueue within a window": "pgqueue.enqueue('deep', unique_key => 'once', unique_for => '1 hour')",
+    "enqueue for a while": "pgqueue.enqueue('deep', expires_at => '2999-01-01 00:00 UTC')",
+    "enqueue in place of a late job": "pgqueue.enqueue('late ' || %(bin)s, unique_key => 'k7')",
     "enqueue_many": "pgqueue.enqueue_many('deep', %(payloads)s)",
     "enqueue_many with keys": "pgqueue.enqueue_many('deep', %(payloads)s, "
     "unique_keys => %(keys)s, on_duplicate => 'postpone')",
@@ -231,6 +237,7 @@ CALLS = {
     "claim of a kind": f"{JOBS}.claim('deep', 'w', 50, kinds => array['rare'])",
     "claim of priorities": f"{JOBS}.claim('mixed', 'w', 150, '1 minute')",
     "claim of the expired": f"{JOBS}.claim('lapsed 0', 'w', 50)",
+    "claim of the late": f"{JOBS}.claim('late ' || %(bin)s, 'w')",
     "claim of nothing": f"{JOBS}.claim('empty', 'w', 50)",
     "enqueue into a group": "pgqueue.enqueue('groups', group_key => 'group 7')",
     "claim of groups": f"{JOBS}.claim('groups', 'w', 50)",

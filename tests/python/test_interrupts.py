@@ -28,6 +28,8 @@ FILL = [
     "select from pgqueue.claim('q', 'late', 30)",
     "update pgqueue.job set lease_expires_at = now() - interval '1 hour' where token is not null",
     "update pgqueue.job set cancelled_at = now() where token is not null and id % 5 = 0",
+    "select from pgqueue.enqueue_many('late', array_fill('{}'::jsonb, array[200]), "
+    "unique_keys => array(select 'late ' || n from generate_series(1, 200) as n), expires_at => '2020-01-01')",
     "select from pgqueue.enqueue_many('held', array_fill('{}'::jsonb, array[200]))",
     "select from pgqueue.claim('held', 'w', 200, '2 days')",
     "select from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[50]), run_at => '2999-01-01')",
@@ -134,11 +136,13 @@ CALLS = {
     "enqueue with windows": f"pgqueue.enqueue('q', '1', unique_key => 'once ' || n, unique_for => '1 hour') {SIXTY}",
     "enqueue a duplicate": "pgqueue.enqueue('q', '1', unique_key => 'key ' || n * 2, on_duplicate => 'replace') "
     "from generate_series(41, 60) as n",
+    "enqueue in place of late jobs": f"pgqueue.enqueue('late', unique_key => 'late ' || n) {SIXTY}",
     "enqueue_many": "pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[500]))",
     "enqueue_many with keys": "pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[200]), "
     "unique_keys => %(keys)s, on_duplicate => 'replace')",
     "claim": f"c.* {TWENTY} cross join pgqueue.claim('q ' || mod(n, 4), 'z') as c",
     "claim that recovers": "* from pgqueue.claim('q', 'z', 50)",
+    "claim that cancels": "* from pgqueue.claim('late', 'z', 50)",
     "claim_from": "* from pgqueue.claim_from(array['q', 'q 1', 'q 2', 'q 3'], 'z', 120)",
     "extend": f"* from pgqueue.extend({HELD}, '30 days')",
     "progress": f"pgqueue.progress(id, token, 1, 2, 'm') from unnest({HELD}) as h (id, token)",

@@ -185,7 +185,8 @@ select pgqueue.configure('mails', lease => '3 minutes', keep_runs => 14);
 select pgqueue.pause('halted');
 select pgqueue.enqueue('mails', jsonb_build_object('n', n), unique_key => 'k' || n, group_key => 'g',
     headers => '{"a": 1}', priority => n % 3) from generate_series(1, 40) as n;
-select pgqueue.enqueue('mails', run_at => now() + interval '1 day'), pgqueue.enqueue('halted');
+select pgqueue.enqueue('mails', run_at => now() + interval '1 day', expires_at => now() + interval '2 days'),
+    pgqueue.enqueue('halted');
 select pgqueue.fail(c.id, c.token, 'boom', '1 hour') from pgqueue.claim('mails', 'w', 5) as c;
 select pgqueue.fail(c.id, c.token, 'boom', permanent => true) from pgqueue.claim('mails', 'w', 5) as c;
 select pgqueue.complete(c.id, c.token, '{"ok": 1}') from pgqueue.claim('mails', 'w', 5) as c;

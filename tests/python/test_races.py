@@ -137,6 +137,58 @@ def test_an_attempt_ends_once(db, connect, pool, blocked, first, second, commits
         )
 
 
+# Jobs that may not begin any more
+
+LATE_ENDS = {
+    "claim": "select nullif(count(*), 0) from pgqueue.claim('q', 'w')",
+    "reap": "select nullif(pgqueue.reap(), 0)",
+    "cancel": "select pgqueue.cancel(min(id)) from pgqueue.job",
+    "enqueue": "select pgqueue.enqueue('q', '\"new\"', unique_key => 'k')",
+}
+
+
+@pytest.mark.parametrize("first, second", list(itertools.product(LATE_ENDS, repeat=2)))
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_late_job_is_cancelled_once_and_its_key_is_free(
+    db, connect, pool, blocked, first, second, commits
+):
+    late = one(
+        db, "select pgqueue.enqueue('q', unique_key => 'k', expires_at => now())"
+    )
+    a, b = connect(), connect()
+    a.execute("begin")
+    one(a, LATE_ENDS[first])
+    later = pool.submit(one, b, LATE_ENDS[second])
+    if second in ("claim", "reap"):
+        assert later.result(20) is None, (
+            "these skip locked jobs, and have none to begin"
+        )
+    else:
+        blocked(b)
+    a.execute("commit" if commits else "rollback")
+    gone = commits and second == "cancel"
+    refused = getattr(later.exception(20), "sqlstate", None)
+    assert refused == ("PQ001" if gone else None)
+    ends = 1 if commits or second in ("cancel", "enqueue") else 0
+    assert column(db, "select job_id from pgqueue.run") == [late] * ends
+    new = second == "enqueue" or (first == "enqueue" and commits)
+    left = ['"new"'] * new + ["{}"] * (1 - ends)
+    assert column(db, "select payload::text from pgqueue.job") == left
+
+
+def test_a_late_job_that_is_replaced_may_begin_again(db, connect, pool, blocked):
+    """Whoever had seen that it is late looks again when he has locked it."""
+    id = one(db, "select pgqueue.enqueue('q', unique_key => 'k', expires_at => now())")
+    clerk, producer = connect(), connect()
+    clerk.execute("begin")
+    clerk.execute("update pgqueue.job set terms = null")
+    later = pool.submit(one, producer, LATE_ENDS["enqueue"])
+    blocked(producer)
+    clerk.execute("commit")
+    assert later.result(20) == id
+    assert column(db, "select id from pgqueue.claim('q', 'w')") == [id]
+
+
 def test_a_job_can_be_completed_after_its_lease_expired_until_it_is_recovered(db):
     id, token = claimed(db)
     expire(db)

@@ -204,5 +204,12 @@ select is(
     'why counts those that come before a job by age'
 );
 
+-- Jobs that may not begin any more
+select pgqueue.configure('late', age_after => '1 minute');
+select pg_temp.add('late', 'late', -5, '1 hour'), pg_temp.add('late', 'aged', -1, '5 minutes'),
+    pg_temp.add('late', 'high', 3, '1 second');
+update pgqueue.job set terms.expires_at = now() where payload = '"late"';
+select is(pg_temp.names('late', 1, 3), 'aged high', 'a late job counts for no age');
+
 select * from finish();
 rollback;

@@ -269,5 +269,16 @@ select matches(
     'why tells that the rate of a group is used up, and until when'
 );
 
+-- Jobs that may not begin any more
+select pgqueue.configure('late', max_running => 2);
+select pgqueue.configure('late', group_key => '*', rate_limit => 1, rate_period => '1 hour');
+select pg_temp.fill('late', 'a', 2, 'x'), pg_temp.fill('late', 'b', 1, 'x'), pg_temp.fill('late', 'c', 1, 'y');
+update pgqueue.job set terms.expires_at = now() where queue = 'late' and kind = 'a';
+select is(pg_temp.claimed('late', 9), 'bx1 cy1', 'a late job takes no permit');
+select is(
+    (select count(*) from pgqueue.run where queue = 'late' and outcome = 'cancelled'), 2::bigint,
+    'a claim under caps cancels it'
+);
+
 select * from finish();
 rollback;

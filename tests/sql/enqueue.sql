@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(51);
+select plan(54);
 
 -- Defaults
 
@@ -288,6 +288,50 @@ select throws_ok(
            'twice', array['9', '8']::jsonb[], unique_keys => array['d', 'a'], on_duplicate => 'error'
        ) $$, '23505', null,
     'enqueue_many with on_duplicate error refuses the call for one duplicate'
+);
+
+-- Keys of jobs that may not begin any more
+
+select pgqueue.enqueue('ends', unique_key => 'k ' || h.how, expires_at => now())
+from unnest('{skip,error,replace,postpone}'::text[]) as h (how);
+select pgqueue.enqueue('ends', '"new"', unique_key => 'k ' || h.how, on_duplicate => h.how)
+from unnest('{skip,error,replace,postpone}'::text[]) as h (how);
+select results_eq(
+    $$ select payload, expires_at, count(*) from pgqueue.jobs join pgqueue.job using (id) where jobs.queue = 'ends'
+       group by 1, 2 $$,
+    $$ values ('"new"'::jsonb, null::timestamptz, 4::bigint) $$, 'its key is free, whatever on_duplicate says'
+);
+create function pg_temp.ends(old timestamptz, how text, new timestamptz) returns text
+    language sql
+as $$
+    select pgqueue.enqueue('renewed', unique_key => concat_ws(' ', $1, $2, $3), expires_at => $1);
+    select pgqueue.enqueue('renewed', unique_key => concat_ws(' ', $1, $2, $3), on_duplicate => $2, expires_at => $3);
+    select date_part('year', j.expires_at)::text from pgqueue.jobs as j
+    where j.queue = 'renewed' and j.unique_key = concat_ws(' ', $1, $2, $3)
+$$;
+select results_eq(
+    $$ select how, old, new, pg_temp.ends(make_date(old, 1, 1), how, make_date(new, 1, 1))
+       from unnest('{skip,replace,postpone}'::text[]) as h (how)
+       cross join (values (2198, 2199), (2199, 2198), (2199, null), (null, 2199)) as e (old, new)
+       where how <> 'skip' or old = 2198 $$,
+    $$ values ('skip', 2198, 2199, '2198'),
+        ('replace', 2198, 2199, '2199'), ('replace', 2199, 2198, '2198'), ('replace', 2199, null, null),
+        ('replace', null, 2199, '2199'),
+        ('postpone', 2198, 2199, '2199'), ('postpone', 2199, 2198, '2199'), ('postpone', 2199, null, null),
+        ('postpone', null, 2199, null) $$,
+    'replace takes over expires_at, postpone takes the later one'
+);
+select pgqueue.enqueue(
+    'renewed', unique_key => 'b', after => array[pgqueue.enqueue('first')], expires_at => '2198-01-01'
+);
+select pgqueue.enqueue(
+    'renewed', unique_key => 'b', run_at => '2197-01-01', expires_at => '2199-01-01', on_duplicate => 'replace'
+);
+select results_eq(
+    $$ select j.run_at, (j.terms).run_at, (j.terms).expires_at
+       from pgqueue.job as j where queue = 'renewed' and unique_key = 'b' $$,
+    $$ values ('infinity'::timestamptz, '2197-01-01'::timestamptz, '2199-01-01'::timestamptz) $$,
+    'a blocked job that is replaced stays blocked, on the new terms'
 );
 
 select * from finish();

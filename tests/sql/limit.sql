@@ -160,5 +160,49 @@ select is(
     'a job that was dead when its group got a limit is claimed with others when it is back'
 );
 
+-- Jobs that may not begin any more
+create function pg_temp.make_late(queue text, payloads text) returns void
+    language sql
+as $$
+    update pgqueue.job as j set terms.expires_at = now()
+    where j.queue = $1 and j.payload #>> '{}' = any (string_to_array($2, ' '))
+$$;
+select pgqueue.configure('over', group_limit => 1);
+select pg_temp.fill('over', array['a', 'a', 'a', 'b', 'b']);
+select pg_temp.make_late('over', 'a1 b5');
+select is(pg_temp.claimed('over', 5), 'a2 b4', 'a claim passes the late jobs of groups with a limit');
+select pg_temp.make_late('over', 'a3');
+select pg_temp.complete('over', 'a2'), pg_temp.complete('over', 'b4');
+select is(pg_temp.claimed('over', 5), '', 'also those that were parked');
+select pgqueue.reap();
+select is(
+    (select array[count(*) filter (where outcome = 'cancelled'), count(*)] from pgqueue.run where queue = 'over'),
+    '{3,5}', 'all of them are cancelled'
+);
+
+select pgqueue.configure('over parked', group_limit => 2);
+select pg_temp.fill('over parked', array_fill('a'::text, array[1500]));
+select is(pg_temp.claimed('over parked', 2), 'a1 a2', 'two of a long group run, the others are parked');
+select pg_temp.make_late('over parked', (select string_agg('a' || n, ' ') from generate_series(3, 1498) as n));
+update pgqueue.job set turn = 'infinity' where queue = 'over parked' and token is null;
+select pg_temp.complete('over parked', 'a1');
+select is(pg_temp.claimed('over parked', 2), 'a1499', 'a claim finds the one behind 1,496 late ones that are parked');
+select is(
+    (select count(*) from pgqueue.run where queue = 'over parked' and outcome = 'cancelled'), 1000::bigint,
+    'and cancels a thousand of them'
+);
+select pg_temp.complete('over parked', 'a2');
+select is(pg_temp.claimed('over parked', 2), 'a1500', 'the next claim goes on');
+select is(
+    (select count(*) from pgqueue.job where queue = 'over parked'), 2::bigint, 'until none of them is left'
+);
+
+select pgqueue.configure('over retry', group_limit => 1, group_on_retry => 'block');
+select pg_temp.fill('over retry', array['a', 'a']);
+select is(pg_temp.claimed('over retry', 5), 'a1', 'a job with a strict group runs');
+select pg_temp.fail('over retry', 'a1', '0');
+select pg_temp.make_late('over retry', 'a1');
+select is(pg_temp.claimed('over retry', 5), 'a2', 'a retry that comes too late does not hold up its group');
+
 select * from finish();
 rollback;

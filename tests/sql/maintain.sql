@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(13);
+select plan(16);
 
 -- Reap
 
@@ -74,6 +74,33 @@ select is(
 );
 select is(
     (select array_agg(unique_key) from pgqueue.recent_key), array['open'], 'maintain keeps a window that has not ended'
+);
+
+-- Jobs that may not begin any more, and that no claim meets
+
+select pgqueue.enqueue('held up', run_at => now() + interval '1 hour', expires_at => now());
+select pgqueue.enqueue('held up', after => array[:id], expires_at => now());
+select pgqueue.pause('halted');
+select pgqueue.enqueue('halted', expires_at => now());
+select pgqueue.configure('full', group_limit => 1);
+select pgqueue.enqueue_many('full', array_fill('{}'::jsonb, array[3]), group_keys => '{a,a,a}');
+select count(*) from pgqueue.claim('full', 'w', 3);
+update pgqueue.job set terms.expires_at = now() where queue = 'full';
+select pgqueue.enqueue('held up', '"in time"', run_at => now() + interval '1 hour', expires_at => now() + interval '1 hour');
+select results_eq(
+    'select queue, state, count(*) from pgqueue.jobs where expires_at is not null group by 1, 2 order by 1, 2',
+    $$ values ('full', 'expired', 2::bigint), ('full', 'running', 1), ('halted', 'expired', 1),
+        ('held up', 'expired', 2), ('held up', 'scheduled', 1) $$,
+    'a job that waits is expired after its expires_at'
+);
+select is(
+    (select done from pgqueue.maintain() where task = 'reap'), 5::bigint,
+    'maintain cancels jobs that were scheduled, blocked, paused or parked beyond their expires_at'
+);
+select results_eq(
+    'select queue, state from pgqueue.jobs where expires_at is not null order by 1',
+    $$ values ('full', 'running'), ('held up', 'scheduled') $$,
+    'and leaves what runs, and what may still begin'
 );
 
 select * from finish();

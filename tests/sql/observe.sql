@@ -228,6 +228,21 @@ select token from pgqueue.claim('x', 'w3') \gset
 select pgqueue.complete(:id, :token, '"secret"');
 select is(pg_temp.why(:id), 'completed at TIME on attempt 2', 'why tells when a job completed');
 select pgqueue.enqueue('last');
+select pgqueue.enqueue('x', run_at => now() + interval '1 hour', expires_at => now() + interval '1 day') as ends \gset
+select is(
+    pg_temp.why(:ends), 'scheduled for TIME; expires at TIME if it is not begun by then',
+    'why tells until when a job may begin'
+);
+update pgqueue.job set attempt = 1, terms.expires_at = now() where id = :ends;
+select is(
+    pg_temp.why(:ends), 'expired at TIME, not begun again by then: the next claim or maintain() cancels it',
+    'why tells that it may not begin any more'
+);
+select pgqueue.reap();
+select is(
+    regexp_replace(pg_temp.why(:ends), '[^ ]* [^ ]* UTC', 'TIME UTC'), 'cancelled at TIME: expired at TIME UTC',
+    'and then that this was why it was cancelled'
+);
 select throws_ok('select pgqueue.why(-1)', 'PQ001', null, 'why refuses an id that nothing remembers');
 
 -- Retention

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(30);
+select plan(43);
 
 -- A cell of a lane or a queue, assuming that it got the first of the records it may have.
 create function pg_temp.cell(queue text, seed bigint, place int) returns bigint
@@ -199,6 +199,69 @@ select is(
 select is(
     array[pgqueue.purge('180514'), (select count(*) from pgqueue.claim('15601', 'w', 5))],
     array[1, 1]::bigint[], 'purge drops no job of another queue with the same hash'
+);
+
+-- Jobs that may not begin any more
+create function pg_temp.ends(queue text) returns text
+    language sql
+as $$
+    select string_agg(concat_ws(' ', r.attempt, r.outcome, r.result #>> '{}'), ', ' order by r.finished_at, r.attempt)
+    from pgqueue.run as r where r.queue = $1
+$$;
+set local timezone = 'Asia/Kolkata';
+set local datestyle = 'German';
+select pgqueue.enqueue('late', '"late"', expires_at => '2020-01-02 03:04:05 UTC');
+select pgqueue.enqueue('late', '"in time"', expires_at => now() + interval '1 hour');
+select is(pg_temp.numbers('late', 2), 'in time', 'a claim does not begin a job after its expires_at');
+reset timezone;
+reset datestyle;
+select is(
+    pg_temp.ends('late'), '0 cancelled expired at 2020-01-02 03:04:05 UTC',
+    'a job that nobody began in time is cancelled by the claim that meets it, which says why'
+);
+update pgqueue.job set terms.expires_at = now() where queue = 'late';
+select is(
+    (select status from pgqueue.extend(
+        array(select id from pgqueue.job where queue = 'late'), array(select token from pgqueue.job where queue = 'late')
+    )), 'held', 'an attempt goes on after the expires_at of its job'
+);
+select is(
+    (select pgqueue.fail(id, token, 'e', '0') from pgqueue.job where queue = 'late'), 'retry', 'and may fail'
+);
+select is(pg_temp.numbers('late', 2), null, 'but no other one begins');
+select is(
+    pg_temp.ends('late') ~ '^0 cancelled [^,]*, 1 retry, 1 cancelled expired at [0-9: -]* UTC$', true,
+    'what waited for its retry is cancelled'
+);
+
+select pgqueue.enqueue('died late', expires_at => clock_timestamp() + interval '1 minute');
+select count(*) from pgqueue.claim('died late', 'w');
+update pgqueue.job set lease_expires_at = now(), terms.expires_at = now() where queue = 'died late';
+select is(
+    array[pg_temp.numbers('died late', 1), pg_temp.numbers('died late', 1)], array[null, null]::text[],
+    'a job whose lease expires after its expires_at does not begin again'
+);
+select is(
+    pg_temp.ends('died late') ~ '^1 expired, 1 cancelled expired at', true,
+    'the lost attempt is in run, and then why there is no other one'
+);
+
+select count(*) from pgqueue.enqueue_many('many late', array_fill('"late"'::jsonb, array[2500]), expires_at => now());
+select pgqueue.enqueue('many late', '"ready"');
+select is(pg_temp.numbers('many late', 1), 'ready', 'a claim finds the ready job behind 2,500 late ones');
+select is(
+    (select count(*) from pgqueue.run where queue = 'many late'), 1000::bigint, 'and cancels a thousand of them'
+);
+select is(
+    array[pgqueue.rest(array['many late'], park => false)::text, pg_temp.numbers('many late', 9), pg_temp.numbers('many late', 9)],
+    array['00:00:00', null, null], 'while there are late ones rest lets claims go on'
+);
+select is(
+    (select count(*) from pgqueue.job where queue = 'many late' and token is null), 0::bigint,
+    'until they have cancelled all'
+);
+select ok(
+    pgqueue.rest(array['many late'], park => false) > interval '20 seconds', 'then it lets them sleep'
 );
 
 select * from finish();

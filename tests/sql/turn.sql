@@ -125,5 +125,19 @@ select ok(
 select pg_temp.fill('purged', 'ab.');
 select is(pgqueue.purge('purged'), 3::bigint, 'purge drops jobs with and without a group');
 
+-- Jobs that may not begin any more
+select pg_temp.fill('late', 'aaabb.');
+update pgqueue.job set terms.expires_at = now() where queue = 'late' and group_key = 'a';
+select is(pg_temp.claimed('late', 5), 'bb.', 'a claim passes the late jobs of a round');
+select pg_temp.fill('late newcomers', 'aaaaabb..', run_at => now() + interval '1 hour');
+update pgqueue.job as j set run_at = now(), terms.expires_at = case when n.nth not in (5, 7, 9) then now() end
+from (select id, row_number() over (order by id) as nth from pgqueue.job where queue = 'late newcomers') as n
+where n.id = j.id;
+select is(pg_temp.claimed('late newcomers', 9), 'ab.', 'and those that have no turn yet');
+select is(
+    (select count(*) from pgqueue.run where queue like 'late%' and outcome = 'cancelled'), 9::bigint,
+    'all of them are cancelled'
+);
+
 select * from finish();
 rollback;
