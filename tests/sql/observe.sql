@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(51);
+select plan(54);
 
 select is(
     pgqueue.version(), (select extversion from pg_extension where extname = 'pgqueue'),
