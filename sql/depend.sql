@@ -38,13 +38,20 @@ begin
         ]
         when unknown is not null
             then pgqueue._not_found('job', unknown, 'after takes ids that enqueue has returned.')
+        when pg_relation_size('pgqueue.batch') > 0 and cardinality(after) > 0
+            and exists (select from pgqueue.batch as b where b.id = any (after))
+            then array[
+                'after takes jobs, not batches',
+                format('%s is a batch.', (select min(b.id) from pgqueue.batch as b where b.id = any (after))),
+                'The callback of the batch can enqueue what is to come after it.'
+            ]
     end;
 end;
 $$;
 
 comment on function pgqueue._check_after(bigint[], text) is
-'Refuses ids of jobs that never were (PQ001), too many, and an unknown if_dead;
-null passes.';
+'Refuses ids of jobs that never were (PQ001), batches, too many, and an unknown
+if_dead; null passes.';
 
 create or replace function pgqueue._leave_loose_ends(job_ids bigint[], outcomes text[])
     returns void

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(30);
+select plan(31);
 
 create function pg_temp.end_all(queue text, outcome text)
     returns bigint
@@ -116,6 +116,9 @@ select is(
 -- What is refused
 
 select throws_ok($$ select pgqueue.enqueue('m', batch_id => 0) $$, 'PQ001', null, 'a batch that there is not is refused');
+select throws_ok(
+    format($$ select pgqueue.enqueue('m', after => array[%s]) $$, :id), '22023', 'after takes jobs, not batches', 'a batch is no job to wait for'
+);
 select throws_ok($$ select pgqueue.close_batch(null) $$, 'PQ001', null, 'close_batch refuses it, too');
 select throws_ok($$ select pgqueue.create_batch('') $$, '22023', null, 'create_batch refuses a bad queue');
 select throws_ok($$ select pgqueue.create_batch('q', '[]') $$, '22023', null, 'and a payload that is no object');
