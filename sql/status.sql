@@ -98,8 +98,8 @@ create or replace function pgqueue.status(job_id bigint)
     returns table (
         id bigint, queue text, kind text, state text,
         attempt int, max_attempts int, priority int,
-        enqueued_at timestamptz, run_at timestamptz, claimed_at timestamptz, finished_at timestamptz,
-        worker text, done numeric, total numeric, message text, rate numeric, time_left interval,
+        enqueued_at timestamptz, run_at timestamptz, expires_at timestamptz, claimed_at timestamptz,
+        finished_at timestamptz, worker text, done numeric, total numeric, message text, rate numeric, time_left interval,
         result jsonb, last_error text
     )
     language plpgsql
@@ -120,7 +120,7 @@ begin
         asked.id, coalesce(j.queue, d.queue), coalesce(j.kind, d.kind), coalesce(j.state, 'dead'),
         coalesce(j.attempt, d.attempt), coalesce(j.max_attempts, d.max_attempts),
         coalesce(j.priority, d.priority), coalesce(j.enqueued_at, d.enqueued_at),
-        case when d.id is null then j.run_at else d.run_at end,
+        case when d.id is null then j.run_at else d.run_at end, j.expires_at,
         coalesce(j.claimed_at, d.claimed_at), d.died_at, coalesce(j.worker, d.worker),
         j.done, j.total, j.message, j.rate, j.time_left, null::jsonb, coalesce(j.last_error, d.error)
     from (values (status.job_id)) as asked (id)
@@ -158,8 +158,8 @@ comment on function pgqueue.status(bigint) is
 'What is known of a job, in one row. Its state is that of the view jobs while
 it waits or runs, then dead, completed, cancelled, or gone (discarded or
 purged: the row is that of its last attempt). A job that has ended is looked
-for in run, which knows neither its priority nor when it was enqueued; null
-there. last_error of a cancelled job is the reason. Reads only.
+for in run, which knows neither its priority, when it was enqueued nor its
+expires_at; null there. last_error of a cancelled job is the reason. Reads only.
 Raises PQ001 (nothing is known of it).';
 
 create or replace function pgqueue.result(job_id bigint)

@@ -30,6 +30,7 @@ class _Options(TypedDict, total=False):
     max_attempts: int | None
     on_duplicate: OnDuplicate | None
     headers: Mapping[str, Any] | None
+    expires_at: datetime | timedelta | None  # like run_at; from then on none begins
     batch_id: int | None  # what create_batch returned
 
 
@@ -171,7 +172,7 @@ def _statement(
             raise TypeError(f"there is no option {name!r}")
         if value is None:
             continue
-        is_delay = name == "run_at" and isinstance(value, timedelta)
+        is_delay = name in ("run_at", "expires_at") and isinstance(value, timedelta)
         query += f", {name} => " + ("now() + " if is_delay else "")
         query += "%s" + (f"::{CASTS[name]}" if name in CASTS else "")
         if name == "headers":

@@ -39,6 +39,7 @@ class Status:
     priority: int | None
     enqueued_at: datetime | None
     run_at: datetime | None
+    expires_at: datetime | None  # from then on no attempt begins
     claimed_at: datetime | None
     finished_at: datetime | None
     worker: str | None

@@ -263,6 +263,11 @@ def test_every_option_of_enqueue_reaches_the_job(db) -> None:
     assert again == first
     assert one(db, "select payload from pgqueue.job where id = %s", first) == {"a": 2}
     hour = timedelta(hours=1)
+    brief = pgqueue.enqueue(db, "emails", expires_at=when)
+    (briefer,) = pgqueue.enqueue_many(db, "emails", [1], expires_at=hour)
+    end = "select expires_at, expires_at - enqueued_at from pgqueue.jobs where id = %s"
+    assert db.execute(end, (brief,)).fetchone()[0] == when
+    assert abs(db.execute(end, (briefer,)).fetchone()[1] - hour) < hour / 60
     once = pgqueue.enqueue(db, "emails", unique_key="w", unique_for=hour)
     window = (
         "select expires_at - enqueued_at from pgqueue.job"

@@ -27,6 +27,10 @@ create role pgqueue_untrusted; create type mood as enum ('fine');
 alter type mood owner to pgqueue_untrusted; alter table changed add mood mood[]
 """
 
+BATCH = "create temporary table made as select pgqueue.create_batch('q') as id"
+CLOSE = "select pgqueue.close_batch(id) from made"
+MADE = "batch_id => (select id from made)"
+
 # The calls that are refused, by function and SQLSTATE; what is run first in their transaction.
 REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
     "enqueue": {
@@ -45,7 +49,12 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', unique_key => 'k', unique_for => '0'",),
             ("'q', unique_key => 'k', unique_for => '-1 s'",),
             ("'q', unique_key => 'k', unique_for => '367 days'",),
+            ("'q', after => '{null}'",),
+            ("'q', if_dead => 'wait'",),
+            ("'q', after => array[(select id from made)]", BATCH),
         ],
+        "PQ001": [("'q', after => '{7}'",), ("'q', batch_id => 7",)],
+        "55000": [(f"'q', {MADE}", BATCH, CLOSE)],
         "54000": [(f"'q', {FAT}", SMALL)],
         "23505": [
             ("'q', unique_key => 'k', on_duplicate => 'error'", TAKEN),
@@ -65,6 +74,8 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', '{1}', group_keys => array['']",),
             ("'q', '{1}', priority => -101",),
         ],
+        "PQ001": [("'q', '{1}', batch_id => 7",)],
+        "55000": [(f"'q', '{{1}}', {MADE}", BATCH, CLOSE)],
         "54000": [(f"'q', array[{FAT}]::jsonb[]", SMALL)],
         "23505": [
             ("'q', '{1,2}', unique_keys => '{a,k}', on_duplicate => 'error'", TAKEN),
@@ -181,6 +192,45 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', keep_dead => '11 years'",),
             ("'q', keep_dead => '1 day', group_key => '*'",),
         ]
+    },
+    "create_batch": {
+        "22023": [
+            ("''",),
+            ("'q', '[]'",),
+            ("'q', kind => ''",),
+            ("'q', headers => '1'",),
+        ],
+        "54000": [(f"'q', jsonb_build_object('fat', {FAT})", SMALL)],
+    },
+    "close_batch": {"PQ001": [("7",), ("null",)]},
+    "schedule": {
+        "22023": [
+            ("'', 'q', '@daily'",),
+            ("'s', '', '@daily'",),
+            ("'s', 'q'",),
+            ("'s', 'q', '@daily', '1 hour'",),
+            ("'s', 'q', '* * * *'",),
+            ("'s', 'q', '60 * * * *'",),
+            ("'s', 'q', '0 0 30 2 *'",),
+            ("'s', 'q', every => '1 month'",),
+            ("'s', 'q', '@daily', timezone => 'CEST'",),
+            ("'s', 'q', '@daily', catch_up => 'some'",),
+            ("'s', 'q', '@daily', jitter => '-1 s'",),
+            ("'s', 'q', '@daily', priority => 101",),
+        ],
+        "54000": [(f"'s', 'q', '@daily', payload => {FAT}", SMALL)],
+    },
+    "unschedule": {"PQ001": [("'s'",), ("null",)]},
+    "pause_schedule": {"PQ001": [("'s'",)]},
+    "resume_schedule": {"PQ001": [("'s'",)]},
+    "next_slots": {
+        "22023": [
+            ("'x'",),
+            ("null",),
+            ("'@daily', 'CEST'",),
+            ("'@daily', after => 'infinity'",),
+            ("'@daily', slots => 0",),
+        ],
     },
     "why": {"PQ001": [("1",), ("null",)]},
     "progress": {

@@ -56,8 +56,8 @@ FILL = [
     select now() - interval '1 hour', now(), 0, n / 2 % 2 + 1, 'lapsed ' || n % 2, 'k', '{}'
     from generate_series(0, 599) as n
     union all
-    select now() - interval '1 hour', now(), 0, 1, 'grave ' || n / 240, 'k', '{}'
-    from generate_series(0, 959) as n
+    select now() - interval '1 hour', now(), 0, 1, 'grave ' || n / 300, 'k', '{}'
+    from generate_series(0, 1199) as n
     union all
     select now() - interval '1 hour', now(), 0, 20, 'bin ' || n % 4, 'k', '{}'
     from generate_series(1, 2000) as n
@@ -77,6 +77,7 @@ FILL = [
     select pgqueue.enqueue('late bin ' || n % 4, unique_key => 'k' || n / 4, expires_at => '2020-01-01 00:00 UTC')
     from generate_series(0, 199) as n
     """,
+    "select pgqueue.enqueue('late bin ' || n) from generate_series(0, 3) as n",
     # Runs that have been kept long enough: maintain forgets them.
     """
     update pgqueue.run set finished_at = finished_at - interval '10 days',
@@ -227,8 +228,7 @@ CALLS = {
     "enqueue a duplicate": "pgqueue.enqueue('deep', '2', unique_key => %(key)s, on_duplicate => 'replace')",
     "enqueue with a window": "pgqueue.enqueue('windows', unique_key => %(name)s, unique_for => '1 hour')",
     "enqueue within a window": "pgqueue.enqueue('deep', unique_key => 'once', unique_for => '1 hour')",
-    "enqueue for a while": "pgqueue.enqueue('deep', expires_at => '2999-01-01 00:00 UTC')",
-    "enqueue in place of a late job": "pgqueue.enqueue('late ' || %(bin)s, unique_key => 'k7')",
+    "enqueue in place of a late job": "pgqueue.enqueue(%(late)s, unique_key => 'k7')",
     "enqueue_many": "pgqueue.enqueue_many('deep', %(payloads)s)",
     "enqueue_many with keys": "pgqueue.enqueue_many('deep', %(payloads)s, "
     "unique_keys => %(keys)s, on_duplicate => 'postpone')",
@@ -237,7 +237,7 @@ CALLS = {
     "claim of a kind": f"{JOBS}.claim('deep', 'w', 50, kinds => array['rare'])",
     "claim of priorities": f"{JOBS}.claim('mixed', 'w', 150, '1 minute')",
     "claim of the expired": f"{JOBS}.claim('lapsed 0', 'w', 50)",
-    "claim of the late": f"{JOBS}.claim('late ' || %(bin)s, 'w')",
+    "claim of the late": f"{JOBS}.claim(%(late)s, 'w')",
     "claim of nothing": f"{JOBS}.claim('empty', 'w', 50)",
     "enqueue into a group": "pgqueue.enqueue('groups', group_key => 'group 7')",
     "claim of groups": f"{JOBS}.claim('groups', 'w', 50)",
@@ -303,6 +303,8 @@ CALLS = {
 CALLED = {
     "reap": 2,
     "maintain": 2,
+    "enqueue in place of a late job": 1,
+    "claim of the late": 2,
     "limit": 1,
     "cap": 1,
     "rate": 1,
@@ -451,6 +453,7 @@ def arguments(db: psycopg.Connection) -> Iterator[dict]:
             "results": [Jsonb(n)] * 20,
             "delays": [timedelta(hours=1)] * 20,
             "bin": f"bin {n % 4}",
+            "late": f"late bin {n % 4}",
             "id": held[0][0],
             "token": held[0][1],
             "ids": [id for id, _ in held],

@@ -543,7 +543,7 @@ def test_jobs_with_one_run_at_drain_at_constant_cost_under_a_held_snapshot(
 @pytest.mark.parametrize(
     "over",
     [
-        "max_attempts = 1, token = 1, lease_expires_at = now() - interval '1 s'",
+        "attempt = 1, max_attempts = 1, lease_expires_at = now() - interval '1 s'",
         "terms.expires_at = now()",
     ],
 )

@@ -77,7 +77,7 @@ def wrong(conn: Conn) -> None:
 OPTIONS = """
 def right(conn: Conn) -> None:
     task = welcome.with_options(priority=3, unique_key="u", on_duplicate="replace")
-    task = task.with_options(unique_for=timedelta(hours=1))
+    task = task.with_options(unique_for=timedelta(hours=1), expires_at=timedelta(hours=2))
     task.with_options(run_at=timedelta(1), queue="q", headers={"a": 1}).enqueue(conn, "ada")
     pgqueue.enqueue(conn, "q", {"any": ["thing"]}, kind="k", run_at=datetime.now())
     ids: list[int] = pgqueue.enqueue_many(conn, "q", [1, 2], unique_keys=["a", None])
@@ -92,6 +92,7 @@ def wrong(conn: Conn) -> None:
     welcome.with_options(on_duplicate="ignore")  # wrong
     welcome.with_options(run_at=60)  # wrong
     welcome.with_options(unique_for=60)  # wrong
+    welcome.with_options(expires_at=60)  # wrong
     welcome.with_options(queue=None)  # wrong
     welcome.with_options(priority=1).enqueue(conn)  # wrong
     pgqueue.enqueue(conn, "q", prio=1)  # wrong
