@@ -158,14 +158,17 @@ begin
     end if;
     perform pgqueue._log(picks, outcomes, errors, moment);
     if pg_relation_size('pgqueue.slot') > 0 then
-        -- As a condition it would bring in the index of all jobs that have a group. A parked one leaves
-        -- no place that another could have.
+        -- As a condition it would bring in the index of all jobs that have a group.
         select
-            array_agg(j.queue) filter (where j.group_key is not null and (j.turn = 'infinity') is not true),
-            array_agg(j.group_key) filter (where j.group_key is not null and (j.turn = 'infinity') is not true)
+            array_agg(e.queue) filter (where e.group_key is not null and not e.is_parked),
+            array_agg(e.group_key) filter (where e.group_key is not null and not e.is_parked)
         into queues, group_keys
-        from pgqueue.job as j
-        where j.ctid = any (picks);
+        from (
+            -- One that is parked leaves no place to another.
+            select j.queue, j.group_key, coalesce(j.turn = 'infinity' and j.slot is null, false) as is_parked
+            from pgqueue.job as j
+            where j.ctid = any (picks)
+        ) as e;
     end if;
     perform pgqueue._wake_capped(picks);
 
@@ -276,9 +279,9 @@ end;
 $$;
 
 comment on function pgqueue._expire(tid[], timestamptz) is
-'Ends what is over among some locked jobs. Attempts whose leases expired: back
-where they stood, dead when exhausted, gone when cancelled. Jobs that wait and
-may not begin any more: cancelled. Returns how many.';
+'Ends what is over among some locked jobs, and returns how many. Attempts whose
+leases expired: back where they stood, dead when exhausted, gone when cancelled.
+Jobs that wait and may not begin any more: cancelled.';
 
 create or replace function pgqueue._give_back(picks tid[], run_ats timestamptz[])
     returns void

@@ -370,7 +370,8 @@ open transaction waits for its end, then does as on_duplicate says: skip
 (default), replace or postpone a job that is not running, or error; one that
 runs stays as it is, which a NOTICE tells. With unique_for the key is taken for
 so long, up to 1 year, whatever becomes of the job: at most one in that time.
-No attempt begins after expires_at. batch_id makes the job part of a batch.
+From expires_at on no attempt begins, and a job that still waits is cancelled.
+batch_id makes the job part of a batch.
 With after it is blocked until these jobs have completed; if one of them dies
 or is cancelled it is cancelled, or with if_dead run it need not wait for it.
 An enqueue that adds no job joins no batch and waits for nothing.

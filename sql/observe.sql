@@ -70,7 +70,7 @@ comment on column pgqueue.jobs.rate is
 'How much it has done in a second, from its claim to its last word.';
 comment on column pgqueue.jobs.time_left is 'How long it takes from now on at that rate.';
 comment on column pgqueue.jobs.expires_at is
-'No attempt begins after this moment; null for no such end.';
+'From then on no attempt begins; null for no such end.';
 
 -- Whether a queue is paused is found by a join: a reader of the view may not call _in_force().
 create or replace view pgqueue.queues as

@@ -260,8 +260,8 @@ $$;
 comment on function pgqueue._pick(text, text[], jsonb, int, int, timestamptz, boolean, tid[], text[]) is
 'Locks up to so many due jobs of one lane and returns where they are, in the
 order in which they run, without those that were taken before; ends on the way
-what is over. Only from the beginning
-(is_whole) does "none" mean that there is none. Plans as claim sets it.';
+what is over. Only from the beginning (is_whole) does "none" mean that there is
+none. Plans as claim sets it.';
 
 create or replace function pgqueue._pick_lanes(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, noted int[],

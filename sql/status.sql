@@ -99,8 +99,8 @@ create or replace function pgqueue.status(job_id bigint)
         id bigint, queue text, kind text, state text,
         attempt int, max_attempts int, priority int,
         enqueued_at timestamptz, run_at timestamptz, expires_at timestamptz, claimed_at timestamptz,
-        finished_at timestamptz, worker text, done numeric, total numeric, message text, rate numeric, time_left interval,
-        result jsonb, last_error text
+        finished_at timestamptz, worker text, done numeric, total numeric, message text, rate numeric,
+        time_left interval, result jsonb, last_error text
     )
     language plpgsql
     security definer

@@ -160,6 +160,15 @@ select is(
     'a job that was dead when its group got a limit is claimed with others when it is back'
 );
 
+select pgqueue.configure('left', group_limit => 1);
+select pg_temp.fill('left', array_fill('a'::text, array[4]));
+select is(pg_temp.claimed('left', 5), 'a1', 'one of a group runs');
+select pgqueue.cancel(id) from pgqueue.job where queue = 'left' and payload = '"a2"';
+select is(
+    (select array_agg(state order by id) from pgqueue.jobs where queue = 'left'), '{running,blocked,blocked}',
+    'one that is cancelled while it is parked calls back no other'
+);
+
 -- Jobs that may not begin any more
 create function pg_temp.make_late(queue text, payloads text) returns void
     language sql
