@@ -323,26 +323,31 @@ comment on function pgqueue._end_waits(bigint[]) is
 'Looks at what waits, and ends the waits that are over: jobs run, batches that
 are closed enqueue their callbacks.';
 
-create or replace function pgqueue._outcome_of(job_id bigint)
-    returns text
+create or replace function pgqueue._outcomes_of(job_ids bigint[])
+    returns table (id bigint, outcome text)
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
     set enable_seqscan = off
     set enable_indexscan = on
+    set enable_nestloop = on
 as $$
 begin
-    return case
-        when exists (select from pgqueue.job as j where j.id = _outcome_of.job_id) then null
-        when exists (select from pgqueue.dead_job as d where d.id = _outcome_of.job_id) then 'dead'
-        when (pgqueue._last_run(job_id)).outcome = 'cancelled' then 'cancelled'
-        else 'completed'
-    end;
+    return query
+    select g.id, case when d.id is not null then 'dead' when c.job_id is not null then 'cancelled' else 'completed' end
+    from (select distinct u.id from unnest(job_ids) as u (id)) as g
+    left join pgqueue.dead_job as d on d.id = g.id
+    left join (
+        select distinct r.job_id from pgqueue.run as r where r.job_id = any (job_ids) and r.outcome = 'cancelled'
+    ) as c on c.job_id = g.id
+    where not exists (select from pgqueue.job as j where j.id = g.id offset 0);
 end;
 $$;
 
-comment on function pgqueue._outcome_of(bigint) is
-'How a job has ended: completed, dead or cancelled; null if it waits or runs. One
-of which nothing is known any more counts as completed.';
+comment on function pgqueue._outcomes_of(bigint[]) is
+'How those of some jobs have ended that do not wait or run: completed, dead or
+cancelled. One of which nothing is known any more counts as completed.';
 
 create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_dead text)
     returns void
@@ -362,20 +367,17 @@ begin
     select distinct a.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
     from unnest(after) as a (id);
     -- Now look: whoever has not deleted yet will find the lock, or the rows.
-    select
-        array_agg(a.id) filter (where j.id is null) as gone,
-        array_agg(pgqueue._outcome_of(a.id)) filter (where j.id is null) as outcomes,
-        array_agg(a.id) filter (where j.xmax <> '0'::xid and j.xmax <> j.xmin) as changing
+    select array_agg(j.id) filter (where j.xmax <> '0'::xid and j.xmax <> j.xmin) as changing, count(*) as living
     into looked
-    from (select distinct u.id from unnest(after) as u (id)) as a
-    left join lateral (
-        select j.id, j.xmax, j.xmin from pgqueue.job as j where j.id = a.id offset 0
-    ) as j on true;
+    from pgqueue.job as j
+    where j.id = any (after);
     if looked.changing is not null then
         perform pgqueue._leave_loose_ends(looked.changing, null);
     end if;
-    if looked.gone is not null then
-        perform pgqueue._cut_ties(looked.gone, looked.outcomes);
+    if looked.living < (select count(distinct a.id) from unnest(after) as a (id)) then
+        perform pgqueue._cut_ties(array_agg(o.id), array_agg(o.outcome))
+        from pgqueue._outcomes_of(after) as o
+        having count(*) > 0;
     end if;
 end;
 $$;
@@ -391,61 +393,67 @@ create or replace function pgqueue._tie_loose_ends()
     set jit = off
     set enable_indexscan = on
     set enable_tidscan = on
+    set enable_nestloop = on
 as $$
 declare
     picked record;
-    kept bigint;
 begin
     if pg_relation_size('pgqueue.loose_end') = 0 then
         return 0;
     end if;
-    with picked as (
+    with dropped as (
         delete from pgqueue.loose_end as l
         where l.ctid = any (array(
-            select p.ctid from pgqueue.loose_end as p limit 1000 for update skip locked
+            select p.ctid
+            from pgqueue.loose_end as p
+            -- Else its transactions may still be open. A number from before a restore says nothing.
+            where p.outcome in ('waiter', 'doomed')
+                or p.horizon <= pg_snapshot_xmin(pg_current_snapshot())
+                or p.horizon > pg_snapshot_xmax(pg_current_snapshot())
+            limit 1000
+            for update skip locked
         ))
-        returning l.*
+        returning l.job_id, l.outcome
     )
     select
         array_agg(distinct p.job_id) filter (where p.outcome = 'waiter') as waiters,
         array_agg(distinct p.job_id) filter (where p.outcome = 'doomed') as doomed,
-        array_agg(p.job_id) filter (where p.is_end) as ended,
-        array_agg(p.outcome) filter (where p.is_end) as outcomes,
-        array_agg(p.horizon) filter (where p.is_end) as horizons,
-        count(*) as ends
+        array_agg(p.job_id) filter (where p.outcome in ('completed', 'dead', 'cancelled')) as ended,
+        array_agg(p.outcome) filter (where p.outcome in ('completed', 'dead', 'cancelled')) as outcomes,
+        array_agg(distinct p.job_id) filter (where p.outcome is null) as changing,
+        (select count(*) from dropped) as ends
     into picked
     from (
-        select l.*, (l.outcome in ('waiter', 'doomed')) is not true as is_end from picked as l
+        select d.job_id, d.outcome from dropped as d
+        union all
+        (
+            select l.job_id, l.outcome
+            from pgqueue.loose_end as l
+            where exists (select from pgqueue.dependency as d where d.job_id = l.job_id offset 0)
+            limit 1000
+        )
     ) as p;
-    -- One whose transactions may still be open is looked at again.
-    insert into pgqueue.loose_end (job_id, outcome, horizon)
-    select distinct on (e.id) e.id, e.outcome, e.horizon
-    from unnest(picked.ended, picked.outcomes, picked.horizons) as e (id, outcome, horizon)
-    where e.horizon > pg_snapshot_xmin(pg_current_snapshot())
-        -- A number from before a restore says nothing.
-        and e.horizon <= pg_snapshot_xmax(pg_current_snapshot())
-    order by e.id, e.horizon desc;
-    get diagnostics kept = row_count;
     if picked.ended is not null then
+        perform pgqueue._cut_ties(picked.ended, picked.outcomes);
+    end if;
+    if picked.changing is not null then
         perform pgqueue._cut_ties(array_agg(o.id), array_agg(o.outcome))
-        from (
-            select e.id, coalesce(e.outcome, pgqueue._outcome_of(e.id)) as outcome
-            from unnest(picked.ended, picked.outcomes) as e (id, outcome)
-            where exists (select from pgqueue.dependency as d where d.job_id = e.id)
-        ) as o
-        where o.outcome is not null
+        from pgqueue._outcomes_of(picked.changing) as o
         having count(*) > 0;
     end if;
     if picked.doomed is not null then
         picked.doomed := pgqueue._cancel_waiters(
-            picked.doomed, array_fill('a job that it waited for did not complete'::text, array[cardinality(picked.doomed)])
+            picked.doomed,
+            array_fill('a job that it waited for did not complete'::text, array[cardinality(picked.doomed)])
         );
-        perform pgqueue._settle(picked.doomed, array_fill('cancelled'::text, array[cardinality(picked.doomed)]));
+        perform pgqueue._settle(
+            picked.doomed, array_fill('cancelled'::text, array[cardinality(picked.doomed)])
+        );
     end if;
     if picked.waiters is not null then
         perform pgqueue._end_waits(picked.waiters);
     end if;
-    return picked.ends - kept;
+    return picked.ends;
 end;
 $$;
 

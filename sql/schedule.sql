@@ -265,7 +265,7 @@ begin
     if pg_relation_size('pgqueue.loose_end') > 0 then
         perform pgqueue._tie_loose_ends();
         perform setval('pgqueue._cell_due', least(
-            pgqueue._since_2020(moment + interval '200 milliseconds'),
+            pgqueue._since_2020(pgqueue._believed_until(moment, '200 milliseconds')),
             case when pg_relation_size('pgqueue.schedule') > 0
                 then pg_sequence_last_value('pgqueue._cell_due'::regclass)
             end
