@@ -73,7 +73,7 @@ $$;
 comment on function pgqueue._join_batch(bigint[], bigint) is 'Makes new jobs part of a batch that _lock_batch has locked.';
 
 create or replace function pgqueue._lock_batch(batch_id bigint)
-    returns void
+    returns text[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
@@ -81,18 +81,17 @@ create or replace function pgqueue._lock_batch(batch_id bigint)
 as $$
 declare
     batch pgqueue.batch;
-    refused boolean;
 begin
     select b.* into batch from pgqueue.batch as b where b.id = _lock_batch.batch_id for key share;
-    if not found or batch.finished_at is not null then
-        refused := pgqueue._refuse(pgqueue._no_batch(batch_id, batch.finished_at is not null));
-    end if;
+    return case when batch.id is null or batch.finished_at is not null
+        then pgqueue._no_batch(batch_id, batch.finished_at is not null)
+    end;
 end;
 $$;
 
 comment on function pgqueue._lock_batch(bigint) is
-'Sees to it that a batch does not finish before this transaction ends. Raises
-PQ001 (no such batch), 55000 (it has finished).';
+'Sees to it that a batch does not finish before this transaction ends. Refuses
+one that there is not (PQ001), or that has finished (55000).';
 
 create or replace function pgqueue.create_batch(
     queue text,

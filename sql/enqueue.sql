@@ -250,7 +250,7 @@ begin
         if num_nonnulls(expires_at, batch_id, after, if_dead) > 0 then
             refused := pgqueue._refuse(pgqueue._check_after(after, if_dead));
             if batch_id is not null then
-                perform pgqueue._lock_batch(batch_id);
+                refused := pgqueue._refuse(pgqueue._lock_batch(batch_id));
             end if;
             after := nullif(after, '{}');
             terms := row(expires_at, case when after is not null then run_at end, batch_id);
@@ -547,7 +547,7 @@ begin
         ))
     ));
     if batch_id is not null then
-        perform pgqueue._lock_batch(batch_id);
+        refused := pgqueue._refuse(pgqueue._lock_batch(batch_id));
     end if;
     perform pgqueue._wake(queue);
     if has_groups and pgqueue._has_limits(queue) then

@@ -15,7 +15,11 @@ SECTION = documents.sections("python/README.md")["Handlers"]
 def test_the_options_of_a_handler_are_all_there_with_their_defaults() -> None:
     parameters = inspect.signature(pgqueue.App().job).parameters.values()
     options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    rows = {row[0].strip("`"): row[1] for row in documents.table(SECTION, "option")}
+    rows = {
+        name: row[1]
+        for row in documents.table(SECTION, "option")
+        for name in documents.quoted(row[0])
+    }
     assert list(rows) == list(options)
     said = {name: text.strip("`") for name, text in rows.items() if "`" in text}
     said.pop("timeout")  # that of the App
