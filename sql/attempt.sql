@@ -152,6 +152,8 @@ declare
     queues text[];
     group_keys text[];
     gone record;
+    is_tied boolean;
+    ends text[];
 begin
     if cardinality(picks) = 0 then
         return;
@@ -192,17 +194,25 @@ begin
             from unnest(picks, outcomes) as e (place, outcome)
             where e.outcome in ('dead', 'cancelled')
         ))
-        returning j.id, j.queue
+        returning j.id, j.queue, (j.terms).batch_id
     )
-    select array_agg(d.id) as ids, array_agg(d.queue) as queues into gone from deleted as d;
+    select array_agg(d.id) as ids, array_agg(d.queue) as queues, array_agg(d.batch_id) as batches
+    into gone
+    from deleted as d;
     perform pgqueue._tell_end(gone.ids, gone.queues);
-    if pg_relation_size('pgqueue.dependency') > 0 and gone.ids is not null then
-        perform pgqueue._settle(gone.ids, array(
+    is_tied := pg_relation_size('pgqueue.dependency') > 0;
+    if num_nonnulls(variadic gone.batches) > 0 or is_tied and gone.ids is not null then
+        ends := array(
             select case when d.id is null then 'cancelled' else 'dead' end
             from unnest(gone.ids) with ordinality as g (id, place)
             left join pgqueue.dead_job as d on d.id = g.id
             order by g.place
-        ));
+        );
+        -- First, because a batch counts them if it ends with the jobs that wait for them.
+        perform pgqueue._leave_batches(gone.batches, ends);
+        if is_tied then
+            perform pgqueue._settle(gone.ids, ends);
+        end if;
     end if;
 
     update pgqueue.job as j

@@ -1,13 +1,132 @@
 -- Batches: a callback job when all the jobs of a batch have ended.
 --
--- A batch waits for its jobs as in room depend, and closes when nobody will add any from outside; its jobs
--- may add others while they run. Whoever adds a job has the row of the batch locked for others to read, and
--- who finishes it has it for himself, or leaves a loose end: so none is added to a batch that is finished.
+-- A job knows its batch (terms), and a row in tally says among which ids a batch has jobs. No row is
+-- written when a job completes: who ends one only looks whether the batch has another.
+--   - One that nobody has touched: it ends later, and its end will look.
+--   - None: the batch is over.
+--   - Only such as others are just deleting, or writing: perhaps those have looked before, and have seen
+--     ours. Then nobody would notice, so it leaves a loose end, as in room depend.
+-- So of all ends the one that looks last either finishes the batch or leaves a loose end. Who ends a job of
+-- a batch that it sees open need not look: close_batch leaves a loose end, which is seen when it commits.
 --
--- How its jobs have ended is a row in tally for each call that ended some, summed up when the batch
--- finishes: one row that all completions write would have them wait for each other.
+-- A batch closes when nobody will add any job from outside; its jobs may add others while they run. Whoever
+-- adds one has the row of the batch locked for others to read, and who finishes it has it for himself, or
+-- leaves a loose end: so none is added to a batch that is finished.
 
-create or replace function pgqueue._count_ends(batch_ids bigint[], outcomes text[])
+create or replace function pgqueue._last_job(batch_id bigint, below bigint, out id bigint, out is_any boolean)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_bitmapscan = off
+as $$
+declare
+    next_part bigint := (below - 1) >> 10;
+    first_id bigint;
+    last_id bigint;
+begin
+    is_any := false;
+    loop
+        next_part := (
+            select max(t.part)
+            from pgqueue.tally as t
+            where t.batch_id = _last_job.batch_id and t.part <= next_part
+        );
+        exit when next_part is null;
+        first_id := next_part << 10;
+        last_id := least(first_id + 1023, below - 1);
+        select j.id into id
+        from pgqueue.job as j
+        where j.id between first_id and last_id and (j.terms).batch_id = _last_job.batch_id and j.xmax = 0
+        order by j.id desc
+        limit 1;
+        exit when found;
+        is_any := is_any or coalesce((
+            select true
+            from pgqueue.job as j
+            where j.id between first_id and last_id and (j.terms).batch_id = _last_job.batch_id
+            limit 1
+        ), false);
+        next_part := next_part - 1;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._last_job(bigint, bigint) is
+'The last job of a batch below an id that nobody is just writing or deleting;
+null if there is none, with is_any if there are others.';
+
+create or replace function pgqueue._is_batch_over(batch_id bigint)
+    returns boolean
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    cell regclass := ('pgqueue._cell_' || 1024 + (batch_id & 31))::regclass;
+    found_before bigint := pg_sequence_last_value(cell);
+    last record;
+begin
+    -- On from there, because above it there may be only dead entries of the index.
+    select l.id into last from pgqueue._last_job(batch_id, found_before + 1) as l;
+    if last.id is null then
+        select l.id, l.is_any into last from pgqueue._last_job(batch_id, 9223372036854775807) as l;
+        if last.id is null then
+            return case when not last.is_any then true end;
+        end if;
+    end if;
+    perform setval(cell, last.id);
+    return false;
+end;
+$$;
+
+comment on function pgqueue._is_batch_over(bigint) is
+'Whether a batch has no job left that waits or runs; null if only such as others
+are just writing or deleting.';
+
+create or replace function pgqueue._look_at_batches(batch_ids bigint[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_bitmapscan = off
+    set enable_nestloop = on
+as $$
+declare
+    batch_id bigint;
+    found_before bigint;
+    is_over boolean;
+begin
+    for batch_id in
+        select distinct b.id from unnest(batch_ids) as b (id) where b.id is not null order by b.id
+    loop
+        -- Most still have the job that the last look has found.
+        found_before := pg_sequence_last_value(('pgqueue._cell_' || 1024 + (batch_id & 31))::regclass);
+        continue when (
+            select (j.terms).batch_id = batch_id and j.xmax = 0 from pgqueue.job as j where j.id = found_before
+        );
+        continue when (
+            select b.closed_at is null or b.finished_at is not null from pgqueue.batch as b where b.id = batch_id
+        ) is not false;
+        is_over := pgqueue._is_batch_over(batch_id);
+        if is_over and current_setting('transaction_isolation') = 'read committed' then
+            perform pgqueue._finish_batch(batch_id);
+        elsif is_over is not false then
+            perform pgqueue._leave_loose_ends(array[batch_id], array['batch']);
+        end if;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._look_at_batches(bigint[]) is
+'Looks at batches, and finishes those that are closed and over.';
+
+create or replace function pgqueue._leave_batches(batch_ids bigint[], outcomes text[])
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -18,21 +137,19 @@ create or replace function pgqueue._count_ends(batch_ids bigint[], outcomes text
     set enable_nestloop = on
 as $$
 begin
-    if pg_relation_size('pgqueue.batch') > 0 then
-        insert into pgqueue.tally (batch_id, completed, dead, cancelled)
-        select
-            e.id, count(*) filter (where e.outcome = 'completed'), count(*) filter (where e.outcome = 'dead'),
-            count(*) filter (where e.outcome = 'cancelled')
-        from unnest(batch_ids, outcomes) as e (id, outcome)
-        where exists (select from pgqueue.batch as b where b.id = e.id offset 0)
-        group by e.id;
-    end if;
+    insert into pgqueue.tally (batch_id, dead, cancelled)
+    select e.id, count(*) filter (where e.outcome = 'dead'), count(*) filter (where e.outcome = 'cancelled')
+    from unnest(batch_ids, outcomes) as e (id, outcome)
+    where e.outcome <> 'completed'
+        and (select true from pgqueue.batch as b where b.id = e.id and b.finished_at is null)
+    group by e.id;
+    perform pgqueue._look_at_batches(batch_ids);
 end;
 $$;
 
-comment on function pgqueue._count_ends(bigint[], text[]) is
-'Counts the ends of jobs, one for each time that a batch is named; what is no
-batch is not counted.';
+comment on function pgqueue._leave_batches(bigint[], text[]) is
+'For jobs that this transaction has just deleted, and their batches (null: of
+none): counts how they have ended, and looks at the batches.';
 
 create or replace function pgqueue._no_batch(batch_id bigint, is_finished boolean)
     returns text[]
@@ -46,7 +163,9 @@ begin
         'Its callback has been enqueued.',
         'Only a job of a batch that runs, or who has not called close_batch yet, can be sure that it has not.',
         '55000'
-    ] else pgqueue._not_found('batch', batch_id, 'create_batch returns its id; one that has finished is forgotten after some days.')
+    ] else pgqueue._not_found(
+        'batch', batch_id, 'create_batch returns its id; one that has finished is forgotten after some days.'
+    )
     end;
 end;
 $$;
@@ -65,8 +184,8 @@ create or replace function pgqueue._join_batch(job_ids bigint[], batch_id bigint
     set enable_indexscan = on
 as $$
 begin
-    insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
-    select j.id, _join_batch.batch_id, true from unnest(job_ids) as j (id);
+    insert into pgqueue.tally (batch_id, part, jobs)
+    select _join_batch.batch_id, j.id >> 10, count(*) from unnest(job_ids) as j (id) group by j.id >> 10;
 end;
 $$;
 
@@ -155,7 +274,8 @@ begin
     if not found then
         refused := pgqueue._refuse(pgqueue._no_batch(batch_id, false));
     end if;
-    perform pgqueue._end_waits(array[batch_id]);
+    perform pgqueue._leave_loose_ends(array[batch_id], array['batch']);
+    perform pgqueue._look_at_batches(array[batch_id]);
 end;
 $$;
 
@@ -175,37 +295,22 @@ create or replace function pgqueue._finish_batch(batch_id bigint)
 as $$
 declare
     batch pgqueue.batch;
-    is_open boolean;
-    is_changing boolean;
+    is_over boolean;
     counts record;
     callback bigint;
 begin
-    select b.closed_at is null, b.xmax <> '0'::xid and b.xmax <> b.xmin into is_open, is_changing
-    from pgqueue.batch as b
-    where b.id = _finish_batch.batch_id;
-    -- Who closes it looks after that; who just does it perhaps has looked before.
-    if is_open and not is_changing then
-        return;
+    select b.* into batch from pgqueue.batch as b where b.id = _finish_batch.batch_id for update skip locked;
+    -- Else somebody adds a job. Now nobody can.
+    is_over := case when batch.id is not null then pgqueue._is_batch_over(batch_id) end;
+    if is_over is null then
+        perform pgqueue._leave_loose_ends(array[batch_id], array['batch']);
     end if;
-    select b.* into batch
-    from pgqueue.batch as b
-    where b.id = _finish_batch.batch_id and not is_open
-    for update skip locked;
-    if not found then
-        -- Or somebody adds a job.
-        perform pgqueue._leave_loose_ends(array[batch_id], array['waiter']);
-        return;
-    end if;
-    -- Now nobody can add one.
-    if batch.finished_at is not null then
-        return;
-    elsif exists (select from pgqueue.dependency as d where d.waiter_id = batch.id) then
-        perform pgqueue._leave_loose_ends(array[batch_id], array['waiter']);
+    if is_over is not true or batch.finished_at is not null then
         return;
     end if;
     select
-        coalesce(sum(t.completed), 0) as completed, coalesce(sum(t.dead), 0) as dead,
-        coalesce(sum(t.cancelled), 0) as cancelled
+        coalesce(sum(t.jobs), 0) - coalesce(sum(t.dead + t.cancelled), 0) as completed,
+        coalesce(sum(t.dead), 0) as dead, coalesce(sum(t.cancelled), 0) as cancelled
     into counts
     from pgqueue.tally as t
     where t.batch_id = batch.id;
@@ -223,7 +328,7 @@ begin
     delete from pgqueue.tally as t where t.batch_id = batch.id;
 -- The end of a job must not fail because of it. Who looks later tries again.
 exception when program_limit_exceeded then
-    perform pgqueue._leave_loose_ends(array[batch_id], array['waiter']);
+    perform pgqueue._leave_loose_ends(array[batch_id], array['batch']);
 end;
 $$;
 
@@ -245,16 +350,12 @@ begin
     where b.id = any (array(select (j.terms).batch_id from pgqueue.job as j where j.id = any (job_ids)))
     order by b.id
     for key share;
-    with back as (
-        insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
-        select j.id, b.id, true
-        from pgqueue.job as j
-        join pgqueue.batch as b on b.id = (j.terms).batch_id
-        where j.id = any (job_ids) and b.finished_at is null
-        returning waiter_id
-    )
-    insert into pgqueue.tally (batch_id, completed, dead, cancelled)
-    select b.waiter_id, 0, -count(*), 0 from back as b group by b.waiter_id;
+    insert into pgqueue.tally (batch_id, dead)
+    select b.id, -count(*)
+    from pgqueue.job as j
+    join pgqueue.batch as b on b.id = (j.terms).batch_id
+    where j.id = any (job_ids) and b.finished_at is null
+    group by b.id;
 end;
 $$;
 

@@ -1,4 +1,4 @@
--- What waits for the end of jobs: jobs that were enqueued with "after", and batches.
+-- Jobs that wait for the end of others: those that were enqueued with "after".
 --
 -- For each pair there is a row in dependency, and the end of a job deletes its rows. No counter is written
 -- by all: whoever ends a job only looks whether something else holds up the waiter.
@@ -11,7 +11,8 @@
 -- Who enqueues a job with "after" inserts its rows first and looks at those jobs after that; who ends a job
 -- deletes it first and looks for rows after that. One of them sees the other, or the lock
 -- (7366516, 257), which enqueues with "after" share until they commit: then the end leaves a loose end,
--- for as long as a transaction may be open that it could not see. Nobody waits for that lock.
+-- for as long as a transaction may be open that it could not see. Nobody waits for that lock; who enqueues
+-- and cannot have it leaves the loose end himself, which is seen when he commits.
 
 create or replace function pgqueue._check_after(after bigint[], if_dead text)
     returns text[]
@@ -68,8 +69,8 @@ $$;
 
 comment on function pgqueue._leave_loose_ends(bigint[], text[]) is
 'For jobs that have ended, or perhaps just end, with these outcomes (null: look)
-while jobs that wait for them are being enqueued; or for what waits (waiter),
-and for what is to be cancelled (doomed). Somebody looks again.';
+while jobs that wait for them are being enqueued; or for what is to be looked at
+(waiter, doomed, batch). Somebody looks again.';
 
 create or replace function pgqueue._held_up(waiter_ids bigint[])
     returns table (waiter_id bigint, is_held_up boolean)
@@ -109,8 +110,8 @@ end;
 $$;
 
 comment on function pgqueue._held_up(bigint[]) is
-'Whether what waits has something left to wait for that nobody is just ending;
-null if somebody is.';
+'Whether jobs that wait have something left to wait for that nobody is just
+ending; null if somebody is.';
 
 create or replace function pgqueue._free(job_ids bigint[])
     returns void
@@ -153,7 +154,7 @@ begin
         -- Somebody has locked them, to cancel them, say.
         perform pgqueue._leave_loose_ends(array_agg(j.id), array_agg('waiter'::text))
         from pgqueue.job as j
-        where j.id = any (job_ids) and j.id <> all (coalesce(freed.ids, '{}')) and j.run_at = 'infinity'
+        where j.id = any (array(select unnest(job_ids) except select unnest(freed.ids))) and j.run_at = 'infinity'
         having count(*) > 0;
     end if;
 end;
@@ -171,7 +172,7 @@ create or replace function pgqueue._cancel_waiters(job_ids bigint[], reasons tex
     set enable_seqscan = off
     set enable_indexscan = on
     set enable_tidscan = on
-    set enable_nestloop = on
+    set enable_nestloop = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -179,21 +180,22 @@ declare
 begin
     select
         array_agg(l.tid) as picks, array_agg(l.id) as ids, array_agg(l.queue) as queues,
-        array_agg(r.reason) as reasons, array_agg('cancelled'::text) as outcomes
+        array_agg(r.reason) as reasons, array_agg('cancelled'::text) as outcomes,
+        array_agg(l.batch_id) as batches
     into doomed
     from (
-        select j.ctid as tid, j.id, j.queue
+        select j.ctid as tid, j.id, j.queue, (j.terms).batch_id
         from pgqueue.job as j
         where j.id = any (job_ids) and j.run_at = 'infinity'
         order by j.id
         for update skip locked
     ) as l
-    cross join lateral (
-        select u.reason from unnest(job_ids, reasons) as u (id, reason) where u.id = l.id limit 1
-    ) as r;
+    join (
+        select distinct on (u.id) u.* from unnest(job_ids, reasons) as u (id, reason)
+    ) as r on r.id = l.id;
     perform pgqueue._leave_loose_ends(array_agg(j.id), array_agg('doomed'::text))
     from pgqueue.job as j
-    where j.id = any (job_ids) and j.id <> all (coalesce(doomed.ids, '{}')) and j.run_at = 'infinity'
+    where j.id = any (array(select unnest(job_ids) except select unnest(doomed.ids))) and j.run_at = 'infinity'
     having count(*) > 0;
     if doomed.picks is null then
         return '{}'::bigint[];
@@ -201,6 +203,9 @@ begin
     perform pgqueue._log(doomed.picks, doomed.outcomes, doomed.reasons, moment);
     delete from pgqueue.job as j where j.ctid = any (doomed.picks);
     perform pgqueue._tell_end(doomed.ids, doomed.queues);
+    if num_nonnulls(variadic doomed.batches) > 0 then
+        perform pgqueue._leave_batches(doomed.batches, doomed.outcomes);
+    end if;
     return doomed.ids;
 end;
 $$;
@@ -217,7 +222,7 @@ create or replace function pgqueue._cut_ties(job_ids bigint[], outcomes text[])
     set jit = off
     set enable_seqscan = off
     set enable_indexscan = on
-    set enable_nestloop = on
+    set enable_nestloop = off
 as $$
 declare
     ended bigint[] := job_ids;
@@ -233,7 +238,6 @@ begin
         )
         select
             array_agg(c.waiter_id) as waiters,
-            array_agg(e.outcome) as outcomes,
             array_agg(c.waiter_id) filter (where e.outcome <> 'completed' and not c.runs_if_dead) as doomed,
             array_agg(
                 format(
@@ -243,22 +247,17 @@ begin
             ) filter (where e.outcome <> 'completed' and not c.runs_if_dead) as reasons
         into tied
         from cut as c
-        cross join lateral (
-            select u.outcome from unnest(ended, ends) as u (id, outcome) where u.id = c.job_id limit 1
-        ) as e;
+        join (
+            select distinct on (u.id) u.* from unnest(ended, ends) as u (id, outcome)
+        ) as e on e.id = c.job_id;
         exit when tied.waiters is null;
 
-        perform pgqueue._count_ends(tied.waiters, tied.outcomes);
         ended := '{}';
         if tied.doomed is not null then
             ended := pgqueue._cancel_waiters(tied.doomed, tied.reasons);
             ends := array_fill('cancelled'::text, array[cardinality(ended)]);
         end if;
-        perform pgqueue._end_waits(array(
-            select distinct w.id
-            from unnest(tied.waiters) as w (id)
-            where w.id <> all (coalesce(tied.doomed, '{}'))
-        ));
+        perform pgqueue._end_waits(array(select unnest(tied.waiters) except select unnest(tied.doomed)));
         exit when ended = '{}';
     end loop;
 end;
@@ -296,7 +295,6 @@ as $$
 declare
     looked record;
     is_certain boolean := current_setting('transaction_isolation') = 'read committed';
-    batch_id bigint;
 begin
     select
         array_agg(h.waiter_id) filter (where not h.is_held_up and is_certain) as free,
@@ -310,18 +308,12 @@ begin
     end if;
     if looked.free is not null then
         perform pgqueue._free(looked.free);
-        for batch_id in
-            select b.id from pgqueue.batch as b where b.id = any (looked.free) order by b.id
-        loop
-            perform pgqueue._finish_batch(batch_id);
-        end loop;
     end if;
 end;
 $$;
 
 comment on function pgqueue._end_waits(bigint[]) is
-'Looks at what waits, and ends the waits that are over: jobs run, batches that
-are closed enqueue their callbacks.';
+'Looks at jobs that wait, and lets those run whose waits are over.';
 
 create or replace function pgqueue._outcomes_of(job_ids bigint[])
     returns table (id bigint, outcome text)
@@ -362,7 +354,9 @@ as $$
 declare
     looked record;
 begin
-    perform pg_try_advisory_xact_lock_shared(7366516, 257);
+    if not pg_try_advisory_xact_lock_shared(7366516, 257) then
+        perform pgqueue._leave_loose_ends(after, null);
+    end if;
     insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
     select distinct a.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
     from unnest(after) as a (id);
@@ -406,10 +400,15 @@ begin
         where l.ctid = any (array(
             select p.ctid
             from pgqueue.loose_end as p
-            -- Else its transactions may still be open. A number from before a restore says nothing.
-            where p.outcome in ('waiter', 'doomed')
-                or p.horizon <= pg_snapshot_xmin(pg_current_snapshot())
-                or p.horizon > pg_snapshot_xmax(pg_current_snapshot())
+            where case
+                when p.outcome in ('waiter', 'doomed', 'batch') then true
+                -- Perhaps somebody is just ending it.
+                when p.outcome is null
+                    then (select true from pgqueue.job as j where j.id = p.job_id and j.xmax <> '0'::xid) is null
+                -- Else its transactions may still be open. A number from before a restore says nothing.
+                else p.horizon <= pg_snapshot_xmin(pg_current_snapshot())
+                    or p.horizon > pg_snapshot_xmax(pg_current_snapshot())
+            end
             limit 1000
             for update skip locked
         ))
@@ -418,6 +417,7 @@ begin
     select
         array_agg(distinct p.job_id) filter (where p.outcome = 'waiter') as waiters,
         array_agg(distinct p.job_id) filter (where p.outcome = 'doomed') as doomed,
+        array_agg(distinct p.job_id) filter (where p.outcome = 'batch') as batches,
         array_agg(p.job_id) filter (where p.outcome in ('completed', 'dead', 'cancelled')) as ended,
         array_agg(p.outcome) filter (where p.outcome in ('completed', 'dead', 'cancelled')) as outcomes,
         array_agg(distinct p.job_id) filter (where p.outcome is null) as changing,
@@ -452,6 +452,9 @@ begin
     end if;
     if picked.waiters is not null then
         perform pgqueue._end_waits(picked.waiters);
+    end if;
+    if picked.batches is not null then
+        perform pgqueue._look_at_batches(picked.batches);
     end if;
     return picked.ends;
 end;

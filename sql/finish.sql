@@ -20,6 +20,7 @@ declare
     is_configured boolean;
     is_logged boolean;
     done record;
+    found_before bigint;
     refused boolean;
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
@@ -34,7 +35,8 @@ begin
 
     delete from pgqueue.job as j
     where j.id = complete.job_id and j.token = complete.token
-    returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.slot into done;
+    returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.slot, (j.terms).batch_id
+    into done;
     if not found then
         refused := pgqueue._refuse(pgqueue._lost(job_id, token));
     end if;
@@ -61,6 +63,15 @@ begin
     end if;
     if pg_relation_size('pgqueue.dependency') > 0 then
         perform pgqueue._settle(array[job_id], array['completed']);
+    end if;
+    if done.batch_id is not null then
+        -- As in _look_at_batches: most have the job still that the last look has found.
+        found_before := pg_sequence_last_value(('pgqueue._cell_' || 1024 + (done.batch_id & 31))::regclass);
+        perform from pgqueue.job as j
+        where j.id = found_before and (j.terms).batch_id = done.batch_id and j.xmax = 0;
+        if not found then
+            perform pgqueue._look_at_batches(array[done.batch_id]);
+        end if;
     end if;
     if keep_runs > 0 then
         insert into pgqueue.run (
@@ -111,6 +122,7 @@ declare
     queues text[];
     group_keys text[];
     ended bigint[];
+    batches bigint[];
 begin
     if pg_relation_size('pgqueue.slot') > 0 then
         select array_agg(j.queue), array_agg(j.group_key) into queues, group_keys
@@ -131,7 +143,8 @@ begin
                 from unnest(complete_many.job_ids, complete_many.tokens) as h (id, token)
             )) is true
         returning
-            j.id, j.token, j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.group_key, j.worker
+            j.id, j.token, j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.group_key, j.worker,
+            (j.terms).batch_id
     ), logged as (
         insert into pgqueue.run (
             slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result
@@ -160,9 +173,14 @@ begin
         ) as kept (days)
         where kept.days > 0
     )
-    select array_agg(d.id) into ended from done as d;
+    select array_agg(d.id), array_agg(d.batch_id) filter (where d.batch_id is not null)
+    into ended, batches
+    from done as d;
     if pg_relation_size('pgqueue.dependency') > 0 and ended is not null then
         perform pgqueue._settle(ended, array_fill('completed'::text, array[cardinality(ended)]));
+    end if;
+    if batches is not null then
+        perform pgqueue._look_at_batches(batches);
     end if;
     if queues is not null then
         perform pgqueue._recall(queues, group_keys);

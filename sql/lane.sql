@@ -16,6 +16,7 @@
 -- 1000 + priority. The record of a queue has the number 9999, which no lane has.
 --
 -- From 768 on two make a record: a tag and the last turn that was given to a group; and when that was.
+-- From 1024 on each holds a job that a batch still had when somebody looked (room batch).
 --
 -- The tag says whose record it is; zero is nobody's. A lane has two records to choose from, by
 -- its hash; while others have taken both, it is walked from the beginning. A value from another

@@ -293,11 +293,20 @@ begin
         order by j.id
         for update
     ), deleted as (
-        delete from pgqueue.job as j using doomed where j.id = doomed.id returning j.id
+        delete from pgqueue.job as j using doomed where j.id = doomed.id returning j.id, (j.terms).batch_id
     )
-    select array_agg(d.id) as ids, count(*) as jobs into purged from deleted as d;
+    select
+        array_agg(d.id) as ids, count(*) as jobs,
+        array_agg(d.batch_id) filter (where d.batch_id is not null) as batches
+    into purged
+    from deleted as d;
     perform pgqueue._tell_end(array_agg(f.fold), array_agg(purge.queue))
     from (select distinct d.id & 255 as fold from unnest(purged.ids) as d (id)) as f;
+    if purged.batches is not null then
+        perform pgqueue._leave_batches(
+            purged.batches, array_fill('cancelled'::text, array[cardinality(purged.batches)])
+        );
+    end if;
     if pg_relation_size('pgqueue.dependency') > 0 and purged.jobs > 0 then
         perform pgqueue._settle(purged.ids, array_fill('cancelled'::text, array[purged.jobs::int]));
     end if;

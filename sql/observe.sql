@@ -294,24 +294,23 @@ select
     coalesce(b.finished_at, clock_timestamp()) - b.created_at as age,
     coalesce(w.waiting, 0) as waiting,
     coalesce(w.running, 0) as running,
-    coalesce(b.completed, t.completed, 0) as completed,
+    coalesce(b.completed, t.jobs - t.dead - t.cancelled - w.waiting - w.running, 0) as completed,
     coalesce(b.dead, t.dead, 0) as dead,
     coalesce(b.cancelled, t.cancelled, 0) as cancelled,
     b.callback_id
 from pgqueue.batch as b
 left join lateral (
-    select
-        count(*) filter (where j.lease_expires_at is null) as waiting,
-        count(*) filter (where j.lease_expires_at is not null) as running
-    from pgqueue.dependency as d
-    join pgqueue.job as j on j.id = d.job_id
-    where d.waiter_id = b.id
-) as w on b.finished_at is null
-left join lateral (
-    select sum(n.completed) as completed, sum(n.dead) as dead, sum(n.cancelled) as cancelled
+    select sum(n.jobs) as jobs, sum(n.dead) as dead, sum(n.cancelled) as cancelled, array_agg(distinct n.part) as parts
     from pgqueue.tally as n
     where n.batch_id = b.id
 ) as t on b.finished_at is null
+left join lateral (
+    select
+        count(*) filter (where j.lease_expires_at is null) as waiting,
+        count(*) filter (where j.lease_expires_at is not null) as running
+    from unnest(t.parts) as p (part)
+    join pgqueue.job as j on j.id between p.part << 10 and (p.part << 10) + 1023 and (j.terms).batch_id = b.id
+) as w on b.finished_at is null
 order by b.id;
 
 comment on view pgqueue.batches is

@@ -604,9 +604,9 @@ create table pgqueue.dependency (
     vacuum_index_cleanup = on
 );
 comment on table pgqueue.dependency is
-'Which jobs have not ended yet for which others, or batches, wait.';
+'Which jobs have not ended yet for which others wait.';
 comment on column pgqueue.dependency.job_id is 'The job that has to end.';
-comment on column pgqueue.dependency.waiter_id is 'The job, or the batch, that waits for it.';
+comment on column pgqueue.dependency.waiter_id is 'The job that waits for it.';
 comment on column pgqueue.dependency.runs_if_dead is
 'Whether any end will do; else the job that waits is cancelled unless this one
 completes.';
@@ -623,12 +623,13 @@ alter table pgqueue.loose_end replica identity full;
 comment on table pgqueue.loose_end is
 'Where the end of a job could not see what others were just doing; somebody
 looks again.';
-comment on column pgqueue.loose_end.job_id is 'The job that has ended; or what waits.';
+comment on column pgqueue.loose_end.job_id is 'The job that has ended; or what is to be looked at.';
 comment on column pgqueue.loose_end.horizon is
 'All transactions that it may not have seen are before this one.';
 comment on column pgqueue.loose_end.outcome is
-'How the job has ended, null where that is to be looked up; waiter or doomed: it
-waits, and nothing may hold it up any more, or it is to be cancelled.';
+'How the job has ended, null where that is to be looked up. Or what is to be
+looked at: waiter, a job that nothing may hold up any more; doomed, one that is
+to be cancelled; batch, one that may be over.';
 
 create table pgqueue.batch (
     id bigint not null,
@@ -669,30 +670,33 @@ comment on index pgqueue.batch_finished_idx is 'Which batches can be forgotten?'
 
 create table pgqueue.tally (
     batch_id bigint not null,
-    completed int not null,
-    dead int not null,
-    cancelled int not null
+    part bigint,
+    jobs int not null default 0,
+    dead int not null default 0,
+    cancelled int not null default 0
 );
 alter table pgqueue.tally replica identity full;
 comment on table pgqueue.tally is
-'How jobs of batches that have not finished have ended: a row for each call that
-ended some.';
+'What has come to batches that have not finished, and how it has ended: a row
+for each call that enqueued jobs of one, or ended some otherwise than by
+completing them. The others completed.';
 comment on column pgqueue.tally.batch_id is 'The batch.';
-comment on column pgqueue.tally.completed is 'How many completed.';
+comment on column pgqueue.tally.part is 'Which 1,024 ids those that came are among: id >> 10.';
+comment on column pgqueue.tally.jobs is 'How many came.';
 comment on column pgqueue.tally.dead is 'How many died; less than 0 where some were redriven.';
 comment on column pgqueue.tally.cancelled is 'How many were cancelled.';
-create index tally_batch_idx on pgqueue.tally (batch_id);
-comment on index pgqueue.tally_batch_idx is 'How have the jobs of a batch ended?';
+create index tally_batch_idx on pgqueue.tally (batch_id, part);
+comment on index pgqueue.tally_batch_idx is 'Where are the jobs of a batch, and how have they ended?';
 
 -- What claims and enqueues remember for each other; rooms lane and turn say what is in them. Sequences,
 -- because these can be shared and written without a version of a row.
 do $$
 begin
-    for cell in 0 .. 1023 loop
+    for cell in 0 .. 1055 loop
         execute format('create sequence pgqueue._cell_%s minvalue 0', cell);
         execute format(
             'comment on sequence pgqueue._cell_%s is '
-            '''Where a claim may begin, or a group goes on: one of 1024 cells, safe to lose.''', cell
+            '''Where a claim may begin, or a group goes on: one of 1056 cells, safe to lose.''', cell
         );
     end loop;
 end;

@@ -27,6 +27,15 @@ def claimed(db: psycopg.Connection, **options) -> tuple[int, int]:
     return db.execute("select id, token from pgqueue.claim('q', 'w')").fetchone()
 
 
+def complete_some(db: psycopg.Connection, most: int) -> None:
+    db.execute(
+        "select count(*) from ("
+        " select array_agg(c.id) as ids, array_agg(c.token) as tokens from pgqueue.claim('q', 'w', %s) as c"
+        ") as c, lateral pgqueue.complete_many(c.ids, c.tokens)",
+        [most],
+    )
+
+
 def state(db: psycopg.Connection, id: int) -> str:
     return one(db, "select state from pgqueue.status(%s)", id)
 
@@ -209,6 +218,26 @@ def test_nobody_waits_for_a_stranger_who_holds_the_lock_of_such_enqueues(
     assert one(db, "select count(*) from pgqueue.loose_end") == 0
 
 
+def test_a_job_that_could_not_have_the_lock_is_not_forgotten(db, connect, role):
+    stranger = connect(user=role)
+    lease = claimed(db)
+    producer = connect(autocommit=False)
+    with stranger.transaction():
+        stranger.execute("select pg_advisory_xact_lock(7366516, 257)")
+        (waiter,) = producer.execute(
+            "select pgqueue.enqueue('after', after => array[%s::bigint])", lease[:1]
+        ).fetchone()
+    ender = connect(autocommit=False)
+    ender.execute(ENDS["complete"], lease)
+    producer.commit()
+    db.execute(TIE)
+    assert state(db, waiter) == "blocked"
+    ender.commit()
+    db.execute(TIE)
+    assert state(db, waiter) == "ready"
+    assert one(db, "select count(*) from pgqueue.loose_end") == 0
+
+
 def test_the_end_of_a_job_does_not_wait_for_who_has_locked_what_waits_for_it(
     db, connect
 ):
@@ -289,26 +318,43 @@ def test_a_chain_of_a_thousand_jobs_runs_one_by_one_or_is_cancelled_at_once(db):
     assert one(db, "select count(*) from pgqueue.job") == 0
 
 
+@pytest.mark.parametrize("priority", [-1, 1])
 def test_a_look_at_a_batch_of_which_much_has_ended_does_not_read_it_all(
-    db, held_snapshot
+    db, held_snapshot, priority
 ):
     """Under a held snapshot, where the entries of what has ended stay in the index."""
     batch = one(db, "select pgqueue.create_batch('done')")
-    db.execute(
-        "select count(*) from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[20000]), batch_id => %s)",
-        [batch],
-    )
-    leases = db.execute(
-        "select id, token from pgqueue.claim('q', 'w', 10000)"
-    ).fetchall()
-    ids, tokens = zip(*leases, strict=True)
-    db.execute(
-        "select count(*) from pgqueue.complete_many(%s, %s)", [list(ids), list(tokens)]
-    )
-    few = sorted(
-        pages(db, f"select pgqueue._held_up(array[{batch}])") for _ in range(9)
-    )
-    assert few[4] < 30
+    for lane in (0, priority):
+        db.execute(
+            "select count(*) from pgqueue.enqueue_many("
+            "'q', array_fill('{}'::jsonb, array[10000]), priority => %s, batch_id => %s)",
+            [lane, batch],
+        )
+    db.execute("select pgqueue.close_batch(%s)", [batch])
+    few = []
+    for _ in range(20):
+        complete_some(db, 900)
+        few += [pages(db, f"select pgqueue._look_at_batches(array[{batch}])")]
+    assert sorted(few)[10] < 15
+    complete_some(db, 2000)
+    assert one(db, "select completed from pgqueue.batches") == 20_000
+
+
+def test_batches_that_share_a_cell_finish_each_by_itself(db):
+    batches = [one(db, "select pgqueue.create_batch('done')")]
+    while len(batches) < 3:
+        id = one(db, "select pgqueue.create_batch('done')")
+        if (id - batches[0]) % 32 == 0:
+            batches.append(id)
+    for _ in range(4):
+        for batch in batches:
+            db.execute("select pgqueue.enqueue('q', batch_id => %s)", [batch])
+    db.execute("select pgqueue.close_batch(b) from unnest(%s::bigint[]) b", [batches])
+    for done in range(1, 13):
+        complete_some(db, 1)
+        assert one(
+            db, "select count(*) from pgqueue.batches where state = 'finished'"
+        ) == max(0, done - 9)
 
 
 # Crashes
