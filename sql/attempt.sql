@@ -209,9 +209,11 @@ begin
             order by g.place
         );
         -- First, because a batch counts them if it ends with the jobs that wait for them.
-        perform pgqueue._leave_batches(gone.batches, ends);
+        if num_nonnulls(variadic gone.batches) > 0 then
+            perform pgqueue._leave_batches(gone.batches, ends);
+        end if;
         if is_tied then
-            perform pgqueue._settle(gone.ids, ends);
+            perform pgqueue._cut_ties(gone.ids, ends);
         end if;
     end if;
 

@@ -13,7 +13,7 @@
 -- adds one has the row of the batch locked for others to read, and who finishes it has it for himself, or
 -- leaves a loose end: so none is added to a batch that is finished.
 
-create or replace function pgqueue._last_job(batch_id bigint, below bigint, out id bigint, out is_any boolean)
+create or replace function pgqueue._last_job(batch_id bigint, below bigint, out id bigint, out touched bigint)
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
@@ -28,7 +28,6 @@ declare
     first_id bigint;
     last_id bigint;
 begin
-    is_any := false;
     loop
         next_part := (
             select max(t.part)
@@ -44,12 +43,12 @@ begin
         order by j.id desc
         limit 1;
         exit when found;
-        is_any := is_any or coalesce((
-            select true
+        touched := coalesce(touched, (
+            select j.id
             from pgqueue.job as j
             where j.id between first_id and last_id and (j.terms).batch_id = _last_job.batch_id
             limit 1
-        ), false);
+        ));
         next_part := next_part - 1;
     end loop;
 end;
@@ -57,7 +56,7 @@ $$;
 
 comment on function pgqueue._last_job(bigint, bigint) is
 'The last job of a batch below an id that nobody is just writing or deleting;
-null if there is none, with is_any if there are others.';
+null if there is none, and another, if there is one, is in touched.';
 
 create or replace function pgqueue._is_batch_over(batch_id bigint)
     returns boolean
@@ -72,9 +71,12 @@ begin
     -- On from there, because above it there may be only dead entries of the index.
     select l.id into last from pgqueue._last_job(batch_id, found_before + 1) as l;
     if last.id is null then
-        select l.id, l.is_any into last from pgqueue._last_job(batch_id, 9223372036854775807) as l;
+        select l.id, l.touched into last from pgqueue._last_job(batch_id, 9223372036854775807) as l;
         if last.id is null then
-            return case when not last.is_any then true end;
+            return case
+                when last.touched is null then true
+                when pgqueue._is_left_alone(last.touched) then false
+            end;
         end if;
     end if;
     perform setval(cell, last.id);
@@ -84,7 +86,7 @@ $$;
 
 comment on function pgqueue._is_batch_over(bigint) is
 'Whether a batch has no job left that waits or runs; null if only such as others
-are just writing or deleting.';
+are perhaps just ending.';
 
 create or replace function pgqueue._look_at_batches(batch_ids bigint[])
     returns void
@@ -98,13 +100,19 @@ create or replace function pgqueue._look_at_batches(batch_ids bigint[])
     set enable_nestloop = on
 as $$
 declare
+    looked_at bigint[] := array(
+        select distinct b.id from unnest(batch_ids) as b (id) where b.id is not null order by b.id
+    );
     batch_id bigint;
     found_before bigint;
     is_over boolean;
 begin
-    for batch_id in
-        select distinct b.id from unnest(batch_ids) as b (id) where b.id is not null order by b.id
-    loop
+    -- An old snapshot does not say whether they have been closed.
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform pgqueue._leave_loose_ends(looked_at, 'batch');
+        return;
+    end if;
+    foreach batch_id in array looked_at loop
         -- Most still have the job that the last look has found.
         found_before := pg_sequence_last_value(('pgqueue._cell_' || 1024 + (batch_id & 31))::regclass);
         continue when (
@@ -114,10 +122,10 @@ begin
             select b.closed_at is null or b.finished_at is not null from pgqueue.batch as b where b.id = batch_id
         ) is not false;
         is_over := pgqueue._is_batch_over(batch_id);
-        if is_over and current_setting('transaction_isolation') = 'read committed' then
+        if is_over then
             perform pgqueue._finish_batch(batch_id);
         elsif is_over is not false then
-            perform pgqueue._leave_loose_ends(array[batch_id], array['batch']);
+            perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
         end if;
     end loop;
 end;
@@ -274,7 +282,7 @@ begin
     if not found then
         refused := pgqueue._refuse(pgqueue._no_batch(batch_id, false));
     end if;
-    perform pgqueue._leave_loose_ends(array[batch_id], array['batch']);
+    perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
     perform pgqueue._look_at_batches(array[batch_id]);
 end;
 $$;
@@ -303,7 +311,7 @@ begin
     -- Else somebody adds a job. Now nobody can.
     is_over := case when batch.id is not null then pgqueue._is_batch_over(batch_id) end;
     if is_over is null then
-        perform pgqueue._leave_loose_ends(array[batch_id], array['batch']);
+        perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
     end if;
     if is_over is not true or batch.finished_at is not null then
         return;
@@ -328,7 +336,7 @@ begin
     delete from pgqueue.tally as t where t.batch_id = batch.id;
 -- The end of a job must not fail because of it. Who looks later tries again.
 exception when program_limit_exceeded then
-    perform pgqueue._leave_loose_ends(array[batch_id], array['batch']);
+    perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
 end;
 $$;
 

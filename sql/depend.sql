@@ -1,18 +1,16 @@
 -- Jobs that wait for the end of others: those that were enqueued with "after".
 --
--- For each pair there is a row in dependency, and the end of a job deletes its rows. No counter is written
--- by all: whoever ends a job only looks whether something else holds up the waiter.
---   - A row that nobody has touched: its job ends later, and its end will look.
---   - No row at all: the wait is over.
---   - Only rows that others are just deleting: perhaps they have looked before, and have seen ours. Then
---     nobody would notice, so it leaves a loose end, and the next claim, rest or maintain looks again.
+-- Each wait is a row in dependency. No counter is written by all: whoever ends a job cuts its ties, and then
+-- looks whether another job holds up who waited for it.
+--   - One that nobody has touched: it ends later, and its end will look.
+--   - None: the wait is over.
+--   - Only such as others are just deleting, or writing: perhaps those have looked before, and have seen
+--     ours. Then nobody would notice, so it leaves a loose end, and the next claim, rest or maintain looks.
 -- So of all ends the one that looks last either ends the wait or leaves a loose end.
 --
--- Who enqueues a job with "after" inserts its rows first and looks at those jobs after that; who ends a job
--- deletes it first and looks for rows after that. One of them sees the other, or the lock
--- (7366516, 257), which enqueues with "after" share until they commit: then the end leaves a loose end,
--- for as long as a transaction may be open that it could not see. Nobody waits for that lock; who enqueues
--- and cannot have it leaves the loose end himself, which is seen when he commits.
+-- An end does not see a job that is just being enqueued after it. So that leaves a loose end as well, which
+-- is seen when it commits. An end with an old snapshot (REPEATABLE READ) leaves one for each of its jobs.
+-- Nobody waits for anybody here: what somebody else has locked becomes a loose end.
 
 create or replace function pgqueue._check_after(after bigint[], if_dead text)
     returns text[]
@@ -54,26 +52,49 @@ comment on function pgqueue._check_after(bigint[], text) is
 'Refuses ids of jobs that never were (PQ001), batches, too many, and an unknown
 if_dead; null passes.';
 
-create or replace function pgqueue._leave_loose_ends(job_ids bigint[], outcomes text[])
+create or replace function pgqueue._leave_loose_ends(ids bigint[], what text, look_at timestamptz default now())
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 begin
-    insert into pgqueue.loose_end (job_id, outcome, horizon)
-    select e.id, e.outcome, pg_snapshot_xmax(pg_current_snapshot())
-    from unnest(job_ids, outcomes) as e (id, outcome);
-    perform setval('pgqueue._cell_due', pgqueue._since_2020(clock_timestamp()));
+    insert into pgqueue.loose_end (id, what) select i.id, _leave_loose_ends.what from unnest(ids) as i (id);
+    perform setval('pgqueue._cell_due', least(
+        pg_sequence_last_value('pgqueue._cell_due'), pgqueue._since_2020(look_at)
+    ));
 end;
 $$;
 
-comment on function pgqueue._leave_loose_ends(bigint[], text[]) is
-'For jobs that have ended, or perhaps just end, with these outcomes (null: look)
-while jobs that wait for them are being enqueued; or for what is to be looked at
-(waiter, doomed, batch). Somebody looks again.';
+comment on function pgqueue._leave_loose_ends(bigint[], text, timestamptz) is
+'Has somebody look again, when this has committed, at jobs that wait (waiter), or
+that are to be cancelled (doomed), at jobs that have ended (completed, dead,
+cancelled), or at batches (batch).';
+
+create or replace function pgqueue._is_left_alone(job_id bigint)
+    returns boolean
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_indexscan = on
+as $$
+begin
+    perform from pgqueue.job as j where j.id = _is_left_alone.job_id for key share skip locked;
+    if found then
+        -- Gives the lock back.
+        raise sqlstate 'PQ000';
+    end if;
+    return false;
+exception when sqlstate 'PQ000' then
+    return true;
+end;
+$$;
+
+comment on function pgqueue._is_left_alone(bigint) is
+'Whether a job waits or runs, and nobody is just ending it. Its row alone does
+not tell: who wrote there may have rolled back.';
 
 create or replace function pgqueue._held_up(waiter_ids bigint[])
-    returns table (waiter_id bigint, is_held_up boolean)
+    returns table (waiter_id bigint, is_held_up boolean, touched bigint)
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
@@ -83,6 +104,8 @@ create or replace function pgqueue._held_up(waiter_ids bigint[])
     set enable_indexscan = on
     set enable_bitmapscan = off
     set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
 as $$
 declare
     -- From anywhere: at one end of the index there may be only dead entries.
@@ -93,16 +116,24 @@ begin
         (
             select true
             from pgqueue.dependency as d
-            where d.waiter_id = w.id and hashint8(d.job_id) >= start and d.xmax = 0
+            join pgqueue.job as j on j.id = d.job_id
+            where d.waiter_id = w.id and hashint8(d.job_id) >= start and j.xmax = 0
             limit 1
         ),
         (
             select true
             from pgqueue.dependency as d
-            where d.waiter_id = w.id and hashint8(d.job_id) < start and d.xmax = 0
+            join pgqueue.job as j on j.id = d.job_id
+            where d.waiter_id = w.id and hashint8(d.job_id) < start and j.xmax = 0
             limit 1
         ),
-        case when (select true from pgqueue.dependency as d where d.waiter_id = w.id limit 1) is null then false end
+        false
+    ), (
+        select j.id
+        from pgqueue.dependency as d
+        join pgqueue.job as j on j.id = d.job_id
+        where d.waiter_id = w.id
+        limit 1
     )
     -- "exists" would make a hash of all.
     from unnest(waiter_ids) as w (id);
@@ -110,8 +141,8 @@ end;
 $$;
 
 comment on function pgqueue._held_up(bigint[]) is
-'Whether jobs that wait have something left to wait for that nobody is just
-ending; null if somebody is.';
+'Whether jobs that wait have one left to wait for that nobody is just writing or
+deleting, and else one that somebody is.';
 
 create or replace function pgqueue._free(job_ids bigint[])
     returns void
@@ -152,7 +183,7 @@ begin
     perform pgqueue._reopened(freed.queues, freed.lanes);
     if cardinality(picks) < cardinality(job_ids) then
         -- Somebody has locked them, to cancel them, say.
-        perform pgqueue._leave_loose_ends(array_agg(j.id), array_agg('waiter'::text))
+        perform pgqueue._leave_loose_ends(array_agg(j.id), 'waiter')
         from pgqueue.job as j
         where j.id = any (array(select unnest(job_ids) except select unnest(freed.ids))) and j.run_at = 'infinity'
         having count(*) > 0;
@@ -193,7 +224,7 @@ begin
     join (
         select distinct on (u.id) u.* from unnest(job_ids, reasons) as u (id, reason)
     ) as r on r.id = l.id;
-    perform pgqueue._leave_loose_ends(array_agg(j.id), array_agg('doomed'::text))
+    perform pgqueue._leave_loose_ends(array_agg(j.id), 'doomed')
     from pgqueue.job as j
     where j.id = any (array(select unnest(job_ids) except select unnest(doomed.ids))) and j.run_at = 'infinity'
     having count(*) > 0;
@@ -214,8 +245,8 @@ comment on function pgqueue._cancel_waiters(bigint[], text[]) is
 'Cancels jobs that wait for one that did not complete; the ids of those that
 there still were.';
 
-create or replace function pgqueue._cut_ties(job_ids bigint[], outcomes text[])
-    returns void
+create or replace function pgqueue._outcomes_of(job_ids bigint[])
+    returns table (id bigint, outcome text)
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
@@ -225,39 +256,98 @@ create or replace function pgqueue._cut_ties(job_ids bigint[], outcomes text[])
     set enable_nestloop = off
 as $$
 declare
+    ended bigint[] := array(
+        select distinct u.id
+        from unnest(job_ids) as u (id)
+        where not exists (select from pgqueue.job as j where j.id = u.id offset 0)
+    );
+begin
+    if ended = '{}' then
+        return;
+    end if;
+    return query
+    select
+        e.id,
+        coalesce((select 'dead'::text from pgqueue.dead_job as d where d.id = e.id), last.outcome, 'completed')
+    from unnest(ended) as e (id)
+    left join (
+        select distinct on (r.job_id) r.job_id, r.outcome
+        from pgqueue.run as r
+        where r.job_id = any (ended) and r.outcome in ('completed', 'dead', 'cancelled')
+        order by r.job_id, r.finished_at desc
+    ) as last on last.job_id = e.id;
+end;
+$$;
+
+comment on function pgqueue._outcomes_of(bigint[]) is
+'How those of some jobs have ended that do not wait or run: completed, dead or
+cancelled. One of which nothing is known any more counts as completed.';
+
+create or replace function pgqueue._cut_ties(job_ids bigint[], outcomes text[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = off
+as $$
+declare
+    is_current boolean := current_setting('transaction_isolation') = 'read committed';
     ended bigint[] := job_ids;
     ends text[] := outcomes;
     tied record;
 begin
     -- In rounds: who waits for a job that is cancelled here, is cancelled in the next.
     loop
+        if not is_current then
+            perform pgqueue._leave_loose_ends(array_agg(e.id), e.outcome)
+            from unnest(ended, ends) as e (id, outcome)
+            group by e.outcome;
+        end if;
         with cut as (
             delete from pgqueue.dependency as d
-            where d.job_id = any (ended)
-            returning d.job_id, d.waiter_id, d.runs_if_dead
+            where d.ctid = any (array(
+                select p.ctid from pgqueue.dependency as p where p.job_id = any (ended) for update skip locked
+            ))
+            returning d.job_id, d.waiter_id, d.runs_if_dead, true as is_cut
+        ), found as (
+            select f.job_id, f.waiter_id, f.runs_if_dead, coalesce(c.is_cut, false) as is_cut
+            from (select d.* from pgqueue.dependency as d where d.job_id = any (ended)) as f
+            left join cut as c on c.job_id = f.job_id and c.waiter_id = f.waiter_id
         )
         select
-            array_agg(c.waiter_id) as waiters,
-            array_agg(c.waiter_id) filter (where e.outcome <> 'completed' and not c.runs_if_dead) as doomed,
+            array_agg(f.waiter_id) filter (where f.is_cut and not f.is_doomed) as waiters,
+            array_agg(f.waiter_id) filter (where not f.is_cut and not f.is_doomed) as locked,
+            array_agg(f.waiter_id) filter (where f.is_doomed) as doomed,
             array_agg(
                 format(
-                    'job %s, which it waited for, %s', c.job_id,
-                    case e.outcome when 'dead' then 'is dead' else 'was cancelled' end
+                    'job %s, which it waited for, %s', f.job_id,
+                    case f.outcome when 'dead' then 'is dead' else 'was cancelled' end
                 )
-            ) filter (where e.outcome <> 'completed' and not c.runs_if_dead) as reasons
+            ) filter (where f.is_doomed) as reasons
         into tied
-        from cut as c
-        join (
-            select distinct on (u.id) u.* from unnest(ended, ends) as u (id, outcome)
-        ) as e on e.id = c.job_id;
-        exit when tied.waiters is null;
+        from (
+            select f.*, e.outcome, e.outcome <> 'completed' and not f.runs_if_dead as is_doomed
+            from found as f
+            join (
+                select distinct on (u.id) u.* from unnest(ended, ends) as u (id, outcome)
+            ) as e on e.id = f.job_id
+        ) as f;
 
+        if tied.locked is not null then
+            perform pgqueue._leave_loose_ends(tied.locked, 'waiter');
+        end if;
         ended := '{}';
         if tied.doomed is not null then
             ended := pgqueue._cancel_waiters(tied.doomed, tied.reasons);
             ends := array_fill('cancelled'::text, array[cardinality(ended)]);
         end if;
-        perform pgqueue._end_waits(array(select unnest(tied.waiters) except select unnest(tied.doomed)));
+        if tied.waiters is not null then
+            perform pgqueue._end_waits(array(select unnest(tied.waiters) except select unnest(tied.doomed)));
+        end if;
         exit when ended = '{}';
     end loop;
 end;
@@ -266,23 +356,6 @@ $$;
 comment on function pgqueue._cut_ties(bigint[], text[]) is
 'For jobs that have ended (completed, dead, cancelled): ends the waits for them
 that are over, and cancels who will not run without them.';
-
-create or replace function pgqueue._settle(job_ids bigint[], outcomes text[])
-    returns void
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if (pg_try_advisory_lock(7366516, 257) and pg_advisory_unlock(7366516, 257)) is not true then
-        perform pgqueue._leave_loose_ends(job_ids, outcomes);
-    end if;
-    perform pgqueue._cut_ties(job_ids, outcomes);
-end;
-$$;
-
-comment on function pgqueue._settle(bigint[], text[]) is
-'_cut_ties, for jobs that this transaction has just deleted: also if somebody is
-just enqueueing jobs that wait for them.';
 
 create or replace function pgqueue._end_waits(waiter_ids bigint[])
     returns void
@@ -293,53 +366,41 @@ create or replace function pgqueue._end_waits(waiter_ids bigint[])
     set enable_indexscan = on
 as $$
 declare
+    is_current boolean := current_setting('transaction_isolation') = 'read committed';
     looked record;
-    is_certain boolean := current_setting('transaction_isolation') = 'read committed';
+    cut bigint[];
 begin
     select
-        array_agg(h.waiter_id) filter (where not h.is_held_up and is_certain) as free,
-        array_agg(h.waiter_id) filter (where h.is_held_up is null or not h.is_held_up and not is_certain) as unsure
+        array_agg(h.waiter_id) filter (where h.touched is null and is_current) as free,
+        array_agg(h.waiter_id) filter (where case
+            when not is_current then true
+            when h.touched is not null then not pgqueue._is_left_alone(h.touched)
+        end) as unsure
     into looked
-    from pgqueue._held_up(waiter_ids) as h;
+    from pgqueue._held_up(waiter_ids) as h
+    where not h.is_held_up;
     if looked.unsure is not null then
-        perform pgqueue._leave_loose_ends(
-            looked.unsure, array_fill('waiter'::text, array[cardinality(looked.unsure)])
-        );
+        perform pgqueue._leave_loose_ends(looked.unsure, 'waiter');
     end if;
     if looked.free is not null then
-        perform pgqueue._free(looked.free);
+        -- Ends that did not see who waited: first what they mean.
+        cut := array(select distinct d.job_id from pgqueue.dependency as d where d.waiter_id = any (looked.free));
+        if cut = '{}' then
+            perform pgqueue._free(looked.free);
+        else
+            perform pgqueue._cut_ties(array_agg(o.id), array_agg(o.outcome)) from pgqueue._outcomes_of(cut) as o;
+            perform pgqueue._free(array(
+                select unnest(looked.free)
+                except
+                select d.waiter_id from pgqueue.dependency as d where d.waiter_id = any (looked.free)
+            ));
+        end if;
     end if;
 end;
 $$;
 
 comment on function pgqueue._end_waits(bigint[]) is
 'Looks at jobs that wait, and lets those run whose waits are over.';
-
-create or replace function pgqueue._outcomes_of(job_ids bigint[])
-    returns table (id bigint, outcome text)
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_indexscan = on
-    set enable_nestloop = on
-as $$
-begin
-    return query
-    select g.id, case when d.id is not null then 'dead' when c.job_id is not null then 'cancelled' else 'completed' end
-    from (select distinct u.id from unnest(job_ids) as u (id)) as g
-    left join pgqueue.dead_job as d on d.id = g.id
-    left join (
-        select distinct r.job_id from pgqueue.run as r where r.job_id = any (job_ids) and r.outcome = 'cancelled'
-    ) as c on c.job_id = g.id
-    where not exists (select from pgqueue.job as j where j.id = g.id offset 0);
-end;
-$$;
-
-comment on function pgqueue._outcomes_of(bigint[]) is
-'How those of some jobs have ended that do not wait or run: completed, dead or
-cancelled. One of which nothing is known any more counts as completed.';
 
 create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_dead text)
     returns void
@@ -351,27 +412,19 @@ create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_d
     set enable_indexscan = on
     set enable_nestloop = on
 as $$
-declare
-    looked record;
 begin
-    if not pg_try_advisory_xact_lock_shared(7366516, 257) then
-        perform pgqueue._leave_loose_ends(after, null);
-    end if;
     insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
     select distinct a.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
     from unnest(after) as a (id);
-    -- Now look: whoever has not deleted yet will find the lock, or the rows.
-    select array_agg(j.id) filter (where j.xmax <> '0'::xid and j.xmax <> j.xmin) as changing, count(*) as living
-    into looked
-    from pgqueue.job as j
-    where j.id = any (after);
-    if looked.changing is not null then
-        perform pgqueue._leave_loose_ends(looked.changing, null);
-    end if;
-    if looked.living < (select count(distinct a.id) from unnest(after) as a (id)) then
+    -- An old snapshot does not say what has ended.
+    if current_setting('transaction_isolation') = 'read committed' then
         perform pgqueue._cut_ties(array_agg(o.id), array_agg(o.outcome))
         from pgqueue._outcomes_of(after) as o
         having count(*) > 0;
+    end if;
+    if exists (select from pgqueue.dependency as d where d.waiter_id = _wait_for.job_id) then
+        -- Hardly ever anything was missed, so it is not urgent.
+        perform pgqueue._leave_loose_ends(array[job_id], 'waiter', clock_timestamp() + interval '1 second');
     end if;
 end;
 $$;
@@ -391,66 +444,51 @@ create or replace function pgqueue._tie_loose_ends()
 as $$
 declare
     picked record;
+    missed bigint[];
 begin
     if pg_relation_size('pgqueue.loose_end') = 0 then
         return 0;
     end if;
     with dropped as (
         delete from pgqueue.loose_end as l
-        where l.ctid = any (array(
-            select p.ctid
-            from pgqueue.loose_end as p
-            where case
-                when p.outcome in ('waiter', 'doomed', 'batch') then true
-                -- Perhaps somebody is just ending it.
-                when p.outcome is null
-                    then (select true from pgqueue.job as j where j.id = p.job_id and j.xmax <> '0'::xid) is null
-                -- Else its transactions may still be open. A number from before a restore says nothing.
-                else p.horizon <= pg_snapshot_xmin(pg_current_snapshot())
-                    or p.horizon > pg_snapshot_xmax(pg_current_snapshot())
-            end
-            limit 1000
-            for update skip locked
-        ))
-        returning l.job_id, l.outcome
+        where l.ctid = any (array(select p.ctid from pgqueue.loose_end as p limit 1000 for update skip locked))
+        returning l.id, l.what
     )
     select
-        array_agg(distinct p.job_id) filter (where p.outcome = 'waiter') as waiters,
-        array_agg(distinct p.job_id) filter (where p.outcome = 'doomed') as doomed,
-        array_agg(distinct p.job_id) filter (where p.outcome = 'batch') as batches,
-        array_agg(p.job_id) filter (where p.outcome in ('completed', 'dead', 'cancelled')) as ended,
-        array_agg(p.outcome) filter (where p.outcome in ('completed', 'dead', 'cancelled')) as outcomes,
-        array_agg(distinct p.job_id) filter (where p.outcome is null) as changing,
-        (select count(*) from dropped) as ends
+        array_agg(distinct d.id) filter (where d.what = 'waiter') as waiters,
+        array_agg(distinct d.id) filter (where d.what = 'doomed') as doomed,
+        array_agg(distinct d.id) filter (where d.what = 'batch') as batches,
+        array_agg(d.id) filter (where d.what in ('completed', 'dead', 'cancelled')) as ended,
+        array_agg(d.what) filter (where d.what in ('completed', 'dead', 'cancelled')) as outcomes,
+        count(*) as ends
     into picked
-    from (
-        select d.job_id, d.outcome from dropped as d
-        union all
-        (
-            select l.job_id, l.outcome
-            from pgqueue.loose_end as l
-            where exists (select from pgqueue.dependency as d where d.job_id = l.job_id offset 0)
-            limit 1000
-        )
-    ) as p;
-    if picked.ended is not null then
-        perform pgqueue._cut_ties(picked.ended, picked.outcomes);
-    end if;
-    if picked.changing is not null then
-        perform pgqueue._cut_ties(array_agg(o.id), array_agg(o.outcome))
-        from pgqueue._outcomes_of(picked.changing) as o
-        having count(*) > 0;
-    end if;
+    from dropped as d;
     if picked.doomed is not null then
         picked.doomed := pgqueue._cancel_waiters(
             picked.doomed,
             array_fill('a job that it waited for did not complete'::text, array[cardinality(picked.doomed)])
         );
-        perform pgqueue._settle(
+        perform pgqueue._cut_ties(
             picked.doomed, array_fill('cancelled'::text, array[cardinality(picked.doomed)])
         );
     end if;
+    if picked.ended is not null then
+        perform pgqueue._cut_ties(array_agg(e.id), array_agg(e.outcome))
+        from unnest(picked.ended, picked.outcomes) as e (id, outcome)
+        where not exists (select from pgqueue.job as j where j.id = e.id offset 0)
+        having count(*) > 0;
+    end if;
     if picked.waiters is not null then
+        -- Ends that did not see who waited.
+        missed := array(
+            select distinct d.job_id
+            from pgqueue.dependency as d
+            where d.waiter_id = any (picked.waiters)
+                and not exists (select from pgqueue.job as j where j.id = d.job_id offset 0)
+        );
+        if missed <> '{}' then
+            perform pgqueue._cut_ties(array_agg(o.id), array_agg(o.outcome)) from pgqueue._outcomes_of(missed) as o;
+        end if;
         perform pgqueue._end_waits(picked.waiters);
     end if;
     if picked.batches is not null then
@@ -461,5 +499,4 @@ end;
 $$;
 
 comment on function pgqueue._tie_loose_ends() is
-'Looks again where an end could not see what others were just doing, at up to a
-thousand places; returns how many need no further look.';
+'Looks again at up to a thousand loose ends, and returns how many.';

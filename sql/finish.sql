@@ -62,7 +62,7 @@ begin
         perform pgqueue._notify(done.queue, 'end');
     end if;
     if pg_relation_size('pgqueue.dependency') > 0 then
-        perform pgqueue._settle(array[job_id], array['completed']);
+        perform pgqueue._cut_ties(array[job_id], array['completed']);
     end if;
     if done.batch_id is not null then
         -- As in _look_at_batches: most have the job still that the last look has found.
@@ -177,7 +177,7 @@ begin
     into ended, batches
     from done as d;
     if pg_relation_size('pgqueue.dependency') > 0 and ended is not null then
-        perform pgqueue._settle(ended, array_fill('completed'::text, array[cardinality(ended)]));
+        perform pgqueue._cut_ties(ended, array_fill('completed'::text, array[cardinality(ended)]));
     end if;
     if batches is not null then
         perform pgqueue._look_at_batches(batches);

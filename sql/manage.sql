@@ -308,7 +308,7 @@ begin
         );
     end if;
     if pg_relation_size('pgqueue.dependency') > 0 and purged.jobs > 0 then
-        perform pgqueue._settle(purged.ids, array_fill('cancelled'::text, array[purged.jobs::int]));
+        perform pgqueue._cut_ties(purged.ids, array_fill('cancelled'::text, array[purged.jobs::int]));
     end if;
     return purged.jobs;
 end;

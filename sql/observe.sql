@@ -621,6 +621,7 @@ begin
                 || case when count(*) > 1 then format(' and %s more', count(*) - 1) else '' end
         end
         from pgqueue.dependency as d
+        join pgqueue.job as j on j.id = d.job_id
         where d.waiter_id = _why_blocked.job_id
     );
 end;

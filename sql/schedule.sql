@@ -257,8 +257,10 @@ create or replace function pgqueue._look_around(moment timestamptz)
     set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- rest() works in a read-only transaction, too.
-    if current_setting('transaction_read_only') = 'on' then
+    -- rest() works in any transaction.
+    if current_setting('transaction_read_only') = 'on'
+        or current_setting('transaction_isolation') <> 'read committed'
+    then
         return;
     end if;
     perform pgqueue._fire_due(moment);

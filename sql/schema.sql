@@ -615,21 +615,18 @@ create index dependency_waiter_idx on pgqueue.dependency (waiter_id, hashint8(jo
 comment on index pgqueue.dependency_waiter_idx is 'Does it wait for anything still?';
 
 create table pgqueue.loose_end (
-    job_id bigint not null,
-    horizon xid8 not null,
-    outcome text
+    id bigint not null,
+    what text not null
 );
 alter table pgqueue.loose_end replica identity full;
 comment on table pgqueue.loose_end is
-'Where the end of a job could not see what others were just doing; somebody
-looks again.';
-comment on column pgqueue.loose_end.job_id is 'The job that has ended; or what is to be looked at.';
-comment on column pgqueue.loose_end.horizon is
-'All transactions that it may not have seen are before this one.';
-comment on column pgqueue.loose_end.outcome is
-'How the job has ended, null where that is to be looked up. Or what is to be
-looked at: waiter, a job that nothing may hold up any more; doomed, one that is
-to be cancelled; batch, one that may be over.';
+'What could not be seen to at once because of what others were just doing;
+somebody looks again.';
+comment on column pgqueue.loose_end.id is 'A job, or a batch.';
+comment on column pgqueue.loose_end.what is
+'What it is: waiter, a job that nothing may hold up any more; doomed, one that is
+to be cancelled; completed, dead or cancelled, one that has ended so; batch, a
+batch that may be over.';
 
 create table pgqueue.batch (
     id bigint not null,

@@ -7,12 +7,14 @@ import psycopg
 import pytest
 from cluster import Cluster
 from conftest import Connect, column, one
-from psycopg import errors
+from psycopg import IsolationLevel, errors
 from test_plans import pages
 from worker_harness import wait_until, where
 
 TIE = "select done from pgqueue.maintain() where task = 'tie loose ends'"
 pytest_plugins = ["worker_harness"]
+
+AFTER = "select pgqueue.enqueue('after', after => array[%s::bigint])"
 
 ENDS = {
     "complete": "select pgqueue.complete(%s, %s)",
@@ -25,6 +27,10 @@ ENDS = {
 def claimed(db: psycopg.Connection, **options) -> tuple[int, int]:
     db.execute("select pgqueue.enqueue('q', batch_id => %s)", [options.get("batch_id")])
     return db.execute("select id, token from pgqueue.claim('q', 'w')").fetchone()
+
+
+def at_rest(db: psycopg.Connection) -> bool:
+    return one(db, "select count(*) from pgqueue.loose_end") == one(db, TIE) == 0
 
 
 def complete_some(db: psycopg.Connection, most: int) -> None:
@@ -201,41 +207,136 @@ def test_a_job_that_is_enqueued_while_an_end_is_rolled_back_waits_on(db, connect
     assert state(db, waiter) == "ready"
 
 
-def test_nobody_waits_for_a_stranger_who_holds_the_lock_of_such_enqueues(
-    db, connect, role
-):
-    stranger = connect(user=role)
-    stranger.execute("select pg_advisory_lock(7366516, 257)")
-    for _ in range(3):
-        lease = claimed(db)
-        waiter = one(
-            db, "select pgqueue.enqueue('after', after => array[%s::bigint])", lease[0]
-        )
-        db.execute(ENDS["complete"], lease)
-        assert state(db, waiter) == "ready"
-    db.execute(TIE)
-    db.execute(TIE)
-    assert one(db, "select count(*) from pgqueue.loose_end") == 0
-
-
-def test_a_job_that_could_not_have_the_lock_is_not_forgotten(db, connect, role):
-    stranger = connect(user=role)
+@pytest.mark.parametrize("opens", ["enqueue", "end"])
+def test_a_look_while_the_other_is_open_is_not_the_last(db, connect, opens):
     lease = claimed(db)
-    producer = connect(autocommit=False)
-    with stranger.transaction():
-        stranger.execute("select pg_advisory_xact_lock(7366516, 257)")
-        (waiter,) = producer.execute(
-            "select pgqueue.enqueue('after', after => array[%s::bigint])", lease[:1]
-        ).fetchone()
-    ender = connect(autocommit=False)
-    ender.execute(ENDS["complete"], lease)
-    producer.commit()
+    other = connect(autocommit=False)
+    enqueue, end = (other, db) if opens == "enqueue" else (db, other)
+    if opens == "end":
+        end.execute(ENDS["complete"], lease)
+    waiter = one(enqueue, AFTER, lease[0])
+    if opens == "enqueue":
+        end.execute(ENDS["complete"], lease)
     db.execute(TIE)
-    assert state(db, waiter) == "blocked"
-    ender.commit()
+    other.commit()
     db.execute(TIE)
     assert state(db, waiter) == "ready"
-    assert one(db, "select count(*) from pgqueue.loose_end") == 0
+    assert at_rest(db)
+
+
+def test_a_job_that_waits_for_one_that_is_cancelled_with_another_is_not_forgotten(
+    db, connect
+):
+    lease = claimed(db)
+    second = one(db, AFTER, lease[0])
+    producer = connect(autocommit=False)
+    third = one(producer, AFTER, second)
+    db.execute(ENDS["fail"], lease)
+    producer.commit()
+    db.execute(TIE)
+    assert [state(db, id) for id in (second, third)] == ["cancelled", "cancelled"]
+    assert at_rest(db)
+
+
+@pytest.mark.parametrize("end", ["cancel(%s)", "purge('q')", "cancel_many('q')"])
+def test_an_end_with_an_old_snapshot_ends_waits_as_well(db, connect, end):
+    first = one(db, "select pgqueue.enqueue('q')")
+    old = connect(autocommit=False)
+    old.isolation_level = IsolationLevel.REPEATABLE_READ
+    old.execute("select 1")
+    waiter = one(db, AFTER, first)
+    old.execute(f"select pgqueue.{end}", [first] if "%s" in end else [])
+    old.commit()
+    db.execute(TIE)
+    assert state(db, waiter) == "cancelled"
+    assert at_rest(db)
+
+
+def test_a_batch_that_is_closed_finishes_when_an_old_snapshot_ends_its_last_job(
+    db, connect
+):
+    batch = one(db, "select pgqueue.create_batch('done')")
+    member = one(db, "select pgqueue.enqueue('q', batch_id => %s)", batch)
+    old = connect(autocommit=False)
+    old.isolation_level = IsolationLevel.REPEATABLE_READ
+    old.execute("select 1")
+    db.execute("select pgqueue.close_batch(%s)", [batch])
+    db.execute(TIE)
+    old.execute("select pgqueue.cancel(%s)", [member])
+    old.commit()
+    db.execute(TIE)
+    assert (
+        one(db, "select cancelled from pgqueue.batches where state = 'finished'") == 1
+    )
+    assert at_rest(db)
+
+
+def test_who_enqueues_with_an_old_snapshot_waits_for_what_it_does_not_see(db, connect):
+    old = connect(autocommit=False)
+    old.isolation_level = IsolationLevel.REPEATABLE_READ
+    old.execute("select 1")
+    lease = claimed(db)
+    waiter = one(old, AFTER, lease[0])
+    old.commit()
+    db.execute(TIE)
+    assert state(db, waiter) == "blocked"
+    db.execute(ENDS["complete"], lease)
+    assert state(db, waiter) == "ready"
+
+
+def test_a_look_waits_for_no_other_look(db, connect):
+    lease = claimed(db)
+    ender = connect(autocommit=False)
+    ender.execute(ENDS["complete"], lease)
+    waiter = one(db, AFTER, lease[0])
+    ender.commit()
+    looks = connect(autocommit=False)
+    looks.execute(TIE)
+    db.execute("set lock_timeout = '1 s'")
+    db.execute(TIE)
+    db.execute("select pgqueue.cancel(%s)", [claimed(db)[0]])
+    looks.rollback()
+    db.execute(TIE)
+    assert state(db, waiter) == "ready"
+    assert at_rest(db)
+
+
+@pytest.mark.parametrize("waits", ["job", "batch"])
+def test_an_end_that_was_rolled_back_leaves_nothing_to_look_at(db, connect, waits):
+    batch = None
+    if waits == "batch":
+        batch = one(db, "select pgqueue.create_batch('done')")
+    leases = [claimed(db, batch_id=batch) for _ in range(2)]
+    if waits == "batch":
+        db.execute("select pgqueue.close_batch(%s)", [batch])
+    else:
+        one(
+            db, "select pgqueue.enqueue('after', after => %s)", [id for id, _ in leases]
+        )
+    ender = connect(autocommit=False)
+    ender.execute(ENDS["complete"], leases[0])
+    ender.rollback()
+    db.execute(ENDS["complete"], leases[1])
+    db.execute(TIE)
+    assert at_rest(db)
+    db.execute(ENDS["complete"], leases[0])
+    assert (
+        one(db, "select count(*) from pgqueue.job where queue in ('done', 'after')")
+        == 1
+    )
+
+
+def test_an_open_batch_whose_jobs_have_ended_leaves_nothing_to_look_at(db):
+    batch = one(db, "select pgqueue.create_batch('done')")
+    db.execute(ENDS["complete"], claimed(db, batch_id=batch))
+    assert at_rest(db)
+
+
+def test_a_job_that_is_discarded_has_died(db):
+    lease = claimed(db)
+    db.execute(ENDS["fail"], lease)
+    db.execute("select pgqueue.discard(%s)", lease[:1])
+    assert state(db, one(db, AFTER, lease[0])) == "cancelled"
 
 
 def test_the_end_of_a_job_does_not_wait_for_who_has_locked_what_waits_for_it(

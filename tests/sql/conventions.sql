@@ -153,8 +153,8 @@ select results_eq(
 );
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '7366516' $$,
-    $$ values (array['_await', '_awaited', '_settle', '_stop_awaiting', '_tell_end', '_wait_for', 'complete', 'complete_many']) $$,
-    'the numbers of the locks of who waits for a job stand in rooms status and depend, and where jobs complete'
+    $$ values (array['_await', '_awaited', '_stop_awaiting', '_tell_end', 'complete', 'complete_many']) $$,
+    'the numbers of the locks of who waits for a job stand in room status, and where jobs complete'
 );
 select results_eq(
     $$ select count(*), count(distinct regexp_replace(w.text, '_\w+\.', '', 'g'))

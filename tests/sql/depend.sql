@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(37);
+select plan(38);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -135,7 +135,9 @@ select pgqueue.claim('m', 'w');
 update pgqueue.job set lease_expires_at = now() - interval '1 second', max_attempts = 1 where id = :a;
 select pgqueue.reap();
 select is(pg_temp.state(:c), 'ready', 'so may the end of a lease');
-select is_empty('select from pgqueue.loose_end', 'a single session leaves no loose ends');
+select pgqueue._tie_loose_ends();
+select is_empty('select from pgqueue.loose_end', 'one look is enough');
+select is_empty('select from pgqueue.dependency as d where d.job_id not in (select id from pgqueue.job)', 'and no ended job has ties');
 
 select * from finish();
 rollback;
