@@ -662,7 +662,9 @@ comment on column pgqueue.batch.queue is 'The queue of the callback.';
 comment on column pgqueue.batch.kind is 'The kind of the callback; null for the default.';
 comment on column pgqueue.batch.payload is 'The payload of the callback, to which the counts are added.';
 comment on column pgqueue.batch.headers is 'The headers of the callback.';
-create index batch_finished_idx on pgqueue.batch (finished_at);
+-- Unique, which makes finished_at a key: else who locks the row to add a job (for key share) while another
+-- finishes the batch might be given the version before.
+create unique index batch_finished_idx on pgqueue.batch (finished_at, id);
 comment on index pgqueue.batch_finished_idx is 'Which batches can be forgotten?';
 
 create table pgqueue.tally (

@@ -161,6 +161,25 @@ def test_a_job_that_joins_while_its_batch_finishes_waits_and_is_refused(
             joined.result()
 
 
+def test_a_job_that_joins_while_its_batch_is_closed_and_finishes_is_refused(
+    db, connect, blocked
+):
+    """Who shares the lock for keys is given an old version of the row, unless a key changes."""
+    batch = one(db, "select pgqueue.create_batch('done')")
+    first = one(db, "select pgqueue.enqueue('q', batch_id => %s)", batch)
+    joiner = connect()
+    join = "select pgqueue.enqueue('q', batch_id => %s)"
+    with ThreadPoolExecutor(1) as pool:
+        with db.transaction():
+            db.execute("select pgqueue.close_batch(%s)", [batch])
+            second = one(db, join, batch)
+            db.execute("select pgqueue.cancel(unnest(%s))", [[first, second]])
+            joined = pool.submit(joiner.execute, join, [batch])
+            blocked(joiner)
+        with pytest.raises(errors.ObjectNotInPrerequisiteState):
+            joined.result()
+
+
 # Enqueued while what it waits for ends
 
 
