@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(40);
+select plan(41);
 
 create table shop (
     "id" int primary key, customer text, status text default 'new', gone int, "Odd name" int,
@@ -110,6 +110,15 @@ select is_empty(
     $$ select pg_temp.fire('''queue=q''', 'delete from shop where false',
            'delete on shop referencing old table as old_rows for each statement') $$,
     'a statement that changes no row enqueues nothing'
+);
+truncate shop, pgqueue.job;
+create trigger large after insert on shop referencing new table as new_rows
+    for each statement execute function pgqueue.enqueue_row('queue=large', 'columns=id');
+insert into shop (id, customer) select n, repeat('x', 2000000) from generate_series(1, 20) as n;
+drop trigger large on shop;
+select results_eq(
+    $$ select count(*), count(distinct enqueued_at) from pgqueue.job $$, $$ values (20::bigint, 3::bigint) $$,
+    'large rows are enqueued in small batches, for no array has more than 1 GB'
 );
 create table other (id text, note text);
 create trigger changed after insert on other referencing new table as new_rows
