@@ -123,14 +123,17 @@ comment on function pgqueue._paused(text, boolean) is
 where an empty one means any; null when no kind or group differs from the
 queue.';
 
-create or replace function pgqueue._drop_empty_settings()
+create or replace function pgqueue._drop_empty_settings(written tid[])
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
 as $$
 begin
     delete from pgqueue.queue as q
-    where num_nonnulls(
+    where q.ctid = any (written) and num_nonnulls(
         q.paused, q.notify, q.keep_payloads, q.max_attempts, q.keep_runs, q.max_payload_bytes, q.weight,
         q.group_limit, q.max_running, q.rate_limit, q.lease, q.retry_base, q.retry_cap, q.rate_period,
         q.age_after, q.keep_dead, q.group_on_retry
@@ -138,8 +141,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._drop_empty_settings() is
-'Removes the rows that say nothing: these are no settings.';
+comment on function pgqueue._drop_empty_settings(tid[]) is
+'Of the rows that were just written, removes those that say nothing: these are
+no settings.';
 
 create or replace function pgqueue.configure(
     queue text,
@@ -185,6 +189,7 @@ declare
             configure.rate_limit, configure.age_after, configure.keep_dead
         )
     ));
+    written tid;
 begin
     if configure.reset then
         update pgqueue.queue as q
@@ -223,8 +228,9 @@ begin
         rate_period = coalesce(excluded.rate_period, q.rate_period),
         age_after = coalesce(excluded.age_after, q.age_after),
         keep_dead = coalesce(excluded.keep_dead, q.keep_dead),
-        group_on_retry = coalesce(excluded.group_on_retry, q.group_on_retry);
-    perform pgqueue._drop_empty_settings();
+        group_on_retry = coalesce(excluded.group_on_retry, q.group_on_retry)
+    returning q.ctid into written;
+    perform pgqueue._drop_empty_settings(array[written]);
     if configure.group_limit is not null or configure.reset and pg_relation_size('pgqueue.slot') > 0 then
         perform pgqueue._apply_limit(configure.queue, configure.group_key);
     end if;
@@ -263,6 +269,8 @@ create or replace function pgqueue._set_paused(queue text, kind text, group_key 
     set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_column
+declare
+    written tid[];
 begin
     if _set_paused.queue is not null
         and not exists (select from pgqueue.queue as q where q.name = _set_paused.queue)
@@ -275,12 +283,16 @@ begin
             message = format('there is no job in a queue "%s", and no setting of it', _set_paused.queue),
             hint = 'Is this its name? select queue from pgqueue.queues lists those that there are.';
     end if;
-    update pgqueue.queue as q
-    set paused = null
-    where q.paused is not null
-        and q.name = coalesce(_set_paused.queue, q.name)
-        and q.kind = coalesce(_set_paused.kind, q.kind)
-        and q.group_key = coalesce(_set_paused.group_key, q.group_key);
+    with cleared as (
+        update pgqueue.queue as q
+        set paused = null
+        where q.paused is not null
+            and q.name = coalesce(_set_paused.queue, q.name)
+            and q.kind = coalesce(_set_paused.kind, q.kind)
+            and q.group_key = coalesce(_set_paused.group_key, q.group_key)
+        returning q.ctid
+    )
+    select array_agg(c.ctid) into written from cleared as c;
     insert into pgqueue.queue as q (name, kind, group_key, paused)
     values (
         coalesce(_set_paused.queue, ''), coalesce(_set_paused.kind, ''),
@@ -288,14 +300,18 @@ begin
     )
     on conflict (name, kind, group_key) do update set paused = excluded.paused;
     -- "Not paused" says something only while something wider is.
-    update pgqueue.queue as q
-    set paused = null
-    where not q.paused and not exists (
-        select from pgqueue.queue as wider
-        where wider.paused and wider.name in ('', q.name) and wider.kind in ('', q.kind)
-            and wider.group_key in ('', q.group_key)
-    );
-    perform pgqueue._drop_empty_settings();
+    with cleared as (
+        update pgqueue.queue as q
+        set paused = null
+        where not q.paused and not exists (
+            select from pgqueue.queue as wider
+            where wider.paused and wider.name in ('', q.name) and wider.kind in ('', q.kind)
+                and wider.group_key in ('', q.group_key)
+        )
+        returning q.ctid
+    )
+    select written || array_agg(c.ctid) into written from cleared as c;
+    perform pgqueue._drop_empty_settings(written);
 end;
 $$;
 

@@ -230,22 +230,160 @@ def test_who_writes_a_table_enqueues_without_any_grant(db, connect: Connect, rol
         )
 
 
-@pytest.mark.parametrize("column", ["mood", "mood[]", "mooded", "moods"])
-def test_a_cast_to_json_does_not_run_with_the_rights_of_the_owner(writer, column):
-    writer.execute("""
-        create type mood as enum ('fine');
-        create domain mooded as mood;
-        create type moods as (mood mood);
-        create function as_json(mood) returns json language sql as 'select to_json(own.whoami())';
-        create cast (mood as json) with function as_json(mood);
-    """)
-    writer.execute(f"create table orders (id int, mood {column})")
-    writer.execute(
-        "create trigger t after insert on orders "
-        "for each row execute function pgqueue.enqueue_row('queue=q')"
+# Types of the writer, each with a cast to json that says who runs it.
+TYPES = """
+    create type mood as enum ('fine', 'so so');
+    create domain mooded as mood;
+    create type moods as (mood mood);
+    create type span as range (subtype = int4);
+    create domain email as text check (value <> '');
+    create function as_json(mood) returns json language sql as 'select to_json(own.whoami())';
+    create function as_json(span) returns json language sql as 'select to_json(own.whoami())';
+    create function as_json(moods) returns json language sql as 'select to_json(own.whoami())';
+    create function as_json(mood[]) returns json language sql as 'select to_json(own.whoami())';
+    create cast (mood as json) with function as_json(mood);
+    create cast (span as json) with function as_json(span);
+    create cast (moods as json) with function as_json(moods);
+    create cast (mood[] as json) with function as_json(mood[]);
+"""
+ROW = "create trigger t after insert on orders for each row execute function pgqueue.enqueue_row('queue=q')"
+STATEMENT = ROW.replace(
+    "for each row", "referencing new table as new_rows for each statement"
+)
+
+
+def read(db: psycopg.Connection) -> object:
+    """The second column in the payload of the last job."""
+    return one(
+        db,
+        "select payload -> 'new' -> 'c' from pgqueue.job order by id desc limit 1",
     )
+
+
+@pytest.mark.parametrize("trigger", [ROW, STATEMENT], ids=["row", "statement"])
+@pytest.mark.parametrize(
+    "column, value, expected",
+    [
+        ("mood", "so so", "so so"),
+        ("mood[]", "{so so,null}", ["so so", None]),
+        ("span", "[1,3)", "[1,3)"),
+        ("email", "a@b", "a@b"),
+    ],
+)
+def test_a_cast_to_json_does_not_run_with_the_rights_of_the_owner(
+    db, writer, trigger, column, value, expected
+):
+    writer.execute(TYPES)
+    writer.execute(f"create table orders (id int, c {column})")
+    # As text the row would be what this one says.
+    writer.execute("""
+        create function as_text(orders) returns text language sql as 'select own.whoami()::text';
+        create cast (orders as text) with function as_text(orders);
+    """)
+    writer.execute(trigger)
+    writer.execute("insert into orders values (1, %s)", (value,))
+    assert read(db) == expected
+
+
+def test_a_cast_that_comes_between_two_rows_does_not_run(db, writer):
+    types, cast = TYPES.split("    create cast", 1)
+    writer.execute(types)
+    writer.execute("create table orders (id int, c mood)")
+    writer.execute(ROW)
+    writer.execute("insert into orders values (1, 'fine')")
+    writer.execute("create cast" + cast)
+    writer.execute("insert into orders values (2, 'so so')")
+    assert read(db) == "so so"
+
+
+@pytest.mark.parametrize("column", ["mooded", "moods", "mooded[]", "moods[]"])
+def test_a_type_that_hides_a_cast_to_json_is_refused(writer, column):
+    writer.execute(TYPES)
+    writer.execute(f"create table orders (id int, c {column})")
+    writer.execute(ROW)
     with pytest.raises(errors.InsufficientPrivilege, match="does not read the type"):
         writer.execute("insert into orders values (1)")
+
+
+def test_a_check_of_a_domain_does_not_run_with_the_rights_of_the_owner(db, writer):
+    writer.execute(TYPES)
+    writer.execute("""
+        create table as_whom (name text);
+        create function is_seen(text) returns boolean language plpgsql as $$
+        begin insert into own.as_whom values (current_user); return true; end $$;
+        create domain seen as text check (own.is_seen(value));
+        create table orders (id int, c mood, seen seen);
+    """)
+    writer.execute(ROW)
+    writer.execute("insert into orders values (1, 'so so', 'b')")
+    assert read(db) == "so so"
+    assert column(db, "select distinct name from own.as_whom") == [writer.info.user]
+
+
+def test_a_cast_that_a_former_owner_left_behind_does_not_run(db, writer):
+    writer.execute(TYPES)
+    writer.execute("create table orders (id int, c mood)")
+    writer.execute(ROW)
+    db.execute("alter type own.mood owner to current_user")
+    db.execute(f"grant usage on type own.mood to {writer.info.user}")
+    writer.execute("insert into orders values (1, 'fine')")
+    assert read(db) == "fine"
+
+
+def test_a_cast_of_one_who_is_trusted_runs(db, writer):
+    db.execute("""
+        create type own.flag as enum ('on');
+        create function own.as_json(own.flag) returns json language sql as 'select to_json(1)';
+        create cast (own.flag as json) with function own.as_json(own.flag);
+    """)
+    writer.execute("create table orders (id int, c flag)")
+    writer.execute(ROW)
+    writer.execute("insert into orders values (1, 'on')")
+    assert read(db) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "alter table orders add e mood default 'fine'",
+        "alter table orders alter c type mood using 'fine'",
+        "alter table orders rename c to e; alter table orders rename d to c; alter table orders rename e to d",
+        "drop trigger t on orders; {statement}",
+    ],
+)
+def test_a_table_that_has_changed_since_the_snapshot_is_not_read(
+    db, writer, connect: Connect, change
+):
+    writer.execute(TYPES)
+    writer.execute("create table orders (id int, c text, d mood)")
+    writer.execute(STATEMENT)
+    old = connect(user=writer.info.user, autocommit=False)
+    old.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    old.execute("create temporary view new_rows as select own.whoami()")
+    old.commit()
+    old.execute("insert into own.orders values (1, 'fine', 'fine')")
+    assert one(old, "select count(*) from own.orders") == 1
+    old.rollback()
+    old.execute("select 1")
+    bare = STATEMENT.replace("referencing new table as new_rows", "")
+    writer.execute(change.format(statement=bare))
+    with pytest.raises(errors.SerializationFailure, match="has changed since"):
+        old.execute("insert into own.orders values (2, 'fine', 'fine')")
+
+
+def test_the_session_of_the_writer_does_not_matter(db, writer, connect: Connect):
+    writer.execute(TYPES)
+    writer.execute("create table orders (id int, c mood[])")
+    writer.execute(ROW.replace("'queue=q'", "'queue=q', 'priority=5'"))
+    odd = connect(
+        user=writer.info.user,
+        options="-c standard_conforming_strings=off -c escape_string_warning=off "
+        "-c quote_all_identifiers=on -c array_nulls=off",
+    )
+    odd.execute("insert into own.orders values (1, array['so so', null]::own.mood[])")
+    payload = one(db, "select payload from pgqueue.job where priority = 5")
+    assert payload["table"] == "own.orders"
+    assert payload["new"] == {"id": 1, "c": ["so so", None]}
 
 
 def test_a_view_in_the_place_of_a_transition_table_is_not_read(writer):

@@ -23,7 +23,7 @@ BIG = f"select pgqueue.enqueue('q', {FAT})"
 END = "select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')"
 CHANGED = "create table changed (id int)"
 UNTRUSTED = """
-create role pgqueue_untrusted; create type mood as enum ('fine');
+create role pgqueue_untrusted; create type mood as (name text);
 alter type mood owner to pgqueue_untrusted; alter table changed add mood mood[]
 """
 

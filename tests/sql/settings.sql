@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(67);
+select plan(70);
 
 -- Pause and resume
 
@@ -51,6 +51,26 @@ select results_eq(
     $$ values (interval '9 s', 3, interval '5 s') $$,
     'configure with reset forgets the settings made before'
 );
+
+select pgqueue.configure('s', reset => true);
+select is_empty(
+    $$ select from pgqueue.queue where name = 's' $$, 'of a queue for which nothing is set no row is kept'
+);
+-- Planned while there was hardly a row.
+select pgqueue.configure('many', group_key => 'g' || n, lease => '1 s') from generate_series(1, 3000) as n;
+create temporary table seen as select pg_stat_get_xact_tuples_returned('pgqueue.queue'::regclass) as rows;
+select pgqueue.configure('many', group_key => 'g7', lease => '2 s');
+select pgqueue.configure('many', group_key => 'g8', reset => true);
+select ok(
+    pg_stat_get_xact_tuples_returned('pgqueue.queue'::regclass) - rows < 10, 'configure reads only what it writes'
+) from seen;
+select pgqueue.pause('many', group_key => 'g' || n) from generate_series(3000, 3009) as n;
+select pgqueue.pause('many');
+select is(
+    (select count(*) from pgqueue.queue where name = 'many'), 3000::bigint,
+    'a pause of a queue leaves no row for groups that have nothing else set'
+);
+select pgqueue.resume('many');
 
 -- Settings by kind and group
 

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(34);
+select plan(41);
 
 create table shop (
     "id" int primary key, customer text, status text default 'new', gone int, "Odd name" int,
@@ -111,6 +111,15 @@ select is_empty(
            'delete on shop referencing old table as old_rows for each statement') $$,
     'a statement that changes no row enqueues nothing'
 );
+truncate shop, pgqueue.job;
+create trigger large after insert on shop referencing new table as new_rows
+    for each statement execute function pgqueue.enqueue_row('queue=large', 'columns=id');
+insert into shop (id, customer) select n, repeat('x', 2000000) from generate_series(1, 20) as n;
+drop trigger large on shop;
+select results_eq(
+    $$ select count(*), count(distinct enqueued_at) from pgqueue.job $$, $$ values (20::bigint, 3::bigint) $$,
+    'large rows are enqueued in small batches, for no array has more than 1 GB'
+);
 create table other (id text, note text);
 create trigger changed after insert on other referencing new table as new_rows
     for each statement execute function pgqueue.enqueue_row('queue=other');
@@ -137,6 +146,76 @@ insert into part values (1, 1), (2, 2);
 select is(
     (select array_agg(distinct payload ->> 'table') from pgqueue.job where queue = 'part'), '{public.part}',
     'a row of a partition is one of its table'
+);
+
+-- Types of a stranger: to_jsonb does not see their values, and yet the payload is what it makes of them.
+
+create role pgqueue_stranger;
+create type mood as enum ('fine', 'so so', 'a,b', '"', '\', '(")\"",', '', 'null', '{x}', E'two\nlines');
+create type span as range (subtype = float8, multirange_type_name = spans);
+create domain address as text check (value <> '');
+create domain ages as int[];
+create type place as (lat int, name text);
+alter type mood owner to pgqueue_stranger;
+alter type span owner to pgqueue_stranger;
+alter domain address owner to pgqueue_stranger;
+alter domain ages owner to pgqueue_stranger;
+-- With names that stand in the queries of enqueue_row, too.
+create table odd (
+    id int primary key, gone int, mood mood, r address, prepared mood[], texts text, addresses address[],
+    "new,x" span, options spans, spans span[], "row" place, ages ages, change mood generated always as (mood) stored
+);
+alter table odd drop column gone;
+create table odd_1 () inherits (odd);
+create function pg_temp.fill()
+    returns void
+    language sql
+as $$
+    insert into odd
+    select row_number() over (), m.mood, '(",\' || m.mood, array[m.mood, null, 'null', ''], '("",)' || m.mood,
+        array['"', '\'], span(1, 0.1 + 2), spans(span(1, 2), span(3, 4)), array[span(1, 2), 'empty'], row(1, m.mood)::place,
+        array[1, 2]
+    from unnest(enum_range(null::mood)) as m (mood);
+    insert into odd (id) values (90);
+    insert into odd (id, prepared, spans) values (91, '[0:1][2:3]={{fine,"so so"},{"\"",NULL}}', '{}');
+$$;
+create trigger each after insert or update or delete on odd
+    for each row execute function pgqueue.enqueue_row('queue=odd', 'unique_key=id', 'group_key=mood', 'on_duplicate=replace');
+select pg_temp.fill();
+select set_eq(
+    $$ select j.unique_key, j.group_key, j.payload -> 'new' from pgqueue.job as j where j.queue = 'odd' $$,
+    $$ select o.id::text, nullif(o.mood::text, ''), to_jsonb(o.*) from odd as o $$,
+    'of enums, ranges and their arrays a payload has what to_jsonb makes of them, and a key too'
+);
+drop trigger each on odd;
+truncate odd;
+delete from pgqueue.job;
+create trigger all_new after insert on odd referencing new table as new_rows
+    for each statement execute function pgqueue.enqueue_row('queue=odd');
+create trigger all_changed after update on odd referencing old table as old_rows new table as new_rows
+    for each statement execute function pgqueue.enqueue_row('queue=changed', 'key=id', 'when_changed=mood,prepared', 'columns=id,mood');
+create trigger all_gone after delete on odd referencing old table as old_rows
+    for each statement execute function pgqueue.enqueue_row('queue=gone');
+select pg_temp.fill();
+update odd set mood = 'fine', texts = 'x';
+create temporary table kept as select o.id, to_jsonb(o.*) as row from odd as o;
+delete from odd;
+select set_eq(
+    $$ select j.payload from pgqueue.job as j where j.queue = 'gone' $$,
+    $$ select jsonb_build_object('table', 'public.odd', 'op', 'DELETE', 'old', k.row, 'new', null) from kept as k $$,
+    'so it is for each statement'
+);
+select set_eq(
+    $$ select j.payload -> 'new' -> 'prepared' from pgqueue.job as j where j.queue = 'odd' $$,
+    $$ select k.row -> 'prepared' from kept as k $$,
+    'for inserted rows too'
+);
+select results_eq(
+    $$ select (j.payload -> 'old' ->> 'id')::int, j.payload -> 'old' ->> 'mood', j.payload -> 'new' ->> 'mood'
+       from pgqueue.job as j where j.queue = 'changed' order by 1 $$,
+    $$ select n.place::int, n.mood::text, 'fine' from unnest(enum_range(null::mood)) with ordinality as n (mood, place) where n.mood <> 'fine'
+       union all select 90, null, 'fine' union all select 91, null, 'fine' order by 1 $$,
+    'when_changed tells one value of an enum from another'
 );
 
 -- The session of the writer
@@ -177,6 +256,8 @@ select throws_ok(format('select pg_temp.fire(%L, %L, %L)', c.arguments, 'insert 
 from (values
     ('', null, 'queue must be a text of 1 to 200 bytes'),
     ('''queue=''', null, 'queue must be a text of 1 to 200 bytes'),
+    ('''queue=q'', ''columns=''', null, 'every argument of enqueue_row must be a known name, once, with a value'),
+    ('''queue=q'', ''when_changed=''', null, 'every argument of enqueue_row must be a known name, once, with a value'),
     ('''queue=q'', ''colour=red''', null, 'every argument of enqueue_row must be a known name, once, with a value'),
     ('''emails''', null, 'every argument of enqueue_row must be a known name, once, with a value'),
     ('''queue=q'', ''queue=r''', null, 'every argument of enqueue_row must be a known name, once, with a value'),
