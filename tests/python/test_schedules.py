@@ -243,7 +243,7 @@ def test_schedules_are_found_by_their_index_in_a_session_that_knew_none(db, conn
     )
     assert pages(db, "select pgqueue.rest('{q}')") < 200
     make_due(db)
-    assert pages(db, "select pgqueue._fire_due(clock_timestamp())") < 300
+    assert pages(db, "select pgqueue._fire_due(clock_timestamp(), '1 minute')") < 300
 
 
 # Faults
