@@ -133,15 +133,17 @@ async def _wait(
                 has_ended = pause == 0
             else:
                 has_ended = _as_status(await session.fetch(STATUS, job_id)).has_ended
-                pause = min(1.0, 0.01 + (time.monotonic() - began) / 10)
             if has_ended:
                 return _as_status(await session.fetch(STATUS, job_id))
+            waited = time.monotonic() - began
+            if not listens:
+                pause = min(1.0, 0.01 + waited / 10)
             if timeout is not None:
-                left = began + timeout - time.monotonic()
-                if left <= 0:
+                if waited >= timeout:
                     raise TimeoutError(f"job {job_id} has not ended in {timeout:g} s")
-                pause = min(pause, left)
-            await session.sleep(pause)
+                pause = min(pause, timeout - waited)
+            # Mostly it is the end of another job, which all who wait hear of.
+            await session.sleep(pause, deaf=min(pause, 0.1, waited / 10))
 
 
 class _Session:
@@ -196,10 +198,12 @@ class _Session:
         if (notify.channel, notify.payload) == ("pgqueue", "end"):
             self._has_heard = True
 
-    async def sleep(self, seconds: float) -> None:
-        """Sleep so long, or until the end of some job is heard."""
-        until = time.monotonic() + seconds
-        while not self._has_heard and (left := until - time.monotonic()) > 0:
+    async def sleep(self, seconds: float, deaf: float) -> None:
+        """Sleep so long, or until the end of some job is heard, but for `deaf` seconds at least."""
+        began = time.monotonic()
+        while (
+            left := began + (deaf if self._has_heard else seconds) - time.monotonic()
+        ) > 0:
             if self._is_async:
                 async with self._conn.lock:
                     await self._readable(left)

@@ -282,6 +282,26 @@ def test_wait_raises_when_time_is_up_in_a_transaction_and_for_an_unknown_job(
         waiting.result(20)
 
 
+def test_the_ends_of_other_jobs_make_a_waiter_look_now_and_then_only(db, dsn):
+    id = one(db, "select pgqueue.enqueue('q')")
+
+    def wait() -> None:
+        with psycopg.connect(
+            dsn, autocommit=True, options="-c track_functions=all"
+        ) as conn:
+            pgqueue.wait(conn, id, timeout=20)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait)
+        wait_until(lambda: one(db, AWAITED))
+        for _ in range(500):
+            db.execute("notify pgqueue, 'end'")
+        db.execute(ENDS["cancel"], {"id": id})
+        waiting.result(20)
+    calls = "select pg_stat_get_function_calls('pgqueue.await(bigint)'::regprocedure)"
+    assert wait_until(lambda: one(db, calls)) < 200
+
+
 def test_wait_passes_other_notifications_on_and_stays_listening_if_it_was(db, connect):
     conn, lease = connect(), claimed(db)
     heard: list[str] = []
