@@ -528,7 +528,8 @@ begin
     update pgqueue.schedule as s
     set is_paused = false,
         next_slot = r.slot,
-        due_at = r.slot + pgqueue._share_of_jitter(s.name, s.jitter)
+        due_at = r.slot + pgqueue._share_of_jitter(s.name, s.jitter),
+        problem = null
     from pgqueue.schedule as p
     cross join lateral (
         select coalesce(

@@ -164,6 +164,16 @@ def test_a_wait_that_was_begun_or_ended_in_a_rolled_back_transaction_misses_no_e
     assert one(db, AWAITED) == 0
 
 
+def test_who_ends_its_waiting_keeps_the_lock_of_an_enqueue_behind_a_job(db, connect):
+    said: list[str | None] = []
+    conn, lease = connect(), claimed(db)
+    conn.add_notice_handler(lambda notice: said.append(notice.message_primary))
+    with conn.transaction():
+        conn.execute("select pgqueue.enqueue('q', after => array[%(id)s::bigint])", lease)  # fmt: skip
+        conn.execute("select pgqueue.await(%(id)s), pgqueue.await(null)", lease)
+    assert said == []
+
+
 def test_a_stranger_who_holds_the_locks_makes_a_waiter_look_more_often(
     db, connect, role
 ):

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(44);
+select plan(45);
 
 -- Makes a schedule due, so long ago.
 create function pg_temp.late(name text, by interval)
@@ -180,6 +180,12 @@ select is(pg_temp.fired(), 1::bigint, 'a payload that became too large does not 
 select matches(
     (select problem from pgqueue.schedules where name = 'large'), 'payload is too large', 'the view says what is wrong'
 );
+select pgqueue.pause_schedule('large'), pgqueue.resume_schedule('large');
+select is(
+    (select problem from pgqueue.schedules where name = 'large'), null, 'a schedule that is resumed has no problem yet'
+);
+select pg_temp.late('large', '5 seconds');
+select pg_temp.fired();
 select pgqueue.configure('small', reset => true);
 update pgqueue.schedule set due_at = now() - interval '1 second' where name = 'large';
 select is(pg_temp.fired(), 1::bigint, 'its slot is fired when that is mended');
