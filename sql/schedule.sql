@@ -208,7 +208,7 @@ comment on function pgqueue._fire(pgqueue.schedule, timestamptz) is
 its next slot. Returns how many. What enqueue refuses (the payload is too large
 by now) is noted as its problem.';
 
-create or replace function pgqueue._fire_due(moment timestamptz, patience interval)
+create or replace function pgqueue._fire_due(moment timestamptz, most int)
     returns int
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -221,7 +221,6 @@ as $$
 declare
     picks pgqueue.schedule[];
     due pgqueue.schedule;
-    looked int := 0;
     fired int := 0;
     look_again_at timestamptz;
 begin
@@ -235,16 +234,15 @@ begin
         from pgqueue.schedule as s
         where s.due_at <= moment
         order by s.due_at
-        limit 100
+        limit most
         for update skip locked
     );
     look_again_at := pgqueue._believed_until(moment, '0');
     foreach due in array picks loop
         fired := fired + pgqueue._fire(due, moment);
-        looked := looked + 1;
-        exit when fired >= 1000 or clock_timestamp() > moment + patience;
+        exit when fired >= 1000;
     end loop;
-    if looked < cardinality(picks) or looked = 100 then
+    if cardinality(picks) = most or fired >= 1000 then
         look_again_at := moment;
     else
         look_again_at := greatest(look_again_at, least(
@@ -256,12 +254,11 @@ begin
 end;
 $$;
 
-comment on function pgqueue._fire_due(timestamptz, interval) is
-'Fires schedules that are due, the longest due first: one at least, and others
-until patience is over, up to 100. Says in the cell when to look again. Returns
-how many jobs that made.';
+comment on function pgqueue._fire_due(timestamptz, int) is
+'Fires up to so many schedules that are due, the longest due first, and says in
+the cell when to look again. Returns how many jobs that made.';
 
-create or replace function pgqueue._look_around(moment timestamptz)
+create or replace function pgqueue._look_around(moment timestamptz, most int)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -271,8 +268,7 @@ begin
     if current_setting('transaction_read_only') = 'on' then
         return;
     end if;
-    -- A claim that waits too long may be cut off, and then nothing would have been fired.
-    perform pgqueue._fire_due(moment, '20 milliseconds');
+    perform pgqueue._fire_due(moment, most);
     if pg_relation_size('pgqueue.loose_end') > 0 then
         perform pgqueue._tie_loose_ends();
         perform setval('pgqueue._cell_due', least(
@@ -287,9 +283,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._look_around(timestamptz) is
-'Does what is due beside claims: schedules, and loose ends. Says in the cell when
-to look again.';
+comment on function pgqueue._look_around(timestamptz, int) is
+'Does what is due beside claims: so many schedules, and loose ends. Says in the
+cell when to look again.';
 
 create or replace function pgqueue._look_around_by_the_way(moment timestamptz)
     returns timestamptz
@@ -305,7 +301,8 @@ begin
     ) then
         return moment;
     end if;
-    perform pgqueue._look_around(moment);
+    -- Few, or a claim that may not take long is cut off each time, and nothing is ever fired.
+    perform pgqueue._look_around(moment, 10);
     return clock_timestamp();
 end;
 $$;
