@@ -28,7 +28,7 @@ begin
         select regexp_match(
             p.part, '^(?:([*])|([0-9]{1,2}|[a-z]{3})(?:-([0-9]{1,2}|[a-z]{3}))?)(?:/([0-9]{1,3}))?$'
         )
-        from regexp_split_to_table(lower(field), ',') as p (part)
+        from regexp_split_to_table(lower(field collate "C"), ',') as p (part)
     loop
         -- The first name stands for low.
         first := case when part[2] ~ '[0-9]' then part[2]::int else array_position(names, part[2]) + low - 1 end;
@@ -38,7 +38,7 @@ begin
             last := high;
         elsif part[3] is null then
             last := case when part[4] is null then first else high end;
-        elsif part[3] = 'sun' then
+        elsif part[3] = 'sun' and first > 0 then
             last := 7;
         end if;
         if (first between low and last and last <= high and coalesce(part[4]::int, 1) > 0) is not true then
@@ -62,7 +62,7 @@ create or replace function pgqueue._cron_fields(cron text)
 as $$
 begin
     return string_to_array(
-        case lower(btrim(cron, E' \t'))
+        case lower(btrim(cron, E' \t') collate "C")
             when '@yearly' then '0 0 1 1 *'
             when '@annually' then '0 0 1 1 *'
             when '@monthly' then '0 0 1 * *'

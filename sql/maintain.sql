@@ -204,7 +204,7 @@ begin
     done := pgqueue.reap();
     return next;
     task := 'fire schedules';
-    done := pgqueue._fire_due(clock_timestamp());
+    done := pgqueue._fire_due(clock_timestamp(), 100);
     return next;
     task := 'tie loose ends';
     done := pgqueue._tie_loose_ends();

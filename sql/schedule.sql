@@ -55,7 +55,7 @@ comment on function pgqueue._check_schedule(
 'Refuses what schedule cannot take, but for its cron text and time zone.';
 
 create or replace function pgqueue._next_slot(
-    cron text, every interval, timezone text, after timestamptz
+    cron pgqueue._cron, every interval, timezone text, after timestamptz
 )
     returns timestamptz
     language plpgsql
@@ -64,17 +64,19 @@ create or replace function pgqueue._next_slot(
 as $$
 begin
     return case when every is null
-        then pgqueue._slot_after(pgqueue._read_cron(cron), timezone, after)
+        then pgqueue._slot_after(cron, timezone, after)
         -- From a Monday on, so that weeks begin with it.
         else date_bin(every, after, '1970-01-05 00:00 UTC') + every
     end;
 end;
 $$;
 
-comment on function pgqueue._next_slot(text, interval, text, timestamptz) is
+comment on function pgqueue._next_slot(pgqueue._cron, interval, text, timestamptz) is
 'The first slot of a rule after a moment; null after the year 9998.';
 
-create or replace function pgqueue._last_slot(schedule pgqueue.schedule, upto timestamptz)
+create or replace function pgqueue._last_slot(
+    schedule pgqueue.schedule, cron pgqueue._cron, upto timestamptz
+)
     returns timestamptz
     language plpgsql
     stable
@@ -90,9 +92,7 @@ begin
     -- By halves: is there another slot in the later one?
     while high - low >= 1 loop
         middle := (low + high) / 2;
-        other := pgqueue._next_slot(
-            schedule.cron, schedule.every, schedule.timezone, to_timestamp(middle)
-        );
+        other := pgqueue._next_slot(cron, schedule.every, schedule.timezone, to_timestamp(middle));
         if other <= upto then
             slot := other;
             low := date_part('epoch', other);
@@ -104,7 +104,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._last_slot(pgqueue.schedule, timestamptz) is
+comment on function pgqueue._last_slot(pgqueue.schedule, pgqueue._cron, timestamptz) is
 'The last slot of a schedule up to a moment, from its next_slot on.';
 
 create or replace function pgqueue._share_of_jitter(name text, jitter interval)
@@ -121,7 +121,9 @@ $$;
 comment on function pgqueue._share_of_jitter(text, interval) is
 'By how much a schedule fires its slots late: always the same, by its name.';
 
-create or replace function pgqueue._slots_to_fire(schedule pgqueue.schedule, upto timestamptz)
+create or replace function pgqueue._slots_to_fire(
+    schedule pgqueue.schedule, cron pgqueue._cron, following timestamptz, upto timestamptz
+)
     returns timestamptz[]
     language plpgsql
     stable
@@ -129,17 +131,15 @@ create or replace function pgqueue._slots_to_fire(schedule pgqueue.schedule, upt
 as $$
 declare
     slots timestamptz[] := array[schedule.next_slot];
-    slot timestamptz := pgqueue._next_slot(
-        schedule.cron, schedule.every, schedule.timezone, schedule.next_slot
-    );
+    slot timestamptz := following;
 begin
     if schedule.catch_up = 'all' then
         while slot <= upto and cardinality(slots) < 1000 loop
             slots := slots || slot;
-            slot := pgqueue._next_slot(schedule.cron, schedule.every, schedule.timezone, slot);
+            slot := pgqueue._next_slot(cron, schedule.every, schedule.timezone, slot);
         end loop;
     elsif slot <= upto then
-        slots := array[pgqueue._last_slot(schedule, upto)];
+        slots := array[pgqueue._last_slot(schedule, cron, upto)];
     end if;
     if schedule.catch_up = 'skip' and slots[1] < upto - interval '2 minutes' then
         return '{}'::timestamptz[];
@@ -148,10 +148,12 @@ begin
 end;
 $$;
 
-comment on function pgqueue._slots_to_fire(pgqueue.schedule, timestamptz) is
-'The slots of a schedule that is due for which to make a job, as catch_up says:
-the last one, unless (skip) it is more than two minutes late; or all, at
-most 1000.';
+comment on function pgqueue._slots_to_fire(
+    pgqueue.schedule, pgqueue._cron, timestamptz, timestamptz
+) is
+'The slots of a schedule that is due, from next_slot and the one following it
+on, for which to make a job, as catch_up says: the last one, unless (skip) it
+is more than two minutes late; or all, at most 1000.';
 
 create or replace function pgqueue._fire(schedule pgqueue.schedule, moment timestamptz)
     returns int
@@ -163,11 +165,14 @@ create or replace function pgqueue._fire(schedule pgqueue.schedule, moment times
 as $$
 declare
     delay interval := pgqueue._share_of_jitter(schedule.name, schedule.jitter);
+    cron pgqueue._cron := pgqueue._read_cron(schedule.cron);
+    following timestamptz;
     slots timestamptz[];
     slot timestamptz;
     job_id bigint := schedule.last_job_id;
 begin
-    slots := pgqueue._slots_to_fire(schedule, moment - delay);
+    following := pgqueue._next_slot(cron, schedule.every, schedule.timezone, schedule.next_slot);
+    slots := pgqueue._slots_to_fire(schedule, cron, following, moment - delay);
     foreach slot in array slots loop
         job_id := pgqueue.enqueue(
             schedule.queue, schedule.payload, schedule.kind, schedule.priority,
@@ -178,10 +183,12 @@ begin
             )
         );
     end loop;
-    slot := pgqueue._next_slot(schedule.cron, schedule.every, schedule.timezone, moment - delay);
+    if following <= moment - delay then
+        following := pgqueue._next_slot(cron, schedule.every, schedule.timezone, moment - delay);
+    end if;
     update pgqueue.schedule as s
-    set next_slot = coalesce(slot, 'infinity'),
-        due_at = coalesce(slot + delay, 'infinity'),
+    set next_slot = coalesce(following, 'infinity'),
+        due_at = coalesce(following + delay, 'infinity'),
         last_slot = coalesce(slots[cardinality(slots)], s.last_slot),
         last_job_id = job_id,
         problem = null
@@ -201,7 +208,7 @@ comment on function pgqueue._fire(pgqueue.schedule, timestamptz) is
 its next slot. Returns how many. What enqueue refuses (the payload is too large
 by now) is noted as its problem.';
 
-create or replace function pgqueue._fire_due(moment timestamptz)
+create or replace function pgqueue._fire_due(moment timestamptz, most int)
     returns int
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -227,7 +234,7 @@ begin
         from pgqueue.schedule as s
         where s.due_at <= moment
         order by s.due_at
-        limit 100
+        limit most
         for update skip locked
     );
     look_again_at := pgqueue._believed_until(moment, '0');
@@ -235,7 +242,7 @@ begin
         fired := fired + pgqueue._fire(due, moment);
         exit when fired >= 1000;
     end loop;
-    if cardinality(picks) = 100 or fired >= 1000 then
+    if cardinality(picks) = most or fired >= 1000 then
         look_again_at := moment;
     else
         look_again_at := greatest(look_again_at, least(
@@ -247,11 +254,11 @@ begin
 end;
 $$;
 
-comment on function pgqueue._fire_due(timestamptz) is
-'Fires up to 100 schedules that are due, the longest due first, and says in the
-cell when to look again. Returns how many jobs that made.';
+comment on function pgqueue._fire_due(timestamptz, int) is
+'Fires up to so many schedules that are due, the longest due first, and says in
+the cell when to look again. Returns how many jobs that made.';
 
-create or replace function pgqueue._look_around(moment timestamptz)
+create or replace function pgqueue._look_around(moment timestamptz, most int)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -263,7 +270,7 @@ begin
     then
         return;
     end if;
-    perform pgqueue._fire_due(moment);
+    perform pgqueue._fire_due(moment, most);
     if pg_relation_size('pgqueue.loose_end') > 0 then
         perform pgqueue._tie_loose_ends();
         perform setval('pgqueue._cell_due', least(
@@ -278,9 +285,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._look_around(timestamptz) is
-'Does what is due beside claims: schedules, and loose ends. Says in the cell when
-to look again.';
+comment on function pgqueue._look_around(timestamptz, int) is
+'Does what is due beside claims: so many schedules, and loose ends. Says in the
+cell when to look again.';
 
 create or replace function pgqueue._look_around_by_the_way(moment timestamptz)
     returns timestamptz
@@ -296,7 +303,8 @@ begin
     ) then
         return moment;
     end if;
-    perform pgqueue._look_around(moment);
+    -- Few, or a claim that may not take long is cut off each time, and nothing is ever fired.
+    perform pgqueue._look_around(moment, 10);
     return clock_timestamp();
 end;
 $$;
@@ -377,9 +385,10 @@ declare
     -- In hours: the clocks of the caller may give a day 23.
     hours interval := make_interval(secs => extract(epoch from schedule.every)::float8);
     zone text := coalesce(schedule.timezone, 'UTC');
+    rule pgqueue._cron := pgqueue._read_cron(schedule.cron);
     delay interval := pgqueue._share_of_jitter(schedule.name, schedule.jitter);
     first_slot timestamptz := coalesce(
-        pgqueue._next_slot(schedule.cron, hours, zone, moment), 'infinity'
+        pgqueue._next_slot(rule, hours, zone, moment), 'infinity'
     );
 begin
     insert into pgqueue.schedule as s (
@@ -397,7 +406,7 @@ begin
                 is not distinct from row(excluded.cron, excluded.every, excluded.timezone)
             then s.next_slot
             else coalesce(pgqueue._next_slot(
-                excluded.cron, excluded.every, excluded.timezone, greatest(moment, s.last_slot)
+                rule, excluded.every, excluded.timezone, greatest(moment, s.last_slot)
             ), 'infinity')
         end,
         every = excluded.every, jitter = excluded.jitter, priority = excluded.priority,
@@ -518,11 +527,13 @@ begin
     update pgqueue.schedule as s
     set is_paused = false,
         next_slot = r.slot,
-        due_at = r.slot + pgqueue._share_of_jitter(s.name, s.jitter)
+        due_at = r.slot + pgqueue._share_of_jitter(s.name, s.jitter),
+        problem = null
     from pgqueue.schedule as p
     cross join lateral (
         select coalesce(
-            pgqueue._next_slot(p.cron, p.every, p.timezone, greatest(moment, p.last_slot)), 'infinity'
+            pgqueue._next_slot(pgqueue._read_cron(p.cron), p.every, p.timezone, greatest(moment, p.last_slot)),
+            'infinity'
         ) as slot
         offset 0
     ) as r

@@ -231,7 +231,7 @@ declare
     is_quiet boolean := true;
     pause interval;
 begin
-    perform pgqueue._look_around(moment);
+    perform pgqueue._look_around(moment, 100);
     if park is not false then
         is_quiet := pgqueue._park(queues);
     end if;

@@ -148,7 +148,8 @@ class Cluster:
         while self._server.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 lines = pidfile.read_text().split("\n")
-                if lines[0] == str(self.pid) and lines[7:] and "ready" in lines[7]:
+                state = lines[7].strip() if lines[7:] else ""
+                if lines[0] == str(self.pid) and state in ("ready", "standby"):
                     return
             time.sleep(0.02)
         self.kill()

@@ -43,6 +43,8 @@ if [ "$what" != demo ]; then
     command -v pg_prove >/dev/null || need libtap-parser-sourcehandler-pgtap-perl
     # For the test that cuts a link, which is skipped for anyone but root.
     [ "$(id -u)" != 0 ] || command -v ip >/dev/null || need iproute2
+    # Likewise for those that go through a pooler.
+    [ "$(id -u)" != 0 ] || command -v pgbouncer >/dev/null || need pgbouncer
 fi
 
 [ -n "$missing" ] || exit 0
@@ -53,13 +55,19 @@ if ! command -v apt-get >/dev/null || [ "$(id -u)" != 0 ]; then
     exit 1
 fi
 
-# Debian's server package makes and starts a cluster "main". Nobody asked us for that, so
-# it is told not to, for the time of this install only.
+# Debian's server package makes and starts a cluster "main", and others start their servers.
+# Nobody asked us for that, so they are told not to, for the time of this install only.
 mute=/etc/postgresql-common/createcluster.d/pgqueue.conf
-trap 'rm -f "$mute"; rmdir -p "${mute%/*}" 2>/dev/null || :' EXIT
+policy=/usr/sbin/policy-rc.d
+[ ! -e "$policy" ] || policy=  # somebody else's
+trap 'rm -f "$mute" ${policy:+"$policy"}; rmdir -p "${mute%/*}" 2>/dev/null || :' EXIT
 trap 'exit 1' HUP INT TERM
 mkdir -p "${mute%/*}"
 echo 'create_main_cluster = false' >"$mute"
+if [ -n "$policy" ]; then
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod +x "$policy"
+fi
 
 echo "installing:$missing"
 export DEBIAN_FRONTEND=noninteractive

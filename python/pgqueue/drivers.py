@@ -74,6 +74,7 @@ def _fetch(conn: Any, query: str, params: tuple[Any, ...]) -> Any:
         conn = conn.connection  # a cursor of our own leaves the caller's rows alone
     if isinstance(conn, psycopg.Connection | psycopg.AsyncConnection):
         cursor: Any = conn.cursor(row_factory=tuple_row)
+        query = spelled_for(cursor, query)
     elif hasattr(conn, "exec_driver_sql"):
         is_numbered = "dollar" in conn.dialect.paramstyle
         return conn.exec_driver_sql(_numbered(query) if is_numbered else query, params)
@@ -97,6 +98,12 @@ def _then(value: Any, function: Callable[[Any], Any]) -> Any:
         return await result if inspect.isawaitable(result) else result
 
     return later()
+
+
+def spelled_for(cursor: Any, query: str) -> str:
+    """Name the parameters as this cursor of psycopg reads them."""
+    is_raw = isinstance(cursor, psycopg.RawCursor | psycopg.AsyncRawCursor)
+    return _numbered(query) if is_raw else query
 
 
 def _numbered(query: str) -> str:

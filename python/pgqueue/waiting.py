@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any, overload
 
 import psycopg
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
 
 from pgqueue import drivers
@@ -20,9 +20,11 @@ from pgqueue.drivers import AsyncConn, run_without_loop
 
 ENDS = ("completed", "dead", "cancelled", "gone")
 AWAIT = "select extract(epoch from pgqueue.await(%s))::float8"
-# A pooler does not pass on the process id of the backend.
+# A pooler does not pass on the process id of the backend, and a standby cannot listen.
 SESSION = (
-    "select pg_backend_pid(), 'pgqueue' = any (array(select pg_listening_channels()))"
+    "select pg_backend_pid(), not pg_is_in_recovery()"
+    " and current_setting('transaction_isolation') = 'read committed',"
+    " 'pgqueue' = any (array(select pg_listening_channels()))"
 )
 
 
@@ -107,11 +109,12 @@ def wait(
     """Wait until a job has completed, died or been cancelled, and return its status.
 
     `conn` is a connection of psycopg 3 in no transaction, which nobody else uses meanwhile; if
-    it is async, await the status. It sleeps until pgqueue notifies it. Behind a transaction
-    pooler, or with `listen` false, it polls: at first after milliseconds, then every second.
+    it is async, await the status. It sleeps until pgqueue notifies it. Behind a pooler, on a
+    standby, outside READ COMMITTED, or with `listen` false, it polls: at first after
+    milliseconds, then every second.
 
-    Raises TimeoutError after so many seconds, ValueError in a transaction, and JobNotFound when
-    nothing is known of the job: run remembers none that ended with keep_runs 0.
+    Raises TimeoutError after so many seconds, ValueError in a transaction or pipeline, and
+    JobNotFound when nothing is known of the job: run remembers none that ended with keep_runs 0.
     """
     waiting = _wait(_Session(conn), job_id, timeout, listen)
     if isinstance(conn, psycopg.AsyncConnection):
@@ -130,15 +133,17 @@ async def _wait(
                 has_ended = pause == 0
             else:
                 has_ended = _as_status(await session.fetch(STATUS, job_id)).has_ended
-                pause = min(1.0, 0.01 + (time.monotonic() - began) / 10)
             if has_ended:
                 return _as_status(await session.fetch(STATUS, job_id))
+            waited = time.monotonic() - began
+            if not listens:
+                pause = min(1.0, 0.01 + waited / 10)
             if timeout is not None:
-                left = began + timeout - time.monotonic()
-                if left <= 0:
+                if waited >= timeout:
                     raise TimeoutError(f"job {job_id} has not ended in {timeout:g} s")
-                pause = min(pause, left)
-            await session.sleep(pause)
+                pause = min(pause, timeout - waited)
+            # Mostly it is the end of another job, which all who wait hear of.
+            await session.sleep(pause, deaf=min(pause, 0.1, waited / 10))
 
 
 class _Session:
@@ -150,26 +155,32 @@ class _Session:
         self._has_heard = False
         if conn.info.transaction_status != TransactionStatus.IDLE:
             raise ValueError("no notification arrives in a transaction: end it first")
+        if conn.info.pipeline_status != PipelineStatus.OFF:
+            raise ValueError("no notification arrives in a pipeline: end it first")
 
     async def fetch(self, query: str, *params: Any) -> list[tuple[Any, ...]]:
-        """Run a statement in a transaction of its own."""
+        """Run a statement in a transaction of its own.
+
+        Never prepared: a pooler may send the next one to another backend.
+        """
         transaction: Any = nullcontext()
         if not self._conn.autocommit:
             transaction = self._conn.transaction()
         cursor = self._conn.cursor(row_factory=tuple_row)
+        query = drivers.spelled_for(cursor, query)
         if self._is_async:
             async with transaction:
-                await cursor.execute(query, params)
+                await cursor.execute(query, params, prepare=False)
                 return await cursor.fetchall() if cursor.description else []
         with transaction:
-            cursor.execute(query, params)
+            cursor.execute(query, params, prepare=False)
             return cursor.fetchall() if cursor.description else []
 
     @asynccontextmanager
     async def listening(self, wanted: bool) -> AsyncIterator[bool]:
         """Listen, if it can be heard; leave the session as it was."""
-        ((pid, was_listening),) = await self.fetch(SESSION)
-        if not wanted or pid != self._conn.info.backend_pid:
+        ((pid, may_listen, was_listening),) = await self.fetch(SESSION)
+        if not (wanted and may_listen) or pid != self._conn.info.backend_pid:
             yield False
             return
         self._conn.add_notify_handler(self._hear)
@@ -179,18 +190,20 @@ class _Session:
         finally:
             self._conn.remove_notify_handler(self._hear)
             with suppress(psycopg.OperationalError):  # a broken connection has told so
-                await self.fetch("select pgqueue.await(null)")
-                if not was_listening:
+                if not was_listening:  # first: who may not call await() cannot end it
                     await self.fetch("unlisten pgqueue")
+                await self.fetch("select pgqueue.await(null)")
 
     def _hear(self, notify: psycopg.Notify) -> None:
         if (notify.channel, notify.payload) == ("pgqueue", "end"):
             self._has_heard = True
 
-    async def sleep(self, seconds: float) -> None:
-        """Sleep so long, or until the end of some job is heard."""
-        until = time.monotonic() + seconds
-        while not self._has_heard and (left := until - time.monotonic()) > 0:
+    async def sleep(self, seconds: float, deaf: float) -> None:
+        """Sleep so long, or until the end of some job is heard, but for `deaf` seconds at least."""
+        began = time.monotonic()
+        while (
+            left := began + (deaf if self._has_heard else seconds) - time.monotonic()
+        ) > 0:
             if self._is_async:
                 async with self._conn.lock:
                     await self._readable(left)

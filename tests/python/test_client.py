@@ -52,6 +52,12 @@ def test_jobs_are_enqueued_in_the_transaction_of_a_psycopg_connection_or_cursor(
         assert one(db, JOBS) == 1
 
 
+def test_a_raw_cursor_names_its_parameters_by_number(db, dsn) -> None:
+    with psycopg.connect(dsn, cursor_factory=psycopg.RawCursor) as conn:
+        job = pgqueue.enqueue(conn, "emails", {"to": "ada"}, priority=3)
+    assert pgqueue.status(db, job).priority == 3
+
+
 def test_a_cursor_keeps_the_rows_it_was_reading(dsn) -> None:
     with psycopg.connect(dsn) as conn, conn.cursor() as cursor:
         cursor.execute("select generate_series(1, 3)")

@@ -199,3 +199,13 @@ def test_slots_near_each_clock_change_follow_the_rules(conn, name):
             assert slots(conn, cron, name, after, until) == expected(
                 cron, name, after, until
             ), (cron, name, change)
+
+
+def test_names_are_read_alike_in_every_language(conn):
+    """Where a capital I has no dot, that of FRI is another letter in lower case."""
+    turkish = "select count(*) from pg_collation where collname = 'tr-x-icu'"
+    if column(conn, turkish) == [0]:
+        pytest.skip("this Postgres is built without ICU")
+    query = 'select pgqueue.next_slots({} collate "tr-x-icu", after => %s)'
+    for cron in ("'0 0 * JAN FRI'", "'@MIDNIGHT'"):
+        assert column(conn, query.format(cron), FIRST), cron

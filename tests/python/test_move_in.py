@@ -200,6 +200,27 @@ def server(tmp_path) -> Iterator[str]:
         running.wait(20)
 
 
+HANDLERS = """
+import pgqueue
+
+app = pgqueue.App()
+
+
+@app.job("plain")
+def plain(to):
+    return to
+
+
+@app.job("urgent")
+def urgent(args):
+    return sum(args)
+
+
+@app.job("middle")
+def middle(): ...
+"""
+
+
 def test_what_waits_in_celery_moves_once_though_the_move_dies(db, server, tmp_path):
     celery = pytest.importorskip("celery", reason="make move-in")
     import redis
@@ -232,17 +253,25 @@ def test_what_waits_in_celery_moves_once_though_the_move_dies(db, server, tmp_pa
         ("plain", {"to": "ada"}, 0, 0),
         ("urgent", {"args": [1, 2]}, 0, 0),
     ]
-    assert work_off(db, "mails") == ["plain", "urgent", "middle"]
+    project.write("jobs.py", HANDLERS)
+    project.run("-m", "pgqueue.worker", "--app", "jobs", "-q", "mails", "--burst", "-c", "1")  # fmt: skip
+    ran = "select kind, result from pgqueue.run where outcome = 'completed' order by finished_at"
+    assert db.execute(ran).fetchall() == [("plain", "ada"), ("urgent", 3), ("middle", None)]  # fmt: skip
     there.lpush("moving:mails", again)
     assert project.run(script, url, "mails").stdout == "mails 1\n"
     assert one(db, "select count(*) from pgqueue.job") == 1
     assert not [key for key in there.keys() if there.type(key) == b"list"]
 
 
-def test_a_celery_task_that_others_wait_for_is_refused(db, server, tmp_path):
+@pytest.mark.parametrize("made_by", ["link", "group"])
+def test_a_celery_task_that_others_wait_for_is_refused(db, server, tmp_path, made_by):
     celery = pytest.importorskip("celery", reason="make move-in")
     app = celery.Celery(broker=f"redis+socket://{server}")
-    app.send_task("first", link=app.signature("second"))
+    second = app.signature("second")
+    if made_by == "link":
+        app.send_task("first", link=second)
+    else:
+        celery.group(second, second).apply_async()
     project = Project(tmp_path, PGDATABASE=db.info.dbname, PYTHONPATH=f"{PACKAGE}:{os.pathsep.join(sys.path)}")  # fmt: skip
     (recipe,) = documents.blocks(SECTIONS["Celery on Redis"], "python")
     project.write("move_celery.py", recipe.text)

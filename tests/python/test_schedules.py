@@ -228,7 +228,7 @@ def test_a_thousand_slots_at_one_moment_are_fired_in_bounded_claims(db):
         db.execute("select from pgqueue.claim('none', 'w')")
         fired.append(one(db, "select count(*) from pgqueue.job") - sum(fired))
     assert sum(fired) == 1000
-    assert max(fired) == 100
+    assert max(fired[1:]) == 10
 
 
 def test_schedules_are_found_by_their_index_in_a_session_that_knew_none(db, connect):
@@ -243,7 +243,7 @@ def test_schedules_are_found_by_their_index_in_a_session_that_knew_none(db, conn
     )
     assert pages(db, "select pgqueue.rest('{q}')") < 200
     make_due(db)
-    assert pages(db, "select pgqueue._fire_due(clock_timestamp())") < 300
+    assert pages(db, "select pgqueue._fire_due(clock_timestamp(), 100)") < 300
 
 
 # Faults

@@ -1,6 +1,7 @@
 """Waiting for a job, its progress, and cancelling it while it runs: what takes two sessions."""
 
 import asyncio
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -8,8 +9,9 @@ from datetime import timedelta
 import pgqueue
 import psycopg
 import pytest
+from cluster import Cluster
 from conftest import column, one
-from worker_harness import wait_until
+from worker_harness import wait_until, where
 
 CLAIM = "select id, token from pgqueue.claim('q', 'w', lease => %s)"
 ENDS = {
@@ -21,6 +23,11 @@ ENDS = {
     "cancel": "select pgqueue.cancel(%(id)s)",
     "purge": "select pgqueue.purge('q')",
 }
+pytest_plugins = ["worker_harness"]
+
+AWAITED = (
+    "select count(*) from pg_locks where locktype = 'advisory' and classid = 7366516"
+)
 SOON = timedelta(milliseconds=50)
 LATER = timedelta(seconds=2)
 
@@ -154,8 +161,17 @@ def test_a_wait_that_was_begun_or_ended_in_a_rolled_back_transaction_misses_no_e
     db.execute(ENDS["complete"], lease)
     assert rest(waiter, lease["id"]) == timedelta(0)
     waiter.execute("select pgqueue.await(null)")
-    locks = "select count(*) from pg_locks where locktype = 'advisory' and classid = 7366516"
-    assert one(db, locks) == 0
+    assert one(db, AWAITED) == 0
+
+
+def test_who_ends_its_waiting_keeps_the_lock_of_an_enqueue_behind_a_job(db, connect):
+    said: list[str | None] = []
+    conn, lease = connect(), claimed(db)
+    conn.add_notice_handler(lambda notice: said.append(notice.message_primary))
+    with conn.transaction():
+        conn.execute("select pgqueue.enqueue('q', after => array[%(id)s::bigint])", lease)  # fmt: skip
+        conn.execute("select pgqueue.await(%(id)s), pgqueue.await(null)", lease)
+    assert said == []
 
 
 def test_a_stranger_who_holds_the_locks_makes_a_waiter_look_more_often(
@@ -207,8 +223,7 @@ def test_wait_returns_the_status_of_each_of_many_jobs_soon_after_its_end(
     finally:
         over.set()
     assert [worker.result(20) for worker in workers] == [None, None]
-    locks = "select count(*) from pg_locks where locktype = 'advisory' and classid = 7366516"
-    assert one(db, locks) == 0
+    assert one(db, AWAITED) == 0
 
 
 @pytest.mark.parametrize("autocommit", [True, False])
@@ -241,13 +256,12 @@ def test_a_wait_that_is_cancelled_leaves_the_connection_as_it_was(db, dsn):
     async def main() -> None:
         async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as conn:
             waiting = asyncio.create_task(pgqueue.wait(conn, lease["id"]))
-            locks = "select count(*) from pg_locks where classid = 7366516 and locktype = 'advisory'"
-            while not await asyncio.to_thread(one, db, locks):
+            while not await asyncio.to_thread(one, db, AWAITED):
                 await asyncio.sleep(0)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            assert one(db, locks) == 0
+            assert one(db, AWAITED) == 0
             rows = await conn.execute("select pg_listening_channels()")
             assert await rows.fetchall() == []
 
@@ -272,11 +286,30 @@ def test_wait_raises_when_time_is_up_in_a_transaction_and_for_an_unknown_job(
         )
     )
     waiting = ThreadPoolExecutor(1).submit(pgqueue.wait, other, lease["id"])
-    locks = "select count(*) from pg_locks where classid = 7366516 and locktype = 'advisory'"
-    wait_until(lambda: one(db, locks))
+    wait_until(lambda: one(db, AWAITED))
     listening.start()
     with pytest.raises(psycopg.OperationalError):
         waiting.result(20)
+
+
+def test_the_ends_of_other_jobs_make_a_waiter_look_now_and_then_only(db, dsn):
+    id = one(db, "select pgqueue.enqueue('q')")
+
+    def wait() -> None:
+        with psycopg.connect(
+            dsn, autocommit=True, options="-c track_functions=all"
+        ) as conn:
+            pgqueue.wait(conn, id, timeout=20)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait)
+        wait_until(lambda: one(db, AWAITED))
+        for _ in range(500):
+            db.execute("notify pgqueue, 'end'")
+        db.execute(ENDS["cancel"], {"id": id})
+        waiting.result(20)
+    calls = "select pg_stat_get_function_calls('pgqueue.await(bigint)'::regprocedure)"
+    assert wait_until(lambda: one(db, calls)) < 200
 
 
 def test_wait_passes_other_notifications_on_and_stays_listening_if_it_was(db, connect):
@@ -287,13 +320,118 @@ def test_wait_passes_other_notifications_on_and_stays_listening_if_it_was(db, co
     conn.execute("listen mine")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(pgqueue.wait, conn, lease["id"])
-        locks = "select count(*) from pg_locks where classid = 7366516 and locktype = 'advisory'"
-        wait_until(lambda: one(db, locks))
+        wait_until(lambda: one(db, AWAITED))
         db.execute("notify mine, 'x'")
         db.execute(ENDS["complete"], lease)
         assert waiting.result(20).state == "completed"
     assert heard == ["x", "end"]
     assert column(conn, "select pg_listening_channels()") == ["pgqueue", "mine"]
+
+
+def listens(conn: psycopg.Connection) -> bool:
+    return one(conn, "select count(*) from pg_listening_channels()") > 0
+
+
+def test_a_wait_that_is_not_allowed_leaves_nothing_behind(db, connect, role):
+    lease, stranger = claimed(db), connect(user=role)
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        pgqueue.wait(stranger, lease["id"])
+    assert not listens(stranger)
+
+
+def test_an_interrupted_wait_leaves_nothing_behind(db, connect):
+    lease, conn = claimed(db), connect()
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        wait_until(lambda: one(db, AWAITED))
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        interrupting = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pgqueue.wait(conn, lease["id"], timeout=20)
+        interrupting.result()
+    assert not listens(conn)
+    assert one(db, AWAITED) == 0
+
+
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+def test_outside_read_committed_wait_polls(db, connect, level):
+    conn = connect(
+        options=f"-c default_transaction_isolation={level.replace(' ', chr(92) + ' ')}"
+    )
+    lease = claimed(db)
+    db.execute(ENDS["complete"], lease)
+    assert pgqueue.wait(conn, lease["id"], timeout=20).state == "completed"
+
+
+def test_two_waits_on_one_async_connection_both_end(db, dsn):
+    leases = [claimed(db), claimed(db)]
+
+    async def main() -> list[str]:
+        async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as conn:
+            waits = [pgqueue.wait(conn, lease["id"], 20) for lease in leases]
+            waiting = asyncio.gather(*waits)
+            for lease in leases:
+                await asyncio.to_thread(db.execute, ENDS["complete"], lease)
+            states = [status.state for status in await waiting]
+            rows = await conn.execute("select pg_listening_channels()")
+            assert await rows.fetchall() == []
+            return states
+
+    assert asyncio.run(main()) == ["completed", "completed"]
+    assert one(db, AWAITED) == 0
+
+
+def test_a_pipeline_is_refused(db):
+    lease = claimed(db)
+    with db.pipeline(), pytest.raises(ValueError, match="pipeline"):
+        pgqueue.wait(db, lease["id"])
+
+
+def test_wait_polls_behind_a_pooler_that_changes_the_backend(db, pooler, pool):
+    """So often that psycopg would prepare the statement, which another backend does not know."""
+    leases = [claimed(db) for _ in range(3)]
+    conns = [psycopg.connect(pooler, autocommit=True) for _ in leases]
+
+    def wait(place: int, timeout: float) -> str:
+        return pgqueue.wait(conns[place], leases[place]["id"], timeout).state
+
+    try:
+        for waiting in [pool.submit(wait, place, 1) for place in range(3)]:
+            with pytest.raises(TimeoutError):
+                waiting.result(20)
+        waits = [pool.submit(wait, place, 20) for place in range(3)]
+        for lease in leases:
+            db.execute(ENDS["complete"], lease)
+        assert [waiting.result(20) for waiting in waits] == ["completed"] * 3
+        assert one(db, AWAITED) == 0
+    finally:
+        for conn in conns:
+            conn.close()
+
+
+def test_on_a_standby_one_can_ask_and_wait():
+    with Cluster(fast=True) as cluster:
+        with psycopg.connect(where(cluster), autocommit=True) as db:
+            db.execute("create extension pgqueue")
+            ended, waits = claimed(db), claimed(db)
+            db.execute(ENDS["complete"], ended)
+        cluster.stop()
+        (cluster.data / "standby.signal").touch()
+        cluster.start()
+        with psycopg.connect(where(cluster), autocommit=True) as db:
+            assert one(db, "select pg_is_in_recovery()")
+            assert pgqueue.wait(db, ended["id"], 20).state == "completed"
+            with pytest.raises(TimeoutError):
+                pgqueue.wait(db, waits["id"], 0.1)
+            assert one(db, "select pgqueue.result(%s)", ended["id"]) is None
+            assert column(db, "select id from pgqueue.running") == [waits["id"]]
+            assert one(db, "select pgqueue.next_slots('@daily', 'Europe/Berlin')")
+            assert one(db, "select count(*) from pgqueue.schedules") == 0
+            with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
+                db.execute("select pgqueue.claim('q', 'w')")
 
 
 # Progress

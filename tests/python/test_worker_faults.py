@@ -10,7 +10,6 @@ import random
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -316,49 +315,6 @@ def test_sessions_lost_while_idle_cost_no_attempt(db, workers) -> None:
     assert column(db, "select distinct attempt from pgqueue.run") == [1]
     check_effects(db)
     assert workers.finish(worker) == 0
-
-
-@pytest.fixture
-def pooler(db, tmp_path) -> Iterator[str]:
-    program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH')}:/usr/sbin")
-    if program is None:
-        pytest.skip("pgbouncer is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    folder = Path(f"/tmp/pgqueue-bouncer-{os.getpid()}-{port}")
-    folder.mkdir()
-    users = folder / "users"
-    users.write_text(f'"{db.info.user}" ""\n')
-    ini = folder / "ini"
-    ini.write_text(
-        f"[databases]\n* = host={db.info.host} port={db.info.port}\n[pgbouncer]\n"
-        f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
-        f"auth_type = trust\nauth_file = {users}\npool_mode = transaction\n"
-        "default_pool_size = 4\n"
-    )
-    for path in (folder, users, ini):
-        os.chmod(path, 0o755)
-    user = "nobody" if os.geteuid() == 0 else None
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [program, str(ini)], user=user, stdout=log, stderr=log
-        )
-    dsn = f"host=127.0.0.1 port={port} user={db.info.user} dbname={db.info.dbname}"
-
-    def is_up() -> bool:
-        with contextlib.suppress(psycopg.OperationalError), psycopg.connect(dsn):
-            return True
-        assert process.poll() is None, (folder / "log").read_text()
-        return False
-
-    try:
-        wait_until(is_up, 10)
-        yield dsn
-    finally:
-        process.terminate()
-        process.wait()
-        shutil.rmtree(folder)
 
 
 def test_a_worker_polls_behind_pgbouncer_in_transaction_mode(

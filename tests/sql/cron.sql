@@ -4,7 +4,7 @@ set local client_min_messages = warning;
 set local timezone = 'UTC';
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(31);
+select plan(32);
 
 create function pg_temp.slots(
     cron text, timezone text, after timestamptz, slots int default 1, form text default 'YYYY-MM-DD HH24:MI'
@@ -34,6 +34,9 @@ select is(
 select is(
     pg_temp.slots('0 0 * * 0', 'UTC', '2024-01-01'), pg_temp.slots('0 0 * * 7', 'UTC', '2024-01-01'),
     'Sunday is 0 and 7'
+);
+select is(
+    pg_temp.slots('0 0 * * sun-sun', 'UTC', '2024-01-01', 2, 'DD Dy'), '07 Sun, 14 Sun', 'a range that is Sunday alone is no week'
 );
 select is(
     pg_temp.slots('0 0 13 * fri', 'UTC', '2024-09-01', 3, 'DD Dy'), '06 Fri, 13 Fri, 20 Fri',

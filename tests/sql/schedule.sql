@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(42);
+select plan(43);
 
 -- Makes a schedule due, so long ago.
 create function pg_temp.late(name text, by interval)
@@ -11,8 +11,8 @@ create function pg_temp.late(name text, by interval)
     language sql
 as $$
     update pgqueue.schedule as s
-    set next_slot = pgqueue._next_slot(s.cron, s.every, s.timezone, clock_timestamp() - by),
-        due_at = pgqueue._next_slot(s.cron, s.every, s.timezone, clock_timestamp() - by)
+    set next_slot = pgqueue._next_slot(pgqueue._read_cron(s.cron), s.every, s.timezone, clock_timestamp() - by),
+        due_at = pgqueue._next_slot(pgqueue._read_cron(s.cron), s.every, s.timezone, clock_timestamp() - by)
             + pgqueue._share_of_jitter(s.name, s.jitter)
     where s.name = $1
 $$;
@@ -180,6 +180,12 @@ select is(pg_temp.fired(), 1::bigint, 'a payload that became too large does not 
 select matches(
     (select problem from pgqueue.schedules where name = 'large'), 'payload is too large', 'the view says what is wrong'
 );
+select pgqueue.pause_schedule('large'), pgqueue.resume_schedule('large');
+select is(
+    (select problem from pgqueue.schedules where name = 'large'), null, 'a schedule that is resumed has no problem yet'
+);
+select pg_temp.late('large', '5 seconds');
+select pg_temp.fired();
 select pgqueue.configure('small', reset => true);
 update pgqueue.schedule set due_at = now() - interval '1 second' where name = 'large';
 select is(pg_temp.fired(), 1::bigint, 'its slot is fired when that is mended');
