@@ -432,7 +432,7 @@ $$;
 comment on function pgqueue._wait_for(bigint, bigint[], text) is
 'Lets a new job wait for others. One that has ended already counts as it ended.';
 
-create or replace function pgqueue._tie_loose_ends()
+create or replace function pgqueue._tie_loose_ends(most int)
     returns bigint
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -451,7 +451,7 @@ begin
     end if;
     with dropped as (
         delete from pgqueue.loose_end as l
-        where l.ctid = any (array(select p.ctid from pgqueue.loose_end as p limit 1000 for update skip locked))
+        where l.ctid = any (array(select p.ctid from pgqueue.loose_end as p limit most for update skip locked))
         returning l.id, l.what
     )
     select
@@ -498,5 +498,5 @@ begin
 end;
 $$;
 
-comment on function pgqueue._tie_loose_ends() is
-'Looks again at up to a thousand loose ends, and returns how many.';
+comment on function pgqueue._tie_loose_ends(int) is
+'Looks again at up to so many loose ends, and returns at how many.';

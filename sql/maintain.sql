@@ -207,7 +207,7 @@ begin
     done := pgqueue._fire_due(clock_timestamp(), 100);
     return next;
     task := 'tie loose ends';
-    done := pgqueue._tie_loose_ends();
+    done := pgqueue._tie_loose_ends(1000);
     return next;
     task := 'forget runs';
     done := pgqueue._forget_runs();

@@ -263,18 +263,20 @@ create or replace function pgqueue._look_around(moment timestamptz, most int)
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
+declare
+    is_all boolean;
 begin
-    -- rest() works in any transaction.
-    if current_setting('transaction_read_only') = 'on'
-        or current_setting('transaction_isolation') <> 'read committed'
-    then
+    -- rest() may be called in a read-only transaction, too.
+    if current_setting('transaction_read_only') = 'on' then
         return;
     end if;
     perform pgqueue._fire_due(moment, most);
     if pg_relation_size('pgqueue.loose_end') > 0 then
-        perform pgqueue._tie_loose_ends();
+        is_all := pgqueue._tie_loose_ends(10 * most) < 10 * most;
         perform setval('pgqueue._cell_due', least(
-            pgqueue._since_2020(pgqueue._believed_until(moment, '200 milliseconds')),
+            pgqueue._since_2020(pgqueue._believed_until(
+                moment, case when is_all then interval '200 milliseconds' else interval '0' end
+            )),
             case when pg_relation_size('pgqueue.schedule') > 0
                 then pg_sequence_last_value('pgqueue._cell_due'::regclass)
             end
@@ -286,8 +288,8 @@ end;
 $$;
 
 comment on function pgqueue._look_around(timestamptz, int) is
-'Does what is due beside claims: so many schedules, and loose ends. Says in the
-cell when to look again.';
+'Does what is due beside claims: so many schedules, and ten times as many loose
+ends. Says in the cell when to look again.';
 
 create or replace function pgqueue._look_around_by_the_way(moment timestamptz)
     returns timestamptz

@@ -135,7 +135,7 @@ select pgqueue.claim('m', 'w');
 update pgqueue.job set lease_expires_at = now() - interval '1 second', max_attempts = 1 where id = :a;
 select pgqueue.reap();
 select is(pg_temp.state(:c), 'ready', 'so may the end of a lease');
-select pgqueue._tie_loose_ends();
+select pgqueue._tie_loose_ends(1000);
 select is_empty('select from pgqueue.loose_end', 'one look is enough');
 select is_empty('select from pgqueue.dependency as d where d.job_id not in (select id from pgqueue.job)', 'and no ended job has ties');
 
