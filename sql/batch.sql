@@ -2,7 +2,7 @@
 --
 -- A job knows its batch (terms), and a row in tally says among which ids a batch has jobs. No row is
 -- written when a job completes: who ends one only looks whether the batch has another.
---   - One that nobody has touched: it ends later, and its end will look.
+--   - One that nobody has touched since it was written (xmax): it ends later, and its end will look.
 --   - None: the batch is over.
 --   - Only such as others are just deleting, or writing: perhaps those have looked before, and have seen
 --     ours. Then nobody would notice, so it leaves a loose end, as in room depend.
@@ -39,7 +39,8 @@ begin
         last_id := least(first_id + 1023, below - 1);
         select j.id into id
         from pgqueue.job as j
-        where j.id between first_id and last_id and (j.terms).batch_id = _last_job.batch_id and j.xmax = 0
+        where j.id between first_id and last_id and (j.terms).batch_id = _last_job.batch_id
+            and j.xmax in ('0'::xid, j.xmin)
         order by j.id desc
         limit 1;
         exit when found;
@@ -62,25 +63,33 @@ create or replace function pgqueue._is_batch_over(batch_id bigint)
     returns boolean
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_indexscan = on
 as $$
 declare
     cell regclass := ('pgqueue._cell_' || 1024 + (batch_id & 31))::regclass;
     found_before bigint := pg_sequence_last_value(cell);
     last record;
 begin
-    -- On from there, because above it there may be only dead entries of the index.
-    select l.id into last from pgqueue._last_job(batch_id, found_before + 1) as l;
-    if last.id is null then
-        select l.id, l.touched into last from pgqueue._last_job(batch_id, 9223372036854775807) as l;
-        if last.id is null then
-            return case
-                when last.touched is null then true
-                when pgqueue._is_left_alone(last.touched) then false
-            end;
-        end if;
+    if (select (j.terms).batch_id = batch_id from pgqueue.job as j where j.id = found_before)
+        and pgqueue._is_left_alone(found_before)
+    then
+        return false;
     end if;
-    perform setval(cell, last.id);
-    return false;
+    -- On from there, because above it there may be only dead entries of the index.
+    select l.* into last from pgqueue._last_job(batch_id, found_before) as l;
+    if last.id is null then
+        select l.* into last from pgqueue._last_job(batch_id, 9223372036854775807) as l;
+    end if;
+    if last.id is null and pgqueue._is_left_alone(last.touched) then
+        last.id := last.touched;
+    end if;
+    if last.id is not null then
+        perform setval(cell, last.id);
+        return false;
+    end if;
+    return case when last.touched is null then true end;
 end;
 $$;
 
@@ -116,7 +125,9 @@ begin
         -- Most still have the job that the last look has found.
         found_before := pg_sequence_last_value(('pgqueue._cell_' || 1024 + (batch_id & 31))::regclass);
         continue when (
-            select (j.terms).batch_id = batch_id and j.xmax = 0 from pgqueue.job as j where j.id = found_before
+            select (j.terms).batch_id = batch_id and j.xmax in ('0'::xid, j.xmin)
+            from pgqueue.job as j
+            where j.id = found_before
         );
         continue when (
             select b.closed_at is null or b.finished_at is not null from pgqueue.batch as b where b.id = batch_id

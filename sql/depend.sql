@@ -2,7 +2,7 @@
 --
 -- Each wait is a row in dependency. No counter is written by all: whoever ends a job cuts its ties, and then
 -- looks whether another job holds up who waited for it.
---   - One that nobody has touched: it ends later, and its end will look.
+--   - One that nobody has touched since it was written (xmax): it ends later, and its end will look.
 --   - None: the wait is over.
 --   - Only such as others are just deleting, or writing: perhaps those have looked before, and have seen
 --     ours. Then nobody would notice, so it leaves a loose end, and the next claim, rest or maintain looks.
@@ -11,6 +11,8 @@
 -- An end does not see a job that is just being enqueued after it. So that leaves a loose end as well, which
 -- is seen when it commits. An end with an old snapshot (REPEATABLE READ) leaves one for each of its jobs.
 -- Nobody waits for anybody here: what somebody else has locked becomes a loose end.
+--
+-- Who claims a job locks it first, and leaves the new version with an xmax that equals its xmin.
 
 create or replace function pgqueue._check_after(after bigint[], if_dead text)
     returns text[]
@@ -117,14 +119,14 @@ begin
             select true
             from pgqueue.dependency as d
             join pgqueue.job as j on j.id = d.job_id
-            where d.waiter_id = w.id and hashint8(d.job_id) >= start and j.xmax = 0
+            where d.waiter_id = w.id and hashint8(d.job_id) >= start and j.xmax in ('0'::xid, j.xmin)
             limit 1
         ),
         (
             select true
             from pgqueue.dependency as d
             join pgqueue.job as j on j.id = d.job_id
-            where d.waiter_id = w.id and hashint8(d.job_id) < start and j.xmax = 0
+            where d.waiter_id = w.id and hashint8(d.job_id) < start and j.xmax in ('0'::xid, j.xmin)
             limit 1
         ),
         false

@@ -14,7 +14,7 @@ create or replace function pgqueue.complete(job_id bigint, token bigint, result 
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    today int := floor(extract(epoch from moment) / 86400)::int;
+    today int := floor(date_part('epoch', moment) / 86400)::int;
     keep_runs int := 7;
     has_settings boolean := pg_relation_size('pgqueue.queue') > 0;
     is_configured boolean;
@@ -68,7 +68,7 @@ begin
         -- As in _look_at_batches: most have the job still that the last look has found.
         found_before := pg_sequence_last_value(('pgqueue._cell_' || 1024 + (done.batch_id & 31))::regclass);
         perform from pgqueue.job as j
-        where j.id = found_before and (j.terms).batch_id = done.batch_id and j.xmax = 0;
+        where j.id = found_before and (j.terms).batch_id = done.batch_id and j.xmax in ('0'::xid, j.xmin);
         if not found then
             perform pgqueue._look_at_batches(array[done.batch_id]);
         end if;
@@ -114,7 +114,7 @@ declare
         case when results is not null then pgqueue._check_results(job_ids, results) end
     ));
     moment timestamptz := clock_timestamp();
-    today int := floor(extract(epoch from moment) / 86400)::int;
+    today int := floor(date_part('epoch', moment) / 86400)::int;
     is_configured boolean := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
     is_logged boolean := case when is_configured
         then pgqueue._log_kept(job_ids, tokens, results, moment)

@@ -460,6 +460,34 @@ def test_a_look_at_a_batch_of_which_much_has_ended_does_not_read_it_all(
     assert one(db, "select completed from pgqueue.batches") == 20_000
 
 
+def test_a_look_at_a_batch_whose_jobs_all_run_does_not_read_them_all(db, connect):
+    """A claim leaves its mark in each row, and one in a savepoint another, of several transactions."""
+    batch = one(db, "select pgqueue.create_batch('done')")
+    db.execute(
+        "select count(*) from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[2000]), batch_id => %s)",
+        [batch],
+    )
+    db.execute("select pgqueue.close_batch(%s)", [batch])
+    leases = db.execute(
+        "select id, token from pgqueue.claim('q', 'w', 1000)"
+    ).fetchall()
+    with db.transaction():
+        with db.transaction():
+            leases += db.execute(
+                "select id, token from pgqueue.claim('q', 'w', 1000)"
+            ).fetchall()
+        with db.transaction():
+            db.execute(
+                "select count(*) from pgqueue.extend(%s, %s)",
+                [list(column) for column in zip(*leases, strict=True)],
+            )
+    few = []
+    for lease in (*leases[:9], *leases[-9:]):
+        db.execute(ENDS["complete"], lease)
+        few += [pages(db, f"select pgqueue._look_at_batches(array[{batch}])")]
+    assert sorted(few)[9] < 30
+
+
 def test_batches_that_share_a_cell_finish_each_by_itself(db):
     batches = [one(db, "select pgqueue.create_batch('done')")]
     while len(batches) < 3:
