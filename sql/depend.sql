@@ -68,9 +68,8 @@ end;
 $$;
 
 comment on function pgqueue._leave_loose_ends(bigint[], text, timestamptz) is
-'Has somebody look again, when this has committed, at jobs that wait (waiter), or
-that are to be cancelled (doomed), at jobs that have ended (completed, dead,
-cancelled), or at batches (batch).';
+'Has somebody look again, when this has committed, at jobs that wait (waiter), at
+jobs that have ended (completed, dead, cancelled), or at batches (batch).';
 
 create or replace function pgqueue._is_left_alone(job_id bigint)
     returns boolean
@@ -196,7 +195,7 @@ $$;
 comment on function pgqueue._free(bigint[]) is
 'Lets jobs run whose wait is over, from their run_at on.';
 
-create or replace function pgqueue._cancel_waiters(job_ids bigint[], reasons text[])
+create or replace function pgqueue._cancel_waiters(job_ids bigint[], reasons text[], causes bigint[])
     returns bigint[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -210,6 +209,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     doomed record;
+    missed bigint[];
 begin
     select
         array_agg(l.tid) as picks, array_agg(l.id) as ids, array_agg(l.queue) as queues,
@@ -226,10 +226,24 @@ begin
     join (
         select distinct on (u.id) u.* from unnest(job_ids, reasons) as u (id, reason)
     ) as r on r.id = l.id;
-    perform pgqueue._leave_loose_ends(array_agg(j.id), 'doomed')
-    from pgqueue.job as j
-    where j.id = any (array(select unnest(job_ids) except select unnest(doomed.ids))) and j.run_at = 'infinity'
-    having count(*) > 0;
+    if cardinality(doomed.picks) = cardinality(job_ids) then
+        missed := '{}';
+    else
+        missed := array(
+            select j.id
+            from pgqueue.job as j
+            where j.id = any (array(select unnest(job_ids) except select unnest(doomed.ids)))
+                and j.run_at = 'infinity'
+        );
+    end if;
+    if missed <> '{}' then
+        -- They keep that tie, to a job that never was, or they might run meanwhile.
+        insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
+        select distinct -abs(u.cause), u.id, false
+        from unnest(job_ids, causes) as u (id, cause)
+        where u.id = any (missed);
+        perform pgqueue._leave_loose_ends(missed, 'waiter');
+    end if;
     if doomed.picks is null then
         return '{}'::bigint[];
     end if;
@@ -243,9 +257,10 @@ begin
 end;
 $$;
 
-comment on function pgqueue._cancel_waiters(bigint[], text[]) is
-'Cancels jobs that wait for one that did not complete; the ids of those that
-there still were.';
+comment on function pgqueue._cancel_waiters(bigint[], text[], bigint[]) is
+'Cancels jobs that wait for one that did not complete (causes), and returns the
+ids of those that it could lock. The others stay blocked, and somebody looks at
+them again.';
 
 create or replace function pgqueue._outcomes_of(job_ids bigint[])
     returns table (id bigint, outcome text)
@@ -270,7 +285,10 @@ begin
     return query
     select
         e.id,
-        coalesce((select 'dead'::text from pgqueue.dead_job as d where d.id = e.id), last.outcome, 'completed')
+        coalesce(
+            case when e.id < 0 then 'cancelled' end,
+            (select 'dead'::text from pgqueue.dead_job as d where d.id = e.id), last.outcome, 'completed'
+        )
     from unnest(ended) as e (id)
     left join (
         select distinct on (r.job_id) r.job_id, r.outcome
@@ -283,7 +301,8 @@ $$;
 
 comment on function pgqueue._outcomes_of(bigint[]) is
 'How those of some jobs have ended that do not wait or run: completed, dead or
-cancelled. One of which nothing is known any more counts as completed.';
+cancelled. One of which nothing is known any more counts as completed; a number
+below zero stands for one that did not complete.';
 
 create or replace function pgqueue._cut_ties(job_ids bigint[], outcomes text[])
     returns void
@@ -322,17 +341,18 @@ begin
         )
         select
             array_agg(f.waiter_id) filter (where f.is_cut and not f.is_doomed) as waiters,
-            array_agg(f.waiter_id) filter (where not f.is_cut and not f.is_doomed) as locked,
+            array_agg(f.waiter_id) filter (where not f.is_cut) as locked,
             array_agg(f.waiter_id) filter (where f.is_doomed) as doomed,
+            array_agg(f.job_id) filter (where f.is_doomed) as causes,
             array_agg(
                 format(
-                    'job %s, which it waited for, %s', f.job_id,
+                    'job %s, which it waited for, %s', abs(f.job_id),
                     case f.outcome when 'dead' then 'is dead' else 'was cancelled' end
                 )
             ) filter (where f.is_doomed) as reasons
         into tied
         from (
-            select f.*, e.outcome, e.outcome <> 'completed' and not f.runs_if_dead as is_doomed
+            select f.*, e.outcome, f.is_cut and e.outcome <> 'completed' and not f.runs_if_dead as is_doomed
             from found as f
             join (
                 select distinct on (u.id) u.* from unnest(ended, ends) as u (id, outcome)
@@ -344,7 +364,7 @@ begin
         end if;
         ended := '{}';
         if tied.doomed is not null then
-            ended := pgqueue._cancel_waiters(tied.doomed, tied.reasons);
+            ended := pgqueue._cancel_waiters(tied.doomed, tied.reasons, tied.causes);
             ends := array_fill('cancelled'::text, array[cardinality(ended)]);
         end if;
         if tied.waiters is not null then
@@ -442,11 +462,15 @@ create or replace function pgqueue._tie_loose_ends(most int)
     set jit = off
     set enable_indexscan = on
     set enable_tidscan = on
+    set enable_seqscan = off
     set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
 as $$
 declare
     picked record;
     missed bigint[];
+    touched bigint[];
 begin
     if pg_relation_size('pgqueue.loose_end') = 0 then
         return 0;
@@ -458,22 +482,12 @@ begin
     )
     select
         array_agg(distinct d.id) filter (where d.what = 'waiter') as waiters,
-        array_agg(distinct d.id) filter (where d.what = 'doomed') as doomed,
         array_agg(distinct d.id) filter (where d.what = 'batch') as batches,
         array_agg(d.id) filter (where d.what in ('completed', 'dead', 'cancelled')) as ended,
         array_agg(d.what) filter (where d.what in ('completed', 'dead', 'cancelled')) as outcomes,
         count(*) as ends
     into picked
     from dropped as d;
-    if picked.doomed is not null then
-        picked.doomed := pgqueue._cancel_waiters(
-            picked.doomed,
-            array_fill('a job that it waited for did not complete'::text, array[cardinality(picked.doomed)])
-        );
-        perform pgqueue._cut_ties(
-            picked.doomed, array_fill('cancelled'::text, array[cardinality(picked.doomed)])
-        );
-    end if;
     if picked.ended is not null then
         perform pgqueue._cut_ties(array_agg(e.id), array_agg(e.outcome))
         from unnest(picked.ended, picked.outcomes) as e (id, outcome)
@@ -481,14 +495,23 @@ begin
         having count(*) > 0;
     end if;
     if picked.waiters is not null then
-        -- Ends that did not see who waited.
-        missed := array(
-            select distinct d.job_id
+        -- Ends that did not see who waited, and such as perhaps just do not.
+        select
+            array_agg(distinct d.job_id) filter (where j.id is null),
+            array_agg(distinct d.job_id) filter (where j.xmax not in ('0'::xid, j.xmin))
+        into missed, touched
+        from pgqueue.dependency as d
+        left join pgqueue.job as j on j.id = d.job_id
+        where d.waiter_id = any (picked.waiters);
+        if touched is not null then
+            perform pgqueue._leave_loose_ends(array_agg(distinct d.waiter_id), 'waiter')
             from pgqueue.dependency as d
-            where d.waiter_id = any (picked.waiters)
-                and not exists (select from pgqueue.job as j where j.id = d.job_id offset 0)
-        );
-        if missed <> '{}' then
+            where d.waiter_id = any (picked.waiters) and d.job_id = any (array(
+                select t.id from unnest(touched) as t (id) where not pgqueue._is_left_alone(t.id)
+            ))
+            having count(*) > 0;
+        end if;
+        if missed is not null then
             perform pgqueue._cut_ties(array_agg(o.id), array_agg(o.outcome)) from pgqueue._outcomes_of(missed) as o;
         end if;
         perform pgqueue._end_waits(picked.waiters);

@@ -41,36 +41,41 @@ begin
         refused := pgqueue._refuse(pgqueue._lost(job_id, token));
     end if;
 
-    if done.slot is not null then
-        perform pgqueue._recall(array[done.queue], array[done.group_key]);
-    end if;
-    if has_settings then
+    -- One condition, because each that a plain job meets costs it half a hundredth.
+    if done.slot is not null or done.batch_id is not null or has_settings
+        or pg_relation_size('pgqueue.dependency') > 0
+        or pg_sequence_last_value('pgqueue._cell_awaited'::regclass)
+            > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
+    then
+        if done.slot is not null then
+            perform pgqueue._recall(array[done.queue], array[done.group_key]);
+        end if;
         if is_configured then
             keep_runs := case when is_logged then 0
                 else (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs
             end;
         end if;
-        if pgqueue._has_running_caps(done.queue) then
+        if has_settings and pgqueue._has_running_caps(done.queue) then
             perform pgqueue._wake(done.queue);
         end if;
-    end if;
-    -- Does anybody wait for it? See room status.
-    if (
-        pg_try_advisory_lock(7366516, (job_id & 255)::int)
-        and pg_advisory_unlock(7366516, (job_id & 255)::int)
-    ) is not true then
-        perform pgqueue._notify(done.queue, 'end');
-    end if;
-    if pg_relation_size('pgqueue.dependency') > 0 then
-        perform pgqueue._cut_ties(array[job_id], array['completed']);
-    end if;
-    if done.batch_id is not null then
-        -- As in _look_at_batches: most have the job still that the last look has found.
-        found_before := pg_sequence_last_value(('pgqueue._cell_' || 1024 + (done.batch_id & 31))::regclass);
-        perform from pgqueue.job as j
-        where j.id = found_before and (j.terms).batch_id = done.batch_id and j.xmax in ('0'::xid, j.xmin);
-        if not found then
-            perform pgqueue._look_at_batches(array[done.batch_id]);
+        -- Does anybody wait for it? See room status.
+        if (
+            pg_try_advisory_lock(7366516, (job_id & 255)::int)
+            and pg_advisory_unlock(7366516, (job_id & 255)::int)
+        ) is not true then
+            perform pgqueue._notify(done.queue, 'end');
+        end if;
+        if pg_relation_size('pgqueue.dependency') > 0 then
+            perform pgqueue._cut_ties(array[job_id], array['completed']);
+        end if;
+        if done.batch_id is not null then
+            -- As in _look_at_batches: most have the job still that the last look has found.
+            found_before := pg_sequence_last_value(('pgqueue._cell_' || 1024 + (done.batch_id & 31))::regclass);
+            perform from pgqueue.job as j
+            where j.id = found_before and (j.terms).batch_id = done.batch_id and j.xmax in ('0'::xid, j.xmin);
+            if not found then
+                perform pgqueue._look_at_batches(array[done.batch_id]);
+            end if;
         end if;
     end if;
     if keep_runs > 0 then

@@ -611,7 +611,9 @@ create table pgqueue.dependency (
 );
 comment on table pgqueue.dependency is
 'Which jobs have not ended yet for which others wait.';
-comment on column pgqueue.dependency.job_id is 'The job that has to end.';
+comment on column pgqueue.dependency.job_id is
+'The job that has to end. Less than zero: that job did not complete, and the one
+that waits is to be cancelled.';
 comment on column pgqueue.dependency.waiter_id is 'The job that waits for it.';
 comment on column pgqueue.dependency.runs_if_dead is
 'Whether any end will do; else the job that waits is cancelled unless this one
@@ -630,9 +632,8 @@ comment on table pgqueue.loose_end is
 somebody looks again.';
 comment on column pgqueue.loose_end.id is 'A job, or a batch.';
 comment on column pgqueue.loose_end.what is
-'What it is: waiter, a job that nothing may hold up any more; doomed, one that is
-to be cancelled; completed, dead or cancelled, one that has ended so; batch, a
-batch that may be over.';
+'What it is: waiter, a job that nothing may hold up any more; completed, dead or
+cancelled, one that has ended so; batch, a batch that may be over.';
 
 create table pgqueue.batch (
     id bigint not null,
@@ -706,6 +707,11 @@ begin
     end loop;
 end;
 $$;
+
+create sequence pgqueue._cell_awaited minvalue 0;
+comment on sequence pgqueue._cell_awaited is
+'Until when a completion looks whether anybody waits for it, in us since 2020;
+safe to lose.';
 
 create sequence pgqueue._cell_due minvalue 0;
 comment on sequence pgqueue._cell_due is

@@ -5,6 +5,9 @@
 -- them, then looks whether these locks can be had (many jobs: the first of them, and only if it is
 -- taken the others), and sends a notification only if not. So nobody pays for it while nobody waits.
 --
+-- complete() looks for the lock only while a cell says that somebody has waited within the last minute,
+-- which is cheaper still: await() writes that first of all.
+--
 -- await() takes the locks first, then looks for the job, with a new snapshot. No end is missed:
 --   - Who looks for locks after that finds them, and its notification comes with its commit.
 --   - Who had looked before had deleted before. If that has committed, the job is gone. If not, the
@@ -221,6 +224,15 @@ declare
     note text := format(' %s ', job_id & 255);
     is_heard boolean;
 begin
+    if (
+        pg_sequence_last_value('pgqueue._cell_awaited')
+            > pgqueue._since_2020(clock_timestamp() + interval '30 seconds')
+    ) is not true then
+        if current_setting('transaction_read_only') = 'on' then
+            return false;
+        end if;
+        perform setval('pgqueue._cell_awaited', pgqueue._since_2020(clock_timestamp() + interval '1 minute'));
+    end if;
     -- Saves a look into pg_locks, most of the cost. A rollback may bring back the note of what was given
     -- back since: then no notification comes, and a look every two seconds finds the end.
     if position(note in noted) > 0 then
