@@ -20,6 +20,7 @@ STEPS = 25
 MAINTAIN = "select count(*) from pgqueue.maintain()"
 # What another session has just done to the same job or batch; 40001 in a REPEATABLE READ one.
 EXPECTED = {"PQ001", "PQ002", "55000", "40001"}
+CLAIMS = ["claim_from('{q,p,callback}'", "claim('q'", "claim('p'", "claim('callback'"]
 Ids = list[int]
 
 
@@ -29,7 +30,6 @@ class Session:
     def __init__(self, conn: psycopg.Connection, seed: str) -> None:
         self.conn = conn
         self.rng = random.Random(seed)
-        self.locked = False
 
     def run(self) -> None:
         verbs = {
@@ -37,8 +37,7 @@ class Session:
             self.enqueue_many: 1,
             self.work: 10,
             self.redrive: 1,
-            self.cancel: 1,
-            self.cancel_old: 0.5,
+            self.cancel: 1.5,
             self.purge: 0.5,
             self.discard: 0.3,
             self.maintain: 2,
@@ -50,6 +49,12 @@ class Session:
             rolls_back = self.rng.random() < 0.15
             try:
                 with self.conn.transaction(force_rollback=rolls_back):
+                    if verb not in (self.work, self.maintain):
+                        self.grow_old()
+                    if self.rng.random() < 0.1:
+                        with self.conn.transaction(force_rollback=True):
+                            verb()
+                            self.pause()
                     verb()
                     self.pause()
             except psycopg.Error as error:
@@ -63,6 +68,13 @@ class Session:
     def some(self, query: str, most: int = 1) -> Ids:
         ids = column(self.conn, query)
         return self.rng.sample(ids, min(most, len(ids)))
+
+    def grow_old(self) -> None:
+        """Have a snapshot that is older than what is to be done, now and then."""
+        if self.rng.random() < 0.15:
+            self.conn.execute("set transaction isolation level repeatable read")
+            self.conn.execute("select 1")
+            time.sleep(0.005)
 
     # Producers
 
@@ -86,7 +98,8 @@ class Session:
         self.pause()
         self.conn.execute(
             "insert into made select pgqueue.enqueue(%(queue)s, batch_id => %(batch)s, after => %(after)s,"
-            " if_dead => %(if_dead)s, max_attempts => 2, expires_at => now() + %(expires)s::interval),"
+            " if_dead => %(if_dead)s, max_attempts => 2, expires_at => now() + %(expires)s::interval,"
+            " group_key => %(group)s, priority => %(priority)s),"
             " %(batch)s, %(after)s, %(if_dead)s",
             {
                 "queue": queue,
@@ -94,12 +107,15 @@ class Session:
                 "after": after,
                 "if_dead": self.rng.choice(["cancel", "run"]),
                 "expires": self.rng.choice([None, None, None, "5 ms"]),
+                "group": self.rng.choice([None, None, "a", "b"]),
+                "priority": self.rng.choice([None, None, 1]),
             },
         )
 
     def enqueue_many(self) -> None:
         self.conn.execute(
-            "insert into made select pgqueue.enqueue_many('q', '{1,2,3}', batch_id => %(b)s), %(b)s",
+            "insert into made"
+            " select pgqueue.enqueue_many('q', '{1,2,3}', group_keys => '{a,a,null}', batch_id => %(b)s), %(b)s",
             {"b": self.batch()},
         )
 
@@ -112,7 +128,7 @@ class Session:
     def work(self) -> None:
         """Claim, and end what was claimed in one way or another, here or in a while."""
         leases = self.conn.execute(
-            "select id, token, queue from pgqueue.claim_from('{q,p,callback}', 'w', %s, lease => %s)",
+            f"select id, token, queue from pgqueue.{self.rng.choice(CLAIMS)}, 'w', %s, lease => %s)",
             [self.rng.choice([1, 1, 2, 5]), self.rng.choice(["5 ms", "10 s"])],
         ).fetchall()
         leases += self.conn.execute(
@@ -149,14 +165,6 @@ class Session:
 
     def cancel(self) -> None:
         for id in self.some("select id from pgqueue.job where queue <> 'callback'"):
-            self.conn.execute("select pgqueue.cancel(%s)", [id])
-
-    def cancel_old(self) -> None:
-        """Cancel in a transaction whose snapshot is older."""
-        self.conn.execute("set transaction isolation level repeatable read")
-        ids = self.some("select id from pgqueue.job where queue <> 'callback'")
-        time.sleep(0.005)
-        for id in ids:
             self.conn.execute("select pgqueue.cancel(%s)", [id])
 
     def purge(self) -> None:
@@ -275,6 +283,7 @@ def test_whatever_sessions_do_all_that_waits_comes_to_rest(db, connect):
     db.execute(
         "create table made (job_id bigint, batch_id bigint, after bigint[], if_dead text)"
     )
+    db.execute("select pgqueue.configure('q', group_limit => 2)")
     sessions = [connect() for _ in range(SESSIONS)]
     with ThreadPoolExecutor(SESSIONS) as pool:
         for number in range(ROUNDS):
