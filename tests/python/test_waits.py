@@ -30,7 +30,10 @@ def claimed(db: psycopg.Connection, **options) -> tuple[int, int]:
 
 
 def at_rest(db: psycopg.Connection) -> bool:
-    return one(db, "select count(*) from pgqueue.loose_end") == one(db, TIE) == 0
+    """Whether there is nothing to look at, and no tie of a job that has ended."""
+    ties = "select count(*) from pgqueue.dependency where job_id not in (select id from pgqueue.job)"
+    ends = "select count(*) from pgqueue.loose_end"
+    return one(db, ends) == one(db, TIE) == one(db, ties) == 0
 
 
 def complete_some(db: psycopg.Connection, most: int) -> None:
@@ -254,6 +257,53 @@ def test_a_job_that_waits_for_one_that_is_cancelled_with_another_is_not_forgotte
     producer.commit()
     db.execute(TIE)
     assert [state(db, id) for id in (second, third)] == ["cancelled", "cancelled"]
+    assert at_rest(db)
+
+
+@pytest.mark.parametrize("verb", ["complete", "fail"])
+@pytest.mark.parametrize("last", ["complete", "fail", "cancel"])
+def test_a_look_goes_on_until_no_end_is_open_that_may_not_have_seen_who_waits(
+    db, connect, verb, last
+):
+    first = claimed(db)
+    second = one(db, "select pgqueue.enqueue('q')")
+    ender = connect(autocommit=False)
+    ender.execute(ENDS[verb], first)
+    waiter = one(db, "select pgqueue.enqueue('after', after => %s)", [first[0], second])
+    db.execute(TIE)
+    ender.commit()
+    db.execute(TIE)
+    assert state(db, waiter) == ("cancelled" if verb == "fail" else "blocked")
+    if last == "cancel" and verb == "complete":
+        db.execute("select pgqueue.cancel(%s)", [waiter])
+    lease = db.execute("select id, token from pgqueue.claim('q', 'w')").fetchone()
+    db.execute(ENDS["fail" if last == "fail" else "complete"], lease)
+    db.execute(TIE)
+    assert at_rest(db)
+
+
+@pytest.mark.parametrize("looks_first", [False, True])
+@pytest.mark.parametrize("end", ["purge('q')", "fail(%s, %s, 'e', permanent => true)"])
+def test_a_job_that_is_locked_when_one_dies_that_it_waits_for_never_runs(
+    db, connect, end, looks_first
+):
+    """With keep_runs 0 nobody else remembers what was cancelled."""
+    db.execute("select pgqueue.configure('q', keep_runs => 0)")
+    last = claimed(db)
+    if "%s" in end:
+        dies = claimed(db)
+    else:
+        dies = (one(db, "select pgqueue.enqueue('q')"),)
+    waiter = one(db, "select pgqueue.enqueue('after', after => %s)", [dies[0], last[0]])
+    holder = connect(autocommit=False)
+    holder.execute("select pgqueue.reprioritize(%s, 7)", [waiter])
+    db.execute(f"select pgqueue.{end}", dies if "%s" in end else [])
+    holder.commit()
+    if looks_first:
+        db.execute(TIE)
+    db.execute(ENDS["complete"], last)
+    db.execute(TIE)
+    assert state(db, waiter) == "cancelled"
     assert at_rest(db)
 
 
