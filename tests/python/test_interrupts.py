@@ -42,10 +42,11 @@ FILL = [
     select 0, now() + (n % 2 * 2 - 1) * interval '1 day', 'q', 'once ' || n
     from generate_series(1, 40) as n
     """,
-    # Schedules that are due, and some that are paused.
+    # Schedules that are due, fewer than a claim fires at most, some that are not, and some that are paused.
     """
     insert into pgqueue.schedule (due_at, next_slot, is_paused, every, name, queue, timezone, catch_up, payload)
-    select case when n < 40 then now() - interval '1 day' else 'infinity' end, now() - interval '1 day', n >= 40,
+    select case when n < 10 then now() - interval '1 day' when n < 40 then now() + interval '1 day' else 'infinity' end,
+        now() - interval '1 day', n >= 40,
         '1 hour', 's ' || n, 'q', 'UTC', 'one', '{}'
     from generate_series(1, 60) as n
     """,
