@@ -127,13 +127,14 @@ class Session:
 
     def work(self) -> None:
         """Claim, and end what was claimed in one way or another, here or in a while."""
-        leases = self.conn.execute(
-            f"select id, token, queue from pgqueue.{self.rng.choice(CLAIMS)}, 'w', %s, lease => %s)",
-            [self.rng.choice([1, 1, 2, 5]), self.rng.choice(["5 ms", "10 s"])],
-        ).fetchall()
-        leases += self.conn.execute(
-            "select id, token, queue from pgqueue.job where token is not null and random() < 0.2"
-        ).fetchall()
+        # Either, because who holds new leases and ends older ones of another may wait in a circle.
+        if self.rng.random() < 0.7:
+            query = f"select id, token, queue from pgqueue.{self.rng.choice(CLAIMS)}, 'w', %s, lease => %s)"
+            given = [self.rng.choice([1, 1, 2, 5]), self.rng.choice(["5 ms", "10 s"])]
+        else:
+            query = "select id, token, queue from pgqueue.job where token is not null and random() < 0.4"
+            given = []
+        leases = self.conn.execute(query, given).fetchall()
         self.pause()
         if not leases:
             return
