@@ -79,7 +79,8 @@ create or replace function pgqueue._is_left_alone(job_id bigint)
     set enable_indexscan = on
 as $$
 begin
-    perform from pgqueue.job as j where j.id = _is_left_alone.job_id for key share skip locked;
+    -- For key share it would wait for who just updates it, in spite of skip locked.
+    perform from pgqueue.job as j where j.id = _is_left_alone.job_id for update skip locked;
     if found then
         -- Gives the lock back.
         raise sqlstate 'PQ000';
@@ -91,8 +92,8 @@ end;
 $$;
 
 comment on function pgqueue._is_left_alone(bigint) is
-'Whether a job waits or runs, and nobody is just ending it. Its row alone does
-not tell: who wrote there may have rolled back.';
+'Whether a job waits or runs, and nobody is just writing or ending it. Its row
+alone does not tell: who wrote there may have rolled back.';
 
 create or replace function pgqueue._held_up(waiter_ids bigint[])
     returns table (waiter_id bigint, is_held_up boolean, touched bigint)

@@ -179,6 +179,11 @@ TABLES = {
     "queue": "name",
     "run": "job_id, attempt",
     "recent_key": "queue, unique_key",
+    "dependency": "job_id, waiter_id",
+    "loose_end": "id",
+    "batch": "id",
+    "tally": "batch_id, part",
+    "schedule": "name",
 }
 POPULATE = """
 select pgqueue.configure('mails', lease => '3 minutes', keep_runs => 14);
@@ -195,6 +200,12 @@ update pgqueue.job set lease_expires_at = now() - interval '1 hour'
     where id = (select max(id) from pgqueue.job where token is not null);
 select pgqueue.cancel((select min(id) from pgqueue.job where token is not null), 'why');
 select pgqueue.cancel(pgqueue.enqueue('once', unique_key => 'k', unique_for => '1 hour'));
+select pgqueue.schedule('nightly', 'mails', '0 3 * * *', timezone => 'Europe/Berlin');
+select pgqueue.create_batch('done');
+select pgqueue.enqueue('work', batch_id => b.id) from pgqueue.batch as b;
+select pgqueue.enqueue('work', batch_id => b.id, after => array[j.id])
+from pgqueue.batch as b, pgqueue.job as j where j.queue = 'work';
+select pgqueue.close_batch(id) from pgqueue.batch;
 """
 
 
@@ -257,6 +268,14 @@ def test_a_restored_queue_has_every_row_and_reuses_no_id_or_token(
         assert (
             one(restored, "select count(*) from pgqueue.claim('mails', 'w', 100)") == 21
         )
+        for _ in range(2):
+            restored.execute(
+                "select pgqueue.complete(id, token) from pgqueue.claim('work', 'w', 9)"
+            )
+        counts = "select payload #> '{batch,completed}' from pgqueue.claim('done', 'w')"
+        assert one(restored, counts) == 2
+        restored.execute("select pgqueue.maintain()")
+        assert one(restored, "select count(*) from pgqueue.loose_end") == 0
         assert restored.execute(CATALOG).fetchall() == db.execute(CATALOG).fetchall()
 
 

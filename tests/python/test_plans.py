@@ -671,6 +671,14 @@ VERBS = {
     "enqueue in place of a late job": "with late as materialized ("
     "select pgqueue.enqueue('q', priority => 9, unique_key => 'k', expires_at => now())"
     ") select pgqueue.enqueue('q', unique_key => 'k', expires_at => now()) from late",
+    "complete what another waits for": "with waits as materialized ("
+    "select pgqueue.enqueue('q', after => array[{id}::bigint], group_key => 'g1')"
+    ") select pgqueue.complete({id}, {token}) from waits",
+    "finish a batch": "with made as materialized (select pgqueue.create_batch('q') as batch), "
+    "joined as materialized (select batch, pgqueue.enqueue('q', batch_id => batch) as job from made), "
+    "closed as materialized (select job, pgqueue.close_batch(batch) from joined) "
+    "select pgqueue.cancel(job) from closed",
+    "look at loose ends": "select pgqueue._tie_loose_ends(1000)",
 }
 
 

@@ -353,6 +353,33 @@ def test_who_enqueues_with_an_old_snapshot_waits_for_what_it_does_not_see(db, co
     assert state(db, waiter) == "ready"
 
 
+@pytest.mark.parametrize("waits", ["job", "batch"])
+def test_an_end_does_not_wait_for_who_just_writes_another_job(db, connect, waits):
+    """The row has two versions: who locks the first for key share waits for the second."""
+    batch = None
+    if waits == "batch":
+        batch = one(db, "select pgqueue.create_batch('done')")
+    leases = [claimed(db, batch_id=batch) for _ in range(2)]
+    if waits == "batch":
+        db.execute("select pgqueue.close_batch(%s)", [batch])
+    else:
+        one(
+            db, "select pgqueue.enqueue('after', after => %s)", [id for id, _ in leases]
+        )
+    writer = connect(autocommit=False)
+    for _ in range(2):
+        writer.execute(
+            "select from pgqueue.extend(array[%s], array[%s], '1 hour')", leases[0]
+        )
+    db.execute("set lock_timeout = '2 s'")
+    db.execute(ENDS["complete"], leases[1])
+    writer.commit()
+    db.execute(TIE)
+    assert at_rest(db)
+    db.execute(ENDS["complete"], leases[0])
+    assert one(db, "select count(*) from pgqueue.job") == 1
+
+
 def test_a_look_waits_for_no_other_look(db, connect):
     lease = claimed(db)
     ender = connect(autocommit=False)
