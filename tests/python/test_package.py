@@ -211,7 +211,9 @@ select pgqueue.close_batch(id) from pgqueue.batch;
 
 def contents(conn: psycopg.Connection) -> dict[str, list]:
     return {
-        table: conn.execute(f"select * from pgqueue.{table} order by {key}").fetchall()
+        table: conn.execute(
+            f"select t::text from pgqueue.{table} as t order by {key}"
+        ).fetchall()
         for table, key in TABLES.items()
     }
 
