@@ -231,7 +231,7 @@ def test_jobs_are_enqueued_on_an_asyncpg_connection(db) -> None:
         3,
         4,
     ]
-    assert one(db, "select count(*) from pgqueue.dependency") == 3
+    assert one(db, "select count(*) from pgqueue.dependency") == 2
 
 
 def test_a_batch_of_jobs_has_its_callback(db) -> None:
