@@ -285,8 +285,15 @@ create or replace function pgqueue.close_batch(batch_id bigint)
     set enable_indexscan = on
 as $$
 declare
+    is_alone boolean := false;
     refused boolean;
 begin
+    if current_setting('transaction_isolation') = 'read committed' and pgqueue._is_batch_over(batch_id) then
+        -- From the version on that all see: else who joins might wait for the next one, and if that is rolled
+        -- back, and made anew, be given this one.
+        perform from pgqueue.batch as b where b.id = close_batch.batch_id for update skip locked;
+        is_alone := found;
+    end if;
     update pgqueue.batch as b
     set closed_at = coalesce(b.closed_at, clock_timestamp())
     where b.id = close_batch.batch_id;
@@ -294,7 +301,9 @@ begin
         refused := pgqueue._refuse(pgqueue._no_batch(batch_id, false));
     end if;
     perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
-    perform pgqueue._look_at_batches(array[batch_id]);
+    if is_alone then
+        perform pgqueue._finish_batch(batch_id);
+    end if;
 end;
 $$;
 
