@@ -507,8 +507,8 @@ declare
     changes refcursor;
     change record;
     last_place bigint := 0;
-    olds jsonb[] := '{}';
-    news jsonb[] := '{}';
+    olds jsonb[] := '{}'::jsonb[];
+    news jsonb[] := '{}'::jsonb[];
     bytes bigint := 0;
     is_end boolean;
     refused boolean;

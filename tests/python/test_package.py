@@ -413,6 +413,8 @@ def test_plpgsql_check_finds_nothing_in_any_function(db):
         "extra_warnings => true, oldtable => t.old, newtable => t.new) as c "
         "where p.pronamespace = 'pgqueue'::regnamespace and l.lanname = 'plpgsql' "
         # Room check: _refuse() is called in an assignment, and raises or does nothing.
-        "and c not like '%never read variable \"refused\"'"
+        "and c not like '%never read variable \"refused\"' "
+        # Which is no fault where a function has other outputs beside it.
+        "and c not like '%composite OUT variable%is not single argument'"
     ).fetchall()
     assert not found
