@@ -50,6 +50,12 @@ OVER = """
         when grouping(group_key) = 0 then 2 when min(kind) = max(kind) and min(kind) = 'nap' then 5 else 6
     end
 """
+UNFINISHED = """
+    select m.*, b.*
+    from batched as m
+    left join pgqueue.batches as b on b.id = m.batch_id
+    where (b.state = 'finished' and b.completed = m.jobs) is not true
+"""
 Groups = tuple[str | None, ...]
 grouped = pytest.mark.parametrize(
     "groups", [(None,), ("a", "b", "c", "d", "e")], ids=["plain", "groups"]
@@ -59,8 +65,13 @@ grouped = pytest.mark.parametrize(
 def enqueue_all(
     db: psycopg.Connection, count: int, seconds: float = 0.01, groups: Groups = (None,)
 ) -> list[int]:
-    """Enqueue jobs of every kind of handler: sync and async, with and without a transaction."""
+    """Enqueue jobs of every kind of handler: sync and async, with and without a transaction.
+
+    They are a batch, and its last job waits for the first and the one before.
+    """
     db.execute("create table if not exists effect (job_id bigint)")
+    db.execute("create table if not exists batched (batch_id bigint, jobs bigint)")
+    batch = pgqueue.create_batch(db, "callbacks")
     ids: list[int] = []
     for kind, payload, jobs in (
         ("amark", None, count // 4),
@@ -74,7 +85,12 @@ def enqueue_all(
             [payload] * jobs,
             kind=kind,
             group_keys=[groups[n % len(groups)] for n in range(jobs)],
+            batch_id=batch,
         )
+    ends = [ids[0], ids[-1]]
+    ids.append(pgqueue.enqueue(db, QUEUE, kind="effect", after=ends, batch_id=batch))
+    pgqueue.close_batch(db, batch)
+    db.execute("insert into batched values (%s, %s)", [batch, len(ids)])
     return ids
 
 
@@ -89,7 +105,17 @@ def check_limits(db: psycopg.Connection, groups: Groups) -> None:
 
 
 def check_effects(db: psycopg.Connection) -> None:
-    """Check that a handler that writes in the completing transaction has written exactly once."""
+    """Check that a handler that writes in the completing transaction has written exactly once.
+
+    And that each batch has called back once, with all its jobs.
+    """
+    db.execute("select pgqueue.maintain()")
+    assert db.execute(UNFINISHED).fetchall() == []
+    callbacks = column(db, "select id from pgqueue.job where queue = 'callbacks'")
+    assert len(callbacks) == one(db, "select count(*) from batched")
+    for table in ("dependency", "loose_end", "tally"):
+        assert db.execute(f"table pgqueue.{table}").fetchall() == []
+    db.execute("select pgqueue.purge('callbacks')")
     query = "select array_agg(id) from pgqueue.jobs"
     assert one(db, query) is None
     want = "select job_id from pgqueue.run where kind like '%effect' and outcome = 'completed'"
@@ -216,7 +242,7 @@ def test_a_worker_survives_a_restart_of_the_server(server, say, mode) -> None:
         with psycopg.connect(where(server), autocommit=True) as db:
             db.execute(QUICK)
             db.execute("truncate pgqueue.run")
-            db.execute("drop table if exists effect")
+            db.execute("drop table if exists effect, batched")
             ids = enqueue_all(db, 800, seconds=0.05)
         worker = workers.start("--lease", "2")
         for _ in range(10 if LONG else 3):
