@@ -436,6 +436,7 @@ create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_d
     set enable_nestloop = on
 as $$
 begin
+    perform pgqueue._use('after');
     insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
     select distinct a.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
     from unnest(after) as a (id);

@@ -43,9 +43,7 @@ begin
 
     -- One condition, because each that a plain job meets costs it half a hundredth.
     if done.slot is not null or done.batch_id is not null or has_settings
-        or pg_relation_size('pgqueue.dependency') > 0
-        or pg_sequence_last_value('pgqueue._cell_awaited'::regclass)
-            > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
+        or pg_relation_size('pgqueue.used') > 0
     then
         if done.slot is not null then
             perform pgqueue._recall(array[done.queue], array[done.group_key]);
@@ -59,7 +57,7 @@ begin
             perform pgqueue._wake(done.queue);
         end if;
         -- Does anybody wait for it? See room status.
-        if (
+        if pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(moment) and (
             pg_try_advisory_lock(7366516, (job_id & 255)::int)
             and pg_advisory_unlock(7366516, (job_id & 255)::int)
         ) is not true then
