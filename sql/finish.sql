@@ -179,17 +179,19 @@ begin
     select array_agg(d.id), array_agg(d.batch_id) filter (where d.batch_id is not null)
     into ended, batches
     from done as d;
-    if pg_relation_size('pgqueue.dependency') > 0 and ended is not null then
-        perform pgqueue._cut_ties(ended, array_fill('completed'::text, array[cardinality(ended)]));
-    end if;
     if batches is not null then
         perform pgqueue._look_at_batches(batches);
     end if;
     if queues is not null then
         perform pgqueue._recall(queues, group_keys);
     end if;
-    if (pg_try_advisory_lock(7366516, 256) and pg_advisory_unlock(7366516, 256)) is not true then
-        perform pgqueue._tell_completed(ended, moment);
+    if pg_relation_size('pgqueue.used') > 0 and ended is not null then
+        if pg_relation_size('pgqueue.dependency') > 0 then
+            perform pgqueue._cut_ties(ended, array_fill('completed'::text, array[cardinality(ended)]));
+        end if;
+        if (pg_try_advisory_lock(7366516, 256) and pg_advisory_unlock(7366516, 256)) is not true then
+            perform pgqueue._tell_completed(ended, moment);
+        end if;
     end if;
     return query select e.id from unnest(ended) as e (id);
 end;

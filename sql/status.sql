@@ -5,8 +5,8 @@
 -- them, then looks whether these locks can be had (many jobs: the first of them, and only if it is
 -- taken the others), and sends a notification only if not. So nobody pays for it while nobody waits.
 --
--- complete() looks for the lock only while a cell says that somebody has waited within the last minute,
--- which is cheaper still: await() writes that first of all.
+-- Completions look for the locks only where anybody has ever waited (table used), complete() only while a
+-- cell says that somebody has within the last minute: await() writes both first of all.
 --
 -- await() takes the locks first, then looks for the job, with a new snapshot. No end is missed:
 --   - Who looks for locks after that finds them, and its notification comes with its commit.
