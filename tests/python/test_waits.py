@@ -1,5 +1,6 @@
 """What waits for the ends of jobs, decided between two sessions: each wait ends, and once."""
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -181,6 +182,28 @@ def test_a_job_that_joins_while_its_batch_is_closed_and_finishes_is_refused(
             blocked(joiner)
         with pytest.raises(errors.ObjectNotInPrerequisiteState):
             joined.result()
+
+
+def test_a_job_that_joins_while_its_batch_is_closed_again_is_refused_or_holds_it_up(
+    db, connect, blocked
+):
+    """Who waits for the version of a savepoint that is rolled back must wait for the next one as well."""
+    joiner, closer = connect(), connect(autocommit=False)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(10):
+            batch = one(db, "select pgqueue.create_batch('done')")
+            close = f"select pgqueue.close_batch({batch})"
+            closer.execute(f"savepoint before; {close}")
+            join = "select pgqueue.enqueue('q', batch_id => %s)"
+            joined = pool.submit(joiner.execute, join, [batch])
+            blocked(joiner)
+            closer.execute(f"rollback to before; {close}")
+            closer.commit()
+            with contextlib.suppress(errors.ObjectNotInPrerequisiteState):
+                joined.result()
+                db.execute(TIE)
+                state = "select state from pgqueue.batches where id = %s"
+                assert one(db, state, batch) == "closed"
 
 
 # Enqueued while what it waits for ends
