@@ -66,7 +66,7 @@ create or replace function pgqueue._log(
     set enable_nestloop = on
 as $$
 declare
-    today int := floor(extract(epoch from moment) / 86400)::int;
+    today int := floor(date_part('epoch', moment) / 86400)::int;
 begin
     insert into pgqueue.run (
         slot, attempt, job_id, finished_at, waited, taken,
@@ -201,7 +201,7 @@ begin
     from deleted as d;
     perform pgqueue._tell_end(gone.ids, gone.queues);
     is_tied := pg_relation_size('pgqueue.dependency') > 0;
-    if num_nonnulls(variadic gone.batches) > 0 or is_tied and gone.ids is not null then
+    if gone.ids is not null and (is_tied or num_nonnulls(variadic gone.batches) > 0) then
         ends := array(
             select case when d.id is null then 'cancelled' else 'dead' end
             from unnest(gone.ids) with ordinality as g (id, place)
@@ -209,9 +209,7 @@ begin
             order by g.place
         );
         -- First, because a batch counts them if it ends with the jobs that wait for them.
-        if num_nonnulls(variadic gone.batches) > 0 then
-            perform pgqueue._leave_batches(gone.batches, ends);
-        end if;
+        perform pgqueue._leave_batches(gone.batches, ends);
         if is_tied then
             perform pgqueue._cut_ties(gone.ids, ends);
         end if;

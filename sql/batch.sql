@@ -70,11 +70,14 @@ as $$
 declare
     cell regclass := ('pgqueue._cell_' || 1024 + (batch_id & 31))::regclass;
     found_before bigint := pg_sequence_last_value(cell);
+    is_untouched boolean;
     last record;
 begin
-    if (select (j.terms).batch_id = batch_id from pgqueue.job as j where j.id = found_before)
-        and pgqueue._is_left_alone(found_before)
-    then
+    -- Most still have the job that the last look has found.
+    select j.xmax in ('0'::xid, j.xmin) into is_untouched
+    from pgqueue.job as j
+    where j.id = found_before and (j.terms).batch_id = _is_batch_over.batch_id;
+    if is_untouched or found and pgqueue._is_left_alone(found_before) then
         return false;
     end if;
     -- On from there, because above it there may be only dead entries of the index.
@@ -105,15 +108,12 @@ create or replace function pgqueue._look_at_batches(batch_ids bigint[])
     set jit = off
     set enable_seqscan = off
     set enable_indexscan = on
-    set enable_bitmapscan = off
-    set enable_nestloop = on
 as $$
 declare
     looked_at bigint[] := array(
         select distinct b.id from unnest(batch_ids) as b (id) where b.id is not null order by b.id
     );
     batch_id bigint;
-    found_before bigint;
     is_over boolean;
 begin
     -- An old snapshot does not say whether they have been closed.
@@ -122,20 +122,13 @@ begin
         return;
     end if;
     foreach batch_id in array looked_at loop
-        -- Most still have the job that the last look has found.
-        found_before := pg_sequence_last_value(('pgqueue._cell_' || 1024 + (batch_id & 31))::regclass);
-        continue when (
-            select (j.terms).batch_id = batch_id and j.xmax in ('0'::xid, j.xmin)
-            from pgqueue.job as j
-            where j.id = found_before
-        );
         continue when (
             select b.closed_at is null or b.finished_at is not null from pgqueue.batch as b where b.id = batch_id
         ) is not false;
         is_over := pgqueue._is_batch_over(batch_id);
         if is_over then
             perform pgqueue._finish_batch(batch_id);
-        elsif is_over is not false then
+        elsif is_over is null then
             perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
         end if;
     end loop;
@@ -156,19 +149,21 @@ create or replace function pgqueue._leave_batches(batch_ids bigint[], outcomes t
     set enable_nestloop = on
 as $$
 begin
+    if (num_nonnulls(variadic batch_ids) > 0) is not true then
+        return;
+    end if;
     insert into pgqueue.tally (batch_id, dead, cancelled)
     select e.id, count(*) filter (where e.outcome = 'dead'), count(*) filter (where e.outcome = 'cancelled')
     from unnest(batch_ids, outcomes) as e (id, outcome)
-    where e.outcome <> 'completed'
-        and (select true from pgqueue.batch as b where b.id = e.id and b.finished_at is null)
+    where (select true from pgqueue.batch as b where b.id = e.id and b.finished_at is null)
     group by e.id;
     perform pgqueue._look_at_batches(batch_ids);
 end;
 $$;
 
 comment on function pgqueue._leave_batches(bigint[], text[]) is
-'For jobs that this transaction has just deleted, and their batches (null: of
-none): counts how they have ended, and looks at the batches.';
+'For the batches (null: none) of jobs that died or were cancelled, and that this
+transaction has just deleted: counts them, and looks at the batches.';
 
 create or replace function pgqueue._no_batch(batch_id bigint, is_finished boolean)
     returns text[]

@@ -227,9 +227,7 @@ begin
     join (
         select distinct on (u.id) u.* from unnest(job_ids, reasons) as u (id, reason)
     ) as r on r.id = l.id;
-    if cardinality(doomed.picks) = cardinality(job_ids) then
-        missed := '{}';
-    else
+    if cardinality(doomed.picks) is distinct from cardinality(job_ids) then
         missed := array(
             select j.id
             from pgqueue.job as j
@@ -251,9 +249,7 @@ begin
     perform pgqueue._log(doomed.picks, doomed.outcomes, doomed.reasons, moment);
     delete from pgqueue.job as j where j.ctid = any (doomed.picks);
     perform pgqueue._tell_end(doomed.ids, doomed.queues);
-    if num_nonnulls(variadic doomed.batches) > 0 then
-        perform pgqueue._leave_batches(doomed.batches, doomed.outcomes);
-    end if;
+    perform pgqueue._leave_batches(doomed.batches, doomed.outcomes);
     return doomed.ids;
 end;
 $$;
@@ -408,16 +404,14 @@ begin
     if looked.free is not null then
         -- Ends that did not see who waited: first what they mean.
         cut := array(select distinct d.job_id from pgqueue.dependency as d where d.waiter_id = any (looked.free));
-        if cut = '{}' then
-            perform pgqueue._free(looked.free);
-        else
+        if cut <> '{}' then
             perform pgqueue._cut_ties(array_agg(o.id), array_agg(o.outcome)) from pgqueue._outcomes_of(cut) as o;
-            perform pgqueue._free(array(
-                select unnest(looked.free)
-                except
-                select d.waiter_id from pgqueue.dependency as d where d.waiter_id = any (looked.free)
-            ));
         end if;
+        perform pgqueue._free(array(
+            select unnest(looked.free)
+            except
+            select d.waiter_id from pgqueue.dependency as d where d.waiter_id = any (looked.free)
+        ));
     end if;
 end;
 $$;

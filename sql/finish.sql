@@ -67,7 +67,7 @@ begin
             perform pgqueue._cut_ties(array[job_id], array['completed']);
         end if;
         if done.batch_id is not null then
-            -- As in _look_at_batches: most have the job still that the last look has found.
+            -- As in _is_batch_over, written out.
             found_before := pg_sequence_last_value(('pgqueue._cell_' || 1024 + (done.batch_id & 31))::regclass);
             perform from pgqueue.job as j
             where j.id = found_before and (j.terms).batch_id = done.batch_id and j.xmax in ('0'::xid, j.xmin);

@@ -132,7 +132,7 @@ create or replace function pgqueue._forget_runs()
     set enable_partition_pruning = on
 as $$
 declare
-    today int := floor(extract(epoch from clock_timestamp()) / 86400)::int;
+    today int := floor(date_part('epoch', clock_timestamp()) / 86400)::int;
     emptied int := 0;
 begin
     -- The last day of forgetting that each table stood for is one of the 16 before

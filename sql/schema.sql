@@ -712,7 +712,7 @@ begin
         execute format('create sequence pgqueue._cell_%s minvalue 0', cell);
         execute format(
             'comment on sequence pgqueue._cell_%s is '
-            '''Where a claim may begin, or a group goes on: one of 1056 cells, safe to lose.''', cell
+            '''Where a claim may begin, a group goes on, or a batch has a job: safe to lose.''', cell
         );
     end loop;
 end;

@@ -208,7 +208,7 @@ begin
     from pg_locks as l
     where l.locktype = 'advisory' and l.pid = pg_backend_pid()
         and l.database = (select d.oid from pg_database as d where d.datname = current_database())
-        and l.classid = 7366516 and l.objid <= 256 and l.objsubid = 2 and l.mode = 'ShareLock';
+        and l.classid = 7366516 and l.objsubid = 2 and l.mode = 'ShareLock';
 end;
 $$;
 

@@ -164,7 +164,9 @@ def test_a_wait_that_was_begun_or_ended_in_a_rolled_back_transaction_misses_no_e
     assert one(db, AWAITED) == 0
 
 
-def test_who_ends_its_waiting_keeps_the_lock_of_an_enqueue_behind_a_job(db, connect):
+def test_who_enqueues_behind_a_job_and_ends_its_waiting_is_warned_of_nothing(
+    db, connect
+):
     said: list[str | None] = []
     conn, lease = connect(), claimed(db)
     conn.add_notice_handler(lambda notice: said.append(notice.message_primary))

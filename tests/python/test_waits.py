@@ -30,6 +30,28 @@ def claimed(db: psycopg.Connection, **options) -> tuple[int, int]:
     return db.execute("select id, token from pgqueue.claim('q', 'w')").fetchone()
 
 
+def two_that_hold_up(db: psycopg.Connection, what: str) -> list[tuple[int, int]]:
+    """The leases of two jobs for which a job waits, or which are a batch."""
+    batch = None
+    if what == "batch":
+        batch = one(db, "select pgqueue.create_batch('done')")
+    leases = [claimed(db, batch_id=batch) for _ in range(2)]
+    if what == "batch":
+        db.execute("select pgqueue.close_batch(%s)", [batch])
+    else:
+        ids = [id for id, _ in leases]
+        db.execute("select pgqueue.enqueue('after', after => %s)", [ids])
+    return leases
+
+
+def with_old_snapshot(connect: Connect) -> psycopg.Connection:
+    """A session in REPEATABLE READ that sees nothing that comes from now on."""
+    old = connect(autocommit=False)
+    old.isolation_level = IsolationLevel.REPEATABLE_READ
+    old.execute("select 1")
+    return old
+
+
 def at_rest(db: psycopg.Connection) -> bool:
     """Whether there is nothing to look at, and no tie of a job that has ended."""
     ties = "select count(*) from pgqueue.dependency where job_id not in (select id from pgqueue.job)"
@@ -219,7 +241,7 @@ def test_a_job_that_is_enqueued_while_what_it_waits_for_ends_is_not_forgotten(
     sessions = {name: connect(autocommit=False) for name in ("enqueue", "end")}
     calls = {
         "enqueue": (
-            "select pgqueue.enqueue('after', after => array[%s::bigint])",
+            AFTER,
             lease[:1],
         ),
         "end": (ENDS[verb], lease),
@@ -242,9 +264,7 @@ def test_a_job_that_is_enqueued_while_an_end_is_rolled_back_waits_on(db, connect
     lease = claimed(db)
     ender = connect(autocommit=False)
     ender.execute(ENDS["complete"], lease)
-    waiter = one(
-        db, "select pgqueue.enqueue('after', after => array[%s::bigint])", lease[0]
-    )
+    waiter = one(db, AFTER, lease[0])
     ender.rollback()
     db.execute(TIE)
     assert state(db, waiter) == "blocked"
@@ -333,9 +353,7 @@ def test_a_job_that_is_locked_when_one_dies_that_it_waits_for_never_runs(
 @pytest.mark.parametrize("end", ["cancel(%s)", "purge('q')", "cancel_many('q')"])
 def test_an_end_with_an_old_snapshot_ends_waits_as_well(db, connect, end):
     first = one(db, "select pgqueue.enqueue('q')")
-    old = connect(autocommit=False)
-    old.isolation_level = IsolationLevel.REPEATABLE_READ
-    old.execute("select 1")
+    old = with_old_snapshot(connect)
     waiter = one(db, AFTER, first)
     old.execute(f"select pgqueue.{end}", [first] if "%s" in end else [])
     old.commit()
@@ -349,9 +367,7 @@ def test_a_batch_that_is_closed_finishes_when_an_old_snapshot_ends_its_last_job(
 ):
     batch = one(db, "select pgqueue.create_batch('done')")
     member = one(db, "select pgqueue.enqueue('q', batch_id => %s)", batch)
-    old = connect(autocommit=False)
-    old.isolation_level = IsolationLevel.REPEATABLE_READ
-    old.execute("select 1")
+    old = with_old_snapshot(connect)
     db.execute("select pgqueue.close_batch(%s)", [batch])
     db.execute(TIE)
     old.execute("select pgqueue.cancel(%s)", [member])
@@ -364,9 +380,7 @@ def test_a_batch_that_is_closed_finishes_when_an_old_snapshot_ends_its_last_job(
 
 
 def test_who_enqueues_with_an_old_snapshot_waits_for_what_it_does_not_see(db, connect):
-    old = connect(autocommit=False)
-    old.isolation_level = IsolationLevel.REPEATABLE_READ
-    old.execute("select 1")
+    old = with_old_snapshot(connect)
     lease = claimed(db)
     waiter = one(old, AFTER, lease[0])
     old.commit()
@@ -381,16 +395,7 @@ def test_an_end_does_not_wait_for_who_has_written_and_ended_another_job(
     db, connect, waits
 ):
     """The row has two versions: who locks the first for key share waits for the second."""
-    batch = None
-    if waits == "batch":
-        batch = one(db, "select pgqueue.create_batch('done')")
-    leases = [claimed(db, batch_id=batch) for _ in range(2)]
-    if waits == "batch":
-        db.execute("select pgqueue.close_batch(%s)", [batch])
-    else:
-        one(
-            db, "select pgqueue.enqueue('after', after => %s)", [id for id, _ in leases]
-        )
+    leases = two_that_hold_up(db, waits)
     writer = connect(autocommit=False)
     writer.execute("update pgqueue.job set priority = 1 where id = %s", leases[0][:1])
     writer.execute(ENDS["complete"], leases[0])
@@ -422,16 +427,7 @@ def test_a_look_waits_for_no_other_look(db, connect):
 
 @pytest.mark.parametrize("waits", ["job", "batch"])
 def test_an_end_that_was_rolled_back_leaves_nothing_to_look_at(db, connect, waits):
-    batch = None
-    if waits == "batch":
-        batch = one(db, "select pgqueue.create_batch('done')")
-    leases = [claimed(db, batch_id=batch) for _ in range(2)]
-    if waits == "batch":
-        db.execute("select pgqueue.close_batch(%s)", [batch])
-    else:
-        one(
-            db, "select pgqueue.enqueue('after', after => %s)", [id for id, _ in leases]
-        )
+    leases = two_that_hold_up(db, waits)
     ender = connect(autocommit=False)
     ender.execute(ENDS["complete"], leases[0])
     ender.rollback()
@@ -463,9 +459,7 @@ def test_the_end_of_a_job_does_not_wait_for_who_has_locked_what_waits_for_it(
 ):
     for how in ("complete", "fail"):
         lease = claimed(db)
-        waiter = one(
-            db, "select pgqueue.enqueue('after', after => array[%s::bigint])", lease[0]
-        )
+        waiter = one(db, AFTER, lease[0])
         holder = connect(autocommit=False)
         holder.execute("select pgqueue.reprioritize(%s, 7)", [waiter])
         db.execute("set lock_timeout = '2 s'")
@@ -682,9 +676,7 @@ def test_chains_and_batches_survive_crashes_in_their_midst(server):
 def test_a_dump_keeps_what_waits(db, connect: Connect):
     """All of it is in marked tables, which test_package dumps; here a reader sees the same."""
     lease = claimed(db)
-    waiter = one(
-        db, "select pgqueue.enqueue('after', after => array[%s::bigint])", lease[0]
-    )
+    waiter = one(db, AFTER, lease[0])
     marked = column(
         db,
         "select unnest(extconfig)::regclass::text from pg_extension where extname = 'pgqueue'",
