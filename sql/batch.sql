@@ -253,6 +253,7 @@ declare
     ));
     batch_id bigint := nextval('pgqueue.job_id_seq');
 begin
+    perform pgqueue._use('batch');
     insert into pgqueue.batch as b (id, created_at, priority, max_attempts, queue, kind, payload, headers)
     values (
         batch_id, clock_timestamp(), create_batch.priority, create_batch.max_attempts,

@@ -35,9 +35,9 @@ declare
     key bigint := hashtextextended(queue, 9999);
     noted bigint;
     new_token bigint;
-    picks tid[] := '{}'::tid[];
-    has_leases boolean := false;
-    is_capped boolean := false;
+    picks tid[];
+    has_leases boolean;
+    is_capped boolean;
     refused boolean;
 begin
     -- Three shortcuts for the plain call: its arguments are checked in one expression,
@@ -51,29 +51,36 @@ begin
         refused := pgqueue._refuse(pgqueue._check_claim(queue, worker, max_jobs, lease));
         max_jobs := coalesce(max_jobs, 1);
     end if;
-    if pg_sequence_last_value('pgqueue._cell_due'::regclass) is not null then
-        moment := pgqueue._look_around_by_the_way(moment);
-    end if;
-    if pg_relation_size('pgqueue.queue') > 0 then
-        settings := pgqueue._in_force(queue);
-        if pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then
-            paused := pgqueue._paused(queue, settings.paused);
-            has_leases := lease is null and exists (
-                select from pgqueue.queue as q
-                where q.name in ('', claim.queue) and num_nonnulls(q.paused, q.lease) > 0
-                    and (q.kind <> '' or q.group_key <> '') and q.lease is not null
-            );
+    if pg_relation_size('pgqueue.used') > 0 then
+        if pg_sequence_last_value('pgqueue._cell_due'::regclass) is not null then
+            moment := pgqueue._look_around_by_the_way(moment);
         end if;
-        if settings.paused and paused is null then
-            return;
+        if pg_relation_size('pgqueue.queue') > 0 then
+            settings := pgqueue._in_force(queue);
+            if pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then
+                paused := pgqueue._paused(queue, settings.paused);
+                has_leases := lease is null and exists (
+                    select from pgqueue.queue as q
+                    where q.name in ('', claim.queue) and num_nonnulls(q.paused, q.lease) > 0
+                        and (q.kind <> '' or q.group_key <> '') and q.lease is not null
+                );
+            end if;
+            if settings.paused and paused is null then
+                return;
+            end if;
+            lease := coalesce(lease, settings.lease);
+            is_capped := pg_relation_size('pgqueue.queue_cap_idx') > 8192 and pgqueue._has_caps(queue);
         end if;
-        lease := coalesce(lease, settings.lease);
-        is_capped := pg_relation_size('pgqueue.queue_cap_idx') > 8192 and pgqueue._has_caps(queue);
     end if;
 
     noted := pg_sequence_last_value(('pgqueue._cell_' || (key & 127) * 6)::regclass)
         # ((key >> 20 & 4095) << 51);
-    if is_capped then
+    if is_capped is not true and noted & 3 = 0
+        and noted - (date_part('epoch', moment) * 1000000)::bigint + 1577836800000000
+            between 1 and 60000000
+    then
+        picks := pgqueue._pick(queue, kinds, paused, 0, max_jobs, moment, false);
+    elsif is_capped then
         new_token := nextval('pgqueue.token_seq');
         picks := pgqueue._pick_capped(
             queue, kinds, paused, max_jobs, moment, settings.age_after, new_token
@@ -81,13 +88,8 @@ begin
         if picks = '{}' then
             return;
         end if;
-    elsif noted & 3 = 0
-        and noted - (date_part('epoch', moment) * 1000000)::bigint + 1577836800000000
-            between 1 and 60000000
-    then
-        picks := pgqueue._pick(queue, kinds, paused, 0, max_jobs, moment, false);
     end if;
-    if picks = '{}' then
+    if (picks = '{}') is not false then
         picks := pgqueue._pick_lanes(
             queue, kinds, paused, max_jobs, moment, pgqueue._noted_lanes(queue, moment),
             settings.age_after
@@ -100,10 +102,8 @@ begin
         perform pgqueue._unpark_if_busy(moment);
     end if;
 
-    if new_token is null then
-        moment := clock_timestamp();
-        new_token := nextval('pgqueue.token_seq');
-    end if;
+    moment := case when is_capped then moment else clock_timestamp() end;
+    new_token := coalesce(new_token, nextval('pgqueue.token_seq'));
     -- One job has no order, and a sort would cost it a tenth of its claim: with it the heap grows
     -- past what glibc keeps, and is given back and asked for again at each call.
     if cardinality(picks) = 1 then

@@ -229,10 +229,7 @@ declare
     settings pgqueue.queue;
     moment timestamptz := clock_timestamp();
     fold int := hashtext(enqueue.queue) & 255;
-    has_options boolean := num_nonnulls(
-        priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers, unique_for,
-        expires_at, batch_id, after, if_dead
-    ) > 0;
+    has_options boolean;
     terms pgqueue._terms;
     new_id bigint;
     refused boolean;
@@ -242,7 +239,13 @@ begin
     -- Four shortcuts for the plain call, which may name a kind; each saves up to a tenth: options
     -- are checked only where there are any, settings are read only where there are any,
     -- the INSERT has no conflicts and no defaults to think of, and _wake() is written out.
-    if has_options or (octet_length(queue) between 1 and 200) is not true then
+    if num_nonnulls(
+            priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers, unique_for,
+            expires_at, batch_id, after, if_dead
+        ) > 0
+        or (octet_length(queue) <@ int4range '[1,200]') is not true
+    then
+        has_options := true;
         refused := pgqueue._refuse(pgqueue._check_job(
             queue, kind, priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers,
             unique_for, expires_at
@@ -280,7 +283,7 @@ begin
         end if;
     end if;
 
-    if not has_options then
+    if has_options is not true then
         insert into pgqueue.job as j (run_at, enqueued_at, priority, max_attempts, queue, kind, payload)
         values (
             moment, moment, 0, coalesce(settings.max_attempts, 20),

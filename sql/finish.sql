@@ -14,19 +14,16 @@ create or replace function pgqueue.complete(job_id bigint, token bigint, result 
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    today int := floor(date_part('epoch', moment) / 86400)::int;
-    keep_runs int := 7;
-    has_settings boolean := pg_relation_size('pgqueue.queue') > 0;
+    keep_runs int;
     is_configured boolean;
     is_logged boolean;
     done record;
     found_before bigint;
     refused boolean;
 begin
-    if current_setting('transaction_isolation') <> 'read committed' then
-        refused := pgqueue._refuse(pgqueue._wrong_isolation());
-    end if;
-    if has_settings then
+    -- Few conditions and variables, because each that a plain job meets costs it half a hundredth.
+    if current_setting('transaction_isolation') <> 'read committed' or pg_relation_size('pgqueue.used') > 0 then
+        refused := pgqueue._refuse(pgqueue._check_isolation());
         is_configured := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
         if is_configured then
             is_logged := pgqueue._log_kept(array[job_id], array[token], array[result], moment);
@@ -37,14 +34,10 @@ begin
     where j.id = complete.job_id and j.token = complete.token
     returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.slot, (j.terms).batch_id
     into done;
-    if not found then
-        refused := pgqueue._refuse(pgqueue._lost(job_id, token));
-    end if;
-
-    -- One condition, because each that a plain job meets costs it half a hundredth.
-    if done.slot is not null or done.batch_id is not null or has_settings
-        or pg_relation_size('pgqueue.used') > 0
-    then
+    if not found or is_configured is not null then
+        if not found then
+            refused := pgqueue._refuse(pgqueue._lost(job_id, token));
+        end if;
         if done.slot is not null then
             perform pgqueue._recall(array[done.queue], array[done.group_key]);
         end if;
@@ -53,7 +46,7 @@ begin
                 else (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs
             end;
         end if;
-        if has_settings and pgqueue._has_running_caps(done.queue) then
+        if pgqueue._has_running_caps(done.queue) then
             perform pgqueue._wake(done.queue);
         end if;
         -- Does anybody wait for it? See room status.
@@ -76,17 +69,16 @@ begin
             end if;
         end if;
     end if;
-    if keep_runs > 0 then
-        insert into pgqueue.run (
-            slot, attempt, job_id, finished_at, waited, taken,
-            queue, kind, outcome, worker, result
-        )
-        values (
-            (today + keep_runs) % 16, done.attempt, complete.job_id, moment,
-            done.claimed_at - least(done.run_at, done.claimed_at), moment - done.claimed_at,
-            done.queue, done.kind, 'completed', done.worker, complete.result
-        );
-    end if;
+    insert into pgqueue.run (
+        slot, attempt, job_id, finished_at, waited, taken,
+        queue, kind, outcome, worker, result
+    )
+    select
+        (floor(date_part('epoch', moment) / 86400)::int + coalesce(keep_runs, 7)) % 16,
+        done.attempt, complete.job_id, moment,
+        done.claimed_at - least(done.run_at, done.claimed_at), moment - done.claimed_at,
+        done.queue, done.kind, 'completed', done.worker, complete.result
+    where keep_runs is distinct from 0;
 end;
 $$;
 
@@ -110,6 +102,9 @@ create or replace function pgqueue.complete_many(
     -- An index scan meets the jobs, and locks them, in the order of their ids.
     set enable_bitmapscan = off
     set enable_indexscan = on
+    set enable_nestloop = off
+    set enable_mergejoin = off
+    set enable_hashjoin = on
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
@@ -118,24 +113,29 @@ declare
     ));
     moment timestamptz := clock_timestamp();
     today int := floor(date_part('epoch', moment) / 86400)::int;
-    is_configured boolean := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
-    is_logged boolean := case when is_configured
-        then pgqueue._log_kept(job_ids, tokens, results, moment)
-    end;
+    is_plain boolean := pg_relation_size('pgqueue.used') = 0;
+    is_configured boolean;
+    is_logged boolean;
     queues text[];
     group_keys text[];
     ended bigint[];
     batches bigint[];
 begin
-    if pg_relation_size('pgqueue.slot') > 0 then
-        select array_agg(j.queue), array_agg(j.group_key) into queues, group_keys
-        from pgqueue.job as j
-        where j.id = any (complete_many.job_ids) and j.slot is not null;
-    end if;
-    if pg_relation_size('pgqueue.permit') > 0 then
-        perform pgqueue._wake_capped(array(
-            select j.ctid from pgqueue.job as j where j.id = any (complete_many.job_ids)
-        ));
+    if not is_plain then
+        is_configured := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
+        if is_configured then
+            is_logged := pgqueue._log_kept(job_ids, tokens, results, moment);
+        end if;
+        if pg_relation_size('pgqueue.slot') > 0 then
+            select array_agg(j.queue), array_agg(j.group_key) into queues, group_keys
+            from pgqueue.job as j
+            where j.id = any (complete_many.job_ids) and j.slot is not null;
+        end if;
+        if pg_relation_size('pgqueue.permit') > 0 then
+            perform pgqueue._wake_capped(array(
+                select j.ctid from pgqueue.job as j where j.id = any (complete_many.job_ids)
+            ));
+        end if;
     end if;
     with done as (
         delete from pgqueue.job as j
@@ -146,14 +146,18 @@ begin
                 from unnest(complete_many.job_ids, complete_many.tokens) as h (id, token)
             )) is true
         returning
-            j.id, j.token, j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.group_key, j.worker,
-            (j.terms).batch_id
+            j.id, j.token, j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, (j.terms).batch_id,
+            case
+                when is_logged then 0
+                when is_configured then (pgqueue._in_force(j.queue, j.kind, j.group_key)).keep_runs
+                else 7
+            end as keep_runs
     ), logged as (
         insert into pgqueue.run (
             slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result
         )
         select
-            (today + kept.days) % 16, d.attempt, d.id, moment,
+            (today + d.keep_runs) % 16, d.attempt, d.id, moment,
             d.claimed_at - least(d.run_at, d.claimed_at), moment - d.claimed_at,
             d.queue, d.kind, 'completed', d.worker,
             given.result
@@ -166,26 +170,18 @@ begin
                 complete_many.results
             ) as h (id, token, result)
         ) as given on given.id = d.id and given.token = d.token
-        cross join lateral (
-            select case
-                when is_logged then 0
-                when is_configured then (pgqueue._in_force(d.queue, d.kind, d.group_key)).keep_runs
-                else 7
-            end
-            offset 0
-        ) as kept (days)
-        where kept.days > 0
+        where d.keep_runs > 0
     )
     select array_agg(d.id), array_agg(d.batch_id) filter (where d.batch_id is not null)
     into ended, batches
     from done as d;
-    if batches is not null then
-        perform pgqueue._look_at_batches(batches);
-    end if;
-    if queues is not null then
-        perform pgqueue._recall(queues, group_keys);
-    end if;
-    if pg_relation_size('pgqueue.used') > 0 and ended is not null then
+    if not is_plain and ended is not null then
+        if batches is not null then
+            perform pgqueue._look_at_batches(batches);
+        end if;
+        if queues is not null then
+            perform pgqueue._recall(queues, group_keys);
+        end if;
         if pg_relation_size('pgqueue.dependency') > 0 then
             perform pgqueue._cut_ties(ended, array_fill('completed'::text, array[cardinality(ended)]));
         end if;
@@ -193,7 +189,7 @@ begin
             perform pgqueue._tell_completed(ended, moment);
         end if;
     end if;
-    return query select e.id from unnest(ended) as e (id);
+    return query select unnest(ended);
 end;
 $$;
 

@@ -91,6 +91,56 @@ as the last of the picks. valid_until, with its tag, where the walk began at the
 beginning of the lane; null where it began at the position. Plans as claim
 sets it.';
 
+create or replace function pgqueue._filtered_walk(
+    queue text, kinds text[], paused jsonb, own_priority int, wanted int, moment timestamptz, upto timestamptz,
+    start timestamptz, start_id bigint, taken tid[], barred text[], has_recovered boolean,
+    out picks tid[], out last timestamptz, out may_be_over boolean, out has_newcomers boolean
+)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    select
+        array_agg(due.tid), max(due.at), bool_or(due.may_be_over), bool_or(due.is_newcomer)
+    into picks, last, may_be_over, has_newcomers
+    from (
+        select
+            j.ctid as tid,
+            coalesce(j.turn, j.run_at) as at,
+            j.lease_expires_at is not null or (j.terms).expires_at is not null as may_be_over,
+            j.group_key is not null and (j.turn < '1900-01-01 00:00 UTC') is not true as is_newcomer
+        from pgqueue.job as j
+        where hashtext(j.queue) = hashtext(_filtered_walk.queue) and j.queue = _filtered_walk.queue
+            and j.priority = own_priority
+            and coalesce(j.turn, j.run_at) <= upto
+            and (coalesce(j.turn, j.run_at), j.id) > (start, start_id)
+            -- Of what is over, once it was ended: only leases that it was not, whose jobs come back.
+            and case
+                when coalesce(j.lease_expires_at, (j.terms).expires_at) <= _filtered_walk.moment
+                    then has_recovered is not true or j.lease_expires_at is not null
+                        and j.attempt < j.max_attempts and j.cancelled_at is null
+                else j.lease_expires_at is null
+            end
+            and (_filtered_walk.kinds is null or j.kind = any (_filtered_walk.kinds))
+            and (barred is null or j.group_key <> all (barred))
+            and (_filtered_walk.paused is null or coalesce(
+                _filtered_walk.paused -> j.group_key -> j.kind, _filtered_walk.paused -> j.group_key -> '',
+                _filtered_walk.paused -> '' -> j.kind, _filtered_walk.paused -> '' -> ''
+            ) = 'false')
+            and (taken is null or j.ctid <> all (taken))
+        order by coalesce(j.turn, j.run_at), j.id
+        limit wanted
+        for update skip locked
+    ) as due;
+end;
+$$;
+
+comment on function pgqueue._filtered_walk(
+    text, text[], jsonb, int, int, timestamptz, timestamptz, timestamptz, bigint, tid[], text[], boolean
+) is
+'The walk of _pick once more where it has to leave something out. Apart, because
+its conditions, which are prepared for each call, cost a plain claim a tenth.';
+
 create or replace function pgqueue._pick(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean,
     taken tid[] default null, barred text[] default null
@@ -109,12 +159,10 @@ declare
     valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
     now_us bigint;
     position bigint;
-    -- Where the lane, or its round, begins and ends, and from where its positions count.
+    -- Where the lane, or its round, begins and ends.
     own_priority int := lane;
     first timestamptz := '1900-01-01 00:00 UTC'::timestamptz;
     upto timestamptz := moment;
-    origin timestamptz := '2020-01-01 00:00 UTC'::timestamptz;
-    origin_us bigint := 1577836800000000;
     start timestamptz;
     start_id bigint := 0;
     began timestamptz;
@@ -123,46 +171,48 @@ declare
     last timestamptz;
     may_be_over boolean;
     over_at timestamptz;
-    has_recovered boolean := false;
+    has_recovered boolean;
     has_newcomers boolean;
 begin
     if lane > 500 then
         own_priority := lane - 1000;
         upto := first;
         first := '-infinity';
-        origin := '1800-01-01 00:00 UTC'::timestamptz;
-        origin_us := -5364662400000000;
     end if;
     start := first;
-    -- The second record, when the first is somebody else's; either of them, when both are.
-    if valid_until >> 51 > 0 then
-        record := (key >> 7 & 127) * 6;
-        valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
+    if valid_until is not null then
+        -- The second record, when the first is somebody else's; either of them, when both are.
         if valid_until >> 51 > 0 then
-            valid_until := 0;
-            record := case when random() < 0.5 then record else (key & 127) * 6 end;
+            record := (key >> 7 & 127) * 6;
+            valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
+            if valid_until >> 51 > 0 then
+                valid_until := 0;
+                record := case when random() < 0.5 then record else (key & 127) * 6 end;
+            end if;
         end if;
-    end if;
-    if valid_until > 0 then
-        position := pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass);
-    end if;
-    if valid_until > 0 and not is_whole then
-        now_us := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
-        if valid_until between now_us and now_us + 60000000 then
-            start := origin + (position >> 12) * interval '1 microsecond';
-            if position & 4095 > 0 then
-                start_id := pg_sequence_last_value(('pgqueue._cell_' || record + 2)::regclass);
+        if valid_until > 0 then
+            position := pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass);
+        end if;
+        if valid_until > 0 and not is_whole then
+            now_us := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+            if valid_until between now_us and now_us + 60000000 then
+                start := (position >> 12) * interval '1 microsecond' + case
+                    when lane > 500 then timestamptz '1800-01-01 00:00 UTC' else timestamptz '2020-01-01 00:00 UTC'
+                end;
+                if position & 4095 > 0 then
+                    start_id := pg_sequence_last_value(('pgqueue._cell_' || record + 2)::regclass);
+                end if;
+                if (start < upto) is not true then
+                    start := first;
+                    position := null;
+                end if;
+                if (start_id % 4095 + 1 = position & 4095) is not true then
+                    start_id := 0;
+                end if;
+            elsif valid_until between now_us - 1000000 and now_us then
+                -- This claim walks from the beginning, the others go on.
+                perform setval(('pgqueue._cell_' || record)::regclass, tag | now_us + 100000);
             end if;
-            if (start < upto) is not true then
-                start := first;
-                position := null;
-            end if;
-            if (start_id % 4095 + 1 = position & 4095) is not true then
-                start_id := 0;
-            end if;
-        elsif valid_until between now_us - 1000000 and now_us then
-            -- This claim walks from the beginning, the others go on.
-            perform setval(('pgqueue._cell_' || record)::regclass, tag | now_us + 100000);
         end if;
     end if;
 
@@ -170,39 +220,35 @@ begin
         began := clock_timestamp();
         walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
             + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass);
-        select
-            array_agg(due.tid), max(due.at), bool_or(due.may_be_over), bool_or(due.is_newcomer)
-        into picks, last, may_be_over, has_newcomers
-        from (
+        if has_recovered or num_nonnulls(paused, taken, barred) > 0 then
+            select w.* into picks, last, may_be_over, has_newcomers
+            from pgqueue._filtered_walk(
+                queue, kinds, paused, own_priority, wanted, moment, upto, start, start_id, taken, barred,
+                has_recovered
+            ) as w;
+        else
             select
-                j.ctid as tid,
-                coalesce(j.turn, j.run_at) as at,
-                -- A comparison would cost each claim of one job half a per cent.
-                j.lease_expires_at is not null or (j.terms).expires_at is not null as may_be_over,
-                j.group_key is not null and (j.turn < '1900-01-01 00:00 UTC') is not true as is_newcomer
-            from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(_pick.queue) and j.queue = _pick.queue
-                and j.priority = own_priority
-                and coalesce(j.turn, j.run_at) <= upto
-                and (coalesce(j.turn, j.run_at), j.id) > (start, start_id)
-                -- Of what is over, once it was ended: only leases that it was not, whose jobs come back.
-                and case
-                    when coalesce(j.lease_expires_at, (j.terms).expires_at) <= _pick.moment
-                        then not has_recovered or j.lease_expires_at is not null
-                            and j.attempt < j.max_attempts and j.cancelled_at is null
-                    else j.lease_expires_at is null
-                end
-                and (_pick.kinds is null or j.kind = any (_pick.kinds))
-                and (barred is null or j.group_key <> all (barred))
-                and (_pick.paused is null or coalesce(
-                    _pick.paused -> j.group_key -> j.kind, _pick.paused -> j.group_key -> '',
-                    _pick.paused -> '' -> j.kind, _pick.paused -> '' -> ''
-                ) = 'false')
-                and (taken is null or j.ctid <> all (taken))
-            order by coalesce(j.turn, j.run_at), j.id
-            limit wanted
-            for update skip locked
-        ) as due;
+                array_agg(due.tid), max(due.at), bool_or(due.may_be_over), bool_or(due.is_newcomer)
+            into picks, last, may_be_over, has_newcomers
+            from (
+                select
+                    j.ctid as tid,
+                    coalesce(j.turn, j.run_at) as at,
+                    -- A comparison would cost each claim of one job half a per cent.
+                    j.lease_expires_at is not null or (j.terms).expires_at is not null as may_be_over,
+                    j.group_key is not null and (j.turn < '1900-01-01 00:00 UTC') is not true as is_newcomer
+                from pgqueue.job as j
+                where hashtext(j.queue) = hashtext(_pick.queue) and j.queue = _pick.queue
+                    and j.priority = own_priority
+                    and coalesce(j.turn, j.run_at) <= upto
+                    and (coalesce(j.turn, j.run_at), j.id) > (start, start_id)
+                    and (j.lease_expires_at <= _pick.moment) is not false
+                    and (_pick.kinds is null or j.kind = any (_pick.kinds))
+                order by coalesce(j.turn, j.run_at), j.id
+                limit wanted
+                for update skip locked
+            ) as due;
+        end if;
         if may_be_over then
             select min(coalesce(j.turn, j.run_at)) into over_at
             from pgqueue.job as j
@@ -225,8 +271,12 @@ begin
     -- Entries that it met, and pages: a measure that depends neither on the machine nor on the
     -- moment.
     walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
-        + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass) - walked
-        - 3 * coalesce(cardinality(picks), 0);
+        + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass) - walked;
+    -- A short walk for one job leaves nothing.
+    if wanted = 1 and walked <= 63 and lane <= 500 and has_newcomers is not true then
+        return coalesce(picks, '{}'::tid[]);
+    end if;
+    walked := walked - 3 * coalesce(cardinality(picks), 0);
     if lane > 500 and picks is not null then
         perform pgqueue._leave_turn(queue, lane, last);
     end if;
@@ -244,7 +294,10 @@ begin
         upto := case when lane > 500 then pgqueue._turn(queue, lane) else moment - interval '10 milliseconds' end;
         last := case when cardinality(picks) = wanted then least(last, upto) else upto end;
         perform pgqueue._leave_position(
-            record, position, (date_part('epoch', last) * 1000000)::bigint - origin_us, picks[wanted],
+            record, position,
+            (date_part('epoch', last) * 1000000)::bigint
+                + case when lane > 500 then 5364662400000000 else -1577836800000000 end,
+            picks[wanted],
             case when start = first then tag | pgqueue._since_2020(pgqueue._believed_until(
                 began, case when lane > 500 then interval '10 milliseconds' else interval '100 milliseconds' end
             )) end

@@ -393,6 +393,7 @@ declare
         pgqueue._next_slot(rule, hours, zone, moment), 'infinity'
     );
 begin
+    perform pgqueue._use('schedule');
     insert into pgqueue.schedule as s (
         due_at, next_slot, every, jitter, priority, max_attempts,
         name, queue, kind, cron, timezone, catch_up, payload

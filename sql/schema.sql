@@ -622,15 +622,17 @@ completes.';
 create index dependency_waiter_idx on pgqueue.dependency (waiter_id, hashint8(job_id));
 comment on index pgqueue.dependency_waiter_idx is 'Does it wait for anything still?';
 
--- One look at its size tells a completion that there is neither a tie nor anybody who waits.
+-- One look at its size tells a claim or a completion that there are no settings, schedules and batches, no
+-- ties, and nobody who waits: so plain queues pay for none of them. No row is ever deleted.
 create table pgqueue.used (
     feature text not null
 );
 alter table pgqueue.used replica identity full;
 comment on table pgqueue.used is
-'What has ever been used here of that which the end of a job has to look for.';
+'What has ever been used here that claims and completions have to look for.';
 comment on column pgqueue.used.feature is
-'after (jobs that wait for others) or await (sessions that do).';
+'settings, schedule, batch, after (jobs that wait for others) or await (sessions
+that do).';
 
 create table pgqueue.loose_end (
     id bigint not null,

@@ -1,6 +1,23 @@
 -- Settings: which are in force for a queue, a kind or a group, and what is paused. A setting of a
 -- group comes before one of a kind, that before one of the queue, and that before one of all.
 
+create or replace function pgqueue._use(feature text)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Twice does no harm, and a unique index would have one wait for another.
+    if not exists (select from pgqueue.used as u where u.feature = _use.feature) then
+        insert into pgqueue.used (feature) values (_use.feature);
+    end if;
+end;
+$$;
+
+comment on function pgqueue._use(text) is
+'Remembers that a feature has been used, and that claims and completions have to
+look for it from now on.';
+
 create or replace function pgqueue._in_force(queue text, kind text default '', group_key text default '')
     returns pgqueue.queue
     language plpgsql
@@ -200,6 +217,7 @@ begin
         where q.name = coalesce(configure.queue, '') and q.kind = coalesce(configure.kind, '')
             and q.group_key = coalesce(configure.group_key, '');
     end if;
+    perform pgqueue._use('settings');
     insert into pgqueue.queue as q (
         name, kind, group_key, notify, keep_payloads, max_attempts, keep_runs, max_payload_bytes, weight,
         group_limit, max_running, rate_limit, lease, retry_base, retry_cap, rate_period, age_after,
@@ -293,6 +311,7 @@ begin
         returning q.ctid
     )
     select array_agg(c.ctid) into written from cleared as c;
+    perform pgqueue._use('settings');
     insert into pgqueue.queue as q (name, kind, group_key, paused)
     values (
         coalesce(_set_paused.queue, ''), coalesce(_set_paused.kind, ''),

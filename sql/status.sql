@@ -214,21 +214,6 @@ $$;
 
 comment on function pgqueue._awaited() is 'Which of its locks the session holds that waits for jobs.';
 
-create or replace function pgqueue._use(feature text)
-    returns void
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- Twice does no harm, and a unique index would have one wait for another.
-    if not exists (select from pgqueue.used as u where u.feature = _use.feature) then
-        insert into pgqueue.used (feature) values (_use.feature);
-    end if;
-end;
-$$;
-
-comment on function pgqueue._use(text) is 'Remembers that a feature has been used, for completions to see.';
-
 create or replace function pgqueue._await(job_id bigint)
     returns boolean
     language plpgsql

@@ -3,7 +3,34 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(70);
+select plan(77);
+
+-- What has been used
+
+create function pg_temp.marks(call text) returns text language plpgsql as $$
+declare
+    marks text;
+begin
+    execute call;
+    select string_agg(u.feature, ' ') into marks from pgqueue.used as u;
+    raise exception using errcode = 'PQ999', message = 'undone';
+exception when sqlstate 'PQ999' then
+    return marks;
+end;
+$$;
+select is(
+    pg_temp.marks(c.call), c.feature,
+    format('claims and completions look for %s from then on: %s', coalesce(c.feature, 'nothing'), c.call)
+)
+from (values
+    (null, 'select pgqueue.complete(c.id, c.token) from pgqueue.enqueue(''u'') as e, pgqueue.claim(''u'', ''w'') as c'),
+    ('settings', 'select pgqueue.configure(''u'', max_attempts => 3)'),
+    ('settings', 'select pgqueue.pause(''u'')'),
+    ('schedule', 'select pgqueue.schedule(''u'', ''u'', every => ''1 hour'')'),
+    ('batch', 'select pgqueue.create_batch(''u'')'),
+    ('after', 'select pgqueue.enqueue(''u'', after => array[pgqueue.enqueue(''u'')])'),
+    ('await', 'select pgqueue._await(pgqueue.enqueue(''u''))')
+) as c (feature, call);
 
 -- Pause and resume
 
