@@ -52,7 +52,9 @@ begin
         max_jobs := coalesce(max_jobs, 1);
     end if;
     if pg_relation_size('pgqueue.used') > 0 then
-        if pg_sequence_last_value('pgqueue._cell_due'::regclass) is not null then
+        if pg_sequence_last_value('pgqueue._cell_due'::regclass)
+            <= (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
+        then
             moment := pgqueue._look_around_by_the_way(moment);
         end if;
         if pg_relation_size('pgqueue.queue') > 0 then

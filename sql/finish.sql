@@ -23,7 +23,9 @@ declare
 begin
     -- Few conditions and variables, because each that a plain job meets costs it half a hundredth.
     if current_setting('transaction_isolation') <> 'read committed' or pg_relation_size('pgqueue.used') > 0 then
-        refused := pgqueue._refuse(pgqueue._check_isolation());
+        if current_setting('transaction_isolation') <> 'read committed' then
+            refused := pgqueue._refuse(pgqueue._wrong_isolation());
+        end if;
         is_configured := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
         if is_configured then
             is_logged := pgqueue._log_kept(array[job_id], array[token], array[result], moment);
@@ -46,11 +48,13 @@ begin
                 else (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs
             end;
         end if;
-        if pgqueue._has_running_caps(done.queue) then
+        if pg_relation_size('pgqueue.queue_cap_idx') > 8192 and pgqueue._has_running_caps(done.queue) then
             perform pgqueue._wake(done.queue);
         end if;
         -- Does anybody wait for it? See room status.
-        if pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(moment) and (
+        if pg_sequence_last_value('pgqueue._cell_awaited')
+            > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
+        and (
             pg_try_advisory_lock(7366516, (job_id & 255)::int)
             and pg_advisory_unlock(7366516, (job_id & 255)::int)
         ) is not true then
