@@ -224,7 +224,8 @@ def test_a_thousand_slots_at_one_moment_are_fired_in_bounded_claims(db):
     )
     assert one(db, FIRE) == 100
     fired = [100]
-    while fired[-1]:
+    # A claim that is held up between its planning and its start leaves it to the next.
+    while sum(fired) < 1000 and len(fired) < 1000:
         db.execute("select from pgqueue.claim('none', 'w')")
         fired.append(one(db, "select count(*) from pgqueue.job") - sum(fired))
     assert sum(fired) == 1000
