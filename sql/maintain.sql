@@ -100,6 +100,10 @@ begin
         when 14 then truncate pgqueue.run_14;
         when 15 then truncate pgqueue.run_15;
     end case;
+    -- See room schema.
+    perform brin_desummarize_range(i.indexrelid, 0)
+    from pg_index as i
+    where i.indrelid = ('pgqueue.run_' || slot)::regclass;
 end;
 $$;
 

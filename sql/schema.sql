@@ -407,6 +407,11 @@ $$;
 -- of their jobs. Two such indexes would cost a completion twice as much as one of two columns.
 create index run_finished_idx on pgqueue.run using brin (finished_at, job_id) with (autosummarize);
 comment on index pgqueue.run_finished_idx is 'What finished since then? What became of this job?';
+-- The index of an empty table has a summary of the first megabyte, which all completions would take
+-- turns to write. A range without one is read whole, and gets it when it is full.
+select brin_desummarize_range(i.inhrelid, 0)
+from pg_inherits as i
+where i.inhparent = 'pgqueue.run_finished_idx'::regclass;
 
 -- A queue needs no row here. An empty name, kind or group_key speaks for every one, and a null
 -- says nothing; which row wins, and what nobody says, is in _in_force(). The hot functions read

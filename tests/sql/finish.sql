@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(27);
+select plan(29);
 
 -- Complete
 
@@ -165,6 +165,19 @@ select results_eq(
     format('select status from pgqueue.finish(array[%1$s, %1$s], array[%2$s, %2$s], array[''complete'', ''fail''])', :id, :token),
     $$ values ('completed'), ('lost') $$, 'an attempt given twice to finish ends by its first outcome'
 );
+
+-- What summarizes the log
+
+create function pg_temp.summarize() returns bigint language sql as $$
+    select sum(brin_summarize_new_values(i.inhrelid))
+    from pg_inherits as i
+    where i.inhparent = 'pgqueue.run_finished_idx'::regclass
+$$;
+select cmp_ok(pg_temp.summarize(), '>', 0::bigint, 'no completion has to write a summary of the log''s first range');
+select pgqueue._empty_run(slot) from generate_series(0, 15) as s (slot);
+select pgqueue.enqueue('again');
+select pgqueue.complete(c.id, c.token) from pgqueue.claim('again', 'w') as c;
+select is(pg_temp.summarize(), 1::bigint, 'nor when it has been emptied');
 
 select * from finish();
 rollback;
