@@ -15,6 +15,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     keep_runs int;
+    -- Null where no feature has ever been used.
     is_configured boolean;
     is_logged boolean;
     done record;

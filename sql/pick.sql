@@ -220,6 +220,7 @@ begin
         began := clock_timestamp();
         walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
             + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass);
+        -- The same walk twice, plain only in the second place: see _filtered_walk.
         if has_recovered or num_nonnulls(paused, taken, barred) > 0 then
             select w.* into picks, last, may_be_over, has_newcomers
             from pgqueue._filtered_walk(

@@ -1,5 +1,6 @@
 -- Settings: which are in force for a queue, a kind or a group, and what is paused. A setting of a
--- group comes before one of a kind, that before one of the queue, and that before one of all.
+-- group comes before one of a kind, that before one of the queue, and that before one of all. And what
+-- has ever been used at all, so that plain queues are asked for nothing else.
 
 create or replace function pgqueue._use(feature text)
     returns void

@@ -240,10 +240,7 @@ def test_a_job_that_is_enqueued_while_what_it_waits_for_ends_is_not_forgotten(
     lease = claimed(db)
     sessions = {name: connect(autocommit=False) for name in ("enqueue", "end")}
     calls = {
-        "enqueue": (
-            AFTER,
-            lease[:1],
-        ),
+        "enqueue": (AFTER, lease[:1]),
         "end": (ENDS[verb], lease),
     }
     for name in sorted(calls, key=lambda name: name != begins):
