@@ -9,7 +9,7 @@ import pgqueue
 import pytest
 from conftest import column, one
 from worker_app import BAD, UNSTORABLE
-from worker_harness import QUEUE, is_empty, outcomes, wait_until
+from worker_harness import QUEUE, RESTING, is_empty, outcomes, wait_until
 
 pytest_plugins = ["worker_harness"]
 
@@ -130,8 +130,7 @@ def test_an_idle_worker_starts_jobs_at_once_and_scheduled_ones_when_due(
     db, workers
 ) -> None:
     worker = workers.start("--poll-interval", "60", "-q", f"other,{QUEUE}=3")
-    parked = "select count(*) from pg_locks where locktype = 'advisory' and granted"
-    wait_until(lambda: one(db, parked))
+    wait_until(lambda: one(db, RESTING))
     for count in range(1, 51):
         pgqueue.enqueue(db, QUEUE, kind="mark")
         wait_until(lambda: workers.notes().total() == count, 10)  # noqa: B023

@@ -3,7 +3,7 @@
 import pgqueue
 import pytest
 from conftest import one
-from worker_harness import QUEUE, outcomes, wait_until
+from worker_harness import QUEUE, RESTING, outcomes, wait_until
 
 pytest_plugins = ["worker_harness"]
 
@@ -66,8 +66,7 @@ def test_an_idle_worker_that_hears_of_a_cancel_does_not_look_for_jobs(
     held = pgqueue.enqueue(db, QUEUE, kind="ahold")
     workers.start("--lease", NOW_AND_THEN, "--poll-interval", "3000")
     workers.began()
-    parked = "select count(*) from pg_locks where locktype = 'advisory' and granted"
-    wait_until(lambda: one(db, parked))
+    wait_until(lambda: one(db, RESTING))
     db.execute("set pgqueue.notify = off")
     silent = pgqueue.enqueue(db, QUEUE, kind="mark")
     db.execute("set pgqueue.notify = on")

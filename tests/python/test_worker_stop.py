@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from cluster import Cluster
 from conftest import one
-from worker_harness import QUEUE, Workers, wait_until, where, workers_on
+from worker_harness import QUEUE, RESTING, Workers, wait_until, where, workers_on
 
 pytest_plugins = ["worker_harness"]
 
@@ -26,8 +26,6 @@ WAITING = (
     "select count(*) from pg_stat_activity"
     " where application_name = 'pgqueue' and wait_event_type = 'Lock'"
 )
-
-PARKED = "select count(*) from pg_locks where locktype = 'advisory' and granted"
 
 
 def start(workers: Workers, *args: str, **options) -> subprocess.Popen[bytes]:
@@ -137,7 +135,7 @@ def test_the_shutdown_timeout_is_kept_when_the_server_no_longer_answers(
             pgqueue.enqueue_many(db, QUEUE, [None] * 3, kind="hold")
         if state != "starting":
             worker = start(workers)
-            wait_until(lambda: one(db, PARKED))
+            wait_until(lambda: one(db, RESTING))
         if state in ("running", "ended"):
             workers.began(3)
         stack.enter_context(frozen(server))

@@ -24,6 +24,11 @@ from cluster import Cluster
 
 HERE = Path(__file__).resolve().parent
 QUEUE = "work"
+# Workers that rest. (The lock of a parked one is there before rest() has looked.)
+RESTING = (
+    "select count(*) from pg_stat_activity where datname = current_database()"
+    " and state = 'idle' and query like '%pgqueue.rest(%'"
+)
 
 
 def wait_until(what: Callable[[], Any], timeout: float = 30) -> Any:
