@@ -15,7 +15,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     keep_runs int;
-    -- Null where no feature has ever been used.
+    -- Null where nothing that it has to look for has ever been used.
     is_configured boolean;
     is_logged boolean;
     done record;
@@ -23,7 +23,9 @@ declare
     refused boolean;
 begin
     -- Few conditions and variables, because each that a plain job meets costs it half a hundredth.
-    if current_setting('transaction_isolation') <> 'read committed' or pg_relation_size('pgqueue.used') > 0 then
+    if current_setting('transaction_isolation') <> 'read committed'
+        or pg_relation_size('pgqueue.used_at_end_idx') > 8192
+    then
         if current_setting('transaction_isolation') <> 'read committed' then
             refused := pgqueue._refuse(pgqueue._wrong_isolation());
         end if;
@@ -37,32 +39,34 @@ begin
     where j.id = complete.job_id and j.token = complete.token
     returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.slot, (j.terms).batch_id
     into done;
-    if not found or is_configured is not null then
+    if not found or num_nonnulls(is_configured, done.batch_id) > 0 then
         if not found then
             refused := pgqueue._refuse(pgqueue._lost(job_id, token));
         end if;
-        if done.slot is not null then
-            perform pgqueue._recall(array[done.queue], array[done.group_key]);
-        end if;
-        if is_configured then
-            keep_runs := case when is_logged then 0
-                else (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs
-            end;
-        end if;
-        if pg_relation_size('pgqueue.queue_cap_idx') > 8192 and pgqueue._has_running_caps(done.queue) then
-            perform pgqueue._wake(done.queue);
-        end if;
-        -- Does anybody wait for it? See room status.
-        if pg_sequence_last_value('pgqueue._cell_awaited')
-            > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
-        and (
-            pg_try_advisory_lock(7366516, (job_id & 255)::int)
-            and pg_advisory_unlock(7366516, (job_id & 255)::int)
-        ) is not true then
-            perform pgqueue._notify(done.queue, 'end');
-        end if;
-        if pg_relation_size('pgqueue.dependency') > 0 then
-            perform pgqueue._cut_ties(array[job_id], array['completed']);
+        if is_configured is not null then
+            if done.slot is not null then
+                perform pgqueue._recall(array[done.queue], array[done.group_key]);
+            end if;
+            if is_configured then
+                keep_runs := case when is_logged then 0
+                    else (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs
+                end;
+            end if;
+            if pg_relation_size('pgqueue.queue_cap_idx') > 8192 and pgqueue._has_running_caps(done.queue) then
+                perform pgqueue._wake(done.queue);
+            end if;
+            -- Does anybody wait for it? See room status.
+            if pg_sequence_last_value('pgqueue._cell_awaited')
+                > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
+            and (
+                pg_try_advisory_lock(7366516, (job_id & 255)::int)
+                and pg_advisory_unlock(7366516, (job_id & 255)::int)
+            ) is not true then
+                perform pgqueue._notify(done.queue, 'end');
+            end if;
+            if pg_relation_size('pgqueue.dependency') > 0 then
+                perform pgqueue._cut_ties(array[job_id], array['completed']);
+            end if;
         end if;
         if done.batch_id is not null then
             -- As in _is_batch_over, written out.
@@ -118,7 +122,7 @@ declare
     ));
     moment timestamptz := clock_timestamp();
     today int := floor(date_part('epoch', moment) / 86400)::int;
-    is_plain boolean := pg_relation_size('pgqueue.used') = 0;
+    is_plain boolean := pg_relation_size('pgqueue.used_at_end_idx') <= 8192;
     is_configured boolean;
     is_logged boolean;
     queues text[];
@@ -180,10 +184,10 @@ begin
     select array_agg(d.id), array_agg(d.batch_id) filter (where d.batch_id is not null)
     into ended, batches
     from done as d;
+    if batches is not null then
+        perform pgqueue._look_at_batches(batches);
+    end if;
     if not is_plain and ended is not null then
-        if batches is not null then
-            perform pgqueue._look_at_batches(batches);
-        end if;
         if queues is not null then
             perform pgqueue._recall(queues, group_keys);
         end if;

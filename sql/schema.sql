@@ -627,8 +627,8 @@ completes.';
 create index dependency_waiter_idx on pgqueue.dependency (waiter_id, hashint8(job_id));
 comment on index pgqueue.dependency_waiter_idx is 'Does it wait for anything still?';
 
--- One look at its size tells a claim or a completion that there are no settings, schedules and batches, no
--- ties, and nobody who waits: so plain queues pay for none of them. No row is ever deleted.
+-- One look at its size tells a claim that there are no settings, schedules and batches, no ties, and nobody
+-- who waits: so plain queues pay for none of them. No row is ever deleted.
 create table pgqueue.used (
     feature text not null
 );
@@ -638,6 +638,9 @@ comment on table pgqueue.used is
 comment on column pgqueue.used.feature is
 'settings, schedule, batch, after (jobs that wait for others) or await (sessions
 that do).';
+create index used_at_end_idx on pgqueue.used (feature) where feature in ('settings', 'after', 'await');
+comment on index pgqueue.used_at_end_idx is
+'Has anything ever been used that a completion has to look for?';
 
 create table pgqueue.loose_end (
     id bigint not null,

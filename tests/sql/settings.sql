@@ -12,7 +12,14 @@ declare
     marks text;
 begin
     execute call;
-    select string_agg(u.feature, ' ') into marks from pgqueue.used as u;
+    execute (
+        select format(
+            $sql$select string_agg(feature || case when %s then ', also at the end' else '' end, ' ') from pgqueue.used$sql$,
+            pg_get_expr(i.indpred, i.indrelid)
+        )
+        from pg_index as i where i.indexrelid = 'pgqueue.used_at_end_idx'::regclass
+    )
+    into marks;
     raise exception using errcode = 'PQ999', message = 'undone';
 exception when sqlstate 'PQ999' then
     return marks;
@@ -20,16 +27,16 @@ end;
 $$;
 select is(
     pg_temp.marks(c.call), c.feature,
-    format('claims and completions look for %s from then on: %s', coalesce(c.feature, 'nothing'), c.call)
+    format('claims look for %s from then on: %s', coalesce(c.feature, 'nothing'), c.call)
 )
 from (values
     (null, 'select pgqueue.complete(c.id, c.token) from pgqueue.enqueue(''u'') as e, pgqueue.claim(''u'', ''w'') as c'),
-    ('settings', 'select pgqueue.configure(''u'', max_attempts => 3)'),
-    ('settings', 'select pgqueue.pause(''u'')'),
     ('schedule', 'select pgqueue.schedule(''u'', ''u'', every => ''1 hour'')'),
     ('batch', 'select pgqueue.create_batch(''u'')'),
-    ('after', 'select pgqueue.enqueue(''u'', after => array[pgqueue.enqueue(''u'')])'),
-    ('await', 'select pgqueue._await(pgqueue.enqueue(''u''))')
+    ('settings, also at the end', 'select pgqueue.configure(''u'', max_attempts => 3)'),
+    ('settings, also at the end', 'select pgqueue.pause(''u'')'),
+    ('after, also at the end', 'select pgqueue.enqueue(''u'', after => array[pgqueue.enqueue(''u'')])'),
+    ('await, also at the end', 'select pgqueue._await(pgqueue.enqueue(''u''))')
 ) as c (feature, call);
 
 -- Pause and resume
