@@ -26,16 +26,20 @@ as $$
             'status', 'result', 'await', 'version'
         ]
         when 'reader' then array['next_slots', 'why', 'version']
-    end) as f (name)
+    end || case when _grants.kind in ('operator', 'reader') then array[
+        -- What the views call, they call as their reader.
+        '_count_jobs', '_count_dead', '_leased', '_recent_runs', '_dead_errors', '_error_like'
+    ] end) as f (name)
     union all
     select false, v.name
     from unnest(case _grants.kind
         when 'operator' then array[
-            'jobs', 'queues', 'running', 'kinds', 'settings', 'schedules', 'batches', 'retention', 'queue',
-            'job', 'dead_job', 'run', 'schedule'
+            'jobs', 'queues', 'running', 'workers', 'kinds', 'throughput', 'failures', 'dead', 'stuck', 'settings',
+            'schedules', 'batches', 'retention', 'queue', 'job', 'dead_job', 'run', 'schedule'
         ]
         when 'reader' then array[
-            'jobs', 'queues', 'running', 'kinds', 'settings', 'schedules', 'batches', 'retention'
+            'jobs', 'queues', 'running', 'workers', 'kinds', 'throughput', 'failures', 'dead', 'stuck', 'settings',
+            'schedules', 'batches', 'retention'
         ]
     end) as v (name)
 $$;

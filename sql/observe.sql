@@ -1,5 +1,5 @@
--- The views, and why(): what dashboards and people on call read. No payload is in them, they take no
--- locks and work on a standby. The clock is clock_timestamp(), read once for a query:
+-- The views: what dashboards and people on call read. No payload is in them, they take no locks and work on
+-- a standby. How much there is is in room measure. The clock is clock_timestamp(), read once for a query:
 -- now() stands still in a long transaction, and its own jobs would look scheduled.
 
 create or replace view pgqueue.jobs as
@@ -74,63 +74,95 @@ comment on column pgqueue.jobs.expires_at is
 
 -- Whether a queue is paused is found by a join: a reader of the view may not call _in_force().
 create or replace view pgqueue.queues as
-with waiting as (
+with counted as materialized (
+    select * from pgqueue._count_jobs()
+), buried as materialized (
+    select * from pgqueue._count_dead()
+), run as materialized (
     select
-        j.queue,
-        count(*) filter (where j.state = 'ready') as ready,
-        count(*) filter (where j.state = 'scheduled') as scheduled,
-        count(*) filter (where j.state = 'running') as running,
-        count(*) filter (where j.state = 'expired') as expired,
-        count(*) filter (where j.state = 'blocked') as blocked,
-        clock_timestamp() - min(j.run_at) filter (where j.state = 'ready') as oldest_wait,
-        clock_timestamp() - percentile_disc(0.01) within group (order by j.run_at)
-            filter (where j.state = 'ready') as p99_wait
-    from pgqueue.jobs as j
-    group by j.queue
-), buried as (
-    select d.queue, count(*) as dead
-    from pgqueue.dead_job as d
-    group by d.queue
+        r.queue collate "C" as queue, r.worker, r.waited, r.weight,
+        clock_timestamp() - r.finished_at as age,
+        case when r.outcome = 'completed' then r.weight else 0 end as done,
+        case when r.outcome in ('retry', 'expired', 'dead') then r.weight else 0 end as failed
+    from pgqueue._recent_runs(clock_timestamp() - interval '1 hour') as r
 ), recent as (
     select
         r.queue,
-        count(*) filter (where r.outcome = 'completed') as finished,
-        count(*) filter (where r.outcome in ('retry', 'expired', 'dead')) as failed
-    from pgqueue.run as r
-    where r.finished_at > clock_timestamp() - interval '1 hour'
+        sum(r.done) as done,
+        coalesce(sum(r.done) filter (where r.age <= '5 minutes'), 0) as done_5m,
+        coalesce(sum(r.done) filter (where r.age <= '1 minute'), 0) as done_1m,
+        sum(r.failed) as failed,
+        coalesce(sum(r.failed) filter (where r.age <= '5 minutes'), 0) as failed_5m,
+        coalesce(sum(r.failed) filter (where r.age <= '1 minute'), 0) as failed_1m,
+        percentile_disc(array[0.5, 0.99]) within group (order by r.waited) filter (where r.worker is not null)
+            as waits
+    from run as r
     group by r.queue
-), known as (
-    select w.queue from waiting as w
+), seen as (
+    select w.queue, count(distinct w.worker) as workers
+    from (
+        select r.queue, r.worker from run as r where r.age <= '5 minutes'
+        union all
+        select c.queue, h.worker from counted as c cross join lateral unnest(c.workers) as h (worker)
+    ) as w
+    group by w.queue
+), parked as (
+    select l.objid::int as fold, count(distinct l.pid) as sessions
+    from pg_locks as l
+    where l.locktype = 'advisory' and l.classid = 7366514 and l.objsubid = 2 and l.mode = 'ShareLock' and l.granted
+        and l.database = (select d.oid from pg_database as d where d.datname = current_database())
+    group by l.objid
+)
+select
+    k.queue,
+    coalesce(c.ready, 0) as ready,
+    coalesce(c.scheduled, 0) as scheduled,
+    coalesce(c.running, 0) as running,
+    coalesce(c.expired, 0) as expired,
+    coalesce(c.blocked, 0) as blocked,
+    coalesce(d.dead, 0) as dead,
+    coalesce(c.is_estimate, false) or coalesce(d.is_estimate, false) as is_estimate,
+    clock_timestamp() - c.oldest as oldest_wait,
+    clock_timestamp() - c.p99 as p99_wait,
+    coalesce(own.paused, shared.paused, false) as paused,
+    coalesce(w.workers, 0) as workers,
+    coalesce(p.sessions, 0) as parked,
+    case
+        when coalesce(c.ready, 0) = 0 then interval '0'
+        when r.done_5m > 0 then interval '1 second' * (300.0 * c.ready / r.done_5m)::float8
+    end as time_to_empty,
+    r.waits[1] as p50_wait_last_hour,
+    r.waits[2] as p99_wait_last_hour,
+    coalesce(r.done, 0) as finished_last_hour,
+    coalesce(r.failed, 0) as failed_last_hour,
+    round(coalesce(r.done_1m, 0) / 60.0, 3) as rate_1m,
+    round(coalesce(r.done_5m, 0) / 300.0, 3) as rate_5m,
+    round(coalesce(r.done, 0) / 3600.0, 3) as rate_1h,
+    round(r.failed_1m::numeric / nullif(r.done_1m + r.failed_1m, 0), 3) as failure_rate_1m,
+    round(r.failed_5m::numeric / nullif(r.done_5m + r.failed_5m, 0), 3) as failure_rate_5m,
+    round(r.failed::numeric / nullif(r.done + r.failed, 0), 3) as failure_rate_1h
+from (
+    select c.queue from counted as c
     union
-    select b.queue from buried as b
+    select d.queue from buried as d
     union
     select r.queue from recent as r
     union
     select q.name from pgqueue.queue as q where q.name <> ''
-)
-select
-    k.queue,
-    coalesce(w.ready, 0) as ready,
-    coalesce(w.scheduled, 0) as scheduled,
-    coalesce(w.running, 0) as running,
-    coalesce(w.expired, 0) as expired,
-    coalesce(w.blocked, 0) as blocked,
-    coalesce(b.dead, 0) as dead,
-    w.oldest_wait,
-    w.p99_wait,
-    coalesce(own.paused, shared.paused, false) as paused,
-    coalesce(r.finished, 0) as finished_last_hour,
-    coalesce(r.failed, 0) as failed_last_hour
-from known as k
-left join waiting as w on w.queue = k.queue
-left join buried as b on b.queue = k.queue
+) as k
+left join counted as c on c.queue = k.queue
+left join buried as d on d.queue = k.queue
 left join recent as r on r.queue = k.queue
+left join seen as w on w.queue = k.queue
+left join parked as p on p.fold = hashtext(k.queue) & 255
 left join pgqueue.queue as own on own.name = k.queue and own.kind = '' and own.group_key = ''
 left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and shared.group_key = '';
 
 comment on view pgqueue.queues is
 'One row for each queue that has jobs, dead jobs, settings, or runs in the last
-hour. Counts every job: some tenths of a second for a million.';
+hour. Counts while the table of jobs is small (16 MB), else reads an index and
+estimates (see is_estimate); of more than 200 pages of runs, some 13,000, a
+sample is read. Some tens of milliseconds, however many jobs there are.';
 comment on column pgqueue.queues.queue is 'The queue.';
 comment on column pgqueue.queues.ready is 'Jobs that could run now.';
 comment on column pgqueue.queues.scheduled is 'Jobs whose time has not come, retries among them.';
@@ -140,14 +172,35 @@ comment on column pgqueue.queues.expired is
 when this stays above 0.';
 comment on column pgqueue.queues.blocked is 'Jobs that wait for something other than time.';
 comment on column pgqueue.queues.dead is 'Dead jobs. Alert when this grows.';
+comment on column pgqueue.queues.is_estimate is
+'Whether any of the numbers of jobs is an estimate.';
 comment on column pgqueue.queues.oldest_wait is
 'How long the oldest ready job has been due; null when none is. Alert on this.';
 comment on column pgqueue.queues.p99_wait is 'The wait that 1 % of the ready jobs exceed.';
 comment on column pgqueue.queues.paused is
 'Whether claims are given nothing; what is paused by kind or group is in the
 view settings.';
+comment on column pgqueue.queues.workers is
+'Workers that hold a job of it, or ended one in the last five minutes.';
+comment on column pgqueue.queues.parked is
+'Sessions that sleep until they are told of its jobs. One in 256 other queues
+counts them, too.';
+comment on column pgqueue.queues.time_to_empty is
+'How long the ready jobs take at the rate of the last five minutes, if none are
+added; null if none completed.';
+comment on column pgqueue.queues.p50_wait_last_hour is
+'Half of the attempts of the last hour began at most so long after they were due.';
+comment on column pgqueue.queues.p99_wait_last_hour is '99 % of them did. Alert on this.';
 comment on column pgqueue.queues.finished_last_hour is 'Attempts completed in the last hour.';
 comment on column pgqueue.queues.failed_last_hour is 'Attempts failed or expired in the last hour.';
+comment on column pgqueue.queues.rate_1m is 'Jobs completed in a second, over the last minute.';
+comment on column pgqueue.queues.rate_5m is 'The same over five minutes.';
+comment on column pgqueue.queues.rate_1h is 'The same over an hour.';
+comment on column pgqueue.queues.failure_rate_1m is
+'Which part of the attempts of the last minute failed or expired, 0 to 1; null
+if none ended.';
+comment on column pgqueue.queues.failure_rate_5m is 'The same over five minutes.';
+comment on column pgqueue.queues.failure_rate_1h is 'The same over an hour.';
 
 create or replace view pgqueue.running as
 select
@@ -165,12 +218,15 @@ select
     j.message,
     j.rate,
     j.time_left
-from pgqueue.jobs as j
+from pgqueue._leased() as l (id)
+join pgqueue.jobs as j on j.id = l.id
 where j.lease_expires_at is not null
 order by j.claimed_at;
 
 comment on view pgqueue.running is
-'Every leased job, the longest-running first.';
+'The leased jobs, the longest-running first. Reads them all while the table of
+jobs is small (16 MB), else the first 50,000 jobs of each lane, divided by the
+number of lanes: there they stand, unless claims by kind have passed over more.';
 comment on column pgqueue.running.id is 'The job''s id.';
 comment on column pgqueue.running.queue is 'The job''s queue.';
 comment on column pgqueue.running.kind is 'The job''s kind.';
@@ -189,28 +245,245 @@ comment on column pgqueue.running.rate is
 'How much it has done in a second, from its claim to its last word.';
 comment on column pgqueue.running.time_left is 'How long it takes from now on at that rate.';
 
+create or replace view pgqueue.workers as
+with held as (
+    select
+        j.worker, array_agg(distinct j.queue) as queues, count(*) as held, max(j.claimed_at) as claimed_at,
+        min(j.claimed_at) as longest_since
+    from pgqueue._leased() as l (id)
+    join pgqueue.job as j on j.id = l.id
+    where j.lease_expires_at > clock_timestamp()
+    group by j.worker
+), logged as (
+    select
+        r.worker, array_agg(distinct r.queue) as queues, max(r.finished_at) as finished_at,
+        max(r.finished_at - r.taken) as claimed_at,
+        coalesce(sum(r.weight) filter (where r.outcome = 'completed'), 0) as done,
+        coalesce(sum(r.weight) filter (where r.outcome in ('retry', 'expired', 'dead')), 0) as failed
+    from pgqueue._recent_runs(clock_timestamp() - interval '1 hour') as r
+    where r.worker is not null
+    group by r.worker
+), session as (
+    select
+        substr(a.application_name, 9) as name, count(*) as sessions,
+        bool_or(exists (
+            select from pg_locks as l
+            where l.pid = a.pid and l.locktype = 'advisory' and l.classid = 7366514 and l.mode = 'ShareLock'
+        )) as is_parked
+    from pg_stat_activity as a
+    where a.datname = current_database() and a.application_name like 'pgqueue %'
+    group by a.application_name
+), known as (
+    select h.worker from held as h
+    union
+    select g.worker from logged as g
+)
+select
+    coalesce(k.worker, s.name) as worker,
+    array(
+        select q.name
+        from unnest(coalesce(h.queues, '{}') || coalesce(g.queues, '{}')) as q (name)
+        group by q.name order by q.name
+    ) as queues,
+    coalesce(h.held, 0) as held,
+    clock_timestamp() - h.longest_since as longest,
+    greatest(h.claimed_at, g.claimed_at) as last_claimed_at,
+    g.finished_at as last_finished_at,
+    coalesce(g.done, 0)::bigint as finished_last_hour,
+    coalesce(g.failed, 0)::bigint as failed_last_hour,
+    coalesce(s.sessions, 0) as sessions,
+    coalesce(s.is_parked, false) as parked
+from known as k
+left join held as h on h.worker = k.worker
+left join logged as g on g.worker = k.worker
+full join session as s on s.name = right(k.worker, 55)
+order by 1;
+
+comment on view pgqueue.workers is
+'The workers that hold jobs, ended one in the last hour, or are connected. Reads
+what running reads, and as many runs as queues.';
+comment on column pgqueue.workers.worker is
+'The name that it claims with. Workers in Python are connected under it:
+their application_name is pgqueue and its last 55 characters.';
+comment on column pgqueue.workers.queues is 'Of which queues it holds or ended jobs.';
+comment on column pgqueue.workers.held is 'How many jobs it holds.';
+comment on column pgqueue.workers.longest is 'How long it has held the first of them.';
+comment on column pgqueue.workers.last_claimed_at is
+'When it last claimed a job that it holds or has ended.';
+comment on column pgqueue.workers.last_finished_at is 'When it last ended one, in the last hour.';
+comment on column pgqueue.workers.finished_last_hour is 'Attempts completed in the last hour.';
+comment on column pgqueue.workers.failed_last_hour is
+'Attempts failed or expired in the last hour.';
+comment on column pgqueue.workers.sessions is
+'Connections to this database under its name; on a standby those to the standby.';
+comment on column pgqueue.workers.parked is 'Whether one of them sleeps until it is told of jobs.';
+
 create or replace view pgqueue.kinds as
 select
     r.queue,
     r.kind,
-    count(*) as runs,
-    count(*) filter (where r.outcome in ('retry', 'expired', 'dead')) as failures,
+    sum(r.weight)::bigint as runs,
+    coalesce(sum(r.weight) filter (where r.outcome in ('retry', 'expired', 'dead')), 0)::bigint as failures,
     percentile_disc(0.5) within group (order by r.taken) as p50_taken,
     percentile_disc(0.99) within group (order by r.taken) as p99_taken,
     max(r.finished_at) as last_finished_at
-from pgqueue.run as r
+from pgqueue._recent_runs('-infinity', 2000) as r
 where r.outcome <> 'cancelled'
 group by r.queue, r.kind;
 
 comment on view pgqueue.kinds is
-'What each kind of job did in each queue, over all the days that run remembers.';
+'What each kind of job did in each queue, over all the days that run remembers.
+Of more than 2,000 pages of runs, some 130,000, a sample is read: a kind that
+ran seldom may be missing.';
 comment on column pgqueue.kinds.queue is 'The queue.';
 comment on column pgqueue.kinds.kind is 'The kind.';
 comment on column pgqueue.kinds.runs is 'Finished attempts.';
 comment on column pgqueue.kinds.failures is 'Those that failed or whose lease expired.';
 comment on column pgqueue.kinds.p50_taken is 'Half of the attempts took at most this long.';
 comment on column pgqueue.kinds.p99_taken is '99 % of the attempts took at most this long.';
-comment on column pgqueue.kinds.last_finished_at is 'When one last finished.';
+comment on column pgqueue.kinds.last_finished_at is
+'When one last finished, of those that were read.';
+
+create or replace view pgqueue.throughput as
+select
+    date_trunc('minute', r.finished_at) as minute,
+    r.queue,
+    coalesce(sum(r.weight) filter (where r.outcome = 'completed'), 0)::bigint as finished,
+    coalesce(sum(r.weight) filter (where r.outcome in ('retry', 'expired', 'dead')), 0)::bigint as failed,
+    percentile_disc(0.5) within group (order by r.waited) as p50_waited,
+    percentile_disc(0.99) within group (order by r.waited) as p99_waited,
+    percentile_disc(0.5) within group (order by r.taken) as p50_taken,
+    percentile_disc(0.99) within group (order by r.taken) as p99_taken
+from pgqueue._recent_runs(date_trunc('minute', clock_timestamp()) - interval '59 minutes', 2000) as r
+where r.worker is not null
+group by 1, 2
+order by 1, 2;
+
+comment on view pgqueue.throughput is
+'What each queue did in each of the last 60 minutes in which it did anything; the
+present minute is not over. Of more than 2,000 pages of runs, some 130,000, a
+sample is read.';
+comment on column pgqueue.throughput.minute is 'When the minute began.';
+comment on column pgqueue.throughput.queue is 'The queue.';
+comment on column pgqueue.throughput.finished is 'Attempts completed.';
+comment on column pgqueue.throughput.failed is 'Attempts failed or expired.';
+comment on column pgqueue.throughput.p50_waited is
+'Half of them began at most so long after they were due.';
+comment on column pgqueue.throughput.p99_waited is '99 % of them did.';
+comment on column pgqueue.throughput.p50_taken is 'Half of them took at most this long.';
+comment on column pgqueue.throughput.p99_taken is '99 % of them did.';
+
+create or replace view pgqueue.failures as
+select
+    f.queue,
+    f.kind,
+    f.error_like,
+    sum(f.failures)::bigint as failures,
+    min(f.first_at) as first_at,
+    max(f.last_at) as last_at,
+    (array_agg(f.job_id order by f.last_at desc, f.job_id desc))[1] as sample_id,
+    (array_agg(f.error order by f.last_at desc, f.job_id desc))[1] as sample_error
+from (
+    select
+        r.queue, r.kind, r.error, pgqueue._error_like(r.error) as error_like,
+        sum(r.weight) as failures, min(r.finished_at) as first_at, max(r.finished_at) as last_at,
+        max(r.job_id) as job_id
+    from pgqueue._recent_runs(clock_timestamp() - interval '1 day', 1000) as r
+    where r.outcome in ('retry', 'expired', 'dead')
+    group by r.queue, r.kind, r.error
+) as f
+group by f.queue, f.kind, f.error_like
+order by failures desc, f.queue, f.kind, f.error_like;
+
+comment on view pgqueue.failures is
+'The attempts that failed or expired in the last day, by kind and error, the most
+frequent first. Of more than 1,000 pages of runs, some 65,000, a sample is
+read: what is rare may be missing.';
+comment on column pgqueue.failures.queue is 'The queue.';
+comment on column pgqueue.failures.kind is 'The kind.';
+comment on column pgqueue.failures.error_like is
+'The first line of the errors, with % where they differ: numbers, ids, quoted
+text, addresses and paths.';
+comment on column pgqueue.failures.failures is 'How many attempts ended so.';
+comment on column pgqueue.failures.first_at is 'When the first did, in the last day.';
+comment on column pgqueue.failures.last_at is 'When the last did.';
+comment on column pgqueue.failures.sample_id is 'A job to which it happened.';
+comment on column pgqueue.failures.sample_error is 'The first line of such an error.';
+
+create or replace view pgqueue.dead as
+select
+    e.queue,
+    e.kind,
+    e.error_like,
+    sum(e.jobs)::bigint as jobs,
+    min(e.first_died_at) as first_died_at,
+    max(e.last_died_at) as last_died_at,
+    (array_agg(e.job_id order by e.last_died_at desc, e.job_id desc))[1] as sample_id,
+    (array_agg(e.error order by e.last_died_at desc, e.job_id desc))[1] as sample_error
+from (select d.*, pgqueue._error_like(d.error) as error_like from pgqueue._dead_errors() as d) as e
+group by e.queue, e.kind, e.error_like
+order by jobs desc, e.queue, e.kind, e.error_like;
+
+comment on view pgqueue.dead is
+'The dead jobs by kind and error, the most frequent first. Above 16 MB of them a
+sample of 512 pages is read.';
+comment on column pgqueue.dead.queue is 'The queue.';
+comment on column pgqueue.dead.kind is 'The kind.';
+comment on column pgqueue.dead.error_like is
+'The first line of the errors, with % where they differ: an argument for redrive
+and discard_many.';
+comment on column pgqueue.dead.jobs is 'How many died so.';
+comment on column pgqueue.dead.first_died_at is 'When the first did.';
+comment on column pgqueue.dead.last_died_at is 'When the last did.';
+comment on column pgqueue.dead.sample_id is 'One of them.';
+comment on column pgqueue.dead.sample_error is 'The first line of such an error.';
+
+create or replace view pgqueue.stuck as
+select
+    j.id,
+    j.queue,
+    j.kind,
+    j.worker,
+    p.problem,
+    clock_timestamp() - p.since as stuck_for,
+    j.attempt,
+    j.max_attempts,
+    j.last_error
+from pgqueue._leased() as l (id)
+join pgqueue.jobs as j on j.id = l.id
+left join pgqueue.kinds as k on k.queue = j.queue and k.kind = j.kind
+cross join lateral (
+    select
+        case
+            when j.lease_expires_at < clock_timestamp() - interval '1 minute' then 'expired'
+            when j.cancelled_at < clock_timestamp() - interval '1 minute' then 'cancelling'
+            when clock_timestamp() - j.claimed_at > greatest(interval '10 minutes', 10 * k.p99_taken) then 'slow'
+        end as problem,
+        case
+            when j.lease_expires_at < clock_timestamp() - interval '1 minute' then j.lease_expires_at
+            when j.cancelled_at < clock_timestamp() - interval '1 minute' then j.cancelled_at
+            else j.claimed_at
+        end as since
+) as p
+where p.problem is not null
+order by stuck_for desc;
+
+comment on view pgqueue.stuck is
+'The leased jobs that need a look, the longest first. Reads what running reads,
+and as many runs as kinds. Why a job that waits does not run, why() tells.';
+comment on column pgqueue.stuck.id is 'The job''s id.';
+comment on column pgqueue.stuck.queue is 'The job''s queue.';
+comment on column pgqueue.stuck.kind is 'The job''s kind.';
+comment on column pgqueue.stuck.worker is 'Who runs it, or did.';
+comment on column pgqueue.stuck.problem is
+'expired: its lease ran out more than a minute ago, and nobody has claimed or
+called maintain since. cancelling: it was asked to stop more than a minute ago.
+slow: it has run for ten minutes, and ten times as long as 99 % of its kind.';
+comment on column pgqueue.stuck.stuck_for is
+'Since its lease ran out, it was asked to stop, or it was claimed.';
+comment on column pgqueue.stuck.attempt is 'Which attempt this is.';
+comment on column pgqueue.stuck.max_attempts is 'How many there may be.';
+comment on column pgqueue.stuck.last_error is 'Why the last attempt failed; null if none did.';
 
 -- The defaults once more, because a reader of the view may not call _in_force().
 create or replace view pgqueue.settings as
@@ -456,423 +729,6 @@ windows.';
 comment on column pgqueue.retention.kept_for is
 'keep_dead or keep_runs of all queues; those of a queue, kind or group are in
 the view settings. null: for ever, or while it is needed.';
-
--- Why a job is not running. There is a function for each place where it may be, and why() asks the
--- right one; a further reason is a further line in one of them. All read only, and lock nothing.
-
-create or replace function pgqueue._written(moment timestamptz)
-    returns text
-    language plpgsql
-    stable
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return to_char(moment, 'YYYY-MM-DD HH24:MI:SSOF');
-end;
-$$;
-
-comment on function pgqueue._written(timestamptz) is
-'A moment as a sentence has it: in the time zone of the session, whatever its
-DateStyle.';
-
-create or replace function pgqueue._why_paused(job pgqueue.job)
-    returns text
-    language plpgsql
-    stable
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return case
-        when not (pgqueue._in_force(job.queue, job.kind, job.group_key)).paused then null
-        when (pgqueue._in_force(job.queue)).paused then 'its queue is paused'
-        when (pgqueue._in_force(job.queue, job.kind)).paused then 'its kind is paused'
-        else 'its group is paused'
-    end;
-end;
-$$;
-
-comment on function pgqueue._why_paused(pgqueue.job) is
-'What of a job is paused: its queue, kind or group; null for nothing.';
-
-create or replace function pgqueue._why_full(job pgqueue.job)
-    returns text
-    language plpgsql
-    stable
-    set search_path = pg_catalog, pg_temp
-as $$
-declare
-    group_limit int := (pgqueue._in_force(job.queue, '', job.group_key)).group_limit;
-    held bigint;
-    holder_id bigint;
-    holder pgqueue.job;
-begin
-    if job.group_key is null or group_limit is null then
-        return null;
-    end if;
-    select count(*), min(s.holder) into held, holder_id
-    from pgqueue._slots(job.queue, job.group_key) as s
-    where s.holder is not null and s.holder <> job.id;
-    if held < group_limit then
-        return null;
-    end if;
-    select j.* into holder from pgqueue.job as j where j.id = holder_id;
-    return format('its group %s ', job.group_key)
-        || case
-            when holder.lease_expires_at is null then
-                format('waits for the retry of job %s at %s', holder.id, pgqueue._written(holder.run_at))
-            else format(
-                'is busy with job %s, leased to %s until %s',
-                holder.id, holder.worker, pgqueue._written(holder.lease_expires_at)
-            )
-        end
-        || case when held > 1 then format(', and %s more', held - 1) else '' end;
-end;
-$$;
-
-comment on function pgqueue._why_full(pgqueue.job) is
-'By what the group of a job is kept busy, if it has a limit and is full.';
-
-create or replace function pgqueue._why_capped(job pgqueue.job, moment timestamptz)
-    returns text
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-declare
-    cap pgqueue._cap;
-    free_at timestamptz;
-    whose text;
-begin
-    foreach cap in array
-        pgqueue._group_rates(job.queue, array[job.group_key]) || pgqueue._caps(job.queue, array[job.kind])
-    loop
-        select min(p.free_at) into free_at
-        from pgqueue._permits(job.queue, cap, moment) as p
-        having count(*) filter (where p.is_usable) = 0 and count(*) > 0;
-        if cap.group_key <> '' and job.turn between moment and '9998-12-31 00:00 UTC' then
-            free_at := job.turn;
-        end if;
-        if free_at is not null then
-            whose := case
-                when cap.group_key <> '' then 'its group ' || cap.group_key
-                when cap.kind <> '' then 'its kind ' || cap.kind
-                else 'its queue'
-            end;
-            return case when cap.is_rate
-                then format(
-                    'rate limited until %s: %s begins at most %s in %s', pgqueue._written(free_at), whose,
-                    case cap.most when 1 then '1 job' else cap.most || ' jobs' end, cap.period
-                )
-                else format('%s runs as many jobs as it may, %s', whose, cap.most)
-            end;
-        end if;
-    end loop;
-    return null;
-end;
-$$;
-
-comment on function pgqueue._why_capped(pgqueue.job, timestamptz) is
-'Which cap of its queue, kind or group a job waits for, if any.';
-
-create or replace function pgqueue._why_leased(job pgqueue.job, moment timestamptz)
-    returns text
-    language plpgsql
-    stable
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return case
-        when job.lease_expires_at <= moment then format(
-            'its lease expired at %s: the next %s %s (worker %s)',
-            pgqueue._written(job.lease_expires_at),
-            case when pgqueue._why_paused(job) is not null then 'maintain()' else 'claim' end,
-            case
-                when job.cancelled_at is not null then 'cancels it'
-                when job.attempt >= job.max_attempts then 'moves it to dead_job'
-                else 'recovers it'
-            end,
-            job.worker
-        )
-        when job.cancelled_at is not null then format(
-            'its worker %s was asked to stop at %s: cancelling',
-            job.worker, pgqueue._written(job.cancelled_at)
-        )
-        else format(
-            'runs: attempt %s of %s, leased to %s until %s',
-            job.attempt, job.max_attempts, job.worker, pgqueue._written(job.lease_expires_at)
-        )
-    end;
-end;
-$$;
-
-comment on function pgqueue._why_leased(pgqueue.job, timestamptz) is
-'why, of a job that a worker holds, or held until its lease expired.';
-
-create or replace function pgqueue._why_blocked(job_id bigint)
-    returns text
-    language plpgsql
-    stable
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return (
-        select case
-            when count(*) = 0 then 'blocked: its wait is over, and the next claim or maintain will see it'
-            else format('blocked: waits for job %s', min(d.job_id))
-                || case when count(*) > 1 then format(' and %s more', count(*) - 1) else '' end
-        end
-        from pgqueue.dependency as d
-        join pgqueue.job as j on j.id = d.job_id
-        where d.waiter_id = _why_blocked.job_id
-    );
-end;
-$$;
-
-comment on function pgqueue._why_blocked(bigint) is 'why, of a job that waits for others.';
-
-create or replace function pgqueue._why_later(job pgqueue.job)
-    returns text
-    language plpgsql
-    stable
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return case
-        when job.run_at = 'infinity' then pgqueue._why_blocked(job.id)
-        when (job.errors -> -1 ->> 'attempt')::int = job.attempt then format(
-            'waits for its retry at %s after attempt %s of %s: %s',
-            pgqueue._written(job.run_at), job.attempt, job.max_attempts,
-            pgqueue._summary(job.errors -> -1 ->> 'error')
-        )
-        else 'scheduled for ' || pgqueue._written(job.run_at)
-    end || coalesce('; ' || pgqueue._why_paused(job), '');
-end;
-$$;
-
-comment on function pgqueue._why_later(pgqueue.job) is 'why, of a job that is not due yet.';
-
-create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestamptz)
-    returns bigint
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_sort = off
-    set enable_nestloop = on
-as $$
-declare
-    age_after interval := (pgqueue._in_force(job.queue)).age_after;
-begin
-    return (
-        select count(*)
-        from (
-            select
-            from pgqueue._live_lanes(job.queue) as l
-            cross join lateral (
-                select pgqueue._due_by(l.priority, job.priority, job.run_at, moment, age_after) as due_by
-            ) as b
-            cross join lateral (
-                select
-                from pgqueue.job as j
-                where hashtext(j.queue) = hashtext(job.queue) and j.queue = job.queue
-                    and j.priority = l.priority
-                    and (coalesce(j.turn, j.run_at), j.id) < (
-                        case when l.priority <> job.priority then b.due_by else coalesce(job.turn, job.run_at) end,
-                        case when l.priority <> job.priority then 9223372036854775807 else job.id end
-                    )
-                    and (l.priority = job.priority or j.run_at <= b.due_by)
-                    and j.lease_expires_at is null
-                order by coalesce(j.turn, j.run_at), j.id
-                limit 10001
-            ) as ahead
-            where l.priority >= job.priority or age_after is not null
-            limit 10001
-        ) as a
-    );
-end;
-$$;
-
-comment on function pgqueue._count_ahead(pgqueue.job, timestamptz) is
-'How many ready jobs claims meet before this one; beyond 10,000 it stops
-counting.';
-
-create or replace function pgqueue._unclaimed(queue text, moment timestamptz)
-    returns text
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set enable_sort = off
-    set enable_nestloop = on
-    set enable_bitmapscan = on
-as $$
-declare
-    lately timestamptz := moment - interval '10 minutes';
-    last_claim timestamptz := (
-        select max(f.claimed_at)
-        from pgqueue._live_lanes(queue) as l
-        cross join lateral (
-            -- What runs stands where it stood, near the beginning.
-            select j.claimed_at
-            from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(_unclaimed.queue) and j.queue = _unclaimed.queue
-                and j.priority = l.priority
-            order by coalesce(j.turn, j.run_at), j.id
-            limit 1000
-        ) as f
-    );
-begin
-    return case
-        -- Without runs nobody knows.
-        when (pgqueue._in_force(queue)).keep_runs = 0 or last_claim > lately or exists (
-            select from pgqueue.run as r
-            where r.finished_at > lately and r.queue = _unclaimed.queue and r.worker is not null
-        ) then null
-        when last_claim is not null or exists (
-            select from pgqueue.run as r where r.queue = _unclaimed.queue and r.worker is not null
-        ) then 'no worker has claimed from it for 10 minutes'
-        else 'no worker has claimed from it that it remembers'
-    end;
-end;
-$$;
-
-comment on function pgqueue._unclaimed(text, timestamptz) is
-'Tells that nobody has claimed from a queue for a while, by the jobs that run
-and the runs of the last ten minutes; null if somebody has.';
-
-create or replace function pgqueue._why_ready(job pgqueue.job, moment timestamptz)
-    returns text
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-declare
-    held_up text := coalesce(
-        pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment)
-    );
-    ahead bigint;
-begin
-    if held_up is not null then
-        return held_up;
-    end if;
-    ahead := pgqueue._count_ahead(job, moment);
-    return concat_ws('; ',
-        case ahead
-            when 0 then 'ready: next in its queue'
-            else format(
-                'ready: waits behind %s %s of higher priority or earlier turn in its queue',
-                case when ahead > 10000 then 'more than 10,000' else to_char(ahead, 'FM999,999,999') end,
-                case ahead when 1 then 'job' else 'jobs' end
-            )
-        end,
-        pgqueue._unclaimed(job.queue, moment)
-    );
-end;
-$$;
-
-comment on function pgqueue._why_ready(pgqueue.job, timestamptz) is 'why, of a job that is due.';
-
-create or replace function pgqueue._why_waits(job pgqueue.job, moment timestamptz)
-    returns text
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-declare
-    expires_at timestamptz := (job.terms).expires_at;
-    begun text := case when job.attempt > 0 then 'begun again' else 'begun' end;
-begin
-    if expires_at <= moment then
-        return format(
-            'expired at %s, not %s by then: the next claim or maintain() cancels it',
-            pgqueue._written(expires_at), begun
-        );
-    end if;
-    return concat_ws('; ',
-        case when job.run_at > moment then pgqueue._why_later(job) else pgqueue._why_ready(job, moment) end,
-        'expires at ' || pgqueue._written(expires_at) || format(' if it is not %s by then', begun)
-    );
-end;
-$$;
-
-comment on function pgqueue._why_waits(pgqueue.job, timestamptz) is
-'why, of a job that nobody holds, and until when it may begin.';
-
-create or replace function pgqueue._why_dead(dead pgqueue.dead_job)
-    returns text
-    language plpgsql
-    stable
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return format(
-        'dead since %s: %s; redrive_job(%s) sends it back',
-        pgqueue._written(dead.died_at), pgqueue._summary(dead.error), dead.id
-    );
-end;
-$$;
-
-comment on function pgqueue._why_dead(pgqueue.dead_job) is 'why, of a dead job.';
-
-create or replace function pgqueue._why_gone(job_id bigint)
-    returns text
-    language plpgsql
-    stable
-    set search_path = pg_catalog, pg_temp
-as $$
-declare
-    last pgqueue.run := pgqueue._last_run(job_id);
-begin
-    return case
-        when last.job_id is null then null
-        when last.outcome = 'completed' then
-            format('completed at %s on attempt %s', pgqueue._written(last.finished_at), last.attempt)
-        when last.outcome = 'cancelled' then concat_ws(
-            ': ', 'cancelled at ' || pgqueue._written(last.finished_at), pgqueue._summary(last.result #>> '{}')
-        )
-        -- It was discarded or purged, which leaves no run.
-        else format(
-            'gone; its attempt %s failed at %s: %s',
-            last.attempt, pgqueue._written(last.finished_at), last.error
-        )
-    end;
-end;
-$$;
-
-comment on function pgqueue._why_gone(bigint) is
-'why, of a job that is neither in job nor in dead_job, as far as run remembers;
-null if it does not.';
-
-create or replace function pgqueue.why(job_id bigint)
-    returns text
-    language plpgsql
-    security definer
-    set search_path = pg_catalog, pg_temp
-    set jit = off
-    set enable_indexscan = on
-    set enable_seqscan = off
-as $$
-declare
-    moment timestamptz := clock_timestamp();
-    present record;
-    reason text;
-    refused boolean;
-begin
-    -- In one statement, because it may just be moving from one to the other.
-    select j as job, d as dead into present
-    from (values (why.job_id)) as asked (id)
-    left join pgqueue.job as j on j.id = asked.id
-    left join pgqueue.dead_job as d on d.id = asked.id;
-
-    reason := case
-        when (present.job).lease_expires_at is not null then pgqueue._why_leased(present.job, moment)
-        when (present.job).id is not null then pgqueue._why_waits(present.job, moment)
-        when (present.dead).id is not null then pgqueue._why_dead(present.dead)
-        else pgqueue._why_gone(job_id)
-    end;
-    refused := pgqueue._refuse(case when reason is null then pgqueue._unknown(job_id) end);
-    return reason;
-end;
-$$;
-
-comment on function pgqueue.why(bigint) is
-'Says in one sentence why a job is not running, or what became of it. Reads
-only; for a job that has ended it looks through run.
-Raises PQ001 (no such job).';
 
 create or replace function pgqueue.version()
     returns text

@@ -55,6 +55,15 @@ def conninfo(dsn: str | None, environ: Mapping[str, str] = os.environ) -> str:
     return make_conninfo(**{**given, **added})
 
 
+def named(dsn: str, worker: str) -> str:
+    """Have sessions bear a worker's name, as the view workers expects, unless they have one."""
+    given = conninfo_to_dict(dsn)
+    if given.get("application_name") == PATIENCE["application_name"]:
+        # Postgres keeps 63 bytes of it.
+        given["application_name"] = f"pgqueue {worker[-55:]}"
+    return make_conninfo(**given)
+
+
 def connect(dsn: str) -> Connection:
     """Connect: autocommit, READ COMMITTED, prepared statements unless behind a pooler."""
     conn = psycopg.connect(dsn, autocommit=True, prepare_threshold=None)

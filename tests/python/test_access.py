@@ -26,17 +26,26 @@ VIEWS = {
     "jobs",
     "queues",
     "running",
+    "workers",
     "kinds",
+    "throughput",
+    "failures",
+    "dead",
+    "stuck",
     "settings",
     "schedules",
     "batches",
     "retention",
 }
+# What the views call, they call as their reader.
+MEASURES = {
+    "_count_jobs", "_count_dead", "_leased", "_recent_runs", "_dead_errors", "_error_like",
+}  # fmt: skip
 MATRIX = {
     "producer": (PRODUCER, set()),
     "worker": (WORKER, set()),
-    "operator": (OPERATOR, VIEWS | {"job", "dead_job", "run", "queue", "schedule"}),
-    "reader": ({"next_slots", "why", "version"}, VIEWS),
+    "operator": (OPERATOR | MEASURES, VIEWS | {"job", "dead_job", "run", "queue", "schedule"}),
+    "reader": ({"next_slots", "why", "version"} | MEASURES, VIEWS),
 }
 
 

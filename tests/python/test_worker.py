@@ -305,7 +305,7 @@ def test_a_supervisor_ends_at_a_signal_while_it_starts_its_children(
 
 def test_the_children_of_a_killed_supervisor_close_their_sessions(db, workers) -> None:
     parent = workers.start("--processes", "2")
-    sessions = "select count(distinct pid) from pg_stat_activity where application_name = 'pgqueue'"
+    sessions = "select count(distinct pid) from pg_stat_activity where application_name like 'pgqueue %'"
     wait_until(lambda: one(db, sessions) >= 2)
     parent.kill()
     parent.wait()

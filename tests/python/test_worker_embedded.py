@@ -79,7 +79,7 @@ def nothing_left(db) -> Iterator[None]:
     wait_until(lambda: gc.collect() >= 0 and threads() <= before[0], 10)
     wait_until(lambda: not files() - before[1], 10)
     sessions = (
-        "select count(*) from pg_stat_activity where application_name = 'pgqueue'"
+        "select count(*) from pg_stat_activity where application_name like 'pgqueue %'"
     )
     wait_until(lambda: one(db, sessions) == 0, 10)
 

@@ -35,7 +35,7 @@ pytest_plugins = ["worker_harness"]
 LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
 KILL = (
     "select count(pg_terminate_backend(pid)) from pg_stat_activity"
-    " where application_name = 'pgqueue' and datname = current_database()"
+    " where application_name like 'pgqueue %' and datname = current_database()"
 )
 QUICK = "select pgqueue.configure(null, retry_base => '100 ms', max_attempts => 1000)"
 # With groups: at most two jobs of each run, six of all, and five of one kind.
@@ -210,7 +210,7 @@ def test_a_worker_replaces_killed_sessions_and_loses_no_job(
     check_effects(db)
     assert worker.poll() is None
     channels = (
-        "select count(*) from pg_stat_activity where application_name = 'pgqueue'"
+        "select count(*) from pg_stat_activity where application_name like 'pgqueue %'"
     )
     assert one(db, channels) <= 2 + 8
     assert workers.finish(worker) == 0
@@ -278,7 +278,7 @@ def test_a_worker_waits_for_a_server_that_is_read_only_or_full(server, say) -> N
         full = contextlib.ExitStack()
         db.execute(
             "select pg_terminate_backend(pid) from pg_stat_activity"
-            " where application_name = 'pgqueue'"
+            " where application_name like 'pgqueue %'"
         )
         with contextlib.suppress(psycopg.OperationalError):
             while True:

@@ -24,7 +24,7 @@ HANGING = (
 ).split()
 WAITING = (
     "select count(*) from pg_stat_activity"
-    " where application_name = 'pgqueue' and wait_event_type = 'Lock'"
+    " where application_name like 'pgqueue %' and wait_event_type = 'Lock'"
 )
 
 

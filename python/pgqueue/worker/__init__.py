@@ -92,7 +92,7 @@ class Worker:
         self._tick = threading.Event()
         self._unknown_kinds: set[str] = set()  # that were logged
 
-        dsn = database.conninfo(self.dsn)
+        dsn = database.named(database.conninfo(self.dsn), self.id)
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         around = self.app.middleware
         self.executor = Executor(dsn, self.concurrency, self._ended, around)

@@ -1,0 +1,393 @@
+-- How much there is, for the views: counted where that is cheap, else estimated.
+--
+-- A table of up to 16 MB is read whole. Of a larger one the jobs are counted along their lanes, so that a file
+-- which a burst has left behind costs nothing; what a lane of thousands has beyond those is estimated from a
+-- sample of pages. What runs stands at the beginning of its lane, and is counted there.
+--
+-- The log is read in the order of its pages, which is nearly that of time: the first page of a period is found
+-- by bisection, and of many pages every so many are read.
+
+create or replace function pgqueue._lanes()
+    returns table (hash int, priority int)
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+begin
+    return query
+    with recursive lane (hash, priority) as (
+        (
+            select hashtext(j.queue), j.priority
+            from pgqueue.job as j
+            where j.queue is not null
+            order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
+            limit 1
+        )
+        union all
+        select n.*
+        from lane as l
+        cross join lateral (
+            select hashtext(j.queue), j.priority
+            from pgqueue.job as j
+            where j.queue is not null and (hashtext(j.queue), j.priority) > (l.hash, l.priority)
+            order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
+            limit 1
+        ) as n
+    )
+    select l.* from lane as l;
+end;
+$$;
+
+comment on function pgqueue._lanes() is
+'The lanes that hold any job, by the hash of their queue: one descent of the
+index for each.';
+
+create or replace function pgqueue._count_jobs()
+    returns table (
+        queue text, ready bigint, scheduled bigint, running bigint, expired bigint, blocked bigint,
+        oldest timestamptz, p99 timestamptz, workers text[], is_estimate boolean
+    )
+    language plpgsql
+    stable
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+    set enable_hashagg = on
+as $$
+#variable_conflict use_column
+declare
+    moment timestamptz := clock_timestamp();
+    pages float8 := pg_relation_size('pgqueue.job') / 8192;
+    sampled float8 := case when pages > 2048 then 200 / pages else 1 end;
+    hashes int[];
+    priorities int[];
+    most int;
+begin
+    if sampled < 1 then
+        select array_agg(l.hash), array_agg(l.priority) into hashes, priorities from pgqueue._lanes() as l;
+        most := greatest(4000 / coalesce(cardinality(hashes), 1), 100);
+    end if;
+    return query
+    with walked as materialized (
+        select l.hash, l.priority, w.*
+        from unnest(hashes, priorities) as l (hash, priority)
+        cross join lateral (
+            select j.queue, j.run_at, j.turn, j.worker, j.lease_expires_at, (j.terms).expires_at
+            from pgqueue.job as j
+            where j.queue is not null and hashtext(j.queue) = l.hash and j.priority = l.priority
+            order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
+            limit most + 1
+        ) as w
+    ), long as materialized (
+        select distinct w.hash from walked as w group by w.hash, w.priority having count(*) > most
+    ), met as (
+        select w.queue, w.run_at, w.turn, w.worker, w.lease_expires_at, w.expires_at, false as is_sample
+        from walked as w
+        union all
+        select j.queue, j.run_at, j.turn, j.worker, j.lease_expires_at, (j.terms).expires_at, true
+        from pgqueue.job as j tablesample system (100 * sampled) repeatable (0)
+        where (sampled = 1 or (select count(*) from long) > 0)
+            and (sampled = 1 or hashtext(j.queue) in (select t.hash from long as t))
+    ), counted as (
+        select
+            m.queue collate "C" as queue,
+            m.is_sample,
+            case when m.is_sample then sampled else 1 end as share,
+            count(*) filter (where m.state = 'r') as ready,
+            count(*) filter (where m.state = 's') as scheduled,
+            count(*) filter (where m.state = 'l') as running,
+            count(*) filter (where m.state = 'e') as expired,
+            count(*) filter (where m.state = 'b') as blocked,
+            min(m.run_at) filter (where m.state = 'r') as oldest,
+            percentile_disc(0.01) within group (order by m.run_at) filter (where m.state = 'r') as p99,
+            array_agg(distinct m.worker) filter (where m.state = 'l') as workers
+        from (
+            select
+                a.queue, a.run_at, a.worker, a.is_sample,
+                case
+                    when a.lease_expires_at > moment then 'l'
+                    when a.lease_expires_at is not null or a.expires_at <= moment then 'e'
+                    when a.run_at = 'infinity' or a.turn > moment then 'b'
+                    when a.run_at > moment then 's'
+                    else 'r'
+                end::"char" as state
+            from met as a
+        ) as m
+        group by 1, 2
+    )
+    -- The larger of the two: a sample misses what is rare, and a walk ends before what is far behind.
+    select
+        c.queue,
+        max(c.ready / c.share)::bigint, max(c.scheduled / c.share)::bigint, max(c.running / c.share)::bigint,
+        max(c.expired / c.share)::bigint, max(c.blocked / c.share)::bigint,
+        min(c.oldest),
+        coalesce(min(c.p99) filter (where c.is_sample), min(c.p99)),
+        coalesce(min(c.workers) filter (where not c.is_sample), min(c.workers)),
+        hashtext(c.queue) in (select t.hash from long as t)
+    from counted as c
+    group by c.queue;
+end;
+$$;
+
+comment on function pgqueue._count_jobs() is
+'The jobs of each queue by their state; since when the first, and the first
+hundredth, of those that are ready were due; and who holds those that run. Above
+16 MB an estimate for a queue with a lane of more than 4,000 jobs, divided by the
+number of lanes.';
+
+create or replace function pgqueue._count_dead()
+    returns table (queue text, dead bigint, is_estimate boolean)
+    language plpgsql
+    stable
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+    set enable_indexonlyscan = on
+    set enable_nestloop = on
+as $$
+#variable_conflict use_column
+declare
+    pages float8 := pg_relation_size('pgqueue.dead_job') / 8192;
+    queues text[];
+    most int;
+begin
+    with recursive known (name) as (
+        (select d.queue from pgqueue.dead_job as d order by d.queue limit 1)
+        union all
+        select (select d.queue from pgqueue.dead_job as d where d.queue > k.name order by d.queue limit 1)
+        from known as k
+        where k.name is not null
+    )
+    select array_agg(k.name) into queues from known as k where k.name is not null;
+    most := greatest(20000 / coalesce(cardinality(queues), 1), 100);
+    return query
+    with counted as materialized (
+        select q.name, c.dead
+        from unnest(queues) as q (name)
+        cross join lateral (
+            select count(*) as dead
+            from (select from pgqueue.dead_job as d where d.queue = q.name limit most + 1) as d
+        ) as c
+    ), sample as (
+        select d.queue, count(*) * pages / 320 as dead
+        from pgqueue.dead_job as d tablesample system (least(100, 32000 / greatest(pages, 1))) repeatable (0)
+        where (select max(c.dead) from counted as c) > most
+        group by d.queue
+    )
+    select
+        c.name,
+        case when c.dead > most then greatest(c.dead, s.dead) else c.dead end::bigint,
+        c.dead > most
+    from counted as c
+    left join sample as s on s.queue = c.name;
+end;
+$$;
+
+comment on function pgqueue._count_dead() is
+'The dead jobs of each queue. An estimate for one with more than 20,000, divided
+by the number of queues.';
+
+create or replace function pgqueue._dead_errors()
+    returns table (
+        queue text, kind text, error text, jobs bigint, first_died_at timestamptz, last_died_at timestamptz,
+        job_id bigint
+    )
+    language plpgsql
+    stable
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+as $$
+declare
+    pages float8 := pg_relation_size('pgqueue.dead_job') / 8192;
+    sampled float8 := case when pages > 2048 then 512 / pages else 1 end;
+begin
+    return query
+    select
+        d.queue, d.kind, pgqueue._summary(d.error), (count(*) / sampled)::bigint, min(d.died_at), max(d.died_at),
+        max(d.id)
+    from pgqueue.dead_job as d tablesample system (100 * sampled) repeatable (0)
+    group by 1, 2, 3;
+end;
+$$;
+
+comment on function pgqueue._dead_errors() is
+'The dead jobs by the first line of their error. Above 16 MB an estimate from a
+sample of 512 pages.';
+
+create or replace function pgqueue._leased()
+    returns setof bigint
+    language plpgsql
+    stable
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+begin
+    if pg_relation_size('pgqueue.job') <= 16777216 then
+        return query select j.id from pgqueue.job as j where j.lease_expires_at is not null;
+        return;
+    end if;
+    return query
+    with lane as materialized (
+        select l.*, greatest(50000 / count(*) over (), 100) as most from pgqueue._lanes() as l
+    )
+    select w.id
+    from lane as l
+    cross join lateral (
+        select j.id, j.lease_expires_at
+        from pgqueue.job as j
+        where j.queue is not null and hashtext(j.queue) = l.hash and j.priority = l.priority
+        order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
+        limit l.most
+    ) as w
+    where w.lease_expires_at is not null;
+end;
+$$;
+
+comment on function pgqueue._leased() is
+'The jobs that are leased. Above 16 MB those among the first 50,000 of each lane,
+divided by the number of lanes: others stand there only where claims by kind
+have passed over as many.';
+
+create or replace function pgqueue._page_since(part int, since timestamptz)
+    returns bigint
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+as $$
+declare
+    first bigint := 0;
+    last bigint := pg_relation_size(('pgqueue.run_' || part)::regclass) / 8192;
+    middle bigint;
+begin
+    while first < last loop
+        middle := (first + last) / 2;
+        if (
+            select max(r.finished_at)
+            from pgqueue.run as r
+            where r.slot = part
+                and r.ctid >= ('(' || middle || ',0)')::tid and r.ctid < ('(' || middle + 1 || ',0)')::tid
+        ) < since then
+            first := middle + 1;
+        else
+            last := middle;
+        end if;
+    end loop;
+    return first;
+end;
+$$;
+
+comment on function pgqueue._page_since(int, timestamptz) is
+'The first page of a part of the log with an attempt that finished since then.';
+
+create or replace function pgqueue._recent_runs(since timestamptz, most int default 200)
+    returns table (
+        queue text, kind text, outcome text, worker text, job_id bigint, finished_at timestamptz,
+        waited interval, taken interval, error text, weight int
+    )
+    language plpgsql
+    stable
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_bitmapscan = on
+    set enable_tidscan = on
+as $$
+declare
+    parts int[];
+    firsts bigint[];
+    lasts bigint[];
+    step int;
+    page record;
+begin
+    select array_agg(p.part), array_agg(p.first), array_agg(p.last), sum(p.last - p.first + 1) / most + 1
+    into parts, firsts, lasts, step
+    from (
+        select
+            s.part,
+            pgqueue._page_since(s.part, since) as first,
+            pg_relation_size(('pgqueue.run_' || s.part)::regclass) / 8192 - 1 as last
+        from generate_series(0, 15) as s (part)
+    ) as p
+    where p.first <= p.last;
+    -- Also where there seems to be none: an index finds those on pages that vacuum has made room in.
+    if coalesce(step, 1) = 1 then
+        return query
+        select
+            r.queue, r.kind, r.outcome, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, 1
+        from pgqueue.run as r
+        where r.finished_at >= since;
+        return;
+    end if;
+    for page in
+        select p.part, ('(' || n.page || ',0)')::tid as first, ('(' || n.page + 1 || ',0)')::tid as next
+        from unnest(parts, firsts, lasts) as p (part, first, last)
+        cross join lateral generate_series(p.first, p.last, step) as n (page)
+    loop
+        return query
+        select
+            r.queue, r.kind, r.outcome, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, step
+        from pgqueue.run as r
+        where r.slot = page.part and r.ctid >= page.first and r.ctid < page.next and r.finished_at >= since;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._recent_runs(timestamptz, int) is
+'The attempts that have finished since then; where they fill more than so many
+pages, those of every weight-th page.';
+
+create or replace function pgqueue._error_like(error text)
+    returns text
+    language plpgsql
+    immutable
+    security definer
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- Until what it says for itself is escaped.
+    mask text := chr(1);
+    pattern text := pgqueue._summary(error);
+begin
+    -- Quoted text, but not what an apostrophe and the next one enclose.
+    pattern := regexp_replace(
+        pattern, '(?<!\w)(''[^'']*''|"[^"]*"|`[^`]*`|«[^»]*»|“[^”]*”|‘[^’]*’)(?!\w)', mask, 'g'
+    );
+    -- E-mail addresses, URLs, paths; then whatever has a digit: 42, job42, 0xff, 10.0.0.1:5432, a UUID.
+    pattern := regexp_replace(pattern, '[\w.+-]+@[\w-]+[.\w-]*|\w+://\S+|(?<!\w)/\S+', mask, 'g');
+    pattern := regexp_replace(pattern, '[\w:.-]*\d[\w:.-]*', mask, 'g');
+    pattern := regexp_replace(pattern, '([\\%_])', '\\\1', 'g');
+    return regexp_replace(pattern, mask || '(\s*' || mask || ')*', '%', 'g');
+end;
+$$;
+
+comment on function pgqueue._error_like(text) is
+'The first line of an error with % for quoted text, addresses, paths and whatever
+has a digit: the same for errors of one cause, and an argument for redrive.';

@@ -1,0 +1,416 @@
+-- Why a job is not running. There is a function for each place where it may be, and why() asks the
+-- right one; a further reason is a further line in one of them. All read only, and lock nothing.
+
+create or replace function pgqueue._written(moment timestamptz)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return to_char(moment, 'YYYY-MM-DD HH24:MI:SSOF');
+end;
+$$;
+
+comment on function pgqueue._written(timestamptz) is
+'A moment as a sentence has it: in the time zone of the session, whatever its
+DateStyle.';
+
+create or replace function pgqueue._why_paused(job pgqueue.job)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when not (pgqueue._in_force(job.queue, job.kind, job.group_key)).paused then null
+        when (pgqueue._in_force(job.queue)).paused then 'its queue is paused'
+        when (pgqueue._in_force(job.queue, job.kind)).paused then 'its kind is paused'
+        else 'its group is paused'
+    end;
+end;
+$$;
+
+comment on function pgqueue._why_paused(pgqueue.job) is
+'What of a job is paused: its queue, kind or group; null for nothing.';
+
+create or replace function pgqueue._why_full(job pgqueue.job)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    group_limit int := (pgqueue._in_force(job.queue, '', job.group_key)).group_limit;
+    held bigint;
+    holder_id bigint;
+    holder pgqueue.job;
+begin
+    if job.group_key is null or group_limit is null then
+        return null;
+    end if;
+    select count(*), min(s.holder) into held, holder_id
+    from pgqueue._slots(job.queue, job.group_key) as s
+    where s.holder is not null and s.holder <> job.id;
+    if held < group_limit then
+        return null;
+    end if;
+    select j.* into holder from pgqueue.job as j where j.id = holder_id;
+    return format('its group %s ', job.group_key)
+        || case
+            when holder.lease_expires_at is null then
+                format('waits for the retry of job %s at %s', holder.id, pgqueue._written(holder.run_at))
+            else format(
+                'is busy with job %s, leased to %s until %s',
+                holder.id, holder.worker, pgqueue._written(holder.lease_expires_at)
+            )
+        end
+        || case when held > 1 then format(', and %s more', held - 1) else '' end;
+end;
+$$;
+
+comment on function pgqueue._why_full(pgqueue.job) is
+'By what the group of a job is kept busy, if it has a limit and is full.';
+
+create or replace function pgqueue._why_capped(job pgqueue.job, moment timestamptz)
+    returns text
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    cap pgqueue._cap;
+    free_at timestamptz;
+    whose text;
+begin
+    foreach cap in array
+        pgqueue._group_rates(job.queue, array[job.group_key]) || pgqueue._caps(job.queue, array[job.kind])
+    loop
+        select min(p.free_at) into free_at
+        from pgqueue._permits(job.queue, cap, moment) as p
+        having count(*) filter (where p.is_usable) = 0 and count(*) > 0;
+        if cap.group_key <> '' and job.turn between moment and '9998-12-31 00:00 UTC' then
+            free_at := job.turn;
+        end if;
+        if free_at is not null then
+            whose := case
+                when cap.group_key <> '' then 'its group ' || cap.group_key
+                when cap.kind <> '' then 'its kind ' || cap.kind
+                else 'its queue'
+            end;
+            return case when cap.is_rate
+                then format(
+                    'rate limited until %s: %s begins at most %s in %s', pgqueue._written(free_at), whose,
+                    case cap.most when 1 then '1 job' else cap.most || ' jobs' end, cap.period
+                )
+                else format('%s runs as many jobs as it may, %s', whose, cap.most)
+            end;
+        end if;
+    end loop;
+    return null;
+end;
+$$;
+
+comment on function pgqueue._why_capped(pgqueue.job, timestamptz) is
+'Which cap of its queue, kind or group a job waits for, if any.';
+
+create or replace function pgqueue._why_leased(job pgqueue.job, moment timestamptz)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when job.lease_expires_at <= moment then format(
+            'its lease expired at %s: the next %s %s (worker %s)',
+            pgqueue._written(job.lease_expires_at),
+            case when pgqueue._why_paused(job) is not null then 'maintain()' else 'claim' end,
+            case
+                when job.cancelled_at is not null then 'cancels it'
+                when job.attempt >= job.max_attempts then 'moves it to dead_job'
+                else 'recovers it'
+            end,
+            job.worker
+        )
+        when job.cancelled_at is not null then format(
+            'its worker %s was asked to stop at %s: cancelling',
+            job.worker, pgqueue._written(job.cancelled_at)
+        )
+        else format(
+            'runs: attempt %s of %s, leased to %s until %s',
+            job.attempt, job.max_attempts, job.worker, pgqueue._written(job.lease_expires_at)
+        )
+    end;
+end;
+$$;
+
+comment on function pgqueue._why_leased(pgqueue.job, timestamptz) is
+'why, of a job that a worker holds, or held until its lease expired.';
+
+create or replace function pgqueue._why_blocked(job_id bigint)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return (
+        select case
+            when count(*) = 0 then 'blocked: its wait is over, and the next claim or maintain will see it'
+            else format('blocked: waits for job %s', min(d.job_id))
+                || case when count(*) > 1 then format(' and %s more', count(*) - 1) else '' end
+        end
+        from pgqueue.dependency as d
+        join pgqueue.job as j on j.id = d.job_id
+        where d.waiter_id = _why_blocked.job_id
+    );
+end;
+$$;
+
+comment on function pgqueue._why_blocked(bigint) is 'why, of a job that waits for others.';
+
+create or replace function pgqueue._why_later(job pgqueue.job)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case
+        when job.run_at = 'infinity' then pgqueue._why_blocked(job.id)
+        when (job.errors -> -1 ->> 'attempt')::int = job.attempt then format(
+            'waits for its retry at %s after attempt %s of %s: %s',
+            pgqueue._written(job.run_at), job.attempt, job.max_attempts,
+            pgqueue._summary(job.errors -> -1 ->> 'error')
+        )
+        else 'scheduled for ' || pgqueue._written(job.run_at)
+    end || coalesce('; ' || pgqueue._why_paused(job), '');
+end;
+$$;
+
+comment on function pgqueue._why_later(pgqueue.job) is 'why, of a job that is not due yet.';
+
+create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestamptz)
+    returns bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_sort = off
+    set enable_nestloop = on
+as $$
+declare
+    age_after interval := (pgqueue._in_force(job.queue)).age_after;
+begin
+    return (
+        select count(*)
+        from (
+            select
+            from pgqueue._live_lanes(job.queue) as l
+            cross join lateral (
+                select pgqueue._due_by(l.priority, job.priority, job.run_at, moment, age_after) as due_by
+            ) as b
+            cross join lateral (
+                select
+                from pgqueue.job as j
+                where hashtext(j.queue) = hashtext(job.queue) and j.queue = job.queue
+                    and j.priority = l.priority
+                    and (coalesce(j.turn, j.run_at), j.id) < (
+                        case when l.priority <> job.priority then b.due_by else coalesce(job.turn, job.run_at) end,
+                        case when l.priority <> job.priority then 9223372036854775807 else job.id end
+                    )
+                    and (l.priority = job.priority or j.run_at <= b.due_by)
+                    and j.lease_expires_at is null
+                order by coalesce(j.turn, j.run_at), j.id
+                limit 10001
+            ) as ahead
+            where l.priority >= job.priority or age_after is not null
+            limit 10001
+        ) as a
+    );
+end;
+$$;
+
+comment on function pgqueue._count_ahead(pgqueue.job, timestamptz) is
+'How many ready jobs claims meet before this one; beyond 10,000 it stops
+counting.';
+
+create or replace function pgqueue._unclaimed(queue text, moment timestamptz)
+    returns text
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_sort = off
+    set enable_nestloop = on
+    set enable_bitmapscan = on
+as $$
+declare
+    lately timestamptz := moment - interval '10 minutes';
+    last_claim timestamptz := (
+        select max(f.claimed_at)
+        from pgqueue._live_lanes(queue) as l
+        cross join lateral (
+            -- What runs stands where it stood, near the beginning.
+            select j.claimed_at
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_unclaimed.queue) and j.queue = _unclaimed.queue
+                and j.priority = l.priority
+            order by coalesce(j.turn, j.run_at), j.id
+            limit 1000
+        ) as f
+    );
+begin
+    return case
+        -- Without runs nobody knows.
+        when (pgqueue._in_force(queue)).keep_runs = 0 or last_claim > lately or exists (
+            select from pgqueue.run as r
+            where r.finished_at > lately and r.queue = _unclaimed.queue and r.worker is not null
+        ) then null
+        when last_claim is not null or exists (
+            select from pgqueue.run as r where r.queue = _unclaimed.queue and r.worker is not null
+        ) then 'no worker has claimed from it for 10 minutes'
+        else 'no worker has claimed from it that it remembers'
+    end;
+end;
+$$;
+
+comment on function pgqueue._unclaimed(text, timestamptz) is
+'Tells that nobody has claimed from a queue for a while, by the jobs that run
+and the runs of the last ten minutes; null if somebody has.';
+
+create or replace function pgqueue._why_ready(job pgqueue.job, moment timestamptz)
+    returns text
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    held_up text := coalesce(
+        pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment)
+    );
+    ahead bigint;
+begin
+    if held_up is not null then
+        return held_up;
+    end if;
+    ahead := pgqueue._count_ahead(job, moment);
+    return concat_ws('; ',
+        case ahead
+            when 0 then 'ready: next in its queue'
+            else format(
+                'ready: waits behind %s %s of higher priority or earlier turn in its queue',
+                case when ahead > 10000 then 'more than 10,000' else to_char(ahead, 'FM999,999,999') end,
+                case ahead when 1 then 'job' else 'jobs' end
+            )
+        end,
+        pgqueue._unclaimed(job.queue, moment)
+    );
+end;
+$$;
+
+comment on function pgqueue._why_ready(pgqueue.job, timestamptz) is 'why, of a job that is due.';
+
+create or replace function pgqueue._why_waits(job pgqueue.job, moment timestamptz)
+    returns text
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    expires_at timestamptz := (job.terms).expires_at;
+    begun text := case when job.attempt > 0 then 'begun again' else 'begun' end;
+begin
+    if expires_at <= moment then
+        return format(
+            'expired at %s, not %s by then: the next claim or maintain() cancels it',
+            pgqueue._written(expires_at), begun
+        );
+    end if;
+    return concat_ws('; ',
+        case when job.run_at > moment then pgqueue._why_later(job) else pgqueue._why_ready(job, moment) end,
+        'expires at ' || pgqueue._written(expires_at) || format(' if it is not %s by then', begun)
+    );
+end;
+$$;
+
+comment on function pgqueue._why_waits(pgqueue.job, timestamptz) is
+'why, of a job that nobody holds, and until when it may begin.';
+
+create or replace function pgqueue._why_dead(dead pgqueue.dead_job)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return format(
+        'dead since %s: %s; redrive_job(%s) sends it back',
+        pgqueue._written(dead.died_at), pgqueue._summary(dead.error), dead.id
+    );
+end;
+$$;
+
+comment on function pgqueue._why_dead(pgqueue.dead_job) is 'why, of a dead job.';
+
+create or replace function pgqueue._why_gone(job_id bigint)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    last pgqueue.run := pgqueue._last_run(job_id);
+begin
+    return case
+        when last.job_id is null then null
+        when last.outcome = 'completed' then
+            format('completed at %s on attempt %s', pgqueue._written(last.finished_at), last.attempt)
+        when last.outcome = 'cancelled' then concat_ws(
+            ': ', 'cancelled at ' || pgqueue._written(last.finished_at), pgqueue._summary(last.result #>> '{}')
+        )
+        -- It was discarded or purged, which leaves no run.
+        else format(
+            'gone; its attempt %s failed at %s: %s',
+            last.attempt, pgqueue._written(last.finished_at), last.error
+        )
+    end;
+end;
+$$;
+
+comment on function pgqueue._why_gone(bigint) is
+'why, of a job that is neither in job nor in dead_job, as far as run remembers;
+null if it does not.';
+
+create or replace function pgqueue.why(job_id bigint)
+    returns text
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    present record;
+    reason text;
+    refused boolean;
+begin
+    -- In one statement, because it may just be moving from one to the other.
+    select j as job, d as dead into present
+    from (values (why.job_id)) as asked (id)
+    left join pgqueue.job as j on j.id = asked.id
+    left join pgqueue.dead_job as d on d.id = asked.id;
+
+    reason := case
+        when (present.job).lease_expires_at is not null then pgqueue._why_leased(present.job, moment)
+        when (present.job).id is not null then pgqueue._why_waits(present.job, moment)
+        when (present.dead).id is not null then pgqueue._why_dead(present.dead)
+        else pgqueue._why_gone(job_id)
+    end;
+    refused := pgqueue._refuse(case when reason is null then pgqueue._unknown(job_id) end);
+    return reason;
+end;
+$$;
+
+comment on function pgqueue.why(bigint) is
+'Says in one sentence why a job is not running, or what became of it. Reads
+only; for a job that has ended it looks through run.
+Raises PQ001 (no such job).';

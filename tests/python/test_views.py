@@ -1,0 +1,306 @@
+"""The views after random work: every number, counted by hand from the tables."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from decimal import ROUND_HALF_UP, Decimal
+from random import Random
+from typing import Any
+
+import psycopg
+import pytest
+from conftest import column, one
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from psycopg.rows import dict_row
+
+Rows = list[dict[str, Any]]
+
+QUEUES = ["q", "r", "Ü"]
+ERRORS = ["KeyError: 'a b'", "KeyError: 'c'\nat line 7", "late by 30 s", "100% \\ boom", ""]
+# No sum of these is one of the limits of the views.
+AGES = [17, 101, 331, 733, 2999]
+WEIGHTS = {"enqueue": 8, "claim": 6, "complete": 5, "fail": 5, "cancel": 1, "expire": 1, "age": 1}
+CALLS = {
+    "enqueue": "select pgqueue.enqueue(%s, kind => %s, run_at => clock_timestamp() + %s * interval '1 s')"
+    " from generate_series(1, %s)",
+    "claim": "select count(*) from pgqueue.claim(%s, %s, %s, '1 hour')",
+    "complete": "select pgqueue.complete(%s, %s)",
+    "fail": "select pgqueue.fail(%s, %s, %s, '1 second', %s)",
+    "cancel": "select pgqueue.cancel(%s)",
+    "expire": "update pgqueue.job set lease_expires_at = now() - interval '1 s' where id = %s",
+}
+# Everything was longer ago, but leases hold.
+AGE = """
+    update pgqueue.job set run_at = run_at - a.age, claimed_at = claimed_at - a.age,
+        cancelled_at = cancelled_at - a.age
+    from (select %(age)s * interval '1 s' as age) as a;
+    update pgqueue.run set finished_at = finished_at - %(age)s * interval '1 s';
+    update pgqueue.dead_job set died_at = died_at - %(age)s * interval '1 s'
+"""
+FAILED = ("retry", "expired", "dead")
+
+
+def work(db: psycopg.Connection, rng: Random) -> None:
+    """Do 300 things that jobs, workers and time do."""
+    for verb in rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=300):
+        if verb == "enqueue":
+            when = rng.choice([0, 0, -500, 5000])
+            args = [rng.choice(QUEUES), rng.choice("xy"), when, rng.randint(1, 4)]
+        elif verb == "claim":
+            args = [rng.choice(QUEUES), rng.choice("vw"), rng.randint(1, 3)]
+        elif verb == "age":
+            psycopg.ClientCursor(db).execute(AGE, {"age": rng.choice(AGES)})
+            continue
+        else:
+            leased = "" if verb == "cancel" else " where lease_expires_at is not null"
+            found = db.execute(f"select id, token from pgqueue.job{leased} order by id").fetchall()
+            if not found:
+                continue
+            id, token = rng.choice(found)
+            args = [id] if verb in ("cancel", "expire") else [id, token]
+            if verb == "fail":
+                args += [rng.choice(ERRORS), rng.random() < 0.5]
+        db.execute(CALLS[verb], args)
+
+
+def rows(db: psycopg.Connection, query: str) -> Rows:
+    return db.cursor(row_factory=dict_row).execute(query).fetchall()
+
+
+def by(found: Rows, *keys: str) -> dict[Any, Rows]:
+    groups = defaultdict(list)
+    for row in found:
+        groups[tuple(row[key] for key in keys)].append(row)
+    return groups
+
+
+def percentile(values: Iterable, share: float) -> Any:
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)), 1) - 1] if ordered else None
+
+
+def rounded(value: Decimal) -> Decimal:
+    return value.quantize(Decimal("0.001"), ROUND_HALF_UP)
+
+
+def count(found: Rows, are: Callable[[dict], bool]) -> int:
+    return sum(map(are, found))
+
+
+class Truth:
+    """What the tables say, as of one moment."""
+
+    def __init__(self, db: psycopg.Connection) -> None:
+        self.db = db
+        self.jobs = rows(db, "select * from pgqueue.job")
+        self.runs = rows(
+            db,
+            "select *, case when outcome = any ('{retry,expired,dead}') then pgqueue._error_like(error) end"
+            " as error_like from pgqueue.run",
+        )
+        self.dead = rows(
+            db, "select *, pgqueue._error_like(error) as error_like from pgqueue.dead_job"
+        )
+        self.now = one(db, "select clock_timestamp()")
+        for job in self.jobs:
+            job["state"] = self.state(job)
+        for run in self.runs:
+            run["age"] = self.now - run["finished_at"]
+            run["failed"] = run["outcome"] in FAILED
+
+    def state(self, job: dict) -> str:
+        if job["lease_expires_at"] is not None:
+            return "running" if job["lease_expires_at"] > self.now else "expired"
+        return "scheduled" if job["run_at"] > self.now else "ready"
+
+    def since(self, **age: int) -> Rows:
+        return [run for run in self.runs if run["age"] <= timedelta(**age)]
+
+    def queues(self) -> dict[str, dict[str, Any]]:
+        hour, found = self.since(hours=1), {}
+        names = {row["queue"] for row in self.jobs + self.dead + hour}
+        for name in names:
+            jobs = [job for job in self.jobs if job["queue"] == name]
+            runs = [run for run in hour if run["queue"] == name]
+            due = [job["run_at"] for job in jobs if job["state"] == "ready"]
+            waits = [run["waited"] for run in runs if run["worker"]]
+            holders = {job["worker"] for job in jobs if job["state"] == "running"}
+            row = {
+                state: count(jobs, lambda job, state=state: job["state"] == state)
+                for state in ("ready", "scheduled", "running", "expired", "blocked")
+            }
+            row |= {
+                "dead": count(self.dead, lambda job, name=name: job["queue"] == name),
+                "is_estimate": False,
+                "paused": False,
+                "parked": 0,
+                "p50_wait_last_hour": percentile(waits, 0.5),
+                "p99_wait_last_hour": percentile(waits, 0.99),
+                "finished_last_hour": count(runs, lambda run: run["outcome"] == "completed"),
+                "failed_last_hour": count(runs, lambda run: run["failed"]),
+            }
+            for window, seconds in ("1m", 60), ("5m", 300), ("1h", 3600):
+                ended = [run for run in runs if run["age"] <= timedelta(seconds=seconds)]
+                done = count(ended, lambda run: run["outcome"] == "completed")
+                failed = count(ended, lambda run: run["failed"])
+                row[f"rate_{window}"] = rounded(Decimal(done) / seconds)
+                row[f"failure_rate_{window}"] = (
+                    rounded(Decimal(failed) / (done + failed)) if done + failed else None
+                )
+                if window == "5m":
+                    seen = {run["worker"] for run in ended if run["worker"]}
+                    row["workers"] = len(holders | seen)
+                    row["time_to_empty"] = (
+                        timedelta(seconds=300 * row["ready"] / done) if done else None
+                    )
+            if not row["ready"]:
+                row["time_to_empty"] = timedelta()
+            row["oldest_wait"] = min(due, default=None)
+            row["p99_wait"] = percentile(due, 0.01)
+            found[name] = row
+        return found
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        held = by([job for job in self.jobs if job["state"] == "running"], "worker")
+        runs = by([run for run in self.since(hours=1) if run["worker"]], "worker")
+        found = {}
+        for key in held.keys() | runs.keys():
+            jobs, ended = held.get(key, []), runs.get(key, [])
+            claims = [job["claimed_at"] for job in jobs]
+            claims += [run["finished_at"] - run["taken"] for run in ended]
+            found[key[0]] = {
+                "queues": sorted({row["queue"] for row in jobs + ended}),
+                "held": len(jobs),
+                "longest": min((job["claimed_at"] for job in jobs), default=None),
+                "last_claimed_at": max(claims),
+                "last_finished_at": max((run["finished_at"] for run in ended), default=None),
+                "finished_last_hour": count(ended, lambda run: run["outcome"] == "completed"),
+                "failed_last_hour": count(ended, lambda run: run["failed"]),
+                "sessions": 0,
+                "parked": False,
+            }
+        return found
+
+    def kinds(self) -> dict[tuple, dict[str, Any]]:
+        ran = [run for run in self.runs if run["outcome"] != "cancelled"]
+        return {
+            key: {
+                "runs": len(runs),
+                "failures": count(runs, lambda run: run["failed"]),
+                "p50_taken": percentile((run["taken"] for run in runs), 0.5),
+                "p99_taken": percentile((run["taken"] for run in runs), 0.99),
+                "last_finished_at": max(run["finished_at"] for run in runs),
+            }
+            for key, runs in by(ran, "queue", "kind").items()
+        }
+
+    def throughput(self) -> dict[tuple, dict[str, Any]]:
+        minute = {"second": 0, "microsecond": 0}
+        first = self.now.replace(**minute) - timedelta(minutes=59)
+        ran = [run for run in self.runs if run["worker"] and run["finished_at"] >= first]
+        for run in ran:
+            run["minute"] = run["finished_at"].replace(**minute)
+        return {
+            key: {
+                "finished": count(runs, lambda run: run["outcome"] == "completed"),
+                "failed": count(runs, lambda run: run["failed"]),
+                "p50_waited": percentile((run["waited"] for run in runs), 0.5),
+                "p99_waited": percentile((run["waited"] for run in runs), 0.99),
+                "p50_taken": percentile((run["taken"] for run in runs), 0.5),
+                "p99_taken": percentile((run["taken"] for run in runs), 0.99),
+            }
+            for key, runs in by(ran, "minute", "queue").items()
+        }
+
+    def failures(self) -> dict[tuple, dict[str, Any]]:
+        failed = [run for run in self.since(days=1) if run["failed"]]
+        return {
+            key: {
+                "failures": len(runs),
+                "first_at": min(run["finished_at"] for run in runs),
+                "last_at": max(run["finished_at"] for run in runs),
+            }
+            for key, runs in by(failed, "queue", "kind", "error_like").items()
+        }
+
+    def dead_jobs(self) -> dict[tuple, dict[str, Any]]:
+        return {
+            key: {
+                "jobs": len(jobs),
+                "first_died_at": min(job["died_at"] for job in jobs),
+                "last_died_at": max(job["died_at"] for job in jobs),
+            }
+            for key, jobs in by(self.dead, "queue", "kind", "error_like").items()
+        }
+
+    def stuck(self) -> dict[int, dict[str, Any]]:
+        minute, found = timedelta(minutes=1), {}
+        kinds = self.kinds()
+        for job in self.jobs:
+            kind = kinds.get((job["queue"], job["kind"]), {"p99_taken": timedelta()})
+            slow = max(timedelta(minutes=10), 10 * kind["p99_taken"])
+            if job["lease_expires_at"] is None:
+                continue
+            if self.now - job["lease_expires_at"] > minute:
+                problem, since = "expired", job["lease_expires_at"]
+            elif job["cancelled_at"] and self.now - job["cancelled_at"] > minute:
+                problem, since = "cancelling", job["cancelled_at"]
+            elif self.now - job["claimed_at"] > slow:
+                problem, since = "slow", job["claimed_at"]
+            else:
+                continue
+            found[job["id"]] = {"problem": problem, "worker": job["worker"], "stuck_for": since}
+        return found
+
+
+def seen(db: psycopg.Connection, view: str, keys: tuple[str, ...], columns: dict, truth: Truth):
+    """Return what a view says of these columns; what lasts till now as since when."""
+    found = {}
+    for row in rows(db, f"select * from pgqueue.{view}"):
+        for name in ("oldest_wait", "p99_wait", "longest", "stuck_for"):
+            if row.get(name) is not None:
+                row[name] = truth.now - row[name]
+        key = tuple(row[key] for key in keys)
+        found[key if len(keys) > 1 else key[0]] = {name: row[name] for name in columns}
+    return found
+
+
+def differences(said: dict, true: dict) -> list:
+    """What differs, where moments are counted back from different nows by a second or so."""
+    found = [("keys", said.keys() ^ true.keys())] if said.keys() != true.keys() else []
+    for key in said.keys() & true.keys():
+        for name, value in true[key].items():
+            other = said[key][name]
+            is_near = name in ("oldest_wait", "p99_wait", "longest", "stuck_for", "time_to_empty")
+            if is_near and None not in (value, other):
+                if abs(value - other) < timedelta(seconds=5):
+                    continue
+            if value != other:
+                found.append((key, name, other, value))
+    return found
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.randoms(use_true_random=True))
+def test_every_number_of_every_view_is_what_the_tables_say(db, rng) -> None:
+    with db.transaction(force_rollback=True):
+        db.execute("truncate pgqueue.run")  # large, of earlier examples
+        work(db, rng)
+        truth = Truth(db)
+        for view, keys, true in [
+            ("queues", ("queue",), truth.queues()),
+            ("workers", ("worker",), truth.workers()),
+            ("kinds", ("queue", "kind"), truth.kinds()),
+            ("throughput", ("minute", "queue"), truth.throughput()),
+            ("failures", ("queue", "kind", "error_like"), truth.failures()),
+            ("dead", ("queue", "kind", "error_like"), truth.dead_jobs()),
+            ("stuck", ("id",), truth.stuck()),
+        ]:
+            columns = next(iter(true.values()), {})
+            assert not differences(seen(db, view, keys, columns, truth), true), view
+        leased = {job["id"] for job in truth.jobs if job["lease_expires_at"]}
+        assert set(column(db, "select id from pgqueue.running")) == leased
