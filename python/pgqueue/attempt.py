@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
+from pgqueue import tracing
 from pgqueue.app import App, Middleware, Policy, Reject, Retry, Snooze, Task
 from pgqueue.client import LeaseLost
 from pgqueue.drivers import run_without_loop
@@ -117,6 +118,31 @@ async def run_async(
     attempt: Attempt, connect: Connect, middleware: Middleware | None
 ) -> Outcome:
     """Run a handler in this task, which runs nothing else, and judge it."""
+    if tracing.tracer is None:
+        return await _run(attempt, connect, middleware)
+    try:
+        with tracing.span_of(attempt) as span:
+            outcome = await _run(attempt, connect, middleware)
+            is_given_up = attempt.outcome is not RELEASED  # and what it returns dropped
+            tracing.conclude(span, *_told(attempt.outcome if is_given_up else outcome))
+        return outcome
+    except BaseException as error:  # raised by a sampler or a processor of spans
+        return judge(attempt, error)
+
+
+def _told(outcome: Outcome) -> tuple[str, str | None]:
+    """Name an outcome as pgqueue.finish() does, or `lost`, and the error if there is one."""
+    if outcome is LOST:
+        return "lost", LeaseLost.__name__
+    if outcome.name in ("fail", "reject"):
+        return outcome.name, outcome.text
+    return "complete" if outcome.name == "none" else outcome.name, None
+
+
+async def _run(
+    attempt: Attempt, connect: Connect, middleware: Middleware | None
+) -> Outcome:
+    """Run a handler, in a transaction if it wants one, and judge it."""
     generation = _forks
     try:
         if not attempt.task.policy.transaction:

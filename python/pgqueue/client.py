@@ -6,6 +6,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import psycopg
 
+from pgqueue import tracing
 from pgqueue.drivers import AsyncConn, call
 from pgqueue.payload import to_json
 
@@ -89,7 +90,8 @@ def enqueue(
     connection or cursor of psycopg 3, psycopg 2 or Django, a connection or session of
     SQLAlchemy 2, or a connection of asyncpg; if it is async, await the result. `payload`
     is anything that JSON can hold, or a dataclass; with pydantic also its models,
-    datetime, UUID, Decimal and Enum.
+    datetime, UUID, Decimal and Enum. With OpenTelemetry installed, the headers get the
+    trace context of the current span, unless they have a `traceparent`.
 
     Raises TypeError or ValueError for what JSON cannot hold, TypeError for an unknown
     option, and the driver's own error for what the SQL function refuses: 22023 (bad
@@ -167,6 +169,9 @@ def _statement(
 ) -> tuple[str, list[Any]]:
     """Name only the options that were given: Postgres then has less to parse."""
     query, params = start, []
+    if tracing.tracer is not None:
+        headers = tracing.with_context(options.get("headers"))
+        options = {**options, "headers": headers}
     for name, value in options.items():
         if name not in known.__annotations__:
             raise TypeError(f"there is no option {name!r}")

@@ -1,0 +1,82 @@
+"""OpenTelemetry, where it is installed: a job's trace context, and the spans of its attempts.
+
+The only module that imports it; `tracer` is None without it. Names follow its conventions
+for messaging.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+try:
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import (
+        TraceContextTextMapPropagator,
+    )
+
+    tracer = trace.get_tracer("pgqueue")
+    # Whatever is configured for HTTP: the headers are stored, and baggage may be private.
+    W3C = TraceContextTextMapPropagator()
+except ImportError:
+    tracer = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from pgqueue.attempt import Attempt
+
+
+def with_context(headers: Any) -> Any:
+    """Add the context of the current span, if there is one, to headers without any.
+
+    A span of its own would say that the job was sent; the caller may still roll back.
+    """
+    context: dict[str, str] = {}
+    W3C.inject(context)
+    if not context:
+        return headers
+    if headers is None:
+        return context
+    if not isinstance(headers, Mapping) or "traceparent" in headers:
+        return headers
+    return {**headers, **context}
+
+
+@contextlib.contextmanager
+def span_of(attempt: "Attempt") -> "Iterator[trace.Span]":
+    """Make the span in which an attempt runs, a child of what its headers name.
+
+    A child, not only linked: a span is for one job, and nothing else could be its parent.
+    """
+    headers = {} if attempt.headers is None else json.loads(attempt.headers)
+    # The propagator ignores a malformed text, and raises for what is none.
+    texts = {n: headers[n] for n in W3C.fields if isinstance(headers.get(n), str)}
+    span = tracer.start_span(
+        f"process {attempt.queue}",
+        W3C.extract(texts),
+        trace.SpanKind.CONSUMER,
+        {
+            "messaging.system": "pgqueue",
+            "messaging.operation.name": "process",
+            "messaging.operation.type": "process",
+            "messaging.destination.name": attempt.queue,
+            "messaging.message.id": str(attempt.id),
+            "messaging.pgqueue.kind": attempt.kind,
+            "messaging.pgqueue.attempt": attempt.number,
+        },
+    )
+    with trace.use_span(span, end_on_exit=True):
+        yield span
+
+
+def conclude(span: "trace.Span", outcome: str, error: str | None) -> None:
+    """Say in its span how an attempt ended, and if it failed, what is kept of the error."""
+    span.set_attribute("messaging.pgqueue.outcome", outcome)
+    if error is None:
+        return
+    summary, _, stack = error.partition("\n\n")
+    kind, _, message = summary.partition(": ")
+    span.set_attribute("error.type", kind)
+    span.set_status(trace.StatusCode.ERROR, summary)
+    # Not record_exception, which raises what the exception's own methods raise.
+    said = {"type": kind, "message": message, "stacktrace": stack}
+    span.add_event("exception", {f"exception.{n}": text for n, text in said.items()})
