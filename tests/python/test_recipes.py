@@ -1,12 +1,15 @@
 """The recipes of the package's README, run as written; Django's are in test_django."""
 
+import json
 import shlex
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import documents
 import pgqueue
 import psycopg
 import pytest
@@ -58,6 +61,7 @@ def test_every_section_of_the_package_readme_is_tested() -> None:
         "Alembic",
         "Coming from Celery",
         "Around every attempt",
+        "Tracing",
         "Recurring jobs",
         "In your tests",
         "At run time",
@@ -310,22 +314,42 @@ async def again() -> None:
 
 
 def test_a_trace_continues_in_the_handler(db, project) -> None:
-    project.write("traced.py", blocks("Around every attempt")[1])
-    project.write("main.py", TRACE)
-    project.say("main.py")
-    project.work("traced")
-    assert column(db, "select result from pgqueue.run") == [f"{7:032x}"]
+    (python,) = blocks("Tracing")
+    project.write("shop.py", python)
+    main = "import psycopg, shop\nwith psycopg.connect() as c: shop.check_out(c, 7)"
+    project.write("main.py", main)
+    (request,) = spans(project.say("main.py"))
+    label, attempt = spans(project.work("shop"))
+    names = [span["name"] for span in (request, attempt, label)]
+    assert names == ["check out", "process default", "print the label"]
+    above = [span["parent_id"] for span in (attempt, label)]
+    assert above == [span["context"]["span_id"] for span in (request, attempt)]
+
+    told = documents.table(
+        documents.sections("python/README.md")["Tracing"], "of the span `process QUEUE`"
+    )
+    named = {name for row in told for name in documents.quoted(row[0])}
+    assert named - {"error.type", "exception", "ERROR"} == set(attempt["attributes"])
 
 
-TRACE = """
-import psycopg, traced
-from opentelemetry import context, trace
+def test_a_job_of_sql_is_in_the_trace_that_its_headers_name(db, project) -> None:
+    text = documents.sections("python/README.md")["Tracing"]
+    project.write("shop.py", *blocks("Tracing"))
+    (sql,) = documents.blocks(text, "sql")
+    documents.run_sql(sql, db.info.dbname)
+    _, attempt = spans(project.work("shop"))
+    assert attempt["parent_id"] == "0x00f067aa0ba902b7"
+    assert attempt["context"]["trace_id"][2:] in sql.text
 
-span = trace.NonRecordingSpan(trace.SpanContext(7, 1, is_remote=False))
-context.attach(trace.set_span_in_context(span))
-with psycopg.connect() as conn:
-    traced.enqueue(conn)
-"""
+
+def spans(said: str) -> list[dict[str, Any]]:
+    """Read the spans that a program says, one JSON object after the other."""
+    found = []
+    while said := said.strip():
+        span, end = json.JSONDecoder().raw_decode(said)
+        found.append(span)
+        said = said[end:]
+    return found
 
 
 def test_handlers_recur_by_their_schedules(db, project) -> None:
