@@ -118,10 +118,11 @@ async def run_async(
     attempt: Attempt, connect: Connect, middleware: Middleware | None
 ) -> Outcome:
     """Run a handler in this task, which runs nothing else, and judge it."""
-    if tracing.tracer is None:
-        return await _run(attempt, connect, middleware)
     try:
-        with tracing.span_of(attempt) as span:
+        span = None if tracing.tracer is None else tracing.start_span(attempt)
+        if span is None:
+            return await _run(attempt, connect, middleware)
+        with tracing.current(span):
             outcome = await _run(attempt, connect, middleware)
             is_given_up = attempt.outcome is not RELEASED  # and what it returns dropped
             tracing.conclude(span, *_told(attempt.outcome if is_given_up else outcome))

@@ -4,9 +4,9 @@ The only module that imports it; `tracer` is None without it. Names follow its c
 for messaging.
 """
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -41,15 +41,17 @@ def with_context(headers: Any) -> Any:
     return {**headers, **context}
 
 
-@contextlib.contextmanager
-def span_of(attempt: "Attempt") -> "Iterator[trace.Span]":
-    """Make the span in which an attempt runs, a child of what its headers name.
+def start_span(attempt: "Attempt") -> "trace.Span | None":
+    """Start the span of an attempt, a child of what its headers name.
 
     A child, not only linked: a span is for one job, and nothing else could be its parent.
+    None if there is neither an SDK nor a parent: most who have the API have it for others.
     """
-    headers = {} if attempt.headers is None else json.loads(attempt.headers)
-    # The propagator ignores a malformed text, and raises for what is none.
-    texts = {n: headers[n] for n in W3C.fields if isinstance(headers.get(n), str)}
+    texts: dict[str, str] = {}
+    if attempt.headers is not None:
+        headers = json.loads(attempt.headers)
+        # The propagator ignores a malformed text, and raises for what is none.
+        texts = {n: headers[n] for n in W3C.fields if isinstance(headers.get(n), str)}
     span = tracer.start_span(
         f"process {attempt.queue}",
         W3C.extract(texts),
@@ -64,8 +66,12 @@ def span_of(attempt: "Attempt") -> "Iterator[trace.Span]":
             "messaging.pgqueue.attempt": attempt.number,
         },
     )
-    with trace.use_span(span, end_on_exit=True):
-        yield span
+    return None if span is trace.INVALID_SPAN else span
+
+
+def current(span: "trace.Span") -> AbstractContextManager[Any]:
+    """Make a span the current one, and end it afterwards."""
+    return trace.use_span(span, end_on_exit=True)
 
 
 def conclude(span: "trace.Span", outcome: str, error: str | None) -> None:
