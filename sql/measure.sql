@@ -48,6 +48,37 @@ comment on function pgqueue._lanes() is
 'The lanes that hold any job, by the hash of their queue: one descent of the
 index for each.';
 
+create or replace function pgqueue._sample_jobs(step int)
+    returns table (
+        queue text, run_at timestamptz, turn timestamptz, worker text, lease_expires_at timestamptz,
+        expires_at timestamptz
+    )
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+as $$
+declare
+    page record;
+begin
+    -- Not TABLESAMPLE, by which so many pages come only on average.
+    for page in
+        select ('(' || n.page || ',0)')::tid as first, ('(' || n.page + 1 || ',0)')::tid as next
+        from generate_series(0, pg_relation_size('pgqueue.job') / 8192 - 1, step) as n (page)
+    loop
+        return query
+        select j.queue, j.run_at, j.turn, j.worker, j.lease_expires_at, (j.terms).expires_at
+        from pgqueue.job as j
+        where j.ctid >= page.first and j.ctid < page.next;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._sample_jobs(int) is 'The jobs on every step-th page.';
+
 create or replace function pgqueue._count_jobs()
     returns table (
         queue text, ready bigint, scheduled bigint, running bigint, expired bigint, blocked bigint,
@@ -68,13 +99,13 @@ as $$
 #variable_conflict use_column
 declare
     moment timestamptz := clock_timestamp();
-    pages float8 := pg_relation_size('pgqueue.job') / 8192;
-    sampled float8 := case when pages > 2048 then 200 / pages else 1 end;
+    pages bigint := pg_relation_size('pgqueue.job') / 8192;
+    step int := case when pages > 2048 then pages / 200 else 1 end;
     hashes int[];
     priorities int[];
     most int;
 begin
-    if sampled < 1 then
+    if step > 1 then
         select array_agg(l.hash), array_agg(l.priority) into hashes, priorities from pgqueue._lanes() as l;
         most := greatest(4000 / coalesce(cardinality(hashes), 1), 100);
     end if;
@@ -95,15 +126,15 @@ begin
         select w.queue, w.run_at, w.turn, w.worker, w.lease_expires_at, w.expires_at, false as is_sample
         from walked as w
         union all
-        select j.queue, j.run_at, j.turn, j.worker, j.lease_expires_at, (j.terms).expires_at, true
-        from pgqueue.job as j tablesample system (100 * sampled) repeatable (0)
-        where (sampled = 1 or (select count(*) from long) > 0)
-            and (sampled = 1 or hashtext(j.queue) in (select t.hash from long as t))
+        select s.*, true
+        from pgqueue._sample_jobs(step) as s
+        where (step = 1 or (select count(*) from long) > 0)
+            and (step = 1 or hashtext(s.queue) in (select t.hash from long as t))
     ), counted as (
         select
             m.queue collate "C" as queue,
             m.is_sample,
-            case when m.is_sample then sampled else 1 end as share,
+            case when m.is_sample then step else 1 end as weight,
             count(*) filter (where m.state = 'r') as ready,
             count(*) filter (where m.state = 's') as scheduled,
             count(*) filter (where m.state = 'l') as running,
@@ -129,8 +160,11 @@ begin
     -- The larger of the two: a sample misses what is rare, and a walk ends before what is far behind.
     select
         c.queue,
-        max(c.ready / c.share)::bigint, max(c.scheduled / c.share)::bigint, max(c.running / c.share)::bigint,
-        max(c.expired / c.share)::bigint, max(c.blocked / c.share)::bigint,
+        max(c.ready * c.weight), max(c.scheduled * c.weight),
+        -- These stand in front, and close together: a page of the sample would stand for too many.
+        coalesce(max(c.running) filter (where not c.is_sample and c.running < most / 2), max(c.running * c.weight)),
+        coalesce(max(c.expired) filter (where not c.is_sample and c.expired < most / 2), max(c.expired * c.weight)),
+        max(c.blocked * c.weight),
         min(c.oldest),
         coalesce(min(c.p99) filter (where c.is_sample), min(c.p99)),
         coalesce(min(c.workers) filter (where not c.is_sample), min(c.workers)),
@@ -142,9 +176,9 @@ $$;
 
 comment on function pgqueue._count_jobs() is
 'The jobs of each queue by their state; since when the first, and the first
-hundredth, of those that are ready were due; and who holds those that run. Above
-16 MB an estimate for a queue with a lane of more than 4,000 jobs, divided by the
-number of lanes.';
+hundredth, of those that are ready were due; and who holds those that run.
+Above 16 MB an estimate for a queue with a lane of more than 4,000 jobs, divided
+by the number of lanes.';
 
 create or replace function pgqueue._count_dead()
     returns table (queue text, dead bigint, is_estimate boolean)

@@ -57,11 +57,10 @@ def conninfo(dsn: str | None, environ: Mapping[str, str] = os.environ) -> str:
 
 def named(dsn: str, worker: str) -> str:
     """Have sessions bear a worker's name, as the view workers expects, unless they have one."""
-    given = conninfo_to_dict(dsn)
-    if given.get("application_name") == PATIENCE["application_name"]:
-        # Postgres keeps 63 bytes of it.
-        given["application_name"] = f"pgqueue {worker[-55:]}"
-    return make_conninfo(**given)
+    if conninfo_to_dict(dsn).get("application_name") != PATIENCE["application_name"]:
+        return dsn
+    # Postgres keeps 63 bytes of it.
+    return make_conninfo(dsn, application_name=f"pgqueue {worker[-55:]}")
 
 
 def connect(dsn: str) -> Connection:

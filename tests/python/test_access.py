@@ -44,7 +44,10 @@ MEASURES = {
 MATRIX = {
     "producer": (PRODUCER, set()),
     "worker": (WORKER, set()),
-    "operator": (OPERATOR | MEASURES, VIEWS | {"job", "dead_job", "run", "queue", "schedule"}),
+    "operator": (
+        OPERATOR | MEASURES,
+        VIEWS | {"job", "dead_job", "run", "queue", "schedule"},
+    ),
     "reader": ({"next_slots", "why", "version"} | MEASURES, VIEWS),
 }
 

@@ -295,9 +295,15 @@ CALLS = {
     "await": "pgqueue.await(%(ready)s) is not null",
     "why": "pgqueue.why(%(ready)s)",
     "queues": "queue, ready, scheduled, running, expired, blocked, dead, paused, finished_last_hour, "
-    "failed_last_hour from pgqueue.queues order by queue",
+    "failed_last_hour, workers from pgqueue.queues where not is_estimate order by queue",
     "jobs": "state, count(*), sum(id), sum(attempt) from pgqueue.jobs group by 1 order by 1",
     "running": "id, queue, kind, worker, attempt from pgqueue.running order by id limit 300",
+    "workers": "worker, queues, held, finished_last_hour from pgqueue.workers",
+    "kinds": "queue, kind, runs, failures from pgqueue.kinds order by queue, kind",
+    "throughput": "queue, sum(finished), sum(failed) from pgqueue.throughput group by 1 order by 1",
+    "failures": "queue, kind, error_like, failures from pgqueue.failures",
+    "dead": "queue, kind, error_like, jobs, sample_error from pgqueue.dead",
+    "stuck": "id, queue, problem, attempt from pgqueue.stuck order by id",
 }
 # These read a whole table each time, or are rare: to measure them once is enough.
 CALLED = {
@@ -317,10 +323,19 @@ CALLED = {
     "schedule for days": 1,
     "pause_schedule": 1,
     "resume_schedule": 1,
-    "queues": 1,
+    "queues": 2,
     "jobs": 1,
     "running": 1,
+    "workers": 1,
+    "kinds": 1,
+    "throughput": 1,
+    "failures": 1,
+    "dead": 1,
+    "stuck": 1,
 }
+VIEWS = {
+    "queues", "jobs", "running", "workers", "kinds", "throughput", "failures", "dead", "stuck",
+}  # fmt: skip
 # These deal with leases.
 LEASING = {
     "claim", "claim_from", "extend", "complete", "complete_many",
@@ -332,7 +347,7 @@ RESET = [
     "select setval('pgqueue.job_id_seq', (select max(id) from pgqueue.job))",
     "select setval('pgqueue.token_seq', (select max(token) from pgqueue.job))",
     "select setval(c.oid::regclass, 0) from pg_class as c where starts_with(c.relname, '_cell_')",
-    "vacuum pgqueue.job, pgqueue.dead_job, pgqueue.queue, pgqueue.slot, pgqueue.permit",
+    "vacuum pgqueue.job, pgqueue.dead_job, pgqueue.run, pgqueue.queue, pgqueue.slot, pgqueue.permit",
 ]
 # What a session left behind, except what is random or depends on the clock.
 LEFT = """
@@ -495,7 +510,7 @@ def usual(deep: str) -> Session:
     assert differences(first, second) == {}, "nothing that is random is compared"
     assert all(isinstance(rows, list) for rows in first.answers.values())
     idle = {name for name, rows in first.answers.items() if not rows}
-    assert idle == {"claim of nothing", "claim of a paused queue"}
+    assert idle == {"claim of nothing", "claim of a paused queue", "stuck"}
     for name in first.buffers:
         first.buffers[name] = max(first.buffers[name], second.buffers[name])
     return first
@@ -562,7 +577,7 @@ def test_only_verbs_that_deal_with_leases_refuse_an_older_snapshot(deep, usual, 
     refused = {name for name, rows in session.answers.items() if rows == "25001"}
     assert refused == {name for name in CALLS if name.split()[0] in LEASING}
     # The views differ, and why, because they show the claims that were refused here.
-    others = CALLS.keys() - refused - {"queues", "jobs", "running", "why"}
+    others = CALLS.keys() - refused - VIEWS - {"why"}
     for name in others:
         assert session.answers[name] == usual.answers[name], name
 
@@ -572,16 +587,7 @@ def test_a_read_only_session_can_read_views_and_rest_and_nothing_else(deep, usua
     allowed = {name for name, rows in session.answers.items() if rows != "25006"}
     # An enqueue within a window has nothing to write.
     allowed.remove("enqueue within a window")
-    readers = {
-        "why",
-        "status",
-        "result",
-        "await",
-        "next_slots",
-        "queues",
-        "jobs",
-        "running",
-    }
+    readers = {"why", "status", "result", "await", "next_slots", *VIEWS}
     assert allowed == {"rest until later", *readers}
     assert session.answers["rest until later"] == usual.answers["rest until later"]
 

@@ -82,10 +82,10 @@ def test_the_examples_run_in_order_and_say_what_the_page_shows(db):
 
 
 def granted(db: psycopg.Connection, role: str) -> list[str]:
-    """List the functions that a role may call, and the relations it may read."""
+    """List the public functions that a role may call, and the relations it may read."""
     query = """
         select proname from pg_proc where pronamespace = 'pgqueue'::regnamespace
-            and has_function_privilege(%(role)s, oid, 'execute')
+            and proname !~ '^_' and has_function_privilege(%(role)s, oid, 'execute')
         union all
         select relname from pg_class where relnamespace = 'pgqueue'::regnamespace
             and relkind in ('r', 'p', 'v') and has_table_privilege(%(role)s, oid, 'select')
@@ -102,7 +102,21 @@ def names(rows: list[list[str]]) -> list[str]:
 
 @pytest.mark.parametrize(
     "relation",
-    ["queues", "jobs", "running", "kinds", "settings", "retention", "dead_job", "run"],
+    [
+        "queues",
+        "jobs",
+        "running",
+        "workers",
+        "kinds",
+        "throughput",
+        "failures",
+        "dead",
+        "stuck",
+        "settings",
+        "retention",
+        "dead_job",
+        "run",
+    ],
 )
 def test_a_view_or_table_is_there_with_exactly_its_columns(db, relation):
     part = SECTIONS["Observe"].split(f"\n### {relation}\n")[1].split("\n### ")[0]
