@@ -98,6 +98,19 @@ class Attempt:
         row = (self.id, self.queue, self.kind, self.number, self.max_attempts)
         return Job(*row, payload, headers, deadline, self.batch_id, self)
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a line of the log in JSON says of it besides the message."""
+        taken = time.monotonic() - self.started if self.started else 0.0
+        return {
+            "job_id": self.id,
+            "kind": self.kind,
+            "queue": self.queue,
+            "attempt": self.number,
+            "token": self.token,
+            "ms": round(taken * 1000, 1),
+        }
+
     def __str__(self) -> str:
         return f"job {self.id} {self.kind!r} of {self.queue!r}, attempt {self.number}"
 

@@ -4,6 +4,7 @@ Tables fit the terminal, and control characters are escaped.
 """
 
 import argparse
+import importlib.metadata
 import math
 import os
 import shutil
@@ -33,7 +34,7 @@ def say(text: str) -> None:
     print(f"pgqueue: {printable(text, keep=LINES)}", file=sys.stderr)
 
 
-def explain(error: Exception, role: str | None = None) -> str:
+def explain(error: BaseException, role: str | None = None) -> str:
     """Return what went wrong and, if a right is missing, the grant that gives it."""
     text = str(error)
     if isinstance(error, psycopg.Error):
@@ -47,6 +48,13 @@ def sentences(said: psycopg.errors.Diagnostic) -> str:
     """Join what the server says, without the context, which names SQL functions."""
     parts = said.message_primary, said.message_detail, said.message_hint
     return ". ".join(part.rstrip(".") for part in parts if part)
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("pgqueue-postgres")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed, run from its source"
 
 
 def refuse_other_than_utf8(

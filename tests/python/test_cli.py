@@ -235,7 +235,7 @@ def test_a_worker_waits_for_a_server_that_is_not_up_yet(db, dsn, workers) -> Non
     with psycopg.connect(dbname="postgres", autocommit=True) as other:
         other.execute(f"alter database {name} allow_connections false")
         worker = workers.start()
-        wait_until(lambda: "no server" in workers.log())
+        wait_until(lambda: "waits for the server" in workers.log())
         other.execute(f"alter database {name} allow_connections true")
     wait_until(lambda: is_empty(db))
     assert list(workers.notes()) == [job]

@@ -2,7 +2,6 @@
 
 import ast
 import configparser
-import json
 import os
 import re
 import shlex
@@ -192,88 +191,6 @@ def test_every_exit_code_of_the_table_is_caused_by_a_test() -> None:
 
 def test_the_signal_table_has_the_signals_that_are_handled() -> None:
     assert table("signal")[0][0].split(", ") == [s.name for s in worker.BOTH]
-
-
-# The log
-
-
-def logged() -> set[str]:
-    """Find the messages that the code logs at WARNING and above, with … for their arguments."""
-    found = set()
-    for node in sources():
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == "log"
-            and node.func.attr not in ("debug", "info", "isEnabledFor")
-        ):
-            text = node.args[node.func.attr == "log"]
-            assert isinstance(text, ast.Constant), ast.unparse(node)
-            found.add(re.sub(r"%[-.\d]*[a-z]", "…", text.value))
-    return found - {"…"}  # how an attempt ended: caused below
-
-
-def phrases() -> list[str]:
-    return [quoted(row[0])[0] for row in table("logged")[:-1]]
-
-
-def matches(phrase: str, text: str) -> bool:
-    return bool(re.search(re.escape(phrase).replace("…", ".+"), text))
-
-
-def test_the_log_table_has_every_warning_and_error_of_the_code() -> None:
-    assert len(logged()) >= 10
-    assert [t for t in logged() if not any(matches(p, t) for p in phrases())] == []
-
-
-def test_the_log_table_has_nothing_that_is_not_logged() -> None:
-    assert [p for p in phrases() if not any(matches(p, t) for t in logged())] == []
-
-
-LOSER = """
-import pgqueue
-app = pgqueue.App()
-
-@app.job("lost")
-def lost():
-    raise pgqueue.LeaseLost("another one has it")
-
-@app.job("dead")
-def dead():
-    raise pgqueue.Reject("never")
-
-@app.job("retry")
-def retry():
-    raise ValueError("not now")
-
-@app.job("completed")
-def completed():
-    pass
-"""
-
-
-def test_an_attempt_that_does_not_complete_is_logged_with_its_exception(
-    run, db, tmp_path
-) -> None:
-    db.execute("select pgqueue.configure(null, retry_base => '1 hour', lease => '1 s')")
-    (tmp_path / "loser.py").write_text(LOSER)
-    for kind in "lost", "dead", "retry", "completed":
-        pgqueue.enqueue(db, "default", kind=kind)
-    args = "--app loser --max-jobs 4 --log-level warning --log-format json"
-    done = run("pgqueue.worker", *args.split())
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stderr.splitlines()]
-    said = {line["message"].split(": ")[1]: line for line in lines}
-    first, *others = quoted(table("logged")[-1][0])
-    assert matches(first, said["retry"]["message"].replace(": retry", " : retry"))
-    assert set(said) == {"retry", *others}
-    assert "not now" in said["retry"]["error"]
-    assert "never" in said["dead"]["error"]
-    for line in lines:
-        for field in "job_id", "kind", "queue", "attempt", "token", "ms":
-            assert f"`{field}`" in SECTION
-            assert field in line
 
 
 # Health, and who looks at it

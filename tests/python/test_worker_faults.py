@@ -226,7 +226,7 @@ def test_quick_jobs_survive_killed_sessions(db, workers, say) -> None:
     wait_until(lambda: is_empty(db), 60)
     done = "select count(distinct job_id) from pgqueue.run where outcome = 'completed'"
     assert one(db, done) == len(ids)
-    assert "finisher: no server" in workers.log()
+    assert "finisher waits for the server" in workers.log()
     tally(say, "quick jobs, sessions terminated", db, workers, ids)
     assert workers.finish(worker) == 0
 
@@ -418,7 +418,7 @@ def test_a_worker_notices_a_cut_network_link_and_survives_it(link, say) -> None:
         subprocess.run(["ip", "link", "set", near, "down"], check=True)
         wait_until(lambda: workers.notes("cancelled")[held], 10)
         fenced = time.monotonic() - cut
-        wait_until(lambda: "no server" in workers.log(), 20)
+        wait_until(lambda: "waits for the server" in workers.log(), 20)
         noticed = time.monotonic() - cut
         subprocess.run(["ip", "link", "set", near, "up"], check=True)
         ids += enqueue_all(db, 40)

@@ -161,6 +161,7 @@ def test_a_hook_that_hangs_ends_with_the_shutdown_timeout(db, workers, how) -> N
     began = time.monotonic()
     workers.finish(worker, 10)
     assert time.monotonic() - began <= 1 + 1.5
+    assert "WARNING a hook does not end: given up" in workers.log()
 
 
 @pytest.mark.parametrize("how", ["hang at end", "hang at async end"])

@@ -27,6 +27,7 @@ from typing import Any
 from pgqueue import database
 from pgqueue.app import App
 from pgqueue.attempt import NO_TASK, Attempt, Outcome
+from pgqueue.terminal import version
 from pgqueue.worker.dispatcher import Dispatcher, Share
 from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
@@ -34,6 +35,7 @@ from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
 from pgqueue.worker.maintenance import Maintenance
 from pgqueue.worker.prefetch import Prefetch
+from pgqueue.worker.seldom import Outages, Seldom, one_line, unless_from_server
 from pgqueue.worker.service import Service
 
 __all__ = ["Share", "Worker"]
@@ -88,22 +90,25 @@ class Worker:
         self.id = f"{name_and_pid}:{secrets.token_hex(4)}"
         self.listen = self.listen and not self.burst
         self._stops = 0
+        self._why = ""  # it stops
         self.stop_by = float("inf")  # in monotonic seconds
         self._tick = threading.Event()
-        self._unknown_kinds: set[str] = set()  # that were logged
+        self._seldom = Seldom()
 
-        dsn = database.named(database.conninfo(self.dsn), self.id)
+        dsn, outages = database.named(database.conninfo(self.dsn), self.id), Outages()
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         around = self.app.middleware
         self.executor = Executor(dsn, self.concurrency, self._ended, around)
-        self.heartbeat = Heartbeat(dsn, self.executor.cancel)
-        self.dispatcher = Dispatcher(dsn, self)
-        self.finisher = Finisher(dsn, self.prefetch, self._committed)
+        self.heartbeat = Heartbeat(dsn, outages, self.executor.cancel)
+        self.dispatcher = Dispatcher(dsn, outages, self)
+        self.finisher = Finisher(dsn, outages, self.prefetch, self._committed)
         self._services: list[Service] = [self.finisher, self.heartbeat]
-        self._services += [Maintenance(dsn, self.app), self.dispatcher]
+        maintenance = Maintenance(dsn, outages, self.app)
+        self._services += [maintenance, self.dispatcher]
 
-    def stop(self) -> None:
+    def stop(self, why: str = "asked to") -> None:
         """Drain, then end; called again, end now. Signal handlers may call it."""
+        self._why = self._why or why
         self._stops += 1
         self.stop_by = time.monotonic() + self.shutdown_timeout * (self._stops == 1)
         self._tick.set()
@@ -115,6 +120,9 @@ class Worker:
         such as InvalidSchemaName without pgqueue, or InsufficientPrivilege; RuntimeError
         when handlers that do not end hold all slots; and what a hook raises.
         """
+        lease = f", lease {self.lease:g} s" if self.lease else ""
+        terms = f"{self.concurrency} at once{lease}, pgqueue {version()}"
+        log.info("%s works on %s, %s", self.id, self.dispatcher.shares(), terms)
         try:
             if self._call(self.app.startup):
                 for service in self._services:
@@ -145,7 +153,8 @@ class Worker:
         try:
             self.run()
         except BaseException as error:
-            log.error("%s has failed: %s", self.id, error)  # `running` raises it late
+            trace = unless_from_server(error)  # `running` raises it late
+            log.error("%s has failed: %s", self.id, one_line(error), exc_info=trace)
             raise
 
     def _call(self, hooks: list[Callable[[], Any]], until: float = 0.0) -> bool:
@@ -186,9 +195,8 @@ class Worker:
         """Leave a job of an unknown kind to other workers, but not at once."""
         attempt.outcome = UNKNOWN_KIND
         self.finisher.put(attempt)
-        if attempt.kind not in self._unknown_kinds:
-            self._unknown_kinds.add(attempt.kind)
-            log.warning("no handler for the kind of %s: put off", attempt)
+        level, extra = self._seldom.level(attempt.kind), attempt.fields
+        log.log(level, "no handler for the kind of %s: put off", attempt, extra=extra)
 
     # What the executor and the finisher call
 
@@ -211,8 +219,10 @@ class Worker:
         for service in self._services:
             service.check()
         self.executor.check()
+        self.finisher.count_quick()
         if self._stops and not self.dispatcher.is_paused:
-            log.info("%s is stopping", self.id)
+            left = len(self.heartbeat.held)
+            log.info("%s is stopping, %s: %s jobs to end", self.id, self._why, left)
             self.dispatcher.is_paused = True
         if self._stops or self.prefetch.is_too_much(len(self.executor.waiting)):
             self.executor.release_waiting()
@@ -233,7 +243,7 @@ class Worker:
         self.dispatcher.close()
         self.dispatcher.join(until - REPORTING / 2)  # what it claims now is released
         if left := list(self.executor.running):
-            log.warning("giving up %s unfinished attempts", len(left))
+            log.warning("giving up %s unfinished attempts, for lack of time", len(left))
         for attempt in left:
             self.executor.end(attempt, STOPPED, runs_on=True)
         self.executor.release_waiting()
@@ -246,5 +256,6 @@ class Worker:
                 self._call(self.app.shutdown, until)
         finally:
             self.executor.close(max(until, time.monotonic() + JOINING))
+        self.finisher.count_quick(is_last=True)
         counts = [f"{n} {status}" for status, n in self.finisher.statuses.items()]
         log.info("%s ends: %s", self.id, ", ".join(counts) or "no jobs")

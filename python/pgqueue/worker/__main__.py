@@ -25,6 +25,7 @@ from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging
 from pgqueue.worker.options import load, parse
+from pgqueue.worker.seldom import one_line, unless_from_server
 from pgqueue.worker.supervisor import SIGNALS, Supervisor, listen_to_supervisor
 
 log = logging.getLogger("pgqueue")
@@ -79,16 +80,16 @@ def run(worker: Worker, args: argparse.Namespace) -> int:
     is_supervised = stop_by_signal(worker)
     health = Health(args.health_file)
     worker.on_tick = lambda: health(worker.dispatcher.has_connected)
-    names = ", ".join(args.queue)
-    log.info("%s works on %s, %s at once", worker.id, names, args.concurrency)
     code = 0
     try:
         worker.run()
     except database.INCOMPATIBLE as error:
-        log.error("%s ends: install or update pgqueue: %s", worker.id, explain(error))
+        reason = one_line(error)
+        log.error("%s has failed: install or update pgqueue: %s", worker.id, reason)
         code = 3
-    except (psycopg.Error, RuntimeError) as error:
-        log.error("%s ends: %s", worker.id, explain(error, "worker"))
+    except Exception as error:
+        trace = unless_from_server(error)
+        log.error("%s has failed: %s", worker.id, one_line(error), exc_info=trace)
         code = 1
     if not is_supervised:
         notify_systemd("STOPPING=1")
@@ -124,18 +125,18 @@ def stop_by_signal(worker: Worker) -> bool:
     """
     relayed = 0  # signals that came by the supervisor
 
-    def on_relay() -> None:
+    def on_relay(why: str) -> None:
         nonlocal relayed
         relayed += 1
         if relayed > len(signals):
-            worker.stop()
+            worker.stop(why)
         if relayed > 2:
             os._exit(128 + signal.SIGTERM)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         signals.append(number)
         if len(signals) > relayed:
-            worker.stop()
+            worker.stop(f"told by {signal.Signals(number).name}")
         if len(signals) > 2:
             os._exit(128 + number)
 
@@ -144,7 +145,7 @@ def stop_by_signal(worker: Worker) -> bool:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH)
 
-    early = len(signals)
+    before = list(signals)
     for number in BOTH:
         signal.signal(number, on_signal)
     # A child that a handler forks must end at SIGTERM as any other, however early.
@@ -153,8 +154,8 @@ def stop_by_signal(worker: Worker) -> bool:
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH),
         after_in_child=default_in_child,
     )
-    for _ in range(early):
-        worker.stop()
+    for early in before:
+        worker.stop(f"told by {signal.Signals(early).name}")
     return listen_to_supervisor(on_relay)
 
 

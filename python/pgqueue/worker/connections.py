@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -10,6 +11,9 @@ import psycopg
 from psycopg import pq
 
 from pgqueue.attempt import Unready
+from pgqueue.worker.seldom import Seldom, one_line
+
+log = logging.getLogger("pgqueue")
 
 KEEP = 60.0  # seconds for which an idle session is kept
 RESET = (b"discard all", b"set default_transaction_isolation = 'read committed'")
@@ -36,6 +40,7 @@ class Connections:
         self._dsn = dsn
         # With the moment since when; the latest is used first.
         self._idle: list[tuple[float, pq.abc.PGconn]] = []
+        self._seldom = Seldom()
 
     @contextlib.asynccontextmanager
     async def connection(self, is_async: bool) -> AsyncIterator[Any]:
@@ -63,7 +68,9 @@ class Connections:
         try:
             conn = psycopg.connect(self._dsn)
         except psycopg.Error as error:
-            raise Unready(f"no connection for the handler: {error}") from error
+            level, reason = self._seldom.level("unready"), one_line(error)
+            log.log(level, "no connection for a handler, put off: %s", reason)
+            raise Unready(reason) from error
         # The object would warn that nobody closed it.
         session, conn.pgconn = conn.pgconn, CLOSED
         session.exec_(RESET[-1])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pgqueue import database
 from pgqueue.worker import protocol
 from pgqueue.worker.prefetch import GATHER
+from pgqueue.worker.seldom import Outages
 from pgqueue.worker.service import Service
 
 if TYPE_CHECKING:
@@ -35,14 +36,19 @@ class Share:
     weight: int = 1
     limit: int | None = None
 
+    def __str__(self) -> str:
+        """Write it as --queue has it, behind the name."""
+        weight = f"={self.weight}" if self.weight != 1 else ""
+        return f"{weight}:{self.limit}" if self.limit else weight
+
 
 class Dispatcher(Service):
     """Claims what the worker wants, and passes it to `Worker.begin`."""
 
     name = "dispatcher"
 
-    def __init__(self, dsn: str, worker: "Worker") -> None:
-        super().__init__(dsn)
+    def __init__(self, dsn: str, outages: Outages, worker: "Worker") -> None:
+        super().__init__(dsn, outages)
         self.is_paused = False  # to drain: it claims no more
         self._worker = worker
         self._queues = {
@@ -74,6 +80,9 @@ class Dispatcher(Service):
         if self._lacks_slots:
             self._lacks_slots = False
             self.wake()
+
+    def shares(self) -> str:
+        return ", ".join(f"{name}{share}" for name, share in self._queues.items())
 
     @property
     def is_settled(self) -> bool:
@@ -134,7 +143,6 @@ class Dispatcher(Service):
 
     def _rest(self, seconds: float | None) -> None:
         """Claim nothing for so long, or until the next poll."""
-        self.succeeded()
         pause = self._worker.poll_interval * random.uniform(0.8, 1.2)
         self._is_due = seconds is not None and seconds <= pause
         pause = pause if seconds is None else min(pause, seconds)
@@ -142,6 +150,7 @@ class Dispatcher(Service):
 
     def _sleep(self, conn: database.Connection, want: int) -> None:
         """Sleep until there is news or something to do, at most a second."""
+        self.succeeded()  # or it has just connected, and wants nothing
         if self._worker.prefetch.is_quick:
             time.sleep(GATHER)
         # Before looking at _has_news: from here on, news wake it.

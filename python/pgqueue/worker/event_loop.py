@@ -97,7 +97,8 @@ class EventLoop:
             try:
                 loop.run_forever()
             except BaseException as error:
-                log.warning("%s in a task of a handler", type(error).__name__)
+                name = type(error).__name__
+                log.warning("%s in a task of a handler", name, exc_info=error)
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()

@@ -20,6 +20,7 @@ from pgqueue.app import Middleware
 from pgqueue.attempt import RELEASED, Attempt, Outcome, judge, run, run_async
 from pgqueue.worker.connections import Connections
 from pgqueue.worker.event_loop import EventLoop
+from pgqueue.worker.seldom import Seldom
 
 log = logging.getLogger("pgqueue")
 
@@ -27,6 +28,7 @@ log = logging.getLogger("pgqueue")
 REACT = 10.0  # for a handler to stop after a cancellation, before a warning
 DELIVERY = 1.0  # for the event loop to deliver a cancellation
 CLEAN_UP = 30.0  # for an async handler to end after its timeout, before it is given up
+NAMED = 5  # of the handlers that may block the loop
 STALE = 1.0  # in which no attempt began: other workers get those that wait
 
 
@@ -55,6 +57,7 @@ class Executor:
         self._idle_threads = 0
         self._for_threads: SimpleQueue[Attempt | None] = SimpleQueue()
         self._began_at = time.monotonic()
+        self._seldom = Seldom()
 
     @property
     def unfinished(self) -> int:
@@ -84,7 +87,10 @@ class Executor:
         try:
             self.running.remove(attempt)
         except KeyError:
-            self.given_up.discard(attempt)
+            if attempt in self.given_up:
+                self.given_up.discard(attempt)
+                extra = attempt.fields
+                log.info("%s has returned: its slot is free", attempt, extra=extra)
             return
         attempt.outcome = outcome if attempt.started else RELEASED
         self._on_end(attempt)
@@ -211,8 +217,10 @@ class Executor:
         """Leave to other workers what a blocked event loop does not begin."""
         on_loop = [a for a in list(self.running) if a.task.is_async]
         if self.loop.probe():
-            names = [str(a) for a in on_loop if a.started]
-            log.warning("a handler blocks the event loop: one of %s", names)
+            began = [a for a in on_loop if a.started]
+            names = "; ".join(map(str, began[:NAMED])) + "; …" * (len(began) > NAMED)
+            level = self._seldom.level("blocks")
+            log.log(level, "a handler blocks the event loop: one of %s", names)
         if self.loop.is_blocked:
             for attempt in on_loop:
                 if not attempt.started:
@@ -238,11 +246,15 @@ class Executor:
         elif must_stop and not attempt.stops_since:
             attempt.stops_since = now
         if attempt.is_late(patience):
-            log.warning("%s timed out, and runs on in its slot", attempt)
+            extra = attempt.fields
+            log.warning("%s timed out, and runs on in its slot", attempt, extra=extra)
             self.end(attempt, judge(attempt, CancelledError()), runs_on=True)
         elif attempt.stops_since and now > attempt.stops_since + REACT:
             attempt.stops_since = now
-            log.warning("%s was told to stop and does not react", attempt)
+            level, extra = self._seldom.level(attempt.id), attempt.fields
+            log.log(
+                level, "%s was told to stop and does not react", attempt, extra=extra
+            )
             if attempt.is_cancelled:
                 self.end(attempt, judge(attempt, CancelledError()), runs_on=True)
 

@@ -10,14 +10,18 @@ from queue import Empty, SimpleQueue
 import psycopg
 
 from pgqueue import database
+from pgqueue.app import Retry
 from pgqueue.attempt import LARGEST_RESULT, LOST, Attempt, Outcome
+from pgqueue.terminal import printable
 from pgqueue.worker import protocol
 from pgqueue.worker.prefetch import GATHER, Prefetch
+from pgqueue.worker.seldom import Outages
 from pgqueue.worker.service import Service
 
 log = logging.getLogger("pgqueue")
 
 MAX_BATCH = 2000  # attempts in one call
+COUNT = 10.0  # seconds between two counts of jobs too quick for a line each
 LEVELS = {"dead": logging.ERROR, "lost": logging.WARNING, "retry": logging.WARNING}
 
 
@@ -29,15 +33,18 @@ class Finisher(Service):
     def __init__(
         self,
         dsn: str,
+        outages: Outages,
         prefetch: Prefetch,
         on_commit: Callable[[list[Attempt], set[str]], None],
     ) -> None:
-        super().__init__(dsn)
+        super().__init__(dsn, outages)
         self.statuses: Counter[str] = Counter()
         self._prefetch = prefetch
         self._on_commit = on_commit
         self._ended: SimpleQueue[Attempt | None] = SimpleQueue()
         self._batch: list[Attempt] = []  # taken, and not yet reported
+        self._quick = 0  # jobs that completed without a line each
+        self._counted, self._counted_at = 0, time.monotonic()
 
     def put(self, attempt: Attempt) -> None:
         self._ended.put(attempt)
@@ -55,6 +62,8 @@ class Finisher(Service):
     def _gather(self) -> None:
         """Take what has ended; wait for the first."""
         batch, before = self._batch, len(self._batch)
+        if not batch:
+            self.succeeded()
         if not batch and (first := self._ended.get()):
             batch.append(first)
             if self._prefetch.is_quick and not self.over.is_set():
@@ -72,13 +81,25 @@ class Finisher(Service):
         to_finish = [a for a in batch if a.outcome.name != "none"]
         statuses = self._finish(conn, to_finish) if to_finish else {}
         statuses |= {a.id: "lost" for a in batch if a.outcome is LOST}
-        self.succeeded()
-        self.statuses.update(statuses.get(a.id, "completed") for a in batch)
+        ended = Counter(statuses.get(a.id, "completed") for a in batch)
+        self.statuses.update(ended)
         self._on_commit(batch, set(statuses.values()))
         least = logging.DEBUG if self._prefetch.is_quick else logging.INFO
+        if not log.isEnabledFor(least):
+            self._quick += ended["completed"]
         if statuses or log.isEnabledFor(least):
             for attempt in batch:
                 self._log(attempt, statuses.get(attempt.id, "completed"), least)
+
+    def count_quick(self, is_last: bool = False) -> None:
+        """Log now and then how many jobs had no line of their own; not in its own thread."""
+        now, quick = time.monotonic(), self._quick
+        if quick == self._counted:
+            self._counted_at = now
+        elif is_last or now > self._counted_at + COUNT:
+            text = "%s jobs completed in %.0f s, too quick for a line each"
+            log.info(text, quick - self._counted, now - self._counted_at)
+            self._counted, self._counted_at = quick, now
 
     def _finish(
         self, conn: database.Connection, attempts: list[Attempt]
@@ -99,20 +120,18 @@ class Finisher(Service):
             return protocol.finish(conn, attempts)
 
     def _log(self, attempt: Attempt, status: str, least: int) -> None:
-        level = LEVELS.get(status, least)
+        outcome, level = attempt.outcome, LEVELS.get(status, least)
+        if status == "retry" and isinstance(outcome.error, Retry):
+            level = least  # as the handler planned
+        elif status == "released" and not attempt.started:
+            level = logging.DEBUG  # nothing happened to it
         if not log.isEnabledFor(level):
             return
-        outcome = attempt.outcome
         has_error = outcome.name in ("fail", "reject")
         summary = (outcome.text or "").partition("\n")[0] if has_error else ""
-        taken = time.monotonic() - attempt.started if attempt.started else 0.0
-        extra = {
-            "job_id": attempt.id,
-            "kind": attempt.kind,
-            "queue": attempt.queue,
-            "attempt": attempt.number,
-            "token": attempt.token,
-            "ms": round(taken * 1000, 1),
-        }
-        text = f"{attempt}: {status}" + (f": {summary}" if summary else "")
-        log.log(level, "%s", text, extra=extra, exc_info=outcome.error)
+        if status == "lost":
+            summary = "its lease was over"
+        why = f": {printable(summary)}" if summary else ""
+        error = outcome.error if level > logging.INFO else None
+        fields = attempt.fields
+        log.log(level, "%s: %s%s", attempt, status, why, extra=fields, exc_info=error)

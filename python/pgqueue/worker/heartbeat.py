@@ -17,6 +17,7 @@ from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.client import LeaseLost
 from pgqueue.worker import protocol
+from pgqueue.worker.seldom import Outages, Seldom, one_line
 from pgqueue.worker.service import Service
 
 log = logging.getLogger("pgqueue")
@@ -34,8 +35,10 @@ class Heartbeat(Service):
 
     name = "heartbeat"
 
-    def __init__(self, dsn: str, on_cancel: Callable[[Attempt], None]) -> None:
-        super().__init__(dsn)
+    def __init__(
+        self, dsn: str, outages: Outages, on_cancel: Callable[[Attempt], None]
+    ) -> None:
+        super().__init__(dsn, outages)
         self.held: set[Attempt] = set()
         self._on_cancel = on_cancel
         self._lease = 30.0
@@ -44,6 +47,7 @@ class Heartbeat(Service):
         self._woken = threading.Event()
         self._is_alarmed = False  # some job was cancelled
         self._told: set[Attempt] = set()  # with progress to send
+        self._seldom = Seldom()
 
     def wake(self) -> None:
         self._woken.set()
@@ -109,7 +113,8 @@ class Heartbeat(Service):
 
     def _warn_if_late(self, late: float) -> None:
         if late > self._lease / 3:
-            log.warning(
+            log.log(
+                self._seldom.level("late"),
                 "heartbeat %.1f s late: the process stood still, or a handler does"
                 " not let go of the interpreter",
                 late,
@@ -164,4 +169,11 @@ class Heartbeat(Service):
                 for attempt in attempts:
                     self._tell(conn, [attempt])
             elif not isinstance(error, LeaseLost):  # which extend() will notice
-                log.warning("%s: progress was refused: %s", attempts[0], error)
+                (attempt,) = attempts
+                log.log(
+                    self._seldom.level(attempt.id),
+                    "%s: progress was refused: %s",
+                    attempt,
+                    one_line(error),
+                    extra=attempt.fields,
+                )

@@ -8,6 +8,7 @@ import random
 
 from pgqueue import database
 from pgqueue.app import App
+from pgqueue.worker.seldom import Outages
 from pgqueue.worker.service import Service
 
 log = logging.getLogger("pgqueue")
@@ -20,13 +21,15 @@ class Maintenance(Service):
 
     name = "maintenance"
 
-    def __init__(self, dsn: str, app: App) -> None:
-        super().__init__(dsn)
+    def __init__(self, dsn: str, outages: Outages, app: App) -> None:
+        super().__init__(dsn, outages)
         self._app = app
         self._is_declared = not app.schedules
 
     def pause(self) -> float:
-        return EVERY * random.uniform(0.5, 1.5) if self._is_declared else 0.0
+        if self._failures or not self._is_declared:
+            return 0.0
+        return EVERY * random.uniform(0.5, 1.5)
 
     def work(self, conn: database.Connection) -> None:
         if not self._is_declared:

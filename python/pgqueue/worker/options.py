@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import re
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from pgqueue.app import App
-from pgqueue.terminal import refuse_other_than_utf8, whole_number
+from pgqueue.terminal import refuse_other_than_utf8, version, whole_number
 from pgqueue.worker import Share
 
 LEVELS = ["debug", "info", "warning", "error", "critical"]
@@ -180,10 +179,3 @@ def _traceback(error: BaseException) -> str:
             break
         shown.stack.remove(frame)
     return "".join(shown.format()).rstrip()
-
-
-def version() -> str:
-    try:
-        return importlib.metadata.version("pgqueue-postgres")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed, run from its source"

@@ -1,7 +1,6 @@
 """A thread of the worker, with a connection that it makes again after each outage."""
 
 import contextlib
-import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -9,8 +8,7 @@ from abc import ABC, abstractmethod
 import psycopg
 
 from pgqueue import database
-
-log = logging.getLogger("pgqueue")
+from pgqueue.worker.seldom import Outages
 
 
 class Service(ABC):
@@ -18,8 +16,9 @@ class Service(ABC):
 
     name: str
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: str, outages: Outages) -> None:
         self.dsn = dsn
+        self._outages = outages
         self.over = threading.Event()  # it has to end
         self.error: BaseException | None = None  # what ended it
         self.has_connected = False
@@ -61,7 +60,9 @@ class Service(ABC):
 
     def succeeded(self) -> None:
         """Note that the server answers: the next outage starts with short waits."""
-        self._failures = 0
+        if self._failures:
+            self._failures = 0
+            self._outages.is_over(self.name)
 
     def _run(self) -> None:
         try:
@@ -82,5 +83,5 @@ class Service(ABC):
             if not database.is_outage(error):
                 raise
             self._failures += 1
-            log.warning("%s: no server: %s", self.name, str(error).strip())
+            self._outages.failed(self.name, error)
             self.over.wait(database.backoff(self._failures))

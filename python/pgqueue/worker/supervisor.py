@@ -17,11 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pgqueue.worker.health import notify_systemd
+from pgqueue.worker.seldom import Seldom
 
 log = logging.getLogger("pgqueue")
 
 FATAL = (2, 3)  # wrong usage, no schema: it would fail again
-SHORT_LIFE = 5.0  # seconds; what fails sooner is restarted after a second
+SHORT_LIFE = 5.0  # seconds; what fails sooner is restarted after a pause
+LONGEST_PAUSE = 30.0  # seconds
 PIPE = "PGQUEUE_SUPERVISOR"  # names the file descriptor
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
@@ -42,6 +44,8 @@ class Supervisor:
         self._start_at = [time.monotonic()] * count
         self._stops: list[int] = []  # the signals
         self._code = 0
+        self._short_lives = 0  # in a row
+        self._seldom = Seldom()
 
     def run(self) -> int:
         """Run until all have ended, and return the exit code."""
@@ -61,7 +65,8 @@ class Supervisor:
                 try:
                     self._start()
                 except OSError as error:
-                    log.warning("no new process: %s", error)
+                    level = self._seldom.level("no process")
+                    log.log(level, "no new process: %s", error)
                     self._start_at.append(time.monotonic() + 1)
         return self._code or (128 + self._stops[-1] if len(self._stops) > 1 else 0)
 
@@ -101,13 +106,22 @@ class Supervisor:
             return
         pause = 0.0
         if exit_code != 0:
-            pid = child.process.pid
-            log.warning("process %s ended with %s: restarting", pid, exit_code)
-            pause = 1.0 if time.monotonic() < child.born + SHORT_LIFE else 0.0
+            is_short = time.monotonic() < child.born + SHORT_LIFE
+            self._short_lives = self._short_lives + 1 if is_short else 0
+            if is_short:
+                pause = min(2.0 ** min(self._short_lives - 1, 10), LONGEST_PAUSE)
+            pid, how = child.process.pid, signal_or_code(exit_code)
+            log.warning("process %s ended with %s: restarting", pid, how)
         self._start_at.append(time.monotonic() + pause)
 
 
-def listen_to_supervisor(stop: Callable[[], None]) -> bool:
+def signal_or_code(exit_code: int) -> str:
+    """Name what ended a process: SIGKILL is often for want of memory."""
+    known = {-number for number in signal.valid_signals()}
+    return signal.Signals(-exit_code).name if exit_code in known else str(exit_code)
+
+
+def listen_to_supervisor(stop: Callable[[str], None]) -> bool:
     """Call `stop` for each byte from the supervisor, and when it is gone.
 
     Returns whether there is one.
@@ -118,8 +132,8 @@ def listen_to_supervisor(stop: Callable[[], None]) -> bool:
 
     def listen() -> None:
         while os.read(int(reading), 1):
-            stop()
-        stop()
+            stop("told by its supervisor")
+        stop("without its supervisor")
 
     threading.Thread(target=listen, name="supervised", daemon=True).start()
     return True

@@ -1,0 +1,78 @@
+"""What a worker logs, and how often it says the same: a night's outage must not fill a disk.
+
+ERROR: somebody has to act. WARNING: pgqueue coped, but look into it. INFO: what became of
+each job and of the worker. DEBUG: the rest. python/README.md explains each line at WARNING
+and above.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Hashable
+
+import psycopg
+
+from pgqueue.terminal import explain, printable
+
+log = logging.getLogger("pgqueue")
+
+AGAIN = 60.0  # seconds until the same is said again
+MOST = 1000  # things to remember
+
+
+class Seldom:
+    """Chooses the level of what may have to be said again and again."""
+
+    def __init__(self) -> None:
+        self._said: dict[Hashable, float] = {}
+
+    def level(self, what: Hashable) -> int:
+        """Return WARNING for what was not said in the last minute, else DEBUG."""
+        now = time.monotonic()
+        if now < self._said.get(what, 0.0):
+            return logging.DEBUG
+        if len(self._said) >= MOST:
+            self._said.clear()
+        self._said[what] = now + AGAIN
+        return logging.WARNING
+
+
+class Outages:
+    """Says for all parts of a worker together that the server fails, and that it is back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seldom = Seldom()
+        self._waiting: dict[str, float] = {}  # parts of the worker, and since when
+        self._began = 0.0
+        self._is_told = False
+
+    def failed(self, part: str, error: psycopg.Error) -> None:
+        now, reason = time.monotonic(), one_line(error)
+        with self._lock:
+            if not self._waiting:
+                self._began = now
+            waited = now - self._waiting.setdefault(part, now)
+            # Its details may differ each time.
+            level = self._seldom.level(error.diag.message_primary or reason)
+            self._is_told |= level > logging.DEBUG
+        still = f", {waited:.0f} s now" if waited >= 1 else ""
+        log.log(level, "%s waits for the server%s: %s", part, still, reason)
+
+    def is_over(self, part: str) -> None:
+        with self._lock:
+            self._waiting.pop(part, None)
+            if self._waiting or not self._is_told:
+                return
+            self._is_told = False
+            lasted = time.monotonic() - self._began
+        log.info("the server answers again, after %.1f s", lasted)
+
+
+def one_line(error: BaseException) -> str:
+    return printable(" ".join(explain(error, "worker").split()))
+
+
+def unless_from_server(error: BaseException) -> BaseException | None:
+    """Return what has a traceback to show: of what the server refuses it says nothing."""
+    return None if isinstance(error, psycopg.Error) else error
