@@ -239,6 +239,22 @@ def test_an_exception_that_ends_a_task_of_a_handler_is_said_with_its_traceback(
     assert workers.finish(worker) == 0
 
 
+def test_the_slot_of_a_handler_that_returns_after_its_timeout_is_said_to_be_free(
+    db, workers
+) -> None:
+    db.execute(NO_RETRY)
+    (workers.folder / "late.py").write_text(
+        "import time, pgqueue\napp = pgqueue.App()\n"
+        "@app.job('late', timeout=0.1)\ndef late():\n    time.sleep(1)\n"
+    )
+    job = pgqueue.enqueue(db, QUEUE, kind="late")
+    workers.start("--app", "late")
+    free = f"job {job} 'late' of {QUEUE!r}, attempt 1 has returned: its slot is free"
+    wait_until(lambda: free in messages(workers.log(), "INFO"))
+    said = messages(workers.log(), "WARNING")
+    assert [text for text in said if text.endswith("runs on in its slot")] == said[:1]
+
+
 def test_attempts_that_are_given_up_and_why_the_worker_stops_are_said(
     db, workers
 ) -> None:
@@ -250,7 +266,7 @@ def test_attempts_that_are_given_up_and_why_the_worker_stops_are_said(
     assert workers.finish(worker) == 0
     started, stops, *_ = messages(workers.log(), "INFO")
     assert f" works on {share}, 10 at once, lease 20 s, pgqueue " in started
-    assert stops.endswith(" is stopping, told by SIGTERM: 1 jobs to end")
+    assert stops.endswith(" is stopping, told by SIGTERM; unfinished jobs: 1")
     gives_up, failed = messages(workers.log(), "WARNING")
     assert gives_up == "giving up 1 unfinished attempts, for lack of time"
     assert "attempt 1: retry: WorkerStopped" in failed

@@ -222,7 +222,9 @@ class Worker:
         self.finisher.count_quick()
         if self._stops and not self.dispatcher.is_paused:
             left = len(self.heartbeat.held)
-            log.info("%s is stopping, %s: %s jobs to end", self.id, self._why, left)
+            log.info(
+                "%s is stopping, %s; unfinished jobs: %s", self.id, self._why, left
+            )
             self.dispatcher.is_paused = True
         if self._stops or self.prefetch.is_too_much(len(self.executor.waiting)):
             self.executor.release_waiting()

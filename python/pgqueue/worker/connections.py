@@ -68,7 +68,8 @@ class Connections:
         try:
             conn = psycopg.connect(self._dsn)
         except psycopg.Error as error:
-            level, reason = self._seldom.level("unready"), one_line(error)
+            reason = one_line(error)
+            level = self._seldom.level(reason)
             log.log(level, "no connection for a handler, put off: %s", reason)
             raise Unready(reason) from error
         # The object would warn that nobody closed it.

@@ -117,8 +117,8 @@ class Supervisor:
 
 def signal_or_code(exit_code: int) -> str:
     """Name what ended a process: SIGKILL is often for want of memory."""
-    known = {-number for number in signal.valid_signals()}
-    return signal.Signals(-exit_code).name if exit_code in known else str(exit_code)
+    names = {-number: number.name for number in signal.Signals}
+    return names.get(exit_code, str(exit_code))
 
 
 def listen_to_supervisor(stop: Callable[[str], None]) -> bool:
