@@ -25,7 +25,7 @@ begin
         (
             select hashtext(j.queue), j.priority
             from pgqueue.job as j
-            where j.queue is not null
+            where hashtext(j.queue) >= -2147483648
             order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
             limit 1
         )
@@ -35,7 +35,7 @@ begin
         cross join lateral (
             select hashtext(j.queue), j.priority
             from pgqueue.job as j
-            where j.queue is not null and (hashtext(j.queue), j.priority) > (l.hash, l.priority)
+            where hashtext(j.queue) >= l.hash and (hashtext(j.queue), j.priority) > (l.hash, l.priority)
             order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
             limit 1
         ) as n
@@ -116,7 +116,7 @@ begin
         cross join lateral (
             select j.queue, j.run_at, j.turn, j.worker, j.lease_expires_at, (j.terms).expires_at
             from pgqueue.job as j
-            where j.queue is not null and hashtext(j.queue) = l.hash and j.priority = l.priority
+            where hashtext(j.queue) = l.hash and j.priority = l.priority
             order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
             limit most + 1
         ) as w
@@ -292,7 +292,7 @@ begin
     cross join lateral (
         select j.id, j.lease_expires_at
         from pgqueue.job as j
-        where j.queue is not null and hashtext(j.queue) = l.hash and j.priority = l.priority
+        where hashtext(j.queue) = l.hash and j.priority = l.priority
         order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
         limit l.most
     ) as w
