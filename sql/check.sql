@@ -594,7 +594,8 @@ create or replace function pgqueue._check_settings(
     rate_limit int,
     rate_period interval,
     age_after interval,
-    keep_dead interval
+    keep_dead interval,
+    wait_target interval
 )
     returns text[]
     language plpgsql
@@ -638,6 +639,10 @@ begin
                     keep_dead >= '1 second' and keep_dead <= '10 years', '1 second to 10 years'
                 ),
                 (
+                    'wait_target', wait_target::text,
+                    wait_target >= '1 second' and wait_target <= '1 year', '1 second to 1 year'
+                ),
+                (
                     'group_on_retry', '"' || group_on_retry || '"',
                     group_on_retry in ('skip', 'block'), 'skip or block'
                 )
@@ -649,13 +654,14 @@ end;
 $$;
 
 comment on function pgqueue._check_settings(
-    interval, int, interval, interval, int, int, int, int, text, int, int, interval, interval, interval
+    interval, int, interval, interval, int, int, int, int, text, int, int, interval, interval, interval,
+    interval
 ) is
 'Refuses an absurd setting; null passes.';
 
 create or replace function pgqueue._check_narrow(
     kind text, group_key text, notify boolean, weight int, group_limit int, group_on_retry text,
-    max_running int, rate_limit int, age_after interval, keep_dead interval
+    max_running int, rate_limit int, age_after interval, keep_dead interval, wait_target interval
 )
     returns text[]
     language plpgsql
@@ -664,9 +670,13 @@ create or replace function pgqueue._check_narrow(
 as $$
 begin
     return case
-        when num_nonnulls(notify, age_after) > 0 and num_nonnulls(kind, group_key) > 0 then array[
-            format('%s cannot be set for a kind or a group', case when notify is null then 'age_after' else 'notify' end),
-            format('It is %s, for %s.', coalesce(notify::text, age_after::text), coalesce(
+        when num_nonnulls(notify, age_after, wait_target) > 0 and num_nonnulls(kind, group_key) > 0 then array[
+            format('%s cannot be set for a kind or a group', case
+                when notify is not null then 'notify'
+                when age_after is not null then 'age_after'
+                else 'wait_target'
+            end),
+            format('It is %s, for %s.', coalesce(notify::text, age_after::text, wait_target::text), coalesce(
                 'kind "' || kind || '"', 'group "' || group_key || '"'
             )),
             'Set it for the queue, in a call without kind and group_key.'
@@ -701,7 +711,7 @@ end;
 $$;
 
 comment on function pgqueue._check_narrow(
-    text, text, boolean, int, int, text, int, int, interval, interval
+    text, text, boolean, int, int, text, int, int, interval, interval, interval
 ) is
 'Refuses a setting of a queue, or of groups, for a kind or group that cannot
 have it.';

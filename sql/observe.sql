@@ -527,7 +527,7 @@ cross join lateral (
                 'keep_payloads', false, 'keep_dead', null,
                 'max_payload_bytes', null, 'weight', 1, 'group_limit', null,
                 'max_running', null, 'rate_limit', null, 'rate_period', interval '1 second',
-                'age_after', null,
+                'age_after', null, 'wait_target', interval '5 minutes',
                 'lease', interval '30 seconds', 'retry_base', interval '5 seconds',
                 'retry_cap', interval '1 hour', 'group_on_retry', 'skip'
             ),

@@ -436,6 +436,7 @@ create table pgqueue.queue (
     rate_period interval,
     age_after interval,
     keep_dead interval,
+    wait_target interval,
     group_on_retry text,
     -- Groups may be many, and what decides most comes first.
     constraint queue_pkey primary key (group_key, kind, name),
@@ -453,11 +454,11 @@ create table pgqueue.queue (
     ),
     constraint queue_periods_in_range check (
         rate_period between '1 millisecond' and '1 day' and age_after between '1 second' and '1 year'
-        and keep_dead between '1 second' and '10 years'
+        and keep_dead between '1 second' and '10 years' and wait_target between '1 second' and '1 year'
     ),
     constraint queue_group_on_retry_is_known check (group_on_retry in ('skip', 'block')),
     constraint queue_some_are_of_a_queue check (
-        num_nonnulls(notify, age_after) = 0 or kind = '' and group_key = ''
+        num_nonnulls(notify, age_after, wait_target) = 0 or kind = '' and group_key = ''
     ),
     constraint queue_groups_have_no_kind check (
         num_nonnulls(weight, group_limit, group_on_retry) = 0 or kind = ''
@@ -500,6 +501,8 @@ comment on column pgqueue.queue.age_after is
 never.';
 comment on column pgqueue.queue.keep_dead is
 'How long a dead job is kept, 1 second to 10 years; default for ever.';
+comment on column pgqueue.queue.wait_target is
+'How long a job should wait at most: health warns beyond; default 5 minutes.';
 comment on column pgqueue.queue.group_on_retry is
 'What a job that waits for its retry means for its group: skip (default) or
 block.';

@@ -54,6 +54,7 @@ begin
         coalesce(own.rate_period, other.rate_period, '1 second'),
         coalesce(own.age_after, other.age_after),
         coalesce(own.keep_dead, other.keep_dead),
+        coalesce(own.wait_target, other.wait_target, '5 minutes'),
         coalesce(own.group_on_retry, other.group_on_retry, 'skip')
     )::pgqueue.queue;
 
@@ -154,7 +155,7 @@ begin
     where q.ctid = any (written) and num_nonnulls(
         q.paused, q.notify, q.keep_payloads, q.max_attempts, q.keep_runs, q.max_payload_bytes, q.weight,
         q.group_limit, q.max_running, q.rate_limit, q.lease, q.retry_base, q.retry_cap, q.rate_period,
-        q.age_after, q.keep_dead, q.group_on_retry
+        q.age_after, q.keep_dead, q.wait_target, q.group_on_retry
     ) = 0;
 end;
 $$;
@@ -183,7 +184,8 @@ create or replace function pgqueue.configure(
     rate_period interval default null,
     age_after interval default null,
     keep_dead interval default null,
-    keep_payloads boolean default null
+    keep_payloads boolean default null,
+    wait_target interval default null
 )
     returns void
     language plpgsql
@@ -199,12 +201,13 @@ declare
             configure.lease, configure.max_attempts, configure.retry_base, configure.retry_cap,
             configure.keep_runs, configure.max_payload_bytes, configure.weight,
             configure.group_limit, configure.group_on_retry, configure.max_running,
-            configure.rate_limit, configure.rate_period, configure.age_after, configure.keep_dead
+            configure.rate_limit, configure.rate_period, configure.age_after, configure.keep_dead,
+            configure.wait_target
         ),
         pgqueue._check_narrow(
             configure.kind, configure.group_key, configure.notify, configure.weight,
             configure.group_limit, configure.group_on_retry, configure.max_running,
-            configure.rate_limit, configure.age_after, configure.keep_dead
+            configure.rate_limit, configure.age_after, configure.keep_dead, configure.wait_target
         )
     ));
     written tid;
@@ -214,7 +217,7 @@ begin
         set notify = null, keep_payloads = null, max_attempts = null, keep_runs = null,
             max_payload_bytes = null, weight = null, group_limit = null, max_running = null,
             rate_limit = null, lease = null, retry_base = null, retry_cap = null, rate_period = null,
-            age_after = null, keep_dead = null, group_on_retry = null
+            age_after = null, keep_dead = null, wait_target = null, group_on_retry = null
         where q.name = coalesce(configure.queue, '') and q.kind = coalesce(configure.kind, '')
             and q.group_key = coalesce(configure.group_key, '');
     end if;
@@ -222,14 +225,15 @@ begin
     insert into pgqueue.queue as q (
         name, kind, group_key, notify, keep_payloads, max_attempts, keep_runs, max_payload_bytes, weight,
         group_limit, max_running, rate_limit, lease, retry_base, retry_cap, rate_period, age_after,
-        keep_dead, group_on_retry
+        keep_dead, wait_target, group_on_retry
     )
     values (
         coalesce(configure.queue, ''), coalesce(configure.kind, ''), coalesce(configure.group_key, ''),
         configure.notify, configure.keep_payloads, configure.max_attempts, configure.keep_runs,
         configure.max_payload_bytes, configure.weight, configure.group_limit, configure.max_running,
         configure.rate_limit, configure.lease, configure.retry_base, configure.retry_cap,
-        configure.rate_period, configure.age_after, configure.keep_dead, configure.group_on_retry
+        configure.rate_period, configure.age_after, configure.keep_dead, configure.wait_target,
+        configure.group_on_retry
     )
     on conflict (name, kind, group_key) do update set
         notify = coalesce(excluded.notify, q.notify),
@@ -247,6 +251,7 @@ begin
         rate_period = coalesce(excluded.rate_period, q.rate_period),
         age_after = coalesce(excluded.age_after, q.age_after),
         keep_dead = coalesce(excluded.keep_dead, q.keep_dead),
+        wait_target = coalesce(excluded.wait_target, q.wait_target),
         group_on_retry = coalesce(excluded.group_on_retry, q.group_on_retry)
     returning q.ctid into written;
     perform pgqueue._drop_empty_settings(array[written]);
@@ -263,7 +268,7 @@ $$;
 
 comment on function pgqueue.configure(
     text, interval, int, interval, interval, int, int, boolean, boolean, text, text, int, int, text,
-    int, int, interval, interval, interval, boolean
+    int, int, interval, interval, interval, boolean, interval
 ) is
 'Sets what is named and leaves the rest; reset first forgets all that was set.
 A null queue sets it for every queue that says nothing else; with kind or
@@ -279,7 +284,8 @@ group_on_retry, skip or block. Of a queue or a kind: max_running, 1 to 1000
 jobs at once. Of a queue, a kind or a group (* for each group): rate_limit, 1
 to 1000 jobs that begin in any rate_period, 1 millisecond to 1 day, default 1
 second; these hold beside each other. Of a queue: age_after, 1 second to 1
-year, after each of which a waiting job counts as one priority higher.
+year, after each of which a waiting job counts as one priority higher; and
+wait_target, 1 second to 1 year, beyond which health warns of a wait.
 Raises 22023 (bad argument).';
 
 create or replace function pgqueue._set_paused(queue text, kind text, group_key text, paused boolean)

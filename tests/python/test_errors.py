@@ -188,6 +188,8 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', rate_period => '2 days'",),
             ("'q', age_after => '0'",),
             ("'q', age_after => '1 minute', kind => 'k'",),
+            ("'q', wait_target => '0'",),
+            ("'q', wait_target => '1 minute', group_key => 'g'",),
             ("'q', keep_dead => '0'",),
             ("'q', keep_dead => '11 years'",),
             ("'q', keep_dead => '1 day', group_key => '*'",),

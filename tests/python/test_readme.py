@@ -203,6 +203,7 @@ def test_the_defaults_of_both_tables_are_those_in_force(db):
         "age_after": "never",
         "keep_dead": "for ever",
         "keep_payloads": "false",
+        "wait_target": "5 minutes",
     }
 
 

@@ -169,6 +169,7 @@ def test_a_setting_outside_its_range_is_refused_and_one_inside_is_not(db):
         ("weight", ("1", "100"), ("0", "101")),
         ("group_limit", ("1", "1000"), ("0", "1001")),
         ("keep_dead", ("'1 s'", "'10 years'"), ("'0'", "'3651 days 1 year'")),
+        ("wait_target", ("'1 s'", "'1 year'"), ("'0'", "'367 days'")),
     ):
         (said,) = (row[2] for row in rows if row[0] == f"`{setting}`")
         limits = re.findall(r"\d+", " ".join(inside).replace("'1 us'", "0"))

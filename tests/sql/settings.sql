@@ -353,7 +353,7 @@ select ok(
 truncate pgqueue.queue;
 select results_eq(
     'select count(*), count(distinct setting), min(set_for) from pgqueue.settings',
-    $$ values (17::bigint, 17::bigint, 'default') $$, 'settings shows the defaults where nothing was set'
+    $$ values (18::bigint, 18::bigint, 'default') $$, 'settings shows the defaults where nothing was set'
 );
 select pgqueue.configure('p', lease => '1 min', weight => 2);
 select pgqueue.configure(null, kind => 'k', retry_cap => '1 min');
