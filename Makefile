@@ -9,8 +9,8 @@ NOUNS = sql/schema.sql
 VERBS = sql/check.sql sql/settings.sql sql/enqueue.sql sql/trigger.sql sql/wake.sql sql/lane.sql sql/pick.sql \
         sql/age.sql sql/turn.sql sql/limit.sql sql/park.sql sql/permit.sql sql/cap.sql sql/delay.sql \
         sql/claim.sql sql/lease.sql sql/attempt.sql sql/finish.sql sql/manage.sql sql/dead.sql \
-        sql/depend.sql sql/batch.sql sql/cron.sql sql/schedule.sql sql/maintain.sql sql/measure.sql sql/observe.sql sql/why.sql \
-        sql/status.sql sql/access.sql
+        sql/depend.sql sql/batch.sql sql/cron.sql sql/schedule.sql sql/maintain.sql sql/measure.sql \
+        sql/observe.sql sql/why.sql sql/health.sql sql/status.sql sql/access.sql
 
 SCRIPT = sql/$(EXTENSION)--$(EXTVERSION).sql
 PLAIN  = sql/$(EXTENSION)--$(EXTVERSION).plain.sql

@@ -22,10 +22,10 @@ as $$
             'cancel', 'cancel_many', 'redrive', 'redrive_job', 'discard', 'discard_many',
             'purge', 'pause', 'resume', 'rerun',
             'run_now', 'reprioritize', 'configure', 'schedule', 'unschedule', 'pause_schedule',
-            'resume_schedule', 'next_slots', 'reap', 'maintain', 'why',
+            'resume_schedule', 'next_slots', 'reap', 'maintain', 'why', 'health',
             'status', 'result', 'await', 'version'
         ]
-        when 'reader' then array['next_slots', 'why', 'version']
+        when 'reader' then array['next_slots', 'why', 'health', 'version']
     end || case when _grants.kind in ('operator', 'reader') then array[
         -- What the views call, they call as their reader.
         '_count_jobs', '_count_dead', '_leased', '_recent_runs', '_dead_errors', '_error_like'
@@ -103,7 +103,8 @@ $$;
 
 comment on function pgqueue.grant_access(text, text) is
 'Lets a role be a producer (enqueue), worker (claim and end attempts), operator
-(manage, and read all) or reader (why and the views, which hold no payload).
+(manage, and read all) or reader (why, health and the views, which hold no
+payload).
 Kinds include no other kind.
 Raises 22023 (unknown kind), 42704 (no such role).';
 

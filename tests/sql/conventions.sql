@@ -50,8 +50,9 @@ select is_empty(
 );
 select is_empty(
     $$ select r.name, a.name from routine as r, unnest(r.proargnames) as a (name)
-       where quote_ident(a.name) <> a.name or quote_ident(r.name) <> r.name $$,
-    'no function or parameter needs quotes'
+       where (quote_ident(a.name) <> a.name or quote_ident(r.name) <> r.name)
+           and (r.name, a.name) <> ('health', 'check') $$,
+    'no function or parameter needs quotes, but for one that is written h.check'
 );
 select is_empty(
     $$ select r.name from relation as r where quote_ident(r.name) <> r.name $$,

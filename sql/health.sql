@@ -1,0 +1,662 @@
+-- Health: what is wrong or will be soon, and the SQL that mends it.
+--
+-- There is a function for each check, which returns a row for each thing that it finds and takes its
+-- thresholds as arguments; what is four times beyond one is critical. All only read, work on a
+-- standby, and look at catalogs and at the fronts of lanes, never at all jobs.
+
+-- What waits
+
+create or replace function pgqueue._fronts(moment timestamptz)
+    returns table (queue text, priority int, since timestamptz, until timestamptz)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+begin
+    return query
+    with recursive lane (hash, queue, priority, first) as (
+        values (-2147483648, '', -2147483648, null::timestamptz)
+        union all
+        select f.*
+        from lane as l
+        cross join lateral (
+            select hashtext(j.queue), j.queue, j.priority, coalesce(j.turn, j.run_at)
+            from pgqueue.job as j
+            where (hashtext(j.queue), j.priority) > (l.hash, l.priority) and j.queue is not null
+            order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
+            limit 1
+        ) as f
+    )
+    select l.queue, l.priority, p.since, p.until
+    from lane as l
+    cross join (
+        values ('-infinity'::timestamptz, '1900-01-01 00:00 UTC'::timestamptz), ('1900-01-01 00:00 UTC', moment)
+    ) as p (since, until)
+    where l.first <= moment and l.first < p.until;
+end;
+$$;
+
+comment on function pgqueue._fronts(timestamptz) is
+'Every lane of any queue in which a job is due or runs, and its round, with the
+bounds of each: one descent of the index for each lane.';
+
+create or replace function pgqueue._health_waits()
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    oldest record;
+    target interval;
+    job pgqueue.job;
+    reason text;
+begin
+    for oldest in
+        select distinct on (w.queue) w.queue, w.id, moment - w.run_at as wait
+        from pgqueue._fronts(moment) as f
+        cross join lateral (
+            select r.*
+            from (
+                select j.queue, j.id, j.run_at
+                from (
+                    select j.*
+                    from pgqueue.job as j
+                    where hashtext(j.queue) = hashtext(f.queue) and j.queue is not null
+                        and j.priority = f.priority
+                        and coalesce(j.turn, j.run_at) >= f.since and coalesce(j.turn, j.run_at) < f.until
+                    order by coalesce(j.turn, j.run_at), j.id
+                    limit 10000
+                ) as j
+                where j.lease_expires_at is null and ((j.terms).expires_at <= moment) is not true
+                -- The turns of a round are not in the order of run_at.
+                limit 100
+            ) as r
+            order by r.run_at
+            limit 1
+        ) as w
+        order by w.queue, w.run_at
+    loop
+        target := (pgqueue._in_force(oldest.queue)).wait_target;
+        continue when oldest.wait <= target;
+        select j.* into job from pgqueue.job as j where j.id = oldest.id;
+        reason := pgqueue._why_paused(job);
+        status := case when reason is null and oldest.wait > 4 * target then 'critical' else 'warning' end;
+        detail := format(
+            'queue %s: job %s has been due for %s, the wait_target is %s', oldest.queue, oldest.id,
+            date_trunc('second', oldest.wait), target
+        ) || coalesce('; ' || coalesce(reason, pgqueue._why_full(job), pgqueue._why_capped(job, moment)), '');
+        hint := case reason
+            when 'its queue is paused' then format('select pgqueue.resume(%L)', job.queue)
+            when 'its kind is paused' then format('select pgqueue.resume(%L, %L)', job.queue, job.kind)
+            when 'its group is paused' then
+                format('select pgqueue.resume(%L, group_key => %L)', job.queue, job.group_key)
+            else format('select pgqueue.why(%s)', job.id)
+        end;
+        return next;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._health_waits() is
+'Each queue whose oldest ready job waits beyond its wait_target, by the first of
+each lane. What is paused is never critical.';
+
+create or replace function pgqueue._health_leases(patience interval default '3 minutes')
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+begin
+    return query
+    select
+        case when moment - min(j.lease_expires_at) > 4 * patience then 'critical' else 'warning' end,
+        format(
+            'queue %s: the lease of job %s expired %s ago (worker %s), and neither a claim nor maintain() has recovered it',
+            j.queue, (array_agg(j.id order by j.lease_expires_at))[1],
+            date_trunc('second', moment - min(j.lease_expires_at)),
+            (array_agg(j.worker order by j.lease_expires_at))[1]
+        ) || case when count(*) > 1 then format('; %s more expired, too', count(*) - 1) else '' end,
+        'select pgqueue.reap()'
+    from pgqueue._fronts(moment) as f
+    cross join lateral (
+        select j.*
+        from pgqueue.job as j
+        where hashtext(j.queue) = hashtext(f.queue) and j.queue is not null and j.priority = f.priority
+            and coalesce(j.turn, j.run_at) >= f.since and coalesce(j.turn, j.run_at) < f.until
+        order by coalesce(j.turn, j.run_at), j.id
+        limit 1000
+    ) as j
+    where j.lease_expires_at < moment - patience
+    group by j.queue;
+end;
+$$;
+
+comment on function pgqueue._health_leases(interval) is
+'Each queue in which leases expired that long ago and nobody has recovered the
+jobs, among the first thousand jobs of each lane.';
+
+create or replace function pgqueue._health_schedules(patience interval default '2 minutes')
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+begin
+    return query
+    select
+        case when moment - min(s.due_at) > 4 * patience then 'critical' else 'warning' end,
+        format(
+            'schedule %s has been due for %s, and neither a worker nor maintain() has fired it',
+            (array_agg(s.name order by s.due_at))[1], date_trunc('second', moment - min(s.due_at))
+        ) || case when count(*) > 1 then format('; %s more are late', count(*) - 1) else '' end,
+        'select from pgqueue.maintain()'
+    from pgqueue.schedule as s
+    where s.due_at < moment - patience
+    having count(*) > 0
+    union all
+    select
+        'warning', format('schedule %s cannot be fired: %s', s.name, s.problem),
+        format('select pgqueue.pause_schedule(%L)', s.name)
+    from pgqueue.schedule as s
+    where s.problem is not null and not s.is_paused;
+end;
+$$;
+
+comment on function pgqueue._health_schedules(interval) is
+'Schedules that nobody has fired for that long, and those that cannot be fired.';
+
+-- What VACUUM needs
+
+create or replace function pgqueue._health_horizon(
+    patience interval default '15 minutes', transactions bigint default 100000, dead_rows bigint default 20000
+)
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    dead bigint := (
+        select sum(pg_stat_get_dead_tuples(c.oid))
+        from pg_class as c
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
+    );
+    -- The functions have their owner's rights, and a query may hold what its caller must not see.
+    sees_queries boolean := pg_has_role(session_user, 'pg_read_all_stats', 'usage');
+begin
+    if dead < dead_rows and not (pg_is_in_recovery() and current_setting('hot_standby_feedback')::boolean) then
+        return;
+    end if;
+    return query
+    select
+        case when coalesce(moment - h.since > 4 * patience, h.age > 4 * transactions)
+            then 'critical' else 'warning' end,
+        format('%s keeps VACUUM from removing what was deleted in the last %s', h.holder, concat_ws(
+            ', ', date_trunc('second', moment - h.since),
+            to_char(h.age, 'FM9,999,999,999') || ' transactions'
+        )) || coalesce(': ' || h.query, ''),
+        h.hint
+    from (
+        select
+            a.xact_start, greatest(age(a.backend_xid), age(a.backend_xmin)) as age, false,
+            case when r.pid is null
+                then format('session %s (%s)', a.pid, concat_ws(', ', a.usename, nullif(a.application_name, ''), a.state))
+                else format('standby %s', concat_ws(', ', a.application_name, r.client_addr))
+            end,
+            case
+                when r.pid is not null then null
+                when not sees_queries then 'its query is shown to members of pg_read_all_stats'
+                when a.query = '<insufficient privilege>' then
+                    'its query would be shown if the owner of pgqueue were a member of pg_read_all_stats'
+                else regexp_replace(left(a.query, 100), '\s+', ' ', 'g')
+            end,
+            case when r.pid is null
+                then format('select pg_terminate_backend(%s)', a.pid)
+                else 'there: select * from pgqueue.health()'
+            end
+        from pg_stat_activity as a
+        left join pg_stat_replication as r on r.pid = a.pid
+        where (a.datname = current_database() or r.pid is not null)
+            and a.leader_pid is null
+            and not exists (select from pg_stat_progress_vacuum as v where v.pid = a.pid)
+        union all
+        select
+            p.prepared, age(p.transaction), false, format('prepared transaction %s (%s)', p.gid, p.owner), null,
+            format('rollback prepared %L', p.gid)
+        from pg_prepared_xacts as p
+        where p.database = current_database()
+        union all
+        select
+            null, age(s.xmin), not s.active,
+            format('replication slot %s (%s)', s.slot_name, case when s.active then 'active' else 'inactive' end), null,
+            case when s.active
+                then 'there: select * from pgqueue.health()'
+                else format('select pg_drop_replication_slot(%L)', s.slot_name)
+            end
+        from pg_replication_slots as s
+    ) as h (since, age, is_left, holder, query, hint)
+    where coalesce(moment - h.since > patience, h.is_left or h.age > transactions) and h.age > 0;
+end;
+$$;
+
+comment on function pgqueue._health_horizon(interval, bigint, bigint) is
+'Who holds a snapshot for that long, while so many dead rows lie in the tables of
+pgqueue: sessions, prepared transactions, replication slots, standbys. Without a
+time, who holds it for so many transactions.';
+
+create or replace function pgqueue._health_wal(bytes bigint default 1073741824)
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    reached pg_lsn := case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_lsn() end;
+begin
+    return query
+    select
+        case when reached - s.restart_lsn > 4 * bytes then 'critical' else 'warning' end,
+        format(
+            'replication slot %s, which nobody uses, keeps %s of WAL on the disk', s.slot_name,
+            pg_size_pretty(reached - s.restart_lsn)
+        ),
+        format('select pg_drop_replication_slot(%L)', s.slot_name)
+    from pg_replication_slots as s
+    where not s.active and reached - s.restart_lsn > bytes;
+end;
+$$;
+
+comment on function pgqueue._health_wal(bigint) is
+'Replication slots that nobody uses and that keep so much WAL.';
+
+create or replace function pgqueue._health_vacuum(patience interval default '10 minutes')
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    -- Before that nobody remembers a VACUUM.
+    counted_since timestamptz := greatest(
+        pg_postmaster_start_time(),
+        (select pg_stat_get_db_stat_reset_time(d.oid) from pg_database as d where d.datname = current_database())
+    );
+begin
+    return query
+    select
+        case when moment - v.since > 4 * patience then 'critical' else 'warning' end,
+        format(
+            'table %s has %s dead rows, and no VACUUM has ended for %s', c.relname,
+            to_char(v.dead, 'FM999,999,999,999'), date_trunc('second', moment - v.since)
+        ) || case when exists (select from pg_stat_progress_vacuum as p where p.relid = c.oid)
+            then '; one is running' else '' end,
+        format('vacuum pgqueue.%s', c.relname)
+    from pg_class as c
+    cross join lateral (
+        select
+            pg_stat_get_dead_tuples(c.oid) as dead,
+            greatest(
+                pg_stat_get_last_vacuum_time(c.oid), pg_stat_get_last_autovacuum_time(c.oid), counted_since
+            ) as since,
+            coalesce(
+                max(o.option_value) filter (where o.option_name = 'autovacuum_vacuum_threshold'),
+                current_setting('autovacuum_vacuum_threshold')
+            )::bigint
+            + coalesce(
+                max(o.option_value) filter (where o.option_name = 'autovacuum_vacuum_scale_factor'),
+                current_setting('autovacuum_vacuum_scale_factor')
+            )::float8 * greatest(c.reltuples, 0) as threshold
+        from pg_options_to_table(c.reloptions) as o
+    ) as v
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
+        and v.dead > v.threshold and moment - v.since > patience;
+end;
+$$;
+
+comment on function pgqueue._health_vacuum(interval) is
+'Tables with more dead rows than autovacuum is told to leave, for which no VACUUM
+has ended for that long.';
+
+create or replace function pgqueue._health_autovacuum()
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    select
+        'critical', format('%s is off on this server: dead rows pile up', s.name),
+        format('alter system set %s = on; select pg_reload_conf()', s.name)
+    from unnest('{autovacuum,track_counts}'::text[]) as s (name)
+    where not current_setting(s.name)::boolean
+    union all
+    select
+        'warning', format('autovacuum is off for the table %s: dead rows pile up', c.relname),
+        format('alter table pgqueue.%s reset (autovacuum_enabled)', c.relname)
+    from pg_class as c
+    cross join lateral pg_options_to_table(c.reloptions) as o
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
+        and o.option_name = 'autovacuum_enabled' and not o.option_value::boolean;
+end;
+$$;
+
+comment on function pgqueue._health_autovacuum() is
+'Whether autovacuum is off, for all or for a table of pgqueue.';
+
+create or replace function pgqueue._health_bloat(bytes bigint default 1073741824)
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    -- relpages, because to ask for the size waits for whoever has locked the table.
+    select
+        'warning',
+        format(
+            '%s %s takes %s for %s rows', case when i.indexrelid is null then 'table' else 'index' end, c.relname,
+            pg_size_pretty(c.relpages * 8192::bigint), to_char(r.live, 'FM999,999,999,990')
+        ),
+        format(
+            case when i.indexrelid is null then 'vacuum (full, analyze) pgqueue.%s'
+                else 'reindex index concurrently pgqueue.%s' end,
+            c.relname
+        )
+    from pg_class as c
+    left join pg_index as i on i.indexrelid = c.oid
+    join pg_class as t on t.oid = coalesce(i.indrelid, c.oid)
+    cross join lateral (
+        select greatest(pg_stat_get_live_tuples(t.oid), t.reltuples::bigint, 0) as live
+    ) as r
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'i')
+        and c.relpages * 8192::bigint > bytes and c.relpages > 20 * r.live;
+end;
+$$;
+
+comment on function pgqueue._health_bloat(bigint) is
+'Tables and indexes that are larger, and have more than 20 pages for each row: a
+row needs one at most. reap reads all of the table job.';
+
+create or replace function pgqueue._health_wraparound(
+    ids bigint default greatest(400000000, current_setting('autovacuum_freeze_max_age')::bigint * 11 / 10),
+    multixacts bigint default greatest(400000000, current_setting('autovacuum_multixact_freeze_max_age')::bigint * 11 / 10)
+)
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    select
+        case when a.age > least(4 * a.most, 1600000000) then 'critical' else 'warning' end,
+        format(
+            'the oldest %s in database %s is %s old; at 2,147,483,648 Postgres stops writing', a.what, d.datname,
+            to_char(a.age, 'FM9,999,999,999')
+        ),
+        'vacuum (freeze)'
+    from pg_database as d
+    cross join lateral (
+        values ('transaction id', age(d.datfrozenxid)::bigint, ids),
+            ('multixact id', mxid_age(d.datminmxid)::bigint, multixacts)
+    ) as a (what, age, most)
+    where d.datname = current_database() and a.age > a.most;
+end;
+$$;
+
+comment on function pgqueue._health_wraparound(bigint, bigint) is
+'Whether ids of transactions or multixacts are older than autovacuum should let
+them become.';
+
+-- What must not run out, and not go back
+
+create or replace function pgqueue._health_notifications(share float8 default 0.1)
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    used float8 := pg_notification_queue_usage();
+    holder record;
+begin
+    if used <= share then
+        return;
+    end if;
+    select a.pid, a.datname, a.xact_start into holder
+    from pg_stat_activity as a
+    order by a.xact_start
+    limit 1;
+    status := case when used > 4 * share then 'critical' else 'warning' end;
+    detail := format(
+        'the notification queue of the server is %s %% full: a session that listens is in a transaction, '
+        'perhaps %s in database %s, since %s; once it is full, NOTIFY fails', (100 * used)::numeric(9, 5),
+        holder.pid, holder.datname, pgqueue._written(holder.xact_start)
+    );
+    hint := format('select pg_terminate_backend(%s)', holder.pid);
+    return next;
+end;
+$$;
+
+comment on function pgqueue._health_notifications(float8) is
+'Whether the notification queue is full to that share, and who is in a
+transaction for longest.';
+
+create or replace function pgqueue._health_sequences(share float8 default 0.2)
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    -- Before the sequences are read: what comes in between is above.
+    last_id bigint := greatest(
+        (select j.id from pgqueue.job as j order by j.id desc limit 1),
+        (select d.id from pgqueue.dead_job as d order by d.id desc limit 1),
+        (select b.id from pgqueue.batch as b order by b.id desc limit 1)
+    );
+    last_token bigint := (
+        select max(j.token)
+        from pgqueue._fronts(moment) as f
+        cross join lateral (
+            select j.token
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(f.queue) and j.queue is not null and j.priority = f.priority
+                and coalesce(j.turn, j.run_at) >= f.since and coalesce(j.turn, j.run_at) < f.until
+            order by coalesce(j.turn, j.run_at), j.id
+            limit 100
+        ) as j
+    );
+begin
+    return query
+    select
+        case when s.last < s.highest or s.last > 4 * share * 9223372036854775807 then 'critical' else 'warning' end,
+        case when s.last < s.highest
+            then format('sequence %s is at %s, and %s is in use: %s', s.name, s.last, s.highest, s.danger)
+            else format(
+                'sequence %s is at %s, and ends at 9223372036854775807: somebody has set it; set it back while '
+                'no worker runs', s.name, s.last
+            )
+        end,
+        format('select setval(%L, %s)', 'pgqueue.' || s.name, coalesce(s.highest, 1))
+    from (
+        values
+            (
+                'job_id_seq', coalesce(pg_sequence_last_value('pgqueue.job_id_seq'), 0), last_id,
+                'enqueues will fail'
+            ),
+            (
+                'token_seq', coalesce(pg_sequence_last_value('pgqueue.token_seq'), 0), last_token,
+                'a lost worker might end the attempt of another'
+            )
+    ) as s (name, last, highest, danger)
+    where s.last < s.highest or s.last > share * 9223372036854775807;
+end;
+$$;
+
+comment on function pgqueue._health_sequences(float8) is
+'Whether a sequence was set back, as by a careless restore, or has used up that
+share of its numbers.';
+
+create or replace function pgqueue._health_runs()
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_partition_pruning = on
+    set lock_timeout = '100 ms'
+as $$
+declare
+    today int := floor(date_part('epoch', clock_timestamp()) / 86400)::int;
+    holder record;
+begin
+    -- As in _forget_runs, one day later.
+    for day in today - 16 .. today - 2 loop
+        continue when not pgqueue._is_over(day);
+        select a.pid, p.gid, coalesce(a.xact_start, p.prepared) as since into holder
+        from pg_locks as l
+        left join pg_stat_activity as a on a.pid = l.pid
+        left join pg_prepared_xacts as p on l.virtualtransaction = '-1/' || p.transaction
+        where l.database = (select d.oid from pg_database as d where d.datname = current_database())
+            and l.relation = ('pgqueue.run_' || day % 16)::regclass and l.pid is distinct from pg_backend_pid()
+        order by since
+        limit 1;
+        status := case when today - day > 4 then 'critical' else 'warning' end;
+        detail := format(
+            'table run_%s holds runs that were to be forgotten on %s: %s', day % 16,
+            to_char(date '1970-01-01' + day + 1, 'YYYY-MM-DD'),
+            case
+                when holder.pid is not null then format(
+                    'session %s has used it since %s', holder.pid, pgqueue._written(holder.since)
+                )
+                when holder.gid is not null then format('prepared transaction %s has used it', holder.gid)
+                else 'nobody uses it, and nobody has called maintain()'
+            end
+        );
+        hint := case
+            when holder.pid is not null then format('select pg_terminate_backend(%s)', holder.pid)
+            when holder.gid is not null then format('rollback prepared %L', holder.gid)
+            else 'select from pgqueue.maintain()'
+        end;
+        return next;
+    end loop;
+exception
+    -- Somebody is just emptying one.
+    when lock_not_available then null;
+end;
+$$;
+
+comment on function pgqueue._health_runs() is
+'Tables of the ring run that should have been emptied a day ago, and who keeps
+maintain from it.';
+
+create or replace function pgqueue._health_version()
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    select
+        case when e.extversion <> pgqueue.version() then 'critical' else 'warning' end,
+        format(
+            'the extension is of version %s, its functions of %s, the files on the server of %s',
+            e.extversion, pgqueue.version(), coalesce(a.default_version, 'none')
+        ),
+        'alter extension pgqueue update'
+    from pg_extension as e
+    left join pg_available_extensions as a on a.name = e.extname
+    where e.extname = 'pgqueue'
+        and (e.extversion <> pgqueue.version() or a.default_version is distinct from e.extversion);
+end;
+$$;
+
+comment on function pgqueue._health_version() is
+'Whether what is installed differs from itself, or from the files on the server.
+The plain install has neither.';
+
+create or replace function pgqueue.health()
+    returns table ("check" text, status text, detail text, hint text)
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set intervalstyle = postgres
+as $$
+#variable_conflict use_column
+begin
+    return query
+    with found (name, status, detail, hint) as materialized (
+        select 'waits', h.* from pgqueue._health_waits() as h
+        union all
+        select 'leases', h.* from pgqueue._health_leases() as h
+        union all
+        select 'schedules', h.* from pgqueue._health_schedules() as h
+        union all
+        select 'horizon', h.* from pgqueue._health_horizon() as h
+        union all
+        select 'wal', h.* from pgqueue._health_wal() as h
+        union all
+        select 'vacuum', h.* from pgqueue._health_vacuum() as h
+        union all
+        select 'autovacuum', h.* from pgqueue._health_autovacuum() as h
+        union all
+        select 'bloat', h.* from pgqueue._health_bloat() as h
+        union all
+        select 'wraparound', h.* from pgqueue._health_wraparound() as h
+        union all
+        select 'notifications', h.* from pgqueue._health_notifications() as h
+        union all
+        select 'sequences', h.* from pgqueue._health_sequences() as h
+        union all
+        select 'runs', h.* from pgqueue._health_runs() as h
+        union all
+        select 'version', h.* from pgqueue._health_version() as h
+    )
+    select c.name, coalesce(f.status, 'ok'), coalesce(f.detail, c.fine), f.hint
+    from (
+        values
+            ('waits', 'no queue keeps a job waiting beyond its wait_target'),
+            ('leases', 'jobs whose lease expired are recovered'),
+            ('schedules', 'schedules are fired in time'),
+            ('horizon', 'nobody keeps VACUUM from removing dead rows'),
+            ('wal', 'no replication slot that nobody uses keeps much WAL'),
+            ('vacuum', 'VACUUM keeps up with the dead rows'),
+            ('autovacuum', 'autovacuum is on'),
+            ('bloat', 'no table or index is much too large'),
+            ('wraparound', 'old transaction ids are frozen in time'),
+            ('notifications', 'the notification queue is nearly empty'),
+            ('sequences', 'sequences are ahead of what they have handed out'),
+            ('runs', 'old runs are forgotten'),
+            ('version', 'all parts are of version ' || pgqueue.version())
+    ) as c (name, fine)
+    left join found as f on f.name = c.name
+    order by array_position('{critical,warning}', f.status), c.name collate "C", f.detail collate "C";
+end;
+$$;
+
+comment on function pgqueue.health() is
+'Checks what is wrong or soon will be. A row for each finding, the worst first:
+the check, its status (warning, critical), what was found, and as hint the SQL
+that mends it. A row with the status ok for each check that found nothing. Reads
+only, works on a standby, and counts nothing whole. The query of a session is
+shown to members of pg_read_all_stats.';

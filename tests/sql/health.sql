@@ -1,0 +1,183 @@
+-- Health: each check is caused, and gone once its hint has been run. What needs a second session, or a
+-- setting of the server, is in test_health.py.
+begin;
+set local client_min_messages = warning;
+create extension if not exists pgtap;
+create extension if not exists pgqueue;
+select plan(29);
+
+create function pg_temp.found(name text)
+    returns text
+    language sql
+as $$
+    select string_agg(concat_ws(': ', h.status, h.detail), E'\n') from pgqueue.health() as h where h.check = name
+$$;
+create function pg_temp.hint(name text)
+    returns text
+    language sql
+as $$ select min(h.hint) from pgqueue.health() as h where h.check = name $$;
+-- Moves what has happened so far into the past.
+create function pg_temp.pass(span interval)
+    returns void
+    language sql
+as $$
+    update pgqueue.job
+    set run_at = run_at - span, turn = case when turn < '1900-01-01' then turn - span else turn end,
+        claimed_at = claimed_at - span, lease_expires_at = lease_expires_at - span;
+    update pgqueue.schedule set due_at = due_at - span, next_slot = next_slot - span
+$$;
+
+select is_empty(
+    $$ select * from pgqueue.health() as h where h.status <> 'ok' or h.detail is null or h.hint is not null $$,
+    'all is well at first, and each check says so'
+);
+select is(
+    (select array_agg(h.check collate "default" order by h.check collate "C") from pgqueue.health() as h),
+    array[
+        'autovacuum', 'bloat', 'horizon', 'leases', 'notifications', 'runs', 'schedules', 'sequences', 'vacuum',
+        'version', 'waits', 'wal', 'wraparound'
+    ],
+    'health returns a row for each check'
+);
+
+-- Waits
+
+select pgqueue.enqueue('slow') as job \gset
+select pg_temp.pass('4 minutes');
+select alike(pg_temp.found('waits'), 'ok: %', 'a job may wait for less than 5 minutes');
+select pg_temp.pass('2 minutes');
+select matches(
+    pg_temp.found('waits'),
+    format('^warning: queue slow: job %s has been due for 00:06:\d\d, the wait_target is 00:05:00$', :job),
+    'a job that waits for more than that is told of'
+);
+select is(pg_temp.hint('waits'), format('select pgqueue.why(%s)', :job), 'with how to learn more');
+select pg_temp.pass('15 minutes');
+select alike(pg_temp.found('waits'), 'critical: %', 'four times the wait_target is critical');
+select pgqueue.configure('slow', wait_target => '1 hour');
+select alike(pg_temp.found('waits'), 'ok: %', 'a queue may have a wait_target of its own');
+select pgqueue.configure('slow', reset => true);
+select pgqueue.configure(null, wait_target => '10 minutes');
+select alike(pg_temp.found('waits'), 'warning: %00:10:00', 'or all queues');
+select pgqueue.configure(null, reset => true);
+select pgqueue.pause('slow');
+select is(
+    regexp_replace(pg_temp.found('waits'), '.*; ', '') || ' ' || pg_temp.hint('waits'),
+    'its queue is paused select pgqueue.resume(''slow'')', 'what is paused is never critical, and can be resumed'
+);
+select pgqueue.resume('slow');
+
+-- The front of the lane is leased, the next are of a full group, and another lane has nothing that is late.
+select count(*) from pgqueue.claim('slow', 'w');
+select pgqueue.extend(array_agg(j.id), array_agg(j.token)) from pgqueue.job as j;
+select pgqueue.enqueue('slow', priority => 5);
+select alike(pg_temp.found('waits'), 'ok: %', 'what runs does not wait');
+select pgqueue.configure('full', group_limit => 1);
+select pgqueue.enqueue_many('full', array_fill('{}'::jsonb, array[3]), group_keys => '{a,a,a}');
+select count(*) from pgqueue.claim('full', 'w', 3);
+update pgqueue.job set run_at = now() - interval '1 day' where queue = 'full' and lease_expires_at is null;
+select alike(pg_temp.found('waits'), 'ok: %', 'nor what has left its lane because its group is full');
+select pgqueue.enqueue_many('tenants', array_fill('{}'::jsonb, array[50]), group_keys => array(
+    select 'g ' || n % 10 from generate_series(1, 50) as n
+));
+update pgqueue.job set run_at = now() - interval '7 minutes'
+where id = (select max(id) from pgqueue.job where queue = 'tenants');
+select alike(pg_temp.found('waits'), 'warning: queue tenants: %00:07:%', 'a job of a group waits as others do');
+update pgqueue.job set terms.expires_at = now() where queue = 'tenants' and run_at < now() - interval '5 minutes';
+select alike(pg_temp.found('waits'), 'ok: %', 'what has expired waits no more');
+truncate pgqueue.job, pgqueue.slot;
+
+-- Leases
+
+select pgqueue.enqueue_many('left', array_fill('{}'::jsonb, array[2]));
+select min(c.id) as job from pgqueue.claim('left', 'me', 2) as c \gset
+select pg_temp.pass('2 minutes');
+select alike(pg_temp.found('leases'), 'ok: %', 'a lease that has just expired will be recovered');
+select pg_temp.pass('2 minutes');
+update pgqueue.job set lease_expires_at = now() - interval '10 minutes' where id = :job;
+select matches(
+    pg_temp.found('leases'),
+    format(
+        '^warning: queue left: the lease of job %s expired 00:10:\d\d ago \(worker me\), '
+        'and neither a claim nor maintain\(\) has recovered it; 1 more expired, too$', :job
+    ),
+    'one that nobody recovers is told of'
+);
+select pg_temp.hint('leases') \gexec
+select alike(pg_temp.found('leases'), 'ok: %', 'reap mends it');
+truncate pgqueue.job;
+
+-- Schedules
+
+select pgqueue.schedule(name, 'q', every => '1 day') from unnest('{first,second}'::text[]) as s (name);
+update pgqueue.schedule set due_at = now() - interval '1 minute', next_slot = now() - interval '1 minute';
+select alike(pg_temp.found('schedules'), 'ok: %', 'a schedule that is just due will be fired');
+update pgqueue.schedule set due_at = now() - case name when 'first' then interval '3 minutes' else interval '150 s' end;
+select matches(
+    pg_temp.found('schedules'),
+    '^warning: schedule first has been due for 00:03:\d\d, and neither a worker nor maintain\(\) has fired it; '
+    '1 more are late$',
+    'one that nobody fires is told of'
+);
+select pg_temp.hint('schedules') \gexec
+select is(
+    (select count(*) from pgqueue.job) || pg_temp.found('schedules'), '2ok: schedules are fired in time',
+    'maintain mends it'
+);
+select pgqueue.configure('q', max_payload_bytes => 10);
+update pgqueue.schedule
+set due_at = now(), next_slot = now(), payload = '"far too long a text"' where name = 'first';
+select pgqueue.maintain();
+select alike(
+    pg_temp.found('schedules'), 'warning: schedule first cannot be fired: payload%', 'one that cannot be fired is told of'
+);
+select pg_temp.hint('schedules') \gexec
+select alike(pg_temp.found('schedules'), 'ok: %', 'until it is paused');
+
+-- Sequences
+
+truncate pgqueue.job;
+select max(j.id) as job from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[2])) as j (id) \gset
+select c.token from pgqueue.claim('q', 'w') as c \gset
+select setval('pgqueue.job_id_seq', 1);
+select setval('pgqueue.token_seq', 1, false);
+select is(
+    pg_temp.found('sequences'),
+    format(
+        'critical: sequence job_id_seq is at 1, and %s is in use: enqueues will fail' || E'\n'
+        'critical: sequence token_seq is at 0, and %s is in use: a lost worker might end the attempt of another',
+        :job, :token
+    ),
+    'a sequence that was set back is told of'
+);
+select h.hint from pgqueue.health() as h where h.check = 'sequences' \gexec
+select alike(pg_temp.found('sequences'), 'ok: %', 'setting it forward mends it');
+select setval('pgqueue.token_seq', 9223372036854775807 / 2);
+select alike(pg_temp.found('sequences'), 'warning: sequence token_seq is at 4611686018427387903%', 'one that somebody set far ahead, too');
+select setval('pgqueue.token_seq', :token);
+
+-- Runs
+
+select alike(pg_temp.found('runs'), 'ok: %', 'runs are forgotten in time');
+insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome)
+select (floor(extract(epoch from now()) / 86400)::int - 2) % 16, 1, 1, now() - interval '9 days', '0', '0', 'q', 'k', 'completed';
+select matches(
+    pg_temp.found('runs'),
+    '^warning: table run_\d+ holds runs that were to be forgotten on [-\d]+: nobody uses it, and nobody has called maintain',
+    'those that nobody forgets are told of'
+);
+select pg_temp.hint('runs') \gexec
+select alike(pg_temp.found('runs'), 'ok: %', 'maintain mends it');
+
+-- Autovacuum of a table
+
+alter table pgqueue.job set (autovacuum_enabled = off);
+select is(
+    pg_temp.found('autovacuum'), 'warning: autovacuum is off for the table job: dead rows pile up',
+    'a table without autovacuum is told of'
+);
+select pg_temp.hint('autovacuum') \gexec
+select alike(pg_temp.found('autovacuum'), 'ok: %', 'resetting the option mends it');
+
+select * from finish();
+rollback;
