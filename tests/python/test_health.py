@@ -1,0 +1,330 @@
+"""health(): what only a second session, or a setting of the server, can cause, and that its hints mend it."""
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from cluster import Cluster
+from conftest import one
+from test_plans import fill, pages
+from worker_harness import wait_until, where
+
+Row = tuple[str, str, str]
+
+
+def run_hint(db: psycopg.Connection, hint: str) -> None:
+    for statement in hint.split("; "):
+        db.execute(statement)
+
+
+def found(db: psycopg.Connection, check: str) -> list[Row]:
+    """What a check finds: of health() by its name, or of the function with thresholds of its own."""
+    if "(" not in check:
+        source = f"pgqueue.health() as h where h.check = '{check}' and status <> 'ok'"
+    else:
+        source = f"pgqueue._health_{check}"
+    return db.execute(f"select status, detail, hint from {source}").fetchall()
+
+
+def mend(db: psycopg.Connection, check: str) -> str:
+    """Run the hints of what a check finds until it finds nothing; return what it found."""
+    wait_until(lambda: found(db, check))
+    rows = found(db, check)
+    for _, _, hint in rows:
+        run_hint(db, hint)
+    wait_until(lambda: not found(db, check))
+    return "\n".join(detail for _, detail, _ in rows)
+
+
+def bury(connect, rows: int) -> None:
+    """Leave dead rows in the table job; the counts are written when the session ends."""
+    with connect() as db:
+        fill(db, rows)
+        db.execute("delete from pgqueue.job")
+
+
+# Who holds the horizon
+
+
+def test_a_session_that_keeps_vacuum_from_its_work_is_named_and_can_be_ended(
+    db, connect
+):
+    holder = connect(autocommit=False, application_name="report")
+    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    holder.execute("select 'a long report'")
+    # 50 ms, which any other session of this test is done in.
+    check = "horizon('50 ms')"
+    assert found(db, check) == []
+    bury(connect, 21_000)
+    detail = mend(db, check)
+    assert f"session {holder.info.backend_pid} (" in detail
+    assert "report, idle in transaction" in detail
+    assert detail.endswith(": select 'a long report'")
+
+
+def test_a_prepared_transaction_is_named_and_can_be_rolled_back(db, connect):
+    with connect(autocommit=False) as holder:
+        holder.execute("select pgqueue.enqueue('q')")
+        holder.execute("prepare transaction 'o''clock'")
+    db.execute("select pgqueue.enqueue('q')")
+    (row,) = [r for r in found(db, "horizon('0', dead_rows => 0)") if "prep" in r[1]]
+    assert row[1].startswith("prepared transaction o'clock (postgres) keeps VACUUM")
+    assert row[2] == "rollback prepared 'o''clock'"
+    run_hint(db, row[2])
+    rows = found(db, "horizon('0', dead_rows => 0)")
+    assert not [detail for _, detail, _ in rows if "prep" in detail]
+
+
+def test_a_query_is_shown_to_those_who_might_see_it_anyway(db, connect, role):
+    db.execute(f"select pgqueue.grant_access('{role}', 'reader')")
+    db.execute("alter function pgqueue._health_horizon security definer")
+    db.execute(f"grant execute on function pgqueue._health_horizon to {role}")
+    holder = connect(autocommit=False)
+    holder.execute("select 'secret' from pgqueue.job for update")
+    holder.execute("select pg_current_xact_id(), 'secret'")
+    db.execute("select pgqueue.enqueue('q')")
+    reader = connect(user=role)
+    session = f"session {holder.info.backend_pid} ("
+
+    def said() -> str:
+        rows = found(reader, "horizon('0', dead_rows => 0)")
+        return next(detail for _, detail, _ in rows if session in detail)
+
+    assert "secret" not in said() and "pg_read_all_stats" in said()
+    db.execute(f"grant pg_read_all_stats to {role}")
+    assert said().endswith("'secret'")
+    assert len(reader.execute("select from pgqueue.health()").fetchall()) >= 13
+
+
+def test_an_owner_who_may_see_little_still_finds_the_holder(db, connect, role):
+    db.execute(
+        f"drop extension pgqueue; grant create on database {db.info.dbname} to {role}"
+    )
+    owner = connect(user=role)
+    owner.execute("create extension pgqueue")
+    holder = connect(autocommit=False)
+    holder.execute("select pg_current_xact_id()")
+    for _ in range(20):
+        owner.execute("select pgqueue.enqueue('q')")
+    check = "horizon('0', transactions => {}, dead_rows => 0)"
+    session = f"session {holder.info.backend_pid} (postgres) keeps VACUUM from removing"
+    (detail,) = [d for _, d, _ in found(owner, check.format(10)) if session in d]
+    assert " transactions: its query is shown to members of pg_read_all_stats" in detail
+    assert not [d for _, d, _ in found(owner, check.format(1000)) if session in d]
+    assert len(owner.execute("select from pgqueue.health()").fetchall()) >= 13
+    holder.close()
+    db.execute("drop extension pgqueue")
+
+
+# What VACUUM needs
+
+
+def test_dead_rows_that_nobody_removes_are_told_of_and_vacuum_mends_it(db, connect):
+    db.execute("alter table pgqueue.job set (autovacuum_enabled = off)")
+    bury(connect, 21_000)
+    detail = mend(db, "vacuum('0')")
+    assert detail.startswith(
+        "table job has 21,000 dead rows, and no VACUUM has ended for"
+    )
+
+
+def test_a_large_and_empty_table_is_told_of_with_its_indexes(db, connect):
+    bury(connect, 40_000)
+    db.execute("vacuum pgqueue.job")
+    assert found(db, "bloat()") == []
+    said = mend(db, "bloat(1000000)").splitlines()
+    assert {detail.split(" takes ")[0] for detail in said} >= {
+        "table job",
+        "index job_lane_idx",
+    }
+    fill(db, 40_000)
+    db.execute("vacuum analyze pgqueue.job")
+    assert found(db, "bloat(1000000)") == [], "a full one is not too large"
+
+
+def test_a_replication_slot_that_nobody_uses_is_told_of(db):
+    slot = f"left behind {db.info.dbname}".replace(" ", "_")
+    db.execute("select pg_create_physical_replication_slot(%s, true)", (slot,))
+    db.execute("select pgqueue.enqueue('q')")
+    assert found(db, "wal()") == []
+    assert mend(db, "wal(1)").startswith(
+        f"replication slot {slot}, which nobody uses, keeps "
+    )
+
+
+# What must not run out
+
+
+def test_a_listener_that_fills_the_notification_queue_can_be_ended(db, connect):
+    listener = connect()
+    listener.execute("listen anything")
+    listener.execute("begin; select 1")
+    db.execute(
+        "select pg_notify('anything', repeat('x', 7000) || n) from generate_series(1, 200) as n"
+    )
+    assert found(db, "notifications()") == []
+    assert f"perhaps {listener.info.backend_pid} in database " in mend(
+        db, "notifications(0)"
+    )
+
+
+RAN = """
+insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome)
+select (floor(extract(epoch from now()) / 86400)::int - 6) %% 16, 1, 1, now() - interval '13 days', '0', '0', 'q', 'k',
+    %s
+"""
+
+
+def test_who_keeps_old_runs_from_being_forgotten_is_named(db, connect):
+    db.execute(RAN, ("completed",))
+    reader = connect(autocommit=False)
+    reader.execute("select from pgqueue.run")
+    db.execute("select from pgqueue.maintain()")
+    ((status, detail, hint),) = found(db, "runs")
+    assert status == "critical"
+    assert f": session {reader.info.backend_pid} has used it since " in detail
+    run_hint(db, hint)
+    wait_until(lambda: "nobody has called maintain()" in found(db, "runs")[0][1])
+    assert "nobody uses it" in mend(db, "runs")
+
+
+def test_health_does_not_wait_for_who_is_just_emptying_a_table(db, connect):
+    db.execute(RAN, ("completed",))
+    other = connect(autocommit=False)
+    other.execute("select from pgqueue.maintain()")
+    db.execute("set statement_timeout = '20 s'")
+    assert found(db, "runs") == []
+    other.rollback()
+    assert len(found(db, "runs")) == 1
+
+
+# What it costs
+
+
+def test_health_reads_no_more_of_a_long_queue_than_of_a_short_one(db):
+    """The session has its plans from when there was none."""
+    health = "select from pgqueue.health()"
+    for _ in range(6):
+        db.execute(health)
+    fill(db, 2000, after="n * interval '1 us' - interval '1 day'")
+    db.execute("select from pgqueue.claim('q', 'w', 1000)")
+    short = pages(db, health)
+    fill(db, 300_000)
+    assert pages(db, health) < 1.5 * short
+    assert found(db, "waits")[0][0] == "critical"
+
+
+# The whole server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Cluster]:
+    with Cluster(fast=True, settings={"autovacuum": "off"}) as cluster:
+        with psycopg.connect(where(cluster), autocommit=True) as db:
+            db.execute("create extension pgqueue")
+        yield cluster
+
+
+def test_autovacuum_that_is_off_is_critical_and_can_be_switched_on(server):
+    with psycopg.connect(where(server), autocommit=True) as db:
+        assert [row[0] for row in found(db, "autovacuum")] == ["critical"]
+        assert (
+            mend(db, "autovacuum")
+            == "autovacuum is off on this server: dead rows pile up"
+        )
+
+
+def test_old_transaction_ids_are_told_of_and_vacuum_freezes_them(server):
+    with psycopg.connect(where(server), autocommit=True) as db:
+        for _ in range(200):
+            db.execute("select pg_current_xact_id()")
+        assert found(db, "wraparound()") == []
+        assert mend(db, "wraparound(150)").startswith(
+            "the oldest transaction id in database"
+        )
+
+
+def test_newer_files_on_the_server_are_told_of_until_the_extension_is_updated(server):
+    (folder,) = server.home.glob("server/**/extension")
+    control = folder / "pgqueue.control"
+    with psycopg.connect(where(server), autocommit=True) as db:
+        version = one(db, "select pgqueue.version()")
+        source = one(db, "select pg_get_functiondef('pgqueue.version'::regproc)")
+        script = folder / f"pgqueue--{version}--9.9.9.sql"
+        script.write_text(source.replace(version, "9.9.9") + ";")
+        control.write_text(control.read_text().replace(version, "9.9.9"))
+        db.execute("begin")
+        db.execute(source.replace(version, "9.9.8"))
+        assert [row[0] for row in found(db, "version")] == ["critical"]
+        db.execute("rollback")
+        assert [row[0] for row in found(db, "version")] == ["warning"]
+        assert mend(db, "version") == (
+            f"the extension is of version {version}, its functions of {version}, the files on the server of 9.9.9"
+        )
+
+
+@contextlib.contextmanager
+def standby_of(primary: Cluster) -> Iterator[Cluster]:
+    standby = Cluster(fast=True)
+    try:
+        standby.create()
+        with psycopg.connect(where(primary), autocommit=True) as db:
+            db.execute("select pg_create_physical_replication_slot('standby')")
+        primary.stop()
+        subprocess.run(["rm", "-r", standby.data], check=True)
+        subprocess.run(["cp", "-a", primary.data, standby.data], check=True)
+        primary.start()
+        with (standby.data / "postgresql.conf").open("a") as conf:
+            for name, value in {
+                "port": standby.port,
+                "unix_socket_directories": standby.home,
+                "primary_conninfo": f"host={primary.home} port={primary.port} user=postgres",
+                "primary_slot_name": "standby",
+                "hot_standby_feedback": "on",
+                "wal_receiver_status_interval": "1",
+            }.items():
+                conf.write(f"{name} = '{value}'\n")
+        (standby.data / "standby.signal").touch()
+        standby.start()
+        yield standby
+    finally:
+        standby.remove()
+
+
+def test_a_standby_that_holds_the_horizon_is_named_and_names_its_session(server):
+    check = "horizon('0', transactions => 0, dead_rows => 0)"
+    with (
+        standby_of(server) as standby,
+        psycopg.connect(where(standby), autocommit=True) as far,
+        contextlib.closing(psycopg.connect(where(standby))) as holder,
+        psycopg.connect(where(server), autocommit=True) as db,
+    ):
+
+        def said(conn: psycopg.Connection, start: str) -> list[str]:
+            rows = found(conn, check)
+            return [f"{detail} | {hint}" for _, detail, hint in rows if start in detail]
+
+        rows = far.execute("select * from pgqueue.health()").fetchall()
+        assert {row[0] for row in rows if row[1] != "ok"} <= {"version"}
+        holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        holder.execute("select 'far away'")
+        db.execute("select pg_current_xact_id()")
+        wait_until(lambda: said(db, "replication slot standby (active)"))
+        wait_until(lambda: said(far, f"session {holder.info.backend_pid} ("))
+        (there,) = said(far, f"session {holder.info.backend_pid} (")
+        assert "select 'far away' | select pg_terminate_backend" in there
+
+        far.execute("alter system set primary_slot_name = ''")
+        far.execute("select pg_reload_conf()")
+        wait_until(lambda: said(db, "replication slot standby (inactive)"))
+        (left,) = said(db, "replication slot standby (inactive)")
+        run_hint(db, left.split(" | ")[1])
+        wait_until(lambda: said(db, "standby walreceiver"))
+        assert not said(db, "replication slot")
+        (row,) = said(db, "standby walreceiver")
+        assert row.endswith(" | there: select * from pgqueue.health()")
+        far.execute(there.split(" | ")[1])
+        db.execute("select pg_current_xact_id()")
+        wait_until(lambda: not said(db, "standby walreceiver"))
