@@ -31,7 +31,7 @@ begin
             limit 1
         ) as f
     )
-    select l.queue, l.priority, p.since, p.until
+    select l.queue, l.priority, greatest(p.since, l.first), p.until
     from lane as l
     cross join (
         values ('-infinity'::timestamptz, '1900-01-01 00:00 UTC'::timestamptz), ('1900-01-01 00:00 UTC', moment)
@@ -79,7 +79,7 @@ begin
                 ) as j
                 where j.lease_expires_at is null and ((j.terms).expires_at <= moment) is not true
                 -- The turns of a round are not in the order of run_at.
-                limit 100
+                limit case when f.until < moment then 100 else 1 end
             ) as r
             order by r.run_at
             limit 1
@@ -141,7 +141,7 @@ begin
         where hashtext(j.queue) = hashtext(f.queue) and j.queue is not null and j.priority = f.priority
             and coalesce(j.turn, j.run_at) >= f.since and coalesce(j.turn, j.run_at) < f.until
         order by coalesce(j.turn, j.run_at), j.id
-        limit 1000
+        limit 100
     ) as j
     where j.lease_expires_at < moment - patience
     group by j.queue;
@@ -150,7 +150,7 @@ $$;
 
 comment on function pgqueue._health_leases(interval) is
 'Each queue in which leases expired that long ago and nobody has recovered the
-jobs, among the first thousand jobs of each lane.';
+jobs, among the first hundred of each lane, where they come to stand.';
 
 create or replace function pgqueue._health_schedules(patience interval default '2 minutes')
     returns table (status text, detail text, hint text)
@@ -484,7 +484,7 @@ declare
             where hashtext(j.queue) = hashtext(f.queue) and j.queue is not null and j.priority = f.priority
                 and coalesce(j.turn, j.run_at) >= f.since and coalesce(j.turn, j.run_at) < f.until
             order by coalesce(j.turn, j.run_at), j.id
-            limit 100
+            limit 10
         ) as j
     );
 begin

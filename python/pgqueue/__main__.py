@@ -2,6 +2,7 @@
 
 Each command is a call or a query or two that psql can do as well. Exit codes: 0 done, 1
 failed, 2 wrong usage, 3 no pgqueue in the database or one of another version, 130 Ctrl-C.
+Those of health are for monitoring: 0 ok, 1 warning, 2 critical, 3 unknown.
 """
 
 import argparse
@@ -61,6 +62,7 @@ JOB = (
     " headers::text, payload::text, last_error"
     " from pgqueue.job join pgqueue.jobs as s using (id, queue, kind) where id = %(id)s"
 )
+HEALTH = "select h.status, h.check, h.detail, h.hint from pgqueue.health() as h"
 REDRIVE = (
     "select pgqueue.redrive(%(queue)s, %(kind)s, %(error_like)s,"
     " max_jobs => %(limit)s, dry_run => %(dry_run)s)"
@@ -77,7 +79,9 @@ VERBS = {
     "discard": (["id"], "drop a dead job for good"),
     "purge": (["queue"], "drop all jobs of a queue that wait; prints how many"),
 }
-ROLES = {"enqueue": "producer", "install": None}  # the others need an operator
+# The others need an operator.
+ROLES = {"enqueue": "producer", "health": "reader", "install": None}
+STATUSES = ("ok", "warning", "critical")  # as exit codes
 # With a larger number Postgres would find no function.
 integer = whole_number(-(2**31), 2**31 - 1)
 bigint = whole_number(-(2**63), 2**63 - 1)
@@ -85,13 +89,14 @@ bigint = whole_number(-(2**63), 2**63 - 1)
 
 def main() -> int:
     args = parse(sys.argv[1:])
+    failed = 3 if args.command == "health" else 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         dsn = database.conninfo(args.dsn)
         with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as conn:
             conn.add_notice_handler(say_notice)
-            run(conn, args)
+            code = run(conn, args)
         print(end="", flush=True)
     except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
         say(f"install or update the extension: {explain(error)}")
@@ -99,14 +104,14 @@ def main() -> int:
     except BrokenPipeError:
         # Nobody reads on; when it ends, Python would try to write again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return failed
     except (psycopg.Error, ValueError, TypeError, LookupError, OSError) as error:
         say(explain(error, ROLES.get(args.command, "operator")))
         is_dsn = isinstance(error, psycopg.ProgrammingError) and not error.sqlstate
-        return 2 if is_dsn else 1
+        return 2 if is_dsn and failed == 1 else failed
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -138,6 +143,8 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("install", help="bring pgqueue into the database")
     command.add_argument("--plain", action="store_true", help="not as an extension")
     commands.add_parser("status", help="the queues, and how far long jobs are")
+    command = commands.add_parser("health", help="what is wrong, and what mends it")
+    command.add_argument("--all", action="store_true", help="and what is well")
     command = commands.add_parser("top", help="queues and running jobs, live")
     command.add_argument("--every", type=float, default=2.0, help="seconds")
     command.add_argument("--times", type=int, help="end after so many")
@@ -165,7 +172,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(conn: database.Connection, args: argparse.Namespace) -> None:
+def run(conn: database.Connection, args: argparse.Namespace) -> int:
+    """Run the command and return the exit code."""
     options: dict[str, Any] = vars(args)
     if args.command == "enqueue":
         skipped = ("command", "dsn", "queue", "payload")
@@ -180,6 +188,8 @@ def run(conn: database.Connection, args: argparse.Namespace) -> None:
         if progress.rowcount:
             print()
             show(progress)
+    elif args.command == "health":
+        return health(conn, args.all)
     elif args.command == "top":
         top(conn, args.every, args.times)
     elif args.command == "dead":
@@ -200,6 +210,21 @@ def run(conn: database.Connection, args: argparse.Namespace) -> None:
         for value in row.fetchone() or ():
             if value != "":  # of void
                 print(printable(str(value)))
+    return 0
+
+
+def health(conn: database.Connection, is_all: bool) -> int:
+    """Print what is wrong, the worst first, each with its hint; return how bad it is."""
+    rows = conn.execute(HEALTH).fetchall()
+    worst = max(STATUSES.index(status) for status, *_ in rows)
+    if not worst:
+        print(f"ok: {len(rows)} checks have found nothing wrong")
+    for status, check, detail, hint in rows:
+        if is_all or status != "ok":
+            print(f"{status}: {check}: {printable(detail)}")
+        if hint:
+            print(f"    {printable(hint)}")
+    return worst
 
 
 def redrive(conn: database.Connection, options: dict[str, Any]) -> None:

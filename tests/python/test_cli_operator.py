@@ -58,6 +58,9 @@ def test_enqueue_adds_a_job_and_prints_its_id(run, db) -> None:
         (["why", "1"], 1, "job 1 not found"),
         (["error", "1"], 1, "no such job"),
         (["--dsn", "nonsense", "status"], 2, "connection info string"),
+        (["--dsn", "nonsense", "health"], 3, "connection info string"),
+        (["--dsn", "host=/nowhere", "health"], 3, "/nowhere"),
+        (["--dsn", "dbname=template1", "health"], 3, "install"),
         (["--dsn", "host=/nowhere", "status"], 1, "/nowhere"),
         (["--dsn", "dbname=template1", "status"], 3, "install"),
         (["--dsn", "dbname=template1", "enqueue", "q"], 3, "install"),
@@ -108,6 +111,27 @@ def test_status_draws_how_far_the_jobs_are_that_tell(run, db) -> None:
     assert f"{'#' * 5 + '.' * 15} 29 %" in shown
     assert "reads" in shown
     assert " 31 " in shown
+
+
+def test_health_says_what_is_wrong_as_a_plugin_of_a_monitoring_system_does(
+    run, db, role
+) -> None:
+    done = run("pgqueue", "health")
+    said = "ok: 13 checks have found nothing wrong\n"
+    assert (done.returncode, done.stdout) == (0, said)
+    assert "ok: waits: " in run("pgqueue", "health", "--all").stdout
+    pgqueue.enqueue(db, NASTY)
+    for minutes, code, status in (6, 1, "warning"), (21, 2, "critical"):
+        past = f"update pgqueue.job set run_at = now() - interval '{minutes} min'"
+        db.execute(past)
+        done = run("pgqueue", "health")
+        assert done.returncode == code
+        first, hint = done.stdout.splitlines()
+        assert first.startswith(f"{status}: waits: queue a\\x1b]0;x")
+        assert hint == "    select pgqueue.why(1)"
+    done = run("pgqueue", "health", PGUSER=role)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "grant_access(role, 'reader')" in done.stderr
 
 
 def test_redrive_says_when_its_limit_left_matching_jobs(run, db) -> None:

@@ -294,6 +294,7 @@ CALLS = {
     "result": "pgqueue.result(%(ready)s)",
     "await": "pgqueue.await(%(ready)s) is not null",
     "why": "pgqueue.why(%(ready)s)",
+    "health": "h.check, count(*) from pgqueue.health() as h where h.status <> 'ok' group by 1 order by 1",
     "queues": "queue, ready, scheduled, running, expired, blocked, dead, paused, finished_last_hour, "
     "failed_last_hour, workers from pgqueue.queues where not is_estimate order by queue",
     "jobs": "state, count(*), sum(id), sum(attempt) from pgqueue.jobs group by 1 order by 1",
@@ -319,6 +320,7 @@ CALLED = {
     "status": 1,
     "result": 1,
     "await": 1,
+    "health": 2,
     "schedule": 1,
     "schedule for days": 1,
     "pause_schedule": 1,
@@ -587,7 +589,7 @@ def test_a_read_only_session_can_read_views_and_rest_and_nothing_else(deep, usua
     allowed = {name for name, rows in session.answers.items() if rows != "25006"}
     # An enqueue within a window has nothing to write.
     allowed.remove("enqueue within a window")
-    readers = {"why", "status", "result", "await", "next_slots", *VIEWS}
+    readers = {"why", "health", "status", "result", "await", "next_slots", *VIEWS}
     assert allowed == {"rest until later", *readers}
     assert session.answers["rest until later"] == usual.answers["rest until later"]
 
