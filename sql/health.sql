@@ -26,7 +26,8 @@ begin
         cross join lateral (
             select hashtext(j.queue), j.queue, j.priority, coalesce(j.turn, j.run_at)
             from pgqueue.job as j
-            where (hashtext(j.queue), j.priority) > (l.hash, l.priority) and j.queue is not null
+            -- A condition on the queue that cannot be left out, for the predicate of the index.
+            where (hashtext(j.queue), j.priority) > (l.hash, l.priority) and j.queue >= ''
             order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
             limit 1
         ) as f
@@ -34,7 +35,8 @@ begin
     select l.queue, l.priority, greatest(p.since, l.first), p.until
     from lane as l
     cross join (
-        values ('-infinity'::timestamptz, '1900-01-01 00:00 UTC'::timestamptz), ('1900-01-01 00:00 UTC', moment)
+        values ('-infinity'::timestamptz, '1900-01-01 00:00 UTC'::timestamptz),
+            ('1900-01-01 00:00 UTC', moment)
     ) as p (since, until)
     where l.first <= moment and l.first < p.until;
 end;
@@ -56,14 +58,26 @@ create or replace function pgqueue._health_waits()
 as $$
 declare
     moment timestamptz := clock_timestamp();
+    is_narrow boolean := pg_relation_size('pgqueue.queue_narrow_idx') > 8192;
     oldest record;
     target interval;
     job pgqueue.job;
     reason text;
 begin
     for oldest in
-        select distinct on (w.queue) w.queue, w.id, moment - w.run_at as wait
+        -- What is paused apart, or it would stand before what should run.
+        select distinct on (w.queue, p.is_paused) w.queue, w.id, moment - w.run_at as wait
         from pgqueue._fronts(moment) as f
+        cross join lateral (select (pgqueue._in_force(f.queue)).paused as is_paused offset 0) as q
+        cross join lateral (
+            select case when is_narrow then pgqueue._paused(f.queue, q.is_paused) end as paused offset 0
+        ) as n
+        cross join lateral (
+            select v.is_paused
+            from (values (false), (true)) as v (is_paused)
+            where v.is_paused = q.is_paused or n.paused is not null
+            offset 0
+        ) as p
         cross join lateral (
             select r.*
             from (
@@ -71,24 +85,28 @@ begin
                 from (
                     select j.*
                     from pgqueue.job as j
-                    where hashtext(j.queue) = hashtext(f.queue) and j.queue is not null
-                        and j.priority = f.priority
+                    where hashtext(j.queue) = hashtext(f.queue) and j.priority = f.priority
                         and coalesce(j.turn, j.run_at) >= f.since and coalesce(j.turn, j.run_at) < f.until
                     order by coalesce(j.turn, j.run_at), j.id
                     limit 10000
                 ) as j
                 where j.lease_expires_at is null and ((j.terms).expires_at <= moment) is not true
+                    and coalesce(
+                        n.paused -> j.group_key -> j.kind, n.paused -> j.group_key -> '',
+                        n.paused -> '' -> j.kind, n.paused -> '' -> '', to_jsonb(q.is_paused)
+                    ) = to_jsonb(p.is_paused)
                 -- The turns of a round are not in the order of run_at.
                 limit case when f.until < moment then 100 else 1 end
             ) as r
             order by r.run_at
             limit 1
         ) as w
-        order by w.queue, w.run_at
+        order by w.queue, p.is_paused, w.run_at
     loop
         target := (pgqueue._in_force(oldest.queue)).wait_target;
         continue when oldest.wait <= target;
         select j.* into job from pgqueue.job as j where j.id = oldest.id;
+        continue when not found;
         reason := pgqueue._why_paused(job);
         status := case when reason is null and oldest.wait > 4 * target then 'critical' else 'warning' end;
         detail := format(
@@ -109,7 +127,7 @@ $$;
 
 comment on function pgqueue._health_waits() is
 'Each queue whose oldest ready job waits beyond its wait_target, by the first of
-each lane. What is paused is never critical.';
+each lane. What is paused comes apart, and is never critical.';
 
 create or replace function pgqueue._health_leases(patience interval default '3 minutes')
     returns table (status text, detail text, hint text)
@@ -128,7 +146,8 @@ begin
     select
         case when moment - min(j.lease_expires_at) > 4 * patience then 'critical' else 'warning' end,
         format(
-            'queue %s: the lease of job %s expired %s ago (worker %s), and neither a claim nor maintain() has recovered it',
+            'queue %s: the lease of job %s expired %s ago (worker %s), and neither a claim nor maintain() '
+            'has recovered it',
             j.queue, (array_agg(j.id order by j.lease_expires_at))[1],
             date_trunc('second', moment - min(j.lease_expires_at)),
             (array_agg(j.worker order by j.lease_expires_at))[1]
@@ -138,7 +157,7 @@ begin
     cross join lateral (
         select j.*
         from pgqueue.job as j
-        where hashtext(j.queue) = hashtext(f.queue) and j.queue is not null and j.priority = f.priority
+        where hashtext(j.queue) = hashtext(f.queue) and j.priority = f.priority
             and coalesce(j.turn, j.run_at) >= f.since and coalesce(j.turn, j.run_at) < f.until
         order by coalesce(j.turn, j.run_at), j.id
         limit 100
@@ -218,8 +237,10 @@ begin
         select
             a.xact_start, greatest(age(a.backend_xid), age(a.backend_xmin)) as age, false,
             case when r.pid is null
-                then format('session %s (%s)', a.pid, concat_ws(', ', a.usename, nullif(a.application_name, ''), a.state))
-                else format('standby %s', concat_ws(', ', a.application_name, r.client_addr))
+                then format('session %s (%s)', a.pid, concat_ws(
+                    ', ', a.usename, nullif(a.application_name, ''), a.state
+                ))
+                else format('standby %s', a.application_name)
             end,
             case
                 when r.pid is not null then null
@@ -246,7 +267,10 @@ begin
         union all
         select
             null, age(s.xmin), not s.active,
-            format('replication slot %s (%s)', s.slot_name, case when s.active then 'active' else 'inactive' end), null,
+            format(
+                'replication slot %s (%s)', s.slot_name, case when s.active then 'active' else 'inactive' end
+            ),
+            null,
             case when s.active
                 then 'there: select * from pgqueue.health()'
                 else format('select pg_drop_replication_slot(%L)', s.slot_name)
@@ -396,7 +420,9 @@ row needs one at most. reap reads all of the table job.';
 
 create or replace function pgqueue._health_wraparound(
     ids bigint default greatest(400000000, current_setting('autovacuum_freeze_max_age')::bigint * 11 / 10),
-    multixacts bigint default greatest(400000000, current_setting('autovacuum_multixact_freeze_max_age')::bigint * 11 / 10)
+    multixacts bigint default greatest(
+        400000000, current_setting('autovacuum_multixact_freeze_max_age')::bigint * 11 / 10
+    )
 )
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -481,7 +507,7 @@ declare
         cross join lateral (
             select j.token
             from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(f.queue) and j.queue is not null and j.priority = f.priority
+            where hashtext(j.queue) = hashtext(f.queue) and j.priority = f.priority
                 and coalesce(j.turn, j.run_at) >= f.since and coalesce(j.turn, j.run_at) < f.until
             order by coalesce(j.turn, j.run_at), j.id
             limit 10
@@ -490,7 +516,8 @@ declare
 begin
     return query
     select
-        case when s.last < s.highest or s.last > 4 * share * 9223372036854775807 then 'critical' else 'warning' end,
+        case when s.last < s.highest or s.last > 4 * share * 9223372036854775807
+            then 'critical' else 'warning' end,
         case when s.last < s.highest
             then format('sequence %s is at %s, and %s is in use: %s', s.name, s.last, s.highest, s.danger)
             else format(
@@ -596,15 +623,12 @@ The plain install has neither.';
 
 create or replace function pgqueue.health()
     returns table ("check" text, status text, detail text, hint text)
-    language plpgsql
+    language sql
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
     set intervalstyle = postgres
 as $$
-#variable_conflict use_column
-begin
-    return query
     with found (name, status, detail, hint) as materialized (
         select 'waits', h.* from pgqueue._health_waits() as h
         union all
@@ -650,8 +674,7 @@ begin
             ('version', 'all parts are of version ' || pgqueue.version())
     ) as c (name, fine)
     left join found as f on f.name = c.name
-    order by array_position('{critical,warning}', f.status), c.name collate "C", f.detail collate "C";
-end;
+    order by array_position('{critical,warning}', f.status), c.name collate "C", f.detail collate "C"
 $$;
 
 comment on function pgqueue.health() is

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(29);
+select plan(30);
 
 create function pg_temp.found(name text)
     returns text
@@ -66,6 +66,17 @@ select is(
     'its queue is paused select pgqueue.resume(''slow'')', 'what is paused is never critical, and can be resumed'
 );
 select pgqueue.resume('slow');
+select pgqueue.pause('slow', 'k');
+insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload)
+select now() - interval '1 day', now(), 0, 1, 'slow', 'k', '{}';
+select is(
+    (select array_agg(h.status || ' ' || h.hint order by h.status) from pgqueue.health() as h where h.check = 'waits'),
+    array[
+        format('critical select pgqueue.why(%s)', :job), 'warning select pgqueue.resume(''slow'', ''k'')'
+    ],
+    'and does not hide what waits behind it'
+);
+delete from pgqueue.job where kind = 'k';
 
 -- The front of the lane is leased, the next are of a full group, and another lane has nothing that is late.
 select count(*) from pgqueue.claim('slow', 'w');
