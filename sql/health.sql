@@ -2,7 +2,7 @@
 --
 -- There is a function for each check, which returns a row for each thing that it finds and takes its
 -- thresholds as arguments; what is four times beyond one is critical. All only read, work on a
--- standby, and look at catalogs and at the fronts of lanes, never at all jobs.
+-- standby, and look at catalogs, at the fronts of lanes and at the view queues, never at all jobs.
 
 -- What waits
 
@@ -10,30 +10,11 @@ create or replace function pgqueue._fronts(moment timestamptz)
     returns table (queue text, priority int, since timestamptz, until timestamptz)
     language plpgsql
     set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_sort = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 begin
     return query
-    with recursive lane (hash, queue, priority, first) as (
-        values (-2147483648, '', -2147483648, null::timestamptz)
-        union all
-        select f.*
-        from lane as l
-        cross join lateral (
-            select hashtext(j.queue), j.queue, j.priority, coalesce(j.turn, j.run_at)
-            from pgqueue.job as j
-            -- A condition on the queue that cannot be left out, for the predicate of the index.
-            where (hashtext(j.queue), j.priority) > (l.hash, l.priority) and j.queue >= ''
-            order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
-            limit 1
-        ) as f
-    )
     select l.queue, l.priority, greatest(p.since, l.first), p.until
-    from lane as l
+    from pgqueue._lanes() as l
     cross join (
         values ('-infinity'::timestamptz, '1900-01-01 00:00 UTC'::timestamptz),
             ('1900-01-01 00:00 UTC', moment)
@@ -44,7 +25,7 @@ $$;
 
 comment on function pgqueue._fronts(timestamptz) is
 'Every lane of any queue in which a job is due or runs, and its round, with the
-bounds of each: one descent of the index for each lane.';
+bounds of each.';
 
 create or replace function pgqueue._health_waits()
     returns table (status text, detail text, hint text)
@@ -201,6 +182,119 @@ $$;
 
 comment on function pgqueue._health_schedules(interval) is
 'Schedules that nobody has fired for that long, and those that cannot be fired.';
+
+-- What becomes of it
+
+create or replace function pgqueue._health_queues(
+    patience interval default '2 minutes', target_times int default 12, share numeric default 0.2,
+    failures int default 10
+)
+    returns table (name text, status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set lock_timeout = '1 s'
+as $$
+begin
+    return query
+    select f.*
+    from pgqueue.queues as q
+    cross join lateral (select (pgqueue._in_force(q.queue)).wait_target as wait_target offset 0) as t
+    cross join lateral (
+        select
+            'workers', case when q.oldest_wait > 4 * patience then 'critical' else 'warning' end,
+            format(
+                'queue %s has %s ready jobs, the oldest due for %s, and nobody works it', q.queue,
+                to_char(q.ready, 'FM999,999,999,999'), date_trunc('second', q.oldest_wait)
+            ),
+            'select * from pgqueue.workers'
+        where q.oldest_wait > patience and q.workers = 0 and q.parked = 0
+        union all
+        select
+            'backlog', case when q.time_to_empty > 4 * target_times * t.wait_target then 'critical' else 'warning' end,
+            format(
+                'queue %s has %s ready jobs, which take %s at the rate of the last five minutes, %s jobs a second by '
+                '%s workers', q.queue, to_char(q.ready, 'FM999,999,999,999'), date_trunc('second', q.time_to_empty),
+                q.rate_5m, q.workers
+            ),
+            format('select * from pgqueue.kinds where queue = %L', q.queue)
+        where q.time_to_empty > target_times * t.wait_target
+        union all
+        select
+            'failures', case when q.failure_rate_5m > 4 * share then 'critical' else 'warning' end,
+            format(
+                'queue %s: %s %% of the attempts of the last five minutes failed or expired, and %s in the last hour',
+                q.queue, round(100 * q.failure_rate_5m), to_char(q.failed_last_hour, 'FM999,999,999,999')
+            ),
+            format('select * from pgqueue.failures where queue = %L', q.queue)
+        where q.failure_rate_5m > share and q.failed_last_hour >= failures
+    ) as f
+    where not q.paused;
+exception when lock_not_available then
+    return query
+    select
+        'failures', 'warning', 'a table is locked, so queues and runs cannot be read',
+        'select l.relation::regclass, l.pid from pg_locks as l where l.mode = ''AccessExclusiveLock''';
+end;
+$$;
+
+comment on function pgqueue._health_queues(interval, int, numeric, int) is
+'Each queue whose jobs have waited that long while nobody works it; or take so
+many times its wait_target at the present rate; or of whose attempts that share
+failed, and so many in an hour. What is paused is not looked at. Tells, too, if
+somebody keeps it from looking.';
+
+create or replace function pgqueue._health_dead(deaths int default 10)
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+begin
+    return query
+    with recursive known (queue, kind) as (
+        (select d.queue, d.kind from pgqueue.dead_job as d order by d.queue, d.kind, d.died_at limit 1)
+        union all
+        select n.*
+        from known as k
+        cross join lateral (
+            select d.queue, d.kind
+            from pgqueue.dead_job as d
+            where (d.queue, d.kind) > (k.queue, k.kind)
+            order by d.queue, d.kind, d.died_at
+            limit 1
+        ) as n
+    )
+    select
+        case when sum(c.jobs) > 4 * deaths then 'critical' else 'warning' end,
+        format(
+            'queue %s: %s jobs died in the last hour', k.queue,
+            case when max(c.jobs) > 1000 then 'more than 1,000' else to_char(sum(c.jobs), 'FM999,999,999,999') end
+        ),
+        format('select * from pgqueue.dead where queue = %L', k.queue)
+    from known as k
+    cross join lateral (
+        select count(*) as jobs
+        from (
+            select
+            from pgqueue.dead_job as d
+            where d.queue = k.queue and d.kind = k.kind and d.died_at > moment - interval '1 hour'
+            limit 1001
+        ) as d
+    ) as c
+    group by k.queue
+    having sum(c.jobs) >= deaths;
+end;
+$$;
+
+comment on function pgqueue._health_dead(int) is
+'Each queue of which so many jobs died in the last hour, counted up to 1,000 of a
+kind.';
 
 -- What VACUUM needs
 
@@ -636,6 +730,10 @@ as $$
         union all
         select 'schedules', h.* from pgqueue._health_schedules() as h
         union all
+        select h.* from pgqueue._health_queues() as h
+        union all
+        select 'dead', h.* from pgqueue._health_dead() as h
+        union all
         select 'horizon', h.* from pgqueue._health_horizon() as h
         union all
         select 'wal', h.* from pgqueue._health_wal() as h
@@ -662,6 +760,10 @@ as $$
             ('waits', 'no queue keeps a job waiting beyond its wait_target'),
             ('leases', 'jobs whose lease expired are recovered'),
             ('schedules', 'schedules are fired in time'),
+            ('workers', 'somebody works each queue that has jobs'),
+            ('backlog', 'no queue has more jobs than are soon done'),
+            ('failures', 'no queue fails much'),
+            ('dead', 'few jobs died in the last hour'),
             ('horizon', 'nobody keeps VACUUM from removing dead rows'),
             ('wal', 'no replication slot that nobody uses keeps much WAL'),
             ('vacuum', 'VACUUM keeps up with the dead rows'),

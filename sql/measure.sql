@@ -8,7 +8,7 @@
 -- by bisection, and of many pages every so many are read.
 
 create or replace function pgqueue._lanes()
-    returns table (hash int, priority int)
+    returns table (hash int, queue text, priority int, first timestamptz)
     language plpgsql
     stable
     set search_path = pg_catalog, pg_temp
@@ -21,32 +21,27 @@ create or replace function pgqueue._lanes()
 as $$
 begin
     return query
-    with recursive lane (hash, priority) as (
-        (
-            select hashtext(j.queue), j.priority
-            from pgqueue.job as j
-            where hashtext(j.queue) >= -2147483648
-            order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
-            limit 1
-        )
+    with recursive lane (hash, queue, priority, first) as (
+        values (-2147483648, '', -2147483648, null::timestamptz)
         union all
         select n.*
         from lane as l
         cross join lateral (
-            select hashtext(j.queue), j.priority
+            select hashtext(j.queue), j.queue, j.priority, coalesce(j.turn, j.run_at)
             from pgqueue.job as j
-            where hashtext(j.queue) >= l.hash and (hashtext(j.queue), j.priority) > (l.hash, l.priority)
+            -- A condition on the queue that cannot be left out, for the predicate of the index.
+            where (hashtext(j.queue), j.priority) > (l.hash, l.priority) and j.queue >= ''
             order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
             limit 1
         ) as n
     )
-    select l.* from lane as l;
+    select l.* from lane as l where l.first is not null;
 end;
 $$;
 
 comment on function pgqueue._lanes() is
-'The lanes that hold any job, by the hash of their queue: one descent of the
-index for each.';
+'The lanes that hold any job, and the first turn or run_at of each: one descent
+of the index for each.';
 
 create or replace function pgqueue._sample_jobs(step int)
     returns table (

@@ -117,7 +117,7 @@ def test_health_says_what_is_wrong_as_a_plugin_of_a_monitoring_system_does(
     run, db, role
 ) -> None:
     done = run("pgqueue", "health")
-    said = "ok: 13 checks have found nothing wrong\n"
+    said = "ok: 17 checks have found nothing wrong\n"
     assert (done.returncode, done.stdout) == (0, said)
     assert "ok: waits: " in run("pgqueue", "health", "--all").stdout
     pgqueue.enqueue(db, NASTY)
@@ -126,9 +126,10 @@ def test_health_says_what_is_wrong_as_a_plugin_of_a_monitoring_system_does(
         db.execute(past)
         done = run("pgqueue", "health")
         assert done.returncode == code
-        first, hint = done.stdout.splitlines()
-        assert first.startswith(f"{status}: waits: queue a\\x1b]0;x")
+        waits, hint, workers, _ = done.stdout.splitlines()
+        assert waits.startswith(f"{status}: waits: queue a\\x1b]0;x")
         assert hint == "    select pgqueue.why(1)"
+        assert workers.startswith(f"{status}: workers: queue a\\x1b]0;x")
     done = run("pgqueue", "health", PGUSER=role)
     assert (done.returncode, done.stdout) == (3, "")
     assert "grant_access(role, 'reader')" in done.stderr

@@ -196,6 +196,9 @@ def test_health_does_not_wait_for_who_is_just_emptying_a_table(db, connect):
     other.execute("select from pgqueue.maintain()")
     db.execute("set statement_timeout = '20 s'")
     assert found(db, "runs") == []
+    ((status, detail, hint),) = found(db, "failures")
+    assert (status, "a table is locked" in detail) == ("warning", True)
+    assert other.info.backend_pid in [pid for _, pid in db.execute(hint)]
     other.rollback()
     assert len(found(db, "runs")) == 1
 

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(30);
+select plan(43);
 
 create function pg_temp.found(name text)
     returns text
@@ -34,11 +34,65 @@ select is_empty(
 select is(
     (select array_agg(h.check collate "default" order by h.check collate "C") from pgqueue.health() as h),
     array[
-        'autovacuum', 'bloat', 'horizon', 'leases', 'notifications', 'runs', 'schedules', 'sequences', 'vacuum',
-        'version', 'waits', 'wal', 'wraparound'
+        'autovacuum', 'backlog', 'bloat', 'dead', 'failures', 'horizon', 'leases', 'notifications', 'runs',
+        'schedules', 'sequences', 'vacuum', 'version', 'waits', 'wal', 'workers', 'wraparound'
     ],
     'health returns a row for each check'
 );
+
+-- What becomes of jobs
+
+select pgqueue.enqueue_many('h q', array_fill('{}'::jsonb, array[70]), max_attempts => 1);
+select pg_temp.pass('110 seconds');
+select alike(pg_temp.found('workers'), 'ok: %', 'a job may be due for two minutes while nobody works its queue');
+select pg_temp.pass('20 seconds');
+select matches(
+    pg_temp.found('workers'), '^warning: queue h q has 70 ready jobs, the oldest due for 00:02:1\d, and nobody works it$',
+    'then a worker is missing'
+);
+select pg_temp.pass('7 minutes');
+select alike(pg_temp.found('workers'), 'critical: %', 'and it is critical after eight');
+select pgqueue.pause('h q');
+select alike(pg_temp.found('workers'), 'ok: %', 'but not of a paused queue');
+select pgqueue.resume('h q');
+select pgqueue.rest(array['h q']);
+select alike(pg_temp.found('workers'), 'ok: %', 'nor while a session is parked for it');
+select pgqueue._unpark();
+select count(pgqueue.complete(c.id, c.token)) from pgqueue.claim('h q', 'w') as c;
+select alike(pg_temp.found('workers'), 'ok: %', 'nor when somebody has just ended a job of it');
+
+select is(
+    pg_temp.found('backlog'),
+    'critical: queue h q has 69 ready jobs, which take 05:45:00 at the rate of the last five minutes, 0.003 jobs a '
+    'second by 1 workers',
+    'jobs that take 48 times the wait_target are a backlog'
+);
+select pgqueue.configure('h q', wait_target => '10 minutes');
+select alike(pg_temp.found('backlog'), 'warning: %', 'of more than 12 times, a warning');
+select pgqueue.configure('h q', wait_target => '30 minutes');
+select alike(pg_temp.found('backlog'), 'ok: %', 'of less, none');
+
+select count(pgqueue.fail(c.id, c.token, 'E')) from pgqueue.claim('h q', 'w', 9) as c;
+select alike(
+    pg_temp.found('failures') || pg_temp.found('dead'), 'ok: %ok: %', 'nine failures and dead jobs are not many'
+);
+select count(pgqueue.fail(c.id, c.token, 'E')) from pgqueue.claim('h q', 'w', 1) as c;
+select is(
+    pg_temp.found('failures') || '; ' || pg_temp.found('dead'),
+    'critical: queue h q: 91 % of the attempts of the last five minutes failed or expired, and 10 in the last hour; '
+    'warning: queue h q: 10 jobs died in the last hour',
+    'ten are'
+);
+select count(pgqueue.complete(c.id, c.token)) from pgqueue.claim('h q', 'w', 20) as c;
+select count(pgqueue.fail(c.id, c.token, 'E')) from pgqueue.claim('h q', 'w', 31) as c;
+select alike(
+    pg_temp.found('failures') || pg_temp.found('dead'), 'warning: %: 66 \% of %critical: %: 41 jobs died%',
+    'both by how many'
+);
+update pgqueue.dead_job set died_at = died_at - interval '1 hour';
+select alike(pg_temp.found('dead'), 'ok: %', 'what died an hour ago is known');
+select pgqueue.configure('h q', reset => true);
+truncate pgqueue.job, pgqueue.dead_job, pgqueue.run;
 
 -- Waits
 
