@@ -341,7 +341,7 @@ begin
                 when not sees_queries then 'its query is shown to members of pg_read_all_stats'
                 when a.query = '<insufficient privilege>' then
                     'its query would be shown if the owner of pgqueue were a member of pg_read_all_stats'
-                else regexp_replace(left(a.query, 100), '\s+', ' ', 'g')
+                else regexp_replace(left(a.query, 100), '[[:space:]]+', ' ', 'g')
             end,
             case when r.pid is null
                 then format('select pg_terminate_backend(%s)', a.pid)

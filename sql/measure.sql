@@ -401,19 +401,24 @@ create or replace function pgqueue._error_like(error text)
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- Until what it says for itself is escaped.
+    -- Until what it says for itself is escaped. No backslash but in E'': else the session's
+    -- standard_conforming_strings would decide what it means.
     mask text := chr(1);
     pattern text := pgqueue._summary(error);
 begin
     -- Quoted text, but not what an apostrophe and the next one enclose.
     pattern := regexp_replace(
-        pattern, '(?<!\w)(''[^'']*''|"[^"]*"|`[^`]*`|«[^»]*»|“[^”]*”|‘[^’]*’)(?!\w)', mask, 'g'
+        pattern, '(?<![[:alnum:]_])(''[^'']*''|"[^"]*"|`[^`]*`)(?![[:alnum:]_])', mask, 'g'
     );
     -- E-mail addresses, URLs, paths; then whatever has a digit: 42, job42, 0xff, 10.0.0.1:5432, a UUID.
-    pattern := regexp_replace(pattern, '[\w.+-]+@[\w-]+[.\w-]*|\w+://\S+|(?<!\w)/\S+', mask, 'g');
-    pattern := regexp_replace(pattern, '[\w:.-]*\d[\w:.-]*', mask, 'g');
-    pattern := regexp_replace(pattern, '([\\%_])', '\\\1', 'g');
-    return regexp_replace(pattern, mask || '(\s*' || mask || ')*', '%', 'g');
+    pattern := regexp_replace(
+        pattern,
+        '[[:alnum:]_.+-]+@[[:alnum:]_-]+[.[:alnum:]_-]*|[[:alnum:]_]+://[^[:space:]]+|(?<![[:alnum:]_])/[^[:space:]]+',
+        mask, 'g'
+    );
+    pattern := regexp_replace(pattern, '[[:alnum:]_:.-]*[[:digit:]][[:alnum:]_:.-]*', mask, 'g');
+    pattern := regexp_replace(pattern, E'([\\\\%_])', E'\\\\\\1', 'g');
+    return regexp_replace(pattern, mask || '([[:space:]]*' || mask || ')*', '%', 'g');
 end;
 $$;
 

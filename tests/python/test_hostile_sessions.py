@@ -301,11 +301,12 @@ CALLS = {
     "failed_last_hour, workers from pgqueue.queues where not is_estimate order by queue",
     "jobs": "state, count(*), sum(id), sum(attempt) from pgqueue.jobs group by 1 order by 1",
     "running": "id, queue, kind, worker, attempt from pgqueue.running order by id limit 300",
-    "workers": "worker, queues, held, finished_last_hour from pgqueue.workers",
-    "kinds": "queue, kind, runs, failures from pgqueue.kinds order by queue, kind",
-    "throughput": "queue, sum(finished), sum(failed) from pgqueue.throughput group by 1 order by 1",
-    "failures": "queue, kind, error_like, failures from pgqueue.failures",
-    "dead": "queue, kind, error_like, jobs, sample_error from pgqueue.dead",
+    # Not the numbers: what was rolled back makes files longer, and a sample of them another.
+    "workers": "worker, array_to_string(queues, ',') from pgqueue.workers",
+    "kinds": "queue, kind from pgqueue.kinds order by 1, 2",
+    "throughput": "distinct queue from pgqueue.throughput order by 1",
+    "failures": "distinct error_like from pgqueue.failures order by 1",
+    "dead": "distinct error_like from pgqueue.dead order by 1",
     "stuck": "id, queue, problem, attempt from pgqueue.stuck order by id",
 }
 # These read a whole table each time, or are rare: to measure them once is enough.
