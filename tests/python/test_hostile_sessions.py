@@ -296,7 +296,7 @@ CALLS = {
     "why": "pgqueue.why(%(ready)s)",
     # The others look at the last five minutes.
     "health": "h.check, h.hint from pgqueue.health() as h"
-    " where h.check not in ('backlog', 'failures', 'workers')",
+    " where h.check operator(pg_catalog.<>) all (array['backlog', 'failures', 'workers'])",
     "queues": "queue, ready, scheduled, running, expired, blocked, dead, paused, finished_last_hour, "
     "failed_last_hour, workers from pgqueue.queues where not is_estimate order by queue",
     "jobs": "state, count(*), sum(id), sum(attempt) from pgqueue.jobs group by 1 order by 1",
