@@ -12,6 +12,9 @@ VERBS = sql/check.sql sql/settings.sql sql/enqueue.sql sql/trigger.sql sql/wake.
         sql/depend.sql sql/batch.sql sql/cron.sql sql/schedule.sql sql/maintain.sql sql/measure.sql \
         sql/observe.sql sql/why.sql sql/health.sql sql/status.sql sql/access.sql
 
+# For psql, on call: installed in a folder of their own beside that of the extensions.
+OPS = sql/ops/dead.sql sql/ops/stuck.sql sql/ops/top.sql sql/ops/waits.sql
+
 SCRIPT = sql/$(EXTENSION)--$(EXTVERSION).sql
 PLAIN  = sql/$(EXTENSION)--$(EXTVERSION).plain.sql
 
@@ -111,6 +114,16 @@ suite:
 
 ifneq ($(wildcard $(PGXS)),)
 include $(PGXS)
+OPS_DIR = $(DESTDIR)$(datadir)/$(EXTENSION)
+.PHONY: install-ops uninstall-ops
+install: install-ops
+install-ops:
+	@$(MKDIR_P) '$(OPS_DIR)'
+	@$(INSTALL_DATA) $(OPS) '$(OPS_DIR)/'
+uninstall: uninstall-ops
+uninstall-ops:
+	@rm -f $(patsubst sql/ops/%,'$(OPS_DIR)/%',$(OPS))
+	@rmdir '$(OPS_DIR)' 2>/dev/null || true
 else
 install uninstall:
 	@echo "make $@ needs pg_config and PGXS (Debian: postgresql-common and" \

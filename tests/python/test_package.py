@@ -89,7 +89,11 @@ def test_make_install_and_uninstall_work_below_destdir(tmp_path):
         pytest.skip("no PGXS here")
     make("install", f"DESTDIR={tmp_path}")
     names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert names == {"pgqueue.control", f"pgqueue--{version()}.sql"}
+    ops = {path.name for path in (REPO / "sql/ops").iterdir()}
+    assert names == {"pgqueue.control", f"pgqueue--{version()}.sql", *ops}
+    sharedir = client(pg_config, "--sharedir").stdout.strip()
+    for name in ops:  # where the README says that they are
+        assert (tmp_path / sharedir.lstrip("/") / "pgqueue" / name).exists()
     make("uninstall", f"DESTDIR={tmp_path}")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 

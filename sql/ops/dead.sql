@@ -1,0 +1,30 @@
+-- The dead jobs by queue, kind and error, the most frequent first, and the call that sends each of these back to
+-- work. For a reader, also on a standby; the calls are for an operator, and change nothing before dry_run goes.
+--
+--     psql -Xf dead.sql
+--     psql -X -v queue=emails -f dead.sql   of one queue
+\set QUIET on
+\if :{?queue}
+\else
+    \set queue ''
+\endif
+
+-- Nobody's function in the search_path is meant, whoever calls.
+set local search_path = pg_catalog, pg_temp\; set local jit = off\;
+select
+    d.jobs,
+    left(d.queue, 40) as queue,
+    left(d.kind, 40) as kind,
+    to_char(d.first_died_at, 'YYYY-MM-DD HH24:MI:SS') || ' to ' || to_char(d.last_died_at, 'YYYY-MM-DD HH24:MI:SS')
+        as died,
+    left(format('%s: %s', d.sample_id, d.sample_error), 80) as sample,
+    -- A pattern may say _ where the terminal could not show what stands there.
+    format(
+        'select pgqueue.redrive(%L, %L, error_like => %L, max_jobs => %s, dry_run => true);', d.queue, d.kind,
+        regexp_replace(d.error_like, $$[\u0001-\u001f\u007f-\u009f]$$, '_', 'g'), greatest(d.jobs, 1000)
+    ) as redrive
+from pgqueue.dead as d
+where :'queue' in ('', d.queue)
+order by d.jobs desc, d.queue, d.kind, d.error_like
+limit 20
+\gx (pager=off border=0)

@@ -1,0 +1,68 @@
+-- What does not move: leased jobs that need a look, and of each queue the job that has been due for longest, with
+-- why() it does not run; and the call that mends it, for an operator. For a reader, also on a standby.
+--
+--     psql -Xf stuck.sql
+--     psql -X -v queue=emails -f stuck.sql   of one queue
+--
+-- Of more than 50,000 jobs it looks for the one that is due among those enqueued first.
+\set QUIET on
+\if :{?queue}
+\else
+    \set queue ''
+\endif
+
+-- Nobody's function in the search_path is meant, whoever calls.
+set local search_path = pg_catalog, pg_temp\; set local jit = off\;
+-- One snapshot, or why() might not know a job that has just ended.
+set transaction isolation level repeatable read, read only\;
+with leased as (
+    select
+        s.id, s.queue, s.kind, row_number() over (order by s.stuck_for desc, s.id) as place,
+        format(
+            '%s for %s, worker %s, attempt %s of %s', s.problem,
+            to_char(make_interval(secs => extract(epoch from s.stuck_for)), 'HH24:MI:SS'), s.worker, s.attempt,
+            s.max_attempts
+        ) as problem,
+        case s.problem
+            when 'expired' then 'select * from pgqueue.maintain();'
+            when 'slow' then format('select pgqueue.cancel(%s, ''too slow'');', s.id)
+            else 'end its worker: when the lease has run out, the next claim cancels the job'
+        end as mend
+    from pgqueue.stuck as s
+    where :'queue' in ('', s.queue)
+    order by place
+    limit 10
+), due as (
+    select distinct on (j.queue) j.id, j.queue, j.kind, j.group_key, j.run_at
+    from (select j.* from pgqueue.jobs as j order by j.id limit 50000) as j
+    where j.state in ('ready', 'blocked') and :'queue' in ('', j.queue)
+    order by j.queue, j.run_at, j.id
+), waiting as (
+    select d.*, pgqueue.why(d.id) as problem
+    from (
+        select d.*, 10 + row_number() over (order by d.run_at, d.id) as place from due as d order by place limit 10
+    ) as d
+)
+select
+    l.id, left(l.queue, 40) as queue, left(l.kind, 40) as kind, l.problem, l.mend
+from (
+    select l.id, l.queue, l.kind, l.place, l.problem, l.mend from leased as l
+    union all
+    select
+        w.id, w.queue, w.kind, w.place, w.problem,
+        case
+            when w.problem like 'its queue is paused%' then format('select pgqueue.resume(%L);', w.queue)
+            when w.problem like 'its kind is paused%'
+                then format('select pgqueue.resume(%L, kind => %L);', w.queue, w.kind)
+            when w.problem like 'its group is paused%'
+                then format('select pgqueue.resume(%L, group_key => %L);', w.queue, w.group_key)
+            when w.problem like '%runs as many jobs as it may%' then 'raise max_running with pgqueue.configure'
+            when w.problem like 'rate limited%' then 'raise rate_limit with pgqueue.configure'
+            when w.problem like 'ready: %no worker has claimed%' then 'start a worker'
+            when w.problem like 'ready: waits behind%' then 'start more workers, or look at waits.sql'
+            else ''
+        end
+    from waiting as w
+) as l
+order by l.place
+\gx (pager=off border=0)

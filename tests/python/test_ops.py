@@ -1,0 +1,229 @@
+"""The scripts for psql in sql/ops, as a reader runs them."""
+
+import os
+import re
+import subprocess
+
+import psycopg
+import pytest
+from conftest import column
+from documents import REPO
+
+OPS = REPO / "sql/ops"
+SCRIPTS = sorted(path.stem for path in OPS.iterdir())
+HOSTILE = ['it\'s "100%"', "a\\b_%s", "%L %%", "é" * 100, "tab\tesc\x1b[31m\nnl\x9bC1"]
+
+
+@pytest.fixture
+def run(db, role):
+    db.execute("select pgqueue.grant_access(%s, 'reader')", (role,))
+
+    def run(script: str, encoding: str = "UTF8", **variables: str) -> str:
+        """Run a script as a reader, and return what it prints."""
+        given = [f"--set={name}={value}" for name, value in variables.items()]
+        ran = subprocess.run(
+            ["psql", "-X", *given, "-U", role, "-f", OPS / f"{script}.sql"],
+            env=os.environ
+            | {"PGDATABASE": db.info.dbname, "PGCLIENTENCODING": encoding},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=60,
+        )
+        assert ran.returncode == 0
+        said = ran.stdout.decode("utf8" if encoding == "UTF8" else "latin1")
+        assert "psql:" not in said, said
+        return "\n".join(line.rstrip() for line in said.splitlines())
+
+    return run
+
+
+def do(db: psycopg.Connection, *queries: str) -> None:
+    for query in queries:
+        db.execute(query)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_nothing_is_wrong_where_there_is_nothing(run, script):
+    said = run(script)
+    assert "ERROR" not in said and len(said.splitlines()) < 8
+
+
+def test_top_shows_queues_with_their_last_minutes_and_what_runs(db, run):
+    do(
+        db,
+        "select pgqueue.enqueue('mail', kind => 'welcome') from generate_series(1, 12)",
+        "select pgqueue.complete(id, token) from pgqueue.claim('mail', 'w', 9)",
+        # Four in this minute, three five minutes ago, two at the beginning.
+        "update pgqueue.run set finished_at = clock_timestamp() - interval '1 minute'"
+        " * case when job_id <= 4 then 0 when job_id <= 7 then 5 else 28 end",
+        "select pgqueue.progress(id, token, 40, 100) from pgqueue.claim('mail', 'worker 1')",
+        "update pgqueue.job set claimed_at = now() - interval '50 hours 2 minutes',"
+        " lease_expires_at = now() - interval '1 s' where worker is not null",
+        "update pgqueue.job set run_at = now() - interval '90 minutes' where worker is null",
+        "select pgqueue.enqueue('reports')",
+        "select pgqueue.pause('reports')",
+    )
+    said = run("top")
+    head, _, *lines = re.sub(r"(\d\d:\d\d):\d\d(?= )", r"\1:SS", said).splitlines()
+    assert head.startswith(f"pgqueue 0.1.0 on {db.info.dbname}, ")
+    spark = lines[1][69:].strip()
+    assert spark == "▄" + 22 * " " + "▆    █"
+    assert [line[:69].rstrip() for line in lines] == [
+        "QUEUE               READY          RUN   DEAD   OLDEST  DONE/s  FAIL",
+        "mail                    2 ######     0      0 01:30:SS     0.0    0%",
+        "reports                 1 ###        0      0 00:00:SS     0.0     -",
+        "",
+        "LONGEST RUNNING  KIND             WORKER                     FOR",
+        "10               welcome          worker 1              50:02:SS   ex",
+    ]
+    assert lines[2].endswith(" - paused")
+    assert lines[5].endswith("expired  ####...... 40%")
+    assert max(map(len, said.splitlines())) <= 100
+    assert "4" + 22 * " " + "6    8" in run("top", encoding="LATIN1")
+
+
+def test_top_is_drawn_again_in_one_place(db, role, run):
+    """It never ends by itself, and psql drops the query when its session is ended."""
+    run("top")
+    process = subprocess.Popen(
+        ["psql", "-X", "-v", "every=0.1", "-U", role, "-f", OPS / "top.sql"],
+        env=os.environ | {"PGDATABASE": db.info.dbname},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    said = b""
+    while said.count(b"\033[H") < 3:
+        said += os.read(process.stdout.fileno(), 1000)
+    process.terminate()
+    process.wait()
+    _, first, second, _ = said.split(b"\033[H", 3)
+    assert first.startswith(b"pgqueue 0.1.0") and first.endswith(b"\033[K\033[J\n")
+    # But for the clock in the first line.
+    assert first.partition(b"\n")[2] == second.partition(b"\n")[2]
+
+
+def test_waits_draws_a_histogram_of_each_queue(db, run):
+    do(
+        db,
+        "select pgqueue.enqueue(q) from unnest(array['mail', 'other']) as q, generate_series(1, 30)",
+        "select pgqueue.complete(id, token) from pgqueue.claim_from(array['mail', 'other'], 'w', 60)",
+        "update pgqueue.run set waited = interval '2 ms', taken = interval '1 day'",
+        "update pgqueue.run set waited = interval '40 ms', taken = interval '20 s'"
+        " where queue = 'mail' and job_id <= 20",
+        "update pgqueue.run set taken = '1 min' where job_id = 1",
+        "select pgqueue.cancel(pgqueue.enqueue('mail'))",  # which never began
+    )
+    assert run("waits", queue="mail").splitlines()[2:] == [
+        " mail  | up to 3 ms   |     10 | ##########             |       |",
+        " mail  | up to 10 ms  |        |                        |       |",
+        " mail  | up to 30 ms  |        |                        |       |",
+        " mail  | up to 100 ms |     20 | ####################   |       |",
+        *(
+            f" mail  | up to {step:6} |        |                        |       |"
+            for step in ("300 ms", "1 s", "3 s", "10 s")
+        ),
+        " mail  | up to 30 s   |        |                        |    19 | ####################",
+        " mail  | up to 1 min  |        |                        |       |",
+        " mail  | up to 5 min  |        |                        |     1 | ##",
+        *(
+            f" mail  | up to {step:6} |        |                        |       |"
+            for step in ("15 min", "1 h", "3 h", "12 h", "1 day")
+        ),
+        " mail  | more         |        |                        |    10 | ###########",
+        "(17 rows)",
+    ]
+    assert " other | " in run("waits")
+
+
+def test_dead_brings_the_call_that_sends_each_error_back(db, run):
+    do(
+        db,
+        "select pgqueue.enqueue('mail', kind => 'welcome') from generate_series(1, 3)",
+        "select pgqueue.fail(id, token, e'KeyError: \\'' || id || e'\\'\\nat line 1', permanent => true)"
+        " from pgqueue.claim('mail', 'w', 3)",
+        "update pgqueue.dead_job set died_at = '2026-03-01 12:00' ",
+    )
+    assert run("dead", queue="mail").splitlines() == [
+        "* Record 1",
+        "jobs    3",
+        "queue   mail",
+        "kind    welcome",
+        "died    2026-03-01 12:00:00 to 2026-03-01 12:00:00",
+        "sample  3: KeyError: '3'",
+        "redrive select pgqueue.redrive('mail', 'welcome', error_like => 'KeyError: %',"
+        " max_jobs => 1000, dry_run => true);",
+    ]
+    assert "KeyError" not in run("dead", queue="other")
+
+
+def calls(said: str, label: str) -> list[str]:
+    return re.findall(rf"^{label} +(select .*;)$", said, re.M)
+
+
+def test_the_calls_of_dead_are_right_whatever_the_names_and_errors(db, run):
+    for name in HOSTILE[:4]:
+        do(
+            db,
+            f"select pgqueue.enqueue({sql_text(name)}, kind => {sql_text(name)})",
+            f"select pgqueue.fail(id, token, {sql_text(name + chr(27))}, permanent => true)"
+            f" from pgqueue.claim({sql_text(name)}, 'w')",
+        )
+    found = calls(run("dead"), "redrive")
+    assert len(found) == 4
+    for call in found:
+        assert len(column(db, call.replace("dry_run => true", "dry_run => false"))) == 1
+    assert column(db, "select id from pgqueue.dead_job") == []
+
+
+def sql_text(text: str) -> str:
+    return psycopg.sql.quote(text)
+
+
+def test_no_script_sends_the_terminal_what_others_have_named(db, run):
+    for name in HOSTILE:
+        text = sql_text(name)
+        do(
+            db,
+            f"select pgqueue.enqueue({text}, kind => {text}) from generate_series(1, 4)",
+            f"select pgqueue.fail(id, token, {text}, permanent => true) from pgqueue.claim({text}, {text})",
+            f"select pgqueue.complete(id, token) from pgqueue.claim({text}, {text})",
+            f"select count(*) from pgqueue.claim({text}, {text})",
+        )
+    do(
+        db,
+        "update pgqueue.job set lease_expires_at = now() - interval '1 hour' where worker is not null",
+    )
+    for script in SCRIPTS:
+        said = run(script)
+        assert re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", said) == []
+        assert "it's" in said, script
+    assert max(map(len, run("top").splitlines())) <= 100
+
+
+def test_stuck_brings_what_mends_it(db, run):
+    do(
+        db,
+        "select pgqueue.enqueue(q) from unnest(array['expired', 'slow', 'paused', 'kind', 'group', 'idle']) as q",
+        "update pgqueue.job set group_key = 'it''s' where queue = 'group'",
+        "select count(*) from pgqueue.claim_from(array['expired', 'slow'], 'w', 2)",
+        "update pgqueue.job set claimed_at = now() - interval '1 hour', lease_expires_at = now() + interval '2 hours'"
+        " * case queue when 'slow' then 1 else -1 end where worker is not null",
+        "select pgqueue.pause('paused')",
+        "select pgqueue.pause('kind', kind => 'kind')",
+        "select pgqueue.pause('group', group_key => 'it''s')",
+    )
+    said = run("stuck")
+    assert calls(said, "mend") == [
+        "select * from pgqueue.maintain();",
+        "select pgqueue.cancel(2, 'too slow');",
+        "select pgqueue.resume('paused');",
+        "select pgqueue.resume('kind', kind => 'kind');",
+        "select pgqueue.resume('group', group_key => 'it''s');",
+    ]
+    assert said.rstrip().endswith("mend    start a worker")
+    do(db, *calls(said, "mend"))
+    queues = "array['paused', 'kind', 'group', 'idle']"
+    claimed = column(db, f"select queue from pgqueue.claim_from({queues}, 'w', 9)")
+    assert len(claimed) == 4
+    mended = run("stuck")
+    assert re.findall("^queue +(.*)$", mended, re.M) == ["slow", "expired"]
