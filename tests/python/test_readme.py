@@ -26,7 +26,7 @@ def test_every_block_is_of_a_language_that_is_run_here():
     # The life of a job, and the demo.
     assert languages.count("text") == 2
     assert set(languages) == {"text", "sql", "python", "sh"}
-    assert (len(PYTHON), len(SHELL)) == (2, 5)
+    assert (len(PYTHON), len(SHELL)) == (2, 6)
 
 
 def test_the_sql_runs_in_order_and_says_what_the_page_shows(db):
@@ -154,6 +154,12 @@ def test_the_handlers_and_the_commands_run(db, project):
     assert one(db, "select balance from account") == 7
     assert project.run(*check[1:]).stdout.startswith("ok: ")
     assert "reports" in project.run(*status[1:]).stdout
+
+
+def test_the_scripts_for_psql_run_in_the_clone(db, shell):
+    pgqueue.enqueue(db, "emails")
+    said = shell(SHELL[5])
+    assert "LONGEST RUNNING" in said and "start a worker" in said
 
 
 # Defaults

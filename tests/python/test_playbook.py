@@ -1,0 +1,250 @@
+"""The page "When something is wrong": each trouble caused, and mended by its blocks as written."""
+
+import re
+import shutil
+import subprocess
+
+import documents
+import psycopg
+import pytest
+from cluster import Cluster
+from conftest import column, one
+from psycopg import errors
+from worker_harness import (  # noqa: F401 (fixtures)
+    pooler,
+    wait_until,
+    where,
+    workers,
+)
+
+TEXT = documents.sections("README.md")["When something is wrong"]
+ENTRIES = {
+    title: [block.text for block in documents.blocks(entry, "sql")]
+    for title, _, entry in (part.partition("\n") for part in TEXT.split("\n### ")[1:])
+}
+LOSE_LEASES = (
+    "update pgqueue.job set lease_expires_at = now() - interval '3 minutes'"
+    " where lease_expires_at is not null"
+)
+DIE = "select pgqueue.fail(id, token, {}, permanent => true) from pgqueue.claim('emails', 'w', {})"
+READY = "select count(*) from pgqueue.jobs where state = 'ready'"
+DEAD = "select count(*) from pgqueue.dead_job"
+
+
+def psql(block: str, dsn: str) -> str:
+    """Run a block as it stands on the page, and return all that psql says."""
+    ran = subprocess.run(
+        ["psql", "-XqAt", "-v", "ON_ERROR_STOP=1", "-d", dsn],
+        input=block,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, block + ran.stdout
+    return ran.stdout
+
+
+def test_each_entry_with_sql_is_tried_here():
+    with_sql = [title for title, blocks in ENTRIES.items() if blocks]
+    tested = re.findall(r'ENTRIES\["(.*?)"\]', open(__file__).read())
+    assert set(with_sql) == set(tested) - {"(.*?)"}
+
+
+def test_jobs_pile_up(db, dsn):
+    look, shed = ENTRIES["Jobs pile up"]
+    db.execute(
+        "select pgqueue.enqueue('emails', kind => k)"
+        " from unnest(array['newsletter', 'welcome']) as k, generate_series(1, 20)"
+    )
+    late = "update pgqueue.job set enqueued_at = now() - interval '2 days'"
+    db.execute(f"{late} where kind = 'welcome' or id % 2 = 0")
+    assert psql(look, dsn).startswith("emails|40|f|0|0.000||")
+    said = psql(shed, dsn)
+    assert "10 of the jobs to cancel" in said, said
+    kinds = "select kind, count(*) from pgqueue.job group by kind order by kind"
+    assert db.execute(kinds).fetchall() == [("newsletter", 10), ("welcome", 20)]
+    db.execute(
+        "select pgqueue.complete(id, token) from pgqueue.claim('emails', 'w', 20)"
+    )
+    assert psql(look, dsn).startswith("emails|10|f|1|0.067|00:02:30|")
+    db.execute(
+        "select pgqueue.complete(id, token) from pgqueue.claim('emails', 'w', 20)"
+    )
+    assert psql(look, dsn) == ""
+
+
+def test_nothing_moves(db, dsn):
+    look, mend = ENTRIES["Nothing moves"]
+    for queue in "emails", "hung", "lost":
+        db.execute("select pgqueue.enqueue(%s)", (queue,))
+    db.execute("select pgqueue.pause('emails')")
+    db.execute("select pgqueue.claim('lost', 'w')")
+    db.execute(LOSE_LEASES)
+    db.execute("select pgqueue.claim('hung', 'w', lease => '1 hour')")
+    db.execute(
+        "update pgqueue.job set claimed_at = now() - interval '1 hour' where queue = 'hung'"
+    )
+    said = psql(look, dsn)
+    assert "hung|slow|01:00:" in said and "lost|expired|00:03:" in said
+    assert "emails|its queue is paused" in said
+    psql(mend, dsn)
+    waiting = "select queue from pgqueue.claim_from(array['emails', 'lost'], 'w', 9)"
+    assert sorted(column(db, waiting)) == ["emails", "lost"]
+    db.execute(LOSE_LEASES)  # that worker was ended
+    assert column(db, "select pgqueue.claim('hung', 'w')") == []
+    gone = "select outcome from pgqueue.run where queue = 'hung'"
+    assert column(db, gone) == ["cancelled"]
+
+
+def test_everything_is_slow(db, dsn, connect):
+    look, end = ENTRIES["Everything is slow"]
+    db.execute("select pgqueue.enqueue('emails')")
+    db.execute("select pgqueue.complete(id, token) from pgqueue.claim('emails', 'w')")
+    holder = connect(autocommit=False)
+    holder.execute("select 'held' from pgqueue.queue")
+    pid = holder.info.backend_pid
+    said = psql(look, dsn)
+    assert "|emails|1|00:00:00" in said and f"\n{pid}|idle in transaction|" in said
+    psql(end, dsn)
+    assert str(pid) in psql(look, dsn), "it is not old enough"
+    psql(end.replace("1 hour", "0 s"), dsn)
+    with pytest.raises(errors.AdminShutdown):
+        holder.execute("select")
+    wait_until(lambda: f"\n{pid}|" not in psql(look, dsn))
+
+
+def test_one_job_kills_its_workers(db, dsn):
+    look, mend = ENTRIES["One job kills its workers"]
+    killer = one(db, "select pgqueue.enqueue('emails', '{\"n\": 1}', kind => 'k')")
+    db.execute(
+        "select pgqueue.enqueue('emails', kind => 'fine') from generate_series(1, 3)"
+    )
+    for _ in range(3):
+        # The others died with a worker that held several, and may do nothing for that.
+        db.execute("select pgqueue.claim('emails', 'v', kinds => array['k'])")
+        db.execute("select pgqueue.claim('emails', 'w', 9, kinds => array['fine'])")
+        db.execute(LOSE_LEASES)
+        db.execute("select pgqueue.maintain()")
+    found = psql(look, dsn).splitlines()
+    assert len(found) == 1 and found[0].startswith(f"{killer}|k|3|the lease expired: ")
+    psql(mend, dsn)
+    assert column(db, "select distinct kind from pgqueue.job") == ["fine"]
+    again = one(db, "select pgqueue.rerun(%s)", killer)
+    assert one(db, "select payload from pgqueue.job where id = %s", again) == {"n": 1}
+
+
+def test_a_bad_deploy_filled_the_dead_letters(db, dsn):
+    count_and_try, portion = ENTRIES["A bad deploy filled the dead letters"]
+    db.execute("select pgqueue.enqueue('emails') from generate_series(1, 260)")
+    db.execute(DIE.format("'KeyError: ''old'''", 5))
+    db.execute("update pgqueue.dead_job set died_at = now() - interval '3 days'")
+    db.execute(DIE.format("'TimeoutError'", 5))
+    db.execute(DIE.format("'KeyError: ' || id", 250))
+    said = psql(count_and_try, dsn)
+    assert said.count("NOTICE:  1 of the dead jobs to redrive: KeyError: ") == 20, said
+    assert (one(db, READY), one(db, DEAD)) == (1, 259)
+    assert psql(portion, dsn) == "100\n"
+    assert (one(db, READY), one(db, DEAD)) == (101, 159)
+    # Interactively, until somebody stops it.
+    watched = subprocess.Popen(
+        ["psql", "-XqAt", "-d", dsn],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    watched.stdin.write(portion.replace(";", " \\watch 0.1"))
+    watched.stdin.close()
+    wait_until(lambda: one(db, DEAD) == 10)
+    watched.terminate()
+    watched.wait()
+    left = "select distinct left(error, 12) from pgqueue.dead_job order by 1"
+    assert column(db, left) == ["KeyError: 'o", "TimeoutError"]
+
+
+def test_restored_from_a_backup_nothing_runs_twice(db, dsn, tmp_path):
+    hold, take_out = ENTRIES["Restored from a backup"]
+    db.execute("select pgqueue.enqueue('emails') from generate_series(1, 10)")
+    db.execute("select pgqueue.claim('emails', 'w', 2)")  # run while it is dumped
+    backup = tmp_path / "backup.sql"
+    subprocess.run(["pg_dump", "-f", backup, "-d", dsn], check=True)
+    db.execute(
+        "select pgqueue.complete(id, token) from pgqueue.job where token is not null"
+    )
+    done = "select id, token from pgqueue.claim('emails', 'w', 3)"
+    db.execute(f"select pgqueue.complete(id, token) from ({done}) as d")
+    lost_id = one(db, "select pgqueue.enqueue('emails')")
+    (lost_token,) = column(db, "select last_value from pgqueue.token_seq")
+    ran = column(db, "select job_id from pgqueue.run order by job_id")
+    assert len(ran) == 5
+
+    name = f"{db.info.dbname}_restored"
+    db.execute(f"create database {name}")
+    try:
+        restored_dsn = psycopg.conninfo.make_conninfo(dsn, dbname=name)
+        subprocess.run(
+            ["psql", "-Xq", "-o", "/dev/null", "-f", backup, "-d", name], check=True
+        )
+        with psycopg.connect(restored_dsn, autocommit=True) as restored:
+            psql(hold, restored_dsn)
+            claim = "select id from pgqueue.claim('emails', 'w', 20)"
+            assert column(restored, claim) == []
+            assert one(restored, "select pgqueue.enqueue('emails')") > lost_id
+            restored.cursor().executemany(
+                "insert into ran values (%s)", [(id,) for id in ran]
+            )
+            psql(take_out, restored_dsn)
+            restored.execute(LOSE_LEASES)
+            waits = column(restored, claim)
+            assert len(waits) == 6 and not set(waits) & set(ran)
+            least = "select min(token) from pgqueue.job where token is not null"
+            assert one(restored, least) > lost_token
+            reasons = (
+                "select result #>> '{}' from pgqueue.run where outcome = 'cancelled'"
+            )
+            assert column(restored, reasons) == ["ran before the restore"] * 5
+    finally:
+        db.execute(f"drop database {name} with (force)")
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_failover_to_a_standby_that_lagged_may_give_a_token_again(is_held):
+    """It comes up as the data directory was before the last claim."""
+    (look,) = ENTRIES["Failover"]
+    hold = ENTRIES["Restored from a backup"][0]
+    claim = "select id, token from pgqueue.claim('emails', 'w', lease => '1 hour')"
+    with Cluster(fast=True) as cluster:
+        dsn = where(cluster)
+        with psycopg.connect(dsn, autocommit=True) as db:
+            db.execute("create extension pgqueue")
+            db.execute("select pgqueue.enqueue('emails')")
+        assert psql(look, dsn) == ""  # no standby here
+        cluster.stop()
+        standby = cluster.data.with_name("standby")
+        subprocess.run(["cp", "-a", cluster.data, standby], check=True)
+        cluster.start()
+        with psycopg.connect(dsn, autocommit=True) as db:
+            lost = db.execute(claim).fetchone()
+        cluster.stop()
+        shutil.rmtree(cluster.data)
+        standby.rename(cluster.data)
+        cluster.start()
+        if is_held:
+            psql(hold, dsn)
+            psql("select pgqueue.resume()", dsn)
+        with psycopg.connect(dsn, autocommit=True) as db:
+            given = db.execute(claim).fetchone()
+            assert given[0] == lost[0]
+            assert (given == lost) is not is_held
+            if is_held:
+                with pytest.raises(psycopg.DatabaseError, match="lease"):
+                    db.execute("select pgqueue.complete(%s, %s)", lost)
+
+
+def test_behind_a_pooler_no_worker_parks(db, dsn, workers, pooler):  # noqa: F811
+    (look,) = ENTRIES["Behind a pooler"]
+    workers.start("--name", "pooled", dsn=pooler)
+    wait_until(lambda: "polling every" in workers.log())
+    workers.start("--name", "direct")
+    wait_until(lambda: re.search(r"^direct\S*\|\d+\|t$", psql(look, dsn), re.M))
+    assert re.search(r"^pooled\S*\|\d+\|f$", psql(look, dsn), re.M)
