@@ -1,5 +1,6 @@
 """Puts the SQL into the wheel and the source distribution; all else is in pyproject.toml."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,16 +11,19 @@ from setuptools.command.sdist import sdist
 HERE = Path(__file__).resolve().parent
 CLONE = HERE.parent
 SQL = Path("pgqueue", "pgqueue.sql")
+OPS = Path("pgqueue", "ops")
 
 
 def write_sql(folder: Path) -> None:
-    """Build the plain script in a clone; a source distribution has it already."""
+    """Build the plain script in a clone; a source distribution has all already."""
     if (CLONE / "Makefile").exists():
         subprocess.run(["make", "-s", "-C", str(CLONE), "plain"], check=True)
         (script,) = (CLONE / "sql").glob("pgqueue--*.plain.sql")
+        ops = CLONE / "sql" / "ops"
     else:
-        script = HERE / SQL
+        script, ops = HERE / SQL, HERE / OPS
     (folder / SQL).write_bytes(script.read_bytes())
+    shutil.copytree(ops, folder / OPS, dirs_exist_ok=True)
 
 
 class BuildWithSql(build_py):

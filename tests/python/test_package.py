@@ -332,6 +332,8 @@ def test_a_wheel_holds_every_module_the_sql_and_the_license(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         assert archive.read("pgqueue/pgqueue.sql") == script(".plain").read_bytes()
+        for path in (REPO / "sql/ops").iterdir():
+            assert archive.read(f"pgqueue/ops/{path.name}") == path.read_bytes()
         (license,) = (n for n in names if n.endswith("/LICENSE"))
         assert archive.read(license) == (REPO / "LICENSE").read_bytes()
     assert {n for n in names if n.endswith(".py")} == modules
@@ -368,6 +370,7 @@ def test_a_wheel_built_from_a_source_distribution_has_the_sql(clone, tmp_path):
     (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
     with zipfile.ZipFile(wheel_of(source, tmp_path)) as found:
         assert found.read("pgqueue/pgqueue.sql") == script(".plain").read_bytes()
+        assert "pgqueue/ops/top.sql" in found.namelist()
 
 
 def test_the_installed_command_installs_the_sql(wheel, empty, tmp_path):
