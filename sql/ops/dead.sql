@@ -4,6 +4,7 @@
 --     psql -Xf dead.sql
 --     psql -X -v queue=emails -f dead.sql   of one queue
 \set QUIET on
+\set ON_ERROR_STOP on
 \if :{?queue}
 \else
     \set queue ''

@@ -6,6 +6,7 @@
 --
 -- Of more than 50,000 jobs it looks for the one that is due among those enqueued first.
 \set QUIET on
+\set ON_ERROR_STOP on
 \if :{?queue}
 \else
     \set queue ''

@@ -7,6 +7,7 @@
 -- One query, because \watch repeats only one. Its lines are printed as they are, so control characters in
 -- names and errors become dots, and names that are too long end in ~.
 \set QUIET on
+\set ON_ERROR_STOP on
 \set ramp ' 12345678'
 set local search_path = pg_catalog, pg_temp\;
 select :'ENCODING' = 'UTF8' and current_setting('server_encoding') = 'UTF8' as is_utf8,

@@ -7,6 +7,7 @@
 -- Waits that grow while the work takes as long as ever: too few workers. Work that takes longer: the handlers, or
 -- what they call.
 \set QUIET on
+\set ON_ERROR_STOP on
 \if :{?queue}
 \else
     \set queue ''

@@ -48,6 +48,17 @@ def test_nothing_is_wrong_where_there_is_nothing(run, script):
     assert "ERROR" not in said and len(said.splitlines()) < 8
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_that_may_not_read_says_so_and_fails(db, role, script):
+    ran = subprocess.run(
+        ["psql", "-X", "-U", role, "-f", OPS / f"{script}.sql"],
+        env=os.environ | {"PGDATABASE": db.info.dbname},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 3 and "permission denied" in ran.stderr
+
+
 def test_top_shows_queues_with_their_last_minutes_and_what_runs(db, run):
     do(
         db,

@@ -11,6 +11,7 @@ from cluster import Cluster
 from conftest import column, one
 from psycopg import errors
 from worker_harness import (  # noqa: F401 (fixtures)
+    Workers,
     pooler,
     wait_until,
     where,
@@ -167,7 +168,11 @@ def test_restored_from_a_backup_nothing_runs_twice(db, dsn, tmp_path):
     db.execute("select pgqueue.enqueue('emails') from generate_series(1, 10)")
     db.execute("select pgqueue.claim('emails', 'w', 2)")  # run while it is dumped
     backup = tmp_path / "backup.sql"
-    subprocess.run(["pg_dump", "-f", backup, "-d", dsn], check=True)
+    dump = ["pg_dump", "-f", backup, "-d", dsn]
+    dumped = subprocess.run(dump, capture_output=True, text=True)
+    if "server version mismatch" in dumped.stderr:
+        pytest.skip("pg_dump is older than the server")
+    assert dumped.returncode == 0, dumped.stderr
     db.execute(
         "select pgqueue.complete(id, token) from pgqueue.job where token is not null"
     )
@@ -239,6 +244,29 @@ def test_failover_to_a_standby_that_lagged_may_give_a_token_again(is_held):
             if is_held:
                 with pytest.raises(psycopg.DatabaseError, match="lease"):
                     db.execute("select pgqueue.complete(%s, %s)", lost)
+
+
+def test_after_a_failover_workers_find_the_new_primary_by_themselves(tmp_path):
+    with Cluster(fast=True) as old, Cluster(fast=True) as new:
+        for cluster in old, new:
+            with psycopg.connect(where(cluster), autocommit=True) as db:
+                db.execute("create extension pgqueue")
+        dsn = (
+            f"host=127.0.0.1,127.0.0.1 port={old.port},{new.port} user=postgres"
+            " dbname=postgres target_session_attrs=read-write"
+        )
+        workers = Workers(dsn, tmp_path)
+        try:
+            workers.start("--queue", "emails")
+            with psycopg.connect(where(old), autocommit=True) as db:
+                db.execute("select pgqueue.enqueue('emails', kind => 'noop')")
+                wait_until(lambda: one(db, "select count(*) from pgqueue.run"))
+            old.stop("immediate")
+            with psycopg.connect(where(new), autocommit=True) as db:
+                db.execute("select pgqueue.enqueue('emails', kind => 'noop')")
+                wait_until(lambda: one(db, "select count(*) from pgqueue.run"))
+        finally:
+            workers.end()
 
 
 def test_behind_a_pooler_no_worker_parks(db, dsn, workers, pooler):  # noqa: F811
