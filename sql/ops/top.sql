@@ -105,9 +105,16 @@ with minute as (
     union all
     select
         4, row_number() over (order by h.status <> 'critical', h.name)::int,
-        left(format('%s %s: %s', rpad(h.status, 8), h.name, h.detail), 100)
-    from :health as h (name, status, detail, hint)
-    where h.status <> 'ok'
+        left(format('%s %s: %s', rpad(h.status, 8), h.name, h.more || h.detail), 100)
+    from (
+        -- Of each check its worst finding.
+        select distinct on (h.name)
+            h.status, h.name, h.detail,
+            coalesce('1 of ' || nullif(count(*) over (partition by h.name), 1) || ', ', '') as more
+        from :health as h (name, status, detail, hint)
+        where h.status <> 'ok'
+        order by h.name, h.status <> 'critical', h.detail
+    ) as h
 )
 select concat(
     case when row_number() over shown = 1 then :'home' end,

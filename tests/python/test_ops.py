@@ -6,7 +6,7 @@ import subprocess
 
 import psycopg
 import pytest
-from conftest import column
+from conftest import column, one
 from documents import REPO
 
 OPS = REPO / "sql/ops"
@@ -79,7 +79,7 @@ def test_top_shows_queues_with_their_last_minutes_and_what_runs(db, run):
     assert head.startswith(f"pgqueue 0.1.0 on {db.info.dbname}, ")
     spark = lines[1][69:].strip()
     assert spark == "▄" + 22 * " " + "▆    █"
-    assert [line[:69].rstrip() for line in lines] == [
+    assert [line[:69].rstrip() for line in lines[:6]] == [
         "QUEUE               READY          RUN   DEAD   OLDEST  DONE/s  FAIL",
         "mail                    2 ######     0      0 01:30:SS     0.0    0%",
         "reports                 1 ###        0      0 00:00:SS     0.0     -",
@@ -91,6 +91,19 @@ def test_top_shows_queues_with_their_last_minutes_and_what_runs(db, run):
     assert lines[5].endswith("expired  ####...... 40%")
     assert max(map(len, said.splitlines())) <= 100
     assert "4" + 22 * " " + "6    8" in run("top", encoding="LATIN1")
+
+
+def test_top_has_the_worst_finding_of_each_check_of_health(db, run):
+    if one(db, "select to_regprocedure('pgqueue.health()')") is None:
+        pytest.skip("no health() yet")
+    do(
+        db,
+        "select pgqueue.enqueue(q, run_at => now() - interval '2 days')"
+        " from unnest(array['mail', 'reports']) as q",
+    )
+    found = [line for line in run("top").splitlines() if " waits: " in line]
+    assert len(found) == 1
+    assert found[0].startswith("critical waits: 1 of 2, queue mail: job 1 ")
 
 
 def test_top_is_drawn_again_in_one_place(db, role, run):

@@ -88,7 +88,7 @@ def test_nothing_moves(db, dsn):
     )
     said = psql(look, dsn)
     assert "hung|slow|01:00:" in said and "lost|expired|00:03:" in said
-    assert "emails|its queue is paused" in said
+    assert said.endswith("\nits queue is paused\n")
     psql(mend, dsn)
     waiting = "select queue from pgqueue.claim_from(array['emails', 'lost'], 'w', 9)"
     assert sorted(column(db, waiting)) == ["emails", "lost"]
