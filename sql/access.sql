@@ -28,7 +28,8 @@ as $$
         when 'reader' then array['next_slots', 'why', 'health', 'version']
     end || case when _grants.kind in ('operator', 'reader') then array[
         -- What the views call, they call as their reader.
-        '_count_jobs', '_count_dead', '_leased', '_recent_runs', '_dead_errors', '_error_like'
+        '_count_jobs', '_count_dead', '_leased', '_recent_runs', '_dead_errors', '_error_like',
+        '_last_state'
     ] end) as f (name)
     union all
     select false, v.name

@@ -605,6 +605,32 @@ comment on column pgqueue.batches.dead is 'Jobs that died, and were not redriven
 comment on column pgqueue.batches.cancelled is 'Jobs that were cancelled, or purged.';
 comment on column pgqueue.batches.callback_id is 'Its callback, once it has finished.';
 
+-- A function, because it is stable: a query that leaves out last_state does not look for it.
+create or replace function pgqueue._last_state(job_id bigint)
+    returns text
+    language plpgsql
+    stable
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+begin
+    return coalesce(
+        (select j.state from pgqueue.jobs as j where j.id = _last_state.job_id),
+        (select 'dead' from pgqueue.dead_job as d where d.id = _last_state.job_id),
+        (pgqueue._last_run(job_id)).outcome
+    );
+end;
+$$;
+
+comment on function pgqueue._last_state(bigint) is
+'The state of a job that waits or runs, dead, or its outcome in run; null if
+nobody remembers it.';
+
 create or replace view pgqueue.schedules as
 select
     s.name,
@@ -619,17 +645,7 @@ select
     nullif(case when not s.is_paused then s.next_slot end, 'infinity') as next_slot,
     s.last_slot,
     s.last_job_id,
-    coalesce(
-        (select j.state from pgqueue.jobs as j where j.id = s.last_job_id),
-        (select 'dead' from pgqueue.dead_job as d where d.id = s.last_job_id),
-        (
-            select r.outcome
-            from pgqueue.run as r
-            where r.job_id = s.last_job_id
-            order by r.finished_at desc, r.attempt desc
-            limit 1
-        )
-    ) as last_state,
+    pgqueue._last_state(s.last_job_id) as last_state,
     s.problem
 from pgqueue.schedule as s
 order by s.name;

@@ -454,6 +454,21 @@ def test_of_very_many_runs_some_pages_stand_for_all_and_no_others_are_read(db):
     assert kind["runs"] == 120000  # they fill fewer pages than kinds reads
 
 
+def test_the_last_state_of_a_schedule_is_found_without_reading_all_runs(db):
+    db.execute(
+        "insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker)"
+        " select n / 10000, 1, n, clock_timestamp() - interval '1 day' * (1 - n / 120000.0), '0 s', '1 s', 'q', 'k',"
+        " 'completed', 'w' from generate_series(1, 119999) as n"
+    )
+    db.execute("select pgqueue.schedule('s', 'q', '@daily')")
+    db.execute("update pgqueue.schedule set last_job_id = 70000")
+    db.execute("vacuum analyze pgqueue.run, pgqueue.schedule")
+    last = "select last_state from pgqueue.schedules"
+    assert one(db, last) == "completed"
+    assert buffers(db, last) < 500
+    assert buffers(db, "select next_slot from pgqueue.schedules") < 20
+
+
 # Errors of one cause
 
 
