@@ -10,7 +10,7 @@ VERBS = sql/check.sql sql/settings.sql sql/enqueue.sql sql/trigger.sql sql/wake.
         sql/age.sql sql/turn.sql sql/limit.sql sql/park.sql sql/permit.sql sql/cap.sql sql/delay.sql \
         sql/claim.sql sql/lease.sql sql/attempt.sql sql/finish.sql sql/manage.sql sql/dead.sql \
         sql/depend.sql sql/batch.sql sql/cron.sql sql/schedule.sql sql/maintain.sql sql/measure.sql \
-        sql/observe.sql sql/why.sql sql/health.sql sql/status.sql sql/access.sql
+        sql/observe.sql sql/metrics.sql sql/why.sql sql/health.sql sql/status.sql sql/access.sql
 
 # For psql, on call: installed in a folder of their own beside that of the extensions.
 OPS = sql/ops/dead.sql sql/ops/stuck.sql sql/ops/top.sql sql/ops/waits.sql

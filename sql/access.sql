@@ -22,10 +22,10 @@ as $$
             'cancel', 'cancel_many', 'redrive', 'redrive_job', 'discard', 'discard_many',
             'purge', 'pause', 'resume', 'rerun',
             'run_now', 'reprioritize', 'configure', 'schedule', 'unschedule', 'pause_schedule',
-            'resume_schedule', 'next_slots', 'reap', 'maintain', 'why', 'health',
+            'resume_schedule', 'next_slots', 'reap', 'maintain', 'why', 'health', 'metrics',
             'status', 'result', 'await', 'version'
         ]
-        when 'reader' then array['next_slots', 'why', 'health', 'version']
+        when 'reader' then array['next_slots', 'why', 'health', 'metrics', 'version']
     end || case when _grants.kind in ('operator', 'reader') then array[
         -- What the views call, they call as their reader.
         '_count_jobs', '_count_dead', '_leased', '_recent_runs', '_dead_errors', '_error_like',

@@ -24,7 +24,8 @@
 -- enqueue (producer), trigger (a job for each changed row), wake (who sleeps), lane, pick and age (which
 -- jobs are due), turn, limit and park (groups), permit, cap and delay (caps), claim, lease, attempt and
 -- finish (worker), manage and dead (operator), depend and batch (what waits for ends), cron and schedule
--- (recurring jobs), maintain, measure and observe (views), why, health, status (one job), access (roles).
+-- (recurring jobs), maintain, measure, observe and metrics (views), why, health, status (one job), access
+-- (roles).
 -- Every function says for itself how names are found and statements planned (claim says why), so
 -- the same lines stand above most bodies; filters and options stand in each signature.
 

@@ -80,7 +80,7 @@ VERBS = {
     "purge": (["queue"], "drop all jobs of a queue that wait; prints how many"),
 }
 # The others need an operator.
-ROLES = {"enqueue": "producer", "health": "reader", "install": None}
+ROLES = {"enqueue": "producer", "health": "reader", "metrics": "reader", "install": None}
 STATUSES = ("ok", "warning", "critical")  # as exit codes
 # With a larger number Postgres would find no function.
 integer = whole_number(-(2**31), 2**31 - 1)
@@ -142,6 +142,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("install", help="bring pgqueue into the database")
     command.add_argument("--plain", action="store_true", help="not as an extension")
+    commands.add_parser("metrics", help="the queues, in the text format of Prometheus")
     commands.add_parser("status", help="the queues, and how far long jobs are")
     command = commands.add_parser("health", help="what is wrong, and what mends it")
     command.add_argument("--all", action="store_true", help="and what is well")
@@ -182,6 +183,9 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
     elif args.command == "install":
         with conn.transaction():
             print(install(conn, args.plain))
+    elif args.command == "metrics":
+        (text,) = conn.execute("select pgqueue.metrics()").fetchone() or ("",)
+        sys.stdout.buffer.write(text.encode())  # UTF-8, whatever the terminal has
     elif args.command == "status":
         show(conn.execute(STATUS))
         progress = conn.execute(PROGRESS)

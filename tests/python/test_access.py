@@ -19,7 +19,7 @@ WORKER = {
 OPERATOR = {
     "cancel", "cancel_many", "redrive", "redrive_job", "discard", "discard_many",
     "purge", "pause", "resume", "rerun", "run_now", "reprioritize", "configure",
-    "schedule", "unschedule", "pause_schedule", "resume_schedule", "next_slots", "reap", "maintain", "why", "health",
+    "schedule", "unschedule", "pause_schedule", "resume_schedule", "next_slots", "reap", "maintain", "why", "health", "metrics",
     "status", "result", "await", "version",
 }  # fmt: skip
 VIEWS = {
@@ -49,7 +49,7 @@ MATRIX = {
         OPERATOR | MEASURES,
         VIEWS | {"job", "dead_job", "run", "queue", "schedule"},
     ),
-    "reader": ({"next_slots", "why", "health", "version"} | MEASURES, VIEWS),
+    "reader": ({"next_slots", "why", "health", "metrics", "version"} | MEASURES, VIEWS),
 }
 
 

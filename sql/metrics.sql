@@ -1,0 +1,126 @@
+-- The metrics: what the views say, in the text format of Prometheus (version 0.0.4). Nothing is counted here.
+--
+-- All are gauges: the log forgets and a sample may stand for it, so no number here only grows. What is not
+-- known has no sample. Names follow the columns, and end in their unit.
+
+create or replace function pgqueue._label(name text, value text)
+    returns text
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return name || '="'
+        || replace(replace(replace(value, E'\\', E'\\\\'), '"', E'\\"'), E'\n', E'\\n')
+        || '"';
+end;
+$$;
+
+comment on function pgqueue._label(text, text) is
+'A label of a sample, its value escaped.';
+
+create or replace function pgqueue._queue_samples()
+    returns table (name text, help text, labels text, value numeric)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+as $$
+begin
+    return query
+    select s.name, s.help, concat_ws(',', q.label, s.label), s.value
+    from (select v.*, pgqueue._label('queue', v.queue) as label from pgqueue.queues as v offset 0) as q
+    cross join lateral (
+        values
+            ('jobs', 'Jobs that wait or run.', 'state="ready"', q.ready::numeric),
+            ('jobs', 'Jobs that wait or run.', 'state="scheduled"', q.scheduled),
+            ('jobs', 'Jobs that wait or run.', 'state="running"', q.running),
+            ('jobs', 'Jobs that wait or run.', 'state="expired"', q.expired),
+            ('jobs', 'Jobs that wait or run.', 'state="blocked"', q.blocked),
+            ('dead_jobs', 'Dead jobs.', null, q.dead),
+            ('is_estimate', '1 if a number of jobs is an estimate.', null, q.is_estimate::int),
+            ('paused', '1 if claims are given nothing.', null, q.paused::int),
+            ('workers', 'Workers that hold a job, or ended one in 5 minutes.', null, q.workers),
+            ('parked', 'Sessions that sleep until they are told of a job.', null, q.parked),
+            (
+                'oldest_wait_seconds', 'For how long the oldest ready job has been due.', null,
+                extract(epoch from q.oldest_wait)
+            ),
+            (
+                'p99_wait_seconds', '1 % of the ready jobs have been due for longer.', null,
+                extract(epoch from q.p99_wait)
+            ),
+            (
+                'p50_wait_last_hour_seconds', 'Half of the attempts of the last hour waited at most so long.', null,
+                extract(epoch from q.p50_wait_last_hour)
+            ),
+            (
+                'p99_wait_last_hour_seconds', '99 % of the attempts of the last hour waited at most so long.', null,
+                extract(epoch from q.p99_wait_last_hour)
+            ),
+            (
+                'time_to_empty_seconds', 'How long the ready jobs take at the rate of 5 minutes.', null,
+                extract(epoch from q.time_to_empty)
+            ),
+            ('finished_last_hour', 'Attempts completed in the last hour.', null, q.finished_last_hour),
+            ('failed_last_hour', 'Attempts failed or expired in the last hour.', null, q.failed_last_hour),
+            ('rate_1m_per_second', 'Jobs completed in a second, over 1 minute.', null, q.rate_1m),
+            ('rate_5m_per_second', 'Jobs completed in a second, over 5 minutes.', null, q.rate_5m),
+            ('rate_1h_per_second', 'Jobs completed in a second, over 1 hour.', null, q.rate_1h),
+            ('failure_rate_1m_ratio', 'Failed or expired attempts of all, over 1 minute.', null, q.failure_rate_1m),
+            ('failure_rate_5m_ratio', 'Failed or expired attempts of all, over 5 minutes.', null, q.failure_rate_5m),
+            ('failure_rate_1h_ratio', 'Failed or expired attempts of all, over 1 hour.', null, q.failure_rate_1h)
+    ) as s (name, help, label, value);
+end;
+$$;
+
+comment on function pgqueue._queue_samples() is
+'The samples of the view queues; a value that is not known is null.';
+
+create or replace function pgqueue.metrics()
+    returns text
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+as $$
+declare
+    exposition text;
+begin
+    with sample as (
+        select s.* from pgqueue._queue_samples() as s
+        union all
+        select
+            'schedule_late_seconds', 'For how long its next slot, with jitter, has been due.',
+            pgqueue._label('queue', c.queue) || ',' || pgqueue._label('schedule', c.name),
+            greatest(extract(epoch from clock_timestamp() - c.next_slot - coalesce(c.jitter, '0')), 0)
+        from pgqueue.schedules as c
+        where c.next_slot is not null
+        union all
+        select v.name, v.help, pgqueue._label('what', k.what), v.value
+        from pgqueue.retention as k
+        cross join lateral (
+            values
+                ('retention_rows', 'How many rows are kept.', k.rows),
+                ('retention_bytes', 'How large they are on disk, with indexes.', k.bytes)
+        ) as v (name, help, value)
+        union all
+        select 'info', 'The version of pgqueue; always 1.', pgqueue._label('version', pgqueue.version()), 1
+    ), family as (
+        select
+            s.name collate "C" as name,
+            format(E'# HELP pgqueue_%s %s\n# TYPE pgqueue_%s gauge\n', s.name, s.help, s.name) || string_agg(
+                format(E'pgqueue_%s{%s} %s\n', s.name, s.labels, trim_scale(s.value)), ''
+                order by s.labels collate "C"
+            ) as text
+        from sample as s
+        where s.value is not null
+        group by s.name, s.help
+    )
+    select string_agg(f.text, '' order by f.name) into exposition from family as f;
+    return exposition;
+end;
+$$;
+
+comment on function pgqueue.metrics() is
+'The numbers of the views queues, schedules and retention, in the text format of
+Prometheus. Costs what these cost: some tens of milliseconds.';
