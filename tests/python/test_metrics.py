@@ -1,0 +1,230 @@
+"""metrics() as Prometheus reads it, and what sql/monitoring/ has for Prometheus and Grafana."""
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import documents
+import psycopg
+import pytest
+import yaml
+from conftest import Connect, column, one
+from documents import REPO
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from psycopg.rows import dict_row
+
+pytest_plugins = ["command_line"]
+
+MONITORING = REPO / "sql/monitoring"
+COLLECTOR = yaml.safe_load((MONITORING / "sql_exporter.collector.yml").read_text())
+ALERTS = yaml.safe_load((MONITORING / "alerts.yml").read_text())
+RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+DASHBOARD = json.loads((MONITORING / "grafana.json").read_text())
+
+Samples = dict[tuple[str, frozenset], float]
+
+HOSTILE = 'a "b"\\n\n{c="d"} 1 \tÜ\x1b[31m#'
+# Something of everything: each panel shows a row, and each metric has a sample.
+FILL = """
+select pgqueue.enqueue(%(queue)s, run_at => now() - n * interval '1 minute') from generate_series(1, 30) as n;
+select pgqueue.enqueue(%(queue)s, run_at => now() + interval '1 day');
+select pgqueue.complete(c.id, c.token) from pgqueue.claim(%(queue)s, 'w 1', 5) as c;
+select pgqueue.fail(c.id, c.token, E'KeyError: 7\\nat', '1 hour') from pgqueue.claim(%(queue)s, 'w 2', 3) as c;
+select pgqueue.fail(c.id, c.token, 'e', permanent => true) from pgqueue.claim(%(queue)s, 'w 2', 2) as c;
+select pgqueue.progress(c.id, c.token, 1, 4, 'step') from pgqueue.claim(%(queue)s, 'w 3', 2, '1 hour') as c;
+select count(*) from pgqueue.claim(%(queue)s, 'w 4', 1);
+update pgqueue.job set lease_expires_at = now() - interval '5 minutes' where worker = 'w 4';
+select pgqueue.schedule(%(queue)s, %(queue)s, every => '1 hour');
+select pgqueue.schedule('spread', 'other', every => '1 hour', jitter => '1 hour');
+update pgqueue.schedule set next_slot = now() - interval '10 minutes';
+select pgqueue.schedule('at rest', 'other', every => '1 hour');
+select pgqueue.pause_schedule('at rest');
+select pgqueue.pause('other');
+select pgqueue.enqueue('other', unique_key => 'k', unique_for => '1 hour')
+"""
+
+
+@pytest.fixture
+def filled(db: psycopg.Connection) -> psycopg.Connection:
+    psycopg.ClientCursor(db).execute(FILL, {"queue": HOSTILE})
+    db.execute("analyze")
+    return db
+
+
+@pytest.fixture
+def reader(filled, connect: Connect, role) -> Iterator[psycopg.Connection]:
+    """A session of a role that monitors, and may do nothing else."""
+    filled.execute("select pgqueue.grant_access(%s, 'reader')", (role,))
+    with connect(user=role) as session:
+        yield session
+
+
+def families(text: str) -> list[Metric]:
+    return list(text_string_to_metric_families(text))
+
+
+def samples(found: list[Metric]) -> Samples:
+    every = [sample for family in found for sample in family.samples]
+    by_labels = {(s.name, frozenset(s.labels.items())): s.value for s in every}
+    assert len(by_labels) == len(every)
+    return by_labels
+
+
+def rows(db: psycopg.Connection, query: str) -> list[dict[str, Any]]:
+    return db.cursor(row_factory=dict_row).execute(query).fetchall()
+
+
+def differences(some: Samples, others: Samples) -> list:
+    """What differs; what the clock moves may by some seconds."""
+    found: list = list(some.keys() ^ others.keys())
+    for key in some.keys() & others.keys():
+        is_moving = key[0].endswith(("_wait_seconds", "_late_seconds")) and some[key]
+        if others[key] != pytest.approx(some[key], abs=5 if is_moving else 1e-6):
+            found.append((key, some[key], others[key]))
+    return found
+
+
+def shown(db: psycopg.Connection) -> Samples:
+    """What the views say, by the rule that names follow columns and end in their unit."""
+    found: Samples = {}
+
+    def add(name: str, value: Any, **labels: str) -> None:
+        if isinstance(value, timedelta):
+            name, value = f"{name}_seconds", value.total_seconds()
+        if value is not None:
+            found[f"pgqueue_{name}", frozenset(labels.items())] = float(value)
+
+    states = ("ready", "scheduled", "running", "expired", "blocked")
+    for row in rows(db, "select * from pgqueue.queues"):
+        queue = row.pop("queue")
+        for name, value in row.items():
+            if name in states:
+                add("jobs", value, queue=queue, state=name)
+            elif re.fullmatch(r"rate_\d+.", name):
+                add(f"{name}_per_second", value, queue=queue)
+            elif name.startswith("failure_rate_"):
+                add(f"{name}_ratio", value, queue=queue)
+            else:
+                add("dead_jobs" if name == "dead" else name, value, queue=queue)
+    for row in rows(db, "select *, clock_timestamp() as now from pgqueue.schedules"):
+        if not row["paused"]:
+            late = row["now"] - row["next_slot"] - (row["jitter"] or timedelta())
+            labels = {"queue": row["queue"], "schedule": row["name"]}
+            add("schedule_late", max(late, timedelta()), **labels)
+    for row in rows(db, "select * from pgqueue.retention"):
+        add("retention_rows", row["rows"], what=row["what"])
+        add("retention_bytes", row["bytes"], what=row["what"])
+    add("info", 1, version=one(db, "select pgqueue.version()"))
+    return found
+
+
+def test_every_number_of_the_views_is_read_by_a_client_of_prometheus(filled):
+    found = families(one(filled, "select pgqueue.metrics()"))
+    assert differences(samples(found), shown(filled)) == []
+    assert all(family.type == "gauge" and family.documentation for family in found)
+    assert len({family.name for family in found}) == len(found)
+
+
+def test_a_reader_gets_the_same_samples_by_sql_exporter(reader):
+    queries = {query["query_name"]: query["query"] for query in COLLECTOR["queries"]}
+    answers = {name: rows(reader, query) for name, query in queries.items()}
+    found: Samples = {}
+    for metric in COLLECTOR["metrics"]:
+        for row in answers[metric["query_ref"]]:
+            labels = {label: row[label] for label in metric["key_labels"]}
+            assert all(isinstance(value, str) for value in labels.values())
+            values = {"": metric["static_value"]} if "static_value" in metric else {}
+            for name in metric.get("values", []):
+                values[name] = row[name]
+            for name, value in values.items():
+                more = {metric["value_label"]: name} if "value_label" in metric else {}
+                assert more or len(values) == 1
+                assert not isinstance(value, bool | timedelta), name
+                if value is not None:  # of a null sql_exporter makes no sample
+                    key = metric["metric_name"], frozenset((labels | more).items())
+                    found[key] = float(value)
+    want = families(one(reader, "select pgqueue.metrics()"))
+    assert differences(found, samples(want)) == []
+    about = {
+        m["metric_name"]: (m["help"].strip(), m["type"]) for m in COLLECTOR["metrics"]
+    }
+    assert about == {m.name: (m.documentation, m.type) for m in want}
+
+
+def test_the_reference_has_every_metric_with_its_labels(filled):
+    section = documents.sections("sql/README.md")["Metrics"]
+    told = {
+        name: set(documents.quoted(labels))
+        for names, labels, _ in documents.table(section, "metric", "labels")
+        for name in documents.quoted(names)
+    }
+    found = families(one(filled, "select pgqueue.metrics()"))
+    assert told == {family.name: set(family.samples[0].labels) for family in found}
+
+
+def test_the_command_prints_utf8_whatever_the_terminal_has(run, filled):
+    done = run("pgqueue", "metrics", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert differences(samples(families(done.stdout)), shown(filled)) == []
+
+
+def test_alerts_ask_for_metrics_and_labels_that_are_there(filled):
+    found = {f.name: f for f in families(one(filled, "select pgqueue.metrics()"))}
+    named = "select proname from pg_proc where pronamespace = 'pgqueue'::regnamespace"
+    named += " union select viewname from pg_views where schemaname = 'pgqueue'"
+    objects = set(column(filled, named))
+    assert len({rule["alert"] for rule in RULES}) == len(RULES) > 5
+    for rule in RULES:
+        asked = set(re.findall(r"\bpgqueue_\w+", rule["expr"]))
+        assert asked and asked <= found.keys(), rule
+        for metric, label, value in re.findall(r'(\w+)\{(\w+)="(\w+)"\}', rule["expr"]):
+            values = {sample.labels[label] for sample in found[metric].samples}
+            assert value in values, rule
+        summary, description = (
+            rule["annotations"][key] for key in ("summary", "description")
+        )
+        labels = set.intersection(*(set(found[m].samples[0].labels) for m in asked))
+        assert set(re.findall(r"\$labels\.(\w+)", summary + description)) <= labels
+        assert set(re.findall(r"\bpgqueue\.(\w+)", description)) <= objects, rule
+        assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def ask(db: psycopg.Connection, query: str, queues: list[str]) -> psycopg.Cursor:
+    """Run a query as Grafana does, with these queues chosen."""
+    literals = ",".join("'" + queue.replace("'", "''") + "'" for queue in queues)
+    query = query.replace("${queue:sqlstring}", literals)
+    span = r"\1 BETWEEN now() - interval '1 hour' AND now()"
+    query = re.sub(r"\$__timeFilter\((\w+)\)", span, query)
+    assert "$" not in query
+    return psycopg.ClientCursor(db).execute(query)
+
+
+@pytest.mark.parametrize("panel", DASHBOARD["panels"], ids=lambda panel: panel["title"])
+def test_a_panel_of_the_dashboard_shows_what_a_reader_may_see(reader, panel):
+    (target,) = panel["targets"]
+    answer = ask(reader, target["rawSql"], [HOSTILE, "it's"])
+    names, found = [c.name for c in answer.description or ()], answer.fetchall()
+    assert found and len(set(names)) == len(names)
+    named = [rule["matcher"]["options"] for rule in panel["fieldConfig"]["overrides"]]
+    field = panel.get("options", {}).get("reduceOptions", {}).get("fields")
+    assert {*named, *([field] if field else [])} <= set(names)
+    if target["format"] == "time_series":
+        assert names[:2] == ["time", "metric"] and len(names) > 2
+        assert [row[0] for row in found] == sorted(row[0] for row in found)
+    cells = [cell for row in found for cell in row]
+    assert not any(isinstance(cell, timedelta | list) for cell in cells)
+    assert "queue" not in names or {r[names.index("queue")] for r in found} == {HOSTILE}
+    ask(reader, target["rawSql"], [])  # of a database without queues
+
+
+def test_the_dashboard_asks_for_its_data_source_and_queues(reader):
+    source, queue = DASHBOARD["templating"]["list"]
+    assert (source["type"], source["name"]) == ("datasource", "datasource")
+    assert set(column(reader, queue["query"])) == {HOSTILE, "other"}
+    want = {"type": source["query"], "uid": "${datasource}"}
+    assert all(asks["datasource"] == want for asks in (queue, *DASHBOARD["panels"]))
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
