@@ -1,8 +1,11 @@
 """The recipes of the package's README, run as written; Django's are in test_django."""
 
 import json
+import os
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -62,6 +65,7 @@ def test_every_section_of_the_package_readme_is_tested() -> None:
         "Coming from Celery",
         "Around every attempt",
         "Tracing",
+        "Monitoring",
         "Recurring jobs",
         "In your tests",
         "At run time",
@@ -350,6 +354,21 @@ def spans(said: str) -> list[dict[str, Any]]:
         found.append(span)
         said = said[end:]
     return found
+
+
+def test_the_metrics_come_into_the_folder_and_stay_when_nobody_answers(
+    db, project
+) -> None:
+    (block,) = blocks("Monitoring", "sh")
+    python = Path(sys.executable).parent
+    env = project.env | {"PATH": f"{python}:{os.environ['PATH']}"}
+    recipe = block.replace("/var/lib/node_exporter", str(project.folder))
+    pgqueue.enqueue(db, "emails")
+    for more, code in ({}, 0), ({"PGHOST": "/nowhere"}, 1):
+        ran = subprocess.run(["sh", "-c", recipe], env=env | more)
+        assert ran.returncode == code
+        text = (project.folder / "pgqueue.prom").read_text()
+        assert 'pgqueue_jobs{queue="emails",state="ready"} 1\n' in text
 
 
 def test_handlers_recur_by_their_schedules(db, project) -> None:
