@@ -40,7 +40,7 @@ update pgqueue.job set lease_expires_at = now() - interval '5 minutes' where wor
 select pgqueue.schedule(%(queue)s, %(queue)s, every => '1 hour');
 select pgqueue.schedule('spread', 'other', every => '1 hour', jitter => '1 hour');
 update pgqueue.schedule set next_slot = now() - interval '10 minutes';
-select pgqueue.schedule('at rest', 'other', every => '1 hour');
+select pgqueue.schedule('at rest', 'seldom', every => '1 hour');
 select pgqueue.pause_schedule('at rest');
 select pgqueue.pause('other');
 select pgqueue.enqueue('other', unique_key => 'k', unique_for => '1 hour')
@@ -223,7 +223,7 @@ def test_a_panel_of_the_dashboard_shows_what_a_reader_may_see(reader, panel):
 def test_the_dashboard_asks_for_its_data_source_and_queues(reader):
     source, queue = DASHBOARD["templating"]["list"]
     assert (source["type"], source["name"]) == ("datasource", "datasource")
-    assert set(column(reader, queue["query"])) == {HOSTILE, "other"}
+    assert set(column(reader, queue["query"])) == {HOSTILE, "other", "seldom"}
     want = {"type": source["query"], "uid": "${datasource}"}
     assert all(asks["datasource"] == want for asks in (queue, *DASHBOARD["panels"]))
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
