@@ -104,8 +104,8 @@ $$;
 
 comment on function pgqueue.grant_access(text, text) is
 'Lets a role be a producer (enqueue), worker (claim and end attempts), operator
-(manage, and read all) or reader (why, health and the views, which hold no
-payload).
+(manage, and read all) or reader (why, health, metrics and the views, which
+hold no payload).
 Kinds include no other kind.
 Raises 22023 (unknown kind), 42704 (no such role).';
 

@@ -80,7 +80,12 @@ VERBS = {
     "purge": (["queue"], "drop all jobs of a queue that wait; prints how many"),
 }
 # The others need an operator.
-ROLES = {"enqueue": "producer", "health": "reader", "metrics": "reader", "install": None}
+ROLES = {
+    "enqueue": "producer",
+    "health": "reader",
+    "metrics": "reader",
+    "install": None,
+}
 STATUSES = ("ok", "warning", "critical")  # as exit codes
 # With a larger number Postgres would find no function.
 integer = whole_number(-(2**31), 2**31 - 1)

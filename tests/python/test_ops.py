@@ -6,7 +6,7 @@ import subprocess
 
 import psycopg
 import pytest
-from conftest import column, one
+from conftest import column
 from documents import REPO
 
 OPS = REPO / "sql/ops"
@@ -94,8 +94,6 @@ def test_top_shows_queues_with_their_last_minutes_and_what_runs(db, run):
 
 
 def test_top_has_the_worst_finding_of_each_check_of_health(db, run):
-    if one(db, "select to_regprocedure('pgqueue.health()')") is None:
-        pytest.skip("no health() yet")
     do(
         db,
         "select pgqueue.enqueue(q, run_at => now() - interval '2 days')"
