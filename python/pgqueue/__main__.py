@@ -90,6 +90,7 @@ STATUSES = ("ok", "warning", "critical")  # as exit codes
 # With a larger number Postgres would find no function.
 integer = whole_number(-(2**31), 2**31 - 1)
 bigint = whole_number(-(2**63), 2**63 - 1)
+port = whole_number(1, 2**16 - 1)
 
 
 def main() -> int:
@@ -99,6 +100,8 @@ def main() -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         dsn = database.conninfo(args.dsn)
+        if args.command == "dashboard":
+            return serve(dsn, args)
         with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as conn:
             conn.add_notice_handler(say_notice)
             code = run(conn, args)
@@ -154,6 +157,14 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("top", help="queues and running jobs, live")
     command.add_argument("--every", type=float, default=2.0, help="seconds")
     command.add_argument("--times", type=int, help="end after so many")
+
+    command = commands.add_parser("dashboard", help="serve a page for who is on call")
+    command.add_argument("--host", default="127.0.0.1", help="else %(default)s")
+    command.add_argument("--port", type=port, default=7070, help="else %(default)s")
+    command.add_argument("--allow-actions", action="store_true", help="not read-only")
+    command.add_argument(
+        "--allow-host", action="append", default=[], help="a name that a proxy asks for"
+    )
 
     dead = commands.add_parser("dead", help="the latest dead letters")
     command = commands.add_parser(
@@ -234,6 +245,18 @@ def health(conn: database.Connection, is_all: bool) -> int:
         if hint:
             print(f"    {printable(hint)}")
     return worst
+
+
+def serve(dsn: str, args: argparse.Namespace) -> int:
+    """Serve the dashboard until Ctrl-C; it connects by itself, for each page."""
+    try:
+        from pgqueue import dashboard
+    except ImportError as error:
+        say(f"the dashboard needs pip install 'pgqueue-postgres[dashboard]': {error}")
+        return 1
+    say(f"the dashboard is at http://{args.host}:{args.port}/")
+    dashboard.serve(dsn, args.host, args.port, args.allow_actions, args.allow_host)
+    return 0
 
 
 def redrive(conn: database.Connection, options: dict[str, Any]) -> None:

@@ -1,0 +1,339 @@
+"""What each page shows: the views, read in one read-only transaction."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+from urllib.parse import quote
+
+import psycopg
+from psycopg.rows import dict_row
+
+from pgqueue.terminal import sentences
+
+Row = dict[str, Any]
+Connection = psycopg.Connection[Row]
+Asked = Mapping[str, str]
+
+SHOWN = 200  # rows of a list that may be long
+
+# Nobody's settings change what is read; a page that takes longer is worth no more load.
+SESSION = """
+set local search_path = pg_catalog, pg_temp;
+set local statement_timeout = '5s';
+set local timezone = 'UTC';
+set local datestyle = 'ISO';
+set local intervalstyle = 'postgres';
+set local jit = off
+"""
+RIGHTS = """
+select
+    clock_timestamp() as now,
+    has_function_privilege('pgqueue.pause(text, text, text)', 'execute') as may_act,
+    has_table_privilege('pgqueue.run', 'select') as sees_all,
+    case
+        when to_regprocedure('pgqueue.health()') is null then false
+        else has_function_privilege('pgqueue.health()', 'execute')
+    end as has_health
+"""
+HEALTH = 'select "check", status, detail, hint from pgqueue.health()'
+QUEUES = "select * from pgqueue.queues order by queue"
+QUEUE = "select * from pgqueue.queues where queue = %(queue)s"
+ENDED = """
+select
+    queue,
+    array_agg((extract(epoch from clock_timestamp() - minute) / 60)::int) as ago,
+    array_agg(finished + failed) as ended
+from pgqueue.throughput
+group by queue
+"""
+THROUGHPUT = """
+select
+    minute, finished, failed, p50_waited, p99_waited, p50_taken, p99_taken,
+    least(59, (extract(epoch from date_trunc('minute', clock_timestamp()) - minute) / 60)::int) as ago
+from pgqueue.throughput
+where queue = %(queue)s
+order by minute desc
+"""
+KINDS = "select * from pgqueue.kinds where queue = %(queue)s order by kind limit 200"
+FAILURES = "select * from pgqueue.failures where queue = %(queue)s limit 20"
+SETTINGS = """
+select kind, group_key, setting, value, set_for
+from pgqueue.settings
+where queue = %(queue)s and set_for <> 'default' and value is not null
+limit 200
+"""
+# By the index of the lanes, and no further: a queue may have ten million.
+FIRST = """
+from (
+    select * from pgqueue.jobs
+    where hashtext(queue) = hashtext(%(queue)s) and queue = %(queue)s
+    limit 10000
+) as j
+"""
+GROUPS = f"""
+select
+    group_key, count(*) as jobs, count(*) filter (where state = 'running') as running,
+    clock_timestamp() - min(run_at) filter (where state = 'ready') as oldest_wait
+{FIRST}
+where group_key is not null
+group by group_key
+order by jobs desc, group_key
+limit 20
+"""
+JOBS = f"""
+select id, kind, state, priority, run_at, attempt, max_attempts, worker, group_key, last_error
+{FIRST}
+order by priority desc, run_at, id
+limit 50
+"""
+RUNNING = "select *, count(*) over () as matches from pgqueue.running limit %(shown)s"
+STUCK = "select * from pgqueue.stuck limit %(shown)s"
+WORKERS = "select *, count(*) over () as matches from pgqueue.workers limit %(shown)s"
+DEAD = """
+select *, count(*) over () as matches, sum(jobs) over () as all_jobs
+from pgqueue.dead
+where %(queue)s::text is null or queue = %(queue)s
+limit %(shown)s
+"""
+SCHEDULES = "select *, count(*) over () as matches from pgqueue.schedules limit 1000"
+BATCHES = """
+select *, count(*) over () as matches from pgqueue.batches order by id desc limit %(shown)s
+"""
+LIVE = "select * from pgqueue.jobs where id = %(id)s"
+STATUS = "select * from pgqueue.status(%(id)s)"
+KEPT = """
+select errors, case when %(payload)s then left(jsonb_pretty(payload), 20000) end as payload,
+    case when %(payload)s then left(headers::text, 20000) end as headers
+from pgqueue.{} where id = %(id)s
+"""
+# What is said of a job, by whichever of the two tells it.
+FACTS = dict.fromkeys(
+    (
+        "queue",
+        "kind",
+        "state",
+        "attempt",
+        "max_attempts",
+        "priority",
+        "enqueued_at",
+        "run_at",
+        "expires_at",
+        "claimed_at",
+        "finished_at",
+        "lease_expires_at",
+        "cancelled_at",
+        "worker",
+        "group_key",
+        "unique_key",
+        "done",
+        "total",
+        "message",
+        "time_left",
+        "last_error",
+    )
+)
+RUNS = """
+select attempt, finished_at, waited, taken, outcome, worker, left(error, 20000) as error,
+    left(result::text, 20000) as result
+from pgqueue.run
+where job_id = %(id)s
+order by finished_at desc, attempt desc
+limit 200
+"""
+ORDERS = {
+    "queue",
+    "ready",
+    "running",
+    "scheduled",
+    "blocked",
+    "expired",
+    "dead",
+    "oldest_wait",
+    "rate_5m",
+    "failure_rate_5m",
+    "workers",
+}
+
+
+class NotFound(Exception):
+    """There is nothing of that name."""
+
+
+@dataclass
+class Page:
+    template: str
+    context: dict[str, Any] = field(default_factory=dict)
+    is_live: bool = True  # worth asking for again and again
+
+
+@dataclass
+class Reading:
+    """One transaction, and what its role may do."""
+
+    conn: Connection
+    asked: Asked
+    rights: Row
+
+    def rows(self, query: str, **values: Any) -> list[Row]:
+        return self.conn.execute(query, {"shown": SHOWN, **values}).fetchall()
+
+    def row(self, query: str, **values: Any) -> Row | None:
+        return self.conn.execute(query, values).fetchone()
+
+
+def read(dsn: str, page: Callable[[Reading], Page], asked: Asked) -> Page:
+    """Read what a page shows, all of it from one snapshot."""
+    with psycopg.connect(dsn, row_factory=dict_row, prepare_threshold=None) as conn:
+        conn.read_only = True
+        conn.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        conn.execute(SESSION)
+        rights = conn.execute(RIGHTS).fetchone() or {}
+        found = page(Reading(conn, asked, rights))
+        found.context.update(rights)
+        conn.rollback()
+    return found
+
+
+def queues(reading: Reading) -> Page:
+    found = all_queues = reading.rows(QUEUES)
+    if part := reading.asked.get("name", ""):
+        found = [row for row in found if part.lower() in row["queue"].lower()]
+    order = reading.asked.get("order", "")
+    if order in ORDERS - {"queue"}:
+        # Those of which nothing is known come last.
+        found = sorted(
+            found, key=lambda row: (row[order] is not None, row[order]), reverse=True
+        )
+    return Page(
+        "queues.html",
+        {
+            "queues": found,
+            "all_queues": all_queues,
+            "part": part,
+            "order": order if order in ORDERS else "queue",
+            "ended": {r["queue"]: (r["ago"], r["ended"]) for r in reading.rows(ENDED)},
+            "health": reading.rows(HEALTH) if reading.rights["has_health"] else None,
+        },
+    )
+
+
+def queue(reading: Reading) -> Page:
+    name = reading.asked.get("name", "")
+    found = reading.row(QUEUE, queue=name)
+    if found is None:
+        raise NotFound(f"No queue is called {name!r}, or nothing is known of it.")
+    context = {
+        part: reading.rows(query, queue=name)
+        for part, query in {
+            "minutes": THROUGHPUT,
+            "kinds": KINDS,
+            "groups": GROUPS,
+            "jobs": JOBS,
+            "failures": FAILURES,
+            "settings": SETTINGS,
+        }.items()
+    }
+    return Page("queue.html", {"queue": found, **context})
+
+
+def running(reading: Reading) -> Page:
+    return Page(
+        "running.html",
+        {
+            "stuck": reading.rows(STUCK),
+            "running": reading.rows(RUNNING),
+            "workers": reading.rows(WORKERS),
+        },
+    )
+
+
+def dead(reading: Reading) -> Page:
+    queue = reading.asked.get("queue") or None
+    found = reading.rows(DEAD, queue=queue)
+    return Page("dead.html", {"dead": found, "queue": queue})
+
+
+def schedules(reading: Reading) -> Page:
+    return Page("schedules.html", {"schedules": reading.rows(SCHEDULES)})
+
+
+def batches(reading: Reading) -> Page:
+    return Page("batches.html", {"batches": reading.rows(BATCHES)})
+
+
+def job(reading: Reading) -> Page:
+    """One job's life. A reader of the views is told why, and what waits or runs."""
+    id, wants_payload = job_id(reading.asked.get("id", "")), "payload" in reading.asked
+    why = reading.row("select pgqueue.why(%(id)s) as why", id=id) or {}
+    live = reading.row(LIVE, id=id)
+    status, kept, runs = {}, None, None
+    if reading.rights["sees_all"]:
+        status = reading.row(STATUS, id=id) or {}
+        table = "job" if live else "dead_job"
+        kept = reading.row(KEPT.format(table), id=id, payload=wants_payload)
+        # The log may be long: it is looked through once, not every two seconds.
+        if kept is None or "log" in reading.asked:
+            reading.conn.execute("set local enable_seqscan = off")
+            runs = reading.rows(RUNS, id=id)
+    errors = [
+        {**error, "at": datetime.fromisoformat(error["at"])}
+        for error in reversed(kept["errors"] if kept else [])
+    ]
+    return Page(
+        "job.html",
+        {
+            "id": id,
+            "why": why["why"],
+            "job": {**FACTS, **status, **(live or {})},
+            "is_present": live is not None,
+            "kept": kept,
+            "errors": errors,
+            "runs": runs,
+            "wants_payload": wants_payload,
+        },
+        is_live=live is not None and runs is None,
+    )
+
+
+def job_id(text: str) -> int:
+    try:
+        id = int(text)
+    except ValueError:
+        raise NotFound(
+            f"{text[:100]!r} is no job's id: that is a whole number."
+        ) from None
+    if not -(2**63) <= id < 2**63:
+        raise NotFound("No job has so large an id.")
+    return id
+
+
+# What an operator may do: a call of the SQL function of that name, and where its effect is seen.
+CALLS = {
+    "pause": ("select pgqueue.pause(%(queue)s)", "/queue?name={queue}"),
+    "resume": ("select pgqueue.resume(%(queue)s)", "/queue?name={queue}"),
+    "cancel": ("select pgqueue.cancel(%(id)s)", "/job?id={id}"),
+    "run_now": ("select pgqueue.run_now(%(id)s)", "/job?id={id}"),
+}
+REDRIVE = """
+select pgqueue.redrive(
+    %(queue)s, %(kind)s, %(error_like)s, max_jobs => %(max_jobs)s, dry_run => %(dry_run)s
+) as id
+"""
+ACTIONS = (*CALLS, "redrive")
+
+
+def act(dsn: str, action: str, of: Row, max_jobs: int) -> Page | str:
+    """Call a function with the arguments in `of`; return what to show, or where to look."""
+    notes: list[str] = []
+    with psycopg.connect(dsn, row_factory=dict_row, prepare_threshold=None) as conn:
+        conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+        conn.add_notice_handler(lambda notice: notes.append(sentences(notice)))
+        conn.execute(SESSION)
+        if action in CALLS:
+            query, where = CALLS[action]
+            conn.execute(query, of)
+            return where.format_map({k: quote(str(v), safe="") for k, v in of.items()})
+        values = {**of, "max_jobs": max_jobs, "dry_run": of.get("dry_run") is not False}
+        ids = [row["id"] for row in conn.execute(REDRIVE, values)]
+    return Page("redrive.html", {**values, "ids": ids, "notes": notes}, is_live=False)

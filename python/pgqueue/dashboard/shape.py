@@ -1,0 +1,95 @@
+"""How numbers, times and texts are written. The template engine escapes all of it."""
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
+
+def number(value: Any) -> str:
+    """1,234; fractions with three digits."""
+    if value is None:
+        return ""
+    if value == int(value) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{float(value):.3g}"
+
+
+def percent(part: float | Decimal | None) -> str:
+    return "" if part is None else f"{100 * float(part):.0f} %"
+
+
+def span(value: timedelta | None) -> str:
+    """A duration by its two largest units."""
+    if value is None:
+        return ""
+    if value < timedelta():
+        return "−" + span(-value)
+    seconds = value.total_seconds()
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms" if seconds else "0 s"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    left = round(seconds)
+    parts = []
+    for unit, size in UNITS:
+        count, left = divmod(left, size)
+        if count:
+            parts.append(f"{count} {unit}")
+        elif parts:
+            break
+    return " ".join(parts[:2])
+
+
+def seconds(value: timedelta) -> float:
+    return value.total_seconds()
+
+
+def since(moment: datetime, now: datetime) -> str:
+    if moment > now:
+        return "in " + span(moment - now)
+    return span(now - moment) + " ago"
+
+
+def exact(moment: datetime) -> str:
+    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def as_json(value: Any) -> str:
+    """For a hidden field: a browser would change the ends of lines in a bare text."""
+    return json.dumps(value)
+
+
+def bars(
+    ago: Iterable[int], values: Sequence[Any], height: int, most: Any = None
+) -> str:
+    """The path of a bar for each of the last 60 minutes, the present one at the right.
+
+    Each is one wide, at a half; what is more than nothing can be seen.
+    """
+    most = max(values, default=0) if most is None else most
+    drawn = []
+    for minutes, value in zip(ago, values, strict=True):
+        if value:
+            drawn.append(
+                f"M{59 - min(59, minutes)}.5 {height}v-{tall(value, most, height)}"
+            )
+    return "".join(drawn)
+
+
+def tall(value: Any, most: Any, height: int) -> int:
+    return max(1, round(height * float(value / most))) if most else 0
+
+
+FILTERS = {
+    "number": number,
+    "percent": percent,
+    "span": span,
+    "seconds": seconds,
+    "exact": exact,
+    "as_json": as_json,
+}
+FUNCTIONS = {"since": since, "bars": bars}

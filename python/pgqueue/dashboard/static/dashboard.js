@@ -1,0 +1,83 @@
+"use strict";
+// Asks for the page again every two seconds, and changes what differs: focus, scroll position, selection
+// and what is unfolded stay. Where scripts may not run, the page is a plain page.
+
+const EVERY = 2000;
+let failedSince = null;
+
+async function refresh() {
+  const main = document.querySelector("main");
+  const begun = performance.now();
+  // Not under a finger that is about to press something.
+  if (!document.hidden && main.hasAttribute("data-live") && !document.querySelector("main :active")) {
+    try {
+      const answer = await fetch(location.href, {
+        headers: { "X-Part": "main" }, cache: "no-store", signal: AbortSignal.timeout(20000),
+      });
+      const text = await answer.text();
+      const next = new DOMParser().parseFromString(text, "text/html").querySelector("main");
+      if (answer.status === 503) tell("The database does not answer");
+      else if (!next) tell("The dashboard does not answer");
+      else {
+        change(main, next);
+        tell(null);
+      }
+    } catch (error) {
+      tell("The dashboard does not answer");
+    }
+  }
+  // A page that is dear is asked for less often.
+  setTimeout(refresh, Math.max(EVERY, 10 * (performance.now() - begun)));
+}
+
+function tell(trouble) {
+  failedSince = trouble && (failedSince || new Date());
+  const text = trouble ? `${trouble} since ${failedSince.toLocaleTimeString()}. This is what was last seen; trying again.` : "";
+  const notice = document.getElementById("notice");
+  if (notice.textContent !== text) notice.textContent = text;
+  document.body.classList.toggle("stale", Boolean(trouble));
+}
+
+// Not node.id: in a form, a field of that name hides it.
+const key = (node) => (node.nodeType === Node.ELEMENT_NODE && node.getAttribute("id")) || "";
+
+function change(old, next) {
+  if (old.nodeName !== next.nodeName) return old.replaceWith(next);
+  if (old.nodeType !== Node.ELEMENT_NODE) {
+    if (old.nodeValue !== next.nodeValue) old.nodeValue = next.nodeValue;
+    return;
+  }
+  for (const { name } of [...old.attributes]) {
+    if (!next.hasAttribute(name) && name !== "open") old.removeAttribute(name);
+  }
+  for (const { name, value } of next.attributes) {
+    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  }
+  changeChildren(old, next);
+}
+
+// What has an id is told by it, so that a row stays the row of the same job.
+function changeChildren(old, next) {
+  const wanted = [...next.childNodes];
+  const wantedKeys = new Set(wanted.map(key));
+  for (const node of [...old.childNodes]) if (!wantedKeys.has(key(node))) node.remove();
+  const byKey = new Map([...old.children].filter(key).map((node) => [key(node), node]));
+  let at = old.firstChild;
+  for (const node of wanted) {
+    let here = key(node) ? byKey.get(key(node)) : at && !key(at) && at.nodeName === node.nodeName ? at : null;
+    if (!here) {
+      old.insertBefore(node, at);
+      continue;
+    }
+    if (here === at) at = at.nextSibling;
+    else old.insertBefore(here, at);
+    change(here, node);
+  }
+  while (at) {
+    const rest = at;
+    at = at.nextSibling;
+    rest.remove();
+  }
+}
+
+setTimeout(refresh, EVERY);

@@ -1,0 +1,287 @@
+"""The ASGI app: routes, who may ask for them, and what is said when something is wrong.
+
+Starlette routes and Jinja2 escapes; uvicorn serves. Nothing here is in anyone's account: put
+a proxy that asks for a password before it wherever more than this machine can reach it.
+"""
+
+import functools
+import hashlib
+import hmac
+import json
+import re
+import secrets
+from collections.abc import Callable, Collection
+from http import HTTPStatus
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+import anyio
+import anyio.to_thread
+import jinja2
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import (
+    HTMLResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+)
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pgqueue import database
+from pgqueue.dashboard import pages, shape
+from pgqueue.dashboard.pages import NotFound, Page, Reading
+from pgqueue.terminal import explain
+
+HERE = Path(__file__).resolve().parent
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+CONNECTIONS = 4  # at a time, whoever asks
+MOST_FORM = 65_536  # bytes
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+        " form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+MISSING = (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable)
+PAGES: dict[str, Callable[[Reading], Page]] = {
+    "/": pages.queues,
+    "/queue": pages.queue,
+    "/running": pages.running,
+    "/dead": pages.dead,
+    "/job": pages.job,
+    "/schedules": pages.schedules,
+    "/batches": pages.batches,
+}
+
+
+def app(
+    dsn: str | None = None,
+    allow_actions: bool = False,
+    *,
+    hosts: Collection[str] = LOOPBACK,
+) -> ASGIApp:
+    """Make the app. It answers only to these names in the Host header, "*" being any.
+
+    Without that check a page from elsewhere could have its name lead to this machine, and
+    read. Give the names that your users see when you mount it.
+    """
+    dashboard = Dashboard(dsn, allow_actions)
+    routes = [
+        Route(path, functools.partial(dashboard.get, page))
+        for path, page in PAGES.items()
+    ]
+    return Guard(
+        Starlette(
+            routes=[
+                *routes,
+                Route("/action/{action}", dashboard.post, methods=["POST"]),
+                Mount("/static", StaticFiles(directory=HERE / "static")),
+            ],
+            exception_handlers={HTTPException: dashboard.refuse},
+        ),
+        hosts,
+    )
+
+
+def serve(
+    dsn: str | None,
+    host: str,
+    port: int,
+    allow_actions: bool,
+    hosts: Collection[str] = (),
+) -> None:
+    """Serve the page until Ctrl-C."""
+    import uvicorn
+
+    bracketed = f"[{host}]" if ":" in host else host
+    page = app(dsn, allow_actions, hosts=(*LOOPBACK, bracketed, *hosts))
+    uvicorn.run(page, host=host, port=port, log_level="warning", server_header=False)
+
+
+class Guard:
+    """Refuses other names of this machine, and puts the same headers on every answer."""
+
+    def __init__(self, inner: ASGIApp, hosts: Collection[str]) -> None:
+        self.inner = inner
+        self.hosts = {host.lower() for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        if scope["type"] != "http" or self.is_known(
+            Request(scope).headers.get("host", "")
+        ):
+            inner = self.inner
+        else:
+            inner = PlainTextResponse(
+                "This dashboard does not answer to that name; --allow-host NAME, or"
+                " app(hosts=[...]), lets it.\n",
+                HTTPStatus.MISDIRECTED_REQUEST,
+            )
+        await inner(scope, receive, send_with_headers)
+
+    def is_known(self, host: str) -> bool:
+        name = re.sub(r":\d+$", "", host).rstrip(".").lower()
+        return "*" in self.hosts or name in self.hosts
+
+
+class Dashboard:
+    def __init__(self, dsn: str | None, allow_actions: bool) -> None:
+        self.dsn = named(database.conninfo(dsn))
+        self.allow_actions = allow_actions
+        self.secret = secrets.token_bytes()
+        # Threads of our own: those of the app that we are mounted in have other things to do.
+        self.limiter = anyio.CapacityLimiter(CONNECTIONS)
+        self.templates = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(HERE / "templates"),
+            autoescape=True,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            undefined=jinja2.StrictUndefined,
+        )
+        self.templates.filters.update(shape.FILTERS)
+        self.templates.globals.update(shape.FUNCTIONS, token=self.token)
+
+    async def get(self, page: Callable[[Reading], Page], request: Request) -> Response:
+        asked = dict(request.query_params)
+        return await self.answer(
+            request, lambda: pages.read(self.dsn, page, asked), "reader"
+        )
+
+    async def post(self, request: Request) -> Response:
+        action = request.path_params["action"]
+        if action not in pages.ACTIONS:
+            raise HTTPException(HTTPStatus.NOT_FOUND)
+        if not self.allow_actions:
+            raise HTTPException(
+                HTTPStatus.FORBIDDEN, "It was started without --allow-actions."
+            )
+        form = await read_form(request)
+        if not (is_from_here(request) and self.is_token(action, form.get("token", ""))):
+            raise HTTPException(
+                HTTPStatus.FORBIDDEN,
+                "That did not come from a page of this dashboard, or from one before its last"
+                " start. Go back, load it again, and try once more.",
+            )
+        try:
+            of, max_jobs = dict(json.loads(form["of"])), int(form.get("max_jobs", 1000))
+        except (KeyError, TypeError, ValueError, RecursionError):
+            raise HTTPException(
+                HTTPStatus.BAD_REQUEST, "No form of this dashboard sends that."
+            ) from None
+        return await self.answer(
+            request, lambda: pages.act(self.dsn, action, of, max_jobs), "operator"
+        )
+
+    async def answer(
+        self, request: Request, work: Callable[[], Page | str], role: str
+    ) -> Response:
+        """Do what takes time in a thread, and make an answer of it or of its error."""
+
+        def answer() -> Response:
+            try:
+                found = work()
+                if isinstance(found, str):
+                    where = request.scope.get("root_path", "") + found
+                    return RedirectResponse(where, HTTPStatus.SEE_OTHER)
+                return self.render(request, found)
+            except psycopg.Error as error:
+                return self.explain(request, error, role)
+            except NotFound as error:
+                return self.say(request, HTTPStatus.NOT_FOUND, str(error))
+
+        return await anyio.to_thread.run_sync(answer, limiter=self.limiter)
+
+    def render(self, request: Request, page: Page, status: int = 200) -> Response:
+        may_act = self.allow_actions and page.context.get("may_act", False)
+        context = {
+            **page.context,
+            "may_act": may_act,
+            "allow_actions": self.allow_actions,
+            "is_live": page.is_live,
+            "base": request.scope.get("root_path", ""),
+            "here": request.url.path.removeprefix(request.scope.get("root_path", "")),
+            "layout": "part.html" if "x-part" in request.headers else "whole.html",
+        }
+        text = self.templates.get_template(page.template).render(context)
+        return HTMLResponse(text, status)
+
+    def explain(self, request: Request, error: psycopg.Error, role: str) -> Response:
+        text = explain(error, role)
+        if isinstance(error, MISSING):
+            text = f"Install or update pgqueue in this database: {text}"
+        return self.say(request, status_of(error), text)
+
+    def say(self, request: Request, status: HTTPStatus, text: str) -> Response:
+        is_live = status == HTTPStatus.SERVICE_UNAVAILABLE and request.method == "GET"
+        page = Page("error.html", {"status": status, "text": text}, is_live)
+        return self.render(request, page, status)
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return self.say(request, HTTPStatus(error.status_code), error.detail)
+
+    def token(self, action: str) -> str:
+        """What a form must bring along. Who can read a page of ours may act; no other site can."""
+        return hmac.new(self.secret, action.encode(), hashlib.sha256).hexdigest()
+
+    def is_token(self, action: str, token: str) -> bool:
+        return hmac.compare_digest(self.token(action).encode(), token.encode())
+
+
+def named(dsn: str) -> str:
+    """Have the sessions say what they are, but not as a worker's would."""
+    if (
+        conninfo_to_dict(dsn).get("application_name")
+        != database.PATIENCE["application_name"]
+    ):
+        return dsn
+    return make_conninfo(dsn, application_name="pgqueue-dashboard")
+
+
+def status_of(error: psycopg.Error) -> HTTPStatus:
+    if database.is_outage(error) or isinstance(error, MISSING):
+        return HTTPStatus.SERVICE_UNAVAILABLE
+    if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        return HTTPStatus.FORBIDDEN
+    if error.sqlstate == "PQ001":
+        return HTTPStatus.NOT_FOUND
+    if isinstance(error, psycopg.DataError | psycopg.ProgrammingError):
+        return HTTPStatus.BAD_REQUEST
+    return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MOST_FORM:
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+    return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True))
+
+
+def is_from_here(request: Request) -> bool:
+    """Whether a browser says that a page of this site asks; what is no browser says nothing."""
+    headers = request.headers
+    if headers.get("sec-fetch-site", "same-origin") != "same-origin":
+        return False
+    origin = headers.get("origin")
+    # The scheme is another one behind a proxy that ends TLS.
+    return origin is None or urlsplit(origin).netloc == headers.get("host")
