@@ -1,5 +1,6 @@
 """How numbers, times and texts are written. The template engine escapes all of it."""
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
@@ -63,25 +64,25 @@ def as_json(value: Any) -> str:
     return json.dumps(value)
 
 
-def bars(
+def outline(
     ago: Iterable[int], values: Sequence[Any], height: int, most: Any = None
 ) -> str:
-    """The path of a bar for each of the last 60 minutes, the present one at the right.
+    """The path around what was in each of the last 60 minutes, the present one at the right.
 
-    Each is one wide, at a half; what is more than nothing can be seen.
+    Each is one wide. What is more than nothing can be seen.
     """
     most = max(values, default=0) if most is None else most
-    drawn = []
+    heights = [0] * 60
     for minutes, value in zip(ago, values, strict=True):
         if value:
-            drawn.append(
-                f"M{59 - min(59, minutes)}.5 {height}v-{tall(value, most, height)}"
+            heights[59 - min(59, max(0, minutes))] = max(
+                1, round(height * float(value / most))
             )
-    return "".join(drawn)
-
-
-def tall(value: Any, most: Any, height: int) -> int:
-    return max(1, round(height * float(value / most))) if most else 0
+    steps, before = [f"M0 {height}"], 0
+    for tall, minutes_alike in itertools.groupby(heights):
+        steps.append(f"v{before - tall}h{len(list(minutes_alike))}")
+        before = tall
+    return "".join(steps) + f"V{height}z"
 
 
 FILTERS = {
@@ -92,4 +93,4 @@ FILTERS = {
     "exact": exact,
     "as_json": as_json,
 }
-FUNCTIONS = {"since": since, "bars": bars}
+FUNCTIONS = {"since": since, "outline": outline}

@@ -21,7 +21,7 @@ import jinja2
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import (
@@ -51,7 +51,8 @@ HEADERS = {
     ),
     "X-Frame-Options": "DENY",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
+    # With no-referrer a browser says of our own forms, too, that their origin is null.
+    "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
@@ -73,28 +74,13 @@ def app(
     allow_actions: bool = False,
     *,
     hosts: Collection[str] = LOOPBACK,
-) -> ASGIApp:
+) -> "Dashboard":
     """Make the app. It answers only to these names in the Host header, "*" being any.
 
     Without that check a page from elsewhere could have its name lead to this machine, and
     read. Give the names that your users see when you mount it.
     """
-    dashboard = Dashboard(dsn, allow_actions)
-    routes = [
-        Route(path, functools.partial(dashboard.get, page))
-        for path, page in PAGES.items()
-    ]
-    return Guard(
-        Starlette(
-            routes=[
-                *routes,
-                Route("/action/{action}", dashboard.post, methods=["POST"]),
-                Mount("/static", StaticFiles(directory=HERE / "static")),
-            ],
-            exception_handlers={HTTPException: dashboard.refuse},
-        ),
-        hosts,
-    )
+    return Dashboard(dsn, allow_actions, hosts)
 
 
 def serve(
@@ -109,43 +95,19 @@ def serve(
 
     bracketed = f"[{host}]" if ":" in host else host
     page = app(dsn, allow_actions, hosts=(*LOOPBACK, bracketed, *hosts))
-    uvicorn.run(page, host=host, port=port, log_level="warning", server_header=False)
-
-
-class Guard:
-    """Refuses other names of this machine, and puts the same headers on every answer."""
-
-    def __init__(self, inner: ASGIApp, hosts: Collection[str]) -> None:
-        self.inner = inner
-        self.hosts = {host.lower() for host in hosts}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        if scope["type"] != "http" or self.is_known(
-            Request(scope).headers.get("host", "")
-        ):
-            inner = self.inner
-        else:
-            inner = PlainTextResponse(
-                "This dashboard does not answer to that name; --allow-host NAME, or"
-                " app(hosts=[...]), lets it.\n",
-                HTTPStatus.MISDIRECTED_REQUEST,
-            )
-        await inner(scope, receive, send_with_headers)
-
-    def is_known(self, host: str) -> bool:
-        name = re.sub(r":\d+$", "", host).rstrip(".").lower()
-        return "*" in self.hosts or name in self.hosts
+    config = uvicorn.Config(page, host, port, log_level="warning", server_header=False)
+    uvicorn.Server(config).run()
 
 
 class Dashboard:
-    def __init__(self, dsn: str | None, allow_actions: bool) -> None:
+    """The ASGI app: refuses other names of this machine, has the same headers on every answer."""
+
+    def __init__(
+        self, dsn: str | None, allow_actions: bool, hosts: Collection[str]
+    ) -> None:
         self.dsn = named(database.conninfo(dsn))
         self.allow_actions = allow_actions
+        self.hosts = {host.lower() for host in hosts}
         self.secret = secrets.token_bytes()
         # Threads of our own: those of the app that we are mounted in have other things to do.
         self.limiter = anyio.CapacityLimiter(CONNECTIONS)
@@ -158,6 +120,37 @@ class Dashboard:
         )
         self.templates.filters.update(shape.FILTERS)
         self.templates.globals.update(shape.FUNCTIONS, token=self.token)
+        routes = [
+            Route(path, functools.partial(self.get, page))
+            for path, page in PAGES.items()
+        ]
+        self.inner = Starlette(
+            routes=[
+                *routes,
+                Route("/action/{action}", self.post, methods=["POST"]),
+                Mount("/static", StaticFiles(directory=HERE / "static")),
+            ],
+            exception_handlers={HTTPException: self.refuse},
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        inner: ASGIApp = self.inner
+        if scope["type"] == "http" and not self.is_known(Headers(scope=scope)):
+            inner = PlainTextResponse(
+                "The dashboard does not answer to that name, unless --allow-host NAME"
+                " or app(hosts=[...]) says so.\n",
+                HTTPStatus.MISDIRECTED_REQUEST,
+            )
+        await inner(scope, receive, send_with_headers)
+
+    def is_known(self, headers: Headers) -> bool:
+        name = re.sub(r":\d+$", "", headers.get("host", "")).rstrip(".").lower()
+        return "*" in self.hosts or name in self.hosts
 
     async def get(self, page: Callable[[Reading], Page], request: Request) -> Response:
         asked = dict(request.query_params)

@@ -16,14 +16,14 @@ async function refresh() {
       });
       const text = await answer.text();
       const next = new DOMParser().parseFromString(text, "text/html").querySelector("main");
-      if (answer.status === 503) tell("The database does not answer");
-      else if (!next) tell("The dashboard does not answer");
+      if (answer.status === 503) tell(next.querySelector(".why").textContent.slice(0, 200));
+      else if (!next) tell("The dashboard does not answer.");
       else {
         change(main, next);
         tell(null);
       }
     } catch (error) {
-      tell("The dashboard does not answer");
+      tell("The dashboard does not answer.");
     }
   }
   // A page that is dear is asked for less often.
@@ -32,7 +32,7 @@ async function refresh() {
 
 function tell(trouble) {
   failedSince = trouble && (failedSince || new Date());
-  const text = trouble ? `${trouble} since ${failedSince.toLocaleTimeString()}. This is what was last seen; trying again.` : "";
+  const text = trouble ? `No news since ${failedSince.toLocaleTimeString()}; trying again. ${trouble}` : "";
   const notice = document.getElementById("notice");
   if (notice.textContent !== text) notice.textContent = text;
   document.body.classList.toggle("stale", Boolean(trouble));
@@ -64,7 +64,8 @@ function changeChildren(old, next) {
   const byKey = new Map([...old.children].filter(key).map((node) => [key(node), node]));
   let at = old.firstChild;
   for (const node of wanted) {
-    let here = key(node) ? byKey.get(key(node)) : at && !key(at) && at.nodeName === node.nodeName ? at : null;
+    const isAlike = at && !key(at) && at.nodeName === node.nodeName;
+    const here = key(node) ? byKey.get(key(node)) : isAlike ? at : null;
     if (!here) {
       old.insertBefore(node, at);
       continue;

@@ -1,0 +1,432 @@
+"""The dashboard, asked as a browser asks; test_dashboard_browser.py looks at it in one."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from urllib.parse import quote
+
+import psycopg
+import pytest
+from cluster import Cluster
+from conftest import column, one
+from dashboard_site import PAGES, Site, kill
+from fastapi import FastAPI
+from pgqueue.dashboard import app
+
+pytest_plugins = ["dashboard_site"]
+
+NASTY = (
+    "</code><script>alert(1)</script><img src=x onerror='alert(2)'>\"&amp;{{7*7}}\u202e"
+)
+
+
+@dataclass
+class Form:
+    action: str
+    fields: dict[str, str]
+    label: str = ""
+
+
+class Found(HTMLParser):
+    """The elements, the rows of tables as texts, and the forms of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.posts: list[Form] = []
+        self.text = ""
+        self.inside: list[str] = []
+        self.feed(text)
+        self.rows = [[" ".join(cell.split()) for cell in row] for row in self.rows]
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.tags.append((tag, attributes))
+        self.inside.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+        elif tag == "form" and attributes.get("method") == "post":
+            self.posts.append(Form(attributes["action"], {}))
+        elif tag == "input" and self.posts and "form" in self.inside:
+            self.posts[-1].fields[attributes["name"]] = attributes.get("value", "")
+        if tag in ("input", "meta", "link", "img"):
+            self.inside.pop()
+
+    def handle_endtag(self, tag):
+        if tag in self.inside:
+            while self.inside.pop() != tag:
+                pass
+
+    def handle_data(self, data):
+        self.text += data
+        if {"td", "th"} & set(self.inside):
+            self.rows[-1][-1] += data
+        if "button" in self.inside and self.posts:
+            self.posts[-1].label += data
+
+
+def press(site: Site, path: str, label: str, **changes: str):
+    """Send the form that has this button, as it stands on that page."""
+    forms = [f for f in Found(site.get(path).text).posts if f.label == label]
+    assert forms, f"no button {label} on {path}"
+    return site.post(forms[0].action, {**forms[0].fields, **changes})
+
+
+def is_paused(db, queue: str) -> bool:
+    return one(db, "select paused from pgqueue.queues where queue = %s", queue)
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_with_nothing_to_show_says_so(site, path) -> None:
+    answer = site().get(path)
+    assert answer.status == 200
+    assert Found(answer.text).rows == []
+    assert re.search(r"<p>(No|Nothing|There are no) ", answer.text)
+
+
+@pytest.mark.parametrize("queues", [10, 1000])
+def test_queues_are_shown_as_the_view_has_them(site, db, queues) -> None:
+    db.execute(
+        "select pgqueue.enqueue('q' || n) from generate_series(1, %s) as n,"
+        " generate_series(1, n %% 3 + 1)",
+        (queues,),
+    )
+    db.execute("select pgqueue.fail(id, token, 'x') from pgqueue.claim('q1', 'w')")
+    kill(db, "q2", "boom")
+    db.execute("select pgqueue.claim('q3', 'w')")
+    db.execute("select pgqueue.pause('q4')")
+    rows = Found(site().get("/").text).rows[1:]
+    shown = [[row[0].split()[0], *map(int, row[1:2] + row[3:8])] for row in rows]
+    columns = "queue, ready, running, scheduled, blocked, expired, dead"
+    query = f"select {columns} from pgqueue.queues order by queue"
+    assert shown == [list(row) for row in db.execute(query)]
+    assert [r[0] for r in rows if "paused" in r[0]] == ["q4 paused"]
+
+
+def test_queues_are_found_by_name_and_ordered_by_what_needs_a_look(site, db) -> None:
+    db.execute("select pgqueue.enqueue(q) from unnest('{mails,Mail,other}'::text[]) q")
+    db.execute("select pgqueue.enqueue('other')")
+    page = site()
+    first = [row[0] for row in Found(page.get("/?order=ready").text).rows[1:]]
+    assert first[0] == "other"
+    found = [row[0] for row in Found(page.get("/?name=MAIL").text).rows[1:]]
+    assert found == ["Mail", "mails"]
+    assert page.get("/?order=nonsense").status == 200
+
+
+def test_a_job_is_told_from_its_queue_to_its_end(site, db) -> None:
+    page = site()
+    id = one(db, """select pgqueue.enqueue('q', '{"to": "ada"}', kind => 'k')""")
+    path = f"/job?id={id}"
+    assert "ready: next in its queue" in page.get(path).text
+    token = one(db, "select token from pgqueue.claim('q', 'me')")
+    db.execute("select pgqueue.progress(%s, %s, 3, 12, 'copying')", (id, token))
+    for seen in page.get(path).text, page.get("/running").text:
+        assert "25 %" in seen and "copying" in seen and "me" in seen
+    db.execute("select pgqueue.fail(%s, %s, 'first error', '0 s')", (id, token))
+    assert "first error" in page.get(path).text
+    token = one(db, "select token from pgqueue.claim('q', 'me')")
+    db.execute("""select pgqueue.complete(%s, %s, '"the result"')""", (id, token))
+    seen = Found(page.get(path).text)
+    assert "completed at" in seen.text
+    assert [row[:2] for row in seen.rows[1:]] == [["2", "completed"], ["1", "retry"]]
+    assert '"the result"' in seen.rows[1][-1]
+
+
+def test_a_payload_is_shown_on_request_and_only_to_an_operator(site, db, role) -> None:
+    id = one(db, """select pgqueue.enqueue('q', '{"secret": 1}')""")
+    kill(db, "q", "boom")
+    page = site()
+    assert "secret" not in page.get(f"/job?id={id}").text
+    assert "secret" in page.get(f"/job?id={id}&payload=1").text
+    db.execute("select pgqueue.grant_access(%s, 'reader')", (role,))
+    seen = site(user=role).get(f"/job?id={id}&payload=1").text
+    assert "secret" not in seen and "dead since" in seen and "operator" in seen
+
+
+def test_dead_jobs_are_shown_by_error_and_long_ones_are_cut(site, db) -> None:
+    for n in range(3):
+        db.execute("select pgqueue.enqueue('q')")
+        kill(db, "q", f"Timeout after {n} s\n" + "x" * 50_000)
+    db.execute("select pgqueue.enqueue('other')")
+    kill(db, "other", "KeyError: 'a'")
+    page = site()
+    rows = Found(page.get("/dead").text).rows[1:]
+    assert [row[:4] for row in rows] == [
+        ["3", "q", "q", "Timeout after % s"],
+        ["1", "other", "other", "KeyError: %"],
+    ]
+    assert len(Found(page.get("/dead?queue=other").text).rows) == 2
+    id = one(db, "select max(id) from pgqueue.dead_job where queue = 'q'")
+    assert len(page.get(f"/job?id={id}").text) < 40_000
+
+
+def test_hostile_text_is_nothing_but_text(site, db) -> None:
+    name = NASTY[:120]
+    for text in (name, "a\r\nb", "ä/../?&#%00", " "):
+        db.execute(
+            "select pgqueue.enqueue(%(t)s, to_jsonb(%(t)s::text), kind => %(t)s,"
+            " group_key => %(t)s, unique_key => %(t)s || n, headers => %(h)s)"
+            " from generate_series(1, 3) as n",
+            {"t": text, "h": json.dumps({"x": NASTY})},
+        )
+        kill(db, text, NASTY + "\n" + NASTY, jobs=1)
+        id, token = db.execute(
+            "select id, token from pgqueue.claim(%s, %s)", (text, NASTY)
+        ).fetchone()
+        db.execute("select pgqueue.progress(%s, %s, 1, 2, %s)", (id, token, NASTY))
+    db.execute("select pgqueue.schedule(%s, %s, every => '1 h')", (name, name))
+    db.execute("select pgqueue.create_batch(%s)", (name,))
+    page = site(allow_actions=True)
+    ids = column(db, "select id from pgqueue.job union select id from pgqueue.dead_job")
+    paths = [*PAGES, *(f"/job?id={id}&payload=1&log=1" for id in ids)]
+    names = column(db, "select queue from pgqueue.queues")
+    assert len(names) == 4
+    paths += [f"/queue?name={quote(name, safe='')}" for name in names]
+    for path in paths:
+        answer = page.get(path)
+        found = Found(answer.text)
+        assert answer.status == 200, path
+        tags = [tag for tag, _ in found.tags]
+        assert tags.count("script") == 1 and "img" not in tags
+        inline = {k for _, a in found.tags for k in a if k[:2] == "on" or k == "style"}
+        assert not inline
+        assert name in found.text or path not in PAGES
+    # A browser changes the ends of lines in what it sends back.
+    press(page, "/queue?name=a%0D%0Ab", "Pause")
+    assert is_paused(db, "a\r\nb")
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/queue?name=unknown", 404),
+        ("/queue?name=%00", 400),
+        ("/job?id=7", 404),
+        ("/job?id=one", 404),
+        ("/job?id=" + "9" * 30, 404),
+        ("/job?id=" + "9" * 9000, 404),
+        ("/job", 404),
+        ("/nowhere", 404),
+        ("/static/../web.py", 404),
+        ("/action/pause", 405),
+    ],
+)
+def test_what_is_not_there_is_told_apart_from_what_is_wrong(site, path, status) -> None:
+    answer = site().get(path)
+    assert answer.status == status
+    assert "Traceback" not in answer.text
+
+
+def test_every_answer_forbids_what_is_not_its_own(site) -> None:
+    page = site()
+    answers = [page.get(p) for p in ("/", "/nowhere", "/static/dashboard.js")]
+    answers += [page.get("/", Host="evil.example"), page.post("/action/pause", {})]
+    for answer in answers:
+        policy = answer.headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert answer.headers["Cache-Control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("[::1]:80", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example", 421),
+        ("localhost:80@evil.example", 421),
+        ("", 421),
+    ],
+)
+def test_it_answers_only_to_names_of_this_machine(site, host, status) -> None:
+    assert site().get("/", Host=host).status == status
+
+
+def test_it_answers_to_names_that_it_was_given(site) -> None:
+    page = site(hosts=["jobs.example"])
+    assert page.get("/", Host="jobs.example:443").status == 200
+    assert page.get("/", Host="localhost").status == 421
+
+
+def test_each_action_does_what_the_function_of_that_name_does(site, db) -> None:
+    page = site(allow_actions=True)
+    later = one(db, "select pgqueue.enqueue('q', run_at => now() + interval '1 day')")
+    answer = press(page, "/queue?name=q", "Pause")
+    assert (answer.status, answer.headers["Location"]) == (303, "/queue?name=q")
+    assert is_paused(db, "q")
+    press(page, "/queue?name=q", "Resume")
+    assert not is_paused(db, "q")
+    press(page, f"/job?id={later}", "Run now")
+    assert column(db, "select id from pgqueue.claim('q', 'me')") == [later]
+    press(page, f"/job?id={later}", "Cancel")
+    query = "select cancelled_at is not null from pgqueue.jobs where id = %s"
+    assert one(db, query, later)
+
+
+def test_redrive_shows_first_what_it_would_send_back(site, db) -> None:
+    page = site(allow_actions=True)
+    for error in "Timeout after 1 s", "Timeout after 2 s", "KeyError: 'a'":
+        db.execute("select pgqueue.enqueue('q')")
+        kill(db, "q", error)
+    dry = press(page, "/dead", "Dry run")
+    assert "2 jobs would go back" in Found(dry.text).text
+    assert one(db, "select count(*) from pgqueue.dead_job") == 3
+    (form,) = Found(dry.text).posts
+    some = page.post(form.action, {**form.fields, "max_jobs": "1"})
+    assert "1 job went back" in Found(some.text).text and "More" in some.text
+    page.post(form.action, form.fields)
+    assert column(db, "select error from pgqueue.dead_job") == ["KeyError: 'a'"]
+    assert one(db, "select count(*) from pgqueue.job") == 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "changes"),
+    [
+        ({}, {"token": ""}),
+        ({}, {"token": "0" * 64}),
+        ({}, {"token": "ä"}),
+        ({"Origin": "https://evil.example"}, {}),
+        ({"Origin": "null"}, {}),
+        ({"Origin": ""}, {}),
+        ({"Sec-Fetch-Site": "cross-site"}, {}),
+        ({"Sec-Fetch-Site": "same-site"}, {}),
+    ],
+)
+def test_a_request_of_another_site_does_nothing(site, db, headers, changes) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    page = site(allow_actions=True)
+    (form,) = Found(page.get("/queue?name=q").text).posts
+    answer = page.post(form.action, {**form.fields, **changes}, **headers)
+    assert answer.status == 403
+    assert not is_paused(db, "q")
+    mine = {"Origin": f"http://{page.host}", "Sec-Fetch-Site": "same-origin"}
+    assert page.post(form.action, form.fields, **mine).status == 303
+
+
+def test_a_token_is_good_for_one_action_of_one_process(site, db) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    page = site(allow_actions=True)
+    (form,) = Found(page.get("/queue?name=q").text).posts
+    assert page.post("/action/resume", form.fields).status == 403
+    assert site(allow_actions=True).post(form.action, form.fields).status == 403
+
+
+@pytest.mark.parametrize("of", ["", "[", "7", '{"queue": {}}', "{}", "[" * 9_000])
+def test_a_form_that_is_not_ours_is_refused(site, of) -> None:
+    page = site(allow_actions=True)
+    token = page.dashboard.token("pause")
+    answer = page.post("/action/pause", {"token": token, "of": of})
+    assert answer.status == 400
+    assert page.post("/action/purge", {"token": token, "of": of}).status == 404
+    assert page.post("/action/pause", {"of": "x" * 100_000}).status == 413
+
+
+def test_without_allow_actions_nothing_can_be_done(site, db) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    page = site()
+    assert Found(page.get("/queue?name=q").text).posts == []
+    token = page.dashboard.token("pause")
+    form = {"token": token, "of": json.dumps({"queue": "q"})}
+    assert page.post("/action/pause", form).status == 403
+    assert not is_paused(db, "q")
+
+
+def test_a_reader_sees_the_pages_and_is_refused_the_actions(site, db, role) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    page = site(user=role, allow_actions=True)
+    answer = page.get("/")
+    assert answer.status == 403 and "&#39;reader&#39;" in answer.text
+    db.execute("select pgqueue.grant_access(%s, 'reader')", (role,))
+    for path in (*PAGES, "/queue?name=q"):
+        answer = page.get(path)
+        assert answer.status == 200, path
+        assert Found(answer.text).posts == []
+    form = {
+        "token": page.dashboard.token("pause"),
+        "of": json.dumps({"queue": "q"}),
+    }
+    answer = page.post("/action/pause", form)
+    assert answer.status == 403 and "&#39;operator&#39;" in answer.text
+    assert not is_paused(db, "q")
+
+
+def test_the_settings_of_the_session_change_nothing(site, db) -> None:
+    id = one(db, "select pgqueue.enqueue('q')")
+    db.execute("select pgqueue.claim('q', 'w')")
+    options = (
+        "-c datestyle=German -c intervalstyle=sql_standard -c timezone=Asia/Kathmandu"
+        " -c search_path=public -c default_transaction_isolation=serializable"
+    )
+    db.execute("create table public.pg_class (x int)")
+    page = site(options=options, allow_actions=True)
+    for path in (*PAGES, "/queue?name=q", f"/job?id={id}&log=1"):
+        assert page.get(path).status == 200, path
+    assert " UTC" in page.get(f"/job?id={id}").text
+    assert press(page, "/queue?name=q", "Pause").status == 303
+
+
+def test_a_database_without_pgqueue_is_told_from_one_that_is_away(site) -> None:
+    bare = site(dbname="template1").get("/")
+    assert bare.status == 503 and "Install or update pgqueue" in bare.text
+    away = site(host="127.0.0.1", port=1).get("/")
+    assert away.status == 503 and "Install" not in away.text
+
+
+def test_it_says_that_the_server_is_away_and_recovers_by_itself(serve) -> None:
+    with Cluster(fast=True) as cluster:
+        dsn = f"host={cluster.home} port={cluster.port} user=postgres dbname=postgres"
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            conn.execute("create extension pgqueue")
+        page = serve(dsn)
+        assert page.get("/").status == 200
+        cluster.stop()
+        answer = page.get("/")
+        assert answer.status == 503 and "data-live" in answer.text
+        cluster.start()
+        assert page.get("/").status == 200
+
+
+def test_it_can_be_mounted_in_another_app(serve, dsn, db) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    outer = FastAPI()
+    outer.mount("/admin/jobs", app(dsn, allow_actions=True))
+    page = serve(outer)
+    found = Found(page.get("/admin/jobs/").text)
+    links = {a.get("href") or a.get("src") or a.get("action") for _, a in found.tags}
+    assert all(link.startswith("/admin/jobs/") for link in links - {None})
+    assert page.get("/admin/jobs/static/dashboard.css").status == 200
+    answer = press(page, "/admin/jobs/queue?name=q", "Pause")
+    assert answer.headers["Location"] == "/admin/jobs/queue?name=q"
+
+
+def test_its_sessions_are_not_taken_for_workers(site, db) -> None:
+    page = site()
+    assert page.get("/running").status == 200
+    assert "No job runs" in page.get("/running").text
+    assert "<h2>Workers" not in page.get("/running").text
+
+
+def test_the_command_serves_until_ctrl_c(dsn, free_port) -> None:
+    command = [sys.executable, "-m", "pgqueue", "dashboard", "--port", str(free_port)]
+    env = {**os.environ, "PGQUEUE_DSN": dsn}
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as child:
+        assert f":{free_port}/" in child.stderr.readline()
+        try:
+            answer = Site.wait_for(free_port).get("/")
+            assert answer.status == 200 and 'method="post"' not in answer.text
+        finally:
+            child.send_signal(signal.SIGINT)
+        assert child.wait(20) == 130
+        assert "Traceback" not in child.stderr.read()
