@@ -250,12 +250,13 @@ def health(conn: database.Connection, is_all: bool) -> int:
 def serve(dsn: str, args: argparse.Namespace) -> int:
     """Serve the dashboard until Ctrl-C; it connects by itself, for each page."""
     try:
-        from pgqueue import dashboard
+        from pgqueue.dashboard import serve
     except ImportError as error:
         say(f"the dashboard needs pip install 'pgqueue-postgres[dashboard]': {error}")
         return 1
-    say(f"the dashboard is at http://{args.host}:{args.port}/")
-    dashboard.serve(dsn, args.host, args.port, args.allow_actions, args.allow_host)
+    place = f"[{args.host}]" if ":" in args.host else args.host
+    say(f"the dashboard is at http://{place}:{args.port}/")
+    serve.serve(dsn, args.host, args.port, args.allow_actions, args.allow_host)
     return 0
 
 

@@ -338,6 +338,8 @@ def test_a_wheel_holds_every_module_the_sql_and_the_license(wheel):
         assert archive.read(license) == (REPO / "LICENSE").read_bytes()
     assert {n for n in names if n.endswith(".py")} == modules
     assert "pgqueue/py.typed" in names
+    parts = source.glob("pgqueue/dashboard/[st]*/*")
+    assert {str(part.relative_to(source)) for part in parts} <= names
 
 
 def test_the_wheel_has_the_metadata_that_the_package_index_shows(wheel):

@@ -1,5 +1,5 @@
 """A page for whoever is on call: `python -m pgqueue dashboard`, or an ASGI app to mount."""
 
-from pgqueue.dashboard.web import LOOPBACK, app, serve
+from pgqueue.dashboard.web import LOOPBACK, app
 
-__all__ = ["LOOPBACK", "app", "serve"]
+__all__ = ["LOOPBACK", "app"]

@@ -39,18 +39,16 @@ select
 HEALTH = 'select "check", status, detail, hint from pgqueue.health()'
 QUEUES = "select * from pgqueue.queues order by queue"
 QUEUE = "select * from pgqueue.queues where queue = %(queue)s"
-ENDED = """
-select
-    queue,
-    array_agg((extract(epoch from clock_timestamp() - minute) / 60)::int) as ago,
-    array_agg(finished + failed) as ended
+# The minute may change under the query; the drawing has room for 60.
+AGO = "(extract(epoch from date_trunc('minute', clock_timestamp()) - minute) / 60)::int"
+ENDED = f"""
+select queue, array_agg({AGO}) as ago, array_agg(finished + failed) as ended
 from pgqueue.throughput
 group by queue
 """
-THROUGHPUT = """
+THROUGHPUT = f"""
 select
-    minute, finished, failed, p50_waited, p99_waited, p50_taken, p99_taken,
-    least(59, (extract(epoch from date_trunc('minute', clock_timestamp()) - minute) / 60)::int) as ago
+    minute, finished, failed, p50_waited, p99_waited, p50_taken, p99_taken, {AGO} as ago
 from pgqueue.throughput
 where queue = %(queue)s
 order by minute desc
@@ -272,7 +270,7 @@ def job(reading: Reading) -> Page:
         status = reading.row(STATUS, id=id) or {}
         table = "job" if live else "dead_job"
         kept = reading.row(KEPT.format(table), id=id, payload=wants_payload)
-        # The log may be long: it is looked through once, not every two seconds.
+        # The log may be long: it is read once, not every two seconds.
         if kept is None or "log" in reading.asked:
             reading.conn.execute("set local enable_seqscan = off")
             runs = reading.rows(RUNS, id=id)
@@ -292,7 +290,7 @@ def job(reading: Reading) -> Page:
             "runs": runs,
             "wants_payload": wants_payload,
         },
-        is_live=live is not None and runs is None,
+        is_live=runs is None and (live is not None or kept is not None),
     )
 
 

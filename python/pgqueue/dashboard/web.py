@@ -83,22 +83,6 @@ def app(
     return Dashboard(dsn, allow_actions, hosts)
 
 
-def serve(
-    dsn: str | None,
-    host: str,
-    port: int,
-    allow_actions: bool,
-    hosts: Collection[str] = (),
-) -> None:
-    """Serve the page until Ctrl-C."""
-    import uvicorn
-
-    bracketed = f"[{host}]" if ":" in host else host
-    page = app(dsn, allow_actions, hosts=(*LOOPBACK, bracketed, *hosts))
-    config = uvicorn.Config(page, host, port, log_level="warning", server_header=False)
-    uvicorn.Server(config).run()
-
-
 class Dashboard:
     """The ASGI app: refuses other names of this machine, has the same headers on every answer."""
 
