@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlencode
 
 import psycopg
@@ -27,11 +28,12 @@ class Answer:
 @dataclass
 class Site:
     port: int
-    dashboard: object = None
+    dashboard: Any = None
+    name: str = "127.0.0.1"
 
     @property
     def host(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.name}:{self.port}"
 
     def get(self, path: str, **headers: str) -> Answer:
         return self.ask("GET", path, None, headers)
@@ -41,7 +43,7 @@ class Site:
         return self.ask("POST", path, urlencode(form), {**kind, **headers})
 
     def ask(self, method: str, path: str, body: str | None, headers) -> Answer:
-        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        headers = {"Host": self.host, **headers}
         conn = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         conn.request(method, path, body, headers)
         answer = conn.getresponse()

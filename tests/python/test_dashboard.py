@@ -8,17 +8,18 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from html.parser import HTMLParser
+from typing import Any
 from urllib.parse import quote
 
+import documents
 import psycopg
 import pytest
 from cluster import Cluster
 from conftest import column, one
 from dashboard_site import PAGES, Site, kill
-from fastapi import FastAPI
-from pgqueue.dashboard import app
+from recipes import blocks
 
-pytest_plugins = ["dashboard_site"]
+pytest_plugins = ["dashboard_site", "command_line"]
 
 NASTY = (
     "</code><script>alert(1)</script><img src=x onerror='alert(2)'>\"&amp;{{7*7}}\u202e"
@@ -120,6 +121,26 @@ def test_queues_are_found_by_name_and_ordered_by_what_needs_a_look(site, db) -> 
     found = [row[0] for row in Found(page.get("/?name=MAIL").text).rows[1:]]
     assert found == ["Mail", "mails"]
     assert page.get("/?order=nonsense").status == 200
+
+
+# The table is what the page is promised; what is wrong is for the tests of health() to cause.
+HEALTH = """
+create or replace function pgqueue.health()
+    returns table ("check" text, status text, detail text, hint text) language sql
+    as $$ values ('waits', 'critical', 'q waits for 2 hours', 'start a worker'), ('bloat', 'ok', '', null) $$
+"""
+
+
+def test_what_health_says_comes_first(site, db, role) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute(HEALTH)
+    rows = Found(site().get("/").text).rows
+    assert rows[1] == ["critical", "waits", "q waits for 2 hours", "start a worker"]
+    assert rows[2][0] == "Queue"
+    db.execute("select pgqueue.grant_access(%s, 'reader')", (role,))
+    db.execute("revoke execute on function pgqueue.health() from public")
+    db.execute(f"revoke execute on function pgqueue.health() from {role}")
+    assert site(user=role).get("/").status == 200
 
 
 def test_a_job_is_told_from_its_queue_to_its_end(site, db) -> None:
@@ -398,17 +419,29 @@ def test_it_says_that_the_server_is_away_and_recovers_by_itself(serve) -> None:
         assert page.get("/").status == 200
 
 
-def test_it_can_be_mounted_in_another_app(serve, dsn, db) -> None:
+def test_it_can_be_mounted_as_the_readme_does_it(serve, dsn, db, monkeypatch) -> None:
     db.execute("select pgqueue.enqueue('q')")
-    outer = FastAPI()
-    outer.mount("/admin/jobs", app(dsn, allow_actions=True))
-    page = serve(outer)
-    found = Found(page.get("/admin/jobs/").text)
+    monkeypatch.setenv("PGQUEUE_DSN", dsn)
+    web: dict[str, Any] = {}
+    exec(blocks("The dashboard")[0], web)
+    page = serve(web["app"])
+    page.name = "ops.example"
+    found = Found(page.get("/jobs/").text)
     links = {a.get("href") or a.get("src") or a.get("action") for _, a in found.tags}
-    assert all(link.startswith("/admin/jobs/") for link in links - {None})
-    assert page.get("/admin/jobs/static/dashboard.css").status == 200
-    answer = press(page, "/admin/jobs/queue?name=q", "Pause")
-    assert answer.headers["Location"] == "/admin/jobs/queue?name=q"
+    assert all(link.startswith("/jobs/") for link in links - {None})
+    assert page.get("/jobs/static/dashboard.css").status == 200
+    answer = press(page, "/jobs/queue?name=q", "Pause")
+    assert answer.headers["Location"] == "/jobs/queue?name=q"
+    assert is_paused(db, "q")
+
+
+def test_the_readme_has_the_options_of_the_command(run) -> None:
+    _, command = blocks("The dashboard", "sh")[0].splitlines()
+    shown = run(*command.split()[2:], "--help").stdout
+    text = documents.sections("python/README.md")["The dashboard"]
+    rows = documents.table(text, "option")
+    named = {word for row in rows for word in re.findall(r"--[a-z-]+", row[0])}
+    assert named == set(re.findall(r"--[a-z-]+", shown)) - {"--help"}
 
 
 def test_its_sessions_are_not_taken_for_workers(site, db) -> None:
@@ -430,3 +463,11 @@ def test_the_command_serves_until_ctrl_c(dsn, free_port) -> None:
             child.send_signal(signal.SIGINT)
         assert child.wait(20) == 130
         assert "Traceback" not in child.stderr.read()
+
+
+def test_the_command_says_what_to_install(run, tmp_path) -> None:
+    (tmp_path / "starlette.py").write_text("raise ImportError('none here')")
+    done = run("pgqueue", "dashboard")
+    assert done.returncode == 1
+    assert "pgqueue-postgres[dashboard]" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -66,6 +66,7 @@ def test_every_section_of_the_package_readme_is_tested() -> None:
         "Around every attempt",
         "Tracing",
         "Monitoring",
+        "The dashboard",  # in test_dashboard
         "Recurring jobs",
         "In your tests",
         "At run time",
