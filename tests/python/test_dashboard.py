@@ -182,8 +182,8 @@ def test_dead_jobs_are_shown_by_error_and_long_ones_are_cut(site, db) -> None:
     page = site()
     rows = Found(page.get("/dead").text).rows[1:]
     assert [row[:4] for row in rows] == [
-        ["3", "q", "q", "Timeout after % s"],
-        ["1", "other", "other", "KeyError: %"],
+        ["3", "Timeout after % s", "q", "q"],
+        ["1", "KeyError: %", "other", "other"],
     ]
     assert len(Found(page.get("/dead?queue=other").text).rows) == 2
     id = one(db, "select max(id) from pgqueue.dead_job where queue = 'q'")

@@ -221,6 +221,8 @@ def queue(reading: Reading) -> Page:
     found = reading.row(QUEUE, queue=name)
     if found is None:
         raise NotFound(f"No queue is called {name!r}, or nothing is known of it.")
+    # Without statistics a bitmap of all its jobs would be made for the first of them.
+    reading.conn.execute("set local enable_bitmapscan = off")
     context = {
         part: reading.rows(query, queue=name)
         for part, query in {
