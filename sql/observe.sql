@@ -43,7 +43,8 @@ cross join pgqueue.job as j;
 comment on view pgqueue.jobs is
 'Every job that waits or runs, without its payload: state is scheduled, ready,
 running, expired (its worker let the lease run out, or nobody began it by its
-expires_at; a claim or maintain ends that) or blocked.';
+expires_at; a claim or maintain ends that) or blocked. One id is found by an
+index; without it the whole table is read.';
 comment on column pgqueue.jobs.id is 'The job''s id.';
 comment on column pgqueue.jobs.queue is 'The queue it waits in.';
 comment on column pgqueue.jobs.kind is 'Which handler runs it.';
@@ -161,8 +162,9 @@ left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and s
 comment on view pgqueue.queues is
 'One row for each queue that has jobs, dead jobs, settings, or runs in the last
 hour. Counts while the table of jobs is small (16 MB), else reads an index and
-estimates (see is_estimate); of more than 200 pages of runs, some 13,000, a
-sample is read. Some tens of milliseconds, however many jobs there are.';
+estimates (see is_estimate); of more than 500 pages of runs, some 33,000, a
+sample is read, and a queue that only has a few of them may be missing. Some
+tens of milliseconds, however many jobs there are.';
 comment on column pgqueue.queues.queue is 'The queue.';
 comment on column pgqueue.queues.ready is 'Jobs that could run now.';
 comment on column pgqueue.queues.scheduled is 'Jobs whose time has not come, retries among them.';
@@ -543,7 +545,7 @@ order by c.name, c.group_key, c.kind, s.setting;
 comment on view pgqueue.settings is
 'Every setting in force for all queues (the first rows, where queue is null) and
 for each queue, kind or group of which anything was said, and where it was
-said. Of what is not here the wider holds.';
+said. Of what is not here the wider holds. Reads a small table.';
 comment on column pgqueue.settings.queue is 'The queue; null for all.';
 comment on column pgqueue.settings.kind is 'The kind; null for all.';
 comment on column pgqueue.settings.group_key is 'The group; null for all.';
@@ -587,7 +589,8 @@ left join lateral (
 order by b.id;
 
 comment on view pgqueue.batches is
-'The batches, for 14 days after they have finished, and how their jobs stand.';
+'The batches, for 14 days after they have finished, and how their jobs stand:
+those of a batch that has not finished are counted.';
 comment on column pgqueue.batches.id is 'What create_batch returned.';
 comment on column pgqueue.batches.queue is 'The queue of its callback.';
 comment on column pgqueue.batches.kind is 'The kind of its callback.';
@@ -651,7 +654,8 @@ from pgqueue.schedule as s
 order by s.name;
 
 comment on view pgqueue.schedules is
-'The recurring jobs, with the last and the next slot of each.';
+'The recurring jobs, with the last and the next slot of each. last_state takes a
+look into an index, of run if the job has ended; leave it out of thousands.';
 comment on column pgqueue.schedules.name is 'Names the schedule.';
 comment on column pgqueue.schedules.queue is 'The queue of its jobs.';
 comment on column pgqueue.schedules.kind is 'The kind of its jobs.';
