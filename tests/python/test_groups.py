@@ -582,6 +582,8 @@ class Groups(RuleBasedStateMachine):
             (self.queue, *scope, rate),
         )
         self.model.rates[scope] = rate
+        # The claim that meets the group makes its permits, and may not use them.
+        self.meddled = self.meddled or scope[1] is not None
 
     @rule(scope=SCOPES)
     def lift(self, scope) -> None:
