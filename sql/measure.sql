@@ -356,7 +356,8 @@ declare
     step int;
     page record;
 begin
-    select array_agg(p.part), array_agg(p.first), array_agg(p.last), sum(p.last - p.first + 1) / most + 1
+    select array_agg(p.part), array_agg(p.first), array_agg(p.last),
+        case when sum(p.last - p.first + 1) <= most then 1 else sum(p.last - p.first + 1) * 5 / (most * 2) + 1 end
     into parts, firsts, lasts, step
     from (
         select
@@ -391,7 +392,7 @@ $$;
 
 comment on function pgqueue._recent_runs(timestamptz, int) is
 'The attempts that have finished since then; where they fill more than so many
-pages, those of every weight-th page.';
+pages, those of two fifths as many: of every weight-th page.';
 
 create or replace function pgqueue._error_like(error text)
     returns text
