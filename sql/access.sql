@@ -22,27 +22,22 @@ as $$
             'cancel', 'cancel_many', 'redrive', 'redrive_job', 'discard', 'discard_many',
             'purge', 'pause', 'resume', 'rerun',
             'run_now', 'reprioritize', 'configure', 'schedule', 'unschedule', 'pause_schedule',
-            'resume_schedule', 'next_slots', 'reap', 'maintain', 'why', 'health', 'metrics',
-            'status', 'result', 'await', 'version'
+            'resume_schedule', 'reap', 'maintain', 'status', 'result', 'await'
         ]
-        when 'reader' then array['next_slots', 'why', 'health', 'metrics', 'version']
     end || case when _grants.kind in ('operator', 'reader') then array[
+        'next_slots', 'why', 'health', 'metrics', 'version',
         -- What the views call, they call as their reader.
         '_count_jobs', '_count_dead', '_leased', '_recent_runs', '_dead_errors', '_error_like',
         '_last_state'
     ] end) as f (name)
     union all
     select false, v.name
-    from unnest(case _grants.kind
-        when 'operator' then array[
-            'jobs', 'queues', 'running', 'workers', 'kinds', 'throughput', 'failures', 'dead', 'stuck', 'settings',
-            'schedules', 'batches', 'retention', 'queue', 'job', 'dead_job', 'run', 'schedule'
-        ]
-        when 'reader' then array[
-            'jobs', 'queues', 'running', 'workers', 'kinds', 'throughput', 'failures', 'dead', 'stuck', 'settings',
-            'schedules', 'batches', 'retention'
-        ]
-    end) as v (name)
+    from unnest(case when _grants.kind in ('operator', 'reader') then array[
+        'jobs', 'queues', 'running', 'workers', 'kinds', 'throughput', 'failures', 'dead', 'stuck', 'settings',
+        'schedules', 'batches', 'retention'
+    ] end || case when _grants.kind = 'operator' then array[
+        'queue', 'job', 'dead_job', 'run', 'schedule'
+    ] end) as v (name)
 $$;
 
 comment on function pgqueue._grants(text) is

@@ -257,19 +257,6 @@ declare
     moment timestamptz := clock_timestamp();
 begin
     return query
-    with recursive known (queue, kind) as (
-        (select d.queue, d.kind from pgqueue.dead_job as d order by d.queue, d.kind, d.died_at limit 1)
-        union all
-        select n.*
-        from known as k
-        cross join lateral (
-            select d.queue, d.kind
-            from pgqueue.dead_job as d
-            where (d.queue, d.kind) > (k.queue, k.kind)
-            order by d.queue, d.kind, d.died_at
-            limit 1
-        ) as n
-    )
     select
         case when sum(c.jobs) > 4 * deaths then 'critical' else 'warning' end,
         format(
@@ -277,7 +264,7 @@ begin
             case when max(c.jobs) > 1000 then 'more than 1,000' else to_char(sum(c.jobs), 'FM999,999,999,999') end
         ),
         format('select * from pgqueue.dead where queue = %L', k.queue)
-    from known as k
+    from pgqueue._dead_kinds() as k
     cross join lateral (
         select count(*) as jobs
         from (

@@ -195,15 +195,8 @@ declare
     queues text[];
     most int;
 begin
-    with recursive known (name) as (
-        (select d.queue from pgqueue.dead_job as d order by d.queue limit 1)
-        union all
-        select (select d.queue from pgqueue.dead_job as d where d.queue > k.name order by d.queue limit 1)
-        from known as k
-        where k.name is not null
-    )
-    select array_agg(k.name) into queues from known as k where k.name is not null;
-    most := greatest(20000 / coalesce(cardinality(queues), 1), 100);
+    queues := array(select distinct k.queue from pgqueue._dead_kinds() as k);
+    most := greatest(20000 / greatest(cardinality(queues), 1), 100);
     return query
     with counted as materialized (
         select q.name, c.dead
@@ -336,8 +329,8 @@ comment on function pgqueue._page_since(int, timestamptz) is
 
 create or replace function pgqueue._recent_runs(since timestamptz, most int default 500)
     returns table (
-        queue text, kind text, outcome text, worker text, job_id bigint, finished_at timestamptz,
-        waited interval, taken interval, error text, weight int
+        queue text, kind text, worker text, job_id bigint, finished_at timestamptz, waited interval,
+        taken interval, error text, weight int, done int, failed int
     )
     language plpgsql
     stable
@@ -355,6 +348,7 @@ declare
     lasts bigint[];
     step int;
     page record;
+    failures text[] := array['retry', 'expired', 'dead'];
 begin
     select array_agg(p.part), array_agg(p.first), array_agg(p.last),
         case when sum(p.last - p.first + 1) <= most then 1 else sum(p.last - p.first + 1) * 5 / (most * 2) + 1 end
@@ -371,7 +365,8 @@ begin
     if coalesce(step, 1) = 1 then
         return query
         select
-            r.queue, r.kind, r.outcome, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, 1
+            r.queue, r.kind, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, 1,
+            (r.outcome = 'completed')::int, (r.outcome = any (failures))::int
         from pgqueue.run as r
         where r.finished_at >= since;
         return;
@@ -383,7 +378,8 @@ begin
     loop
         return query
         select
-            r.queue, r.kind, r.outcome, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, step
+            r.queue, r.kind, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, step,
+            (r.outcome = 'completed')::int * step, (r.outcome = any (failures))::int * step
         from pgqueue.run as r
         where r.slot = page.part and r.ctid >= page.first and r.ctid < page.next and r.finished_at >= since;
     end loop;
@@ -392,7 +388,8 @@ $$;
 
 comment on function pgqueue._recent_runs(timestamptz, int) is
 'The attempts that have finished since then; where they fill more than so many
-pages, those of two fifths as many: of every weight-th page.';
+pages, those of two fifths as many: of every weight-th page. done and failed are
+the weight of one that completed, or that failed or expired, else 0.';
 
 create or replace function pgqueue._error_like(error text)
     returns text

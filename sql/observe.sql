@@ -81,10 +81,8 @@ with counted as materialized (
     select * from pgqueue._count_dead()
 ), run as materialized (
     select
-        r.queue collate "C" as queue, r.worker, r.waited, r.weight,
-        clock_timestamp() - r.finished_at as age,
-        case when r.outcome = 'completed' then r.weight else 0 end as done,
-        case when r.outcome in ('retry', 'expired', 'dead') then r.weight else 0 end as failed
+        r.queue collate "C" as queue, r.worker, r.waited, r.done, r.failed,
+        clock_timestamp() - r.finished_at as age
     from pgqueue._recent_runs(clock_timestamp() - interval '1 hour') as r
 ), recent as (
     select
@@ -95,8 +93,8 @@ with counted as materialized (
         sum(r.failed) as failed,
         coalesce(sum(r.failed) filter (where r.age <= '5 minutes'), 0) as failed_5m,
         coalesce(sum(r.failed) filter (where r.age <= '1 minute'), 0) as failed_1m,
-        percentile_disc(array[0.5, 0.99]) within group (order by r.waited) filter (where r.worker is not null)
-            as waits
+        percentile_disc(0.5) within group (order by r.waited) filter (where r.worker is not null) as p50_waited,
+        percentile_disc(0.99) within group (order by r.waited) filter (where r.worker is not null) as p99_waited
     from run as r
     group by r.queue
 ), seen as (
@@ -132,8 +130,8 @@ select
         when coalesce(c.ready, 0) = 0 then interval '0'
         when r.done_5m > 0 then interval '1 second' * (300.0 * c.ready / r.done_5m)::float8
     end as time_to_empty,
-    r.waits[1] as p50_wait_last_hour,
-    r.waits[2] as p99_wait_last_hour,
+    r.p50_waited as p50_wait_last_hour,
+    r.p99_waited as p99_wait_last_hour,
     coalesce(r.done, 0) as finished_last_hour,
     coalesce(r.failed, 0) as failed_last_hour,
     round(coalesce(r.done_1m, 0) / 60.0, 3) as rate_1m,
@@ -260,8 +258,7 @@ with held as (
     select
         r.worker, array_agg(distinct r.queue) as queues, max(r.finished_at) as finished_at,
         max(r.finished_at - r.taken) as claimed_at,
-        coalesce(sum(r.weight) filter (where r.outcome = 'completed'), 0) as done,
-        coalesce(sum(r.weight) filter (where r.outcome in ('retry', 'expired', 'dead')), 0) as failed
+        sum(r.done) as done, sum(r.failed) as failed
     from pgqueue._recent_runs(clock_timestamp() - interval '1 hour') as r
     where r.worker is not null
     group by r.worker
@@ -291,8 +288,8 @@ select
     clock_timestamp() - h.longest_since as longest,
     greatest(h.claimed_at, g.claimed_at) as last_claimed_at,
     g.finished_at as last_finished_at,
-    coalesce(g.done, 0)::bigint as finished_last_hour,
-    coalesce(g.failed, 0)::bigint as failed_last_hour,
+    coalesce(g.done, 0) as finished_last_hour,
+    coalesce(g.failed, 0) as failed_last_hour,
     coalesce(s.sessions, 0) as sessions,
     coalesce(s.is_parked, false) as parked
 from known as k
@@ -324,13 +321,13 @@ create or replace view pgqueue.kinds as
 select
     r.queue,
     r.kind,
-    sum(r.weight)::bigint as runs,
-    coalesce(sum(r.weight) filter (where r.outcome in ('retry', 'expired', 'dead')), 0)::bigint as failures,
+    sum(r.weight) as runs,
+    sum(r.failed) as failures,
     percentile_disc(0.5) within group (order by r.taken) as p50_taken,
     percentile_disc(0.99) within group (order by r.taken) as p99_taken,
     max(r.finished_at) as last_finished_at
 from pgqueue._recent_runs('-infinity', 2000) as r
-where r.outcome <> 'cancelled'
+where r.done + r.failed > 0
 group by r.queue, r.kind;
 
 comment on view pgqueue.kinds is
@@ -350,8 +347,8 @@ create or replace view pgqueue.throughput as
 select
     date_trunc('minute', r.finished_at) as minute,
     r.queue,
-    coalesce(sum(r.weight) filter (where r.outcome = 'completed'), 0)::bigint as finished,
-    coalesce(sum(r.weight) filter (where r.outcome in ('retry', 'expired', 'dead')), 0)::bigint as failed,
+    sum(r.done) as finished,
+    sum(r.failed) as failed,
     percentile_disc(0.5) within group (order by r.waited) as p50_waited,
     percentile_disc(0.99) within group (order by r.waited) as p99_waited,
     percentile_disc(0.5) within group (order by r.taken) as p50_taken,
@@ -388,10 +385,10 @@ select
 from (
     select
         r.queue, r.kind, r.error, pgqueue._error_like(r.error) as error_like,
-        sum(r.weight) as failures, min(r.finished_at) as first_at, max(r.finished_at) as last_at,
+        sum(r.failed) as failures, min(r.finished_at) as first_at, max(r.finished_at) as last_at,
         max(r.job_id) as job_id
     from pgqueue._recent_runs(clock_timestamp() - interval '1 day', 1000) as r
-    where r.outcome in ('retry', 'expired', 'dead')
+    where r.failed > 0
     group by r.queue, r.kind, r.error
 ) as f
 group by f.queue, f.kind, f.error_like
@@ -455,19 +452,18 @@ from pgqueue._leased() as l (id)
 join pgqueue.jobs as j on j.id = l.id
 left join pgqueue.kinds as k on k.queue = j.queue and k.kind = j.kind
 cross join lateral (
-    select
-        case
-            when j.lease_expires_at < clock_timestamp() - interval '1 minute' then 'expired'
-            when j.cancelled_at < clock_timestamp() - interval '1 minute' then 'cancelling'
-            when clock_timestamp() - j.claimed_at > greatest(interval '10 minutes', 10 * k.p99_taken) then 'slow'
-        end as problem,
-        case
-            when j.lease_expires_at < clock_timestamp() - interval '1 minute' then j.lease_expires_at
-            when j.cancelled_at < clock_timestamp() - interval '1 minute' then j.cancelled_at
-            else j.claimed_at
-        end as since
+    -- The first that holds.
+    select c.problem, c.since
+    from (
+        values
+            (1, 'expired', j.lease_expires_at, interval '1 minute'),
+            (2, 'cancelling', j.cancelled_at, interval '1 minute'),
+            (3, 'slow', j.claimed_at, greatest(interval '10 minutes', 10 * k.p99_taken))
+    ) as c (place, problem, since, patience)
+    where c.since < clock_timestamp() - c.patience
+    order by c.place
+    limit 1
 ) as p
-where p.problem is not null
 order by stuck_for desc;
 
 comment on view pgqueue.stuck is

@@ -254,8 +254,6 @@ def serve(dsn: str, args: argparse.Namespace) -> int:
     except ImportError as error:
         say(f"the dashboard needs pip install 'pgqueue-postgres[dashboard]': {error}")
         return 1
-    place = f"[{args.host}]" if ":" in args.host else args.host
-    say(f"the dashboard is at http://{place}:{args.port}/")
     serve.serve(dsn, args.host, args.port, args.allow_actions, args.allow_host)
     return 0
 

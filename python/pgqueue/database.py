@@ -55,12 +55,11 @@ def conninfo(dsn: str | None, environ: Mapping[str, str] = os.environ) -> str:
     return make_conninfo(**{**given, **added})
 
 
-def named(dsn: str, worker: str) -> str:
-    """Have sessions bear a worker's name, as the view workers expects, unless they have one."""
+def named(dsn: str, name: str) -> str:
+    """Have sessions bear this name, unless they have one; Postgres keeps 63 bytes of it."""
     if conninfo_to_dict(dsn).get("application_name") != PATIENCE["application_name"]:
         return dsn
-    # Postgres keeps 63 bytes of it.
-    return make_conninfo(dsn, application_name=f"pgqueue {worker[-55:]}")
+    return make_conninfo(dsn, application_name=name)
 
 
 def connect(dsn: str) -> Connection:

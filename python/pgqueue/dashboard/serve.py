@@ -5,6 +5,7 @@ from collections.abc import Collection
 import uvicorn
 
 from pgqueue.dashboard.web import LOOPBACK, app
+from pgqueue.terminal import say
 
 
 def serve(
@@ -14,8 +15,9 @@ def serve(
     allow_actions: bool,
     hosts: Collection[str] = (),
 ) -> None:
-    """Serve the page until a signal; Ctrl-C raises KeyboardInterrupt."""
+    """Say where, and serve the page until a signal; Ctrl-C raises KeyboardInterrupt."""
     own_name = f"[{host}]" if ":" in host else host
+    say(f"the dashboard is at http://{own_name}:{port}/")
     page = app(dsn, allow_actions, hosts=(*LOOPBACK, own_name, *hosts))
     config = uvicorn.Config(page, host, port, log_level="warning", server_header=False)
     uvicorn.Server(config).run()

@@ -19,7 +19,6 @@ import anyio
 import anyio.to_thread
 import jinja2
 import psycopg
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -89,7 +88,8 @@ class Dashboard:
     def __init__(
         self, dsn: str | None, allow_actions: bool, hosts: Collection[str]
     ) -> None:
-        self.dsn = named(database.conninfo(dsn))
+        # Not as a worker's would be.
+        self.dsn = database.named(database.conninfo(dsn), "pgqueue-dashboard")
         self.allow_actions = allow_actions
         self.hosts = {host.lower() for host in hosts}
         self.secret = secrets.token_bytes()
@@ -221,16 +221,6 @@ class Dashboard:
 
     def is_token(self, action: str, token: str) -> bool:
         return hmac.compare_digest(self.token(action).encode(), token.encode())
-
-
-def named(dsn: str) -> str:
-    """Have the sessions say what they are, but not as a worker's would."""
-    if (
-        conninfo_to_dict(dsn).get("application_name")
-        != database.PATIENCE["application_name"]
-    ):
-        return dsn
-    return make_conninfo(dsn, application_name="pgqueue-dashboard")
 
 
 def status_of(error: psycopg.Error) -> HTTPStatus:

@@ -95,7 +95,9 @@ class Worker:
         self._tick = threading.Event()
         self._seldom = Seldom()
 
-        dsn, outages = database.named(database.conninfo(self.dsn), self.id), Outages()
+        # As the view workers expects.
+        session = f"pgqueue {self.id[-55:]}"
+        dsn, outages = database.named(database.conninfo(self.dsn), session), Outages()
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         around = self.app.middleware
         self.executor = Executor(dsn, self.concurrency, self._ended, around)
