@@ -264,7 +264,7 @@ end;
 $$;
 
 comment on function pgqueue.create_batch(text, jsonb, text, int, int, jsonb) is
-'Makes a batch and returns its id, for enqueue(…, batch_id => …). When
+'Makes a batch and returns its id, for enqueue(..., batch_id => ...). When
 close_batch has been called, and all jobs of the batch have completed, died or
 been cancelled, its callback is enqueued, once: a job with this queue, payload,
 kind, priority, max_attempts and headers. Its payload has one more key, batch:

@@ -5,7 +5,7 @@
 -- its own to the CONTEXT of the error: psql shows two, "_refuse" and the function that was
 -- called. So a list of checks reads
 --
---     refused boolean := pgqueue._refuse(coalesce(pgqueue._check_this(…), pgqueue._check_that(…)));
+--     refused boolean := pgqueue._refuse(coalesce(pgqueue._check_this(...), pgqueue._check_that(...)));
 --
 -- Nothing here touches a table.
 

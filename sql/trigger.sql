@@ -261,7 +261,8 @@ begin
             format('enqueue_row does not read the type %s of column "%s"', format_type(s.id, null), s.name),
             format('%s may give it a cast to json that runs as %s.', s.stranger::regrole, current_user),
             format(
-                'Give the type and its cast to one who may be trusted: alter type … owner to %I.', current_user
+                'Give the type and its cast to one who may be trusted: alter type ... owner to %I.',
+                current_user
             ),
             '42501'
         ]

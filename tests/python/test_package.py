@@ -163,6 +163,23 @@ order by 1, 2, 3, 4
 """
 
 
+@pytest.mark.parametrize("encoding", ["EUC_JP", "LATIN1", "SQL_ASCII"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_database_of_any_encoding_takes_it(encoding, plain):
+    # A byte outside ASCII in the script would be read as one of the database's encoding.
+    name = "pgqueue_encoded"
+    with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+        admin.execute(f"drop database if exists {name} with (force)")
+        admin.execute(
+            f"create database {name} encoding '{encoding}' locale 'C' template template0"
+        )
+        with psycopg.connect(dbname=name, client_encoding="utf8") as conn:
+            install(conn, plain)
+            first = one(conn, "select pgqueue.enqueue('q', '{}')")
+            assert one(conn, "select id from pgqueue.claim('q', 'w')") == first
+        admin.execute(f"drop database {name} with (force)")
+
+
 def test_the_plain_file_makes_the_same_objects_and_runs_only_once(db, empty):
     plain = script(".plain")
     first = client("psql", "-Xq", "-f", str(plain), empty)
