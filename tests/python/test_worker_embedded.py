@@ -15,7 +15,7 @@ import pytest
 from conftest import column, one
 from pgqueue import Share, Worker
 from pgqueue.attempt import LARGEST_RESULT, Attempt, Outcome
-from worker_harness import is_empty, wait_until
+from worker_harness import RESTING, is_empty, wait_until
 
 
 def make_app() -> pgqueue.App:
@@ -195,3 +195,37 @@ def test_an_exception_in_the_body_of_running_stops_the_worker_and_is_raised(
     with pytest.raises(LookupError, match="mine"):
         asyncio.run(serve())
     wait_until(lambda: threads() <= before)
+
+
+@pytest.mark.parametrize("share", [Share(), Share(limit=1)])
+def test_a_burst_runs_what_its_last_handlers_enqueue(db, dsn, share) -> None:
+    app, left = pgqueue.App(), [3]
+
+    @app.job("again")
+    def again() -> None:
+        left[0] -= 1
+        # The worker has looked: without news it would not do so again.
+        wait_until(lambda: one(db, RESTING))
+        if left[0]:
+            pgqueue.enqueue(db, "a", kind="again")
+
+    pgqueue.enqueue(db, "a", kind="again")
+    queues = {"a": share, "b": Share()}
+    Worker(app, queues, dsn=dsn, burst=True, poll_interval=60).run()
+    assert left == [0] and is_empty(db, "a")
+
+
+def test_waits_grow_while_claims_find_nothing_and_rest_fails(db, dsn) -> None:
+    db.execute(
+        "create or replace function pgqueue.rest(queues text[], kinds text[] default null, park boolean default true)"
+        " returns interval language plpgsql as $$ begin raise serialization_failure; end $$"
+    )
+    worker = Worker(pgqueue.App(), {"a": 1}, dsn=dsn)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        wait_until(lambda: worker.dispatcher._failures > 3)
+    finally:
+        worker.stop()
+        thread.join(20)
+    assert not thread.is_alive()

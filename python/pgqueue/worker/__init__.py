@@ -208,11 +208,13 @@ class Worker:
 
     def _committed(self, attempts: list[Attempt], statuses: set[str]) -> None:
         self.on_commit()
+        if self.burst:
+            self.dispatcher.look_again()  # for what their handlers have enqueued
         self.heartbeat.held.difference_update(attempts)
         if self.dispatcher.has_limits or not MAY_BE_DUE.isdisjoint(statuses):
             self.dispatcher.look_again()
         self.dispatcher.slot_freed()
-        if not self.heartbeat.held and (self._stops or self.burst):
+        if not self.heartbeat.held and self._stops:
             self._tick.set()  # it may have been the last
 
     # Supervision
@@ -238,7 +240,7 @@ class Worker:
             return True
         if self.heartbeat.held:
             return False
-        is_done = self.prefetch.left == 0 or (self.burst and self.dispatcher.is_settled)
+        is_done = self.prefetch.left == 0 or (self.burst and self.dispatcher.is_drained)
         return bool(self._stops) or is_done
 
     def _end(self) -> None:

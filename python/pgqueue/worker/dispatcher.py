@@ -59,6 +59,7 @@ class Dispatcher(Service):
         self._has_news = True  # there may be something to claim
         self._quiet_until = 0.0
         self._is_due = False  # by then, or its group or lock may be free
+        self.is_drained = False  # nothing was due when the last job had ended
         self._is_asleep = False
         self._lacks_slots = False
         self._woken, self._waker = socket.socketpair()
@@ -84,26 +85,25 @@ class Dispatcher(Service):
     def shares(self) -> str:
         return ", ".join(f"{name}{share}" for name, share in self._queues.items())
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing was due at the last look, and there was no news since."""
-        return not self._has_news and time.monotonic() < self._quiet_until
-
     def work(self, conn: database.Connection) -> None:
         parks = self._start_listening(conn)
-        self._has_news = True
+        self._has_news, has_looked = True, False
         while not self.over.is_set():
             self._lacks_slots = True  # before counting them, or one freed now is missed
             queues, kinds, want = self._open_queues(), self._worker.kinds(), 0
             if queues and kinds != [] and not self.is_paused:
                 want = self._worker.want()
             self._lacks_slots = want <= 0
-            if want > 0 and not self.is_settled:
+            if want > 0 and not self._is_settled():
                 # At a mere poll only rest() looks: one walk over the queue is enough.
                 may_claim = self._has_news or self._is_due
                 if may_claim and self._claim(conn, queues, kinds, want) == want:
                     continue
                 self._rest(protocol.rest(conn, list(queues), kinds, parks))
+                has_looked = len(queues) == len(self._queues)
+            # In this order: news of what a job has left come before its end.
+            is_free = has_looked and not self._worker.heartbeat.held
+            self.is_drained = is_free and self._is_settled()
             self._sleep(conn, want)
 
     def ended(self) -> None:
@@ -132,7 +132,8 @@ class Dispatcher(Service):
         attempts = protocol.claim(
             conn, worker.id, list(queues), want, worker.lease, kinds, weights, limits
         )
-        self.succeeded()
+        if attempts:
+            self.succeeded()
         worker.begin(attempts, now)
         if attempts and not worker.prefetch.is_quick:
             # A thread can start only when this one lets go of the interpreter.
@@ -140,6 +141,10 @@ class Dispatcher(Service):
         if len(attempts) == want:
             self._has_news = True
         return len(attempts)
+
+    def _is_settled(self) -> bool:
+        """Whether nothing was due at the last look, and there was no news since."""
+        return not self._has_news and time.monotonic() < self._quiet_until
 
     def _rest(self, seconds: float | None) -> None:
         """Claim nothing for so long, or until the next poll."""
