@@ -80,6 +80,7 @@ def test_a_json_log_line_names_the_job_it_is_about(run, db) -> None:
         (["--app", "worker_app", "--log-level", "loud"], "--log-level"),
         (["--app", "worker_app", "--log-format", "xml"], "--log-format"),
         (["--app", "worker_app", "--dsn", "nonsense"], "connection info string"),
+        (["--app", "worker_app:empty", "--only-known"], "the app has no handler"),
         (["--app", "worker_app", "--queue", ","], "--queue names no queue"),
         (["--app", "worker_app", "--queue", "=3"], "a queue has a name"),
         *(

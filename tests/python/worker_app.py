@@ -21,6 +21,7 @@ import psycopg
 import pydantic
 
 app = pgqueue.App()
+empty = pgqueue.App()
 RAN = os.environ.get("RAN", os.devnull)
 
 

@@ -60,8 +60,8 @@ class Worker:
     second while no part of the worker has died, `on_commit` whenever outcomes have been
     committed.
 
-    Raises ValueError for no queue or a concurrency below 1, and psycopg.ProgrammingError
-    for a dsn that libpq does not understand.
+    Raises ValueError for no queue, a concurrency below 1, or only_known without a handler;
+    psycopg.ProgrammingError for a dsn that libpq does not understand.
     """
 
     app: App
@@ -85,6 +85,8 @@ class Worker:
     def __post_init__(self) -> None:
         if not self.queues or self.concurrency < 1:
             raise ValueError("a worker needs a queue and a concurrency of 1 at least")
+        if self.only_known and not self.app.tasks:
+            raise ValueError("only_known, but the app has no handler")
         name = (self.name or socket.gethostname()).encode(errors="replace")[:150]
         name_and_pid = f"{name.decode(errors='ignore')}:{os.getpid()}"
         self.id = f"{name_and_pid}:{secrets.token_hex(4)}"
