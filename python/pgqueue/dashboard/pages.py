@@ -220,7 +220,7 @@ def queue(reading: Reading) -> Page:
     name = reading.asked.get("name", "")
     found = reading.row(QUEUE, queue=name)
     if found is None:
-        raise NotFound(f"No queue is called {name!r}, or nothing is known of it.")
+        raise NotFound(f"No queue is called {name[:200]!r}, or nothing is known of it.")
     # Without statistics a bitmap of all its jobs would be made for the first of them.
     reading.conn.execute("set local enable_bitmapscan = off")
     context = {
@@ -317,7 +317,7 @@ CALLS = {
 }
 REDRIVE = """
 select pgqueue.redrive(
-    %(queue)s, %(kind)s, %(error_like)s, max_jobs => %(max_jobs)s, dry_run => %(dry_run)s
+    %(queue)s, %(kind)s, %(error_like)s, max_jobs => %(max_jobs)s::int, dry_run => %(dry_run)s
 ) as id
 """
 ACTIONS = (*CALLS, "redrive")
@@ -334,6 +334,6 @@ def act(dsn: str, action: str, of: Row, max_jobs: int) -> Page | str:
             query, where = CALLS[action]
             conn.execute(query, of)
             return where.format_map({k: quote(str(v), safe="") for k, v in of.items()})
-        values = {**of, "max_jobs": max_jobs, "dry_run": of.get("dry_run") is not False}
+        values = {**of, "max_jobs": max_jobs}
         ids = [row["id"] for row in conn.execute(REDRIVE, values)]
     return Page("redrive.html", {**values, "ids": ids, "notes": notes}, is_live=False)

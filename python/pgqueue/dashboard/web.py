@@ -151,20 +151,23 @@ class Dashboard:
                 HTTPStatus.FORBIDDEN, "It was started without --allow-actions."
             )
         form = await read_form(request)
-        if not (is_from_here(request) and self.is_token(action, form.get("token", ""))):
+        of, token = form.get("of", ""), form.get("token", "")
+        if not (is_from_here(request) and self.is_token(token, action, of)):
             raise HTTPException(
                 HTTPStatus.FORBIDDEN,
                 "That did not come from a page of this dashboard, or from one before its last"
                 " start. Go back, load it again, and try once more.",
             )
         try:
-            of, max_jobs = dict(json.loads(form["of"])), int(form.get("max_jobs", 1000))
-        except (KeyError, TypeError, ValueError, RecursionError):
+            max_jobs = int(form.get("max_jobs", 1000))
+        except ValueError:
             raise HTTPException(
-                HTTPStatus.BAD_REQUEST, "No form of this dashboard sends that."
+                HTTPStatus.BAD_REQUEST, "max_jobs is a whole number."
             ) from None
         return await self.answer(
-            request, lambda: pages.act(self.dsn, action, of, max_jobs), "operator"
+            request,
+            lambda: pages.act(self.dsn, action, json.loads(of), max_jobs),
+            "operator",
         )
 
     async def answer(
@@ -213,14 +216,17 @@ class Dashboard:
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return self.say(request, HTTPStatus(error.status_code), error.detail)
+        answer = self.say(request, HTTPStatus(error.status_code), error.detail)
+        answer.headers.update(error.headers or {})
+        return answer
 
-    def token(self, action: str) -> str:
-        """What a form must bring along. Who can read a page of ours may act; no other site can."""
-        return hmac.new(self.secret, action.encode(), hashlib.sha256).hexdigest()
+    def token(self, action: str, of: str) -> str:
+        """What a form must bring along: who can read a page of ours may do what it offers."""
+        text = f"{action} {of}".encode()
+        return hmac.new(self.secret, text, hashlib.sha256).hexdigest()
 
-    def is_token(self, action: str, token: str) -> bool:
-        return hmac.compare_digest(self.token(action).encode(), token.encode())
+    def is_token(self, token: str, action: str, of: str) -> bool:
+        return hmac.compare_digest(self.token(action, of).encode(), token.encode())
 
 
 def status_of(error: psycopg.Error) -> HTTPStatus:
