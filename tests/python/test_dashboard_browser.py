@@ -88,6 +88,23 @@ def test_no_script_of_others_runs_and_a_phone_scrolls_only_down(
         assert width <= 390, url
 
 
+def test_what_health_says_leaves_room_for_the_queues_on_a_phone(
+    site, db, look
+) -> None:
+    db.execute(
+        "select pgqueue.enqueue(%s || n, run_at => now() - interval '1 hour')"
+        " from generate_series(1, 60) as n",
+        (LONG,),
+    )
+    page = look(site(), viewport={"width": 390, "height": 800})
+    assert page.locator("th:has-text('Queue')").bounding_box()["y"] < 400
+    assert not page.is_visible("li >> nth=0")
+    page.focus("summary >> nth=1")
+    page.keyboard.press("Enter")
+    assert page.locator("li:visible").count() == 50
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_a_page_changes_under_its_reader_who_keeps_his_place(site, db, look) -> None:
     db.execute("select pgqueue.enqueue('q' || n) from generate_series(1, 200) as n")
     page = look(site(), viewport={"width": 1000, "height": 500})

@@ -1,5 +1,6 @@
 """What each page shows: the views, read in one read-only transaction."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -211,9 +212,17 @@ def queues(reading: Reading) -> Page:
             "part": part,
             "order": order if order in ORDERS else "queue",
             "ended": {r["queue"]: (r["ago"], r["ended"]) for r in reading.rows(ENDED)},
-            "health": reading.rows(HEALTH) if reading.rights["has_health"] else None,
+            "health": health(reading) if reading.rights["has_health"] else None,
         },
     )
+
+
+def health(reading: Reading) -> list[list[Row]]:
+    """What is wrong, the worst first, and together what one check says."""
+    wrong = itertools.groupby(
+        reading.rows(HEALTH), key=lambda row: (row["status"], row["check"])
+    )
+    return [list(found) for (status, _), found in wrong if status != "ok"]
 
 
 def queue(reading: Reading) -> Page:
