@@ -182,6 +182,30 @@ def test_dead_jobs_are_shown_by_error_and_long_ones_are_cut(site, db) -> None:
     assert len(page.get(f"/job?id={id}").text) < 40_000
 
 
+@pytest.mark.parametrize("errors", [3, 50_000])
+def test_of_100_000_dead_jobs_the_most_frequent_errors_are_shown(
+    site, db, errors
+) -> None:
+    db.execute(
+        "insert into pgqueue.dead_job (id, died_at, enqueued_at, run_at, priority,"
+        " attempt, max_attempts, queue, kind, error, payload, errors)"
+        " select n, now(), now(), now(), 0, 1, 1, 'q', 'k', 'TheError '"
+        " || translate((n %% %s)::text, '0123456789', 'abcdefghij') || repeat(' w', 200),"
+        " '{}', '[]' from generate_series(1, 100000) as n",
+        (errors,),
+    )
+    page = site(allow_actions=True)
+    answer = page.get("/dead")
+    found = Found(answer.text)
+    assert len(found.rows) == 1 + min(errors, 200)
+    assert len(answer.text) < 500_000
+    assert all(row[0].startswith("≈") for row in found.rows[1:])
+    assert f"{errors} different errors in a sample" in found.text or errors > 200
+    dry = press(page, "/dead", "Dry run")
+    assert "would go back" in dry.text and len(dry.text) < 50_000
+    assert "≈" in page.get("/").text and page.get("/queue?name=q").status == 200
+
+
 def test_hostile_text_is_nothing_but_text(site, db) -> None:
     name = NASTY[:120]
     for text in (name, "a\r\nb", "ä/../?&#%00", " "):

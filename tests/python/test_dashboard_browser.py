@@ -88,9 +88,7 @@ def test_no_script_of_others_runs_and_a_phone_scrolls_only_down(
         assert width <= 390, url
 
 
-def test_what_health_says_leaves_room_for_the_queues_on_a_phone(
-    site, db, look
-) -> None:
+def test_what_health_says_leaves_room_for_the_queues_on_a_phone(site, db, look) -> None:
     db.execute(
         "select pgqueue.enqueue(%s || n, run_at => now() - interval '1 hour')"
         " from generate_series(1, 60) as n",
@@ -127,6 +125,17 @@ def test_what_is_unfolded_stays_unfolded(site, db, look) -> None:
     db.execute("select pgqueue.reprioritize(%s, 77)", (id,))
     page.wait_for_selector("dd:has-text('77')")
     assert page.is_visible("text=deep below")
+
+
+def test_an_error_stays_unfolded_when_another_overtakes_it(site, db, look) -> None:
+    db.execute("select pgqueue.enqueue('q') from generate_series(1, 3)")
+    kill(db, "q", "Seldom" + " a" * 100, jobs=1)
+    page = look(site(), "/dead")
+    page.click("summary")
+    kill(db, "q", "Often" + " b" * 100)
+    page.wait_for_selector("text=Often")
+    assert page.locator("summary").all_text_contents()[0].startswith("Often")
+    assert page.locator("pre:visible").text_content().startswith("Seldom")
 
 
 def test_the_keyboard_is_enough_to_pause_a_queue(site, db, look) -> None:
