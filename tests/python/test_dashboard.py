@@ -17,9 +17,12 @@ import pytest
 from cluster import Cluster
 from conftest import column, one
 from dashboard_site import PAGES, Site, kill
+from pgqueue.dashboard.pages import Page, Reading, read
 from recipes import blocks
+from test_health import standby_of
+from worker_harness import where
 
-pytest_plugins = ["dashboard_site", "command_line"]
+pytest_plugins = ["dashboard_site", "command_line", "worker_harness"]
 
 NASTY = (
     "</code><script>alert(1)</script><img src=x onerror='alert(2)'>\"&amp;{{7*7}}\u202e"
@@ -434,6 +437,52 @@ def test_it_says_that_the_server_is_away_and_recovers_by_itself(serve) -> None:
         assert answer.status == 503 and "data-live" in answer.text
         cluster.start()
         assert page.get("/").status == 200
+
+
+def test_a_standby_shows_every_page_and_offers_no_action(serve) -> None:
+    with Cluster(fast=True) as primary:
+        with psycopg.connect(where(primary), autocommit=True) as db:
+            db.execute("create extension pgqueue")
+            id = one(db, "select pgqueue.enqueue('q')")
+            kill(db, "q", "boom")
+            db.execute("select pgqueue.enqueue('q')")
+        with standby_of(primary) as standby:
+            page = serve(where(standby), allow_actions=True)
+            for path in (*PAGES, "/queue?name=q", f"/job?id={id}&payload=1&log=1"):
+                answer = page.get(path)
+                assert answer.status == 200, path
+                assert Found(answer.text).posts == []
+            of = json.dumps({"queue": "q"})
+            form = {"token": page.dashboard.token("pause", of), "of": of}
+            answer = page.post("/action/pause", form)
+            assert answer.status == 503 and "A standby only reads" in answer.text
+
+
+def test_it_works_behind_a_pooler_and_leaves_no_setting_there(
+    serve, db, pooler
+) -> None:
+    id = one(db, "select pgqueue.enqueue('q')")
+    kill(db, "q", "boom")
+    db.execute("select pgqueue.enqueue('q')")
+    page = serve(pooler, allow_actions=True)
+    for path in (*PAGES, "/queue?name=q", f"/job?id={id}&payload=1&log=1") * 2:
+        assert page.get(path).status == 200, path
+    assert press(page, "/queue?name=q", "Pause").status == 303
+    assert is_paused(db, "q")
+    with psycopg.connect(pooler) as next_client:
+        assert one(next_client, "show statement_timeout") == "0"
+
+
+def test_no_page_keeps_a_transaction_open(dsn) -> None:
+    def look(reading: Reading) -> Page:
+        query = "select name, setting from pg_settings where name ~ %(what)s"
+        found = reading.rows(query, what="statement_timeout|^idle_in_tran|_read_only$")
+        return Page("", {row["name"]: row["setting"] for row in found})
+
+    shown = read(dsn, look, {}).context
+    assert shown["transaction_read_only"] == "on"
+    assert shown["statement_timeout"] == "5000"
+    assert shown["idle_in_transaction_session_timeout"] == "5000"
 
 
 def test_it_can_be_mounted_as_the_readme_does_it(serve, dsn, db, monkeypatch) -> None:

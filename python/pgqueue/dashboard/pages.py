@@ -18,10 +18,12 @@ Asked = Mapping[str, str]
 
 SHOWN = 200  # rows of a list that may be long
 
-# Nobody's settings change what is read; a page that takes longer is worth no more load.
+# Nobody's settings change what is read; a page that takes longer is worth no more load. A laptop
+# that is shut while it reads must not hold a snapshot, for which VACUUM would wait.
 SESSION = """
 set local search_path = pg_catalog, pg_temp;
 set local statement_timeout = '5s';
+set local idle_in_transaction_session_timeout = '5s';
 set local timezone = 'UTC';
 set local datestyle = 'ISO';
 set local intervalstyle = 'postgres';
@@ -30,7 +32,8 @@ set local jit = off
 RIGHTS = """
 select
     clock_timestamp() as now,
-    has_function_privilege('pgqueue.pause(text, text, text)', 'execute') as may_act,
+    has_function_privilege('pgqueue.pause(text, text, text)', 'execute')
+        and not pg_is_in_recovery() as may_act,
     has_table_privilege('pgqueue.run', 'select') as sees_all,
     case
         when to_regprocedure('pgqueue.health()') is null then false

@@ -207,6 +207,8 @@ class Dashboard:
         text = explain(error, role)
         if isinstance(error, MISSING):
             text = f"Install or update pgqueue in this database: {text}"
+        if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
+            text = f"A standby only reads; ask the primary: {text}"
         return self.say(request, status_of(error), text)
 
     def say(self, request: Request, status: HTTPStatus, text: str) -> Response:
