@@ -17,8 +17,11 @@ import pytest
 from cluster import Cluster
 from conftest import column, one
 from dashboard_site import PAGES, Site, kill
+from pgqueue.dashboard import app
 from pgqueue.dashboard.pages import Page, Reading, read
 from recipes import blocks
+from starlette.applications import Starlette
+from starlette.routing import Mount
 from test_health import standby_of
 from worker_harness import where
 
@@ -492,12 +495,46 @@ def test_it_can_be_mounted_as_the_readme_does_it(serve, dsn, db, monkeypatch) ->
     exec(blocks("The dashboard")[0], web)
     page = serve(web["app"])
     page.name = "ops.example"
-    found = Found(page.get("/jobs/").text)
-    links = {a.get("href") or a.get("src") or a.get("action") for _, a in found.tags}
-    assert all(link.startswith("/jobs/") for link in links - {None})
-    assert page.get("/jobs/static/dashboard.css").status == 200
     answer = press(page, "/jobs/queue?name=q", "Pause")
     assert answer.headers["Location"] == "/jobs/queue?name=q"
+    assert is_paused(db, "q")
+
+
+def test_every_link_leads_somewhere_below_a_prefix_that_a_proxy_takes_away(
+    serve, dsn, db
+) -> None:
+    for name in "q", NASTY[:120], "ä/../?&#%00", " ":
+        db.execute("select pgqueue.enqueue(%s) from generate_series(1, 3)", (name,))
+        kill(db, name, f"{NASTY} of {name}", jobs=1)
+        db.execute("select pgqueue.claim(%s, 'w')", (name,))
+    db.execute("select pgqueue.schedule('s', 'q', every => '1 h')")
+    db.execute("select pgqueue.create_batch('q')")
+    mounted = Starlette(routes=[Mount("/ops/queue", app(dsn, allow_actions=True))])
+
+    async def as_uvicorn_with_root_path(scope, receive, send) -> None:
+        if scope["type"] == "http":
+            scope |= {"root_path": "/api", "path": "/api" + scope["path"]}
+        await mounted(scope, receive, send)
+
+    page = serve(as_uvicorn_with_root_path)
+    found, left = set(), ["/api/ops/queue/"]
+    while left:
+        link = left.pop()
+        answer = page.get(link.removeprefix("/api"))
+        assert answer.status == 200, link
+        for tag, given in Found(answer.text).tags:
+            link = given.get("href") or given.get("src") or given.get("action")
+            assert link is None or link.startswith("/api/ops/queue/"), link
+            if tag in ("a", "link", "script") and link not in found:
+                found.add(link)
+                left.append(link)
+    assert {link.split("?")[0].split("/")[-1] for link in found} >= {
+        *("", "queue", "job", "running", "dead", "schedules", "batches"),
+        *("dashboard.css", "dashboard.js"),
+    }
+    (form,) = Found(page.get("/ops/queue/queue?name=q").text).posts
+    answer = page.post(form.action.removeprefix("/api"), form.fields)
+    assert answer.headers["Location"] == "/api/ops/queue/queue?name=q"
     assert is_paused(db, "q")
 
 
