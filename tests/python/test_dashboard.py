@@ -417,7 +417,9 @@ def test_the_settings_of_the_session_change_nothing(site, db) -> None:
     page = site(options=options, allow_actions=True)
     for path in (*PAGES, "/queue?name=q", f"/job?id={id}&log=1"):
         assert page.get(path).status == 200, path
-    assert " UTC" in page.get(f"/job?id={id}").text
+    enqueued = "select enqueued_at at time zone 'UTC' from pgqueue.jobs"
+    seen = Found(page.get(f"/job?id={id}").text).text
+    assert f"{one(db, enqueued):%Y-%m-%d %H:%M:%S} UTC (" in seen
     assert press(page, "/queue?name=q", "Pause").status == 303
 
 

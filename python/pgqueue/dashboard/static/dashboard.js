@@ -32,7 +32,7 @@ async function refresh() {
 
 function tell(trouble) {
   failedSince = trouble && (failedSince || new Date());
-  const text = trouble ? `No news since ${failedSince.toLocaleTimeString()}; trying again. ${trouble}` : "";
+  const text = trouble ? `No news since ${failedSince.toISOString().slice(11, 19)} UTC; trying again. ${trouble}` : "";
   const notice = document.getElementById("notice");
   if (notice.textContent !== text) notice.textContent = text;
   document.body.classList.toggle("stale", Boolean(trouble));
