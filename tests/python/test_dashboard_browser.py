@@ -114,6 +114,16 @@ def test_a_page_changes_under_its_reader_who_keeps_his_place(site, db, look) -> 
     assert page.evaluate("scrollY") >= 2400
 
 
+def test_the_focus_stays_on_a_row_that_moves(site, db, look) -> None:
+    db.execute("select pgqueue.enqueue('q' || n) from generate_series(1, 5) as n")
+    db.execute("select pgqueue.enqueue('q1')")
+    page = look(site(), "/?order=ready")
+    page.focus("text=q5")
+    db.execute("select pgqueue.enqueue('q5') from generate_series(1, 5)")
+    page.wait_for_selector("tbody tr:first-child:has-text('q5')")
+    assert page.evaluate("document.activeElement.textContent") == "q5"
+
+
 def test_what_is_unfolded_stays_unfolded(site, db, look) -> None:
     id = db.execute("select pgqueue.enqueue('q')").fetchone()[0]
     db.execute(

@@ -213,7 +213,8 @@ def queues(reading: Reading) -> Page:
     return Page(
         "queues.html",
         {
-            "queues": found,
+            "queues": found[:1000],
+            "matches": len(found),
             "all_queues": all_queues,
             "part": part,
             "order": order if order in ORDERS else "queue",

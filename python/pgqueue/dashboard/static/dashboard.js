@@ -19,7 +19,10 @@ async function refresh() {
       if (answer.status === 503) tell(next.querySelector(".why").textContent.slice(0, 200));
       else if (!next) tell("The dashboard does not answer.");
       else {
+        const focused = document.activeElement;
         change(main, next);
+        // A node that is moved loses it.
+        if (focused.isConnected) focused.focus({ preventScroll: true });
         tell(null);
       }
     } catch (error) {
