@@ -57,6 +57,11 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 MISSING = (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable)
+UNSAID = {
+    HTTPStatus.NOT_FOUND: "The dashboard has no such page.",
+    HTTPStatus.METHOD_NOT_ALLOWED: "Only a button of a page does that: go back, and press it.",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "No form of the dashboard is as large.",
+}
 PAGES: dict[str, Callable[[Reading], Page]] = {
     "/": pages.queues,
     "/queue": pages.queue,
@@ -218,7 +223,9 @@ class Dashboard:
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        answer = self.say(request, HTTPStatus(error.status_code), error.detail)
+        status = HTTPStatus(error.status_code)
+        text = error.detail if error.detail != status.phrase else UNSAID.get(status, "")
+        answer = self.say(request, status, text)
         answer.headers.update(error.headers or {})
         return answer
 
