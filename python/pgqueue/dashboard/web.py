@@ -60,7 +60,7 @@ MISSING = (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable)
 UNSAID = {
     HTTPStatus.NOT_FOUND: "The dashboard has no such page.",
     HTTPStatus.METHOD_NOT_ALLOWED: "Only a button of a page does that: go back, and press it.",
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "No form of the dashboard is as large.",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "No form of the dashboard is that large.",
 }
 PAGES: dict[str, Callable[[Reading], Page]] = {
     "/": pages.queues,
