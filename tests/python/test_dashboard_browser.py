@@ -20,6 +20,9 @@ OPTIONS = "--no-sandbox --disable-gpu --disable-quic --no-first-run"
 OPTIONS += " --disable-background-networking --disable-component-update --disable-sync"
 NASTY = "</code><script>alert(1)</script><img src=x onerror='alert(2)'>\"&amp;\u202e"
 LONG = "ä" * 50 + "x" * 60
+# Errors of which a part cannot be seen.
+CUT = """[...document.querySelectorAll("td:has(code)")]
+    .filter(td => td.scrollWidth > td.clientWidth).map(td => td.textContent)"""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,7 @@ def hostile(db: psycopg.Connection) -> None:
             {"t": text, "h": json.dumps({"x": text})},
         )
         kill(db, text, text * 10 + "\n" + text, jobs=1)
+        kill(db, text, text[:100], jobs=1)
         id, token = db.execute(
             "select id, token from pgqueue.claim(%s, %s)", (text, text)
         ).fetchone()
@@ -86,6 +90,7 @@ def test_no_script_of_others_runs_and_a_phone_scrolls_only_down(
         page.goto(url)
         width = page.evaluate("document.documentElement.scrollWidth")
         assert width <= 390, url
+        assert page.evaluate(CUT) == [], url
 
 
 def test_what_health_says_leaves_room_for_the_queues_on_a_phone(site, db, look) -> None:
