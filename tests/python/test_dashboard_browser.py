@@ -197,11 +197,9 @@ def test_no_other_page_may_frame_it_or_post_to_it(site, db, look, serve) -> None
     db.execute("select pgqueue.enqueue('q')")
     served = site(allow_actions=True)
     of = json.dumps({"queue": "q"})
-    # The right token, which no other site can read, so that the other walls are seen to stand.
     form = (
         f'<iframe src="http://{served.host}/queue?name=q"></iframe>'
         f'<form method="post" action="http://{served.host}/action/pause">'
-        f'<input name="token" value="{served.dashboard.token("pause", of)}">'
         f"<input name='of' value='{of}'><button>Win</button></form>"
     )
     other = serve(Starlette(routes=[Route("/", lambda request: HTMLResponse(form))]))

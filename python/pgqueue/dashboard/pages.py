@@ -326,14 +326,15 @@ def job_id(text: str) -> int:
 
 # What an operator may do: a call of the SQL function of that name, and where its effect is seen.
 CALLS = {
-    "pause": ("select pgqueue.pause(%(queue)s)", "/queue?name={queue}"),
-    "resume": ("select pgqueue.resume(%(queue)s)", "/queue?name={queue}"),
-    "cancel": ("select pgqueue.cancel(%(id)s)", "/job?id={id}"),
-    "run_now": ("select pgqueue.run_now(%(id)s)", "/job?id={id}"),
+    "pause": ("select pgqueue.pause(%(queue)s::text)", "/queue?name={queue}"),
+    "resume": ("select pgqueue.resume(%(queue)s::text)", "/queue?name={queue}"),
+    "cancel": ("select pgqueue.cancel(%(id)s::bigint)", "/job?id={id}"),
+    "run_now": ("select pgqueue.run_now(%(id)s::bigint)", "/job?id={id}"),
 }
 REDRIVE = """
 select pgqueue.redrive(
-    %(queue)s, %(kind)s, %(error_like)s, max_jobs => %(max_jobs)s::int, dry_run => %(dry_run)s
+    %(queue)s::text, %(kind)s::text, %(error_like)s::text, max_jobs => %(max_jobs)s::int,
+    dry_run => %(dry_run)s::boolean
 ) as id
 """
 ACTIONS = (*CALLS, "redrive")
