@@ -722,7 +722,11 @@ select
     case s.what
         when 'jobs' then (select j.enqueued_at from pgqueue.job as j order by j.id limit 1)
         when 'dead jobs' then (select min(d.died_at) from dead as d)
-        when 'runs' then (select min(r.finished_at) from pgqueue.run as r where r.ctid < '(4,0)')
+        -- What was rolled back leaves pages without rows.
+        when 'runs' then case when s.is_large
+            then (select min(r.finished_at) from pgqueue.run as r where r.ctid < '(64,0)')
+            else (select min(r.finished_at) from pgqueue.run as r)
+        end
     end as oldest,
     case s.what
         when 'dead jobs' then shared.keep_dead

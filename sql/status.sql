@@ -88,7 +88,8 @@ begin
     select r.* into last
     from pgqueue.run as r
     where r.job_id = _last_run.job_id
-    order by r.finished_at desc, r.attempt desc
+    -- A claim may end the lease and, past expires_at, the job at the same moment.
+    order by r.finished_at desc, r.attempt desc, r.outcome = 'expired'
     limit 1;
     return last;
 end;

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(54);
+select plan(55);
 
 select is(
     pgqueue.version(), (select extversion from pg_extension where extname = 'pgqueue'),
@@ -242,6 +242,13 @@ select pgqueue.reap();
 select is(
     regexp_replace(pg_temp.why(:ends), '[^ ]* [^ ]* UTC', 'TIME UTC'), 'cancelled at TIME: expired at TIME UTC',
     'and then that this was why it was cancelled'
+);
+select pgqueue.enqueue('both', expires_at => now() + interval '1 day') as both \gset
+select pgqueue.claim('both', 'w3');
+update pgqueue.job set lease_expires_at = now(), terms.expires_at = now() where id = :both;
+select pgqueue.claim('both', 'w3');
+select matches(
+    pg_temp.why(:both), '^cancelled at', 'why tells what came last, where a claim met both a lease and a job that were over'
 );
 select throws_ok('select pgqueue.why(-1)', 'PQ001', null, 'why refuses an id that nothing remembers');
 
