@@ -547,6 +547,121 @@ def test_every_number_of_every_view_is_what_the_tables_say(db, rng) -> None:
         assert set(column(db, "select id from pgqueue.running")) == leased
 
 
+# What is set
+
+DEFAULTS = {
+    "paused": "false", "notify": "true", "max_attempts": "20", "keep_runs": "7", "keep_payloads": "false",
+    "keep_dead": None, "max_payload_bytes": None, "weight": "1", "group_limit": None, "max_running": None,
+    "rate_limit": None, "rate_period": "00:00:01", "age_after": None, "wait_target": "00:05:00",
+    "lease": "00:00:30", "retry_base": "00:00:05", "retry_cap": "01:00:00", "group_on_retry": "skip",
+}  # fmt: skip
+VALUES = {
+    **{name: ["3", "5", "7"] for name in DEFAULTS},
+    **{name: ["true", "false"] for name in ("notify", "keep_payloads")},
+    **{name: ["00:07:00", "1 day"] for name in DEFAULTS if "_dead" in name or "_after" in name},
+    **{name: ["00:00:02", "00:09:00"] for name in ("lease", "retry_base", "retry_cap", "rate_period", "wait_target")},
+    "group_on_retry": ["skip", "block"],
+}  # fmt: skip
+CAPS = ("max_running", "rate_limit", "rate_period")
+Scope = tuple[str | None, str | None, str | None]
+Said = dict[Scope, dict[str, str]]
+
+
+def is_within(scope: Scope, wider: Scope) -> bool:
+    return all(w in (None, s) for s, w in zip(scope, wider, strict=True))
+
+
+def narrowness(scope: Scope) -> tuple[bool, ...]:
+    queue, kind, group = scope
+    return bool(group), group != "*", bool(kind), bool(queue)
+
+
+def say(db: psycopg.Connection, rng: Random) -> Said:
+    """Call configure, pause and resume at random; return what was said of what."""
+    said: Said = defaultdict(dict)
+    for _ in range(40):
+        verb = rng.choice(["configure", "configure", "pause", "resume"])
+        scope = tuple(rng.choice([None, *pair]) for pair in ("qr", "kl", "gh"))
+        named = {}
+        if verb == "configure":
+            if rng.random() < 0.1:
+                scope = scope[0], None, "*"
+            names = rng.sample(sorted(DEFAULTS.keys() - {"paused"}), 2)
+            named = {name: rng.choice(VALUES[name]) for name in names}
+            named["reset"] = str(rng.random() < 0.2)
+        args = "".join(f", {name} => %s" for name in named)
+        try:
+            with db.transaction():
+                db.execute(
+                    f"select pgqueue.{verb}(%s, kind => %s, group_key => %s{args})",
+                    [*scope, *named.values()],
+                )
+        except psycopg.errors.InvalidParameterValue:
+            continue  # kinds and groups do not have all settings
+        if verb == "configure":
+            if named.pop("reset") == "True":
+                said[scope] = {k: v for k, v in said[scope].items() if k == "paused"}
+            said[scope] |= named
+            continue
+        for other in said:
+            if is_within(other, scope):
+                said[other].pop("paused", None)
+        said[scope]["paused"] = str(verb == "pause").lower()
+        paused = [s for s in said if said[s].get("paused") == "true"]
+        for other in said:
+            if said[other].get("paused") == "false" and not any(
+                is_within(other, wider) for wider in paused
+            ):
+                del said[other]["paused"]
+    return {scope: settings for scope, settings in said.items() if settings}
+
+
+def in_force(said: Said) -> dict[tuple, dict[str, Any]]:
+    found = {}
+    for scope in said.keys() | {(None, None, None)}:
+        for name, default in DEFAULTS.items():
+            row = {"value": default, "set_for": "default"}
+            for wider in sorted(said, key=narrowness):
+                queue, kind, group = wider
+                holds = is_within(scope, wider) or (
+                    scope[2] and group == "*" and is_within(scope, (queue, kind, None))
+                )
+                # A queue has its caps beside those of its kinds and groups.
+                is_beside = name in CAPS and any(scope[1:]) and not any(wider[1:])
+                if name not in said[wider] or not holds or is_beside:
+                    continue
+                what = " and ".join(["kind"] * bool(kind) + ["group"] * bool(group))
+                where = " in all queues" if what and not queue else ""
+                whose = what or ("queue" if queue else "all queues")
+                row = {"value": said[wider][name], "set_for": whose + where}
+            found[*scope, name] = row
+    return found
+
+
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.randoms(use_true_random=True))
+def test_the_settings_in_force_are_the_narrowest_that_were_said(db, rng) -> None:
+    with db.transaction(force_rollback=True):
+        true = in_force(say(db, rng))
+        said = {
+            (row["queue"], row["kind"], row["group_key"], row["setting"]): row
+            for row in rows(db, "select * from pgqueue.settings")
+        }
+        assert not differences(said, true)
+        # So do the functions.
+        query = """
+            select s.* from pgqueue.settings as s
+            where s.value is distinct from to_jsonb(pgqueue._in_force(
+                coalesce(s.queue, ''), coalesce(s.kind, ''), coalesce(s.group_key, '')
+            )) ->> s.setting
+        """
+        assert not rows(db, query)
+
+
 # Where there is too much to count
 
 
