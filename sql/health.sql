@@ -14,7 +14,7 @@ as $$
 begin
     return query
     select l.queue, l.priority, greatest(p.since, l.first), p.until
-    from pgqueue._lanes() as l
+    from pgqueue._lanes(0) as l
     cross join (
         values ('-infinity'::timestamptz, '1900-01-01 00:00 UTC'::timestamptz),
             ('1900-01-01 00:00 UTC', moment)

@@ -7,8 +7,8 @@
 -- The log is read in the order of its pages, which is nearly that of time: the first page of a period is found
 -- by bisection, and of many pages every so many are read.
 
-create or replace function pgqueue._lanes()
-    returns table (hash int, queue text, priority int, first timestamptz)
+create or replace function pgqueue._lanes(budget int)
+    returns table (hash int, queue text, priority int, first timestamptz, first_id bigint, most bigint)
     language plpgsql
     stable
     set search_path = pg_catalog, pg_temp
@@ -21,13 +21,13 @@ create or replace function pgqueue._lanes()
 as $$
 begin
     return query
-    with recursive lane (hash, queue, priority, first) as (
-        values (-2147483648, '', -2147483648, null::timestamptz)
+    with recursive lane (hash, queue, priority, first, first_id) as (
+        values (-2147483648, '', -2147483648, null::timestamptz, null::bigint)
         union all
         select n.*
         from lane as l
         cross join lateral (
-            select hashtext(j.queue), j.queue, j.priority, coalesce(j.turn, j.run_at)
+            select hashtext(j.queue), j.queue, j.priority, coalesce(j.turn, j.run_at), j.id
             from pgqueue.job as j
             -- A condition on the queue that cannot be left out, for the predicate of the index.
             where (hashtext(j.queue), j.priority) > (l.hash, l.priority) and j.queue >= ''
@@ -35,13 +35,27 @@ begin
             limit 1
         ) as n
     )
-    select l.* from lane as l where l.first is not null;
+    select
+        l.*, case when s.is_long then greatest(budget / count(*) filter (where s.is_long) over (), 100) else 100 end
+    from lane as l
+    cross join lateral (
+        select exists (
+            select from pgqueue.job as j
+            where hashtext(j.queue) = l.hash and j.priority = l.priority
+                and (coalesce(j.turn, j.run_at), j.id) >= (l.first, l.first_id)
+            order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
+            offset 100
+        ) as is_long
+        offset 0
+    ) as s
+    where l.first is not null;
 end;
 $$;
 
-comment on function pgqueue._lanes() is
-'The lanes that hold any job, and the first turn or run_at of each: one descent
-of the index for each.';
+comment on function pgqueue._lanes(int) is
+'The lanes that hold any job, where each begins, and how many of its jobs to
+read: 100, or its share of a budget among those with more. Two descents of the
+index for each.';
 
 create or replace function pgqueue._sample_jobs(step int)
     returns table (
@@ -96,27 +110,29 @@ declare
     moment timestamptz := clock_timestamp();
     pages bigint := pg_relation_size('pgqueue.job') / 8192;
     step int := case when pages > 2048 then pages / 200 else 1 end;
-    hashes int[];
-    priorities int[];
-    most int;
 begin
-    if step > 1 then
-        select array_agg(l.hash), array_agg(l.priority) into hashes, priorities from pgqueue._lanes() as l;
-        most := greatest(4000 / coalesce(cardinality(hashes), 1), 100);
-    end if;
     return query
     with walked as materialized (
-        select l.hash, l.priority, w.*
-        from unnest(hashes, priorities) as l (hash, priority)
+        select l.hash, l.priority, l.most, w.*
+        from pgqueue._lanes(4000) as l
         cross join lateral (
             select j.queue, j.run_at, j.turn, j.worker, j.lease_expires_at, (j.terms).expires_at
             from pgqueue.job as j
             where hashtext(j.queue) = l.hash and j.priority = l.priority
+                and (coalesce(j.turn, j.run_at), j.id) >= (l.first, l.first_id)
             order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
-            limit most + 1
+            limit l.most + 1
         ) as w
+        where step > 1
     ), long as materialized (
-        select distinct w.hash from walked as w group by w.hash, w.priority having count(*) > most
+        select l.hash, bool_or(l.leased * 10 > l.most * 9) as is_busy
+        from (
+            select w.hash, w.most, count(w.lease_expires_at) as leased
+            from walked as w
+            group by w.hash, w.priority, w.most
+            having count(*) > w.most
+        ) as l
+        group by l.hash
     ), met as (
         select w.queue, w.run_at, w.turn, w.worker, w.lease_expires_at, w.expires_at, false as is_sample
         from walked as w
@@ -134,6 +150,7 @@ begin
             count(*) filter (where m.state = 's') as scheduled,
             count(*) filter (where m.state = 'l') as running,
             count(*) filter (where m.state = 'e') as expired,
+            count(*) filter (where m.state = 'x') as overdue,
             count(*) filter (where m.state = 'b') as blocked,
             min(m.run_at) filter (where m.state = 'r') as oldest,
             percentile_disc(0.01) within group (order by m.run_at) filter (where m.state = 'r') as p99,
@@ -143,7 +160,8 @@ begin
                 a.queue, a.run_at, a.worker, a.is_sample,
                 case
                     when a.lease_expires_at > moment then 'l'
-                    when a.lease_expires_at is not null or a.expires_at <= moment then 'e'
+                    when a.lease_expires_at is not null then 'e'
+                    when a.expires_at <= moment then 'x'
                     when a.run_at = 'infinity' or a.turn > moment then 'b'
                     when a.run_at > moment then 's'
                     else 'r'
@@ -156,16 +174,18 @@ begin
     select
         c.queue,
         max(c.ready * c.weight), max(c.scheduled * c.weight),
-        -- These stand in front, and close together: a page of the sample would stand for too many.
-        coalesce(max(c.running) filter (where not c.is_sample and c.running < most / 2), max(c.running * c.weight)),
-        coalesce(max(c.expired) filter (where not c.is_sample and c.expired < most / 2), max(c.expired * c.weight)),
+        -- What is leased stands in front, and close together: a page of the sample would stand for too many.
+        coalesce(max(c.running) filter (where not c.is_sample and not t.is_busy), max(c.running * c.weight)),
+        coalesce(max(c.expired) filter (where not c.is_sample and not t.is_busy), max(c.expired * c.weight))
+            + max(c.overdue * c.weight),
         max(c.blocked * c.weight),
         min(c.oldest),
         coalesce(min(c.p99) filter (where c.is_sample), min(c.p99)),
         coalesce(min(c.workers) filter (where not c.is_sample), min(c.workers)),
-        hashtext(c.queue) in (select t.hash from long as t)
+        t.hash is not null
     from counted as c
-    group by c.queue;
+    left join long as t on t.hash = hashtext(c.queue)
+    group by c.queue, t.hash;
 end;
 $$;
 
@@ -173,7 +193,7 @@ comment on function pgqueue._count_jobs() is
 'The jobs of each queue by their state; since when the first, and the first
 hundredth, of those that are ready were due; and who holds those that run.
 Above 16 MB an estimate for a queue with a lane of more than 4,000 jobs, divided
-by the number of lanes.';
+by the number of lanes with more than 100.';
 
 create or replace function pgqueue._count_dead()
     returns table (queue text, dead bigint, is_estimate boolean)
@@ -272,15 +292,13 @@ begin
         return;
     end if;
     return query
-    with lane as materialized (
-        select l.*, greatest(50000 / count(*) over (), 100) as most from pgqueue._lanes() as l
-    )
     select w.id
-    from lane as l
+    from pgqueue._lanes(50000) as l
     cross join lateral (
         select j.id, j.lease_expires_at
         from pgqueue.job as j
         where hashtext(j.queue) = l.hash and j.priority = l.priority
+                and (coalesce(j.turn, j.run_at), j.id) >= (l.first, l.first_id)
         order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
         limit l.most
     ) as w
@@ -290,8 +308,8 @@ $$;
 
 comment on function pgqueue._leased() is
 'The jobs that are leased. Above 16 MB those among the first 50,000 of each lane,
-divided by the number of lanes: others stand there only where claims by kind
-have passed over as many.';
+divided by the number of lanes with more than 100: others stand there only where
+claims by kind have passed over as many.';
 
 create or replace function pgqueue._page_since(part int, since timestamptz)
     returns bigint

@@ -226,7 +226,8 @@ order by j.claimed_at;
 comment on view pgqueue.running is
 'The leased jobs, the longest-running first. Reads them all while the table of
 jobs is small (16 MB), else the first 50,000 jobs of each lane, divided by the
-number of lanes: there they stand, unless claims by kind have passed over more.';
+number of lanes with more than 100: there they stand, unless claims by kind have
+passed over more.';
 comment on column pgqueue.running.id is 'The job''s id.';
 comment on column pgqueue.running.queue is 'The job''s queue.';
 comment on column pgqueue.running.kind is 'The job''s kind.';

@@ -680,6 +680,7 @@ def test_of_very_many_jobs_what_runs_and_short_queues_are_counted_and_the_rest_e
     for queue, priority, when, jobs in [
         ("long", 0, "0", 40000),
         ("long", 5, "1 day", 20000),
+        ("long", -5, "1 day", 20000),
         ("short", 0, "-1 hour", 70),
     ]:
         db.execute(
@@ -687,14 +688,22 @@ def test_of_very_many_jobs_what_runs_and_short_queues_are_counted_and_the_rest_e
             " run_at => clock_timestamp() + %s::interval)",
             (queue, jobs, priority, when),
         )
-    held = column(db, "select id from pgqueue.claim('long', 'w', 30)")
+    db.execute("select pgqueue.enqueue('one ' || n) from generate_series(1, 300) as n")
+    # Those in front could still begin.
+    db.execute(
+        "update pgqueue.job as j set terms.expires_at = now()"
+        " where j.id in (select id from pgqueue.job where priority = -5 order by id offset 5000)"
+    )
+    held = column(db, "select id from pgqueue.claim('long', 'w', 200)")
     assert one(db, "select pg_relation_size('pgqueue.job')") > 2**24
     found = {row["queue"]: row for row in rows(db, "select * from pgqueue.queues")}
     long, short = found["long"], found["short"]
-    assert near(long["ready"], 39970) and near(long["scheduled"], 20000)
-    assert (long["running"], long["workers"], long["is_estimate"]) == (30, 1, True)
+    assert near(long["ready"], 39800) and near(long["scheduled"], 25000)
+    assert near(long["expired"], 15000)
+    assert (long["running"], long["workers"], long["is_estimate"]) == (200, 1, True)
     assert (short["ready"], short["is_estimate"]) == (70, False)
-    for row in found.values():
+    assert sum(row["ready"] for name, row in found.items() if "one" in name) == 300
+    for row in (long, short):
         query = "select clock_timestamp() - min(run_at) from pgqueue.jobs where queue = %s and state = 'ready'"
         assert abs(one(db, query, row["queue"]) - row["oldest_wait"]) < timedelta(
             seconds=5
@@ -703,13 +712,13 @@ def test_of_very_many_jobs_what_runs_and_short_queues_are_counted_and_the_rest_e
     assert buffers(db, "select * from pgqueue._count_jobs()") < 10000
 
     db.execute(
-        "delete from pgqueue.job where queue = 'long' and id <> all (%s)", (held,)
+        "delete from pgqueue.job where queue <> 'short' and id <> all (%s)", (held,)
     )
     db.execute("vacuum pgqueue.job")
     found = {row["queue"]: row for row in rows(db, "select * from pgqueue.queues")}
     assert [found["long"][name] for name in ("ready", "running", "is_estimate")] == [
         0,
-        30,
+        200,
         False,
     ]
     assert buffers(db, "select * from pgqueue._count_jobs()") < 500
