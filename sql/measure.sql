@@ -258,7 +258,9 @@ create or replace function pgqueue._dead_errors()
 as $$
 declare
     pages float8 := pg_relation_size('pgqueue.dead_job') / 8192;
-    sampled float8 := case when pages > 2048 then 512 / pages else 1 end;
+    -- Few on many pages are all read: a sample would have none of them.
+    are_many boolean := (select count(*) > 20000 from (select from pgqueue.dead_job limit 20001) as d);
+    sampled float8 := case when pages > 2048 and are_many then 512 / pages else 1 end;
 begin
     return query
     select
@@ -270,8 +272,8 @@ end;
 $$;
 
 comment on function pgqueue._dead_errors() is
-'The dead jobs by the first line of their error. Above 16 MB an estimate from a
-sample of 512 pages.';
+'The dead jobs by the first line of their error. Of more than 20,000, on more than
+16 MB, an estimate from a sample of 512 pages.';
 
 create or replace function pgqueue._leased()
     returns setof bigint
@@ -298,7 +300,7 @@ begin
         select j.id, j.lease_expires_at
         from pgqueue.job as j
         where hashtext(j.queue) = l.hash and j.priority = l.priority
-                and (coalesce(j.turn, j.run_at), j.id) >= (l.first, l.first_id)
+            and (coalesce(j.turn, j.run_at), j.id) >= (l.first, l.first_id)
         order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
         limit l.most
     ) as w

@@ -425,8 +425,8 @@ group by e.queue, e.kind, e.error_like
 order by jobs desc, e.queue, e.kind, e.error_like;
 
 comment on view pgqueue.dead is
-'The dead jobs by kind and error, the most frequent first. Above 16 MB of them a
-sample of 512 pages is read.';
+'The dead jobs by kind and error, the most frequent first. Of more than 20,000,
+above 16 MB, a sample of 512 pages is read.';
 comment on column pgqueue.dead.queue is 'The queue.';
 comment on column pgqueue.dead.kind is 'The kind.';
 comment on column pgqueue.dead.error_like is

@@ -745,6 +745,8 @@ def test_very_many_dead_jobs_are_estimated_by_queue_and_by_error(db):
     for row in dead.values():
         said = "select split_part(error, E'\\n', 1) from pgqueue.dead_job where id = %s"
         assert row["sample_error"] == one(db, said, row["sample_id"])
+    db.execute("delete from pgqueue.dead_job where id % 5000 <> 7")
+    assert one(db, "select sum(jobs) from pgqueue.dead") == 6
 
 
 def test_of_very_many_runs_some_pages_stand_for_all_and_no_others_are_read(db):
