@@ -580,6 +580,24 @@ $$;
 comment on function pgqueue._check_scope(text, text, text) is
 'Refuses a bad name of a queue, kind or group; null, which means all, passes.';
 
+create or replace function pgqueue._check_pause(queue text, kind text, group_key text)
+    returns text[]
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return coalesce(pgqueue._check_scope(queue, kind, group_key), case when group_key = '*' then array[
+        'each group cannot be paused or resumed apart from its queue',
+        'The group_key is *.',
+        'Leave group_key out, or name one group.'
+    ] end);
+end;
+$$;
+
+comment on function pgqueue._check_pause(text, text, text) is
+'Refuses what pause and resume cannot take; null, which means all, passes.';
+
 create or replace function pgqueue._check_settings(
     lease interval,
     max_attempts int,

@@ -41,28 +41,29 @@ from (select clock_timestamp() as moment) as c
 cross join pgqueue.job as j;
 
 comment on view pgqueue.jobs is
-'Every job that waits or runs, without its payload: state is scheduled, ready,
-running, expired (its worker let the lease run out, or nobody began it by its
-expires_at; a claim or maintain ends that) or blocked. One id is found by an
-index; without it the whole table is read.';
+'Every job that waits or runs, without its payload: state is scheduled, ready
+(due, paused or not), running, expired (its worker let the lease run out, or
+nobody began it by its expires_at; a claim or maintain ends that) or blocked
+(it waits for other jobs, or its group is full or at its rate). One id is found
+by an index; without it the whole table is read.';
 comment on column pgqueue.jobs.id is 'The job''s id.';
 comment on column pgqueue.jobs.queue is 'The queue it waits in.';
 comment on column pgqueue.jobs.kind is 'Which handler runs it.';
 comment on column pgqueue.jobs.state is
 'scheduled, ready, running, expired or blocked, by the clock of this query.';
 comment on column pgqueue.jobs.priority is 'Larger runs first.';
-comment on column pgqueue.jobs.run_at is 'Not before this moment; null when blocked.';
+comment on column pgqueue.jobs.run_at is 'Not before this moment; null while it waits for other jobs.';
 comment on column pgqueue.jobs.enqueued_at is 'When enqueue was called.';
 comment on column pgqueue.jobs.attempt is 'Attempts begun.';
 comment on column pgqueue.jobs.max_attempts is 'With this many attempts used up the job is dead.';
-comment on column pgqueue.jobs.worker is 'Who runs it; null when it waits.';
+comment on column pgqueue.jobs.worker is 'Who runs it, or did when the lease ran out; null when it waits.';
 comment on column pgqueue.jobs.claimed_at is 'When the present attempt began; null when it waits.';
 comment on column pgqueue.jobs.lease_expires_at is
 'Until when its worker must extend or end it; null when it waits.';
 comment on column pgqueue.jobs.cancelled_at is 'When an operator asked it to stop.';
 comment on column pgqueue.jobs.unique_key is 'At most one job of the queue with this key waits or runs.';
 comment on column pgqueue.jobs.group_key is 'The entity or tenant it belongs to.';
-comment on column pgqueue.jobs.last_error is 'Why the last attempt failed; null if none did.';
+comment on column pgqueue.jobs.last_error is 'Why the last attempt that failed did; null if none did.';
 comment on column pgqueue.jobs.done is
 'How much the present attempt says it has done; null if it says nothing.';
 comment on column pgqueue.jobs.total is 'How much it says there is to do.';
@@ -148,6 +149,8 @@ from (
     select r.queue from recent as r
     union
     select q.name from pgqueue.queue as q where q.name <> ''
+    union
+    select s.queue from pgqueue.schedule as s
 ) as k
 left join counted as c on c.queue = k.queue
 left join buried as d on d.queue = k.queue
@@ -158,13 +161,14 @@ left join pgqueue.queue as own on own.name = k.queue and own.kind = '' and own.g
 left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and shared.group_key = '';
 
 comment on view pgqueue.queues is
-'One row for each queue that has jobs, dead jobs, settings, or runs in the last
-hour. Counts while the table of jobs is small (16 MB), else reads an index and
-estimates (see is_estimate); of more than 500 pages of runs, some 33,000, a
-sample is read, and a queue that only has a few of them may be missing. Some
-tens of milliseconds, however many jobs there are.';
+'One row for each queue that has jobs, dead jobs, settings, schedules, or runs in
+the last hour. Counts while the table of jobs is small (16 MB), else reads an
+index and estimates (see is_estimate); of more than 500 pages of runs, some
+33,000, a sample is read, and a queue that only has a few of them may be
+missing. Some tens of milliseconds, however many jobs there are; with 30,000
+queues half a second.';
 comment on column pgqueue.queues.queue is 'The queue.';
-comment on column pgqueue.queues.ready is 'Jobs that could run now.';
+comment on column pgqueue.queues.ready is 'Jobs that are due, paused or not.';
 comment on column pgqueue.queues.scheduled is 'Jobs whose time has not come, retries among them.';
 comment on column pgqueue.queues.running is 'Jobs under a valid lease.';
 comment on column pgqueue.queues.expired is
@@ -178,10 +182,10 @@ comment on column pgqueue.queues.oldest_wait is
 'How long the oldest ready job has been due; null when none is. Alert on this.';
 comment on column pgqueue.queues.p99_wait is 'The wait that 1 % of the ready jobs exceed.';
 comment on column pgqueue.queues.paused is
-'Whether claims are given nothing; what is paused by kind or group is in the
-view settings.';
+'Whether claims are given nothing, but for kinds or groups that were resumed;
+what is paused by kind or group is in the view settings.';
 comment on column pgqueue.queues.workers is
-'Workers that hold a job of it, or ended one in the last five minutes.';
+'Workers that hold a job of it, or held one that ended in the last five minutes.';
 comment on column pgqueue.queues.parked is
 'Sessions that sleep until they are told of its jobs. One in 256 other queues
 counts them, too.';
@@ -300,17 +304,18 @@ full join session as s on s.name = right(k.worker, 55)
 order by 1;
 
 comment on view pgqueue.workers is
-'The workers that hold jobs, ended one in the last hour, or are connected. Reads
-what running reads, and as many runs as queues.';
+'The workers that hold jobs, held one that ended in the last hour, or are
+connected. Reads what running reads, and as many runs as queues.';
 comment on column pgqueue.workers.worker is
 'The name that it claims with. Workers in Python are connected under it:
 their application_name is pgqueue and its last 55 characters.';
-comment on column pgqueue.workers.queues is 'Of which queues it holds or ended jobs.';
-comment on column pgqueue.workers.held is 'How many jobs it holds.';
+comment on column pgqueue.workers.queues is 'Of which queues it holds or held these jobs.';
+comment on column pgqueue.workers.held is 'How many jobs it holds, under a valid lease.';
 comment on column pgqueue.workers.longest is 'How long it has held the first of them.';
 comment on column pgqueue.workers.last_claimed_at is
-'When it last claimed a job that it holds or has ended.';
-comment on column pgqueue.workers.last_finished_at is 'When it last ended one, in the last hour.';
+'When it last claimed one of these.';
+comment on column pgqueue.workers.last_finished_at is 'When the last one ended, in the last hour; also when the lease of a dead worker
+was found expired.';
 comment on column pgqueue.workers.finished_last_hour is 'Attempts completed in the last hour.';
 comment on column pgqueue.workers.failed_last_hour is
 'Attempts failed or expired in the last hour.';
@@ -482,7 +487,7 @@ comment on column pgqueue.stuck.stuck_for is
 'Since its lease ran out, it was asked to stop, or it was claimed.';
 comment on column pgqueue.stuck.attempt is 'Which attempt this is.';
 comment on column pgqueue.stuck.max_attempts is 'How many there may be.';
-comment on column pgqueue.stuck.last_error is 'Why the last attempt failed; null if none did.';
+comment on column pgqueue.stuck.last_error is 'Why the last attempt that failed did; null if none did.';
 
 -- The defaults once more, because a reader of the view may not call _in_force().
 create or replace view pgqueue.settings as
@@ -700,8 +705,9 @@ with recursive dead as (
         t.what,
         sum(pg_total_relation_size(c.oid)) as bytes,
         sum(pg_relation_size(c.oid)) > 8388608 as is_large,
-        -- As the planner does it: as many rows in a page as at the last ANALYZE.
-        sum(c.reltuples / nullif(c.relpages, 0) * pg_relation_size(c.oid) / 8192)::bigint as estimate
+        -- As the planner does it: as many rows in a page as at the last ANALYZE, of any part.
+        (sum(pg_relation_size(c.oid)) / 8192
+            * sum(c.reltuples) filter (where c.relpages > 0) / nullif(sum(c.relpages), 0))::bigint as estimate
     from (
         values ('jobs', 'pgqueue.job'::regclass), ('dead jobs', 'pgqueue.dead_job'),
             ('runs', 'pgqueue.run'), ('windows', 'pgqueue.recent_key')

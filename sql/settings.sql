@@ -355,7 +355,7 @@ create or replace function pgqueue.pause(
     set jit = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_scope(queue, kind, group_key));
+    refused boolean := pgqueue._refuse(pgqueue._check_pause(queue, kind, group_key));
 begin
     perform pgqueue._set_paused(queue, kind, group_key, true);
 end;
@@ -365,7 +365,7 @@ comment on function pgqueue.pause(text, text, text) is
 'Lets a queue, or all queues, take jobs in but give none out; with kind or
 group_key, only jobs of that kind or group. What runs goes on. Overrules what
 was said of anything within; the narrower wins over what is said of the wider.
-Raises 22023 (bad name).';
+Raises 22023 (bad argument).';
 
 create or replace function pgqueue.resume(
     queue text default null, kind text default null, group_key text default null
@@ -377,7 +377,7 @@ create or replace function pgqueue.resume(
     set jit = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_scope(queue, kind, group_key));
+    refused boolean := pgqueue._refuse(pgqueue._check_pause(queue, kind, group_key));
     was_paused boolean := exists (select from pgqueue.queue as q where q.paused);
 begin
     perform pgqueue._set_paused(queue, kind, group_key, false);
@@ -395,4 +395,4 @@ $$;
 comment on function pgqueue.resume(text, text, text) is
 'Undoes pause, for a queue or for all queues, or for a kind or group; one of
 something wider that is still paused then runs.
-Raises 22023 (bad name).';
+Raises 22023 (bad argument).';

@@ -156,8 +156,17 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
     "redrive_job": {"PQ001": [("1",)]},
     "discard": {"PQ001": [("1",)]},
     "discard_many": {"22023": [("max_jobs => -1",)]},
-    "pause": {"22023": [("''",), ("'q', ''",), (f"'q', group_key => {LONG}",)]},
-    "resume": {"22023": [("''",), ("'q', ''",), ("group_key => ''",)]},
+    "pause": {
+        "22023": [
+            ("''",),
+            ("'q', ''",),
+            (f"'q', group_key => {LONG}",),
+            ("'q', group_key => '*'",),
+        ]
+    },
+    "resume": {
+        "22023": [("''",), ("'q', ''",), ("group_key => ''",), ("group_key => '*'",)]
+    },
     "configure": {
         "22023": [
             ("''",),

@@ -91,7 +91,7 @@ SETUP = """
     select pgqueue.configure(null, keep_payloads => true);
     select pgqueue.schedule('yearly', 'q', '@yearly', kind => 'tick');
     select pgqueue.schedule('often', 'r', every => '1000 days', kind => 'tick', catch_up => 'all', jitter => '1 s');
-    select pgqueue.schedule('kindless', 'r', every => '3000 days')
+    select pgqueue.schedule('kindless', 'idle', every => '3000 days')
 """
 # Everything was longer ago, but leases hold.
 AGE = """
@@ -292,7 +292,7 @@ class Truth:
         for name, queue, kind, days, catch_up, jitter in [
             ("yearly", "q", "tick", None, "one", None),
             ("often", "r", "tick", 1000, "all", timedelta(seconds=1)),
-            ("kindless", "r", "r", 3000, "one", None),
+            ("kindless", "idle", "idle", 3000, "one", None),
         ]:
             every = days and timedelta(days=days)
             coming = datetime(self.now.astimezone(UTC).year + 1, 1, 1, tzinfo=UTC)
@@ -335,7 +335,7 @@ class Truth:
 
     def queues(self) -> dict[str, dict[str, Any]]:
         hour, found = self.since(hours=1), {}
-        names = {row["queue"] for row in self.jobs + self.dead + hour} | {"Ü"}
+        names = {row["queue"] for row in self.jobs + self.dead + hour} | {"Ü", "idle"}
         for name in names:
             jobs = [job for job in self.jobs if job["queue"] == name]
             runs = [run for run in hour if run["queue"] == name]
@@ -519,7 +519,7 @@ def differences(said: dict, true: dict) -> list:
 
 
 @settings(
-    max_examples=20,
+    max_examples=15,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(55);
+select plan(56);
 
 select is(
     pgqueue.version(), (select extversion from pg_extension where extname = 'pgqueue'),
@@ -277,6 +277,13 @@ select is(
     (select bytes from pgqueue.retention where what = 'runs'),
     (select sum(pg_total_relation_size(i.inhrelid)) from pg_inherits as i where i.inhparent = 'pgqueue.run'::regclass)::bigint,
     'retention shows the log with all its parts'
+);
+insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome)
+select n % 2, 1, n, now(), '0', '0', 'q', 'k', 'completed' from generate_series(1, 100000) as n;
+analyze pgqueue.run_0;
+select ok(
+    (select rows between 90000 and 110000 from pgqueue.retention where what = 'runs'),
+    'retention estimates the parts of the log that nobody has analyzed yet by those that somebody has'
 );
 
 set transaction_read_only = on;
