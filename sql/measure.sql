@@ -272,8 +272,8 @@ end;
 $$;
 
 comment on function pgqueue._dead_errors() is
-'The dead jobs by the first line of their error. Of more than 20,000, above 16 MB,
-an estimate from a sample of 512 pages.';
+'The dead jobs by the first line of their error. Of more than 20,000, above
+16 MB, an estimate from a sample of 512 pages.';
 
 create or replace function pgqueue._leased()
     returns setof bigint
