@@ -54,7 +54,7 @@ comment on column pgqueue.jobs.state is
 comment on column pgqueue.jobs.priority is 'Larger runs first.';
 comment on column pgqueue.jobs.run_at is 'Not before this moment; null while it waits for other jobs.';
 comment on column pgqueue.jobs.enqueued_at is 'When enqueue was called.';
-comment on column pgqueue.jobs.attempt is 'Attempts begun.';
+comment on column pgqueue.jobs.attempt is 'Attempts begun since it was enqueued or redriven.';
 comment on column pgqueue.jobs.max_attempts is 'With this many attempts used up the job is dead.';
 comment on column pgqueue.jobs.worker is 'Who runs it, or did when the lease ran out; null when it waits.';
 comment on column pgqueue.jobs.claimed_at is 'When the present attempt began; null when it waits.';
@@ -300,7 +300,7 @@ select
 from known as k
 left join held as h on h.worker = k.worker
 left join logged as g on g.worker = k.worker
-full join session as s on s.name = right(k.worker, 55)
+full join session as s on s.name = regexp_replace(right(k.worker, 55), '[^ -~]', '?', 'g')
 order by 1;
 
 comment on view pgqueue.workers is
@@ -308,7 +308,8 @@ comment on view pgqueue.workers is
 connected. Reads what running reads, and as many runs as queues.';
 comment on column pgqueue.workers.worker is
 'The name that it claims with. Workers in Python are connected under it:
-their application_name is pgqueue and its last 55 characters.';
+their application_name is pgqueue and its last 55 characters, with ? for what is
+not ASCII.';
 comment on column pgqueue.workers.queues is 'Of which queues it holds or held these jobs.';
 comment on column pgqueue.workers.held is 'How many jobs it holds, under a valid lease.';
 comment on column pgqueue.workers.longest is 'How long it has held the first of them.';
@@ -342,7 +343,7 @@ Of more than 2,000 pages of runs, some 130,000, a sample is read: a kind that
 ran seldom may be missing.';
 comment on column pgqueue.kinds.queue is 'The queue.';
 comment on column pgqueue.kinds.kind is 'The kind.';
-comment on column pgqueue.kinds.runs is 'Finished attempts.';
+comment on column pgqueue.kinds.runs is 'Attempts that completed, failed or expired.';
 comment on column pgqueue.kinds.failures is 'Those that failed or whose lease expired.';
 comment on column pgqueue.kinds.p50_taken is 'Half of the attempts took at most this long.';
 comment on column pgqueue.kinds.p99_taken is '99 % of the attempts took at most this long.';
@@ -670,8 +671,8 @@ comment on column pgqueue.schedules.jitter is
 'Over how long schedules with the same slots are spread; null for not at all.';
 comment on column pgqueue.schedules.paused is 'Whether it makes no jobs.';
 comment on column pgqueue.schedules.next_slot is
-'The next slot; null when it is paused. In the past for long: nobody is awake,
-neither a worker nor maintain.';
+'The next slot; null when it is paused. In the past for longer than jitter: it
+has a problem, or nobody is awake, neither a worker nor maintain.';
 comment on column pgqueue.schedules.last_slot is 'The last slot that has a job; null for none.';
 comment on column pgqueue.schedules.last_job_id is 'The job of last_slot.';
 comment on column pgqueue.schedules.last_state is

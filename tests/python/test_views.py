@@ -828,7 +828,7 @@ def test_a_worker_is_seen_while_it_works_sleeps_and_when_it_is_gone(db, workers)
         (row,) = rows(db, "select * from pgqueue.workers") or [{}]
         return row
 
-    worker = workers.start("--name", "wörker " + "x" * 60)
+    worker = workers.start("--name", "wörker " + "x" * 30 + "ö" + "x" * 30)
     wait_until(lambda: seen().get("parked"))
     asleep = seen()
     assert (asleep["held"], asleep["queues"], asleep["last_claimed_at"]) == (

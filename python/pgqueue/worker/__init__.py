@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -98,7 +99,7 @@ class Worker:
         self._seldom = Seldom()
 
         # As the view workers expects.
-        session = f"pgqueue {self.id[-55:]}"
+        session = f"pgqueue {re.sub('[^ -~]', '?', self.id[-55:])}"
         dsn, outages = database.named(database.conninfo(self.dsn), session), Outages()
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         around = self.app.middleware
