@@ -86,7 +86,7 @@ FOUND = {
     "close_batch": "select id from pgqueue.batch order by id",
 }
 SETUP = """
-    truncate pgqueue.run;  -- large, of earlier examples
+    truncate pgqueue.job, pgqueue.dead_job, pgqueue.run;  -- large, of earlier examples
     select pgqueue.configure('Ü', group_limit => 1);
     select pgqueue.configure(null, keep_payloads => true);
     select pgqueue.schedule('yearly', 'q', '@yearly', kind => 'tick');
@@ -519,7 +519,7 @@ def differences(said: dict, true: dict) -> list:
 
 
 @settings(
-    max_examples=15,
+    max_examples=20,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
