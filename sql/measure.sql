@@ -39,7 +39,7 @@ begin
         l.*, case when s.is_long then greatest(budget / count(*) filter (where s.is_long) over (), 100) else 100 end
     from lane as l
     cross join lateral (
-        select exists (
+        select budget > 0 and exists (
             select from pgqueue.job as j
             where hashtext(j.queue) = l.hash and j.priority = l.priority
                 and (coalesce(j.turn, j.run_at), j.id) >= (l.first, l.first_id)
@@ -247,7 +247,7 @@ by the number of queues.';
 create or replace function pgqueue._dead_errors()
     returns table (
         queue text, kind text, error text, jobs bigint, first_died_at timestamptz, last_died_at timestamptz,
-        job_id bigint
+        job_id bigint, is_estimate boolean
     )
     language plpgsql
     stable
@@ -265,7 +265,7 @@ begin
     return query
     select
         d.queue, d.kind, pgqueue._summary(d.error), (count(*) / sampled)::bigint, min(d.died_at), max(d.died_at),
-        max(d.id)
+        max(d.id), sampled < 1
     from pgqueue.dead_job as d tablesample system (100 * sampled) repeatable (0)
     group by 1, 2, 3;
 end;

@@ -422,6 +422,7 @@ select
     e.kind,
     e.error_like,
     sum(e.jobs)::bigint as jobs,
+    bool_or(e.is_estimate) as is_estimate,
     min(e.first_died_at) as first_died_at,
     max(e.last_died_at) as last_died_at,
     (array_agg(e.job_id order by e.last_died_at desc, e.job_id desc))[1] as sample_id,
@@ -439,6 +440,8 @@ comment on column pgqueue.dead.error_like is
 'The first line of the errors, with % where they differ: an argument for redrive
 and discard_many.';
 comment on column pgqueue.dead.jobs is 'How many died so.';
+comment on column pgqueue.dead.is_estimate is
+'Whether a sample was read: jobs is an estimate, and what is rare is missing.';
 comment on column pgqueue.dead.first_died_at is 'When the first did.';
 comment on column pgqueue.dead.last_died_at is 'When the last did.';
 comment on column pgqueue.dead.sample_id is 'One of them.';

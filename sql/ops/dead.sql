@@ -13,7 +13,7 @@
 -- Nobody's function in the search_path is meant, whoever calls.
 set local search_path = pg_catalog, pg_temp\; set local jit = off\;
 select
-    d.jobs,
+    case when d.is_estimate then '~' else '' end || d.jobs as jobs,
     left(d.queue, 40) as queue,
     left(d.kind, 40) as kind,
     to_char(d.first_died_at, 'YYYY-MM-DD HH24:MI:SS') || ' to ' || to_char(d.last_died_at, 'YYYY-MM-DD HH24:MI:SS')

@@ -93,10 +93,7 @@ RUNNING = "select *, count(*) over () as matches from pgqueue.running limit %(sh
 STUCK = "select * from pgqueue.stuck limit %(shown)s"
 WORKERS = "select *, count(*) over () as matches from pgqueue.workers limit %(shown)s"
 DEAD = """
-select
-    *, count(*) over () as matches, sum(jobs) over () as all_jobs,
-    -- As in the comment on the view.
-    pg_relation_size('pgqueue.dead_job') > 16777216 as is_estimate
+select *, count(*) over () as matches, sum(jobs) over () as all_jobs
 from pgqueue.dead
 where %(queue)s::text is null or queue = %(queue)s
 limit %(shown)s
