@@ -198,7 +198,14 @@ begin
     return query
     select f.*
     from pgqueue.queues as q
-    cross join lateral (select (pgqueue._in_force(q.queue)).wait_target as wait_target offset 0) as t
+    cross join lateral (select pgqueue._in_force(q.queue) as settings offset 0) as t
+    -- Perhaps all that waits is paused.
+    cross join lateral (
+        select q.oldest_wait > patience and not exists (
+            select from pgqueue.queue as s
+            where s.name in ('', q.queue) and (s.kind <> '' or s.group_key <> '') and s.paused
+        ) as is_late
+    ) as l
     cross join lateral (
         select
             'workers', case when q.oldest_wait > 4 * patience then 'critical' else 'warning' end,
@@ -207,20 +214,28 @@ begin
                 to_char(q.ready, 'FM999,999,999,999'), date_trunc('second', q.oldest_wait)
             ),
             'select * from pgqueue.workers'
-        where q.oldest_wait > patience and q.workers = 0 and q.parked = 0
+        -- Without runs nobody knows, and jobs may begin rarely.
+        where l.is_late and q.workers = 0 and q.parked = 0 and (t.settings).keep_runs > 0 and not exists (
+            select from pgqueue.queue as s where s.name in ('', q.queue) and s.rate_limit is not null
+        )
         union all
         select
-            'backlog', case when q.time_to_empty > 4 * target_times * t.wait_target then 'critical' else 'warning' end,
+            'backlog',
+            case when q.time_to_empty > 4 * target_times * (t.settings).wait_target
+                then 'critical' else 'warning' end,
             format(
                 'queue %s has %s ready jobs, which take %s at the rate of the last five minutes, %s jobs a second by '
                 '%s workers', q.queue, to_char(q.ready, 'FM999,999,999,999'), date_trunc('second', q.time_to_empty),
                 q.rate_5m, q.workers
             ),
             format('select * from pgqueue.kinds where queue = %L', q.queue)
-        where q.time_to_empty > target_times * t.wait_target
+        -- Of a burst that has just begun the rate is not known yet.
+        where l.is_late and q.time_to_empty > target_times * (t.settings).wait_target
         union all
         select
-            'failures', case when q.failure_rate_5m > 4 * share then 'critical' else 'warning' end,
+            'failures',
+            case when q.failure_rate_5m > 4 * share and q.failed_last_hour >= 4 * failures
+                then 'critical' else 'warning' end,
             format(
                 'queue %s: %s %% of the attempts of the last five minutes failed or expired, and %s in the last hour',
                 q.queue, round(100 * q.failure_rate_5m), to_char(q.failed_last_hour, 'FM999,999,999,999')
@@ -238,10 +253,10 @@ end;
 $$;
 
 comment on function pgqueue._health_queues(interval, int, numeric, int) is
-'Each queue whose jobs have waited that long while nobody works it; or take so
-many times its wait_target at the present rate; or of whose attempts that share
-failed, and so many in an hour. What is paused is not looked at. Tells, too, if
-somebody keeps it from looking.';
+'Each queue whose jobs have waited that long while nobody works it, or will take
+so many times its wait_target at the present rate; or of whose attempts that
+share failed, and so many in an hour. Where a kind or group is paused only
+failures are looked at; where the queue is, nothing.';
 
 create or replace function pgqueue._health_dead(deaths int default 10)
     returns table (status text, detail text, hint text)

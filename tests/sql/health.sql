@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(43);
+select plan(49);
 
 create function pg_temp.found(name text)
     returns text
@@ -58,6 +58,15 @@ select pgqueue.resume('h q');
 select pgqueue.rest(array['h q']);
 select alike(pg_temp.found('workers'), 'ok: %', 'nor while a session is parked for it');
 select pgqueue._unpark();
+select pgqueue.pause('h q', 'h q');
+select alike(pg_temp.found('workers'), 'ok: %', 'nor when all that waits may be paused');
+select pgqueue.resume('h q', 'h q');
+select pgqueue.configure('h q', rate_limit => 1, rate_period => '1 hour');
+select alike(pg_temp.found('workers'), 'ok: %', 'nor when its jobs may begin that rarely');
+select pgqueue.configure('h q', reset => true);
+select pgqueue.configure('h q', keep_runs => 0);
+select alike(pg_temp.found('workers'), 'ok: %', 'nor when nobody remembers who worked it');
+select pgqueue.configure('h q', reset => true);
 select count(pgqueue.complete(c.id, c.token)) from pgqueue.claim('h q', 'w') as c;
 select alike(pg_temp.found('workers'), 'ok: %', 'nor when somebody has just ended a job of it');
 
@@ -71,6 +80,12 @@ select pgqueue.configure('h q', wait_target => '10 minutes');
 select alike(pg_temp.found('backlog'), 'warning: %', 'of more than 12 times, a warning');
 select pgqueue.configure('h q', wait_target => '30 minutes');
 select alike(pg_temp.found('backlog'), 'ok: %', 'of less, none');
+select pgqueue.configure('h q', reset => true);
+select pgqueue.pause('h q', group_key => 'g');
+select alike(pg_temp.found('backlog'), 'ok: %', 'nor of a queue of which a part is paused');
+select pgqueue.resume('h q', group_key => 'g');
+update pgqueue.job set run_at = now() - interval '100 seconds';
+select alike(pg_temp.found('backlog'), 'ok: %', 'nor of a burst that has just begun');
 
 select count(pgqueue.fail(c.id, c.token, 'E')) from pgqueue.claim('h q', 'w', 9) as c;
 select alike(
@@ -79,16 +94,17 @@ select alike(
 select count(pgqueue.fail(c.id, c.token, 'E')) from pgqueue.claim('h q', 'w', 1) as c;
 select is(
     pg_temp.found('failures') || '; ' || pg_temp.found('dead'),
-    'critical: queue h q: 91 % of the attempts of the last five minutes failed or expired, and 10 in the last hour; '
+    'warning: queue h q: 91 % of the attempts of the last five minutes failed or expired, and 10 in the last hour; '
     'warning: queue h q: 10 jobs died in the last hour',
     'ten are'
 );
-select count(pgqueue.complete(c.id, c.token)) from pgqueue.claim('h q', 'w', 20) as c;
 select count(pgqueue.fail(c.id, c.token, 'E')) from pgqueue.claim('h q', 'w', 31) as c;
 select alike(
-    pg_temp.found('failures') || pg_temp.found('dead'), 'warning: %: 66 \% of %critical: %: 41 jobs died%',
-    'both by how many'
+    pg_temp.found('failures') || pg_temp.found('dead'), 'critical: %: 98 \% of %critical: %: 41 jobs died%',
+    'critical is four times as many'
 );
+select count(pgqueue.complete(c.id, c.token)) from pgqueue.claim('h q', 'w', 20) as c;
+select alike(pg_temp.found('failures'), 'warning: %: 66 \% of %', 'and of failures four times the share');
 update pgqueue.dead_job set died_at = died_at - interval '1 hour';
 select alike(pg_temp.found('dead'), 'ok: %', 'what died an hour ago is known');
 select pgqueue.configure('h q', reset => true);
