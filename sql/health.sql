@@ -192,7 +192,6 @@ create or replace function pgqueue._health_queues(
     returns table (name text, status text, detail text, hint text)
     language plpgsql
     set search_path = pg_catalog, pg_temp
-    set lock_timeout = '1 s'
 as $$
 begin
     return query
@@ -244,11 +243,6 @@ begin
         where q.failure_rate_5m > share and q.failed_last_hour >= failures
     ) as f
     where not q.paused;
-exception when lock_not_available then
-    return query
-    select
-        'failures', 'warning', 'a table is locked, so queues and runs cannot be read',
-        'select l.relation::regclass, l.pid from pg_locks as l where l.mode = ''AccessExclusiveLock''';
 end;
 $$;
 
@@ -641,50 +635,65 @@ comment on function pgqueue._health_sequences(float8) is
 'Whether a sequence was set back, as by a careless restore, or has used up that
 share of its numbers.';
 
+create or replace function pgqueue._lock_holders()
+    returns table (relation oid, mode text, since timestamptz, holder text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    select
+        l.relation, l.mode, coalesce(a.xact_start, p.prepared),
+        case when p.gid is null
+            then concat('session ', l.pid, ' has used it', ' since ' || pgqueue._written(a.xact_start))
+            else format('prepared transaction %s has used it', p.gid)
+        end,
+        case when p.gid is null
+            then format('select pg_terminate_backend(%s)', l.pid) else format('rollback prepared %L', p.gid)
+        end
+    from pg_locks as l
+    left join pg_stat_activity as a on a.pid = l.pid
+    -- Only the lock that it has of itself says which prepared transaction it is.
+    left join (
+        pg_locks as own
+        join pg_prepared_xacts as p on p.transaction = own.transactionid
+    ) on own.virtualtransaction = l.virtualtransaction and l.pid is null and own.pid is null
+    where l.database = (select d.oid from pg_database as d where d.datname = current_database())
+        and l.pid is distinct from pg_backend_pid();
+end;
+$$;
+
+comment on function pgqueue._lock_holders() is
+'Who else has or awaits locks of tables in this database, and what ends them.';
+
 create or replace function pgqueue._health_runs()
     returns table (status text, detail text, hint text)
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set enable_partition_pruning = on
-    set lock_timeout = '100 ms'
 as $$
 declare
     today int := floor(date_part('epoch', clock_timestamp()) / 86400)::int;
-    holder record;
 begin
     -- As in _forget_runs, one day later.
-    for day in today - 16 .. today - 2 loop
-        continue when not pgqueue._is_over(day);
-        select a.pid, p.gid, coalesce(a.xact_start, p.prepared) as since into holder
-        from pg_locks as l
-        left join pg_stat_activity as a on a.pid = l.pid
-        left join pg_prepared_xacts as p on l.virtualtransaction = '-1/' || p.transaction
-        where l.database = (select d.oid from pg_database as d where d.datname = current_database())
-            and l.relation = ('pgqueue.run_' || day % 16)::regclass and l.pid is distinct from pg_backend_pid()
-        order by since
-        limit 1;
-        status := case when today - day > 4 then 'critical' else 'warning' end;
-        detail := format(
-            'table run_%s holds runs that were to be forgotten on %s: %s', day % 16,
-            to_char(date '1970-01-01' + day + 1, 'YYYY-MM-DD'),
-            case
-                when holder.pid is not null then format(
-                    'session %s has used it since %s', holder.pid, pgqueue._written(holder.since)
-                )
-                when holder.gid is not null then format('prepared transaction %s has used it', holder.gid)
-                else 'nobody uses it, and nobody has called maintain()'
-            end
-        );
-        hint := case
-            when holder.pid is not null then format('select pg_terminate_backend(%s)', holder.pid)
-            when holder.gid is not null then format('rollback prepared %L', holder.gid)
-            else 'select from pgqueue.maintain()'
-        end;
-        return next;
-    end loop;
-exception
-    -- Somebody is just emptying one.
-    when lock_not_available then null;
+    return query
+    select
+        case when today - o.day > 4 then 'critical' else 'warning' end,
+        format(
+            'table run_%s holds runs that were to be forgotten on %s: %s', o.day % 16,
+            to_char(date '1970-01-01' + o.day + 1, 'YYYY-MM-DD'),
+            coalesce(h.holder, 'nobody uses it, and nobody has called maintain()')
+        ),
+        coalesce(h.hint, 'select from pgqueue.maintain()')
+    from generate_series(today - 16, today - 2) as o (day)
+    left join lateral (
+        select l.holder, l.hint
+        from pgqueue._lock_holders() as l
+        where l.relation = ('pgqueue.run_' || o.day % 16)::regclass
+        order by l.since
+        limit 1
+    ) as h on true
+    where pgqueue._is_over(o.day);
 end;
 $$;
 
@@ -719,12 +728,15 @@ The plain install has neither.';
 
 create or replace function pgqueue.health()
     returns table ("check" text, status text, detail text, hint text)
-    language sql
+    language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
     set intervalstyle = postgres
+    set lock_timeout = '1 s'
 as $$
+begin
+    return query
     with found (name, status, detail, hint) as materialized (
         select 'waits', h.* from pgqueue._health_waits() as h
         union all
@@ -778,7 +790,25 @@ as $$
             ('version', 'all parts are of version ' || pgqueue.version())
     ) as c (name, fine)
     left join found as f on f.name = c.name
-    order by array_position('{critical,warning}', f.status), c.name collate "C", f.detail collate "C"
+    order by array_position('{critical,warning}', f.status), c.name collate "C", f.detail collate "C";
+exception when lock_not_available then
+    return query
+    select
+        'waits', 'critical',
+        coalesce(
+            'health could not look, because ' || l.relation::regclass::text || ' is locked: ' || l.holder,
+            'health could not look, because a table was locked for a moment'
+        ),
+        coalesce(l.hint, 'select * from pgqueue.health()')
+    from (
+        values ('AccessExclusiveLock')
+    ) as e (mode)
+    left join pgqueue._lock_holders() as l on l.mode = e.mode and l.relation in (
+        select c.oid from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
+    )
+    order by l.since
+    limit 1;
+end;
 $$;
 
 comment on function pgqueue.health() is

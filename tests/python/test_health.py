@@ -187,20 +187,28 @@ def test_who_keeps_old_runs_from_being_forgotten_is_named(db, connect):
     assert f": session {reader.info.backend_pid} has used it since " in detail
     run_hint(db, hint)
     wait_until(lambda: "nobody has called maintain()" in found(db, "runs")[0][1])
+    with connect(autocommit=False) as reader:
+        reader.execute("select pg_current_xact_id() from pgqueue.run")
+        reader.execute("prepare transaction 'read it'")
+    ((_, detail, hint),) = found(db, "runs")
+    assert detail.endswith(": prepared transaction read it has used it")
+    run_hint(db, hint)
     assert "nobody uses it" in mend(db, "runs")
 
 
-def test_health_does_not_wait_for_who_is_just_emptying_a_table(db, connect):
-    db.execute(RAN, ("completed",))
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_who_locks_a_table_is_named_and_can_be_ended(db, connect, is_prepared):
     other = connect(autocommit=False)
-    other.execute("select from pgqueue.maintain()")
+    other.execute("lock table pgqueue.job; select pg_current_xact_id()")
+    if is_prepared:
+        other.execute("prepare transaction 'locks'")
     db.execute("set statement_timeout = '20 s'")
-    assert found(db, "runs") == []
-    ((status, detail, hint),) = found(db, "failures")
-    assert (status, "a table is locked" in detail) == ("warning", True)
-    assert other.info.backend_pid in [pid for _, pid in db.execute(hint)]
-    other.rollback()
-    assert len(found(db, "runs")) == 1
+    ((check, status, detail, hint),) = db.execute("select * from pgqueue.health()")
+    assert (check, status) == ("waits", "critical")
+    who = "prepared transaction locks" if is_prepared else other.info.backend_pid
+    assert "pgqueue.job is locked: " in detail and f"{who} has used it" in detail
+    run_hint(db, hint)
+    wait_until(lambda: not found(db, "waits"))
 
 
 # What it costs
