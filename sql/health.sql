@@ -294,6 +294,20 @@ kind.';
 
 -- What VACUUM needs
 
+create or replace function pgqueue._in_database(database name)
+    returns text
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return case when database <> current_database() then format('in database %s: ', database) else '' end;
+end;
+$$;
+
+comment on function pgqueue._in_database(name) is
+'What a hint begins with, if it has to be run in another database.';
+
 create or replace function pgqueue._health_horizon(
     patience interval default '15 minutes', transactions bigint default 100000, dead_rows bigint default 20000
 )
@@ -325,10 +339,14 @@ begin
         h.hint
     from (
         select
-            a.xact_start, greatest(age(a.backend_xid), age(a.backend_xmin)) as age, false,
+            a.xact_start,
+            -- The snapshots of this database have to see what writes in any.
+            case when a.datname <> current_database() then age(a.backend_xid)
+                else greatest(age(a.backend_xid), age(a.backend_xmin)) end as age,
             case when r.pid is null
                 then format('session %s (%s)', a.pid, concat_ws(
-                    ', ', a.usename, nullif(a.application_name, ''), a.state
+                    ', ', a.usename, nullif(a.application_name, ''), a.state,
+                    'in database ' || nullif(a.datname, current_database())
                 ))
                 else format('standby %s', a.application_name)
             end,
@@ -345,18 +363,16 @@ begin
             end
         from pg_stat_activity as a
         left join pg_stat_replication as r on r.pid = a.pid
-        where (a.datname = current_database() or r.pid is not null)
-            and a.leader_pid is null
+        where (a.datname is not null or r.pid is not null) and a.leader_pid is null
             and not exists (select from pg_stat_progress_vacuum as v where v.pid = a.pid)
         union all
         select
-            p.prepared, age(p.transaction), false, format('prepared transaction %s (%s)', p.gid, p.owner), null,
-            format('rollback prepared %L', p.gid)
+            p.prepared, age(p.transaction), format('prepared transaction %s (%s)', p.gid, p.owner), null,
+            pgqueue._in_database(p.database) || format('rollback prepared %L', p.gid)
         from pg_prepared_xacts as p
-        where p.database = current_database()
         union all
         select
-            null, age(s.xmin), not s.active,
+            null, age(s.xmin),
             format(
                 'replication slot %s (%s)', s.slot_name, case when s.active then 'active' else 'inactive' end
             ),
@@ -366,8 +382,8 @@ begin
                 else format('select pg_drop_replication_slot(%L)', s.slot_name)
             end
         from pg_replication_slots as s
-    ) as h (since, age, is_left, holder, query, hint)
-    where coalesce(moment - h.since > patience, h.is_left or h.age > transactions) and h.age > 0;
+    ) as h (since, age, holder, query, hint)
+    where coalesce(moment - h.since > patience, h.age > transactions) and h.age > 0;
 end;
 $$;
 
@@ -526,19 +542,19 @@ begin
             'the oldest %s in database %s is %s old; at 2,147,483,648 Postgres stops writing', a.what, d.datname,
             to_char(a.age, 'FM9,999,999,999')
         ),
-        'vacuum (freeze)'
+        pgqueue._in_database(d.datname) || 'vacuum (freeze)'
     from pg_database as d
     cross join lateral (
         values ('transaction id', age(d.datfrozenxid)::bigint, ids),
             ('multixact id', mxid_age(d.datminmxid)::bigint, multixacts)
     ) as a (what, age, most)
-    where d.datname = current_database() and a.age > a.most;
+    where a.age > a.most;
 end;
 $$;
 
 comment on function pgqueue._health_wraparound(bigint, bigint) is
 'Whether ids of transactions or multixacts are older than autovacuum should let
-them become.';
+them become, in any database: one stops the whole server.';
 
 -- What must not run out, and not go back
 

@@ -77,6 +77,29 @@ def test_a_prepared_transaction_is_named_and_can_be_rolled_back(db, connect):
     assert not [detail for _, detail, _ in rows if "prep" in detail]
 
 
+def test_who_writes_in_another_database_is_named_because_snapshots_here_see_it(
+    db, connect
+):
+    with psycopg.connect(dbname="postgres") as holder:
+        holder.execute("select pg_current_xact_id()")
+        holder.execute("prepare transaction 'far'")
+    try:
+        bury(connect, 10)
+        reader = connect(autocommit=False)
+        reader.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        reader.execute("select")
+        db.execute("vacuum pgqueue.job")
+        reader.rollback()
+        dead = "select pg_stat_get_dead_tuples('pgqueue.job'::regclass)"
+        wait_until(lambda: one(db, dead) == 10)
+        rows = found(db, "horizon('0', dead_rows => 0)")
+        (hint,) = [row[2] for row in rows if "prepared transaction far" in row[1]]
+        assert hint == "in database postgres: rollback prepared 'far'"
+    finally:
+        with psycopg.connect(dbname="postgres", autocommit=True) as holder:
+            holder.execute("rollback prepared 'far'")
+
+
 def test_a_query_is_shown_to_those_who_might_see_it_anyway(db, connect, role):
     db.execute(f"select pgqueue.grant_access('{role}', 'reader')")
     db.execute("alter function pgqueue._health_horizon security definer")
@@ -252,9 +275,11 @@ def test_old_transaction_ids_are_told_of_and_vacuum_freezes_them(server):
         for _ in range(200):
             db.execute("select pg_current_xact_id()")
         assert found(db, "wraparound()") == []
-        assert mend(db, "wraparound(150)").startswith(
-            "the oldest transaction id in database"
-        )
+        hints = {row[2] for row in found(db, "wraparound(150)")}
+        assert hints > {"vacuum (freeze)", "in database template1: vacuum (freeze)"}
+        db.execute("vacuum (freeze)")
+        hints = {row[2] for row in found(db, "wraparound(150)")}
+        assert hints and "vacuum (freeze)" not in hints
 
 
 def test_newer_files_on_the_server_are_told_of_until_the_extension_is_updated(server):
