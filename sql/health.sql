@@ -416,7 +416,7 @@ $$;
 comment on function pgqueue._health_wal(bigint) is
 'Replication slots that nobody uses and that keep so much WAL.';
 
-create or replace function pgqueue._health_vacuum(patience interval default '10 minutes')
+create or replace function pgqueue._health_vacuum(patience interval default '10 minutes', times int default 10)
     returns table (status text, detail text, hint text)
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -431,7 +431,8 @@ declare
 begin
     return query
     select
-        case when moment - v.since > 4 * patience then 'critical' else 'warning' end,
+        case when moment - v.since > 4 * patience and v.dead > 4 * times * v.threshold
+            then 'critical' else 'warning' end,
         format(
             'table %s has %s dead rows, and no VACUUM has ended for %s', c.relname,
             to_char(v.dead, 'FM999,999,999,999'), date_trunc('second', moment - v.since)
@@ -456,13 +457,14 @@ begin
         from pg_options_to_table(c.reloptions) as o
     ) as v
     where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
-        and v.dead > v.threshold and moment - v.since > patience;
+        -- After an hour with nothing to do, as many come before autovacuum can.
+        and v.dead > times * v.threshold and moment - v.since > patience;
 end;
 $$;
 
-comment on function pgqueue._health_vacuum(interval) is
-'Tables with more dead rows than autovacuum is told to leave, for which no VACUUM
-has ended for that long.';
+comment on function pgqueue._health_vacuum(interval, int) is
+'Tables with so many times the dead rows that autovacuum is told to leave, for
+which no VACUUM has ended for that long.';
 
 create or replace function pgqueue._health_autovacuum()
     returns table (status text, detail text, hint text)
@@ -572,15 +574,23 @@ begin
     end if;
     select a.pid, a.datname, a.xact_start into holder
     from pg_stat_activity as a
+    where a.pid <> pg_backend_pid() and a.xact_start is not null
     order by a.xact_start
     limit 1;
     status := case when used > 4 * share then 'critical' else 'warning' end;
     detail := format(
-        'the notification queue of the server is %s %% full: a session that listens is in a transaction, '
-        'perhaps %s in database %s, since %s; once it is full, NOTIFY fails', (100 * used)::numeric(9, 5),
-        holder.pid, holder.datname, pgqueue._written(holder.xact_start)
+        'the notification queue of the server is %s %% full: a session that listens is in a transaction%s; once it is '
+        'full, NOTIFY fails', (100 * used)::numeric(9, 5),
+        concat(
+            ', perhaps ' || holder.pid, ' in database ' || holder.datname,
+            ', since ' || pgqueue._written(holder.xact_start)
+        )
     );
-    hint := format('select pg_terminate_backend(%s)', holder.pid);
+    -- Without pg_read_all_stats the owner of pgqueue does not see who.
+    hint := case when holder.pid is null
+        then 'select a.pid, a.xact_start from pg_stat_activity as a order by a.xact_start'
+        else format('select pg_terminate_backend(%s)', holder.pid)
+    end;
     return next;
 end;
 $$;
@@ -631,7 +641,8 @@ begin
                 'no worker runs', s.name, s.last
             )
         end,
-        format('select setval(%L, %s)', 'pgqueue.' || s.name, coalesce(s.highest, 1))
+        -- Well ahead, as some in use may not have been looked at.
+        format('select setval(%L, %s)', 'pgqueue.' || s.name, coalesce(s.highest, 0) + 1000000)
     from (
         values
             (

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(49);
+select plan(50);
 
 create function pg_temp.found(name text)
     returns text
@@ -218,8 +218,9 @@ select alike(pg_temp.found('schedules'), 'ok: %', 'until it is paused');
 -- Sequences
 
 truncate pgqueue.job;
-select max(j.id) as job from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[2])) as j (id) \gset
-select c.token from pgqueue.claim('q', 'w') as c \gset
+select max(j.id) as job from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[12])) as j (id) \gset
+select pgqueue.claim('q', 'w') from generate_series(1, 11);
+select max(j.token) - 1 as token from pgqueue.job as j \gset
 select setval('pgqueue.job_id_seq', 1);
 select setval('pgqueue.token_seq', 1, false);
 select is(
@@ -233,6 +234,9 @@ select is(
 );
 select h.hint from pgqueue.health() as h where h.check = 'sequences' \gexec
 select alike(pg_temp.found('sequences'), 'ok: %', 'setting it forward mends it');
+select cmp_ok(
+    (select max(j.token) from pgqueue.job as j), '<', nextval('pgqueue.token_seq'), 'beyond all that are in use'
+);
 select setval('pgqueue.token_seq', 9223372036854775807 / 2);
 select alike(pg_temp.found('sequences'), 'warning: sequence token_seq is at 4611686018427387903%', 'one that somebody set far ahead, too');
 select setval('pgqueue.token_seq', :token);
