@@ -47,7 +47,7 @@ declare
 begin
     for oldest in
         -- What is paused apart, or it would stand before what should run.
-        select distinct on (w.queue, p.is_paused) w.queue, w.id, moment - w.run_at as wait
+        select distinct on (w.queue, p.is_paused) w.queue, w.id, moment - w.run_at as wait, p.is_paused
         from pgqueue._fronts(moment) as f
         cross join lateral (select (pgqueue._in_force(f.queue)).paused as is_paused offset 0) as q
         cross join lateral (
@@ -88,8 +88,8 @@ begin
         continue when oldest.wait <= target;
         select j.* into job from pgqueue.job as j where j.id = oldest.id;
         continue when not found;
-        reason := pgqueue._why_paused(job);
-        status := case when reason is null and oldest.wait > 4 * target then 'critical' else 'warning' end;
+        reason := case when oldest.is_paused then pgqueue._why_paused(job) end;
+        status := case when not oldest.is_paused and oldest.wait > 4 * target then 'critical' else 'warning' end;
         detail := format(
             'queue %s: job %s has been due for %s, the wait_target is %s', oldest.queue, oldest.id,
             date_trunc('second', oldest.wait), target

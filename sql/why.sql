@@ -42,12 +42,13 @@ create or replace function pgqueue._why_full(job pgqueue.job)
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    group_limit int := (pgqueue._in_force(job.queue, '', job.group_key)).group_limit;
+    group_limit int := case when job.group_key is not null
+        then (pgqueue._in_force(job.queue, '', job.group_key)).group_limit end;
     held bigint;
     holder_id bigint;
     holder pgqueue.job;
 begin
-    if job.group_key is null or group_limit is null then
+    if group_limit is null then
         return null;
     end if;
     select count(*), min(s.holder) into held, holder_id
