@@ -192,17 +192,24 @@ create or replace function pgqueue._health_queues(
     returns table (name text, status text, detail text, hint text)
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
 as $$
 begin
     return query
     select f.*
     from pgqueue.queues as q
-    cross join lateral (select pgqueue._in_force(q.queue) as settings offset 0) as t
+    -- The view has another collation, in which no index of names is.
+    cross join lateral (values (q.queue collate "default")) as n (name)
+    cross join lateral (select pgqueue._in_force(n.name) as settings offset 0) as t
     -- Perhaps all that waits is paused.
     cross join lateral (
         select q.oldest_wait > patience and not exists (
             select from pgqueue.queue as s
-            where s.name in ('', q.queue) and (s.kind <> '' or s.group_key <> '') and s.paused
+            where s.name in ('', n.name) and (s.kind <> '' or s.group_key <> '')
+                and num_nonnulls(s.paused, s.lease) > 0 and s.paused
         ) as is_late
     ) as l
     cross join lateral (
@@ -215,7 +222,9 @@ begin
             'select * from pgqueue.workers'
         -- Without runs nobody knows, and jobs may begin rarely.
         where l.is_late and q.workers = 0 and q.parked = 0 and (t.settings).keep_runs > 0 and not exists (
-            select from pgqueue.queue as s where s.name in ('', q.queue) and s.rate_limit is not null
+            select from pgqueue.queue as s
+            where s.name in ('', n.name) and num_nonnulls(s.max_running, s.rate_limit, s.rate_period) > 0
+                and s.rate_limit is not null
         )
         union all
         select

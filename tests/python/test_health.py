@@ -254,6 +254,24 @@ def test_health_reads_no_more_of_a_long_queue_than_of_a_short_one(db):
     assert found(db, "waits")[0][0] == "critical"
 
 
+def test_health_finds_the_settings_of_one_of_many_queues_by_an_index(db):
+    for _ in range(6):
+        db.execute("select from pgqueue.health()")
+    late = (
+        "select pgqueue.enqueue('queue ' || n, run_at => now() - interval '3 minutes')"
+        " from generate_series(1, 2000) as n"
+    )
+    db.execute(late)
+    queues = "select from pgqueue._health_queues()"
+    without = pages(db, queues)
+    db.execute(
+        "select pgqueue.configure('queue ' || n, wait_target => '1 hour') from generate_series(1, 2000) as n"
+    )
+    assert pages(db, queues) < 2 * without
+    db.execute("analyze pgqueue.queue")
+    assert pages(db, queues) < 2 * without
+
+
 # The whole server
 
 
