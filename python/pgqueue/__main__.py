@@ -152,7 +152,11 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--plain", action="store_true", help="not as an extension")
     commands.add_parser("metrics", help="the queues, in the text format of Prometheus")
     commands.add_parser("status", help="the queues, and how far long jobs are")
-    command = commands.add_parser("health", help="what is wrong, and what mends it")
+    command = commands.add_parser(
+        "health",
+        help="what is wrong, and what mends it",
+        description="Exit codes: 0 ok, 1 warning, 2 critical, 3 unknown.",
+    )
     command.add_argument("--all", action="store_true", help="and what is well")
     command = commands.add_parser("top", help="queues and running jobs, live")
     command.add_argument("--every", type=float, default=2.0, help="seconds")

@@ -120,6 +120,7 @@ def test_health_says_what_is_wrong_as_a_plugin_of_a_monitoring_system_does(
     said = "ok: 17 checks have found nothing wrong\n"
     assert (done.returncode, done.stdout) == (0, said)
     assert "ok: waits: " in run("pgqueue", "health", "--all").stdout
+    assert "3 unknown" in run("pgqueue", "health", "--help").stdout
     pgqueue.enqueue(db, NASTY)
     for minutes, code, status in (6, 1, "warning"), (21, 2, "critical"):
         past = f"update pgqueue.job set run_at = now() - interval '{minutes} min'"
