@@ -672,16 +672,19 @@ comment on function pgqueue._health_sequences(float8) is
 share of its numbers.';
 
 create or replace function pgqueue._lock_holders()
-    returns table (relation oid, mode text, since timestamptz, holder text, hint text)
+    returns table (relation oid, mode text, is_held boolean, since timestamptz, holder text, hint text)
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 begin
     return query
     select
-        l.relation, l.mode, coalesce(a.xact_start, p.prepared),
+        l.relation, l.mode, l.granted, coalesce(a.xact_start, p.prepared),
         case when p.gid is null
-            then concat('session ', l.pid, ' has used it', ' since ' || pgqueue._written(a.xact_start))
+            then concat(
+                'session ', l.pid, case when l.granted then ' has used it' else ' has waited for it' end,
+                ' since ' || pgqueue._written(a.xact_start)
+            )
             else format('prepared transaction %s has used it', p.gid)
         end,
         case when p.gid is null
@@ -842,7 +845,7 @@ exception when lock_not_available then
     left join pgqueue._lock_holders() as l on l.mode = e.mode and l.relation in (
         select c.oid from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
     )
-    order by l.since
+    order by l.is_held desc, l.since
     limit 1;
 end;
 $$;

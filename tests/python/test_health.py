@@ -238,6 +238,15 @@ def test_who_locks_a_table_is_named_and_can_be_ended(db, connect, is_prepared):
     wait_until(lambda: not found(db, "waits"))
 
 
+def test_who_waits_for_a_lock_and_lets_nobody_pass_is_named(db, connect):
+    reader = connect(autocommit=False)
+    reader.execute("select from pgqueue.job")
+    other = connect()
+    other.pgconn.send_query(b"begin; lock table pgqueue.job")
+    detail = mend(db, "waits")
+    assert f"{other.info.backend_pid} has waited for it since " in detail
+
+
 # What it costs
 
 
