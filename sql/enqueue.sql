@@ -2,6 +2,9 @@
 --
 -- enqueue() is part of the caller's transaction: workers see the job when it commits,
 -- and it never was when it rolls back. Whether anybody must be woken is in room wake.
+--
+-- An argument has the collation of what the caller gives, such as a column of names. An index is of the
+-- default one, and so must be what is looked for in it, and the order in which keys are taken.
 
 create or replace function pgqueue._on_duplicate(
     queue text,
@@ -29,7 +32,8 @@ declare
 begin
     select j.id, j.lease_expires_at, (j.terms).expires_at <= moment as is_late into present
     from pgqueue.job as j
-    where j.queue = _on_duplicate.queue and j.unique_key = _on_duplicate.unique_key;
+    where j.queue = _on_duplicate.queue collate "default"
+        and j.unique_key = _on_duplicate.unique_key collate "default";
     if not found then
         return null;
     end if;
@@ -120,7 +124,8 @@ declare
     job_id bigint := (
         select k.job_id
         from pgqueue.recent_key as k
-        where k.queue = _recent_job.queue and k.unique_key = _recent_job.unique_key
+        where k.queue = _recent_job.queue collate "default"
+            and k.unique_key = _recent_job.unique_key collate "default"
             and k.expires_at > clock_timestamp()
             and not exists (select from pgqueue.job as j where j.id = k.job_id)
     );
@@ -408,8 +413,8 @@ begin
     loop
         begin
             perform from pgqueue.job as j
-            where is_locking and j.queue = _insert_keyed.queue
-                and j.unique_key = any (_insert_keyed.unique_keys)
+            where is_locking and j.queue = _insert_keyed.queue collate "default"
+                and j.unique_key = any (_insert_keyed.unique_keys collate "default")
             order by j.id
             for update;
 
@@ -431,7 +436,7 @@ begin
                     _insert_keyed.headers
                 from unnest(ids, payloads, unique_keys, group_keys, turns, max_attempts) with ordinality
                     as g (id, payload, unique_key, group_key, turn, max_attempts, place)
-                order by g.unique_key, g.id
+                order by g.unique_key collate "default", g.id
                 on conflict (queue, unique_key) where j.unique_key is not null do nothing
                 returning j.id
             )
@@ -439,13 +444,13 @@ begin
 
             exit when not is_locking or not exists (
                 select p.id from pgqueue.job as p
-                where p.queue = _insert_keyed.queue
-                    and p.unique_key = any (_insert_keyed.unique_keys)
+                where p.queue = _insert_keyed.queue collate "default"
+                    and p.unique_key = any (_insert_keyed.unique_keys collate "default")
                 except
                 select l.id from (
                     select j.id from pgqueue.job as j
-                    where j.queue = _insert_keyed.queue
-                        and j.unique_key = any (_insert_keyed.unique_keys)
+                    where j.queue = _insert_keyed.queue collate "default"
+                        and j.unique_key = any (_insert_keyed.unique_keys collate "default")
                     for update skip locked
                 ) as l
             );
@@ -601,7 +606,7 @@ begin
         from unnest(ids, payloads, unique_keys, group_keys) with ordinality
             as g (id, payload, unique_key, group_key, place)
         where g.id is null
-        order by g.unique_key, g.place
+        order by g.unique_key collate "default", g.place
     loop
         job_id := pgqueue.enqueue(
             queue, given.payload, kind, priority, run_at, max_attempts,

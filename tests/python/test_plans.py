@@ -711,6 +711,32 @@ def test_no_verb_reads_more_in_a_long_queue_by_a_session_that_began_in_a_short_o
     assert {n: (short[n], long[n]) for n in VERBS if long[n] > 3 * short[n] + 60} == {}
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "enqueue({q}, unique_key => {k})",
+        "enqueue({q}, unique_key => {gone}, unique_for => '1 day')",
+        "enqueue_many({q}, array['7'::jsonb], unique_keys => array[{k}], on_duplicate => 'replace')",
+    ],
+)
+def test_a_key_of_another_collation_is_found_by_its_index(db, call):
+    """As those of columns that are declared so, or of the type name."""
+    db.execute(
+        "insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload, unique_key)"
+        " select now(), now(), 0, 20, 'q', 'q', '{}', 'k' || n from generate_series(1, 20000) as n"
+    )
+    db.execute(
+        "insert into pgqueue.recent_key (job_id, expires_at, queue, unique_key)"
+        " select -n, now() + interval '1 day', 'q', 'gone' || n from generate_series(1, 20000) as n"
+    )
+    found = []
+    for given in "'%s'", "'%s' collate \"C\"":
+        q, k, gone = (given % text for text in ("q", "k777", "gone777"))
+        query = "select pgqueue." + call.format(q=q, k=k, gone=gone)
+        found.append([pages(db, query) for _ in range(3)][2])
+    assert found[1] < found[0] + 20, found
+
+
 def test_a_job_that_has_ended_is_found_without_reading_all_runs(db):
     id = one(db, "select pgqueue.enqueue('q')")
     lease = db.execute("select id, token from pgqueue.claim('q', 'w')").fetchone()
