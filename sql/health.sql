@@ -224,7 +224,7 @@ begin
         where l.is_late and q.workers = 0 and q.parked = 0 and (t.settings).keep_runs > 0 and not exists (
             select from pgqueue.queue as s
             where s.name in ('', n.name) and num_nonnulls(s.max_running, s.rate_limit, s.rate_period) > 0
-                and s.rate_limit is not null
+                and s.rate_period > patience
         )
         union all
         select

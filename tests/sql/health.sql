@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(50);
+select plan(51);
 
 create function pg_temp.found(name text)
     returns text
@@ -63,6 +63,8 @@ select alike(pg_temp.found('workers'), 'ok: %', 'nor when all that waits may be 
 select pgqueue.resume('h q', 'h q');
 select pgqueue.configure('h q', rate_limit => 1, rate_period => '1 hour');
 select alike(pg_temp.found('workers'), 'ok: %', 'nor when its jobs may begin that rarely');
+select pgqueue.configure('h q', rate_limit => 1, rate_period => '1 minute');
+select alike(pg_temp.found('workers'), 'critical: %', 'but when one could have begun each minute');
 select pgqueue.configure('h q', reset => true);
 select pgqueue.configure('h q', keep_runs => 0);
 select alike(pg_temp.found('workers'), 'ok: %', 'nor when nobody remembers who worked it');
