@@ -57,37 +57,6 @@ comment on function pgqueue._lanes(int) is
 read: 100, or its share of a budget among those with more. Two descents of the
 index for each.';
 
-create or replace function pgqueue._sample_jobs(step int)
-    returns table (
-        queue text, run_at timestamptz, turn timestamptz, worker text, lease_expires_at timestamptz,
-        expires_at timestamptz
-    )
-    language plpgsql
-    stable
-    set search_path = pg_catalog, pg_temp
-    set jit = off
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_tidscan = on
-as $$
-declare
-    page record;
-begin
-    -- Not TABLESAMPLE, by which so many pages come only on average.
-    for page in
-        select ('(' || n.page || ',0)')::tid as first, ('(' || n.page + 1 || ',0)')::tid as next
-        from generate_series(0, pg_relation_size('pgqueue.job') / 8192 - 1, step) as n (page)
-    loop
-        return query
-        select j.queue, j.run_at, j.turn, j.worker, j.lease_expires_at, (j.terms).expires_at
-        from pgqueue.job as j
-        where j.ctid >= page.first and j.ctid < page.next;
-    end loop;
-end;
-$$;
-
-comment on function pgqueue._sample_jobs(int) is 'The jobs on every step-th page.';
-
 create or replace function pgqueue._count_jobs()
     returns table (
         queue text, ready bigint, scheduled bigint, running bigint, expired bigint, blocked bigint,
@@ -102,6 +71,7 @@ create or replace function pgqueue._count_jobs()
     set enable_seqscan = off
     set enable_bitmapscan = off
     set enable_indexscan = on
+    set enable_tidscan = on
     set enable_nestloop = on
     set enable_hashagg = on
 as $$
@@ -109,7 +79,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     pages bigint := pg_relation_size('pgqueue.job') / 8192;
-    step int := case when pages > 2048 then pages / 200 else 1 end;
+    step int := case when pages > 2048 then pages / 150 else 1 end;
 begin
     return query
     with walked as materialized (
@@ -138,9 +108,21 @@ begin
         from walked as w
         union all
         select s.*, true
-        from pgqueue._sample_jobs(step) as s
-        where (step = 1 or (select count(*) from long) > 0)
-            and (step = 1 or hashtext(s.queue) in (select t.hash from long as t))
+        from (
+            -- Not TABLESAMPLE, by which so many pages come only on average; nor at equal distances, which what
+            -- comes regularly may have, too.
+            select ('(' || h.page || ',0)')::tid as first, ('(' || h.page + 1 || ',0)')::tid as next
+            from generate_series(0, pages - 1, step) as n (page)
+            cross join lateral (select n.page + (hashint8(n.page) & 2147483647) % step) as h (page)
+            where step = 1 or exists (select from long)
+        ) as p
+        cross join lateral (
+            select j.queue, j.run_at, j.turn, j.worker, j.lease_expires_at, (j.terms).expires_at
+            from pgqueue.job as j
+            where j.ctid >= p.first and j.ctid < p.next
+            offset 0
+        ) as s
+        where step = 1 or hashtext(s.queue) in (select t.hash from long as t)
     ), counted as (
         select
             m.queue collate "C" as queue,
@@ -347,7 +329,7 @@ $$;
 comment on function pgqueue._page_since(int, timestamptz) is
 'The first page of a part of the log with an attempt that finished since then.';
 
-create or replace function pgqueue._recent_runs(since timestamptz, most int default 500)
+create or replace function pgqueue._recent_runs(since timestamptz, most int default 350)
     returns table (
         queue text, kind text, worker text, job_id bigint, finished_at timestamptz, waited interval,
         taken interval, error text, weight int, done int, failed int
