@@ -833,7 +833,7 @@ begin
 exception when lock_not_available then
     return query
     select
-        'waits', 'critical',
+        'waits', case when l.holder is null then 'warning' else 'critical' end,
         coalesce(
             'health could not look, because ' || l.relation::regclass::text || ' is locked: ' || l.holder,
             'health could not look, because a table was locked for a moment'

@@ -343,18 +343,18 @@ create or replace function pgqueue._recent_runs(since timestamptz, most int defa
     set enable_seqscan = off
     set enable_bitmapscan = on
     set enable_tidscan = on
+    set enable_nestloop = on
 as $$
 declare
     parts int[];
     firsts bigint[];
     lasts bigint[];
+    pages bigint;
     step int;
-    page record;
     failures text[] := array['retry', 'expired', 'dead'];
 begin
-    select array_agg(p.part), array_agg(p.first), array_agg(p.last),
-        case when sum(p.last - p.first + 1) <= most then 1 else sum(p.last - p.first + 1) * 5 / (most * 2) + 1 end
-    into parts, firsts, lasts, step
+    select array_agg(p.part), array_agg(p.first), array_agg(p.last), coalesce(sum(p.last - p.first + 1), 0)
+    into parts, firsts, lasts, pages
     from (
         select
             s.part,
@@ -363,35 +363,44 @@ begin
         from generate_series(0, 15) as s (part)
     ) as p
     where p.first <= p.last;
-    -- Also where there seems to be none: an index finds those on pages that vacuum has made room in.
-    if coalesce(step, 1) = 1 then
-        return query
-        select
-            r.queue, r.kind, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, 1,
-            (r.outcome = 'completed')::int, (r.outcome = any (failures))::int
-        from pgqueue.run as r
-        where r.finished_at >= since;
-        return;
-    end if;
-    for page in
-        select p.part, ('(' || n.page || ',0)')::tid as first, ('(' || n.page + 1 || ',0)')::tid as next
+    -- A power of two: a page that one query reads is read by the next one, too.
+    step := case when pages > most then 2 ^ ceil(log(2, pages * 2.0 / most)) else 1 end;
+    return query
+    with sampled as materialized (
+        select r.*
         from unnest(parts, firsts, lasts) as p (part, first, last)
-        cross join lateral generate_series(p.first, p.last, step) as n (page)
-    loop
-        return query
-        select
-            r.queue, r.kind, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, step,
-            (r.outcome = 'completed')::int * step, (r.outcome = any (failures))::int * step
-        from pgqueue.run as r
-        where r.slot = page.part and r.ctid >= page.first and r.ctid < page.next and r.finished_at >= since;
-    end loop;
+        cross join lateral generate_series((p.first + step - 1) / step * step, p.last, step) as n (page)
+        cross join lateral (
+            select
+                r.queue, r.kind, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error,
+                (r.outcome = 'completed')::int as done, (r.outcome = any (failures))::int as failed
+            from pgqueue.run as r
+            where r.slot = p.part and r.ctid >= ('(' || n.page || ',0)')::tid
+                and r.ctid < ('(' || n.page + 1 || ',0)')::tid and r.finished_at >= since
+            offset 0
+        ) as r
+        where step > 1
+    )
+    select
+        s.queue, s.kind, s.worker, s.job_id, s.finished_at, s.waited, s.taken, s.error, step,
+        s.done * step, s.failed * step
+    from sampled as s
+    union all
+    -- By the index, for vacuum may have made room for some on pages before.
+    select
+        r.queue, r.kind, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, 1,
+        (r.outcome = 'completed')::int, (r.outcome = any (failures))::int
+    from pgqueue.run as r
+    left join (select distinct s.queue from sampled as s) as met on met.queue = r.queue
+    where r.finished_at >= since and pages <= 2 * most and met.queue is null;
 end;
 $$;
 
 comment on function pgqueue._recent_runs(timestamptz, int) is
 'The attempts that have finished since then; where they fill more than so many
-pages, those of two fifths as many: of every weight-th page. done and failed are
-the weight of one that completed, or that failed or expired, else 0.';
+pages, those on a quarter to a half as many, of every weight-th page, and up to
+twice as many pages all those of the queues that have none there. done and
+failed are the weight of one that completed, or that failed or expired, else 0.';
 
 create or replace function pgqueue._error_like(error text)
     returns text

@@ -168,9 +168,9 @@ comment on view pgqueue.queues is
 'One row for each queue that has jobs, dead jobs, settings, schedules, or runs in
 the last hour. Counts while the table of jobs is small (16 MB), else reads an
 index and estimates (see is_estimate); of more than 350 pages of runs, some
-23,000, a sample is read, and a queue that only has a few of them may be
-missing. Some tens of milliseconds, however many jobs there are; with 30,000
-queues half a second.';
+23,000, a sample is read, and with more than 700 pages a queue that has few of
+them may be missing. Some tens of milliseconds, however many jobs there are;
+with 30,000 queues half a second.';
 comment on column pgqueue.queues.queue is 'The queue.';
 comment on column pgqueue.queues.ready is 'Jobs that are due, paused or not.';
 comment on column pgqueue.queues.scheduled is 'Jobs whose time has not come, retries among them.';
@@ -728,10 +728,11 @@ select
     s.what,
     case
         when s.is_large then s.estimate
-        when s.what = 'jobs' then (select count(*) from pgqueue.job)
-        when s.what = 'dead jobs' then (select count(*) from pgqueue.dead_job)
-        when s.what = 'runs' then (select count(*) from pgqueue.run)
-        else (select count(*) from pgqueue.recent_key)
+        -- More rows than 8 MB have room for: without a limit the planner would compile what never runs.
+        when s.what = 'jobs' then (select count(*) from (select from pgqueue.job limit 300000) as j)
+        when s.what = 'dead jobs' then (select count(*) from (select from pgqueue.dead_job limit 300000) as d)
+        when s.what = 'runs' then (select count(*) from (select from pgqueue.run limit 300000) as r)
+        else (select count(*) from (select from pgqueue.recent_key limit 300000) as k)
     end as rows,
     s.bytes::bigint as bytes,
     case s.what
@@ -740,7 +741,7 @@ select
         -- What was rolled back leaves pages without rows.
         when 'runs' then case when s.is_large
             then (select min(r.finished_at) from pgqueue.run as r where r.ctid < '(64,0)')
-            else (select min(r.finished_at) from pgqueue.run as r)
+            else (select min(r.finished_at) from (select r.finished_at from pgqueue.run as r limit 300000) as r)
         end
     end as oldest,
     case s.what

@@ -775,6 +775,20 @@ def test_of_very_many_runs_some_pages_stand_for_all_and_no_others_are_read(db):
     assert kind["runs"] == 120000  # they fill fewer pages than kinds reads
 
 
+def test_a_queue_with_few_runs_beside_a_busy_one_is_counted(db):
+    db.execute(
+        "insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker)"
+        " select 1, 1, n, clock_timestamp() - interval '50 minutes' * (1 - n / 30000.0), '1 s', '1 s',"
+        " case when n between 20001 and 20003 then 'quiet' else 'busy' end, 'k', 'completed', 'w'"
+        " from generate_series(1, 30000) as n"
+    )
+    query = "select max(weight) from pgqueue._recent_runs(now() - interval '1 hour')"
+    assert one(db, query) > 1
+    busy, quiet = rows(db, "select * from pgqueue.queues order by queue")
+    assert near(busy["finished_last_hour"], 29997)
+    assert (quiet["queue"], quiet["finished_last_hour"]) == ("quiet", 3)
+
+
 def test_the_last_state_of_a_schedule_is_found_without_reading_all_runs(db):
     db.execute(
         "insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker)"
