@@ -329,7 +329,7 @@ $$;
 comment on function pgqueue._page_since(int, timestamptz) is
 'The first page of a part of the log with an attempt that finished since then.';
 
-create or replace function pgqueue._recent_runs(since timestamptz, most int default 350)
+create or replace function pgqueue._recent_runs(since timestamptz, most int default 400)
     returns table (
         queue text, kind text, worker text, job_id bigint, finished_at timestamptz, waited interval,
         taken interval, error text, weight int, done int, failed int

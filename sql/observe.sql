@@ -167,8 +167,8 @@ left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and s
 comment on view pgqueue.queues is
 'One row for each queue that has jobs, dead jobs, settings, schedules, or runs in
 the last hour. Counts while the table of jobs is small (16 MB), else reads an
-index and estimates (see is_estimate); of more than 350 pages of runs, some
-23,000, a sample is read, and with more than 700 pages a queue that has few of
+index and estimates (see is_estimate); of more than 400 pages of runs, some
+26,000, a sample is read, and with more than 800 pages a queue that has few of
 them may be missing. Some tens of milliseconds, however many jobs there are;
 with 30,000 queues half a second.';
 comment on column pgqueue.queues.queue is 'The queue.';

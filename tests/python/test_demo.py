@@ -8,10 +8,14 @@ def test_the_demo_completes_all_but_the_three_jobs_that_cannot_be(db, tmp_path):
     db.execute("drop extension pgqueue")
     project = Project(tmp_path, PGDATABASE=db.info.dbname, PYTHONPATH=str(PACKAGE))
     said = project.run("-m", "demo").stdout
-    states = dict(db.execute("select queue, (ready, dead)::text from pgqueue.queues"))
-    assert states == {"quick": "(0,0)", "sources": "(0,3)", "sums": "(0,0)"}
     work = "select count(*), count(*) filter (where functions > 0) from source_file"
     ((files, with_functions),) = db.execute(work)
+    query = "select queue, ready, dead, finished_last_hour from pgqueue.queues"
+    assert {tuple(row) for row in db.execute(query)} == {
+        ("quick", 0, 0, 20000),
+        ("sources", 0, 3, files),
+        ("sums", 0, 0, 1),
+    }
     assert f"{files + 3} real jobs" in said
     assert with_functions > files / 2
     assert "its result: {'lines': " in said
