@@ -3,8 +3,9 @@
 -- enqueue() is part of the caller's transaction: workers see the job when it commits,
 -- and it never was when it rolls back. Whether anybody must be woken is in room wake.
 --
--- An argument has the collation of what the caller gives, such as a column of names. An index is of the
--- default one, and so must be what is looked for in it, and the order in which keys are taken.
+-- The arguments of a function have the collation of what the caller gives, such as a column of names. An index
+-- is of the default one, and so must be what is looked for in it, and the order in which keys are taken: one
+-- explicit collation in a call is that of all arguments.
 
 create or replace function pgqueue._on_duplicate(
     queue text,
@@ -32,8 +33,7 @@ declare
 begin
     select j.id, j.lease_expires_at, (j.terms).expires_at <= moment as is_late into present
     from pgqueue.job as j
-    where j.queue = _on_duplicate.queue collate "default"
-        and j.unique_key = _on_duplicate.unique_key collate "default";
+    where j.queue = _on_duplicate.queue and j.unique_key = _on_duplicate.unique_key;
     if not found then
         return null;
     end if;
@@ -124,8 +124,7 @@ declare
     job_id bigint := (
         select k.job_id
         from pgqueue.recent_key as k
-        where k.queue = _recent_job.queue collate "default"
-            and k.unique_key = _recent_job.unique_key collate "default"
+        where k.queue = _recent_job.queue and k.unique_key = _recent_job.unique_key
             and k.expires_at > clock_timestamp()
             and not exists (select from pgqueue.job as j where j.id = k.job_id)
     );
@@ -265,7 +264,7 @@ begin
             run_at := case when after is null then run_at else 'infinity' end;
         end if;
         if unique_for is not null then
-            job_id := pgqueue._recent_job(queue, unique_key, on_duplicate);
+            job_id := pgqueue._recent_job(queue collate "default", unique_key, on_duplicate);
             if job_id is not null then
                 return job_id;
             end if;
@@ -322,7 +321,7 @@ begin
             exit when found;
 
             job_id := pgqueue._on_duplicate(
-                queue, unique_key, coalesce(on_duplicate, 'skip'),
+                queue collate "default", unique_key, coalesce(on_duplicate, 'skip'),
                 coalesce(payload, '{}'), coalesce(priority, 0),
                 coalesce(case when after is null then run_at else (terms).run_at end, moment), expires_at
             );
@@ -340,7 +339,9 @@ begin
         if found then
             new_id := job_id;
             if unique_for is not null then
-                job_id := pgqueue._begin_window(queue, unique_key, on_duplicate, job_id, moment + unique_for);
+                job_id := pgqueue._begin_window(
+                    queue collate "default", unique_key, on_duplicate, job_id, moment + unique_for
+                );
             end if;
             if batch_id is not null and job_id = new_id then
                 perform pgqueue._join_batch(array[job_id], batch_id);
@@ -413,8 +414,8 @@ begin
     loop
         begin
             perform from pgqueue.job as j
-            where is_locking and j.queue = _insert_keyed.queue collate "default"
-                and j.unique_key = any (_insert_keyed.unique_keys collate "default")
+            where is_locking and j.queue = _insert_keyed.queue
+                and j.unique_key = any (_insert_keyed.unique_keys)
             order by j.id
             for update;
 
@@ -436,7 +437,7 @@ begin
                     _insert_keyed.headers
                 from unnest(ids, payloads, unique_keys, group_keys, turns, max_attempts) with ordinality
                     as g (id, payload, unique_key, group_key, turn, max_attempts, place)
-                order by g.unique_key collate "default", g.id
+                order by g.unique_key, g.id
                 on conflict (queue, unique_key) where j.unique_key is not null do nothing
                 returning j.id
             )
@@ -444,13 +445,13 @@ begin
 
             exit when not is_locking or not exists (
                 select p.id from pgqueue.job as p
-                where p.queue = _insert_keyed.queue collate "default"
-                    and p.unique_key = any (_insert_keyed.unique_keys collate "default")
+                where p.queue = _insert_keyed.queue
+                    and p.unique_key = any (_insert_keyed.unique_keys)
                 except
                 select l.id from (
                     select j.id from pgqueue.job as j
-                    where j.queue = _insert_keyed.queue collate "default"
-                        and j.unique_key = any (_insert_keyed.unique_keys collate "default")
+                    where j.queue = _insert_keyed.queue
+                        and j.unique_key = any (_insert_keyed.unique_keys)
                     for update skip locked
                 ) as l
             );
@@ -591,7 +592,7 @@ begin
         return;
     end if;
     ids := pgqueue._insert_keyed(
-        queue, payloads, kind, priority, run_at,
+        queue collate "default", payloads, kind, priority, run_at,
         coalesce(
             case when max_attempts is null then own_attempts end,
             array_fill(coalesce(max_attempts, settings.max_attempts, 20), array[cardinality(payloads)])
