@@ -351,7 +351,6 @@ declare
     lasts bigint[];
     pages bigint;
     step int;
-    failures text[] := array['retry', 'expired', 'dead'];
 begin
     select array_agg(p.part), array_agg(p.first), array_agg(p.last), coalesce(sum(p.last - p.first + 1), 0)
     into parts, firsts, lasts, pages
@@ -372,8 +371,8 @@ begin
         cross join lateral generate_series((p.first + step - 1) / step * step, p.last, step) as n (page)
         cross join lateral (
             select
-                r.queue, r.kind, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error,
-                (r.outcome = 'completed')::int as done, (r.outcome = any (failures))::int as failed
+                r.queue, r.kind, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, r.outcome,
+                step as weight
             from pgqueue.run as r
             where r.slot = p.part and r.ctid >= ('(' || n.page || ',0)')::tid
                 and r.ctid < ('(' || n.page + 1 || ',0)')::tid and r.finished_at >= since
@@ -382,17 +381,17 @@ begin
         where step > 1
     )
     select
-        s.queue, s.kind, s.worker, s.job_id, s.finished_at, s.waited, s.taken, s.error, step,
-        s.done * step, s.failed * step
-    from sampled as s
-    union all
-    -- By the index, for vacuum may have made room for some on pages before.
-    select
-        r.queue, r.kind, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, 1,
-        (r.outcome = 'completed')::int, (r.outcome = any (failures))::int
-    from pgqueue.run as r
-    left join (select distinct s.queue from sampled as s) as met on met.queue = r.queue
-    where r.finished_at >= since and pages <= 2 * most and met.queue is null;
+        a.queue, a.kind, a.worker, a.job_id, a.finished_at, a.waited, a.taken, a.error, a.weight,
+        (a.outcome = 'completed')::int * a.weight, (a.outcome in ('retry', 'expired', 'dead'))::int * a.weight
+    from (
+        select s.* from sampled as s
+        union all
+        -- By the index, for vacuum may have made room for some on pages before.
+        select r.queue, r.kind, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, r.outcome, 1
+        from pgqueue.run as r
+        left join (select distinct s.queue from sampled as s) as met on met.queue = r.queue
+        where r.finished_at >= since and pages <= 2 * most and met.queue is null
+    ) as a (queue, kind, worker, job_id, finished_at, waited, taken, error, outcome, weight);
 end;
 $$;
 
