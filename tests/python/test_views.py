@@ -102,6 +102,10 @@ AGE = """
     update pgqueue.dead_job set died_at = died_at - %(age)s * interval '1 s'
 """
 FAILED = ("retry", "expired", "dead")
+# All examples have the test's database, and take what time they take.
+ONE_DATABASE = settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 AS_STORED = (
     "id", "queue", "kind", "priority", "enqueued_at", "attempt", "max_attempts", "worker", "claimed_at",
     "lease_expires_at", "cancelled_at", "unique_key", "group_key",
@@ -518,11 +522,7 @@ def differences(said: dict, true: dict) -> list:
     return found
 
 
-@settings(
-    max_examples=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(ONE_DATABASE, max_examples=20)
 @given(st.randoms(use_true_random=True))
 def test_every_number_of_every_view_is_what_the_tables_say(db, rng) -> None:
     with db.transaction(force_rollback=True):
@@ -638,11 +638,7 @@ def in_force(said: Said) -> dict[tuple, dict[str, Any]]:
     return found
 
 
-@settings(
-    max_examples=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(ONE_DATABASE, max_examples=20)
 @given(st.randoms(use_true_random=True))
 def test_the_settings_in_force_are_the_narrowest_that_were_said(db, rng) -> None:
     with db.transaction(force_rollback=True):
@@ -824,11 +820,7 @@ def test_a_pattern_leaves_out_what_differs(db, error, pattern):
     assert one(db, "select pgqueue._error_like(%s)", error) == pattern
 
 
-@settings(
-    max_examples=300,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(ONE_DATABASE, max_examples=300)
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=60))
 def test_a_pattern_is_found_by_what_it_was_made_of(db, error) -> None:
     query = "select pgqueue._summary(%(e)s) ilike pgqueue._error_like(%(e)s)"
