@@ -65,7 +65,7 @@ instructions: all ## what a call costs, counted by valgrind (ARGS=--write, or an
 
 # Debian brings one version of Postgres; npm has the others, without clients.
 MATRIX = 14.23.0 15.18.0 16.14.0 17.10.0 18.4.0
-matrix: all ## the SQL tests and the races on Postgres 14 to 18
+matrix: all ## the SQL tests, the races and the plans on Postgres 14 to 18
 	@PYTHON=$(PYTHON) sh tests/need.sh test
 	@$(MAKE) -s .venv/dev
 	@for version in $(MATRIX); do \
@@ -73,7 +73,8 @@ matrix: all ## the SQL tests and the races on Postgres 14 to 18
 	    npm install --silent --prefix $$server $$package@$$version-beta.17 && \
 	    echo "Postgres $$version" && \
 	    PG_BINDIR=$$server/node_modules/$$package/native/bin $(CLUSTER) --fast sh -c \
-	        '$(MAKE) -s installcheck && $(VENV)/pytest -c $(CONFIG) --rootdir . tests/python/test_races.py' \
+	        '$(MAKE) -s installcheck && $(VENV)/pytest -c $(CONFIG) --rootdir . tests/python/test_races.py \
+            tests/python/test_plans.py' \
 	    || exit 1; \
 	done
 
