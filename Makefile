@@ -100,7 +100,8 @@ installcheck: ## the SQL tests, on the installed server of PGHOST, PGPORT ...
 	    -c 'drop database if exists $(CHECK_DB)' -c 'create database $(CHECK_DB)'
 	@psql -Xqw -d $(CHECK_DB) -v ON_ERROR_STOP=1 -c 'create extension pgtap' \
 	    -c 'create extension pgqueue'
-	@PGDATABASE=$(CHECK_DB) pg_prove --ext .sql --recurse tests/sql
+	@PGDATABASE=$(CHECK_DB) PGOPTIONS="$$PGOPTIONS -c statement_timeout=5min" \
+	    pg_prove --ext .sql --recurse tests/sql
 	@psql -Xqw -d postgres -c 'drop database $(CHECK_DB)'
 
 clean: ## remove what was built

@@ -185,7 +185,7 @@ class Cluster:
         for each in (pid, *sessions):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
-        self._server.wait()
+        self._server.wait(20)
         self._server = None
         # While one of them holds the shared memory, the next start would fail.
         deadline = time.monotonic() + 2

@@ -204,11 +204,12 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
         with conn.transaction():
             print(install(conn, args.plain))
     elif args.command == "metrics":
-        (text,) = conn.execute("select pgqueue.metrics()").fetchone() or ("",)
+        row = database.execute(conn, "select pgqueue.metrics()").fetchone()
+        (text,) = row or ("",)
         sys.stdout.buffer.write(text.encode())  # UTF-8, whatever the terminal has
     elif args.command == "status":
-        show(conn.execute(STATUS))
-        progress = conn.execute(PROGRESS)
+        show(database.execute(conn, STATUS))
+        progress = database.execute(conn, PROGRESS)
         if progress.rowcount:
             print()
             show(progress)
@@ -217,9 +218,10 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
     elif args.command == "top":
         top(conn, args.every, args.times)
     elif args.command == "dead":
-        show(conn.execute(DEAD, options))
+        show(database.execute(conn, DEAD, options))
     elif args.command == "error":
-        job, runs = conn.execute(JOB, options), conn.execute(RUNS, options)
+        job = database.execute(conn, JOB, options)
+        runs = database.execute(conn, RUNS, options)
         if runs.rowcount:
             show(runs)
             print()
@@ -230,8 +232,8 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
         parameters, _ = VERBS[args.command]
         names = (name.strip("-?").replace("-", "_") for name in parameters)
         places = ", ".join(f"%({name})s" for name in names)
-        row = conn.execute(f"select pgqueue.{args.command}({places})", options)
-        for value in row.fetchone() or ():
+        query = f"select pgqueue.{args.command}({places})"
+        for value in database.execute(conn, query, options).fetchone() or ():
             if value != "":  # of void
                 print(printable(str(value)))
     return 0
@@ -239,7 +241,7 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
 
 def health(conn: database.Connection, is_all: bool) -> int:
     """Print what is wrong, the worst first, each with its hint; return how bad it is."""
-    rows = conn.execute(HEALTH).fetchall()
+    rows = database.execute(conn, HEALTH).fetchall()
     worst = max(STATUSES.index(status) for status, *_ in rows)
     if not worst:
         print(f"ok: {len(rows)} checks have found nothing wrong")
@@ -264,7 +266,7 @@ def serve(dsn: str, args: argparse.Namespace) -> int:
 
 def redrive(conn: database.Connection, options: dict[str, Any]) -> None:
     """Send dead jobs back, and say when the limit left some behind."""
-    done = conn.execute(REDRIVE, options).fetchall()
+    done = database.execute(conn, REDRIVE, options).fetchall()
     for (job_id,) in done:
         print(job_id)
     if len(done) < options["limit"]:
@@ -273,7 +275,7 @@ def redrive(conn: database.Connection, options: dict[str, Any]) -> None:
     dry = {**options, "dry_run": True, "limit": 1}
     if options["dry_run"]:
         dry["limit"] += len(done)
-    if len(conn.execute(REDRIVE, dry).fetchall()) == dry["limit"]:
+    if database.execute(conn, REDRIVE, dry).rowcount == dry["limit"]:
         say(f"stopped at the --limit of {len(done)}; more match: call it again")
 
 
@@ -282,9 +284,9 @@ def top(conn: database.Connection, every: float, times: int | None) -> None:
     while times is None or times > 0:
         if sys.stdout.isatty():
             print("\033[2J\033[H", end="")
-        show(conn.execute(STATUS))
+        show(database.execute(conn, STATUS))
         print()
-        show(conn.execute(RUNNING))
+        show(database.execute(conn, RUNNING))
         times = None if times is None else times - 1
         if times != 0:
             sys.stdout.flush()

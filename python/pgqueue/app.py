@@ -102,7 +102,7 @@ class Schedule:
     def declare(self, conn: Any, task: "Task[..., Any]") -> None:
         """Make or change the schedule of a task by pgqueue.schedule()."""
         conn.execute(
-            "select pgqueue.schedule(%s, %s, %s, %s, %s::jsonb, %s, timezone => %s,"
+            "select pgqueue.schedule(%s, %s, %s, %s, %s::pg_catalog.jsonb, %s, timezone => %s,"
             " catch_up => %s, jitter => %s, max_attempts => %s)",
             (
                 task.kind,

@@ -23,7 +23,7 @@ from pgqueue.drivers import run_without_loop
 from pgqueue.job import Job
 from pgqueue.payload import to_json
 
-COMPLETE = "select pgqueue.complete(%s, %s, %s::jsonb)"
+COMPLETE = "select pgqueue.complete(%s, %s, %s::pg_catalog.jsonb)"
 LARGEST_RESULT = 64_000_000  # bytes; pgqueue.finish() takes no more
 
 

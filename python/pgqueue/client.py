@@ -61,16 +61,20 @@ class ManyOptions(_Options, total=False):
     group_keys: Sequence[str | None] | None
 
 
-# From text, which every driver can send.
+# From text, which every driver can send. psycopg 2 writes numbers as they are: in brackets,
+# or a minus sign before a cast would be an operator.
+JSON = "%s::pg_catalog.text::pg_catalog.jsonb"
+TEXTS = "%s::pg_catalog.text::pg_catalog.text[]"
 CASTS = {
-    "priority": "int",
-    "max_attempts": "int",
-    "headers": "text::jsonb",
-    "batch_id": "bigint",
-    "after": "text::bigint[]",
-    "unique_keys": "text::text[]",
-    "group_keys": "text::text[]",
+    "priority": "(%s)::int",
+    "max_attempts": "(%s)::int",
+    "headers": JSON,
+    "batch_id": "(%s)::bigint",
+    "after": "%s::pg_catalog.text::bigint[]",
+    "unique_keys": TEXTS,
+    "group_keys": TEXTS,
 }
+DELAY = "pg_catalog.now() operator(pg_catalog.+) %s"
 
 
 @overload
@@ -99,7 +103,7 @@ def enqueue(
     on_duplicate="error").
     """
     text = to_json(payload, "payload")
-    query, params = _statement("pgqueue.enqueue(%s, %s::text::jsonb", options, Options)
+    query, params = _statement(f"pgqueue.enqueue(%s, {JSON}", options, Options)
     return call(conn, f"select {query}", (queue, text, *params), lambda ids: ids[0])
 
 
@@ -121,7 +125,7 @@ def enqueue_many(
     """
     texts = to_array(to_json(p, f"payloads[{i}]") for i, p in enumerate(payloads))
     query, params = _statement(
-        "pgqueue.enqueue_many(%s, %s::text::jsonb[]", options, ManyOptions
+        f"pgqueue.enqueue_many(%s, {JSON}[]", options, ManyOptions
     )
     return call(
         conn, f"select * from {query}", (queue, texts, *params), lambda ids: ids
@@ -146,7 +150,7 @@ def create_batch(
     """
     text = to_json(payload, "payload")
     query, params = _statement(
-        "pgqueue.create_batch(%s, %s::text::jsonb", options, BatchOptions
+        f"pgqueue.create_batch(%s, {JSON}", options, BatchOptions
     )
     return call(conn, f"select {query}", (queue, text, *params), lambda ids: ids[0])
 
@@ -160,7 +164,7 @@ def close_batch(conn: Any, batch_id: int) -> Any:
 
     Its jobs may add others while they run. Raises JobNotFound if there is no such batch.
     """
-    query = "select pgqueue.close_batch(%s::bigint)"
+    query = "select pgqueue.close_batch((%s)::bigint)"
     return call(conn, query, (batch_id,), lambda _: None)
 
 
@@ -178,8 +182,7 @@ def _statement(
         if value is None:
             continue
         is_delay = name in ("run_at", "expires_at") and isinstance(value, timedelta)
-        query += f", {name} => " + ("now() + " if is_delay else "")
-        query += "%s" + (f"::{CASTS[name]}" if name in CASTS else "")
+        query += f", {name} => {DELAY if is_delay else CASTS.get(name, '%s')}"
         if name == "headers":
             value = to_json(value, name)
         elif name == "after":

@@ -1,4 +1,10 @@
-"""Connections of the worker and the command line: their address, settings and errors."""
+"""Connections of the worker and the command line: their address, settings and errors.
+
+No statement of this package may run what a stranger has put into a schema where names are
+found. Those that are sent on somebody else's connection, or behind a pooler, name the schema
+of each function, operator and type: `a operator(pg_catalog.=) b`. So do those of the worker,
+of which its own sessions take care as well. `execute` is for all others.
+"""
 
 import os
 import random
@@ -25,6 +31,8 @@ PATIENCE = {
     "application_name": "pgqueue",
 }
 ENVIRONMENT = {"PGCONNECT_TIMEOUT": "connect_timeout", "PGAPPNAME": "application_name"}
+
+SEARCH_PATH = "search_path = pg_catalog, pg_temp"
 
 # What waiting cannot cure: no such schema, or other functions in it.
 INCOMPATIBLE = (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction)
@@ -68,6 +76,7 @@ def connect(dsn: str) -> Connection:
     try:
         conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         if not is_pooled(conn):
+            conn.execute(f"set {SEARCH_PATH}")
             conn.prepare_threshold = 0
             conn.execute("set default_transaction_isolation = 'read committed'")
             # Compiling a plan takes longer than any of our statements.
@@ -84,9 +93,18 @@ def transaction(conn: Connection) -> AbstractContextManager[Any]:
     return conn.transaction() if conn.prepare_threshold is None else nullcontext()
 
 
+def execute(
+    conn: Connection, query: str, params: Mapping[str, Any] | None = None
+) -> psycopg.Cursor[TupleRow]:
+    """Run a statement in a transaction of its own, in which no stranger's names are found."""
+    with conn.transaction():
+        conn.execute(f"set local {SEARCH_PATH}")
+        return conn.execute(query, params)
+
+
 def is_pooled(conn: Connection) -> bool:
     """Whether a pooler answers: it does not pass on the process id of the backend."""
-    row = conn.execute("select pg_backend_pid()").fetchone()
+    row = conn.execute("select pg_catalog.pg_backend_pid()").fetchone()
     return row is None or row[0] != conn.info.backend_pid
 
 

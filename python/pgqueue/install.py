@@ -6,9 +6,12 @@ from typing import Any
 
 from psycopg.rows import tuple_row
 
-AVAILABLE = "select default_version from pg_available_extensions where name = 'pgqueue'"
-INSTALLED = "select to_regprocedure('pgqueue.version()') is not null"
-LOCK = "select pg_advisory_xact_lock(hashtext('pgqueue.install'))"
+AVAILABLE = (
+    "select default_version from pg_catalog.pg_available_extensions"
+    " where name operator(pg_catalog.=) 'pgqueue'"
+)
+INSTALLED = "select pg_catalog.to_regprocedure('pgqueue.version()') is not null"
+LOCK = "select pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgqueue.install'))"
 SOURCE = Path(__file__).parents[2] / "sql"  # in a clone: `make plain` writes it
 
 

@@ -19,12 +19,13 @@ from pgqueue import drivers
 from pgqueue.drivers import AsyncConn, run_without_loop
 
 ENDS = ("completed", "dead", "cancelled", "gone")
-AWAIT = "select extract(epoch from pgqueue.await(%s))::float8"
+AWAIT = "select extract(epoch from pgqueue.await(%s))::float"
 # A pooler does not pass on the process id of the backend, and a standby cannot listen.
 SESSION = (
-    "select pg_backend_pid(), not pg_is_in_recovery()"
-    " and current_setting('transaction_isolation') = 'read committed',"
-    " 'pgqueue' = any (array(select pg_listening_channels()))"
+    "select pg_catalog.pg_backend_pid(), not pg_catalog.pg_is_in_recovery() and"
+    " pg_catalog.current_setting('transaction_isolation')"
+    " operator(pg_catalog.=) 'read committed', 'pgqueue'"
+    " operator(pg_catalog.=) any (array(select pg_catalog.pg_listening_channels()))"
 )
 
 
@@ -60,7 +61,7 @@ class Status:
 
 STATUS = "select {} from pgqueue.status(%s) as s".format(
     ", ".join(
-        f"s.{f.name}::text" if f.name == "result" else f"s.{f.name}"
+        f"s.{f.name}::pg_catalog.text" if f.name == "result" else f"s.{f.name}"
         for f in fields(Status)
     )
 )

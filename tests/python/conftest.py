@@ -1,6 +1,9 @@
 """Fixtures: each test has a database of its own on the server of PGHOST, PGPORT ..."""
 
+import faulthandler
 import itertools
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,10 +12,40 @@ import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
+from pytest_timeout import Settings
 
 Connect = Callable[..., psycopg.Connection]
 TEMPLATE = "pgqueue_template"
 NUMBERS = itertools.count()
+LIMIT = pytest.StashKey[float]()  # seconds that a test may take
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("PGQUEUE_TEST_LONG"):
+        for item in items:
+            item.add_marker(pytest.mark.timeout(4 * 3600))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Repeat the alarm of pytest-timeout: what is cut may hang a second time."""
+    item.stash[LIMIT] = limit = signal.getitimer(signal.ITIMER_REAL)[0]
+    signal.setitimer(signal.ITIMER_REAL, limit, limit)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Set it anew for the ends of fixtures: a test that fails has switched it off."""
+    if limit := item.stash.get(LIMIT, 0):
+        settings = Settings(limit, "signal", False, False)
+        item.config.hook.pytest_timeout_set_timer(item=item, settings=settings)
+        signal.setitimer(signal.ITIMER_REAL, limit, limit)
+    return (yield)
+
+
+def pytest_unconfigure() -> None:
+    """End also if a test has left a thread that never does; Python would wait for it."""
+    faulthandler.dump_traceback_later(60, exit=True)
 
 
 @pytest.fixture(scope="session")

@@ -59,4 +59,4 @@ class Project:
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                process.wait(20)

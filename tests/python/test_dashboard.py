@@ -569,14 +569,15 @@ def test_the_command_serves_until_ctrl_c(dsn, free_port) -> None:
     command = [sys.executable, "-m", "pgqueue", "dashboard", "--port", str(free_port)]
     env = {**os.environ, "PGQUEUE_DSN": dsn}
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as child:
-        assert f":{free_port}/" in child.stderr.readline()
         try:
+            assert f":{free_port}/" in child.stderr.readline()
             answer = Site.wait_for(free_port).get("/")
             assert answer.status == 200 and 'method="post"' not in answer.text
-        finally:
             child.send_signal(signal.SIGINT)
-        assert child.wait(20) == 130
-        assert "Traceback" not in child.stderr.read()
+            assert child.wait(20) == 130
+            assert "Traceback" not in child.stderr.read()
+        finally:
+            child.kill()
 
 
 def test_the_command_says_what_to_install(run, tmp_path) -> None:

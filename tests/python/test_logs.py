@@ -199,7 +199,7 @@ def test_a_child_that_cannot_live_is_restarted_less_and_less_often() -> None:
         process = subprocess.Popen(["false"])
         child = supervisor.Child(process, os.dup(0), time.monotonic())
         parent._children.append(child)
-        parent._ended(child, process.wait())
+        parent._ended(child, process.wait(20))
     began, *later = parent._start_at
     waits = [moment - began for moment in later]
     assert waits == sorted(waits)

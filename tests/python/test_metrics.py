@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import documents
@@ -196,8 +196,12 @@ def ask(db: psycopg.Connection, query: str, queues: list[str]) -> psycopg.Cursor
     """Run a query as Grafana does, with these queues chosen."""
     literals = ",".join("'" + queue.replace("'", "''") + "'" for queue in queues)
     query = query.replace("${queue:sqlstring}", literals)
-    span = r"\1 BETWEEN now() - interval '1 hour' AND now()"
-    query = re.sub(r"\$__timeFilter\((\w+)\)", span, query)
+    now = datetime.now(UTC)
+    for macro, moment in (
+        ("$__timeFrom()", now - timedelta(hours=1)),
+        ("$__timeTo()", now),
+    ):
+        query = query.replace(macro, f"'{moment:%Y-%m-%dT%H:%M:%SZ}'")
     assert "$" not in query
     return psycopg.ClientCursor(db).execute(query)
 

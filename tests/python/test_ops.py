@@ -117,7 +117,7 @@ def test_top_is_drawn_again_in_one_place(db, role, run):
     while said.count(b"\033[H") < 3:
         said += os.read(process.stdout.fileno(), 1000)
     process.terminate()
-    process.wait()
+    process.wait(20)
     _, first, second, _ = said.split(b"\033[H", 3)
     assert first.startswith(b"pgqueue 0.1.0") and first.endswith(b"\033[K\033[J\n")
     # But for the clock in the first line.

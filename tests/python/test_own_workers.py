@@ -41,7 +41,7 @@ def start(here: Path) -> Iterator[Start]:
     for process in started:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.wait(20)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_job_whose_worker_of_psycopg_is_killed_is_run_by_another(db, work):
     first = work("a")
     wait_until(is_running(db, 1))
     first.kill()
-    first.wait()
+    first.wait(20)
     # The lease is shorter than the job: the other two do not take it from each other.
     second = work("a")
     wait_until(lambda: one(db, "select attempt from pgqueue.running") == 2)

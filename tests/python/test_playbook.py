@@ -160,7 +160,7 @@ def test_a_bad_deploy_filled_the_dead_letters(db, dsn):
     watched.stdin.close()
     wait_until(lambda: one(db, DEAD) == 10)
     watched.terminate()
-    watched.wait()
+    watched.wait(20)
     left = "select distinct left(error, 12) from pgqueue.dead_job order by 1"
     assert column(db, left) == ["KeyError: 'o", "TimeoutError"]
 

@@ -248,7 +248,7 @@ def test_the_children_of_a_killed_supervisor_finish_their_jobs_and_end(
     parent = workers.start("--processes", "2", "--concurrency", "1")
     workers.began(2)
     parent.kill()
-    parent.wait()
+    parent.wait(20)
     wait_until(lambda: workers.log().count("is stopping") == 2)
     workers.let_go()
     wait_until(lambda: left(workers) == [])
@@ -264,7 +264,7 @@ def test_repeated_signals_end_a_worker_whatever_it_waits_for(
     worker = workers.start("--app", "hangs", "--processes", processes)
     wait_for_waiting(workers, int(processes))
     wait_until(lambda: worker.send_signal(signal.SIGTERM) or worker.poll() is not None)
-    assert worker.wait() == 128 + signal.SIGTERM
+    assert worker.wait(20) == 128 + signal.SIGTERM
     wait_until(lambda: left(workers) == [])
 
 

@@ -308,7 +308,7 @@ def test_the_children_of_a_killed_supervisor_close_their_sessions(db, workers) -
     sessions = "select count(distinct pid) from pg_stat_activity where application_name like 'pgqueue %'"
     wait_until(lambda: one(db, sessions) >= 2)
     parent.kill()
-    parent.wait()
+    parent.wait(20)
     wait_until(lambda: one(db, sessions) == 0)
 
 

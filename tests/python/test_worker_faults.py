@@ -133,7 +133,7 @@ def test_killed_workers_lose_no_job(db, workers, say, groups) -> None:
         wait_until(lambda: workers.notes().total() > seen or is_empty(db))  # noqa: B023
         time.sleep(random.uniform(0, 0.1))
         worker.kill()
-        worker.wait()
+        worker.wait(20)
         check_limits(db, groups)
         ids += enqueue_all(db, 40, 0.05, groups)
     worker = workers.start("--lease", "1", "--poll-interval", "1")

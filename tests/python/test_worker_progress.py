@@ -85,7 +85,7 @@ def test_a_job_cancelled_while_its_worker_is_dead_never_runs_again(
     worker = workers.start("--lease", "1")
     workers.began()
     worker.kill()
-    worker.wait()
+    worker.wait(20)
     db.execute("select pgqueue.cancel(%s)", (job,))
     other = workers.start("--lease", "1")
     wait_until(lambda: outcomes(db) == {"cancelled": 1})

@@ -37,43 +37,57 @@ else:
             return function
 
 
-ENQUEUED = (
-    "select id, queue, kind, payload, priority, nullif(run_at, 'infinity'), attempt,"
-    " unique_key, group_key, headers from pgqueue.job"
-    " where (%(queue)s::text is null or queue = %(queue)s)"
-    " and (%(kind)s::text is null or kind = %(kind)s) order by id"
-)
+ENQUEUED = """
+    select id, queue, kind, payload, priority,
+        case when pg_catalog.isfinite(run_at) then run_at end, attempt, unique_key, group_key,
+        headers
+    from pgqueue.job
+    where (%(queue)s::pg_catalog.text is null or queue operator(pg_catalog.=) %(queue)s)
+        and (%(kind)s::pg_catalog.text is null or kind operator(pg_catalog.=) %(kind)s)
+    order by id
+"""
 # A visible row whose writer is still in progress was written by this transaction: itself, or
 # a savepoint of it, whose id is greater. So nobody else's row is touched or locked. (xmin
 # lacks the upper half of an id.)
 CANDIDATE = """
     from (
-        select pg_current_xact_id_if_assigned()::text::bigint, clock_timestamp()
-    ) as t (id, moment), pgqueue.job as j
+        select pg_catalog.pg_current_xact_id_if_assigned()::pg_catalog.text::bigint,
+            pg_catalog.clock_timestamp()
+    ) as t (id, moment), pgqueue.job as j, lateral (
+        select (j.xmin::pg_catalog.text::bigint operator(pg_catalog.-) t.id)
+            operator(pg_catalog.&) 4294967295
+    ) as later (by)
     where j.lease_expires_at is null
-        and (%(queues)s::text[] is null or j.queue = any (%(queues)s))
-        and (%(committed)s or case
-            when (j.xmin::text::bigint - t.id) & 4294967295 < 2147483648 then pg_xact_status(
-                (t.id + ((j.xmin::text::bigint - t.id) & 4294967295))::text::xid8
-            ) = 'in progress'
+        and (%(queues)s::pg_catalog.text[] is null
+            or j.queue operator(pg_catalog.=) any (%(queues)s))
+        and (%(committed)s or case when later.by operator(pg_catalog.<) 2147483648
+            then pg_catalog.pg_xact_status(
+                (t.id operator(pg_catalog.+) later.by)::pg_catalog.text::pg_catalog.xid8
+            ) operator(pg_catalog.=) 'in progress'
         end)
 """
 NEXT = f"""
-    select j.id, j.queue {CANDIDATE} and j.run_at <= t.moment
-    order by array_position(%(queues)s, j.queue), j.priority desc, j.run_at, j.id
+    select j.id, j.queue {CANDIDATE} and j.run_at operator(pg_catalog.<=) t.moment
+    order by pg_catalog.array_position(%(queues)s, j.queue), j.priority desc, j.run_at, j.id
     limit 1
 """
 # Due now, in their order.
 MAKE_DUE = f"""
     update pgqueue.job
-    set run_at = due.moment - due.place * interval '1 microsecond'
+    set run_at = due.moment
+        operator(pg_catalog.-) (due.place operator(pg_catalog.*) interval '1 microsecond')
     from (
-        select j.id, t.moment, row_number() over (order by j.run_at desc, j.id desc) as place
-        {CANDIDATE} and j.run_at > t.moment and j.run_at < 'infinity'
+        select j.id, t.moment,
+            pg_catalog.row_number() over (order by j.run_at desc, j.id desc) as place
+        {CANDIDATE} and j.run_at operator(pg_catalog.>) t.moment
+            and pg_catalog.isfinite(j.run_at)
     ) as due
-    where job.id = due.id
+    where job.id operator(pg_catalog.=) due.id
 """
-MOVE = "update pgqueue.job set queue = %s where id = %s and queue = %s"
+MOVE = (
+    "update pgqueue.job set queue = %s"
+    " where id operator(pg_catalog.=) %s and queue operator(pg_catalog.=) %s"
+)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ log = logging.getLogger("pgqueue")
 VERBS = "claim_from, complete, extend, finish, maintain, rest".split(", ")
 PRIVILEGES = (
     "select p.proname, has_function_privilege(p.oid, 'execute') from pg_proc as p"
-    " where p.pronamespace = 'pgqueue'::regnamespace and p.proname = any(%s)"
+    " where p.pronamespace = 'pgqueue'::regnamespace and p.proname = any(%(verbs)s)"
 )
 BOTH = (signal.SIGTERM, signal.SIGINT)
 signals: list[int] = []  # that have arrived
@@ -166,7 +166,8 @@ def check(dsn: str) -> int:
     try:
         with database.connect(dsn) as conn:
             row = conn.execute("select pgqueue.version()").fetchone()
-            granted = {v: ok for v, ok in conn.execute(PRIVILEGES, (VERBS,))}
+            rows = database.execute(conn, PRIVILEGES, {"verbs": VERBS})
+            granted = {verb: is_granted for verb, is_granted in rows}
             is_pooled = conn.prepare_threshold is None
     except database.INCOMPATIBLE as error:
         print(f"no pgqueue: {explain(error)}")

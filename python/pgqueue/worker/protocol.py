@@ -10,36 +10,45 @@ from pgqueue.attempt import Attempt
 from pgqueue.client import to_array
 
 CLAIM = (
-    "select id, token, kind, queue, attempt, max_attempts, payload::text, headers::text,"
-    " date_part('epoch', lease_expires_at - claimed_at), (terms).batch_id"
-    " from pgqueue.claim_from(%s::text[], %s, %s, %s::float8 * interval '1 s',"
-    " %s::text[], %s::int[], %s::int[])"
+    "select id, token, kind, queue, attempt, max_attempts,"
+    " payload::pg_catalog.text, headers::pg_catalog.text,"
+    " extract(epoch from lease_expires_at operator(pg_catalog.-) claimed_at)::float,"
+    " (terms).batch_id"
+    " from pgqueue.claim_from(%s::pg_catalog.text[], %s, %s,"
+    " pg_catalog.make_interval(secs => %s::float),"
+    " %s::pg_catalog.text[], %s::int[], %s::int[])"
 )
 EXTEND = (
-    "select status"
-    " from pgqueue.extend(%s::bigint[], %s::bigint[], %s::float8 * interval '1 s')"
+    "select status from pgqueue.extend("
+    "%s::bigint[], %s::bigint[], pg_catalog.make_interval(secs => %s::float))"
 )
 PROGRESS = (
-    "select count(pgqueue.progress(p.id, p.token, p.done, p.total, p.message)) from unnest("
-    "%s::bigint[], %s::bigint[], %s::numeric[], %s::numeric[], %s::text[])"
-    " as p (id, token, done, total, message)"
+    "select pg_catalog.count(pgqueue.progress(p.id, p.token, p.done, p.total, p.message))"
+    " from rows from (pg_catalog.unnest(%s::bigint[]), pg_catalog.unnest(%s::bigint[]),"
+    " pg_catalog.unnest(%s::numeric[]), pg_catalog.unnest(%s::numeric[]),"
+    " pg_catalog.unnest(%s::pg_catalog.text[])) as p (id, token, done, total, message)"
 )
 # A moment becomes a delay by the server's clock, not by this machine's.
 FINISH = (
     "select f.job_id, f.status from pgqueue.finish("
-    "%s::bigint[], %s::bigint[], %s::text[], %s::text[], array("
-    "select coalesce(d.delay, case when d.until is not null"
-    " then greatest(d.until - clock_timestamp(), interval '0') end)"
-    " from unnest(%s::interval[], %s::timestamptz[]) with ordinality"
+    "%s::bigint[], %s::bigint[], %s::pg_catalog.text[], %s::pg_catalog.text[], array("
+    "select coalesce(d.delay, case when d.until is not null then greatest("
+    "d.until operator(pg_catalog.-) pg_catalog.clock_timestamp(), interval '0') end)"
+    " from rows from (pg_catalog.unnest(%s::interval[]),"
+    " pg_catalog.unnest(%s::timestamp with time zone[])) with ordinality"
     " as d (delay, until, place) order by d.place)) as f"
 )
 # Only the exceptions come back.
 COMPLETE = (
     "select f.job_id, f.status from pgqueue.finish("
-    "%s::bigint[], %s::bigint[], array_fill('complete'::text, array[%s]), %s::text[]"
-    ") as f where f.status <> 'completed'"
+    "%s::bigint[], %s::bigint[],"
+    " pg_catalog.array_fill('complete'::pg_catalog.text, array[%s::int]),"
+    " %s::pg_catalog.text[]) as f where f.status operator(pg_catalog.<>) 'completed'"
 )
-REST = "select extract(epoch from pgqueue.rest(%s::text[], %s::text[], park => %s))::float8"
+REST = (
+    "select extract(epoch from pgqueue.rest("
+    "%s::pg_catalog.text[], %s::pg_catalog.text[], park => %s))::float"
+)
 
 
 def claim(
