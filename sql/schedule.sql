@@ -12,7 +12,7 @@
 
 create or replace function pgqueue._check_schedule(
     name text, queue text, cron text, every interval, kind text, priority int,
-    catch_up text, jitter interval, max_attempts int
+    catch_up text, jitter interval, max_attempts int, headers jsonb, group_key text
 )
     returns text[]
     language plpgsql
@@ -44,13 +44,13 @@ begin
             format('It is %s.', jitter),
             'It spreads the jobs of schedules that have the same slots.'
         ]
-        else pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, null, null)
+        else pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, group_key, headers)
     end;
 end;
 $$;
 
 comment on function pgqueue._check_schedule(
-    text, text, text, interval, text, int, text, interval, int
+    text, text, text, interval, text, int, text, interval, int, jsonb, text
 ) is
 'Refuses what schedule cannot take, but for its cron text and time zone.';
 
@@ -176,8 +176,8 @@ begin
     foreach slot in array slots loop
         job_id := pgqueue.enqueue(
             schedule.queue, schedule.payload, schedule.kind, schedule.priority,
-            max_attempts => schedule.max_attempts,
-            headers => jsonb_build_object(
+            max_attempts => schedule.max_attempts, group_key => schedule.group_key,
+            headers => coalesce(schedule.headers, '{}') || jsonb_build_object(
                 'schedule', schedule.name,
                 'slot', to_char(slot at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')
             )
@@ -415,8 +415,9 @@ begin
         update pgqueue.schedule as s
         set due_at = given.due_at, next_slot = given.next_slot, problem = given.problem,
             every = given.every, jitter = given.jitter, priority = given.priority,
-            max_attempts = given.max_attempts, queue = given.queue, kind = given.kind, cron = given.cron,
-            timezone = given.timezone, catch_up = given.catch_up, payload = given.payload
+            max_attempts = given.max_attempts, queue = given.queue, kind = given.kind,
+            group_key = given.group_key, cron = given.cron, timezone = given.timezone,
+            catch_up = given.catch_up, payload = given.payload, headers = given.headers
         where s.name = given.name;
     end if;
 end;
@@ -438,7 +439,9 @@ create or replace function pgqueue.schedule(
     timezone text default 'UTC',
     catch_up text default 'one',
     jitter interval default null,
-    max_attempts int default null
+    max_attempts int default null,
+    headers jsonb default null,
+    group_key text default null
 )
     returns void
     language plpgsql
@@ -453,7 +456,8 @@ declare
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_schedule(
             schedule.name, schedule.queue, schedule.cron, schedule.every, schedule.kind,
-            schedule.priority, schedule.catch_up, schedule.jitter, schedule.max_attempts
+            schedule.priority, schedule.catch_up, schedule.jitter, schedule.max_attempts,
+            schedule.headers, schedule.group_key
         ),
         case when schedule.cron is not null
             then coalesce(pgqueue._check_cron(schedule.cron), pgqueue._check_cron_comes(schedule.cron))
@@ -461,7 +465,9 @@ declare
         pgqueue._check_timezone(schedule.timezone),
         pgqueue._check_payload(
             schedule.payload,
-            (pgqueue._in_force(schedule.queue, coalesce(schedule.kind, schedule.queue))).max_payload_bytes
+            (pgqueue._in_force(
+                schedule.queue, coalesce(schedule.kind, schedule.queue), schedule.group_key
+            )).max_payload_bytes
         )
     ));
     moment timestamptz := clock_timestamp();
@@ -473,6 +479,7 @@ begin
     given.name := schedule.name;
     given.queue := schedule.queue;
     given.kind := schedule.kind;
+    given.group_key := schedule.group_key;
     given.cron := schedule.cron;
     -- In hours: the clocks of the caller may give a day 23.
     given.every := make_interval(secs => extract(epoch from schedule.every)::float8);
@@ -482,6 +489,7 @@ begin
     given.priority := schedule.priority;
     given.max_attempts := schedule.max_attempts;
     given.payload := coalesce(schedule.payload, '{}');
+    given.headers := schedule.headers;
     given.is_paused := false;
     given.next_slot := pgqueue._slot_of(given, moment);
     given.due_at := given.next_slot + pgqueue._share_of_jitter(given.name, given.jitter);
@@ -501,10 +509,11 @@ end;
 $$;
 
 comment on function pgqueue.schedule(
-    text, text, text, interval, jsonb, text, int, text, text, interval, int
+    text, text, text, interval, jsonb, text, int, text, text, interval, int, jsonb, text
 ) is
 'Makes, or changes, the recurring job of this name: at each slot a job with
-this queue, payload, kind, priority and max_attempts is enqueued, once. Slots
+this queue, payload, kind, priority, max_attempts, group_key and headers (to
+which the name, schedule, and the slot are added) is enqueued, once. Slots
 are those of cron (see next_slots) by the clocks of timezone, or lie every so
 far apart, 1 second to 3650 days, from Monday, 1970-01-05 00:00 UTC, on. jitter,
 up to 1 day: later by a share of it that is always the same for a name.

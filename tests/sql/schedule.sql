@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(51);
+select plan(55);
 
 -- Makes a schedule due, so long ago.
 create function pg_temp.late(name text, by interval)
@@ -86,6 +86,34 @@ select ok(
 select pgqueue.unschedule('report');
 select is_empty('select from pgqueue.schedule', 'unschedule ends it');
 select is((select count(*) from pgqueue.job), 0::bigint, 'a schedule that has ended makes no job');
+
+-- Group and headers
+
+select pgqueue.schedule(
+    'report', 'reports', '0 * * * *', headers => '{"trace": 1, "schedule": "mine"}', group_key => 'acme'
+);
+select results_eq(
+    'select group_key, headers from pgqueue.schedules',
+    $$ values ('acme', '{"trace": 1, "schedule": "mine"}'::jsonb) $$, 'the view shows group and headers'
+);
+select pg_temp.late('report', '1 hour');
+select pg_temp.fired();
+select results_eq(
+    $$ select group_key, headers - 'slot' from pgqueue.job $$,
+    $$ values ('acme', '{"trace": 1, "schedule": "report"}'::jsonb) $$,
+    'its jobs have both, and their headers the name of the schedule, whatever was given'
+);
+select xmin as version from pgqueue.schedule \gset
+select pgqueue.schedule(
+    'report', 'reports', '0 * * * *', headers => '{"schedule": "mine", "trace": 1}', group_key => 'acme'
+);
+select is((select xmin from pgqueue.schedule), :'version'::xid, 'the same arguments write nothing');
+select pgqueue.schedule('report', 'reports', '0 * * * *');
+select results_eq(
+    'select group_key, headers from pgqueue.schedules', 'values (null, null::jsonb)', 'left out, they are gone'
+);
+select pgqueue.unschedule('report');
+delete from pgqueue.job;
 
 -- Another rule, while slots of the old one are due
 
@@ -270,7 +298,8 @@ select is(
             $$ 's', 'q', every => '4000 days' $$, $$ 's', 'q', '@daily', timezone => 'CEST' $$,
             $$ 's', 'q', '@daily', catch_up => 'some' $$, $$ 's', 'q', '@daily', jitter => '-1 s' $$,
             $$ 's', 'q', '@daily', jitter => '2 days' $$, $$ 's', 'q', '@daily', priority => 101 $$,
-            $$ 's', 'q', '@daily', kind => '' $$, $$ 's', 'q', '@daily', max_attempts => 0 $$
+            $$ 's', 'q', '@daily', kind => '' $$, $$ 's', 'q', '@daily', max_attempts => 0 $$,
+            $$ 's', 'q', '@daily', headers => '[]' $$, $$ 's', 'q', '@daily', group_key => '' $$
         ]) as c (call)
         where not pg_temp.refused(c.call)
     ),
