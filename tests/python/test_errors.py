@@ -153,7 +153,10 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "54000": [("(select max(job_id) from pgqueue.run)", KEEP, BIG, END, SMALL)],
     },
     "redrive": {"22023": [("max_jobs => 0",)]},
-    "redrive_job": {"PQ001": [("1",)]},
+    "redrive_job": {
+        "PQ001": [("1",)],
+        "54000": [(f"{DEAD_ONE}, {FAT}", TAKEN, DIE, SMALL)],
+    },
     "discard": {"PQ001": [("1",)]},
     "discard_many": {"22023": [("max_jobs => -1",)]},
     "pause": {
