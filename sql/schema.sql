@@ -351,7 +351,9 @@ comment on index pgqueue.recent_key_expires_idx is 'Which windows have ended?';
 -- A ring of sixteen tables. A row goes to the table of the day on which it may be
 -- forgotten, so that one TRUNCATE forgets a day: no mass DELETE, no new tables, and
 -- nothing left for VACUUM. Two weeks at most are kept, which leaves a table that is
--- certainly over. maintain() empties it.
+-- certainly over. maintain() empties it; in a transaction that may go on, where the lock
+-- of a TRUNCATE would stay, it deletes the rows. Only then pages are filled for a second
+-- time, no longer in the order of time, which the index below counts on.
 create table pgqueue.run (
     slot smallint not null,
     attempt int not null,

@@ -103,8 +103,8 @@ class Schedule:
         """Make or change the schedule of a task by pgqueue.schedule()."""
         conn.execute(
             "select pgqueue.schedule(%s, %s, %s, %s, %s::jsonb, %s, timezone => %s,"
-            " catch_up => %s, jitter => %s, max_attempts => %s, headers => %s::jsonb,"
-            " group_key => %s)",
+            " catch_up => %s, jitter => %s, max_attempts => %s,"
+            " headers => %s::pg_catalog.jsonb, group_key => %s)",
             (
                 task.kind,
                 task.options["queue"],
