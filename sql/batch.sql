@@ -232,7 +232,8 @@ create or replace function pgqueue.create_batch(
     kind text default null,
     priority int default null,
     max_attempts int default null,
-    headers jsonb default null
+    headers jsonb default null,
+    group_key text default null
 )
     returns bigint
     language plpgsql
@@ -243,31 +244,37 @@ as $$
 #variable_conflict use_column
 declare
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, null, headers),
+        pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, group_key, headers),
         case when jsonb_typeof(payload) <> 'object' then array[
             'the payload of a batch must be a JSON object',
             format('It is a JSON %s.', jsonb_typeof(payload)),
             'The callback gets it with the counts of the batch added, under the key batch.'
         ] end,
-        pgqueue._check_payload(payload, (pgqueue._in_force(queue, coalesce(kind, queue))).max_payload_bytes)
+        pgqueue._check_payload(
+            payload, (pgqueue._in_force(queue, coalesce(kind, queue), group_key)).max_payload_bytes
+        )
     ));
     batch_id bigint := nextval('pgqueue.job_id_seq');
 begin
     perform pgqueue._use('batch');
-    insert into pgqueue.batch as b (id, created_at, priority, max_attempts, queue, kind, payload, headers)
+    insert into pgqueue.batch as b (
+        id, created_at, priority, max_attempts, queue, kind, group_key, payload, headers
+    )
     values (
         batch_id, clock_timestamp(), create_batch.priority, create_batch.max_attempts,
-        create_batch.queue, create_batch.kind, coalesce(create_batch.payload, '{}'), create_batch.headers
+        create_batch.queue, create_batch.kind, create_batch.group_key,
+        coalesce(create_batch.payload, '{}'), create_batch.headers
     );
     return batch_id;
 end;
 $$;
 
-comment on function pgqueue.create_batch(text, jsonb, text, int, int, jsonb) is
+comment on function pgqueue.create_batch(text, jsonb, text, int, int, jsonb, text) is
 'Makes a batch and returns its id, for enqueue(..., batch_id => ...). When
 close_batch has been called, and all jobs of the batch have completed, died or
 been cancelled, its callback is enqueued, once: a job with this queue, payload,
-kind, priority, max_attempts and headers. Its payload has one more key, batch:
+kind, priority, max_attempts, headers and group_key. Its payload has one more
+key, batch:
 {"id", "completed", "dead", "cancelled"}.
 Raises 22023 (bad argument), 54000 (payload too large).';
 
@@ -343,7 +350,8 @@ begin
         batch.payload || jsonb_build_object('batch', jsonb_build_object(
             'id', batch.id, 'completed', counts.completed, 'dead', counts.dead, 'cancelled', counts.cancelled
         )),
-        batch.kind, batch.priority, max_attempts => batch.max_attempts, headers => batch.headers
+        batch.kind, batch.priority, max_attempts => batch.max_attempts, group_key => batch.group_key,
+        headers => batch.headers
     );
     update pgqueue.batch as b
     set finished_at = clock_timestamp(), callback_id = callback,

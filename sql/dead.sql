@@ -159,13 +159,18 @@ create or replace function pgqueue.redrive_job(dead_id bigint, payload jsonb def
     set enable_seqscan = off
 as $$
 declare
+    dead pgqueue.dead_job;
     refused boolean;
 begin
-    update pgqueue.dead_job as d
-    set payload = coalesce(redrive_job.payload, d.payload)
-    where d.id = redrive_job.dead_id;
-    if not found then
-        refused := pgqueue._refuse(pgqueue._not_found('dead job', dead_id, 'It may have been redriven or discarded.'));
+    select d.* into dead from pgqueue.dead_job as d where d.id = redrive_job.dead_id for update;
+    refused := pgqueue._refuse(case when found
+        then pgqueue._check_payload(
+            payload, (pgqueue._in_force(dead.queue, dead.kind, dead.group_key)).max_payload_bytes
+        )
+        else pgqueue._not_found('dead job', dead_id, 'It may have been redriven or discarded.')
+    end);
+    if payload is not null then
+        update pgqueue.dead_job as d set payload = redrive_job.payload where d.id = dead.id;
     end if;
     return (select r.id from pgqueue._redrive(array[dead_id]) as r (id));
 end;
@@ -175,7 +180,7 @@ comment on function pgqueue.redrive_job(bigint, jsonb) is
 'Sends one dead job back to work as redrive does, with another payload if one
 is given. Returns its id; null when its unique_key is taken by a living job,
 and it stays dead (with the new payload).
-Raises PQ001 (no such dead job).';
+Raises PQ001 (no such dead job), 54000 (the new payload is too large).';
 
 create or replace function pgqueue.discard_many(
     queue text default null,

@@ -129,7 +129,91 @@ comment on function pgqueue._is_over(int) is
 'Whether the table of the ring run that stands for a day of forgetting holds
 runs, and none that ended after that day.';
 
-create or replace function pgqueue._forget_runs()
+create or replace function pgqueue._is_alone(callers text)
+    returns boolean
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A function that called us may go on for as long as it likes.
+    return strpos(callers, E'\n') = 0 and (
+        -- The message began the transaction, and has nothing after us.
+        now() = statement_timestamp() and strpos(rtrim(current_query(), E'; \t\r\n'), ';') = 0
+        -- Or binding the portal in which we run did, where the statement had been prepared.
+        or exists (
+            select from pg_cursors as c
+            where c.name = '' and c.statement = current_query() and c.creation_time = now()
+        )
+    );
+end;
+$$;
+
+comment on function pgqueue._is_alone(text) is
+'Whether the transaction is certain to end with the call of a function, whose
+PG_CONTEXT this is. There is no way to ask, but a transaction that BEGIN, or
+another statement, began is older than our message. A statement that is parsed
+and executed in one go looks as if it were not alone.';
+
+create or replace function pgqueue._empty_runs(day int)
+    returns boolean
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_partition_pruning = on
+    set enable_seqscan = off
+    set enable_bitmapscan = on
+as $$
+begin
+    perform pgqueue._lock_run(day % 16);
+    -- Somebody may have written into it since. By the index: now others wait.
+    if exists (
+        select from pgqueue.run as r
+        where r.slot = day % 16 and r.finished_at >= to_timestamp((day + 1) * 86400::float8)
+    ) then
+        return false;
+    end if;
+    perform pgqueue._empty_run(day % 16);
+    return true;
+exception
+    -- Another session, or an open cursor of this one, is reading it.
+    when lock_not_available or object_in_use then return false;
+end;
+$$;
+
+comment on function pgqueue._empty_runs(int) is
+'Empties the table of the ring run of a day that is over, unless it is in use;
+says whether it did. Nobody can read run until the transaction ends.';
+
+create or replace function pgqueue._delete_runs(day int, most int)
+    returns int
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_partition_pruning = on
+    set enable_seqscan = off
+    set enable_bitmapscan = on
+    set enable_tidscan = on
+as $$
+declare
+    picks tid[] := array(
+        select r.ctid
+        from pgqueue.run as r
+        where r.slot = _delete_runs.day % 16 and r.finished_at < to_timestamp((_delete_runs.day + 1) * 86400::float8)
+        limit most
+        for update skip locked
+    );
+    deleted int;
+begin
+    delete from pgqueue.run as r where r.slot = _delete_runs.day % 16 and r.ctid = any (picks);
+    get diagnostics deleted = row_count;
+    return deleted;
+end;
+$$;
+
+comment on function pgqueue._delete_runs(int, int) is
+'Deletes runs of a day that is over, at most so many, and returns how many.
+Nobody waits for it, but VACUUM has to follow.';
+
+create or replace function pgqueue._forget_runs(is_alone boolean)
     returns int
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -137,31 +221,23 @@ create or replace function pgqueue._forget_runs()
 as $$
 declare
     today int := floor(date_part('epoch', clock_timestamp()) / 86400)::int;
-    emptied int := 0;
+    forgotten int := 0;
 begin
     -- The last day of forgetting that each table stood for is one of the 16 before
     -- today. A row written after that day is kept for a later one, 16 days on.
     for day in today - 16 .. today - 1 loop
         continue when not pgqueue._is_over(day);
-        begin
-            -- Somebody may have written into it since.
-            perform pgqueue._lock_run(day % 16);
-            if pgqueue._is_over(day) then
-                perform pgqueue._empty_run(day % 16);
-                emptied := emptied + 1;
-            end if;
-        exception
-            -- Another session, or an open cursor of this one, is reading it.
-            when lock_not_available or object_in_use then null;
-        end;
+        forgotten := forgotten + case when is_alone
+            then pgqueue._empty_runs(day)::int else pgqueue._delete_runs(day, 100000 - forgotten) end;
     end loop;
-    return emptied;
+    return forgotten;
 end;
 $$;
 
-comment on function pgqueue._forget_runs() is
-'Empties the tables of the ring run whose day is over; returns how many. One in
-use is put off.';
+comment on function pgqueue._forget_runs(boolean) is
+'Empties the tables of the ring run whose day is over, but for one in use, and
+returns how many; or, in a transaction that may go on, deletes their rows, up to
+100,000, and returns how many.';
 
 create or replace function pgqueue._forget_keys()
     returns int
@@ -203,7 +279,9 @@ create or replace function pgqueue.maintain()
 as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_isolation());
+    callers text;
 begin
+    get diagnostics callers = pg_context;
     task := 'reap';
     done := pgqueue.reap();
     return next;
@@ -212,9 +290,6 @@ begin
     return next;
     task := 'tie loose ends';
     done := pgqueue._tie_loose_ends(1000);
-    return next;
-    task := 'forget runs';
-    done := pgqueue._forget_runs();
     return next;
     task := 'drop slots';
     done := pgqueue._drop_slots();
@@ -231,6 +306,10 @@ begin
     task := 'forget batches';
     done := pgqueue._forget_batches();
     return next;
+    -- Last, because nobody can read run from here on.
+    task := 'forget runs';
+    done := pgqueue._forget_runs(pgqueue._is_alone(callers));
+    return next;
 end;
 $$;
 
@@ -238,11 +317,13 @@ comment on function pgqueue.maintain() is
 'Everything that must happen from time to time: recovers expired leases and
 cancels jobs that may not begin any more, up to 1000 in all (done: jobs); fires
 up to 100 schedules that are due (done: jobs); looks again at jobs and batches
-that may not have to wait any more (done: looks); empties the tables of run
-whose days are over (done: tables); drops the slots of groups that have no job
-(done: slots) and their permits (done: permits), up to 100,000 windows of
-unique_for that have ended (done: windows), and up to 10,000 dead jobs that
-have been kept for keep_dead (done: jobs) and batches that finished 14 days ago
-(done: batches). Call it every minute or so, from a worker, cron or psql; any
+that may not have to wait any more (done: looks); drops the slots of groups that
+have no job (done: slots) and their permits (done: permits), up to 100,000
+windows of unique_for that have ended (done: windows), and up to 10,000 dead
+jobs that have been kept for keep_dead (done: jobs) and batches that finished 14
+days ago (done: batches); empties the tables of run whose days are over (done:
+tables). Call it every minute or so, from a worker, cron or psql, as a statement
+of its own: in a transaction that may go on it deletes old runs instead, up to
+100,000 (done: runs), which locks nobody out but leaves work to VACUUM. Any
 number may run at once.
 Raises 25001 outside READ COMMITTED.';

@@ -582,7 +582,9 @@ select
     coalesce(b.completed, t.jobs - t.dead - t.cancelled - w.waiting - w.running, 0) as completed,
     coalesce(b.dead, t.dead, 0) as dead,
     coalesce(b.cancelled, t.cancelled, 0) as cancelled,
-    b.callback_id
+    b.callback_id,
+    b.group_key,
+    b.headers
 from pgqueue.batch as b
 left join lateral (
     select sum(n.jobs) as jobs, sum(n.dead) as dead, sum(n.cancelled) as cancelled, array_agg(distinct n.part) as parts
@@ -617,6 +619,8 @@ comment on column pgqueue.batches.completed is 'Jobs that completed.';
 comment on column pgqueue.batches.dead is 'Jobs that died, and were not redriven before it finished.';
 comment on column pgqueue.batches.cancelled is 'Jobs that were cancelled, or purged.';
 comment on column pgqueue.batches.callback_id is 'Its callback, once it has finished.';
+comment on column pgqueue.batches.group_key is 'The group of its callback; null for none.';
+comment on column pgqueue.batches.headers is 'The headers of its callback; null for none.';
 
 -- A function, because it is stable: a query that leaves out last_state does not look for it.
 create or replace function pgqueue._last_state(job_id bigint)
@@ -659,7 +663,9 @@ select
     s.last_slot,
     s.last_job_id,
     pgqueue._last_state(s.last_job_id) as last_state,
-    s.problem
+    s.problem,
+    s.group_key,
+    s.headers
 from pgqueue.schedule as s
 order by s.name;
 
@@ -687,6 +693,9 @@ comment on column pgqueue.schedules.last_state is
 outcome in run; null if nobody remembers it.';
 comment on column pgqueue.schedules.problem is
 'Why the next slot could not be fired; it is tried again each minute.';
+comment on column pgqueue.schedules.group_key is 'The group of its jobs; null for none.';
+comment on column pgqueue.schedules.headers is
+'The headers of its jobs, without schedule and slot; null for none.';
 
 -- A table of more than 8 MB is not counted. The log is not read to find its beginning: rows come in
 -- the order of their time, so the first pages of its parts have the oldest.

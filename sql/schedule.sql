@@ -12,7 +12,7 @@
 
 create or replace function pgqueue._check_schedule(
     name text, queue text, cron text, every interval, kind text, priority int,
-    catch_up text, jitter interval, max_attempts int
+    catch_up text, jitter interval, max_attempts int, headers jsonb, group_key text
 )
     returns text[]
     language plpgsql
@@ -44,13 +44,13 @@ begin
             format('It is %s.', jitter),
             'It spreads the jobs of schedules that have the same slots.'
         ]
-        else pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, null, null)
+        else pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, group_key, headers)
     end;
 end;
 $$;
 
 comment on function pgqueue._check_schedule(
-    text, text, text, interval, text, int, text, interval, int
+    text, text, text, interval, text, int, text, interval, int, jsonb, text
 ) is
 'Refuses what schedule cannot take, but for its cron text and time zone.';
 
@@ -176,8 +176,8 @@ begin
     foreach slot in array slots loop
         job_id := pgqueue.enqueue(
             schedule.queue, schedule.payload, schedule.kind, schedule.priority,
-            max_attempts => schedule.max_attempts,
-            headers => jsonb_build_object(
+            max_attempts => schedule.max_attempts, group_key => schedule.group_key,
+            headers => coalesce(schedule.headers, '{}') || jsonb_build_object(
                 'schedule', schedule.name,
                 'slot', to_char(slot at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')
             )
@@ -348,6 +348,86 @@ comment on function pgqueue._until_slot(text[], timestamptz) is
 'How long until a schedule of one of these queues is due, or a loose end has to
 be looked at; null for never.';
 
+create or replace function pgqueue._slot_of(schedule pgqueue.schedule, after timestamptz)
+    returns timestamptz
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return coalesce(
+        pgqueue._next_slot(
+            pgqueue._read_cron(schedule.cron), schedule.every, schedule.timezone,
+            greatest(_slot_of.after, schedule.last_slot)
+        ),
+        'infinity'
+    );
+end;
+$$;
+
+comment on function pgqueue._slot_of(pgqueue.schedule, timestamptz) is
+'The first slot of a schedule after a moment that has no job; infinity for none.';
+
+create or replace function pgqueue._change_schedule(old pgqueue.schedule, told pgqueue.schedule)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    due record := told;
+    given record := told;
+begin
+    given.is_paused := old.is_paused;
+    given.last_slot := old.last_slot;
+    given.last_job_id := old.last_job_id;
+    given.next_slot := old.next_slot;
+    if row(old.cron, old.every, old.timezone) is distinct from row(given.cron, given.every, given.timezone) then
+        if not old.is_paused and old.next_slot <= moment
+            and (old.last_slot < old.next_slot) is not false
+        then
+            due.cron := old.cron;
+            due.every := old.every;
+            due.jitter := null;
+            due.next_slot := old.next_slot;
+            due.last_slot := old.last_slot;
+            due.last_job_id := old.last_job_id;
+            -- The second where the server no longer knows the first.
+            foreach due.timezone in array array[old.timezone, given.timezone] loop
+                perform pgqueue._fire(due, moment);
+                exit when (select s.problem is null from pgqueue.schedule as s where s.name = old.name);
+            end loop;
+        end if;
+        given.next_slot := pgqueue._slot_of(given, moment);
+    end if;
+    given.due_at := old.due_at;
+    given.problem := old.problem;
+    if given is distinct from old then
+        given.problem := null;
+    end if;
+    if not given.is_paused then
+        given.due_at := given.next_slot + pgqueue._share_of_jitter(given.name, given.jitter);
+    end if;
+    if given is distinct from old then
+        update pgqueue.schedule as s
+        set due_at = given.due_at, next_slot = given.next_slot, problem = given.problem,
+            every = given.every, jitter = given.jitter, priority = given.priority,
+            max_attempts = given.max_attempts, queue = given.queue, kind = given.kind,
+            group_key = given.group_key, cron = given.cron, timezone = given.timezone,
+            catch_up = given.catch_up, payload = given.payload, headers = given.headers
+        where s.name = given.name;
+    end if;
+end;
+$$;
+
+comment on function pgqueue._change_schedule(pgqueue.schedule, pgqueue.schedule) is
+'Changes a schedule that is locked to what schedule was given. With another rule
+it first fires what is due by the old one, without its jitter, and goes on with
+the first slot of the new one.';
+
 create or replace function pgqueue.schedule(
     name text,
     queue text,
@@ -359,20 +439,25 @@ create or replace function pgqueue.schedule(
     timezone text default 'UTC',
     catch_up text default 'one',
     jitter interval default null,
-    max_attempts int default null
+    max_attempts int default null,
+    headers jsonb default null,
+    group_key text default null
 )
     returns void
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
 as $$
 #variable_conflict use_column
 declare
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_schedule(
             schedule.name, schedule.queue, schedule.cron, schedule.every, schedule.kind,
-            schedule.priority, schedule.catch_up, schedule.jitter, schedule.max_attempts
+            schedule.priority, schedule.catch_up, schedule.jitter, schedule.max_attempts,
+            schedule.headers, schedule.group_key
         ),
         case when schedule.cron is not null
             then coalesce(pgqueue._check_cron(schedule.cron), pgqueue._check_cron_comes(schedule.cron))
@@ -380,69 +465,63 @@ declare
         pgqueue._check_timezone(schedule.timezone),
         pgqueue._check_payload(
             schedule.payload,
-            (pgqueue._in_force(schedule.queue, coalesce(schedule.kind, schedule.queue))).max_payload_bytes
+            (pgqueue._in_force(
+                schedule.queue, coalesce(schedule.kind, schedule.queue), schedule.group_key
+            )).max_payload_bytes
         )
     ));
     moment timestamptz := clock_timestamp();
-    -- In hours: the clocks of the caller may give a day 23.
-    hours interval := make_interval(secs => extract(epoch from schedule.every)::float8);
-    zone text := coalesce(schedule.timezone, 'UTC');
-    rule pgqueue._cron := pgqueue._read_cron(schedule.cron);
-    delay interval := pgqueue._share_of_jitter(schedule.name, schedule.jitter);
-    first_slot timestamptz := coalesce(
-        pgqueue._next_slot(rule, hours, zone, moment), 'infinity'
-    );
+    -- A row of nulls, in a record, because pgspot knows the fields of no other type.
+    given record := jsonb_populate_record(null::pgqueue.schedule, '{}');
+    old pgqueue.schedule;
 begin
     perform pgqueue._use('schedule');
-    insert into pgqueue.schedule as s (
-        due_at, next_slot, every, jitter, priority, max_attempts,
-        name, queue, kind, cron, timezone, catch_up, payload
-    )
-    values (
-        first_slot + delay, first_slot, hours, schedule.jitter, schedule.priority, schedule.max_attempts,
-        schedule.name, schedule.queue, schedule.kind, schedule.cron, zone,
-        coalesce(schedule.catch_up, 'one'), coalesce(schedule.payload, '{}')
-    )
-    on conflict (name) do update set
-        -- A slot that has its job gets no other one.
-        next_slot = case when row(s.cron, s.every, s.timezone)
-                is not distinct from row(excluded.cron, excluded.every, excluded.timezone)
-            then s.next_slot
-            else coalesce(pgqueue._next_slot(
-                rule, excluded.every, excluded.timezone, greatest(moment, s.last_slot)
-            ), 'infinity')
-        end,
-        every = excluded.every, jitter = excluded.jitter, priority = excluded.priority,
-        max_attempts = excluded.max_attempts, queue = excluded.queue, kind = excluded.kind,
-        cron = excluded.cron, timezone = excluded.timezone, catch_up = excluded.catch_up,
-        payload = excluded.payload, problem = null
-    where row(
-        s.every, s.jitter, s.priority, s.max_attempts, s.queue, s.kind, s.cron, s.timezone,
-        s.catch_up, s.payload
-    ) is distinct from row(
-        excluded.every, excluded.jitter, excluded.priority, excluded.max_attempts, excluded.queue,
-        excluded.kind, excluded.cron, excluded.timezone, excluded.catch_up, excluded.payload
-    );
-    update pgqueue.schedule as s
-    set due_at = s.next_slot + delay
-    where s.name = schedule.name and not s.is_paused and s.due_at <> s.next_slot + delay;
+    given.name := schedule.name;
+    given.queue := schedule.queue;
+    given.kind := schedule.kind;
+    given.group_key := schedule.group_key;
+    given.cron := schedule.cron;
+    -- In hours: the clocks of the caller may give a day 23.
+    given.every := make_interval(secs => extract(epoch from schedule.every)::float8);
+    given.timezone := coalesce(schedule.timezone, 'UTC');
+    given.catch_up := coalesce(schedule.catch_up, 'one');
+    given.jitter := schedule.jitter;
+    given.priority := schedule.priority;
+    given.max_attempts := schedule.max_attempts;
+    given.payload := coalesce(schedule.payload, '{}');
+    given.headers := schedule.headers;
+    given.is_paused := false;
+    given.next_slot := pgqueue._slot_of(given, moment);
+    given.due_at := given.next_slot + pgqueue._share_of_jitter(given.name, given.jitter);
+    loop
+        insert into pgqueue.schedule values (given.*) on conflict do nothing;
+        exit when found;
+        select s.* into old from pgqueue.schedule as s where s.name = given.name for update;
+        -- Else somebody has just ended it.
+        exit when found;
+    end loop;
+    if old.name is not null then
+        perform pgqueue._change_schedule(old, given);
+    end if;
     perform setval('pgqueue._cell_due', pgqueue._since_2020(moment));
     perform pgqueue._wake(queue);
 end;
 $$;
 
 comment on function pgqueue.schedule(
-    text, text, text, interval, jsonb, text, int, text, text, interval, int
+    text, text, text, interval, jsonb, text, int, text, text, interval, int, jsonb, text
 ) is
 'Makes, or changes, the recurring job of this name: at each slot a job with
-this queue, payload, kind, priority and max_attempts is enqueued, once. Slots
+this queue, payload, kind, priority, max_attempts, group_key and headers (to
+which the name, schedule, and the slot are added) is enqueued, once. Slots
 are those of cron (see next_slots) by the clocks of timezone, or lie every so
 far apart, 1 second to 3650 days, from Monday, 1970-01-05 00:00 UTC, on. jitter,
 up to 1 day: later by a share of it that is always the same for a name.
 catch_up, for slots that nobody could fire in time: skip (those that are more
 than two minutes late), one (default: one job, for the last of them) or all
 (the first 1000). Calling it again changes only what differs, and fires no
-slot twice; one that is paused stays paused.
+slot twice; one that is paused stays paused. With other slots it first makes the
+jobs, as they are now to be, for those of the old ones that are due.
 Raises 22023 (bad argument), 54000 (payload too large).';
 
 create or replace function pgqueue._no_schedule(name text)
@@ -523,30 +602,24 @@ create or replace function pgqueue.resume_schedule(name text)
     set enable_seqscan = off
 as $$
 declare
-    moment timestamptz := clock_timestamp();
-    queue text;
+    old pgqueue.schedule;
     refused boolean;
+    moment timestamptz;
+    slot timestamptz;
 begin
-    update pgqueue.schedule as s
-    set is_paused = false,
-        next_slot = r.slot,
-        due_at = r.slot + pgqueue._share_of_jitter(s.name, s.jitter),
-        problem = null
-    from pgqueue.schedule as p
-    cross join lateral (
-        select coalesce(
-            pgqueue._next_slot(pgqueue._read_cron(p.cron), p.every, p.timezone, greatest(moment, p.last_slot)),
-            'infinity'
-        ) as slot
-        offset 0
-    ) as r
-    where s.name = resume_schedule.name and s.is_paused and p.name = s.name
-    returning s.queue into queue;
-    if found then
-        perform setval('pgqueue._cell_due', pgqueue._since_2020(moment));
-        perform pgqueue._wake(queue);
-    elsif not exists (select from pgqueue.schedule as s where s.name = resume_schedule.name) then
+    select s.* into old from pgqueue.schedule as s where s.name = resume_schedule.name for update;
+    if not found then
         refused := pgqueue._refuse(pgqueue._no_schedule(name));
+    elsif old.is_paused then
+        -- Not before: whoever had it locked may have given it another rule.
+        moment := clock_timestamp();
+        slot := pgqueue._slot_of(old, moment);
+        update pgqueue.schedule as s
+        set is_paused = false, next_slot = slot, due_at = slot + pgqueue._share_of_jitter(s.name, s.jitter),
+            problem = null
+        where s.name = old.name;
+        perform setval('pgqueue._cell_due', pgqueue._since_2020(moment));
+        perform pgqueue._wake(old.queue);
     end if;
 end;
 $$;

@@ -351,7 +351,9 @@ comment on index pgqueue.recent_key_expires_idx is 'Which windows have ended?';
 -- A ring of sixteen tables. A row goes to the table of the day on which it may be
 -- forgotten, so that one TRUNCATE forgets a day: no mass DELETE, no new tables, and
 -- nothing left for VACUUM. Two weeks at most are kept, which leaves a table that is
--- certainly over. maintain() empties it.
+-- certainly over. maintain() empties it; in a transaction that may go on, where the lock
+-- of a TRUNCATE would stay, it deletes the rows. Only then pages are filled for a second
+-- time, no longer in the order of time, which the index below counts on.
 create table pgqueue.run (
     slot smallint not null,
     attempt int not null,
@@ -541,11 +543,13 @@ create table pgqueue.schedule (
     name text not null,
     queue text not null,
     kind text,
+    group_key text,
     cron text,
     timezone text not null,
     catch_up text not null,
     problem text,
     payload jsonb not null,
+    headers jsonb,
     constraint schedule_pkey primary key (name),
     constraint schedule_has_one_rule check (num_nonnulls(cron, every) = 1),
     constraint schedule_catch_up_is_known check (catch_up in ('skip', 'one', 'all'))
@@ -574,6 +578,7 @@ comment on column pgqueue.schedule.is_paused is 'Whether it makes no jobs until 
 comment on column pgqueue.schedule.name is 'Names the schedule.';
 comment on column pgqueue.schedule.queue is 'The queue of its jobs.';
 comment on column pgqueue.schedule.kind is 'The kind of its jobs; null for the default.';
+comment on column pgqueue.schedule.group_key is 'The group of its jobs; null for none.';
 comment on column pgqueue.schedule.cron is 'The slots, as a cron text; null with every.';
 comment on column pgqueue.schedule.timezone is 'By which clocks cron is read.';
 comment on column pgqueue.schedule.catch_up is
@@ -581,6 +586,8 @@ comment on column pgqueue.schedule.catch_up is
 comment on column pgqueue.schedule.problem is
 'Why next_slot could not be fired; it is tried again each minute. null: it could.';
 comment on column pgqueue.schedule.payload is 'The payload of its jobs.';
+comment on column pgqueue.schedule.headers is
+'The headers of its jobs, to which schedule and slot are added; null for none.';
 
 create index schedule_due_idx on pgqueue.schedule (due_at);
 comment on index pgqueue.schedule_due_idx is 'Which schedules are due?';
@@ -672,6 +679,7 @@ create table pgqueue.batch (
     max_attempts int,
     queue text not null,
     kind text,
+    group_key text,
     payload jsonb not null,
     headers jsonb,
     constraint batch_pkey primary key (id)
@@ -691,6 +699,7 @@ comment on column pgqueue.batch.priority is 'The priority of the callback; null 
 comment on column pgqueue.batch.max_attempts is 'The max_attempts of the callback; null for the default.';
 comment on column pgqueue.batch.queue is 'The queue of the callback.';
 comment on column pgqueue.batch.kind is 'The kind of the callback; null for the default.';
+comment on column pgqueue.batch.group_key is 'The group of the callback; null for none.';
 comment on column pgqueue.batch.payload is 'The payload of the callback, to which the counts are added.';
 comment on column pgqueue.batch.headers is 'The headers of the callback.';
 -- Unique, which makes finished_at a key: else who locks the row to add a job (for key share) while another

@@ -1,7 +1,7 @@
 """The handlers of an application, and what they may raise."""
 
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -103,7 +103,8 @@ class Schedule:
         """Make or change the schedule of a task by pgqueue.schedule()."""
         conn.execute(
             "select pgqueue.schedule(%s, %s, %s, %s, %s::pg_catalog.jsonb, %s, timezone => %s,"
-            " catch_up => %s, jitter => %s, max_attempts => %s)",
+            " catch_up => %s, jitter => %s, max_attempts => %s,"
+            " headers => %s::pg_catalog.jsonb, group_key => %s)",
             (
                 task.kind,
                 task.options["queue"],
@@ -115,6 +116,8 @@ class Schedule:
                 self.catch_up,
                 self.jitter,
                 task.policy.max_attempts,
+                to_json(task.options.get("headers"), "headers"),
+                task.options.get("group_key"),
             ),
         )
 
@@ -193,6 +196,8 @@ class App:
         retry_cap: Seconds = 3600.0,
         retry_for: tuple[type[BaseException], ...] = (BaseException,),
         give_up_on: tuple[type[BaseException], ...] = (),
+        group_key: str | None = None,
+        headers: Mapping[str, Any] | None = None,
         cron: str | None = None,
         every: Seconds | None = None,
         timezone: str = "UTC",
@@ -214,7 +219,8 @@ class App:
 
         `max_attempts`, and `retry_base` doubled with each attempt up to `retry_cap` (seconds
         or timedelta), apply instead of the queue's. Only exceptions of `retry_for` are
-        retried, and those of `give_up_on` never.
+        retried, and those of `give_up_on` never. `group_key` and `headers` are those of its
+        jobs, unless `with_options` says otherwise.
 
         With `cron` or `every` (seconds or timedelta) a job without arguments recurs: a
         worker's start makes or changes the schedule that has the name of the kind, by
@@ -237,6 +243,10 @@ class App:
         options: TaskOptions = {"queue": queue}
         if max_attempts is not None:
             options["max_attempts"] = max_attempts
+        if group_key is not None:
+            options["group_key"] = group_key
+        if headers is not None:
+            options["headers"] = headers
         schedule = None
         if cron is not None or every is not None:
             times = [None if t is None else _timedelta(t) for t in (every, jitter)]

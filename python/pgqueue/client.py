@@ -52,6 +52,7 @@ class BatchOptions(TypedDict, total=False):
     priority: int | None
     max_attempts: int | None
     headers: Mapping[str, Any] | None
+    group_key: str | None
 
 
 class ManyOptions(_Options, total=False):

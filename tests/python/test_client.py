@@ -235,13 +235,16 @@ def test_jobs_are_enqueued_on_an_asyncpg_connection(db) -> None:
 
 
 def test_a_batch_of_jobs_has_its_callback(db) -> None:
-    batch = pgqueue.create_batch(db, "done", {"a": 1}, kind="k", headers={"t": 1})
+    batch = pgqueue.create_batch(
+        db, "done", {"a": 1}, kind="k", headers={"t": 1}, group_key="g"
+    )
     pgqueue.enqueue_many(db, "q", [1, 2], batch_id=batch)
     pgqueue.enqueue(db, "q", 3, batch_id=batch)
     pgqueue.close_batch(db, batch)
     db.execute("select pgqueue.complete(id, token) from pgqueue.claim('q', 'w', 9)")
     payload = one(db, "select payload from pgqueue.job where kind = 'k'")
     assert payload["batch"] == {"id": batch, "completed": 3, "dead": 0, "cancelled": 0}
+    assert one(db, "select group_key from pgqueue.job where kind = 'k'") == "g"
     with pytest.raises(pgqueue.JobNotFound):
         pgqueue.close_batch(db, 0)
     with pytest.raises(TypeError):
@@ -457,6 +460,26 @@ except TypeError as error:
 class Parcel:
     to: Person
     weight: Decimal
+
+
+def test_group_and_headers_of_a_handler_are_those_of_its_jobs_and_its_schedule(db):
+    app = pgqueue.App()
+
+    @app.job("sync", every=3600, group_key="acme", headers={"team": "blue"})
+    def sync() -> None: ...
+
+    app.schedules["sync"].declare(db, sync)
+    schedule = db.execute("select group_key, headers from pgqueue.schedules").fetchone()
+    sync.enqueue(db)
+    sync.with_options(group_key="other", headers={}).enqueue(db)
+    assert [
+        schedule,
+        *db.execute("select group_key, headers from pgqueue.job order by id"),
+    ] == [
+        ("acme", {"team": "blue"}),
+        ("acme", {"team": "blue"}),
+        ("other", {}),
+    ]
 
 
 def test_a_task_enqueues_only_the_arguments_its_handler_takes(db) -> None:

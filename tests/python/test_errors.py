@@ -153,7 +153,10 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "54000": [("(select max(job_id) from pgqueue.run)", KEEP, BIG, END, SMALL)],
     },
     "redrive": {"22023": [("max_jobs => 0",)]},
-    "redrive_job": {"PQ001": [("1",)]},
+    "redrive_job": {
+        "PQ001": [("1",)],
+        "54000": [(f"{DEAD_ONE}, {FAT}", TAKEN, DIE, SMALL)],
+    },
     "discard": {"PQ001": [("1",)]},
     "discard_many": {"22023": [("max_jobs => -1",)]},
     "pause": {
@@ -210,6 +213,7 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', '[]'",),
             ("'q', kind => ''",),
             ("'q', headers => '1'",),
+            ("'q', group_key => ''",),
         ],
         "54000": [(f"'q', jsonb_build_object('fat', {FAT})", SMALL)],
     },
@@ -228,6 +232,8 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'s', 'q', '@daily', catch_up => 'some'",),
             ("'s', 'q', '@daily', jitter => '-1 s'",),
             ("'s', 'q', '@daily', priority => 101",),
+            ("'s', 'q', '@daily', headers => '1'",),
+            ("'s', 'q', '@daily', group_key => ''",),
         ],
         "54000": [(f"'s', 'q', '@daily', payload => {FAT}", SMALL)],
     },

@@ -24,6 +24,12 @@ pytest_plugins = ["worker_harness"]
 FIRE = "select done from pgqueue.maintain() where task = 'fire schedules'"
 SLOTS = "select headers ->> 'slot' from pgqueue.job where headers ? 'schedule'"
 
+IS_SLOT_OF_SEVEN_MINUTES = """
+    select next_slot > now() and next_slot <= now() + interval '7 minutes'
+        and next_slot = date_bin('7 minutes', next_slot, '1970-01-05 00:00 UTC')
+    from pgqueue.schedules
+"""
+
 
 def make_due(db: psycopg.Connection, name: str = "s", ago: str = "1 second") -> None:
     db.execute(
@@ -87,6 +93,73 @@ def test_who_pauses_or_ends_a_schedule_waits_for_the_slot_that_is_just_fired(
     caller.join()
     assert one(db, FIRE) == 0
     assert one(db, "select count(*) from pgqueue.job") == 1
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_slot_that_is_due_when_the_rule_changes_has_one_job_whoever_fires(
+    db, connect, due, commits
+):
+    other = connect()
+    with db.transaction(force_rollback=not commits):
+        db.execute("select pgqueue.schedule('s', 'q', every => '7 minutes')")
+        assert one(other, FIRE) == 0  # and does not wait
+    assert one(other, FIRE) == (0 if commits else 1)
+    assert one(other, "select count(*) from pgqueue.job") == 1
+
+
+def test_a_rule_that_changes_while_a_slot_is_fired_fires_no_other_slot(
+    db, connect, due, blocked
+):
+    other = connect()
+    with db.transaction():
+        db.execute(FIRE)
+        call = "select pgqueue.schedule('s', 'q', every => '7 minutes')"
+        caller = threading.Thread(target=other.execute, args=(call,))
+        caller.start()
+        blocked(other)
+    caller.join()
+    assert one(db, FIRE) == 0
+    assert one(db, "select count(*) from pgqueue.job") == 1
+    assert one(db, IS_SLOT_OF_SEVEN_MINUTES)
+
+
+def test_a_schedule_that_is_resumed_while_its_rule_changes_fires_at_the_new_slots(
+    db, connect, blocked
+):
+    db.execute("select pgqueue.schedule('s', 'q', every => '1 hour')")
+    db.execute("select pgqueue.pause_schedule('s')")
+    other = connect()
+    with db.transaction():
+        db.execute("select pgqueue.schedule('s', 'q', every => '7 minutes')")
+        call = "select pgqueue.resume_schedule('s')"
+        caller = threading.Thread(target=other.execute, args=(call,))
+        caller.start()
+        blocked(other)
+    caller.join()
+    assert one(db, "select not paused from pgqueue.schedules")
+    assert one(db, IS_SLOT_OF_SEVEN_MINUTES)
+    assert one(db, "select next_slot = due_at from pgqueue.schedule")
+
+
+@pytest.mark.parametrize("ending", ["commit", "rollback", "unschedule"])
+def test_two_sessions_that_make_a_schedule_at_once_make_one(
+    db, connect, blocked, ending
+):
+    """The second gets what it said, whatever the first one does with its own."""
+    first, second = connect(autocommit=False), connect()
+    if ending == "unschedule":
+        db.execute("select pgqueue.schedule('s', 'q', every => '1 hour')")
+        first.execute("select pgqueue.unschedule('s')")
+    else:
+        first.execute("select pgqueue.schedule('s', 'q', every => '1 hour')")
+    call = "select pgqueue.schedule('s', 'q', every => '7 minutes')"
+    caller = threading.Thread(target=second.execute, args=(call,))
+    caller.start()
+    blocked(second)
+    first.rollback() if ending == "rollback" else first.commit()
+    caller.join()
+    assert one(db, IS_SLOT_OF_SEVEN_MINUTES)
+    assert one(db, "select every from pgqueue.schedules").total_seconds() == 420
 
 
 def test_many_sessions_that_claim_give_each_slot_one_job(db, connect):

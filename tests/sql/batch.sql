@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(31);
+select plan(32);
 
 create function pg_temp.end_all(queue text, outcome text)
     returns bigint
@@ -14,11 +14,15 @@ as $$
     cross join lateral pgqueue.finish(c.ids, c.tokens, array_fill(outcome, array[cardinality(c.ids)])) as f
 $$;
 
-select pgqueue.create_batch('done', '{"report": 7}', 'all done', 5, 3, '{"trace": 1}') as id \gset
+select pgqueue.create_batch('done', '{"report": 7}', 'all done', 5, 3, '{"trace": 1}', 'acme') as id \gset
 select results_eq(
     'select id, queue, kind, state, waiting, running, completed, dead, cancelled from pgqueue.batches',
     format($$ values (%s::bigint, 'done', 'all done', 'open', 0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint) $$, :id),
     'a new batch is open and has no jobs'
+);
+select results_eq(
+    'select group_key, headers from pgqueue.batches', $$ values ('acme', '{"trace": 1}'::jsonb) $$,
+    'the view shows group and headers of its callback'
 );
 select pgqueue.enqueue('m', batch_id => :id) as a \gset
 select pgqueue.enqueue_many('m', array_fill('{}'::jsonb, array[5]), batch_id => :id);
@@ -50,8 +54,8 @@ select pgqueue.release(array[:one_id], array[:one_token]);
 select pg_temp.end_all('m', 'complete');
 select is_empty('select from pgqueue.dependency', 'now all its jobs have ended');
 select results_eq(
-    $$ select kind, priority, max_attempts, headers, payload from pgqueue.job where queue = 'done' $$,
-    format($$ values ('all done', 5, 3, '{"trace": 1}'::jsonb,
+    $$ select kind, priority, max_attempts, group_key, headers, payload from pgqueue.job where queue = 'done' $$,
+    format($$ values ('all done', 5, 3, 'acme', '{"trace": 1}'::jsonb,
         '{"report": 7, "batch": {"id": %s, "completed": 9, "dead": 1, "cancelled": 1}}'::jsonb) $$, :id),
     'the callback has been enqueued, with the counts in its payload'
 );

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(31);
+select plan(35);
 
 create function pg_temp.dead(queue text, payload jsonb, kind text, error text, unique_key text default null)
     returns bigint
@@ -87,6 +87,18 @@ select is(
 select throws_ok(
     format('select pgqueue.redrive_job(%s)', :b), 'PQ001', null, 'a job cannot be redriven twice'
 );
+select pg_temp.dead('small', to_jsonb(repeat('x', 100)), 'tiny', 'e') as fat \gset
+select pg_temp.dead('small', to_jsonb(repeat('x', 100)), 'tiny', 'e') as other \gset
+select pgqueue.configure('small', kind => 'tiny', max_payload_bytes => pg_column_size('"123"'::jsonb));
+select throws_ok(
+    format($$ select pgqueue.redrive_job(%s, '"1234"') $$, :fat), '54000', null,
+    'redrive_job refuses a payload above max_payload_bytes, as enqueue does'
+);
+select is(
+    (select length(payload #>> '{}') from pgqueue.dead_job where id = :fat), 100, 'and the dead job keeps its own'
+);
+select is(pgqueue.redrive_job(:fat, '"123"'), :fat::bigint, 'one of just that size is taken');
+select is(pgqueue.redrive_job(:other), :other::bigint, 'a job goes back with the payload that it has, however large');
 select lives_ok(format('select pgqueue.discard(%s)', :d), 'a dead job can be discarded');
 select is_empty(
     format('select from pgqueue.dead_job where id = %s', :d), 'a discarded job is no longer in dead_job'

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(16);
+select plan(18);
 
 -- Reap
 
@@ -37,8 +37,8 @@ select is(
 -- The ring of runs
 
 select results_eq(
-    'select task from pgqueue.maintain()', $$ values ('reap'), ('fire schedules'), ('tie loose ends'), ('forget runs'), ('drop slots'), ('drop permits'),
-        ('forget keys'), ('forget dead jobs'), ('forget batches') $$,
+    'select task from pgqueue.maintain()', $$ values ('reap'), ('fire schedules'), ('tie loose ends'), ('drop slots'), ('drop permits'),
+        ('forget keys'), ('forget dead jobs'), ('forget batches'), ('forget runs') $$,
     'maintain returns a row for each of its tasks'
 );
 truncate pgqueue.run;
@@ -57,6 +57,18 @@ select is(
     (select array_agg(date_trunc('hour', now() - finished_at) order by finished_at) from pgqueue.run),
     array['7 days', '1 day', '0']::interval[],
     'maintain forgets a run when the days it is kept are over, and not before'
+);
+
+insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome)
+select (floor(extract(epoch from now()) / 86400)::int - 1) % 16, 1, n, now() - interval '8 days', '0', '0', 'q', 'k', 'completed'
+from generate_series(1, 100010) as n;
+select is(
+    (select done from pgqueue.maintain() where task = 'forget runs'), 100000::bigint,
+    'in a longer transaction, as here, maintain deletes at most 100,000 runs'
+);
+select is(
+    (select done from pgqueue.maintain() where task = 'forget runs'), 10::bigint,
+    'a second maintain deletes those that the first one left'
 );
 
 -- The windows of unique_for

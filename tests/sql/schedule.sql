@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(43);
+select plan(55);
 
 -- Makes a schedule due, so long ago.
 create function pg_temp.late(name text, by interval)
@@ -86,6 +86,86 @@ select ok(
 select pgqueue.unschedule('report');
 select is_empty('select from pgqueue.schedule', 'unschedule ends it');
 select is((select count(*) from pgqueue.job), 0::bigint, 'a schedule that has ended makes no job');
+
+-- Group and headers
+
+select pgqueue.schedule(
+    'report', 'reports', '0 * * * *', headers => '{"trace": 1, "schedule": "mine"}', group_key => 'acme'
+);
+select results_eq(
+    'select group_key, headers from pgqueue.schedules',
+    $$ values ('acme', '{"trace": 1, "schedule": "mine"}'::jsonb) $$, 'the view shows group and headers'
+);
+select pg_temp.late('report', '1 hour');
+select pg_temp.fired();
+select results_eq(
+    $$ select group_key, headers - 'slot' from pgqueue.job $$,
+    $$ values ('acme', '{"trace": 1, "schedule": "report"}'::jsonb) $$,
+    'its jobs have both, and their headers the name of the schedule, whatever was given'
+);
+select xmin as version from pgqueue.schedule \gset
+select pgqueue.schedule(
+    'report', 'reports', '0 * * * *', headers => '{"schedule": "mine", "trace": 1}', group_key => 'acme'
+);
+select is((select xmin from pgqueue.schedule), :'version'::xid, 'the same arguments write nothing');
+select pgqueue.schedule('report', 'reports', '0 * * * *');
+select results_eq(
+    'select group_key, headers from pgqueue.schedules', 'values (null, null::jsonb)', 'left out, they are gone'
+);
+select pgqueue.unschedule('report');
+delete from pgqueue.job;
+
+-- Another rule, while slots of the old one are due
+
+select pgqueue.schedule('hourly', 'old', '0 * * * *', payload => '"old"', jitter => '1 day');
+select pg_temp.late('hourly', '1 hour');
+select next_slot as slot from pgqueue.schedule \gset
+select pgqueue.schedule('hourly', 'new', '30 * * * *', payload => '"new"', jitter => '1 day');
+select results_eq(
+    $$ select queue, payload, (headers ->> 'slot')::timestamptz from pgqueue.job $$,
+    format($$ values ('new', '"new"'::jsonb, %L::timestamptz) $$, :'slot'),
+    'a deploy at the full hour does not lose the job of that hour, and makes it as it is now to be'
+);
+select results_eq(
+    'select last_slot, last_job_id, next_slot from pgqueue.schedules',
+    format(
+        $$ select %L::timestamptz, id, date_trunc('hour', now() - interval '30 minutes') + interval '90 minutes'
+            from pgqueue.job $$,
+        :'slot'
+    ),
+    'the schedule knows it, and goes on with the new slots'
+);
+select pgqueue.schedule('hourly', 'new', every => '1 hour');
+select is((select count(*) from pgqueue.job), 1::bigint, 'another change makes no other job of it');
+select pgqueue.unschedule('hourly');
+select pgqueue.schedule('hourly', 'all', every => '10 minutes', catch_up => 'all');
+select pg_temp.late('hourly', '1 day');
+select pgqueue.schedule('hourly', 'all', '0 3 * * *', catch_up => 'all');
+select is(
+    (select count(distinct headers ->> 'slot') from pgqueue.job where queue = 'all'), 144::bigint,
+    'with catch_up all, each slot that was due by the old rule has a job'
+);
+select pgqueue.schedule('hourly', 'skip', every => '1000 days', catch_up => 'skip');
+select pg_temp.late('hourly', '1000 days');
+select pgqueue.schedule('hourly', 'skip', every => '1 day', catch_up => 'skip');
+select is((select count(*) from pgqueue.job where queue = 'skip'), 0::bigint, 'with catch_up skip, an old one has none');
+select pgqueue.schedule('hourly', 'paused', every => '1 hour');
+select pg_temp.late('hourly', '1 hour');
+select pgqueue.pause_schedule('hourly');
+select pgqueue.schedule('hourly', 'paused', every => '30 minutes');
+select is((select count(*) from pgqueue.job where queue = 'paused'), 0::bigint, 'nor has one of a schedule that is paused');
+select pgqueue.unschedule('hourly');
+select pgqueue.schedule('hourly', 'mars', '0 * * * *');
+select pg_temp.late('hourly', '1 hour');
+update pgqueue.schedule set timezone = 'Mars/Base';
+select pgqueue.schedule('hourly', 'earth', '@daily', timezone => 'Europe/Berlin');
+select is(
+    (select count(*) from pgqueue.job where queue = 'earth'), 1::bigint,
+    'a time zone that the server does not know loses no slot when it is replaced'
+);
+select is((select problem from pgqueue.schedules), null, 'and the schedule is well');
+select pgqueue.unschedule('hourly');
+delete from pgqueue.job;
 
 -- Every
 
@@ -218,7 +298,8 @@ select is(
             $$ 's', 'q', every => '4000 days' $$, $$ 's', 'q', '@daily', timezone => 'CEST' $$,
             $$ 's', 'q', '@daily', catch_up => 'some' $$, $$ 's', 'q', '@daily', jitter => '-1 s' $$,
             $$ 's', 'q', '@daily', jitter => '2 days' $$, $$ 's', 'q', '@daily', priority => 101 $$,
-            $$ 's', 'q', '@daily', kind => '' $$, $$ 's', 'q', '@daily', max_attempts => 0 $$
+            $$ 's', 'q', '@daily', kind => '' $$, $$ 's', 'q', '@daily', max_attempts => 0 $$,
+            $$ 's', 'q', '@daily', headers => '[]' $$, $$ 's', 'q', '@daily', group_key => '' $$
         ]) as c (call)
         where not pg_temp.refused(c.call)
     ),

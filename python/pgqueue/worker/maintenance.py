@@ -6,6 +6,8 @@ Apart from the other threads, because maintain() may take a while.
 import logging
 import random
 
+import psycopg
+
 from pgqueue import database
 from pgqueue.app import App
 from pgqueue.worker.seldom import Outages
@@ -14,6 +16,7 @@ from pgqueue.worker.service import Service
 log = logging.getLogger("pgqueue")
 
 EVERY = 60.0  # seconds, give or take half
+MAINTAIN = "select task, done from pgqueue.maintain()"
 
 
 class Maintenance(Service):
@@ -36,6 +39,10 @@ class Maintenance(Service):
             for kind, schedule in self._app.schedules.items():
                 schedule.declare(conn, self._app.tasks[kind])
             self._is_declared = True
-        with database.transaction(conn):
-            rows = conn.execute("select task, done from pgqueue.maintain()").fetchall()
+        try:
+            # Not in a transaction: there it cannot empty the tables of old runs.
+            rows = conn.execute(MAINTAIN).fetchall()
+        except psycopg.errors.ActiveSqlTransaction:
+            with database.transaction(conn):
+                rows = conn.execute(MAINTAIN).fetchall()
         log.debug("maintained: %s", ", ".join(f"{task} {n}" for task, n in rows if n))
