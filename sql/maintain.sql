@@ -228,6 +228,7 @@ begin
     task := 'forget dead jobs';
     done := pgqueue._forget_dead();
     return next;
+    perform pgqueue._forget_gone();
     task := 'forget batches';
     done := pgqueue._forget_batches();
     return next;
