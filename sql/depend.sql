@@ -355,6 +355,7 @@ create or replace function pgqueue._cut_ties(job_ids bigint[], most int default 
     set enable_mergejoin = off
 as $$
 declare
+    tied bigint[];
     ended bigint[];
     outcomes text[];
     found pgqueue._tie[];
@@ -371,21 +372,25 @@ begin
         perform pgqueue._leave_loose_ends(job_ids, 'ended');
         return 0;
     end if;
-    select array_agg(o.id), array_agg(o.outcome)
-    into ended, outcomes
-    from pgqueue._outcomes_of(array(
+    tied := array(
         select distinct u.id
         from unnest(job_ids) as u (id)
         where (select true from pgqueue.dependency as d where d.job_id = u.id limit 1)
-    )) as o
+    );
+    select array_agg(o.id), array_agg(o.outcome)
+    into ended, outcomes
+    from pgqueue._outcomes_of(tied[:most]) as o
     where o.outcome is not null;
+    if cardinality(tied) > most then
+        perform pgqueue._leave_loose_ends(tied[most + 1 :], 'ended');
+    end if;
     if ended is null then
         return 0;
     end if;
 
     -- Who waits for a job that will be cancelled here will be, too: a chain of them in one go.
     found := array(
-        with recursive tied (job_id, waiter_id, is_doomed, is_first) as (
+        with recursive chain (job_id, waiter_id, is_doomed, is_first) as (
             select d.job_id, d.waiter_id, e.outcome <> 'completed' and not d.runs_if_dead, true
             from unnest(ended, outcomes) as e (id, outcome)
             join pgqueue.dependency as d on d.job_id = e.id
@@ -394,11 +399,11 @@ begin
             ) is not false
             union
             select d.job_id, d.waiter_id, not d.runs_if_dead, false
-            from tied as t
+            from chain as t
             join pgqueue.dependency as d on d.job_id = t.waiter_id
             where t.is_doomed
         )
-        select row(null, t.*)::pgqueue._tie from tied as t limit most
+        select row(null, t.*)::pgqueue._tie from chain as t limit most
     );
     hand := array(
         select row(d.ctid, f.job_id, f.waiter_id, f.is_doomed, f.is_first)::pgqueue._tie
@@ -466,7 +471,7 @@ begin
     get diagnostics cut = row_count;
     -- Somebody has locked most of those that came first.
     if cardinality(found) = most and cut < most / 2 and not is_choosy then
-        return cut + pgqueue._cut_ties(job_ids, most, true);
+        return cut + pgqueue._cut_ties(ended, most, true);
     end if;
     perform pgqueue._leave_loose_ends(array_agg(r.id), 'ended', clock_timestamp() + case
         when cut > 0 and cardinality(found) = most or others is not null then interval '0'
