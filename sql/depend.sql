@@ -377,6 +377,9 @@ begin
         from unnest(job_ids) as u (id)
         where (select true from pgqueue.dependency as d where d.job_id = u.id limit 1)
     );
+    if tied = '{}' then
+        return 0;
+    end if;
     select array_agg(o.id), array_agg(o.outcome)
     into ended, outcomes
     from pgqueue._outcomes_of(tied[:most]) as o
@@ -499,6 +502,8 @@ create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_d
     set enable_indexscan = on
     set enable_bitmapscan = off
     set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
 as $$
 declare
     is_current boolean := current_setting('transaction_isolation') = 'read committed';
@@ -703,8 +708,15 @@ begin
     if pg_relation_size('pgqueue.loose_end') = 0 then
         return null;
     end if;
+    -- One that is due, and that somebody has locked, is just being looked at.
+    if current_setting('transaction_read_only') = 'off' then
+        perform from pgqueue.loose_end as l where l.look_at <= moment limit 1 for update skip locked;
+        if found then
+            return interval '0';
+        end if;
+    end if;
     return (
-        select case when min(first.look_at) > moment then min(first.look_at) - moment else interval '0' end
+        select greatest(min(first.look_at) - moment, interval '200 milliseconds')
         from (values (false), (true)) as n (is_new)
         cross join lateral (
             select l.look_at

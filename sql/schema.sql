@@ -732,6 +732,8 @@ comment on column pgqueue.batch.problem is 'Why its callback could not be enqueu
 -- finishes the batch might be given the version before.
 create unique index batch_finished_idx on pgqueue.batch (finished_at, id);
 comment on index pgqueue.batch_finished_idx is 'Which batches can be forgotten?';
+create index batch_open_idx on pgqueue.batch (id) where finished_at is null;
+comment on index pgqueue.batch_open_idx is 'Which batches have not finished?';
 create index batch_problem_idx on pgqueue.batch (id) where problem is not null;
 comment on index pgqueue.batch_problem_idx is 'Which callbacks could not be enqueued?';
 
