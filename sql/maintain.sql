@@ -240,11 +240,11 @@ comment on function pgqueue.maintain() is
 cancels jobs that may not begin any more, up to 1000 in all (done: jobs); fires
 up to 100 schedules that are due (done: jobs); looks again at jobs and batches
 that may not have to wait any more, 1000 of each (done: looks); empties the
-tables of run whose days are over (done: tables); drops the slots of groups that have no job
-(done: slots) and their permits (done: permits), up to 100,000 windows of
-unique_for that have ended (done: windows), and up to 10,000 dead jobs that
-have been kept for keep_dead (done: jobs) and batches that finished 14 days ago
-(done: batches); forgets the ids of jobs that were cancelled, purged or
-discarded 14 days ago. Call it every minute or so, from a worker, cron or psql; any
-number may run at once.
+tables of run whose days are over (done: tables); drops the slots of groups that
+have no job (done: slots) and their permits (done: permits), up to 100,000
+windows of unique_for that have ended (done: windows), and up to 10,000 dead
+jobs that have been kept for keep_dead (done: jobs) and batches that finished 14
+days ago (done: batches); forgets the ids of jobs that were cancelled, purged or
+discarded 14 days ago. Call it every minute or so, from a worker, cron or psql;
+any number may run at once.
 Raises 25001 outside READ COMMITTED.';
