@@ -633,6 +633,41 @@ def test_a_chain_of_ten_thousand_jobs_whose_first_expires_ends_in_bounded_steps(
     assert one(db, "select count(*) from pgqueue.job") == 0
 
 
+def test_a_claim_over_ten_thousand_expired_chains_reads_little_more_than_over_jobs(db):
+    reads = []
+    for is_chained in (False, True):
+        enqueue = "select pgqueue.enqueue(%s, after => array[id]) from pgqueue.job where queue = %s"
+        db.execute("truncate pgqueue.job, pgqueue.dependency, pgqueue.loose_end")
+        db.execute(
+            "select count(*) from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[10000]))"
+        )
+        for queue, before in (("b", "q"), ("c", "b")) if is_chained else ():
+            db.execute(f"select count(*) from ({enqueue}) as e", [queue, before])
+        db.execute(
+            "update pgqueue.job set terms = row(now(), null, null)::pgqueue._terms where queue = 'q'"
+        )
+        reads.append([pages(db, "select pgqueue.claim('q', 'w')") for _ in range(3)])
+    plain, chained = reads
+    assert max(chained) < 3 * max(plain), reads
+    while one(db, "select count(*) from pgqueue.job where queue = 'q'") > 0:
+        db.execute("select pgqueue.claim('q', 'w')")
+    assert come_to_rest(db, 300) < 80_000
+    assert one(db, "select count(*) from pgqueue.job") == 0
+
+
+def test_a_rest_sleeps_while_another_session_looks(db, connect):
+    lease = claimed(db)
+    enqueue_after(db, lease[0], 1)
+    db.execute("update pgqueue.loose_end set look_at = now()")
+    holder = connect(autocommit=False)
+    holder.execute("select from pgqueue.loose_end for update")
+    rest = "select extract(epoch from pgqueue.rest('{q}', park => false))"
+    assert one(db, rest) > 0.1
+    holder.rollback()
+    db.execute(rest)
+    assert one(db, "select count(*) from pgqueue.loose_end") == 0
+
+
 def test_the_last_two_ends_that_meet_are_found_before_ten_thousand_others(db, connect):
     """Before ANALYZE, and with nobody but claims to look."""
     first = one(db, "select pgqueue.enqueue('first')")
