@@ -498,7 +498,9 @@ def test_what_is_enqueued_after_a_job_that_is_gone_never_runs(db, how):
     gone = to_be_gone(db, how)
     db.execute(GONE[how], {"id": gone})
     assert state(db, one(db, AFTER, gone)) == "cancelled"
-    runs = "select pgqueue.enqueue('after', after => array[%s::bigint], if_dead => 'run')"
+    runs = (
+        "select pgqueue.enqueue('after', after => array[%s::bigint], if_dead => 'run')"
+    )
     assert state(db, one(db, runs, gone)) == "ready"
 
 
