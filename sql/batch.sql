@@ -337,7 +337,7 @@ jobs add: when these have ended, at once if there are none, its callback is
 enqueued. Closing it again changes nothing.
 Raises PQ001 (no such batch).';
 
-create or replace function pgqueue._bury_callback(batch pgqueue.batch, error text)
+create or replace function pgqueue._bury_callback(batch pgqueue.batch, payload jsonb, error text)
     returns bigint
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -354,14 +354,14 @@ begin
     values (
         dead_id, moment, moment, moment, coalesce(batch.priority, 0), 0,
         coalesce(batch.max_attempts, settings.max_attempts),
-        batch.queue, coalesce(batch.kind, batch.queue), error, batch.payload, batch.headers,
+        batch.queue, coalesce(batch.kind, batch.queue), error, payload, batch.headers,
         jsonb_build_array(jsonb_build_object('attempt', 0, 'at', moment, 'worker', null, 'error', error))
     );
     return dead_id;
 end;
 $$;
 
-comment on function pgqueue._bury_callback(pgqueue.batch, text) is
+comment on function pgqueue._bury_callback(pgqueue.batch, jsonb, text) is
 'Makes the callback of a batch a dead job, and returns its id.';
 
 create or replace function pgqueue._finish_batch(batch_id bigint)
@@ -376,6 +376,7 @@ declare
     batch pgqueue.batch;
     is_over boolean;
     counts record;
+    payload jsonb;
     callback bigint;
     failure text;
 begin
@@ -396,18 +397,18 @@ begin
     into counts
     from pgqueue.tally as t
     where t.batch_id = batch.id;
-    batch.payload := pgqueue._with_counts(
+    payload := pgqueue._with_counts(
         batch.payload, batch.id, counts.completed, counts.dead, counts.cancelled
     );
     -- The end of a job must not fail because of it.
     begin
         callback := pgqueue.enqueue(
-            batch.queue, batch.payload, batch.kind, batch.priority,
+            batch.queue, payload, batch.kind, batch.priority,
             max_attempts => batch.max_attempts, headers => batch.headers
         );
     exception when program_limit_exceeded or data_exception or integrity_constraint_violation then
         get stacked diagnostics failure = message_text;
-        callback := pgqueue._bury_callback(batch, 'the callback could not be enqueued: ' || failure);
+        callback := pgqueue._bury_callback(batch, payload, 'the callback could not be enqueued: ' || failure);
     end;
     update pgqueue.batch as b
     set finished_at = clock_timestamp(), callback_id = callback, problem = failure,

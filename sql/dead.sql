@@ -421,11 +421,11 @@ begin
         with deleted as (
             delete from pgqueue.dead_job as d where d.ctid = any (picks) returning d.id
         )
-        select array_agg(d.id) into dropped from deleted as d;
-        perform pgqueue._note_gone(dropped);
-        forgotten := forgotten + coalesce(cardinality(dropped), 0);
+        select dropped || array_agg(d.id) into dropped from deleted as d;
+        forgotten := coalesce(cardinality(dropped), 0);
         exit when forgotten = 10000;
     end loop;
+    perform pgqueue._note_gone(dropped);
     return forgotten;
 end;
 $$;

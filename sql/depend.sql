@@ -222,13 +222,12 @@ create or replace function pgqueue._note_gone(job_ids bigint[])
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
-    set enable_sort = on
 as $$
 begin
-    insert into pgqueue.gone (first_id, last_id, ended_at)
-    select min(r.id), max(r.id), clock_timestamp()
-    from (select u.id, u.id - row_number() over (order by u.id) as run from unnest(job_ids) as u (id)) as r
-    group by r.run;
+    insert into pgqueue.gone (part, ids, ended_at)
+    select u.id >> 6, bit_or(1::bigint << (u.id & 63)::int), clock_timestamp()
+    from unnest(job_ids) as u (id)
+    group by u.id >> 6;
 end;
 $$;
 
@@ -279,8 +278,11 @@ begin
         when (select true from pgqueue.job as j where j.id = u.id) then null
         when (select true from pgqueue.dead_job as d where d.id = u.id) then 'dead'
         when (
-            select g.last_id from pgqueue.gone as g where g.first_id <= u.id order by g.first_id desc limit 1
-        ) >= u.id then 'cancelled'
+            select true
+            from pgqueue.gone as g
+            where g.part = u.id >> 6 and g.ids >> (u.id & 63)::int & 1 = 1
+            limit 1
+        ) then 'cancelled'
         else 'completed'
     end
     from unnest(job_ids) as u (id);

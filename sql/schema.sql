@@ -651,21 +651,21 @@ comment on type pgqueue._tie is
 'A row of dependency: where it is; whether the job that waits is to be cancelled;
 and whether the one that it waits for has ended, or is to be cancelled as well.';
 
--- In ranges, so that a purge leaves few rows. They never overlap: no id ends twice.
+-- By 64 ids, so that a purge leaves few rows. A part may have several: no row is ever written again.
 create table pgqueue.gone (
-    first_id bigint not null,
-    last_id bigint not null,
+    part bigint not null,
+    ids bigint not null,
     ended_at timestamptz not null
 );
 alter table pgqueue.gone replica identity full;
 comment on table pgqueue.gone is
 'The ids of jobs that were cancelled, purged or discarded: what is enqueued after
 one of them must not run. Kept for 14 days.';
-comment on column pgqueue.gone.first_id is 'The first id of a range.';
-comment on column pgqueue.gone.last_id is 'The last.';
+comment on column pgqueue.gone.part is 'Among which 64 ids they are: id >> 6.';
+comment on column pgqueue.gone.ids is 'Which of these they are: a bit for each, 1 << (id & 63).';
 comment on column pgqueue.gone.ended_at is 'When they ended.';
-create index gone_id_idx on pgqueue.gone (first_id);
-comment on index pgqueue.gone_id_idx is 'Is it gone?';
+create index gone_part_idx on pgqueue.gone (part);
+comment on index pgqueue.gone_part_idx is 'Is it gone?';
 create index gone_ended_idx on pgqueue.gone (ended_at);
 comment on index pgqueue.gone_ended_idx is 'Which can be forgotten?';
 
