@@ -200,6 +200,12 @@ begin
     into gone
     from deleted as d;
     perform pgqueue._tell_end(gone.ids, gone.queues);
+    if 'cancelled' = any (outcomes) then
+        perform pgqueue._note_gone(array(
+            select g.id from unnest(gone.ids) as g (id)
+            where (select true from pgqueue.dead_job as d where d.id = g.id) is not true
+        ));
+    end if;
     is_tied := pg_relation_size('pgqueue.dependency') > 0;
     if gone.ids is not null and (is_tied or num_nonnulls(variadic gone.batches) > 0) then
         ends := array(
@@ -211,7 +217,7 @@ begin
         -- First, because a batch counts them if it ends with the jobs that wait for them.
         perform pgqueue._leave_batches(gone.batches, ends);
         if is_tied then
-            perform pgqueue._cut_ties(gone.ids, ends);
+            perform pgqueue._cut_ties(gone.ids);
         end if;
     end if;
 

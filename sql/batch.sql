@@ -8,6 +8,7 @@
 --     ours. Then nobody would notice, so it leaves a loose end, as in room depend.
 -- So of all ends the one that looks last either finishes the batch or leaves a loose end. Who ends a job of
 -- a batch that it sees open need not look: close_batch leaves a loose end, which is seen when it commits.
+-- As in room depend these are hints, and the sweep looks at every batch that is closed and has not finished.
 --
 -- A batch closes when nobody will add any job from outside; its jobs may add others while they run. Whoever
 -- adds one has the row of the batch locked for others to read, and who finishes it has it for himself, or
@@ -129,7 +130,9 @@ begin
         if is_over then
             perform pgqueue._finish_batch(batch_id);
         elsif is_over is null then
-            perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
+            perform pgqueue._leave_loose_ends(
+                array[batch_id], 'batch', clock_timestamp() + interval '200 milliseconds'
+            );
         end if;
     end loop;
 end;
@@ -226,6 +229,24 @@ comment on function pgqueue._lock_batch(bigint) is
 'Sees to it that a batch does not finish before this transaction ends. Refuses
 one that there is not (PQ001), or that has finished (55000).';
 
+create or replace function pgqueue._with_counts(
+    payload jsonb, batch_id bigint, completed bigint, dead bigint, cancelled bigint
+)
+    returns jsonb
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return coalesce(payload, '{}') || jsonb_build_object('batch', jsonb_build_object(
+        'id', batch_id, 'completed', completed, 'dead', dead, 'cancelled', cancelled
+    ));
+end;
+$$;
+
+comment on function pgqueue._with_counts(jsonb, bigint, bigint, bigint, bigint) is
+'The payload of a batch''s callback.';
+
 create or replace function pgqueue.create_batch(
     queue text,
     payload jsonb default '{}',
@@ -250,8 +271,12 @@ declare
             format('It is a JSON %s.', jsonb_typeof(payload)),
             'The callback gets it with the counts of the batch added, under the key batch.'
         ] end,
+        -- With the longest counts that there can be.
         pgqueue._check_payload(
-            payload, (pgqueue._in_force(queue, coalesce(kind, queue), group_key)).max_payload_bytes
+            pgqueue._with_counts(
+                payload, 9223372036854775807, 9223372036854775807, 9223372036854775807, 9223372036854775807
+            ),
+            (pgqueue._in_force(queue, coalesce(kind, queue), group_key)).max_payload_bytes
         )
     ));
     batch_id bigint := nextval('pgqueue.job_id_seq');
@@ -275,8 +300,9 @@ close_batch has been called, and all jobs of the batch have completed, died or
 been cancelled, its callback is enqueued, once: a job with this queue, payload,
 kind, priority, max_attempts, headers and group_key. Its payload has one more
 key, batch:
-{"id", "completed", "dead", "cancelled"}.
-Raises 22023 (bad argument), 54000 (payload too large).';
+{"id", "completed", "dead", "cancelled"}. A callback that cannot be enqueued by
+then becomes a dead job.
+Raises 22023 (bad argument), 54000 (payload too large, with that key).';
 
 create or replace function pgqueue.close_batch(batch_id bigint)
     returns void
@@ -316,6 +342,33 @@ jobs add: when these have ended, at once if there are none, its callback is
 enqueued. Closing it again changes nothing.
 Raises PQ001 (no such batch).';
 
+create or replace function pgqueue._bury_callback(batch pgqueue.batch, payload jsonb, error text)
+    returns bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    settings pgqueue.queue := pgqueue._in_force(batch.queue, coalesce(batch.kind, batch.queue));
+    dead_id bigint := nextval('pgqueue.job_id_seq');
+begin
+    insert into pgqueue.dead_job (
+        id, died_at, enqueued_at, run_at, priority, attempt, max_attempts,
+        queue, kind, group_key, error, payload, headers, errors
+    )
+    values (
+        dead_id, moment, moment, moment, coalesce(batch.priority, 0), 0,
+        coalesce(batch.max_attempts, settings.max_attempts),
+        batch.queue, coalesce(batch.kind, batch.queue), batch.group_key, error, payload, batch.headers,
+        jsonb_build_array(jsonb_build_object('attempt', 0, 'at', moment, 'worker', null, 'error', error))
+    );
+    return dead_id;
+end;
+$$;
+
+comment on function pgqueue._bury_callback(pgqueue.batch, jsonb, text) is
+'Makes the callback of a batch a dead job, and returns its id.';
+
 create or replace function pgqueue._finish_batch(batch_id bigint)
     returns void
     language plpgsql
@@ -328,13 +381,17 @@ declare
     batch pgqueue.batch;
     is_over boolean;
     counts record;
+    payload jsonb;
     callback bigint;
+    failure text;
 begin
     select b.* into batch from pgqueue.batch as b where b.id = _finish_batch.batch_id for update skip locked;
     -- Else somebody adds a job. Now nobody can.
     is_over := case when batch.id is not null then pgqueue._is_batch_over(batch_id) end;
     if is_over is null then
-        perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
+        perform pgqueue._leave_loose_ends(
+            array[batch_id], 'batch', clock_timestamp() + interval '200 milliseconds'
+        );
     end if;
     if is_over is not true or batch.finished_at is not null then
         return;
@@ -345,22 +402,24 @@ begin
     into counts
     from pgqueue.tally as t
     where t.batch_id = batch.id;
-    callback := pgqueue.enqueue(
-        batch.queue,
-        batch.payload || jsonb_build_object('batch', jsonb_build_object(
-            'id', batch.id, 'completed', counts.completed, 'dead', counts.dead, 'cancelled', counts.cancelled
-        )),
-        batch.kind, batch.priority, max_attempts => batch.max_attempts, group_key => batch.group_key,
-        headers => batch.headers
+    payload := pgqueue._with_counts(
+        batch.payload, batch.id, counts.completed, counts.dead, counts.cancelled
     );
+    -- The end of a job must not fail because of it.
+    begin
+        callback := pgqueue.enqueue(
+            batch.queue, payload, batch.kind, batch.priority,
+            max_attempts => batch.max_attempts, group_key => batch.group_key, headers => batch.headers
+        );
+    exception when program_limit_exceeded or data_exception or integrity_constraint_violation then
+        get stacked diagnostics failure = message_text;
+        callback := pgqueue._bury_callback(batch, payload, 'the callback could not be enqueued: ' || failure);
+    end;
     update pgqueue.batch as b
-    set finished_at = clock_timestamp(), callback_id = callback,
+    set finished_at = clock_timestamp(), callback_id = callback, problem = failure,
         completed = counts.completed, dead = counts.dead, cancelled = counts.cancelled
     where b.id = batch.id;
     delete from pgqueue.tally as t where t.batch_id = batch.id;
--- The end of a job must not fail because of it. Who looks later tries again.
-exception when program_limit_exceeded then
-    perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
 end;
 $$;
 

@@ -207,6 +207,7 @@ declare
 begin
     if dry_run is not true then
         delete from pgqueue.dead_job as d where d.id = any (dead_ids);
+        perform pgqueue._note_gone(dead_ids);
     end if;
     return query select d.id from unnest(dead_ids) as d (id);
 end;
@@ -235,6 +236,7 @@ begin
     if not found then
         refused := pgqueue._refuse(pgqueue._not_found('dead job', dead_id, 'It may have been redriven or discarded.'));
     end if;
+    perform pgqueue._note_gone(array[dead_id]);
 end;
 $$;
 
@@ -388,7 +390,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     forgotten bigint := 0;
-    dropped bigint;
+    dropped bigint[];
     picks tid[];
     given record;
 begin
@@ -421,11 +423,14 @@ begin
         picks := pgqueue._pick_over(
             given.queue, given.kind, given.group_key, given.died_by, 10000 - forgotten
         );
-        delete from pgqueue.dead_job as d where d.ctid = any (picks);
-        get diagnostics dropped = row_count;
-        forgotten := forgotten + dropped;
+        with deleted as (
+            delete from pgqueue.dead_job as d where d.ctid = any (picks) returning d.id
+        )
+        select dropped || array_agg(d.id) into dropped from deleted as d;
+        forgotten := coalesce(cardinality(dropped), 0);
         exit when forgotten = 10000;
     end loop;
+    perform pgqueue._note_gone(dropped);
     return forgotten;
 end;
 $$;

@@ -1,16 +1,23 @@
 -- Jobs that wait for the end of others: those that were enqueued with "after".
 --
--- Each wait is a row in dependency. No counter is written by all: whoever ends a job cuts its ties, and then
--- looks whether another job holds up who waited for it.
---   - One that nobody has touched since it was written (xmax): it ends later, and its end will look.
---   - None: the wait is over.
---   - Only such as others are just deleting, or writing: perhaps those have looked before, and have seen
---     ours. Then nobody would notice, so it leaves a loose end, and the next claim, rest or maintain looks.
--- So of all ends the one that looks last either ends the wait or leaves a loose end.
+-- Each wait is a row in dependency, a tie, and the ties are the whole truth: a job is blocked as long as it
+-- has one, and a tie to a job that has ended is work that is left. How that one ended is seen from where it
+-- is: in dead_job, in gone, or nowhere, which means that it completed.
 --
--- An end does not see a job that is just being enqueued after it. So that leaves a loose end as well, which
--- is seen when it commits. An end with an old snapshot (REPEATABLE READ) leaves one for each of its jobs.
--- Nobody waits for anybody here: what somebody else has locked becomes a loose end.
+-- Who ends a job cuts its ties, up to some hundred, and no counter is written by all: for each job that waits
+-- it looks whether another holds that up.
+--   - One that nobody has touched since it was written (xmax): it ends later, and its end will look. So this
+--     tie is cut.
+--   - None: the wait is over. Whoever gets the row of the job locked frees it, with its last ties.
+--   - Only such as others are just deleting, or writing: perhaps those have looked before, and have seen
+--     ours. So this tie stays.
+-- A tie stays as well where there are too many for one call, where somebody has locked the job, where an end
+-- has an old snapshot (REPEATABLE READ), and where it did not see a job that was just being enqueued after
+-- it. Nobody waits for anybody here: a later look finds such ties.
+--
+-- Claims, rests and maintain look, a bounded number at a time. A row in loose_end says where to look first;
+-- it is a hint, and may be lost: the sweep finds all ties and batches in the order of the ids, from where the
+-- last one stopped.
 --
 -- Who claims a job locks it first, and leaves the new version with an xmax that equals its xmin.
 
@@ -54,13 +61,17 @@ comment on function pgqueue._check_after(bigint[], text) is
 'Refuses ids of jobs that never were (PQ001), batches, too many, and an unknown
 if_dead; null passes.';
 
-create or replace function pgqueue._leave_loose_ends(ids bigint[], what text, look_at timestamptz default now())
+create or replace function pgqueue._leave_loose_ends(
+    ids bigint[], what text, look_at timestamptz default clock_timestamp()
+)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 begin
-    insert into pgqueue.loose_end (id, what) select i.id, _leave_loose_ends.what from unnest(ids) as i (id);
+    insert into pgqueue.loose_end (look_at, id, what)
+    select _leave_loose_ends.look_at, i.id, _leave_loose_ends.what
+    from unnest(ids) as i (id);
     perform setval('pgqueue._cell_due', least(
         pg_sequence_last_value('pgqueue._cell_due'), pgqueue._since_2020(look_at)
     ));
@@ -68,8 +79,9 @@ end;
 $$;
 
 comment on function pgqueue._leave_loose_ends(bigint[], text, timestamptz) is
-'Has somebody look again, when this has committed, at jobs that wait (waiter), at
-jobs that have ended (completed, dead, cancelled), or at batches (batch).';
+'Has somebody look soon, when this has committed, at the ties of jobs that have
+ended (ended), or of jobs that wait (waiter; new, less urgent), or at batches
+(batch). A hint: the sweep comes there as well.';
 
 create or replace function pgqueue._is_left_alone(job_id bigint)
     returns boolean
@@ -151,273 +163,336 @@ create or replace function pgqueue._free(job_ids bigint[])
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_indexscan = on
     set enable_bitmapscan = off
-    set enable_tidscan = on
-    set enable_nestloop = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    picks tid[] := array(
-        select j.ctid
-        from pgqueue.job as j
-        where j.id = any (job_ids) and j.run_at = 'infinity'
-        order by j.id
-        for update skip locked
-    );
     freed record;
 begin
     with back as (
         update pgqueue.job as j
         set run_at = coalesce(
-                (j.terms).run_at, moment - (cardinality(picks) - p.place) * interval '1 microsecond'
+                (j.terms).run_at, moment - (cardinality(job_ids) - w.place) * interval '1 microsecond'
             ),
             terms = row((j.terms).expires_at, null, (j.terms).batch_id)
-        from unnest(picks) with ordinality as p (tid, place)
-        where j.ctid = p.tid
-        returning j.id, j.queue, j.priority
+        from unnest(job_ids) with ordinality as w (id, place)
+        where j.id = w.id
+        returning j.queue, j.priority
     )
-    select array_agg(b.id) as ids, array_agg(b.queue) as queues, array_agg(b.priority) as lanes
-    into freed
-    from back as b;
+    select array_agg(b.queue) as queues, array_agg(b.priority) as lanes into freed from back as b;
     perform pgqueue._reopened(freed.queues, freed.lanes);
-    if cardinality(picks) < cardinality(job_ids) then
-        -- Somebody has locked them, to cancel them, say.
-        perform pgqueue._leave_loose_ends(array_agg(j.id), 'waiter')
-        from pgqueue.job as j
-        where j.id = any (array(select unnest(job_ids) except select unnest(freed.ids))) and j.run_at = 'infinity'
-        having count(*) > 0;
-    end if;
 end;
 $$;
 
 comment on function pgqueue._free(bigint[]) is
-'Lets jobs run whose wait is over, from their run_at on.';
+'Lets locked jobs run whose wait is over, from their run_at on.';
 
-create or replace function pgqueue._cancel_waiters(job_ids bigint[], reasons text[], causes bigint[])
+create or replace function pgqueue._cancel_waiters(picks tid[], reasons text[])
     returns bigint[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_indexscan = on
     set enable_tidscan = on
-    set enable_nestloop = off
 as $$
 declare
-    moment timestamptz := clock_timestamp();
-    doomed record;
-    missed bigint[];
+    outcomes text[] := array_fill('cancelled'::text, array[cardinality(picks)]);
+    gone record;
 begin
-    select
-        array_agg(l.tid) as picks, array_agg(l.id) as ids, array_agg(l.queue) as queues,
-        array_agg(r.reason) as reasons, array_agg('cancelled'::text) as outcomes,
-        array_agg(l.batch_id) as batches
-    into doomed
-    from (
-        select j.ctid as tid, j.id, j.queue, (j.terms).batch_id
-        from pgqueue.job as j
-        where j.id = any (job_ids) and j.run_at = 'infinity'
-        order by j.id
-        for update skip locked
-    ) as l
-    join (
-        select distinct on (u.id) u.* from unnest(job_ids, reasons) as u (id, reason)
-    ) as r on r.id = l.id;
-    if cardinality(doomed.picks) is distinct from cardinality(job_ids) then
-        missed := array(
-            select j.id
-            from pgqueue.job as j
-            where j.id = any (array(select unnest(job_ids) except select unnest(doomed.ids)))
-                and j.run_at = 'infinity'
-        );
-    end if;
-    if missed <> '{}' then
-        -- They keep that tie, to a job that never was, or they might run meanwhile.
-        insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
-        select distinct -abs(u.cause), u.id, false
-        from unnest(job_ids, causes) as u (id, cause)
-        where u.id = any (missed);
-        perform pgqueue._leave_loose_ends(missed, 'waiter');
-    end if;
-    if doomed.picks is null then
-        return '{}'::bigint[];
-    end if;
-    perform pgqueue._log(doomed.picks, doomed.outcomes, doomed.reasons, moment);
-    delete from pgqueue.job as j where j.ctid = any (doomed.picks);
-    perform pgqueue._tell_end(doomed.ids, doomed.queues);
-    perform pgqueue._leave_batches(doomed.batches, doomed.outcomes);
-    return doomed.ids;
+    perform pgqueue._log(picks, outcomes, reasons, clock_timestamp());
+    with deleted as (
+        delete from pgqueue.job as j
+        where j.ctid = any (picks)
+        returning j.id, j.queue, (j.terms).batch_id
+    )
+    select array_agg(d.id) as ids, array_agg(d.queue) as queues, array_agg(d.batch_id) as batches
+    into gone
+    from deleted as d;
+    perform pgqueue._note_gone(gone.ids);
+    perform pgqueue._tell_end(gone.ids, gone.queues);
+    perform pgqueue._leave_batches(gone.batches, outcomes);
+    return gone.ids;
 end;
 $$;
 
-comment on function pgqueue._cancel_waiters(bigint[], text[], bigint[]) is
-'Cancels jobs that wait for one that did not complete (causes), and returns the
-ids of those that it could lock. The others stay blocked, and somebody looks at
-them again.';
+comment on function pgqueue._cancel_waiters(tid[], text[]) is
+'Cancels locked jobs that wait for one that did not complete, and returns their
+ids.';
+
+create or replace function pgqueue._note_gone(job_ids bigint[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    insert into pgqueue.gone (part, ids, ended_at)
+    select u.id >> 6, bit_or(1::bigint << (u.id & 63)::int), clock_timestamp()
+    from unnest(job_ids) as u (id)
+    group by u.id >> 6;
+end;
+$$;
+
+comment on function pgqueue._note_gone(bigint[]) is
+'Remembers that jobs, which this transaction has just deleted, did not complete.
+Else what is enqueued after them would run.';
+
+create or replace function pgqueue._forget_gone()
+    returns bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+as $$
+declare
+    forgotten bigint;
+begin
+    delete from pgqueue.gone as g
+    where g.ctid = any (array(
+        select f.ctid
+        from pgqueue.gone as f
+        where f.ended_at < clock_timestamp() - interval '14 days'
+        order by f.ended_at
+        limit 100000
+        for update skip locked
+    ));
+    get diagnostics forgotten = row_count;
+    return forgotten;
+end;
+$$;
+
+comment on function pgqueue._forget_gone() is
+'Drops up to 100,000 rows of gone that are older than 14 days; returns how many.';
 
 create or replace function pgqueue._outcomes_of(job_ids bigint[])
     returns table (id bigint, outcome text)
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_indexscan = on
-    set enable_nestloop = off
 as $$
-declare
-    ended bigint[] := array(
-        select distinct u.id
-        from unnest(job_ids) as u (id)
-        where not exists (select from pgqueue.job as j where j.id = u.id offset 0)
-    );
 begin
-    if ended = '{}' then
-        return;
-    end if;
+    -- In one statement, or one that is redriven meanwhile would be nowhere.
     return query
-    select
-        e.id,
-        coalesce(
-            case when e.id < 0 then 'cancelled' end,
-            (select 'dead'::text from pgqueue.dead_job as d where d.id = e.id), last.outcome, 'completed'
-        )
-    from unnest(ended) as e (id)
-    left join (
-        select distinct on (r.job_id) r.job_id, r.outcome
-        from pgqueue.run as r
-        where r.job_id = any (ended) and r.outcome in ('completed', 'dead', 'cancelled')
-        order by r.job_id, r.finished_at desc
-    ) as last on last.job_id = e.id;
+    select u.id, case
+        when (select true from pgqueue.job as j where j.id = u.id) then null
+        when (select true from pgqueue.dead_job as d where d.id = u.id) then 'dead'
+        when (
+            select true
+            from pgqueue.gone as g
+            where g.part = u.id >> 6 and g.ids >> (u.id & 63)::int & 1 = 1
+            limit 1
+        ) then 'cancelled'
+        else 'completed'
+    end
+    from unnest(job_ids) as u (id);
 end;
 $$;
 
 comment on function pgqueue._outcomes_of(bigint[]) is
-'How those of some jobs have ended that do not wait or run: completed, dead or
-cancelled. One of which nothing is known any more counts as completed; a number
-below zero stands for one that did not complete.';
+'How jobs have ended: completed, dead or cancelled (or purged, or discarded);
+null for one that waits or runs. One of which nothing is known has completed.';
 
-create or replace function pgqueue._cut_ties(job_ids bigint[], outcomes text[])
-    returns void
+create or replace function pgqueue._doom(hand pgqueue._tie[], is_all boolean, ended bigint[], outcomes text[])
+    returns bigint[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    -- An index scan locks them in the order of their ids.
+    set enable_sort = off
+as $$
+declare
+    doomed bigint[] := array(select distinct h.waiter_id from unnest(hand) as h where h.is_doomed);
+    locked bigint[];
+    given record;
+begin
+    if doomed = '{}' then
+        return doomed;
+    end if;
+    locked := array(
+        select j.id
+        from pgqueue.job as j
+        where j.id = any (doomed) and j.run_at = 'infinity'
+        order by j.id
+        for update skip locked
+    );
+    is_all := is_all and cardinality(locked) = cardinality(doomed);
+    select array_agg(j.ctid) as picks, array_agg(w.reason) as reasons
+    into given
+    from (
+        select h.waiter_id, min(format(
+            'job %s, which it waited for, %s', h.job_id,
+            case e.outcome when 'dead' then 'is dead' else 'was cancelled' end
+        )) as reason
+        from unnest(hand) as h
+        left join unnest(ended, outcomes) as e (id, outcome) on e.id = h.job_id
+        -- One further down the chain may have lost its reason.
+        where h.is_doomed and h.waiter_id = any (locked) and (is_all or h.is_first)
+        group by h.waiter_id
+    ) as w
+    join pgqueue.job as j on j.id = w.waiter_id;
+    if given.picks is null then
+        return '{}'::bigint[];
+    end if;
+    return pgqueue._cancel_waiters(given.picks, given.reasons);
+end;
+$$;
+
+comment on function pgqueue._doom(pgqueue._tie[], boolean, bigint[], text[]) is
+'Cancels who waits, by these ties, for a job that did not complete, where nobody
+else has it locked, and returns their ids.';
+
+create or replace function pgqueue._cut_ties(job_ids bigint[], most int default 200, is_choosy boolean default false)
+    returns int
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
     set enable_indexscan = on
+    set enable_bitmapscan = off
     set enable_tidscan = on
-    set enable_nestloop = off
+    set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
 as $$
 declare
-    is_current boolean := current_setting('transaction_isolation') = 'read committed';
-    ended bigint[] := job_ids;
-    ends text[] := outcomes;
-    tied record;
+    tied bigint[];
+    ended bigint[];
+    outcomes text[];
+    found pgqueue._tie[];
+    hand pgqueue._tie[];
+    doomed bigint[];
+    cancelled bigint[];
+    held bigint[];
+    alone bigint[];
+    others bigint[];
+    cut int;
 begin
-    -- In rounds: who waits for a job that is cancelled here, is cancelled in the next.
-    loop
-        if not is_current then
-            perform pgqueue._leave_loose_ends(array_agg(e.id), e.outcome)
-            from unnest(ended, ends) as e (id, outcome)
-            group by e.outcome;
-        end if;
-        with cut as (
-            delete from pgqueue.dependency as d
-            where d.ctid = any (array(
-                select p.ctid from pgqueue.dependency as p where p.job_id = any (ended) for update skip locked
-            ))
-            returning d.job_id, d.waiter_id, d.runs_if_dead, true as is_cut
-        ), found as (
-            select f.job_id, f.waiter_id, f.runs_if_dead, coalesce(c.is_cut, false) as is_cut
-            from (select d.* from pgqueue.dependency as d where d.job_id = any (ended)) as f
-            left join cut as c on c.job_id = f.job_id and c.waiter_id = f.waiter_id
+    if current_setting('transaction_isolation') <> 'read committed' then
+        -- An old snapshot does not say who waits.
+        perform pgqueue._leave_loose_ends(job_ids, 'ended');
+        return 0;
+    end if;
+    tied := array(
+        select distinct u.id
+        from unnest(job_ids) as u (id)
+        where (select true from pgqueue.dependency as d where d.job_id = u.id limit 1)
+    );
+    if tied = '{}' then
+        return 0;
+    end if;
+    select array_agg(o.id), array_agg(o.outcome)
+    into ended, outcomes
+    from pgqueue._outcomes_of(tied[:most]) as o
+    where o.outcome is not null;
+    if cardinality(tied) > most then
+        perform pgqueue._leave_loose_ends(tied[most + 1 :], 'ended');
+    end if;
+    if ended is null then
+        return 0;
+    end if;
+
+    -- Who waits for a job that will be cancelled here will be, too: a chain of them in one go.
+    found := array(
+        with recursive chain (job_id, waiter_id, is_doomed, is_first) as (
+            select d.job_id, d.waiter_id, e.outcome <> 'completed' and not d.runs_if_dead, true
+            from unnest(ended, outcomes) as e (id, outcome)
+            join pgqueue.dependency as d on d.job_id = e.id
+            where not is_choosy or (
+                select j.xmax in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = d.waiter_id
+            ) is not false
+            union
+            select d.job_id, d.waiter_id, not d.runs_if_dead, false
+            from chain as t
+            join pgqueue.dependency as d on d.job_id = t.waiter_id
+            where t.is_doomed
         )
+        select row(null, t.*)::pgqueue._tie from chain as t limit most
+    );
+    hand := array(
+        select row(d.ctid, f.job_id, f.waiter_id, f.is_doomed, f.is_first)::pgqueue._tie
+        from unnest(found) as f
+        join pgqueue.dependency as d on d.job_id = f.job_id and d.waiter_id = f.waiter_id
+        for update of d skip locked
+    );
+    doomed := array(select h.waiter_id from unnest(hand) as h where h.is_doomed);
+    cancelled := pgqueue._doom(hand, cardinality(hand) = cardinality(found), ended, outcomes);
+    hand := array(select h from unnest(hand) as h where h.is_first or h.job_id = any (cancelled));
+
+    select array_agg(h.waiter_id) filter (where h.is_held_up), array_agg(h.waiter_id) filter (where h.is_alone)
+    into held, alone
+    from (
         select
-            array_agg(f.waiter_id) filter (where f.is_cut and not f.is_doomed) as waiters,
-            array_agg(f.waiter_id) filter (where not f.is_cut) as locked,
-            array_agg(f.waiter_id) filter (where f.is_doomed) as doomed,
-            array_agg(f.job_id) filter (where f.is_doomed) as causes,
-            array_agg(
-                format(
-                    'job %s, which it waited for, %s', abs(f.job_id),
-                    case f.outcome when 'dead' then 'is dead' else 'was cancelled' end
-                )
-            ) filter (where f.is_doomed) as reasons
-        into tied
+            w.waiter_id, w.touched is null as is_alone,
+            case when w.is_held_up or w.touched is null then w.is_held_up else pgqueue._is_left_alone(w.touched) end
+                as is_held_up
+        from pgqueue._held_up(array(
+            select distinct h.waiter_id from unnest(hand) as h where h.waiter_id <> all (doomed)
+        )) as w
+    ) as h;
+    if alone is not null then
+        alone := array(
+            select j.id
+            from pgqueue.job as j
+            where j.id = any (alone) and j.run_at = 'infinity'
+            order by j.id
+            for update skip locked
+        );
+        -- The last tie stays for another look, if it is not ours.
+        select
+            array_agg(w.id order by w.id) filter (where w.is_free),
+            held || array_agg(w.id) filter (where w.other is not null),
+            array_agg(w.other) filter (where w.other is not null)
+        into alone, held, others
         from (
-            select f.*, e.outcome, f.is_cut and e.outcome <> 'completed' and not f.runs_if_dead as is_doomed
-            from found as f
-            join (
-                select distinct on (u.id) u.* from unnest(ended, ends) as u (id, outcome)
-            ) as e on e.id = f.job_id
-        ) as f;
+            select u.id, n.other, (
+                select true
+                from pgqueue.dependency as d
+                where d.waiter_id = u.id and d.ctid <> all (array(select h.place from unnest(hand) as h))
+                limit 1
+            ) is not true as is_free
+            from unnest(alone) as u (id)
+            left join lateral (
+                select d.job_id as other
+                from pgqueue.dependency as d
+                where d.waiter_id = u.id and d.ctid <> all (array(select h.place from unnest(hand) as h))
+                limit 1
+                for update skip locked
+            ) as n on true
+        ) as w;
+        if alone is not null then
+            perform pgqueue._free(alone);
+        end if;
+    end if;
 
-        if tied.locked is not null then
-            perform pgqueue._leave_loose_ends(tied.locked, 'waiter');
-        end if;
-        ended := '{}';
-        if tied.doomed is not null then
-            ended := pgqueue._cancel_waiters(tied.doomed, tied.reasons, tied.causes);
-            ends := array_fill('cancelled'::text, array[cardinality(ended)]);
-        end if;
-        if tied.waiters is not null then
-            perform pgqueue._end_waits(array(select unnest(tied.waiters) except select unnest(tied.doomed)));
-        end if;
-        exit when ended = '{}';
-    end loop;
+    delete from pgqueue.dependency as d
+    where d.ctid = any (array(
+        select h.place
+        from unnest(hand) as h
+        where h.waiter_id = any (held)
+            or (select j.run_at = 'infinity' from pgqueue.job as j where j.id = h.waiter_id) is not true
+    ));
+    get diagnostics cut = row_count;
+    -- Somebody has locked most of those that came first.
+    if cardinality(found) = most and cut < most / 2 and not is_choosy then
+        return cut + pgqueue._cut_ties(ended, most, true);
+    end if;
+    perform pgqueue._leave_loose_ends(array_agg(r.id), 'ended', clock_timestamp() + case
+        when cut > 0 and cardinality(found) = most or others is not null then interval '0'
+        else interval '200 milliseconds'
+    end)
+    from (select distinct u.id from unnest(ended || cancelled || others) as u (id)) as r
+    where (select true from pgqueue.dependency as d where d.job_id = r.id limit 1)
+    having count(*) > 0;
+    return cut;
 end;
 $$;
 
-comment on function pgqueue._cut_ties(bigint[], text[]) is
-'For jobs that have ended (completed, dead, cancelled): ends the waits for them
-that are over, and cancels who will not run without them.';
-
-create or replace function pgqueue._end_waits(waiter_ids bigint[])
-    returns void
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set jit = off
-    set enable_seqscan = off
-    set enable_indexscan = on
-as $$
-declare
-    is_current boolean := current_setting('transaction_isolation') = 'read committed';
-    looked record;
-    cut bigint[];
-begin
-    select
-        array_agg(h.waiter_id) filter (where h.touched is null and is_current) as free,
-        array_agg(h.waiter_id) filter (where case
-            when not is_current then true
-            when h.touched is not null then not pgqueue._is_left_alone(h.touched)
-        end) as unsure
-    into looked
-    from pgqueue._held_up(waiter_ids) as h
-    where not h.is_held_up;
-    if looked.unsure is not null then
-        perform pgqueue._leave_loose_ends(looked.unsure, 'waiter');
-    end if;
-    if looked.free is not null then
-        -- Ends that did not see who waited: first what they mean.
-        cut := array(select distinct d.job_id from pgqueue.dependency as d where d.waiter_id = any (looked.free));
-        if cut <> '{}' then
-            perform pgqueue._cut_ties(array_agg(o.id), array_agg(o.outcome)) from pgqueue._outcomes_of(cut) as o;
-        end if;
-        perform pgqueue._free(array(
-            select unnest(looked.free)
-            except
-            select d.waiter_id from pgqueue.dependency as d where d.waiter_id = any (looked.free)
-        ));
-    end if;
-end;
-$$;
-
-comment on function pgqueue._end_waits(bigint[]) is
-'Looks at jobs that wait, and lets those run whose waits are over.';
+comment on function pgqueue._cut_ties(bigint[], int, boolean) is
+'Cuts at most so many ties of jobs that have ended: frees those whose wait is
+over, and cancels those that will not run without them, a chain at once.
+Returns how many. is_choosy passes over those that somebody may have locked.';
 
 create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_dead text)
     returns void
@@ -427,22 +502,42 @@ create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_d
     set jit = off
     set enable_seqscan = off
     set enable_indexscan = on
+    set enable_bitmapscan = off
     set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
 as $$
+declare
+    is_current boolean := current_setting('transaction_isolation') = 'read committed';
+    living bigint[];
+    reason text;
 begin
     perform pgqueue._use('after');
-    insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
-    select distinct a.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
-    from unnest(after) as a (id);
     -- An old snapshot does not say what has ended.
-    if current_setting('transaction_isolation') = 'read committed' then
-        perform pgqueue._cut_ties(array_agg(o.id), array_agg(o.outcome))
-        from pgqueue._outcomes_of(after) as o
-        having count(*) > 0;
-    end if;
-    if exists (select from pgqueue.dependency as d where d.waiter_id = _wait_for.job_id) then
-        -- Hardly ever anything was missed, so it is not urgent.
-        perform pgqueue._leave_loose_ends(array[job_id], 'waiter', clock_timestamp() + interval '1 second');
+    select
+        array_agg(distinct o.id) filter (where o.outcome is null or not is_current),
+        min(format(
+            'job %s, which it waited for, %s', o.id,
+            case o.outcome when 'dead' then 'is dead' else 'was cancelled' end
+        )) filter (where o.outcome <> 'completed' and is_current)
+    into living, reason
+    from pgqueue._outcomes_of(after) as o;
+    if reason is not null and if_dead is distinct from 'run' then
+        perform pgqueue._cancel_waiters(array(select j.ctid from pgqueue.job as j where j.id = job_id), array[reason]);
+    elsif living is null then
+        perform pgqueue._free(array[job_id]);
+    else
+        insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
+        select l.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
+        from unnest(living) as l (id);
+        -- Who ends one of them meanwhile does not see that. Those of this transaction nobody can end.
+        perform pgqueue._leave_loose_ends(array[job_id], 'new', clock_timestamp() + interval '1 second')
+        where exists (
+            select from unnest(living) as l (id)
+            where (
+                select j.xmin = pg_current_xact_id()::xid from pgqueue.job as j where j.id = l.id
+            ) is not true
+        );
     end if;
 end;
 $$;
@@ -450,74 +545,192 @@ $$;
 comment on function pgqueue._wait_for(bigint, bigint[], text) is
 'Lets a new job wait for others. One that has ended already counts as it ended.';
 
-create or replace function pgqueue._tie_loose_ends(most int)
+create or replace function pgqueue._look_at_waiters(waiter_ids bigint[], most int)
+    returns int
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+as $$
+declare
+    looked record;
+begin
+    -- A job may wait for 10,000.
+    select
+        max(t.place) as last_place, count(*) > 10000 as is_cut_off,
+        array_agg(distinct t.job_id) filter (where t.state is null) as missed,
+        array_agg(distinct t.job_id) filter (where t.state = 'touched') as touched
+    into looked
+    from (
+        select w.place, d.job_id, (
+            select case when j.xmax in ('0'::xid, j.xmin) then 'held' else 'touched' end
+            from pgqueue.job as j
+            where j.id = d.job_id
+        ) as state
+        from unnest(waiter_ids) with ordinality as w (id, place)
+        join pgqueue.dependency as d on d.waiter_id = w.id
+        limit 10001
+    ) as t;
+    if looked.is_cut_off then
+        perform pgqueue._leave_loose_ends(waiter_ids[looked.last_place :], 'new');
+    end if;
+    if looked.touched is not null then
+        perform pgqueue._leave_loose_ends(
+            array_agg(distinct w.id), 'waiter', clock_timestamp() + interval '200 milliseconds'
+        )
+        from unnest(waiter_ids) as w (id)
+        join pgqueue.dependency as d on d.waiter_id = w.id
+        where d.job_id = any (array(
+            select t.id from unnest(looked.touched) as t (id) where not pgqueue._is_left_alone(t.id)
+        ))
+        having count(*) > 0;
+    end if;
+    return pgqueue._cut_ties(looked.missed, most);
+end;
+$$;
+
+comment on function pgqueue._look_at_waiters(bigint[], int) is
+'Looks for what jobs wait for that ended unseen, and cuts up to so many ties to
+it. Leaves a loose end where somebody is perhaps just ending one.';
+
+create or replace function pgqueue._sweep(most int)
+    returns int
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+as $$
+declare
+    start bigint := coalesce(pg_sequence_last_value('pgqueue._cell_swept'), 0);
+    ids bigint[];
+begin
+    ids := array(
+        with recursive swept (id) as (
+            values (start)
+            union all
+            select least((
+                select d.job_id from pgqueue.dependency as d where d.job_id > s.id order by d.job_id limit 1
+            ), (
+                select b.id
+                from pgqueue.batch as b
+                where b.finished_at is null and b.id > s.id
+                order by b.id
+                limit 1
+            ))
+            from swept as s
+            where s.id is not null
+        )
+        select s.id from swept as s where s.id > start limit most
+    );
+    if start > 0 or ids <> '{}' then
+        perform setval('pgqueue._cell_swept', case when cardinality(ids) = most then ids[most] else 0 end);
+    end if;
+    perform pgqueue._look_at_batches(array(
+        select u.id from unnest(ids) as u (id)
+        where (select b.closed_at is not null from pgqueue.batch as b where b.id = u.id)
+    ));
+    return pgqueue._cut_ties(ids, most);
+end;
+$$;
+
+comment on function pgqueue._sweep(int) is
+'Goes on through the ids of jobs that have ties and of batches, up to so many:
+whatever no loose end told of is found here.';
+
+create or replace function pgqueue._tie_loose_ends(most int, until timestamptz default 'infinity')
     returns bigint
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_indexscan = on
+    set enable_bitmapscan = off
     set enable_tidscan = on
     set enable_seqscan = off
+    set enable_sort = off
     set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
 declare
     picked record;
-    missed bigint[];
-    touched bigint[];
+    done bigint := 0;
 begin
-    if pg_relation_size('pgqueue.loose_end') = 0 then
-        return 0;
-    end if;
-    with dropped as (
-        delete from pgqueue.loose_end as l
-        where l.ctid = any (array(select p.ctid from pgqueue.loose_end as p limit most for update skip locked))
-        returning l.id, l.what
-    )
-    select
-        array_agg(distinct d.id) filter (where d.what = 'waiter') as waiters,
-        array_agg(distinct d.id) filter (where d.what = 'batch') as batches,
-        array_agg(d.id) filter (where d.what in ('completed', 'dead', 'cancelled')) as ended,
-        array_agg(d.what) filter (where d.what in ('completed', 'dead', 'cancelled')) as outcomes,
-        count(*) as ends
-    into picked
-    from dropped as d;
-    if picked.ended is not null then
-        perform pgqueue._cut_ties(array_agg(e.id), array_agg(e.outcome))
-        from unnest(picked.ended, picked.outcomes) as e (id, outcome)
-        where not exists (select from pgqueue.job as j where j.id = e.id offset 0)
-        having count(*) > 0;
-    end if;
-    if picked.waiters is not null then
-        -- Ends that did not see who waited, and such as perhaps just do not.
-        select
-            array_agg(distinct d.job_id) filter (where j.id is null),
-            array_agg(distinct d.job_id) filter (where j.xmax not in ('0'::xid, j.xmin))
-        into missed, touched
-        from pgqueue.dependency as d
-        left join pgqueue.job as j on j.id = d.job_id
-        where d.waiter_id = any (picked.waiters);
-        if touched is not null then
-            perform pgqueue._leave_loose_ends(array_agg(distinct d.waiter_id), 'waiter')
-            from pgqueue.dependency as d
-            where d.waiter_id = any (picked.waiters) and d.job_id = any (array(
-                select t.id from unnest(touched) as t (id) where not pgqueue._is_left_alone(t.id)
+    if pg_relation_size('pgqueue.loose_end') > 0 then
+        with dropped as (
+            delete from pgqueue.loose_end as l
+            where l.ctid = any (array(
+                select p.ctid
+                from pgqueue.loose_end as p
+                where p.look_at <= until
+                order by p.what = 'new', p.look_at
+                limit most
+                for update skip locked
             ))
-            having count(*) > 0;
+            returning l.id, l.what
+        )
+        select
+            array_agg(distinct d.id) filter (where d.what = 'ended') as ended,
+            array_agg(distinct d.id) filter (where d.what in ('waiter', 'new')) as waiters,
+            array_agg(distinct d.id) filter (where d.what = 'batch') as batches,
+            count(*) as ends
+        into picked
+        from dropped as d;
+        done := picked.ends;
+        if picked.ended is not null then
+            done := done + pgqueue._cut_ties(picked.ended, most);
         end if;
-        if missed is not null then
-            perform pgqueue._cut_ties(array_agg(o.id), array_agg(o.outcome)) from pgqueue._outcomes_of(missed) as o;
+        if picked.waiters is not null then
+            done := done + pgqueue._look_at_waiters(picked.waiters, most);
         end if;
-        perform pgqueue._end_waits(picked.waiters);
+        if picked.batches is not null then
+            perform pgqueue._look_at_batches(picked.batches);
+        end if;
     end if;
-    if picked.batches is not null then
-        perform pgqueue._look_at_batches(picked.batches);
+    if done < most then
+        done := done + pgqueue._sweep(most);
     end if;
-    return picked.ends;
+    return done;
 end;
 $$;
 
-comment on function pgqueue._tie_loose_ends(int) is
-'Looks again at up to so many loose ends, and returns at how many.';
+comment on function pgqueue._tie_loose_ends(int, timestamptz) is
+'Looks at the loose ends that are due by then, the urgent ones first, and cuts
+ties, at most so many of each; with less to do it goes on with the sweep.
+Returns how many looks and ties.';
+
+create or replace function pgqueue._until_loose_end(moment timestamptz)
+    returns interval
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+as $$
+begin
+    if pg_relation_size('pgqueue.loose_end') = 0 then
+        return null;
+    end if;
+    -- One that is due, and that somebody has locked, is just being looked at.
+    if current_setting('transaction_read_only') = 'off' then
+        perform from pgqueue.loose_end as l where l.look_at <= moment limit 1 for update skip locked;
+        if found then
+            return interval '0';
+        end if;
+    end if;
+    return (
+        select greatest(min(first.look_at) - moment, interval '200 milliseconds')
+        from (values (false), (true)) as n (is_new)
+        cross join lateral (
+            select l.look_at
+            from pgqueue.loose_end as l
+            where (l.what = 'new') = n.is_new
+            order by l.look_at
+            limit 1
+        ) as first
+        having count(*) > 0
+    );
+end;
+$$;
+
+comment on function pgqueue._until_loose_end(timestamptz) is
+'How long until a loose end is to be looked at; null for never.';

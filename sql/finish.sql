@@ -65,7 +65,7 @@ begin
                 perform pgqueue._notify(done.queue, 'end');
             end if;
             if pg_relation_size('pgqueue.dependency') > 0 then
-                perform pgqueue._cut_ties(array[job_id], array['completed']);
+                perform pgqueue._cut_ties(array[job_id]);
             end if;
         end if;
         if done.batch_id is not null then
@@ -192,7 +192,7 @@ begin
             perform pgqueue._recall(queues, group_keys);
         end if;
         if pg_relation_size('pgqueue.dependency') > 0 then
-            perform pgqueue._cut_ties(ended, array_fill('completed'::text, array[cardinality(ended)]));
+            perform pgqueue._cut_ties(ended);
         end if;
         if (pg_try_advisory_lock(7366516, 256) and pg_advisory_unlock(7366516, 256)) is not true then
             perform pgqueue._tell_completed(ended, moment);

@@ -183,6 +183,54 @@ $$;
 comment on function pgqueue._health_schedules(interval) is
 'Schedules that nobody has fired for that long, and those that cannot be fired.';
 
+create or replace function pgqueue._health_batches(patience interval default '1 day')
+    returns table (status text, detail text, hint text)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+begin
+    return query
+    select
+        'critical', format('the callback of batch %s is dead job %s, because it could not be enqueued: %s',
+            b.id, b.callback_id, b.problem
+        ),
+        format('select pgqueue.redrive_job(%s)', b.callback_id)
+    from pgqueue.batch as b
+    join pgqueue.dead_job as d on d.id = b.callback_id
+    where b.problem is not null
+    order by b.id
+    limit 10;
+    return query
+    select
+        case when moment - min(o.created_at) > 4 * patience then 'critical' else 'warning' end,
+        format(
+            'batch %s of queue %s has been open for %s, and has no job that waits or runs',
+            (array_agg(o.id order by o.id))[1], (array_agg(o.queue order by o.id))[1],
+            date_trunc('second', moment - min(o.created_at))
+        ) || case when count(*) > 1 then format('; so have %s more', count(*) - 1) else '' end,
+        format('select pgqueue.close_batch(%s)', min(o.id))
+    from (
+        select b.*
+        from pgqueue.batch as b
+        where b.finished_at is null
+        order by b.id
+        limit 1000
+    ) as o
+    cross join lateral pgqueue._last_job(o.id, 9223372036854775807) as l
+    where o.closed_at is null and o.created_at < moment - patience and num_nonnulls(l.id, l.touched) = 0
+    having count(*) > 0;
+end;
+$$;
+
+comment on function pgqueue._health_batches(interval) is
+'Batches whose callback could not be enqueued, and, of the first 1000 that have
+not finished, those that nobody has closed for that long.';
+
 -- What becomes of it
 
 create or replace function pgqueue._health_queues(
@@ -783,6 +831,8 @@ begin
         union all
         select 'schedules', h.* from pgqueue._health_schedules() as h
         union all
+        select 'batches', h.* from pgqueue._health_batches() as h
+        union all
         select h.* from pgqueue._health_queues() as h
         union all
         select 'dead', h.* from pgqueue._health_dead() as h
@@ -813,6 +863,7 @@ begin
             ('waits', 'no queue keeps a job waiting beyond its wait_target'),
             ('leases', 'jobs whose lease expired are recovered'),
             ('schedules', 'schedules are fired in time'),
+            ('batches', 'batches are closed, and their callbacks enqueued'),
             ('workers', 'somebody works each queue that has jobs'),
             ('backlog', 'no queue has more jobs than are soon done'),
             ('failures', 'no queue fails much'),

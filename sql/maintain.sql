@@ -303,6 +303,7 @@ begin
     task := 'forget dead jobs';
     done := pgqueue._forget_dead();
     return next;
+    perform pgqueue._forget_gone();
     task := 'forget batches';
     done := pgqueue._forget_batches();
     return next;
@@ -317,13 +318,14 @@ comment on function pgqueue.maintain() is
 'Everything that must happen from time to time: recovers expired leases and
 cancels jobs that may not begin any more, up to 1000 in all (done: jobs); fires
 up to 100 schedules that are due (done: jobs); looks again at jobs and batches
-that may not have to wait any more (done: looks); drops the slots of groups that
-have no job (done: slots) and their permits (done: permits), up to 100,000
-windows of unique_for that have ended (done: windows), and up to 10,000 dead
-jobs that have been kept for keep_dead (done: jobs) and batches that finished 14
-days ago (done: batches); empties the tables of run whose days are over (done:
-tables). Call it every minute or so, from a worker, cron or psql, as a statement
-of its own: in a transaction that may go on it deletes old runs instead, up to
-100,000 (done: runs), which locks nobody out but leaves work to VACUUM. Any
-number may run at once.
+that may not have to wait any more, 1000 of each (done: looks); drops the slots
+of groups that have no job (done: slots) and their permits (done: permits), up
+to 100,000 windows of unique_for that have ended (done: windows), and up to
+10,000 dead jobs that have been kept for keep_dead (done: jobs) and batches that
+finished 14 days ago (done: batches); forgets the ids of jobs that were
+cancelled, purged or discarded 14 days ago; empties the tables of run whose days
+are over (done: tables). Call it every minute or so, from a worker, cron or
+psql, as a statement of its own: in a transaction that may go on it deletes old
+runs instead, up to 100,000 (done: runs), which locks nobody out but leaves work
+to VACUUM. Any number may run at once.
 Raises 25001 outside READ COMMITTED.';

@@ -87,6 +87,8 @@ create or replace function pgqueue.cancel_many(
 as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
+    moment timestamptz := clock_timestamp();
+    asked record;
     job_ids bigint[];
 begin
     -- What is just being claimed or ended is left alone.
@@ -112,7 +114,22 @@ begin
             from pgqueue.job as j where j.id = any (job_ids)
         ));
     else
-        perform pgqueue.cancel(c.id, cancel_many.reason) from unnest(job_ids) as c (id);
+        -- At once, because a job that waits for another of them is cancelled with that one.
+        with asked as (
+            update pgqueue.job as j
+            set cancelled_at = moment, cancel_reason = coalesce(left(cancel_many.reason, 8000), j.cancel_reason)
+            where j.id = any (job_ids)
+            returning j.ctid, j.queue, coalesce(j.lease_expires_at > moment, false) as is_running
+        )
+        select
+            coalesce(array_agg(a.ctid) filter (where not a.is_running), '{}') as picks,
+            array_agg(distinct a.queue) filter (where a.is_running) as queues
+        into asked
+        from asked as a;
+        perform pgqueue._notify(q.name, 'cancel') from unnest(asked.queues) as q (name);
+        perform pgqueue._end(
+            asked.picks, array_fill('cancelled'::text, array[cardinality(asked.picks)]), null, null, moment
+        );
     end if;
     return query select c.id from unnest(job_ids) as c (id);
 end;
@@ -300,6 +317,7 @@ begin
         array_agg(d.batch_id) filter (where d.batch_id is not null) as batches
     into purged
     from deleted as d;
+    perform pgqueue._note_gone(purged.ids);
     perform pgqueue._tell_end(array_agg(f.fold), array_agg(purge.queue))
     from (select distinct d.id & 255 as fold from unnest(purged.ids) as d (id)) as f;
     if purged.batches is not null then
@@ -308,7 +326,7 @@ begin
         );
     end if;
     if pg_relation_size('pgqueue.dependency') > 0 and purged.jobs > 0 then
-        perform pgqueue._cut_ties(purged.ids, array_fill('cancelled'::text, array[purged.jobs::int]));
+        perform pgqueue._cut_ties(purged.ids);
     end if;
     return purged.jobs;
 end;

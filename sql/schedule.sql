@@ -265,14 +265,17 @@ create or replace function pgqueue._look_around(moment timestamptz, most int)
 as $$
 declare
     is_all boolean;
+    is_used boolean := greatest(
+        pg_relation_size('pgqueue.dependency'), pg_relation_size('pgqueue.batch')
+    ) > 0;
 begin
     -- rest() may be called in a read-only transaction, too.
     if current_setting('transaction_read_only') = 'on' then
         return;
     end if;
     perform pgqueue._fire_due(moment, most);
-    if pg_relation_size('pgqueue.loose_end') > 0 then
-        is_all := pgqueue._tie_loose_ends(10 * most) < 10 * most;
+    if is_used then
+        is_all := pgqueue._tie_loose_ends(10 * most, clock_timestamp()) < 10 * most;
         perform setval('pgqueue._cell_due', least(
             pgqueue._since_2020(pgqueue._believed_until(
                 moment, case when is_all then interval '200 milliseconds' else interval '0' end
@@ -289,7 +292,7 @@ $$;
 
 comment on function pgqueue._look_around(timestamptz, int) is
 'Does what is due beside claims: so many schedules, and ten times as many loose
-ends. Says in the cell when to look again.';
+ends, or a part of the sweep. Says in the cell when to look again.';
 
 create or replace function pgqueue._look_around_by_the_way(moment timestamptz)
     returns timestamptz
@@ -326,10 +329,7 @@ create or replace function pgqueue._until_slot(queues text[], moment timestamptz
     set enable_indexscan = on
 as $$
 begin
-    if pg_relation_size('pgqueue.loose_end') > 0 and exists (select from pgqueue.loose_end) then
-        return interval '200 milliseconds';
-    end if;
-    return (
+    return least(pgqueue._until_loose_end(moment), (
         -- One that is due and was not fired is just being fired.
         select case when min(d.due_at) <= moment then interval '50 milliseconds' else min(d.due_at) - moment end
         from unnest(queues) as q (name)
@@ -340,7 +340,7 @@ begin
             order by s.due_at
             limit 1
         ) as d
-    );
+    ));
 end;
 $$;
 

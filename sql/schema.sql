@@ -613,7 +613,7 @@ comment on type pgqueue._texts is
 are arrays, of those that to_jsonb must not see; and, as objects with nothing but
 nulls, these and all others that are no domains.';
 
--- What waits for the end of jobs. No row is ever written again: it is deleted by the end of its job.
+-- What waits for the end of jobs. No row is ever written again: room depend says who deletes it.
 create table pgqueue.dependency (
     job_id bigint not null,
     waiter_id bigint not null,
@@ -626,10 +626,9 @@ create table pgqueue.dependency (
     vacuum_index_cleanup = on
 );
 comment on table pgqueue.dependency is
-'Which jobs have not ended yet for which others wait.';
-comment on column pgqueue.dependency.job_id is
-'The job that has to end. Less than zero: that job did not complete, and the one
-that waits is to be cancelled.';
+'Which jobs wait for which. A job is blocked as long as it has a row here; a row
+of a job that has ended is work that is left.';
+comment on column pgqueue.dependency.job_id is 'The job that has to end.';
 comment on column pgqueue.dependency.waiter_id is 'The job that waits for it.';
 comment on column pgqueue.dependency.runs_if_dead is
 'Whether any end will do; else the job that waits is cancelled unless this one
@@ -653,18 +652,52 @@ create index used_at_end_idx on pgqueue.used (feature) where feature in ('settin
 comment on index pgqueue.used_at_end_idx is
 'Has anything ever been used that a completion has to look for?';
 
+-- How a tie looks to who cuts it.
+create type pgqueue._tie as (place tid, job_id bigint, waiter_id bigint, is_doomed boolean, is_first boolean);
+comment on type pgqueue._tie is
+'A row of dependency: where it is; whether the job that waits is to be cancelled;
+and whether the one that it waits for has ended, or is to be cancelled as well.';
+
+-- By 64 ids, so that a purge leaves few rows. A part may have several: no row is ever written again.
+create table pgqueue.gone (
+    part bigint not null,
+    ids bigint not null,
+    ended_at timestamptz not null
+);
+alter table pgqueue.gone replica identity full;
+comment on table pgqueue.gone is
+'The ids of jobs that were cancelled, purged or discarded: what is enqueued after
+one of them must not run. Kept for 14 days.';
+comment on column pgqueue.gone.part is 'Among which 64 ids they are: id >> 6.';
+comment on column pgqueue.gone.ids is 'Which of these they are: a bit for each, 1 << (id & 63).';
+comment on column pgqueue.gone.ended_at is 'When they ended.';
+create index gone_part_idx on pgqueue.gone (part);
+comment on index pgqueue.gone_part_idx is 'Is it gone?';
+create index gone_ended_idx on pgqueue.gone (ended_at);
+comment on index pgqueue.gone_ended_idx is 'Which can be forgotten?';
+
 create table pgqueue.loose_end (
+    look_at timestamptz not null,
     id bigint not null,
     what text not null
+) with (
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 20000,
+    autovacuum_vacuum_cost_delay = 0,
+    vacuum_index_cleanup = on
 );
 alter table pgqueue.loose_end replica identity full;
 comment on table pgqueue.loose_end is
-'What could not be seen to at once because of what others were just doing;
-somebody looks again.';
+'Where ties or batches are to be looked at before the sweep comes there: hints,
+safe to lose.';
+comment on column pgqueue.loose_end.look_at is 'Not before this moment.';
 comment on column pgqueue.loose_end.id is 'A job, or a batch.';
 comment on column pgqueue.loose_end.what is
-'What it is: waiter, a job that nothing may hold up any more; completed, dead or
-cancelled, one that has ended so; batch, a batch that may be over.';
+'ended: a job for which others may wait still; waiter: a job that nothing may
+hold up any more; new: the same, of a job that was just enqueued, after all
+others; batch: a batch that may be over.';
+create index loose_end_look_idx on pgqueue.loose_end ((what = 'new'), look_at);
+comment on index pgqueue.loose_end_look_idx is 'Where to look next?';
 
 create table pgqueue.batch (
     id bigint not null,
@@ -682,6 +715,7 @@ create table pgqueue.batch (
     group_key text,
     payload jsonb not null,
     headers jsonb,
+    problem text,
     constraint batch_pkey primary key (id)
 );
 comment on table pgqueue.batch is
@@ -691,7 +725,7 @@ comment on column pgqueue.batch.id is 'Names the batch; no job has the same id.'
 comment on column pgqueue.batch.created_at is 'When create_batch was called.';
 comment on column pgqueue.batch.closed_at is 'When close_batch was called; null if it was not.';
 comment on column pgqueue.batch.finished_at is 'When its callback was enqueued; null if it was not.';
-comment on column pgqueue.batch.callback_id is 'Its callback.';
+comment on column pgqueue.batch.callback_id is 'Its callback; with a problem, its id as a dead job.';
 comment on column pgqueue.batch.completed is 'How many of its jobs completed, once it has finished.';
 comment on column pgqueue.batch.dead is 'How many died.';
 comment on column pgqueue.batch.cancelled is 'How many were cancelled.';
@@ -702,10 +736,15 @@ comment on column pgqueue.batch.kind is 'The kind of the callback; null for the 
 comment on column pgqueue.batch.group_key is 'The group of the callback; null for none.';
 comment on column pgqueue.batch.payload is 'The payload of the callback, to which the counts are added.';
 comment on column pgqueue.batch.headers is 'The headers of the callback.';
+comment on column pgqueue.batch.problem is 'Why its callback could not be enqueued; null: it could.';
 -- Unique, which makes finished_at a key: else who locks the row to add a job (for key share) while another
 -- finishes the batch might be given the version before.
 create unique index batch_finished_idx on pgqueue.batch (finished_at, id);
 comment on index pgqueue.batch_finished_idx is 'Which batches can be forgotten?';
+create index batch_open_idx on pgqueue.batch (id) where finished_at is null;
+comment on index pgqueue.batch_open_idx is 'Which batches have not finished?';
+create index batch_problem_idx on pgqueue.batch (id) where problem is not null;
+comment on index pgqueue.batch_problem_idx is 'Which callbacks could not be enqueued?';
 
 create table pgqueue.tally (
     batch_id bigint not null,
@@ -746,10 +785,14 @@ comment on sequence pgqueue._cell_awaited is
 'Until when a completion looks whether anybody waits for it, in us since 2020;
 safe to lose.';
 
+create sequence pgqueue._cell_swept minvalue 0;
+comment on sequence pgqueue._cell_swept is
+'Up to which id the sweep has looked at ties and batches: safe to lose.';
+
 create sequence pgqueue._cell_due minvalue 0;
 comment on sequence pgqueue._cell_due is
-'When a claim has to look for schedules that are due, in us since 2020: safe to
-lose.';
+'When a claim has to look for schedules that are due, for ties and for batches,
+in us since 2020: safe to lose.';
 
 -- Marks for pg_dump: all rows of all tables, and the sequences that count, or a restored
 -- queue would hand out ids and tokens for a second time. The plain install needs no marks.

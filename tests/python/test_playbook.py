@@ -137,6 +137,25 @@ def test_one_job_kills_its_workers(db, dsn):
     assert one(db, "select payload from pgqueue.job where id = %s", again) == {"n": 1}
 
 
+def test_a_batch_never_calls_back(db, dsn):
+    look, mend = ENTRIES["A batch never calls back"]
+    batches = [
+        one(db, """select pgqueue.create_batch('mail', '{"subject": "hello"}')""")
+        for _ in "abc"
+    ]
+    db.execute("select pgqueue.enqueue('pages', batch_id => %s)", [batches[1]])
+    db.execute("update pgqueue.batch set created_at = created_at - interval '2 days'")
+    db.execute("select pgqueue.configure('mail', max_payload_bytes => 10)")
+    db.execute("select pgqueue.close_batch(%s)", [batches[2]])
+    assert [line.split("|")[0] for line in psql(look, dsn).splitlines()] == [
+        str(id) for id in batches[:2]
+    ]
+    db.execute("select pgqueue.configure('mail', reset => true)")
+    psql(mend, dsn)
+    called = "select payload -> 'batch' ->> 'id' from pgqueue.job where queue = 'mail'"
+    assert {int(id) for id in column(db, called)} == {batches[0], batches[2]}
+
+
 def test_a_bad_deploy_filled_the_dead_letters(db, dsn):
     count_and_try, portion = ENTRIES["A bad deploy filled the dead letters"]
     db.execute("select pgqueue.enqueue('emails') from generate_series(1, 260)")

@@ -43,6 +43,7 @@ class Session:
             self.maintain: 2,
             self.close_batch: 0.5,
             self.meddle: 1,
+            self.lose_hints: 1,
         }
         for _ in range(STEPS):
             (verb,) = self.rng.choices(list(verbs), list(verbs.values()))
@@ -186,6 +187,13 @@ class Session:
         for id in self.some("select id from pgqueue.job"):
             self.conn.execute("select pgqueue.reprioritize(%s, 1)", [id])
 
+    def lose_hints(self) -> None:
+        """Whatever no loose end tells of, the sweep finds."""
+        self.conn.execute(
+            "delete from pgqueue.loose_end where ctid = any (array("
+            "select ctid from pgqueue.loose_end where random() < 0.5 for update skip locked))"
+        )
+
 
 def drain(db: psycopg.Connection) -> None:
     """Complete all that can still run; nothing may stay behind."""
@@ -254,8 +262,8 @@ where began.at is not null
         where r.job_id = a.id and r.finished_at <= began.at
             and (r.outcome = 'completed' or m.if_dead = 'run' and r.outcome in ('dead', 'cancelled'))
     )
-    -- One that was purged or discarded is not known any more.
-    and exists (select from pgqueue.run as r where r.job_id = a.id and r.outcome in ('completed', 'cancelled'))
+    -- When one was purged or discarded is not known.
+    and (m.if_dead = 'cancel' or exists (select from pgqueue.run as r where r.job_id = a.id and r.outcome in ('completed', 'cancelled')))
 """
 # Jobs that were cancelled for the sake of another that did complete, or that they did not wait for.
 WRONGLY_CANCELLED = """

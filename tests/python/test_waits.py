@@ -467,66 +467,294 @@ def test_the_end_of_a_job_does_not_wait_for_who_has_locked_what_waits_for_it(
         assert state(db, waiter) == ("ready" if how == "complete" else "cancelled")
 
 
+# Those that did not complete
+
+
+GONE = {
+    "purge": "select pgqueue.purge('q')",
+    "cancel": "select pgqueue.cancel(%(id)s)",
+    "cancel_many": "select pgqueue.cancel_many('q')",
+    "expire": "select pgqueue.reap()",
+    "discard": "select pgqueue.discard(%(id)s)",
+    "discard_many": "select pgqueue.discard_many('q')",
+    "keep_dead": "select pgqueue.maintain()",
+}
+
+
+def to_be_gone(db: psycopg.Connection, how: str) -> int:
+    """A job that one of these calls will drop, of a queue whose log keeps nothing."""
+    db.execute("select pgqueue.configure('q', keep_runs => 0, keep_dead => '1 second')")
+    if how not in ("discard", "discard_many", "keep_dead"):
+        expires = "now() + interval '1 microsecond'" if how == "expire" else "null"
+        return one(db, f"select pgqueue.enqueue('q', expires_at => {expires})")
+    lease = claimed(db)
+    db.execute(ENDS["fail"], lease)
+    db.execute("update pgqueue.dead_job set died_at = died_at - interval '1 minute'")
+    return lease[0]
+
+
+@pytest.mark.parametrize("how", GONE)
+def test_what_is_enqueued_after_a_job_that_is_gone_never_runs(db, how):
+    gone = to_be_gone(db, how)
+    db.execute(GONE[how], {"id": gone})
+    assert state(db, one(db, AFTER, gone)) == "cancelled"
+    runs = (
+        "select pgqueue.enqueue('after', after => array[%s::bigint], if_dead => 'run')"
+    )
+    assert state(db, one(db, runs, gone)) == "ready"
+
+
+@pytest.mark.parametrize("how", GONE)
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_is_being_enqueued_after_a_job_that_goes_meanwhile_never_runs(
+    db, connect, how, is_lost
+):
+    gone = to_be_gone(db, how)
+    producer = connect(autocommit=False)
+    waiter = one(producer, AFTER, gone)
+    db.execute(GONE[how], {"id": gone})
+    producer.commit()
+    if is_lost:
+        db.execute("delete from pgqueue.loose_end")
+    db.execute(TIE)
+    assert state(db, waiter) == "cancelled"
+    assert at_rest(db)
+
+
+def test_ids_of_jobs_that_are_gone_are_kept_for_14_days_in_few_rows(db):
+    purged = column(
+        db, "select pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[1000]))"
+    )
+    other = one(db, "select pgqueue.enqueue('other')")
+    purged.append(one(db, "select pgqueue.enqueue('q')"))
+    db.execute("select pgqueue.purge('q')")
+    rows = "select count(*) from pgqueue.gone"
+    assert one(db, rows) <= 17
+    outcomes = "select outcome, array_agg(id order by id) from pgqueue._outcomes_of(%s) group by 1 order by 1"
+    known = db.execute(outcomes, [[*purged, other, other + 100]]).fetchall()
+    assert known == [
+        ("cancelled", purged),
+        ("completed", [other + 100]),
+        (None, [other]),
+    ]
+    db.execute("update pgqueue.gone set ended_at = now() - interval '15 days'")
+    db.execute("select pgqueue.maintain()")
+    assert one(db, rows) == 0
+
+
+def test_ten_thousand_jobs_that_have_ended_are_looked_up_within_a_second(db):
+    db.execute(
+        "insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome)"
+        " select n % 7, 1, n, now(), '0', '0', 'q', 'q', 'completed' from generate_series(1, 200000) as n"
+    )
+    db.execute("select setval('pgqueue.job_id_seq', 200000)")
+    db.execute("set statement_timeout = '1 s'")
+    ids = list(range(1, 200_000, 20))
+    after = "select pgqueue.enqueue('after', after => %s)"
+    assert state(db, one(db, after, ids)) == "ready"
+    db.execute("reset statement_timeout")
+
+
 # Many of them
 
 
-def test_ten_thousand_jobs_that_wait_for_one_run_when_it_completes(db):
-    lease = claimed(db)
+def enqueue_after(db: psycopg.Connection, id: int, jobs: int) -> None:
     db.execute(
         "select count(*) from (select pgqueue.enqueue('after', after => array[%s::bigint])"
-        " from generate_series(1, 10000)) as e",
-        lease[:1],
+        " from generate_series(1, %s)) as e",
+        [id, jobs],
     )
-    claim = "select count(*) from pgqueue.claim('after', 'w', 10000)"
-    assert one(db, claim) == 0
-    assert pages(db, claim) < 100
-    db.execute(ENDS["complete"], lease)
-    assert one(db, claim) == 10_000
 
 
-def test_ten_thousand_jobs_that_wait_for_one_are_cancelled_when_it_dies(db):
-    lease = claimed(db)
+def chain(db: psycopg.Connection, jobs: int) -> int:
+    """Enqueue jobs that wait each for the one before, and return the first."""
     db.execute(
-        "select count(*) from (select pgqueue.enqueue('after', after => array[%s::bigint])"
-        " from generate_series(1, 10000)) as e",
-        lease[:1],
-    )
-    db.execute(ENDS["fail"], lease)
-    assert one(db, "select count(*) from pgqueue.job") == 0
-    assert (
-        one(db, "select count(*) from pgqueue.run where outcome = 'cancelled'")
-        == 10_000
-    )
-
-
-def test_a_chain_of_a_thousand_jobs_runs_one_by_one_or_is_cancelled_at_once(db):
-    chain = """
+        f"""
         do $$
         declare
             last bigint := pgqueue.enqueue('chain');
         begin
-            for n in 2 .. 1000 loop
+            for n in 2 .. {jobs} loop
                 last := pgqueue.enqueue('chain', after => array[last]);
             end loop;
         end
         $$
-    """
-    db.execute(chain)
+        """
+    )
+    return one(db, "select min(id) from pgqueue.job where queue = 'chain'")
+
+
+def come_to_rest(db: psycopg.Connection, most: int) -> int:
+    """Claim and rest as an idle worker does; the most pages that a call reads."""
+    reads = []
+    ties = "select count(*) from pgqueue.dependency"
+    while one(db, ties) > 0:
+        for call in ("claim('none', 'w')", "rest('{none}', park => false)"):
+            reads.append(pages(db, f"select pgqueue.{call}"))
+        assert len(reads) < most
+    return max(reads)
+
+
+def test_fifty_thousand_jobs_that_wait_for_one_are_cancelled_in_bounded_steps(db):
+    lease = claimed(db)
+    enqueue_after(db, lease[0], 50_000)
+    assert pages(db, ENDS["fail"] % lease) < 15_000
+    assert one(db, "select count(*) from pgqueue.job") == 49_800
+    assert come_to_rest(db, 300) < 70_000
+    assert one(db, "select count(*) from pgqueue.job") == 0
+    cancelled = "select count(*) from pgqueue.run where outcome = 'cancelled'"
+    assert one(db, cancelled) == 50_000
+
+
+def test_ten_thousand_jobs_that_wait_for_one_run_when_it_completes(db):
+    lease = claimed(db)
+    enqueue_after(db, lease[0], 10_000)
+    claim = "select count(*) from pgqueue.claim('after', 'w', 10000)"
+    assert one(db, claim) == 0
+    assert pages(db, claim) < 100
+    assert pages(db, ENDS["complete"] % lease) < 15_000
+    assert one(db, claim) >= 200
+    assert come_to_rest(db, 100) < 70_000
+    one(db, claim)
+    assert one(db, "select count(*) from pgqueue.job where token is null") == 0
+
+
+def test_a_chain_of_a_thousand_jobs_runs_one_by_one(db):
+    chain(db, 1000)
     ran = []
-    while row := db.execute(
-        "select id, token from pgqueue.claim('chain', 'w', 10)"
-    ).fetchall():
+    claim = "select id, token from pgqueue.claim('chain', 'w', 10)"
+    while row := db.execute(claim).fetchall():
         assert len(row) == 1
         ran.append(row[0][0])
         db.execute(ENDS["complete"], row[0])
     assert len(ran) == 1000
     assert ran == sorted(ran)
-    db.execute(chain)
-    (first,) = db.execute(
-        "select id, token from pgqueue.claim('chain', 'w', 10)"
-    ).fetchall()
-    db.execute(ENDS["fail"], first)
+
+
+def test_a_chain_of_ten_thousand_jobs_whose_first_expires_ends_in_bounded_steps(db):
+    first = chain(db, 10_000)
+    db.execute(
+        "update pgqueue.job set terms = row(now(), null, null)::pgqueue._terms where id = %s",
+        [first],
+    )
+    assert pages(db, "select pgqueue.claim('chain', 'w')") < 15_000
+    assert 9000 < one(db, "select count(*) from pgqueue.job") < 10_000
+    assert come_to_rest(db, 100) < 70_000
     assert one(db, "select count(*) from pgqueue.job") == 0
+
+
+def test_a_claim_over_ten_thousand_expired_chains_reads_little_more_than_over_jobs(db):
+    reads = []
+    for is_chained in (False, True):
+        enqueue = "select pgqueue.enqueue(%s, after => array[id]) from pgqueue.job where queue = %s"
+        db.execute("truncate pgqueue.job, pgqueue.dependency, pgqueue.loose_end")
+        db.execute(
+            "select count(*) from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[10000]))"
+        )
+        for queue, before in (("b", "q"), ("c", "b")) if is_chained else ():
+            db.execute(f"select count(*) from ({enqueue}) as e", [queue, before])
+        db.execute(
+            "update pgqueue.job set terms = row(now(), null, null)::pgqueue._terms where queue = 'q'"
+        )
+        reads.append([pages(db, "select pgqueue.claim('q', 'w')") for _ in range(3)])
+    plain, chained = reads
+    assert max(chained) < 3 * max(plain), reads
+    while one(db, "select count(*) from pgqueue.job where queue = 'q'") > 0:
+        db.execute("select pgqueue.claim('q', 'w')")
+    assert come_to_rest(db, 300) < 80_000
+    assert one(db, "select count(*) from pgqueue.job") == 0
+
+
+def test_a_rest_sleeps_while_another_session_looks(db, connect):
+    lease = claimed(db)
+    enqueue_after(db, lease[0], 1)
+    db.execute("update pgqueue.loose_end set look_at = now()")
+    holder = connect(autocommit=False)
+    holder.execute("select from pgqueue.loose_end for update")
+    rest = "select extract(epoch from pgqueue.rest('{q}', park => false))"
+    assert one(db, rest) > 0.1
+    holder.rollback()
+    db.execute(rest)
+    assert one(db, "select count(*) from pgqueue.loose_end") == 0
+
+
+def test_the_last_two_ends_that_meet_are_found_before_ten_thousand_others(db, connect):
+    """Before ANALYZE, and with nobody but claims to look."""
+    first = one(db, "select pgqueue.enqueue('first')")
+    enqueue_after(db, first, 10_000)
+    new = "select count(*) from pgqueue.loose_end where what = 'new'"
+    assert one(db, new) == 10_000
+    db.execute("update pgqueue.loose_end set look_at = look_at - interval '1 minute'")
+    leases = [claimed(db) for _ in range(2)]
+    waiter = one(
+        db, "select pgqueue.enqueue('last', after => %s)", [id for id, _ in leases]
+    )
+    sessions = [connect(autocommit=False) for _ in range(2)]
+    for session, lease in zip(sessions, leases, strict=True):
+        session.execute(ENDS["complete"], lease)
+    for session in sessions:
+        session.commit()
+    reads = []
+
+    def is_found() -> bool:
+        reads.append(pages(db, "select pgqueue.claim('none', 'w')"))
+        return state(db, waiter) == "ready"
+
+    wait_until(is_found, 1)
+    assert max(reads) < 3000
+    assert one(db, new) > 0
+
+
+def test_jobs_that_somebody_has_locked_do_not_hold_up_others_that_wait_for_the_same(
+    db, connect
+):
+    lease = claimed(db)
+    enqueue_after(db, lease[0], 3000)
+    holder = connect(autocommit=False)
+    lock = "select id from pgqueue.job where queue = 'after' order by id limit 2000 for update"
+    holder.execute(lock)
+    db.execute(ENDS["fail"], lease)
+    for _ in range(3):
+        db.execute(TIE)
+    assert one(db, "select count(*) from pgqueue.job") == 2000
+    holder.rollback()
+    for _ in range(3):
+        db.execute(TIE)
+    assert at_rest(db)
+    assert one(db, "select count(*) from pgqueue.job") == 0
+
+
+# The sweep, where every hint is lost
+
+
+@pytest.mark.parametrize("waits", ["job", "batch"])
+def test_the_last_two_ends_that_meet_are_found_without_a_loose_end(db, connect, waits):
+    leases = two_that_hold_up(db, waits)
+    sessions = [connect(autocommit=False) for _ in range(2)]
+    for session, lease in zip(sessions, leases, strict=True):
+        session.execute(ENDS["complete"], lease)
+    for session in sessions:
+        session.commit()
+    db.execute("delete from pgqueue.loose_end")
+    due = "select count(*) from pgqueue.job where queue in ('after', 'done') and run_at <= now()"
+    look = "select from pgqueue.claim('z', 'w')"
+    wait_until(lambda: db.execute(look) and one(db, due) == 1, 2)
+    assert at_rest(db)
+
+
+def test_the_sweep_goes_on_where_it_stopped_and_comes_round(db, connect):
+    """400 jobs are waited for. The last has ended, and nobody knows."""
+    with db.transaction():
+        ids = [one(db, "select pgqueue.enqueue('first')") for _ in range(400)]
+        waiters = [one(db, AFTER, id) for id in ids]
+    for place in (399, 0):
+        with connect(autocommit=False) as old:
+            old.isolation_level = IsolationLevel.REPEATABLE_READ
+            old.execute("select pgqueue.cancel(%s)", [ids[place]])
+        db.execute("delete from pgqueue.loose_end")
+        for _ in range(5):
+            db.execute("select pgqueue._tie_loose_ends(100, clock_timestamp())")
+        assert state(db, waiters[place]) == "cancelled"
 
 
 @pytest.mark.parametrize("priority", [-1, 1])

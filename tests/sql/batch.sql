@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(32);
+select plan(37);
 
 create function pg_temp.end_all(queue text, outcome text)
     returns bigint
@@ -127,6 +127,37 @@ select throws_ok($$ select pgqueue.close_batch(null) $$, 'PQ001', null, 'close_b
 select throws_ok($$ select pgqueue.create_batch('') $$, '22023', null, 'create_batch refuses a bad queue');
 select throws_ok($$ select pgqueue.create_batch('q', '[]') $$, '22023', null, 'and a payload that is no object');
 select throws_ok($$ select pgqueue.create_batch('q', headers => '[]') $$, '22023', null, 'and such headers');
+
+-- A callback that cannot be enqueued
+
+select pgqueue.configure('small', max_payload_bytes => 200);
+select throws_ok(
+    $$ select pgqueue.create_batch('small', jsonb_build_object('text', repeat('x', 100))) $$, '54000', null,
+    'a payload that is too large with the counts is refused'
+);
+select pgqueue.configure('small', max_payload_bytes => 300);
+select pgqueue.create_batch('small', jsonb_build_object('text', repeat('x', 100))) as id \gset
+select pgqueue.enqueue('last', batch_id => :id);
+select pgqueue.close_batch(:id);
+select pgqueue.configure('small', max_payload_bytes => 100);
+select pg_temp.end_all('last', 'complete');
+select results_eq(
+    'select state, completed, problem from pgqueue.batches join pgqueue.batch using (id, completed) where id = ' || :id,
+    $$ values ('finished', 1::bigint, 'payload is too large for this queue') $$,
+    'if the limit is lowered later, the batch finishes all the same'
+);
+select results_eq(
+    format('select d.queue, d.error, d.attempt, d.payload -> %L ->> %L from pgqueue.dead_job as d
+        join pgqueue.batch as b on b.callback_id = d.id where b.id = %s', 'batch', 'completed', :id),
+    $$ values ('small', 'the callback could not be enqueued: payload is too large for this queue', 0, '1') $$,
+    'and its callback is a dead job that says why'
+);
+select pgqueue._tie_loose_ends(1000);
+select is_empty('select from pgqueue.loose_end', 'which nobody tries again and again');
+select pgqueue.redrive_job(callback_id) from pgqueue.batch where id = :id;
+select is(
+    (select payload -> 'batch' ->> 'completed' from pgqueue.job where queue = 'small'), '1', 'until it is redriven'
+);
 
 -- Forgotten
 

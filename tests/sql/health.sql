@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(51);
+select plan(58);
 
 create function pg_temp.found(name text)
     returns text
@@ -34,8 +34,8 @@ select is_empty(
 select is(
     (select array_agg(h.check collate "default" order by h.check collate "C") from pgqueue.health() as h),
     array[
-        'autovacuum', 'backlog', 'bloat', 'dead', 'failures', 'horizon', 'leases', 'notifications', 'runs',
-        'schedules', 'sequences', 'vacuum', 'version', 'waits', 'wal', 'workers', 'wraparound'
+        'autovacuum', 'backlog', 'batches', 'bloat', 'dead', 'failures', 'horizon', 'leases', 'notifications',
+        'runs', 'schedules', 'sequences', 'vacuum', 'version', 'waits', 'wal', 'workers', 'wraparound'
     ],
     'health returns a row for each check'
 );
@@ -265,6 +265,42 @@ select is(
 );
 select pg_temp.hint('autovacuum') \gexec
 select alike(pg_temp.found('autovacuum'), 'ok: %', 'resetting the option mends it');
+
+-- Batches
+
+select pgqueue.create_batch('h b') as open_batch \gset
+select pgqueue.enqueue('h b', batch_id => :open_batch) as member \gset
+update pgqueue.batch set created_at = created_at - interval '25 hours';
+select alike(pg_temp.found('batches'), 'ok: %', 'a batch may be open as long as it has jobs');
+select pgqueue.cancel(:member);
+select is(
+    regexp_replace(pg_temp.found('batches'), '01:00:0\d', '01:00:00'),
+    format('warning: batch %s of queue h b has been open for 1 day 01:00:00, and has no job that waits or runs', :open_batch),
+    'one without jobs that nobody closes for a day is named'
+);
+select pgqueue.create_batch('h b');
+update pgqueue.batch set created_at = created_at - interval '4 days';
+select alike(pg_temp.found('batches'), 'critical: %; so have 1 more', 'after four days it is critical');
+select pgqueue.close_batch(id) from pgqueue.batch;
+select alike(pg_temp.found('batches'), 'ok: %', 'closing them mends it');
+select pgqueue.create_batch('h b', jsonb_build_object('text', repeat('x', 1000))) as large \gset
+select pgqueue.configure('h b', max_payload_bytes => 500);
+select pgqueue.close_batch(:large);
+select is(
+    pg_temp.found('batches'),
+    format(
+        'critical: the callback of batch %s is dead job %s, because it could not be enqueued: payload is too large '
+        'for this queue', :large, (select callback_id from pgqueue.batch where id = :large)
+    ),
+    'a callback that could not be enqueued is named'
+);
+select pgqueue.configure('h b', reset => true);
+select h.hint from pgqueue.health() as h where h.check = 'batches' \gexec
+select alike(pg_temp.found('batches'), 'ok: %', 'sending it back to work mends it');
+select is(
+    (select j.payload -> 'batch' ->> 'id' from pgqueue.job as j where j.queue = 'h b' and j.payload ? 'text'), :'large',
+    'and it has the counts'
+);
 
 select * from finish();
 rollback;

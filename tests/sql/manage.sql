@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(36);
+select plan(38);
 
 -- Cancel
 
@@ -84,6 +84,19 @@ select results_eq(
     $$ select kind, state from pgqueue.jobs where queue = 'bulk' order by 1 $$,
     $$ values ('mail', 'running'), ('other', 'scheduled') $$,
     'cancel_many removes what waits, leaves what runs to its worker, and does not touch other kinds'
+);
+
+select pgqueue.enqueue('pipe') as first \gset
+select pgqueue.enqueue('pipe', after => array[:first]) as second \gset
+select pgqueue.enqueue('later', after => array[:second]);
+select is(
+    (select count(*) from pgqueue.cancel_many('pipe', reason => 'why')), 2::bigint,
+    'cancel_many cancels a job and another that waits for it'
+);
+select results_eq(
+    $$ select result #>> '{}' from pgqueue.run where queue in ('pipe', 'later') order by job_id $$,
+    format($$ values ('why'), ('why'), ('job %s, which it waited for, was cancelled') $$, :second),
+    'each for its own reason, and what waits for them as well'
 );
 
 -- Run now, reprioritize, purge
