@@ -136,7 +136,7 @@ select throws_ok(
     'a payload that is too large with the counts is refused'
 );
 select pgqueue.configure('small', max_payload_bytes => 300);
-select pgqueue.create_batch('small', jsonb_build_object('text', repeat('x', 100))) as id \gset
+select pgqueue.create_batch('small', jsonb_build_object('text', repeat('x', 100)), group_key => 'g') as id \gset
 select pgqueue.enqueue('last', batch_id => :id);
 select pgqueue.close_batch(:id);
 select pgqueue.configure('small', max_payload_bytes => 100);
@@ -147,9 +147,9 @@ select results_eq(
     'if the limit is lowered later, the batch finishes all the same'
 );
 select results_eq(
-    format('select d.queue, d.error, d.attempt, d.payload -> %L ->> %L from pgqueue.dead_job as d
+    format('select d.queue, d.group_key, d.error, d.attempt, d.payload -> %L ->> %L from pgqueue.dead_job as d
         join pgqueue.batch as b on b.callback_id = d.id where b.id = %s', 'batch', 'completed', :id),
-    $$ values ('small', 'the callback could not be enqueued: payload is too large for this queue', 0, '1') $$,
+    $$ values ('small', 'g', 'the callback could not be enqueued: payload is too large for this queue', 0, '1') $$,
     'and its callback is a dead job that says why'
 );
 select pgqueue._tie_loose_ends(1000);
