@@ -260,6 +260,8 @@ select is(pg_temp.fired(), 1::bigint, 'a payload that became too large does not 
 select matches(
     (select problem from pgqueue.schedules where name = 'large'), 'payload is too large', 'the view says what is wrong'
 );
+-- The next second begins when it will.
+select pgqueue.unschedule('fine');
 select pgqueue.pause_schedule('large'), pgqueue.resume_schedule('large');
 select is(
     (select problem from pgqueue.schedules where name = 'large'), null, 'a schedule that is resumed has no problem yet'
