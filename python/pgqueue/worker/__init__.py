@@ -123,7 +123,8 @@ class Worker:
 
         Waits for the end of an outage. Raises psycopg's errors for what waiting cannot cure,
         such as InvalidSchemaName without pgqueue, or InsufficientPrivilege; RuntimeError
-        when handlers that do not end hold all slots; and what a hook raises.
+        when handlers that do not end hold all slots, or one of its threads has ended; and
+        what a hook raises.
         """
         lease = f", lease {self.lease:g} s" if self.lease else ""
         terms = f"{self.concurrency} at once{lease}, pgqueue {version()}"

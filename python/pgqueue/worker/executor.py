@@ -3,6 +3,11 @@
 They share `concurrency` slots. An attempt holds its slot until its handler has returned,
 even if it was given up long before. The thread or task that ends an attempt goes on with
 the next one in the same slot.
+
+An exception that a handler leaves pending for its thread (PyThreadState_SetAsyncExc) may
+arrive anywhere. It fails the attempt that the thread runs by then, or it ends the thread.
+Then the worker ends, too: nobody can know what the thread had taken or ended. Other workers
+get what it still can release at once, and the rest when its lease is over.
 """
 
 import contextlib
@@ -137,8 +142,8 @@ class Executor:
             return
         name = "pgqueue-handler"
         thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)  # now, as `check` wants them alive
 
     def _next(self, is_async: bool) -> Attempt | None:
         """Take the next attempt into the caller's slot, if it is of the caller's sort."""
@@ -167,9 +172,10 @@ class Executor:
         return True
 
     def _work(self) -> None:
-        attempt, middleware = self._for_threads.get(), self._middleware
         connect = partial(self._connections.connection, is_async=False)
+        middleware = self._middleware
         try:
+            attempt = self._for_threads.get()
             while attempt is not None:
                 if self._begin(attempt):
                     self.end(attempt, run(attempt, connect, middleware))
@@ -198,7 +204,7 @@ class Executor:
     def check(self) -> None:
         """Stop what must not go on; to be called some times a second. It needs no server.
 
-        Raises RuntimeError when no slot can work any more.
+        Raises RuntimeError when a thread has ended, or no slot can work any more.
         """
         now = time.monotonic()
         for attempt in list(self.running):
@@ -208,7 +214,7 @@ class Executor:
         if now > self._began_at + STALE:
             self.release_waiting()
         self._check_loop()
-        if self._error:
+        if self._error or not all(thread.is_alive() for thread in self._threads):
             raise RuntimeError("a thread of handlers has ended") from self._error
         if self._is_stuck():
             raise RuntimeError("handlers that do not end hold all slots or the loop")
