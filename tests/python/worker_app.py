@@ -552,10 +552,10 @@ def kills_thread(name: str) -> None:
 
 
 @app.job("interrupts_itself")
-def interrupts_itself() -> None:
+def interrupts_itself(after: float) -> None:
     """As a timeout made of such exceptions does that comes too late."""
     thread = threading.current_thread()
-    threading.Timer(0.2, interrupt, [thread]).start()
+    threading.Timer(after, interrupt, [thread]).start()
 
 
 @app.job("closes_output")
