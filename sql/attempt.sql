@@ -149,8 +149,7 @@ create or replace function pgqueue._end(
     set enable_nestloop = on
 as $$
 declare
-    queues text[];
-    group_keys text[];
+    of_groups record;
     gone record;
     is_tied boolean;
     ends text[];
@@ -159,19 +158,18 @@ begin
         return;
     end if;
     perform pgqueue._log(picks, outcomes, errors, moment);
-    if pg_relation_size('pgqueue.slot') > 0 then
-        -- As a condition it would bring in the index of all jobs that have a group.
-        select
-            array_agg(e.queue) filter (where e.group_key is not null and not e.is_parked),
-            array_agg(e.group_key) filter (where e.group_key is not null and not e.is_parked)
-        into queues, group_keys
-        from (
-            -- One that is parked leaves no place to another.
-            select j.queue, j.group_key, coalesce(j.turn = 'infinity' and j.slot is null, false) as is_parked
-            from pgqueue.job as j
-            where j.ctid = any (picks)
-        ) as e;
-    end if;
+    -- As a condition it would bring in the index of all jobs that have a group.
+    select
+        array_agg(g.queue) as queues, array_agg(g.group_key) as keys, array_agg(g.priority) as priorities,
+        array_agg(case when g.outcome in ('retry', 'expired') then g.run_at else 'infinity' end) as ats
+    into of_groups
+    from (
+        select j.queue, j.group_key, j.priority, e.outcome, coalesce(e.retry_at, j.run_at) as run_at
+        from unnest(picks, outcomes, retry_ats) as e (place, outcome, retry_at)
+        join pgqueue.job as j on j.ctid = e.place
+        offset 0
+    ) as g
+    where g.group_key is not null;
     perform pgqueue._wake_capped(picks);
 
     insert into pgqueue.dead_job (
@@ -223,9 +221,8 @@ begin
 
     update pgqueue.job as j
     set run_at = coalesce(e.retry_at, j.run_at),
-        turn = case when e.retry_at is null then j.turn end,
-        slot = case when j.slot is not null
-            and (pgqueue._in_force(j.queue, j.kind, j.group_key)).group_on_retry = 'block' then j.slot end,
+        kept_token = case when j.group_key is not null
+            and (pgqueue._in_force(j.queue, j.kind, j.group_key)).group_on_retry = 'block' then j.token end,
         token = null,
         claimed_at = null,
         lease_expires_at = null,
@@ -235,8 +232,11 @@ begin
     from unnest(_end.picks, _end.outcomes, _end.errors, _end.retry_ats)
         as e (place, outcome, error, retry_at)
     where j.ctid = e.place and e.outcome in ('retry', 'expired');
-    if queues is not null then
-        perform pgqueue._recall(queues, group_keys);
+    if of_groups.keys is not null then
+        perform pgqueue._insert_tickets(of_groups.queues, of_groups.keys, of_groups.priorities, of_groups.ats);
+        if pg_relation_size('pgqueue.permit') > 0 then
+            perform pgqueue._wake_groups(of_groups.queues, of_groups.keys);
+        end if;
     end if;
 end;
 $$;
@@ -309,15 +309,12 @@ create or replace function pgqueue._give_back(picks tid[], run_ats timestamptz[]
     set enable_nestloop = on
 as $$
 declare
-    queues text[];
-    lanes int[];
-    group_keys text[];
+    back record;
 begin
     with given_back as (
         update pgqueue.job as j
         set run_at = coalesce(e.run_at, j.run_at),
-            turn = case when e.run_at is null then j.turn end,
-            slot = null,
+            kept_token = null,
             attempt = j.attempt - 1,
             token = null,
             claimed_at = null,
@@ -326,15 +323,14 @@ begin
             progress = null
         from unnest(picks, run_ats) as e (place, run_at)
         where j.ctid = e.place
-        returning j.queue, j.priority + case when j.turn is null then 0 else 1000 end as lane, j.group_key
+        returning j.queue, j.priority, j.group_key, j.run_at
     )
-    select array_agg(g.queue), array_agg(g.lane), array_agg(g.group_key)
-    into queues, lanes, group_keys
+    select
+        array_agg(g.queue) as queues, array_agg(g.priority) as priorities, array_agg(g.group_key) as keys,
+        array_agg(g.run_at) as run_ats
+    into back
     from given_back as g;
-    if pg_relation_size('pgqueue.slot') > 0 then
-        perform pgqueue._recall(queues, group_keys);
-    end if;
-    perform pgqueue._reopened(queues, lanes);
+    perform pgqueue._reopened(back.queues, back.priorities, back.keys, back.run_ats);
 end;
 $$;
 
@@ -428,20 +424,3 @@ $$;
 comment on function pgqueue._fail(tid[], text[], interval[], boolean[], timestamptz) is
 'Ends the attempts of some locked jobs that went wrong; retry, dead or
 cancelled for each.';
-
-create or replace function pgqueue._reopened(queues text[], lanes int[])
-    returns void
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    perform pgqueue._reopen_lane(o.queue, o.lane)
-    from (select distinct u.* from unnest(_reopened.queues, _reopened.lanes) as u) as o (queue, lane);
-    perform pgqueue._wake(o.queue)
-    from (select distinct u.queue from unnest(_reopened.queues) as u (queue)) as o;
-end;
-$$;
-
-comment on function pgqueue._reopened(text[], int[]) is
-'For jobs that come back to their old place in a lane, or to a new one in its
-midst: lets claims find them at once, and wakes who waits.';

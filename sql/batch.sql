@@ -69,7 +69,7 @@ create or replace function pgqueue._is_batch_over(batch_id bigint)
     set enable_indexscan = on
 as $$
 declare
-    cell regclass := ('pgqueue._cell_' || 1024 + (batch_id & 31))::regclass;
+    cell regclass := ('pgqueue._cell_' || 640 + (batch_id & 31))::regclass;
     found_before bigint := pg_sequence_last_value(cell);
     is_untouched boolean;
     last record;

@@ -1,9 +1,9 @@
--- Caps: how many jobs of a queue or a kind run at once (max_running), and how many of a queue, a kind
--- or a group begin in any period (rate_limit).
+-- Caps of queues and kinds: how many of their jobs run at once (max_running), and how many begin in any
+-- period (rate_limit). Those of groups are in module group.
 --
 -- A claim under caps looks first how many permits are free, and passes over the kinds that have none. It
 -- picks, takes the permits, and puts back the jobs that got not all of theirs, of which it then passes
--- over the kind or the group, until it has what it wants.
+-- over the kind, until it has what it wants.
 
 create or replace function pgqueue._has_caps(queue text)
     returns boolean
@@ -17,12 +17,13 @@ begin
     -- Its first row brings a second page.
     return pg_relation_size('pgqueue.queue_cap_idx') > 8192 and exists (
         select from pgqueue.queue as q
-        where q.name in (_has_caps.queue, '') and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
+        where q.name in (_has_caps.queue, '') and left(q.group_key, 1) = ''
+            and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
     );
 end;
 $$;
 
-comment on function pgqueue._has_caps(text) is 'Whether a queue, or a kind or group in it, has a cap.';
+comment on function pgqueue._has_caps(text) is 'Whether a queue, or a kind in it, has a cap.';
 
 create or replace function pgqueue._has_running_caps(queue text)
     returns boolean
@@ -45,25 +46,6 @@ $$;
 comment on function pgqueue._has_running_caps(text) is
 'Whether a queue, or a kind in it, has a max_running: then the end of a job lets
 another begin.';
-
-create or replace function pgqueue._has_group_rates(queue text)
-    returns boolean
-    language plpgsql
-    stable
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-as $$
-begin
-    return exists (
-        select from pgqueue.queue as q
-        where q.name in (_has_group_rates.queue, '') and left(q.group_key, 1) > ''
-            and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
-    );
-end;
-$$;
-
-comment on function pgqueue._has_group_rates(text) is 'Whether any group of a queue has a rate.';
 
 create or replace function pgqueue._caps(queue text, kinds text[])
     returns pgqueue._cap[]
@@ -100,50 +82,37 @@ comment on function pgqueue._caps(text, text[]) is
 'The caps in force for some kinds (null: all) and then for the queue itself. A
 rate_period that nobody says is a second, as in _in_force().';
 
-create or replace function pgqueue._group_rates(queue text, group_keys text[])
-    returns pgqueue._cap[]
+create or replace function pgqueue._make_permits_for(queue text, kinds text[], of_all boolean)
+    returns void
     language plpgsql
-    stable
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set jit = off
     set enable_seqscan = off
-    set enable_hashjoin = on
-    set enable_nestloop = off
-    set enable_mergejoin = off
 as $$
+declare
+    caps pgqueue._cap[];
 begin
-    if not pgqueue._has_group_rates(queue) then
-        return '{}'::pgqueue._cap[];
+    -- Those of the queue were made when they were set.
+    if of_all and not exists (
+        select
+        from pgqueue.queue as q
+        where q.name = '' and left(q.group_key, 1) = ''
+            and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
+    ) then
+        return;
     end if;
-    return array(
-        with own as materialized (
-            select
-                q.group_key as key,
-                coalesce(max(q.rate_limit) filter (where q.name <> ''), max(q.rate_limit)) as rate_limit,
-                coalesce(max(q.rate_period) filter (where q.name <> ''), max(q.rate_period)) as period
-            from pgqueue.queue as q
-            where q.group_key = any (group_keys || '*'::text) and q.kind = ''
-                and q.name in (_group_rates.queue, '')
-            group by q.group_key
-        )
-        select row(
-            '', g.key, true, coalesce(o.rate_limit, e.rate_limit), coalesce(o.period, e.period, '1 second')
-        )::pgqueue._cap
-        from (select distinct u.key from unnest(group_keys) as u (key) where u.key is not null) as g
-        left join own as o on o.key = g.key
-        left join own as e on e.key = '*'
-        where coalesce(o.rate_limit, e.rate_limit) is not null
-        order by g.key
-    );
+    caps := pgqueue._caps(queue, kinds);
+    perform pgqueue._make_permits(queue, caps, array(select c.most from unnest(caps) as c));
 end;
 $$;
 
-comment on function pgqueue._group_rates(text, text[]) is 'The rates in force for some groups of a queue.';
+comment on function pgqueue._make_permits_for(text, text[], boolean) is
+'Makes the permits that a queue and some of its kinds (null: all) lack; with
+of_all, only where settings of all queues may ask for any.';
 
 create or replace function pgqueue._room(
     queue text, caps pgqueue._cap[], wanted int, moment timestamptz, out jobs int, out full_kinds text[],
-    out last_places int[], out free_at timestamptz, out is_complete boolean
+    out free_at timestamptz, out is_complete boolean
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -154,10 +123,9 @@ begin
     select
         least(wanted, min(f.free) filter (where f.kind = '')),
         coalesce(array_agg(f.kind) filter (where f.kind <> '' and f.free = 0), '{}'),
-        array_agg(f.last_place order by f.nth),
         coalesce(bool_and(f.is_complete), true),
         array_agg(f.nth) filter (where f.free = 0)
-    into jobs, full_kinds, last_places, is_complete, full_caps
+    into jobs, full_kinds, is_complete, full_caps
     from pgqueue._free_permits(queue, caps, wanted, moment) as f;
     if full_caps is not null then
         free_at := (
@@ -171,9 +139,8 @@ $$;
 
 comment on function pgqueue._room(text, pgqueue._cap[], int, timestamptz) is
 'How many more jobs of a queue, up to so many, may begin as far as its own caps
-say; which of its kinds are full; up to which place the permits of each cap may
-be taken; when the first one of a full cap is free at the latest; and whether
-all permits are there.';
+say; which of its kinds are full; when the first one of a full cap is free at
+the latest; and whether all permits are there.';
 
 create or replace function pgqueue._end_expired(queue text, moment timestamptz)
     returns void
@@ -205,30 +172,27 @@ comment on function pgqueue._end_expired(text, timestamptz) is
 'Ends the attempts that hold permits under an expired lease: a claim that finds
 a queue full does not meet them in their lanes.';
 
-create or replace function pgqueue._without(paused jsonb, kinds text[], group_keys text[])
+create or replace function pgqueue._without(paused jsonb, kinds text[])
     returns jsonb
     language plpgsql
     immutable
     set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if kinds = '{}' and group_keys = '{}' then
+    if kinds = '{}' then
         return paused;
     end if;
     return (
         select jsonb_object_agg(
-            e.key,
-            e.value || coalesce((select jsonb_object_agg(k.name, true) from unnest(kinds) as k (name)), '{}')
+            e.key, e.value || (select jsonb_object_agg(k.name, true) from unnest(kinds) as k (name))
         )
         from jsonb_each(coalesce(paused, '{"": {"": false}}')) as e
-    ) || coalesce(
-        (select jsonb_object_agg(g.key, '{"": true}'::jsonb) from unnest(group_keys) as g (key)), '{}'
     );
 end;
 $$;
 
-comment on function pgqueue._without(jsonb, text[], text[]) is
-'What a claim passes over: what is paused, some kinds, and some groups.';
+comment on function pgqueue._without(jsonb, text[]) is
+'What a claim passes over: what is paused, and some kinds.';
 
 create or replace function pgqueue._demand(
     picks tid[], caps pgqueue._cap[], out demanded int[], out job_ids bigint[]
@@ -245,9 +209,8 @@ as $$
 begin
     select array_agg(c.nth order by c.nth), array_agg(j.id order by c.nth) into demanded, job_ids
     from pgqueue.job as j
-    cross join lateral (values ('', j.group_key), (j.kind, ''), ('', '')) as s (kind, group_key)
-    join unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
-        on c.kind = s.kind and c.group_key = s.group_key
+    cross join lateral (values (j.kind), ('')) as s (kind)
+    join unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth) on c.kind = s.kind
     where j.ctid = any (picks);
 end;
 $$;
@@ -270,28 +233,16 @@ create or replace function pgqueue._in_order(picks tid[], moment timestamptz, ag
 as $$
 begin
     return array(
-        with picked as materialized (
-            select
-                j.id, coalesce(j.group_key, '') as group_key, coalesce(j.turn, j.run_at) as at,
-                pgqueue._aged(j.priority, j.run_at, moment, age_after) as priority,
-                row_number() over (partition by j.group_key order by j.priority desc, j.run_at, j.id) as place,
-                row_number() over (
-                    partition by j.group_key order by j.priority desc, coalesce(j.turn, j.run_at), j.id
-                ) as turn
-            from pgqueue.job as j
-            where j.ctid = any (picks)
-        )
-        select p.id
-        from picked as p
-        join picked as t on t.group_key = p.group_key and t.turn = p.place
-        order by t.priority desc, t.at, t.id
+        select j.id
+        from pgqueue.job as j
+        where j.ctid = any (picks)
+        order by pgqueue._aged(j.priority, j.run_at, moment, age_after) desc, j.run_at, j.id
     );
 end;
 $$;
 
 comment on function pgqueue._in_order(tid[], timestamptz, interval) is
-'The ids of picked jobs in the order in which they are to run: by the turns of
-their groups, and within a group by run_at and id.';
+'The ids of picked jobs in the order in which they are to run.';
 
 create or replace function pgqueue._supply(
     ids bigint[], refused bigint[], demanded int[], job_ids bigint[], supplied int[], permits tid[],
@@ -331,7 +282,7 @@ comment on function pgqueue._supply(bigint[], bigint[], int[], bigint[], int[], 
 'Hands the locked permits of each cap to the jobs that demand one, in their order
 and without those that were refused; which get none, and of which caps.';
 
-create or replace function pgqueue._behind(ids bigint[], refused bigint[])
+create or replace function pgqueue._behind(ids bigint[], refused bigint[], new_token bigint)
     returns bigint[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -352,20 +303,26 @@ begin
                 bool_or(j.id = any (refused)) over (partition by j.group_key order by o.place) as is_behind
             from unnest(ids) with ordinality as o (id, place)
             join pgqueue.job as j on j.id = o.id
-            where j.slot is not null
+            where j.group_key is not null and exists (
+                select
+                from pgqueue.permit as p
+                where hashtext(p.queue) = hashtext(j.queue) and hashtext(p.kind) = hashtext('')
+                    and hashtext(p.group_key) = hashtext(j.group_key) and not p.is_rate
+                    and p.queue = j.queue and p.kind = '' and p.group_key = j.group_key
+                    and p.job_id = j.id and p.token = new_token
+            )
         ) as b
         where b.is_behind and b.id <> all (refused)
     );
 end;
 $$;
 
-comment on function pgqueue._behind(bigint[], bigint[]) is
+comment on function pgqueue._behind(bigint[], bigint[], bigint) is
 'Of some jobs, in their order, those that stand behind refused ones of their
 groups, if these have a limit: none may overtake another.';
 
 create or replace function pgqueue._take_permits(
-    queue text, picks tid[], caps pgqueue._cap[], last_places int[], new_token bigint,
-    moment timestamptz, age_after interval,
+    queue text, picks tid[], caps pgqueue._cap[], new_token bigint, moment timestamptz, age_after interval,
     out taken tid[], out refused bigint[], out refusing pgqueue._cap[]
 )
     language plpgsql
@@ -379,42 +336,36 @@ create or replace function pgqueue._take_permits(
     set enable_mergejoin = off
 as $$
 declare
-    rates pgqueue._cap[] := pgqueue._group_rates(
-        queue, array(select j.group_key from pgqueue.job as j where j.ctid = any (picks))
-    );
     demand record;
     locked record;
     supply record;
     ids bigint[];
 begin
-    if rates <> '{}' then
-        caps := rates || caps;
-        last_places := array(
-            select f.last_place from pgqueue._free_permits(queue, rates, 0, moment) as f order by f.nth
-        ) || last_places;
-    end if;
     demand := pgqueue._demand(picks, caps);
-    locked := pgqueue._lock_permits(queue, caps, last_places, demand.demanded, moment);
+    locked := pgqueue._lock_permits(
+        queue, caps,
+        array(
+            select (select count(*) from unnest(demand.demanded) as d (cap) where d.cap = n)::int
+            from generate_series(1, cardinality(caps)) as n
+        ),
+        new_token, moment
+    );
     taken := picks;
     refused := '{}';
     if cardinality(demand.job_ids) > coalesce(cardinality(locked.permits), 0) then
         ids := pgqueue._in_order(picks, moment, age_after);
         supply := pgqueue._supply(
-            ids, '{}', demand.demanded, demand.job_ids, locked.supplied, locked.permits
+            ids, '{}', demand.demanded, demand.job_ids, locked.caps_of, locked.permits
         );
         refusing := array(select caps[r.cap] from unnest(supply.refusing) as r (cap));
-        refused := supply.refused_ids || pgqueue._behind(ids, supply.refused_ids);
+        refused := supply.refused_ids || pgqueue._behind(ids, supply.refused_ids, new_token);
         supply := pgqueue._supply(
-            ids, refused, demand.demanded, demand.job_ids, locked.supplied, locked.permits
+            ids, refused, demand.demanded, demand.job_ids, locked.caps_of, locked.permits
         );
         locked.permits := supply.taken;
         demand.job_ids := supply.holders;
     end if;
-    update pgqueue.permit as p
-    set job_id = t.job_id, token = new_token, taken_at = moment,
-        second = extract(epoch from moment - timestamptz '2020-01-01 00:00 UTC')::int
-    from unnest(locked.permits, demand.job_ids) as t (tid, job_id)
-    where p.ctid = t.tid;
+    perform pgqueue._give_permits(locked.permits, demand.job_ids, new_token, moment);
     if refused <> '{}' then
         with leased as (
             update pgqueue.job as j
@@ -428,51 +379,115 @@ begin
 end;
 $$;
 
-comment on function pgqueue._take_permits(
-    text, tid[], pgqueue._cap[], int[], bigint, timestamptz, interval
-) is
+comment on function pgqueue._take_permits(text, tid[], pgqueue._cap[], bigint, timestamptz, interval) is
 'Takes a permit of each of its caps for every picked job, and returns those that
 got all; if some are refused, it marks the others as taken. Names the caps that
 refused.';
 
-create or replace function pgqueue._put_back(queue text, kinds text[], paused jsonb, job_ids bigint[])
+create or replace function pgqueue._put_back(
+    queue text, kinds text[], paused jsonb, job_ids bigint[], new_token bigint, moment timestamptz
+)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
 as $$
 declare
-    freed record;
+    back record;
 begin
-    with back as (
-        update pgqueue.job as j
-        set lease_expires_at = null,
-            -- What waited for its retry in a slot goes on to do so.
-            slot = case when jsonb_array_length(j.errors) > 0
-                and (pgqueue._in_force(j.queue, j.kind, j.group_key)).group_on_retry = 'block' then j.slot end
-        where j.id = any (job_ids) and j.lease_expires_at = 'infinity'
-        returning j.queue, j.group_key
-    )
-    select array_agg(b.queue) as queues, array_agg(b.group_key) as group_keys into freed from back as b;
-    if freed.queues is not null and pg_relation_size('pgqueue.slot') > 0 then
-        perform pgqueue._recall(freed.queues, freed.group_keys);
-    end if;
-    perform pgqueue._return_position(queue, kinds, paused, l.lane, l.at)
+    perform pgqueue._return_position(queue, kinds, paused, l.priority, l.at)
     from (
-        select
-            j.priority + case when j.turn < '1900-01-01 00:00 UTC' then 1000 else 0 end as lane,
-            min(coalesce(j.turn, j.run_at)) as at
+        select j.priority, min(j.run_at) as at
         from pgqueue.job as j
-        where j.id = any (job_ids)
-        group by 1
+        where j.id = any (job_ids) and j.group_key is null
+        group by j.priority
     ) as l;
+    select
+        array_agg(j.id) as ids, array_agg(j.group_key) as keys, array_agg(j.priority) as priorities,
+        array_agg(j.queue) as queues, array_agg(j.run_at) as ats
+    into back
+    from pgqueue.job as j
+    where j.id = any (job_ids) and j.group_key is not null;
+    if back.ids is null then
+        return;
+    end if;
+    -- As if this claim had not taken them.
+    update pgqueue.permit as p
+    set token = null, taken_at = null, second = null
+    from unnest(back.ids, back.keys) as b (id, key)
+    where hashtext(p.queue) = hashtext(_put_back.queue) and hashtext(p.kind) = hashtext('')
+        and hashtext(p.group_key) = hashtext(b.key)
+        and p.queue = _put_back.queue and p.kind = '' and p.group_key = b.key
+        and p.job_id = b.id and p.token = new_token;
+    -- The turn of their groups comes next.
+    update pgqueue.ticket as t
+    set at = _put_back.moment - interval '1 minute', served = 0, is_blocked = false, is_full = false
+    where t.ctid = any (array(
+        select t.ctid
+        from unnest(back.keys, back.priorities) as b (key, priority)
+        join pgqueue.ticket as t
+            on hashtextextended(t.group_key, hashtext(t.queue)) = hashtextextended(b.key, hashtext(_put_back.queue))
+            and t.priority = b.priority and t.queue = _put_back.queue and t.group_key = b.key
+        for update of t skip locked
+    ));
+    perform pgqueue._insert_tickets(back.queues, back.keys, back.priorities, back.ats);
 end;
 $$;
 
-comment on function pgqueue._put_back(text, text[], jsonb, bigint[]) is
-'Leaves jobs that were picked, and found no permit, to the next claim.';
+comment on function pgqueue._put_back(text, text[], jsonb, bigint[], bigint, timestamptz) is
+'Leaves jobs that were picked, and found no permit, to the next claim, with the
+permits of their groups.';
+
+create or replace function pgqueue._pick_with_permits(
+    queue text, kinds text[], paused jsonb, caps pgqueue._cap[], max_jobs int, moment timestamptz, age_after interval,
+    new_token bigint
+)
+    returns tid[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    locked record := pgqueue._lock_permits(
+        queue, caps, array_fill(max_jobs, array[cardinality(caps)]), new_token, moment
+    );
+    jobs int := (
+        select min((select count(*) from unnest(locked.caps_of) as u (cap) where u.cap = n))
+        from generate_series(1, cardinality(caps)) as n
+    );
+    found_jobs record;
+    given record;
+begin
+    if jobs = 0 then
+        return null;
+    end if;
+    found_jobs := pgqueue._pick_lanes(
+        queue, kinds, paused, jobs, moment, pgqueue._noted_lanes(queue, moment), age_after, new_token
+    );
+    if found_jobs.picks <> '{}' then
+        select array_agg(p.permit) as permits, array_agg(j.id) as ids into given
+        from (
+            select u.permit, row_number() over (partition by u.cap) as nth
+            from unnest(locked.permits, locked.caps_of) as u (permit, cap)
+        ) as p
+        join unnest(found_jobs.picks) with ordinality as k (tid, nth) on k.nth = p.nth
+        join pgqueue.job as j on j.ctid = k.tid;
+        perform pgqueue._give_permits(given.permits, given.ids, new_token, moment);
+    end if;
+    return found_jobs.picks;
+end;
+$$;
+
+comment on function pgqueue._pick_with_permits(
+    text, text[], jsonb, pgqueue._cap[], int, timestamptz, interval, bigint
+) is
+'_pick_capped where only the queue itself has caps: locks the permits first, and
+then picks as many jobs; null where it gets none. Plans as _pick_capped sets it.';
 
 create or replace function pgqueue._pick_capped(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, age_after interval,
@@ -481,18 +496,32 @@ create or replace function pgqueue._pick_capped(
     returns tid[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
 as $$
 declare
     caps pgqueue._cap[] := pgqueue._caps(queue, kinds);
     picks tid[] := '{}'::tid[];
     room record;
     passed jsonb;
-    found_jobs tid[];
+    found_jobs record;
     next record;
     full_kinds text[] := '{}'::text[];
-    full_groups text[] := '{}'::text[];
-    is_hastened boolean := false;
 begin
+    if not exists (select from unnest(caps) as c where c.kind <> '') then
+        picks := pgqueue._pick_with_permits(queue, kinds, paused, caps, max_jobs, moment, age_after, new_token);
+        if picks is not null then
+            return picks;
+        end if;
+        picks := '{}';
+    end if;
     loop
         room := pgqueue._room(queue, caps, max_jobs - cardinality(picks), moment);
         if room.free_at <= moment then
@@ -500,35 +529,23 @@ begin
             room := pgqueue._room(queue, caps, max_jobs - cardinality(picks), moment);
         end if;
         if not room.is_complete then
-            perform pgqueue._make_permits(queue, kinds, null);
+            perform pgqueue._make_permits_for(queue, kinds, false);
         end if;
         exit when room.jobs <= 0;
-        passed := pgqueue._without(paused, room.full_kinds || full_kinds, full_groups);
+        passed := pgqueue._without(paused, room.full_kinds || full_kinds);
         found_jobs := pgqueue._pick_lanes(
-            queue, kinds, passed, room.jobs, moment, pgqueue._noted_lanes(queue, moment), age_after
+            queue, kinds, passed, room.jobs, moment, pgqueue._noted_lanes(queue, moment), age_after, new_token
         );
-        if found_jobs = '{}' then
-            exit when picks <> '{}' or is_hastened or not pgqueue._hasten(queue, moment);
-            is_hastened := true;
-            continue;
-        end if;
-        next := pgqueue._take_permits(
-            queue, found_jobs, caps, room.last_places, new_token, moment, age_after
-        );
+        exit when found_jobs.picks = '{}';
+        next := pgqueue._take_permits(queue, found_jobs.picks, caps, new_token, moment, age_after);
         picks := picks || next.taken;
         exit when next.refused = '{}';
-        perform pgqueue._put_back(queue, kinds, passed, next.refused);
-        perform pgqueue._delay_group(queue, r, next.refused, moment)
-        from unnest(next.refusing) as r
-        where r.group_key <> '';
+        perform pgqueue._put_back(queue, kinds, passed, next.refused, new_token, moment);
         full_kinds := full_kinds || array(select r.kind from unnest(next.refusing) as r where r.kind <> '');
-        full_groups := full_groups || array(
-            select r.group_key from unnest(next.refusing) as r where r.group_key <> ''
-        );
-        exit when exists (select from unnest(next.refusing) as r where r.kind = '' and r.group_key = '')
+        exit when exists (select from unnest(next.refusing) as r where r.kind = '')
             -- This claim may not use what it has made.
             or not room.is_complete
-            -- The next claim goes on; what this one has put off stays so.
+            -- The next claim goes on.
             or clock_timestamp() > moment + interval '100 milliseconds';
     end loop;
     return picks;
@@ -560,7 +577,7 @@ begin
     -- Permits that are not there are made by the next claim.
     if room.jobs > 0 or not room.is_complete then
         until := least(
-            until, pgqueue._until_due(queue, kinds, pgqueue._without(paused, room.full_kinds, '{}'), moment)
+            until, pgqueue._until_due(queue, kinds, pgqueue._without(paused, room.full_kinds), moment)
         );
     end if;
     return case when until < '0' then '0' else until end;
@@ -591,37 +608,7 @@ $$;
 comment on function pgqueue._wake_capped(tid[]) is
 'For locked jobs whose attempts end: wakes who may wait for their permits.';
 
-create or replace function pgqueue._count_running_jobs(queue text, kind text)
-    returns void
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set enable_indexscan = on
-as $$
-begin
-    with known as (
-        select p.place, p.job_id, p.token
-        from pgqueue.permit as p
-        where hashtext(p.queue) = hashtext(_count_running_jobs.queue)
-            and p.queue = _count_running_jobs.queue and p.kind = _count_running_jobs.kind
-            and p.group_key = '' and not p.is_rate
-    )
-    insert into pgqueue.permit (place, is_rate, job_id, token, taken_at, queue, kind, group_key)
-    select
-        (select coalesce(max(k.place), 0) from known as k) + row_number() over (order by j.id),
-        -- Without a time, because no claim has looked whether it is single.
-        false, j.id, j.token, null, j.queue, _count_running_jobs.kind, ''
-    from pgqueue.job as j
-    where hashtext(j.queue) = hashtext(_count_running_jobs.queue) and j.queue = _count_running_jobs.queue
-        and _count_running_jobs.kind in ('', j.kind) and j.lease_expires_at is not null
-        and not exists (select from known as k where k.job_id = j.id and k.token = j.token);
-end;
-$$;
-
-comment on function pgqueue._count_running_jobs(text, text) is
-'Gives permits, behind those that there are, to the jobs of a queue or kind that
-run from a time when it had no cap, also beyond the cap.';
-
-create or replace function pgqueue._apply_caps(queue text, kind text, group_key text)
+create or replace function pgqueue._apply_limits(queue text, group_key text)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -632,71 +619,88 @@ create or replace function pgqueue._apply_caps(queue text, kind text, group_key 
 as $$
 declare
     known record;
-    lanes int[];
+    group_limit int;
 begin
     for known in
-        select
-            j.queue, case when _apply_caps.group_key is not null then j.group_key end as group_key,
-            count(*) as jobs
+        select distinct j.queue, j.group_key
         from pgqueue.job as j
-        where j.queue = coalesce(_apply_caps.queue, j.queue)
-            and (
-                _apply_caps.group_key is null
-                or j.group_key is not null and _apply_caps.group_key in ('*', j.group_key)
-            )
-        group by 1, 2
-        union all
-        -- A queue gets its permits before it has jobs, a group with them.
-        select _apply_caps.queue, null, 0
-        where _apply_caps.queue is not null and _apply_caps.group_key is null
-            and not exists (
-                select from pgqueue.job as j
-                where hashtext(j.queue) = hashtext(_apply_caps.queue) and j.queue = _apply_caps.queue
-            )
+        where j.group_key is not null and j.lease_expires_at is not null
+            and j.queue = coalesce(_apply_limits.queue, j.queue)
+            and coalesce(_apply_limits.group_key, '*') in ('*', j.group_key)
     loop
-        -- No gaps: what is still held keeps all before it.
-        delete from pgqueue.permit as p
-        using (values (false), (true)) as s (is_rate)
-        cross join lateral pgqueue._in_force(known.queue, _apply_caps.kind, known.group_key) as settings
-        cross join lateral (
-            select coalesce(max(u.place) filter (where u.is_held), 0)
-            from pgqueue._permits(
-                known.queue,
-                (coalesce(_apply_caps.kind, ''), coalesce(known.group_key, ''), s.is_rate, 0, settings.rate_period),
-                clock_timestamp()
-            ) as u
-        ) as held (last_place)
-        where hashtext(p.queue) = hashtext(known.queue) and p.queue = known.queue
-            and p.kind = coalesce(_apply_caps.kind, '') and p.group_key = coalesce(known.group_key, '')
-            and p.is_rate = s.is_rate and p.place > greatest(
-                held.last_place, case when s.is_rate then settings.rate_limit else settings.max_running end
+        group_limit := (pgqueue._in_force(known.queue, '', known.group_key)).group_limit;
+        if group_limit is not null then
+            perform pgqueue._count_running(
+                known.queue, row('', known.group_key, false, group_limit, '1 second')::pgqueue._cap
             );
-        perform pgqueue._make_permits(
-            known.queue, array[kind],
-            case when known.group_key is not null
-                then array_fill(known.group_key, array[least(known.jobs, 1000)::int])
-            end
-        );
-        if known.group_key is not null then
-            with back as (
-                update pgqueue.job as j
-                set turn = null
-                where hashtext(j.queue) = hashtext(known.queue) and isfinite(j.turn)
-                    and hashtext(j.group_key) = hashtext(known.group_key)
-                    and j.queue = known.queue and j.group_key = known.group_key
-                    and j.turn between '1900-01-01 00:00 UTC' and '9998-12-31 00:00 UTC'
-                returning j.priority
-            )
-            select array_agg(b.priority) into lanes from back as b;
-            perform pgqueue._reopened(array_fill(known.queue, array[coalesce(cardinality(lanes), 0)]), lanes);
-        elsif (pgqueue._in_force(known.queue, kind)).max_running is not null then
-            perform pgqueue._count_running_jobs(known.queue, coalesce(kind, ''));
         end if;
-        perform pgqueue._wake(known.queue);
+    end loop;
+    -- Or the first claim would find none.
+    perform pgqueue._make_group_permits(t.queue, array_agg(distinct t.group_key))
+    from pgqueue.ticket as t
+    where t.queue = coalesce(_apply_limits.queue, t.queue)
+        and coalesce(_apply_limits.group_key, '*') in ('*', t.group_key)
+    group by t.queue;
+    perform pgqueue._unblock_groups(queue, group_key);
+end;
+$$;
+
+comment on function pgqueue._apply_limits(text, text) is
+'After a change of limits or rates of groups: counts what runs, and lets claims
+look again at groups that could give no more.';
+
+create or replace function pgqueue._apply_caps(queue text, kind text)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = on
+    set enable_hashagg = on
+as $$
+declare
+    known_queue text;
+    settings pgqueue.queue;
+    moment timestamptz := clock_timestamp();
+begin
+    for known_queue in
+        select distinct j.queue from pgqueue.job as j where j.queue = coalesce(_apply_caps.queue, j.queue)
+        union
+        -- A queue gets its permits before it has jobs.
+        select _apply_caps.queue where _apply_caps.queue is not null
+    loop
+        settings := pgqueue._in_force(known_queue, kind);
+        -- No gaps: what is still held keeps all before it, and what a claim is just taking stays.
+        delete from pgqueue.permit as d
+        where d.ctid = any (array(
+            select p.ctid
+            from (values (false), (true)) as s (is_rate)
+            cross join lateral (
+                select coalesce(max(u.place) filter (where u.is_held), 0)
+                from pgqueue._permits(
+                    known_queue, (coalesce(_apply_caps.kind, ''), '', s.is_rate, 0, settings.rate_period), moment
+                ) as u
+                offset 0
+            ) as held (last_place)
+            join pgqueue.permit as p on hashtext(p.queue) = hashtext(known_queue) and p.queue = known_queue
+                and p.kind = coalesce(_apply_caps.kind, '') and p.group_key = '' and p.is_rate = s.is_rate
+                and p.place > greatest(
+                    held.last_place, case when s.is_rate then settings.rate_limit else settings.max_running end
+                )
+                and (p.taken_at <= moment) is not false
+            for update of p skip locked
+        ));
+        perform pgqueue._make_permits_for(known_queue, array[kind], false);
+        if settings.max_running is not null then
+            perform pgqueue._count_running(
+                known_queue, row(coalesce(kind, ''), '', false, settings.max_running, '1 second')::pgqueue._cap
+            );
+        end if;
+        perform pgqueue._wake(known_queue);
     end loop;
 end;
 $$;
 
-comment on function pgqueue._apply_caps(text, text, text) is
-'After a change of caps: makes or drops permits, counts what runs, and lets
-claims look again at what was delayed.';
+comment on function pgqueue._apply_caps(text, text) is
+'After a change of the caps of a queue or kind, or of all queues: makes or drops
+permits, and counts what runs.';

@@ -36,6 +36,7 @@ declare
     noted bigint;
     new_token bigint;
     picks tid[];
+    of_lanes record;
     has_leases boolean;
     is_capped boolean;
     refused boolean;
@@ -75,7 +76,7 @@ begin
         end if;
     end if;
 
-    noted := pg_sequence_last_value(('pgqueue._cell_' || (key & 127) * 6)::regclass)
+    noted := pg_sequence_last_value(('pgqueue._cell_' || (key & 127) * 5)::regclass)
         # ((key >> 20 & 4095) << 51);
     if is_capped is not true and noted & 3 = 0
         and noted - (date_part('epoch', moment) * 1000000)::bigint + 1577836800000000
@@ -92,10 +93,12 @@ begin
         end if;
     end if;
     if (picks = '{}') is not false then
-        picks := pgqueue._pick_lanes(
+        of_lanes := pgqueue._pick_lanes(
             queue, kinds, paused, max_jobs, moment, pgqueue._noted_lanes(queue, moment),
-            settings.age_after
+            settings.age_after, new_token
         );
+        new_token := of_lanes.new_token;
+        picks := of_lanes.picks;
         if picks = '{}' then
             return;
         end if;
@@ -104,7 +107,8 @@ begin
         perform pgqueue._unpark_if_busy(moment);
     end if;
 
-    moment := case when is_capped then moment else clock_timestamp() end;
+    -- A rate counts from when its permit was taken.
+    moment := case when new_token is not null then moment else clock_timestamp() end;
     new_token := coalesce(new_token, nextval('pgqueue.token_seq'));
     -- One job has no order, and a sort would cost it a tenth of its claim: with it the heap grows
     -- past what glibc keeps, and is given back and asked for again at each call.

@@ -9,10 +9,7 @@ create or replace function pgqueue._redrive(dead_ids bigint[])
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    revived bigint[];
-    queues text[];
-    lanes int[];
-    group_keys text[];
+    revived record;
 begin
     with back as (
         insert into pgqueue.job as j (
@@ -30,29 +27,25 @@ begin
         where d.id = any (_redrive.dead_ids)
         order by d.unique_key, d.id
         on conflict do nothing
-        returning j.id, j.queue, j.priority, j.group_key
+        returning j.id, j.queue, j.priority, j.group_key, j.run_at
     )
     select
-        array_agg(b.id order by b.id), array_agg(b.queue), array_agg(b.priority), array_agg(b.group_key)
-    into revived, queues, lanes, group_keys
+        array_agg(b.id order by b.id) as ids, array_agg(b.queue) as queues, array_agg(b.priority) as priorities,
+        array_agg(b.group_key) as keys, array_agg(b.run_at) as run_ats
+    into revived
     from back as b;
     if pg_relation_size('pgqueue.queue') > 0 then
-        -- Its group may have had no job when it got its limit.
-        perform pgqueue._make_slots(u.queue, array_agg(u.group_key))
-        from unnest(queues, group_keys) as u (queue, group_key)
-        where u.group_key is not null
-        group by u.queue;
-        perform pgqueue._make_permits_for(u.queue, null, array_agg(u.group_key))
-        from unnest(queues, group_keys) as u (queue, group_key)
+        perform pgqueue._make_group_permits(u.queue, array_agg(u.group_key)), pgqueue._make_permits_for(u.queue, null, true)
+        from unnest(revived.queues, revived.keys) as u (queue, group_key)
         group by u.queue;
     end if;
 
     if pg_relation_size('pgqueue.batch') > 0 then
-        perform pgqueue._rejoin_batches(revived);
+        perform pgqueue._rejoin_batches(revived.ids);
     end if;
-    delete from pgqueue.dead_job as d where d.id = any (revived);
-    perform pgqueue._reopened(queues, lanes);
-    return query select r.id from unnest(revived) as r (id);
+    delete from pgqueue.dead_job as d where d.id = any (revived.ids);
+    perform pgqueue._reopened(revived.queues, revived.priorities, revived.keys, revived.run_ats);
+    return query select r.id from unnest(revived.ids) as r (id);
 end;
 $$;
 

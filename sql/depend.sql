@@ -177,10 +177,14 @@ begin
             terms = row((j.terms).expires_at, null, (j.terms).batch_id)
         from unnest(job_ids) with ordinality as w (id, place)
         where j.id = w.id
-        returning j.queue, j.priority
+        returning j.queue, j.priority, j.group_key, j.run_at
     )
-    select array_agg(b.queue) as queues, array_agg(b.priority) as lanes into freed from back as b;
-    perform pgqueue._reopened(freed.queues, freed.lanes);
+    select
+        array_agg(b.queue) as queues, array_agg(b.priority) as priorities, array_agg(b.group_key) as keys,
+        array_agg(b.run_at) as run_ats
+    into freed
+    from back as b;
+    perform pgqueue._reopened(freed.queues, freed.priorities, freed.keys, freed.run_ats);
 end;
 $$;
 

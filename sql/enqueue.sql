@@ -28,8 +28,7 @@ declare
     moment timestamptz := clock_timestamp();
     present record;
     picks tid[];
-    lane int;
-    group_key text;
+    changed record;
 begin
     select j.id, j.lease_expires_at, (j.terms).expires_at <= moment as is_late into present
     from pgqueue.job as j
@@ -80,16 +79,16 @@ begin
                     end,
                     (j.terms).batch_id
                 )::pgqueue._terms
-            end,
-            turn = null
+            end
         where j.id = present.id and j.lease_expires_at is null
-        returning j.id, j.priority, j.group_key into present.id, lane, group_key;
-        perform pgqueue._reopen_lane(queue, lane);
-        if pg_relation_size('pgqueue.slot') > 0 then
-            perform pgqueue._recall(array[queue], array[group_key]);
+        returning j.id, j.priority, j.group_key, j.run_at into changed;
+        if found then
+            perform pgqueue._reopened(
+                array[queue], array[changed.priority], array[changed.group_key], array[changed.run_at]
+            );
         end if;
         -- Null when the job was claimed, or ended, while the update waited for it.
-        return present.id;
+        return changed.id;
     end if;
 
     -- A job that runs keeps what its worker has read.
@@ -184,15 +183,13 @@ comment on function pgqueue._begin_window(text, text, text, bigint, timestamptz)
 has begun one and ended since we looked, takes the new one back, and returns
 the id of the other.';
 
-create or replace function pgqueue._announce(
-    queue text, priority int, run_at timestamptz, has_turn boolean
-)
+create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz, has_group boolean)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if has_turn then
+    if has_group then
         perform pgqueue._list_lane(queue, 1000 + coalesce(priority, 0));
     elsif run_at <= clock_timestamp() then
         perform pgqueue._reopen_lane(queue, coalesce(priority, 0));
@@ -204,7 +201,7 @@ $$;
 
 comment on function pgqueue._announce(text, int, timestamptz, boolean) is
 'Lets claims know of a new job where they would not look at once: beside lane
-0, in a round, or in the past.';
+0, or in the past.';
 
 create or replace function pgqueue.enqueue(
     queue text,
@@ -237,7 +234,6 @@ declare
     terms pgqueue._terms;
     new_id bigint;
     refused boolean;
-    turn timestamptz;
     job_id bigint;
 begin
     -- Four shortcuts for the plain call, which may name a kind; each saves up to a tenth: options
@@ -277,13 +273,11 @@ begin
     if pg_relation_size('pgqueue.queue') > 0 then
         settings := pgqueue._in_force(queue, coalesce(kind, queue), group_key);
         refused := pgqueue._refuse(pgqueue._check_payload(payload, settings.max_payload_bytes));
-        if group_key is not null and settings.group_limit is not null
-            and not pgqueue._has_slots(queue, group_key, settings.group_limit)
-        then
-            perform pgqueue._make_slots(queue, array[group_key]);
+        if group_key is not null then
+            perform pgqueue._make_group_permits(queue, array[group_key]);
         end if;
         if pg_relation_size('pgqueue.queue_cap_idx') > 8192 then
-            perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)], array[group_key]);
+            perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)], true);
         end if;
     end if;
 
@@ -295,20 +289,13 @@ begin
         )
         returning j.id into job_id;
     else
-        if group_key is not null and (run_at <= moment) is not false then
-            priority := coalesce(priority, 0);
-            turn := pgqueue._next_turn(
-                queue, priority, group_key, pgqueue._turn(queue, priority + 1000), settings.weight
-            );
-        end if;
-
         loop
             insert into pgqueue.job as j (
-                run_at, enqueued_at, turn, priority, max_attempts,
+                run_at, enqueued_at, priority, max_attempts,
                 queue, kind, unique_key, group_key, terms, payload, headers
             )
             values (
-                coalesce(enqueue.run_at, moment), moment, turn, coalesce(enqueue.priority, 0),
+                coalesce(enqueue.run_at, moment), moment, coalesce(enqueue.priority, 0),
                 coalesce(enqueue.max_attempts, settings.max_attempts, 20),
                 enqueue.queue, coalesce(enqueue.kind, enqueue.queue),
                 enqueue.unique_key, enqueue.group_key, terms,
@@ -338,6 +325,9 @@ begin
 
         if found then
             new_id := job_id;
+            if group_key is not null then
+                perform pgqueue._insert_ticket(queue, group_key, coalesce(priority, 0), coalesce(run_at, moment));
+            end if;
             if unique_for is not null then
                 job_id := pgqueue._begin_window(
                     queue collate "default", unique_key, on_duplicate, job_id, moment + unique_for
@@ -350,7 +340,7 @@ begin
                 perform pgqueue._wait_for(job_id, after, if_dead);
             end if;
         end if;
-        perform pgqueue._announce(queue, priority, run_at, turn is not null);
+        perform pgqueue._announce(queue, priority, run_at, group_key is not null);
     end if;
 
     -- Whoever can have the second lock exclusively knows that nobody is parked.
@@ -391,7 +381,7 @@ on_duplicate error), PQ001 (no such batch, or a job in after that never was),
 create or replace function pgqueue._insert_keyed(
     queue text, payloads jsonb[], kind text, priority int, run_at timestamptz,
     max_attempts int[], unique_keys text[], on_duplicate text, group_keys text[], headers jsonb,
-    moment timestamptz, turns timestamptz[], terms pgqueue._terms
+    moment timestamptz, terms pgqueue._terms
 )
     returns bigint[]
     language plpgsql
@@ -421,7 +411,7 @@ begin
 
             with inserted as (
                 insert into pgqueue.job as j (
-                    id, run_at, enqueued_at, turn, priority, max_attempts,
+                    id, run_at, enqueued_at, priority, max_attempts,
                     queue, kind, unique_key, group_key, terms, payload, headers
                 )
                 overriding system value
@@ -431,12 +421,12 @@ begin
                         _insert_keyed.run_at,
                         moment - (cardinality(payloads) - g.place) * interval '1 microsecond'
                     ),
-                    moment, g.turn, coalesce(_insert_keyed.priority, 0), g.max_attempts,
+                    moment, coalesce(_insert_keyed.priority, 0), g.max_attempts,
                     _insert_keyed.queue, coalesce(_insert_keyed.kind, _insert_keyed.queue),
                     g.unique_key, g.group_key, _insert_keyed.terms, coalesce(g.payload, '{}'),
                     _insert_keyed.headers
-                from unnest(ids, payloads, unique_keys, group_keys, turns, max_attempts) with ordinality
-                    as g (id, payload, unique_key, group_key, turn, max_attempts, place)
+                from unnest(ids, payloads, unique_keys, group_keys, max_attempts) with ordinality
+                    as g (id, payload, unique_key, group_key, max_attempts, place)
                 order by g.unique_key, g.id
                 on conflict (queue, unique_key) where j.unique_key is not null do nothing
                 returning j.id
@@ -470,7 +460,7 @@ end;
 $$;
 
 comment on function pgqueue._insert_keyed(
-    text, jsonb[], text, int, timestamptz, int[], text[], text, text[], jsonb, timestamptz, timestamptz[],
+    text, jsonb[], text, int, timestamptz, int[], text[], text, text[], jsonb, timestamptz,
     pgqueue._terms
 ) is
 'Adds the jobs whose keys are free and returns their ids, null for the others,
@@ -530,7 +520,6 @@ declare
     refused boolean;
     moment timestamptz := clock_timestamp();
     has_groups boolean := num_nonnulls(variadic group_keys) > 0;
-    turns timestamptz[];
     terms pgqueue._terms := case when num_nonnulls(expires_at, batch_id) > 0
         then row(expires_at, null, batch_id)
     end;
@@ -559,21 +548,28 @@ begin
         refused := pgqueue._refuse(pgqueue._lock_batch(batch_id));
     end if;
     perform pgqueue._wake(queue);
-    if has_groups and pgqueue._has_limits(queue) then
-        perform pgqueue._make_slots(queue, group_keys);
-    end if;
     if pg_relation_size('pgqueue.queue_cap_idx') > 8192 then
-        perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)], group_keys);
+        perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)], true);
     end if;
-    if has_groups and (run_at <= moment) is not false then
-        turns := pgqueue._next_turns(queue, coalesce(priority, 0), group_keys);
+    if has_groups then
+        if pg_relation_size('pgqueue.queue') > 0 then
+            perform pgqueue._make_group_permits(queue, group_keys);
+        end if;
+        perform pgqueue._insert_tickets(
+            array_fill(queue, array[cardinality(group_keys)]), group_keys,
+            array_fill(coalesce(priority, 0), array[cardinality(group_keys)]),
+            array_fill(coalesce(run_at, moment), array[cardinality(group_keys)])
+        );
+        perform pgqueue._announce(queue, priority, run_at, true);
     end if;
-    perform pgqueue._announce(queue, priority, run_at, turns is not null);
+    if num_nonnulls(variadic group_keys) < cardinality(payloads) or group_keys is null then
+        perform pgqueue._announce(queue, priority, run_at, false);
+    end if;
 
     if unique_keys is null and batch_id is null then
         return query
         insert into pgqueue.job as j (
-            run_at, enqueued_at, turn, priority, max_attempts,
+            run_at, enqueued_at, priority, max_attempts,
             queue, kind, group_key, terms, payload, headers
         )
         -- A microsecond apart, so that the position of a claim can lie between any two.
@@ -582,12 +578,12 @@ begin
                 enqueue_many.run_at,
                 moment - (cardinality(payloads) - g.place) * interval '1 microsecond'
             ),
-            moment, g.turn, coalesce(enqueue_many.priority, 0),
+            moment, coalesce(enqueue_many.priority, 0),
             coalesce(enqueue_many.max_attempts, g.max_attempts, settings.max_attempts, 20),
             enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
             g.group_key, terms, coalesce(g.payload, '{}'), enqueue_many.headers
-        from unnest(payloads, group_keys, turns, own_attempts) with ordinality
-            as g (payload, group_key, turn, max_attempts, place)
+        from unnest(payloads, group_keys, own_attempts) with ordinality
+            as g (payload, group_key, max_attempts, place)
         returning j.id;
         return;
     end if;
@@ -597,7 +593,7 @@ begin
             case when max_attempts is null then own_attempts end,
             array_fill(coalesce(max_attempts, settings.max_attempts, 20), array[cardinality(payloads)])
         ),
-        unique_keys, on_duplicate, group_keys, headers, moment, turns, terms
+        unique_keys, on_duplicate, group_keys, headers, moment, terms
     );
     if batch_id is not null then
         perform pgqueue._join_batch(array_remove(ids, null), batch_id);

@@ -37,15 +37,15 @@ begin
 
     delete from pgqueue.job as j
     where j.id = complete.job_id and j.token = complete.token
-    returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.slot, (j.terms).batch_id
+    returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, (j.terms).batch_id
     into done;
     if not found or num_nonnulls(is_configured, done.batch_id) > 0 then
         if not found then
             refused := pgqueue._refuse(pgqueue._lost(job_id, token));
         end if;
         if is_configured is not null then
-            if done.slot is not null then
-                perform pgqueue._recall(array[done.queue], array[done.group_key]);
+            if done.group_key is not null and pg_relation_size('pgqueue.permit') > 0 then
+                perform pgqueue._wake_groups(array[done.queue], array[done.group_key]);
             end if;
             if is_configured then
                 keep_runs := case when is_logged then 0
@@ -70,7 +70,7 @@ begin
         end if;
         if done.batch_id is not null then
             -- As in _is_batch_over, written out.
-            found_before := pg_sequence_last_value(('pgqueue._cell_' || 1024 + (done.batch_id & 31))::regclass);
+            found_before := pg_sequence_last_value(('pgqueue._cell_' || 640 + (done.batch_id & 31))::regclass);
             perform from pgqueue.job as j
             where j.id = found_before and (j.terms).batch_id = done.batch_id and j.xmax in ('0'::xid, j.xmin);
             if not found then
@@ -135,12 +135,13 @@ begin
         if is_configured then
             is_logged := pgqueue._log_kept(job_ids, tokens, results, moment);
         end if;
-        if pg_relation_size('pgqueue.slot') > 0 then
-            select array_agg(j.queue), array_agg(j.group_key) into queues, group_keys
-            from pgqueue.job as j
-            where j.id = any (complete_many.job_ids) and j.slot is not null;
-        end if;
         if pg_relation_size('pgqueue.permit') > 0 then
+            -- As a condition it would bring in the index of all jobs that have a group.
+            select array_agg(e.queue), array_agg(e.group_key) into queues, group_keys
+            from (
+                select j.queue, j.group_key from pgqueue.job as j where j.id = any (complete_many.job_ids) offset 0
+            ) as e
+            where e.group_key is not null;
             perform pgqueue._wake_capped(array(
                 select j.ctid from pgqueue.job as j where j.id = any (complete_many.job_ids)
             ));
@@ -189,7 +190,7 @@ begin
     end if;
     if not is_plain and ended is not null then
         if queues is not null then
-            perform pgqueue._recall(queues, group_keys);
+            perform pgqueue._wake_groups(queues, group_keys);
         end if;
         if pg_relation_size('pgqueue.dependency') > 0 then
             perform pgqueue._cut_ties(ended);

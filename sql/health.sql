@@ -7,25 +7,18 @@
 -- What waits
 
 create or replace function pgqueue._fronts(moment timestamptz)
-    returns table (queue text, priority int, since timestamptz, until timestamptz)
+    returns table (queue text, lane int, since timestamptz, until timestamptz)
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 begin
     return query
-    select l.queue, l.priority, greatest(p.since, l.first), p.until
-    from pgqueue._lanes(0) as l
-    cross join (
-        values ('-infinity'::timestamptz, '1900-01-01 00:00 UTC'::timestamptz),
-            ('1900-01-01 00:00 UTC', moment)
-    ) as p (since, until)
-    where l.first <= moment and l.first < p.until;
+    select l.queue, l.lane, l.first, moment from pgqueue._lanes(0) as l where l.first <= moment;
 end;
 $$;
 
 comment on function pgqueue._fronts(timestamptz) is
-'Every lane of any queue in which a job is due or runs, and its round, with the
-bounds of each.';
+'Every lane of any queue in which a job is due or runs, with its bounds.';
 
 create or replace function pgqueue._health_waits()
     returns table (status text, detail text, hint text)
@@ -66,18 +59,24 @@ begin
                 from (
                     select j.*
                     from pgqueue.job as j
-                    where hashtext(j.queue) = hashtext(f.queue) and j.priority = f.priority
-                        and coalesce(j.turn, j.run_at) >= f.since and coalesce(j.turn, j.run_at) < f.until
-                    order by coalesce(j.turn, j.run_at), j.id
+                    where hashtext(j.queue) = hashtext(f.queue) and j.queue = f.queue and (j.priority + 1000 * num_nonnulls(j.group_key)) = f.lane
+                        and j.run_at >= f.since and j.run_at < f.until
+                    order by j.run_at, j.id
                     limit 10000
                 ) as j
                 where j.lease_expires_at is null and ((j.terms).expires_at <= moment) is not true
+                    and (j.group_key is null or not exists (
+                        select
+                        from pgqueue.ticket as t
+                        where hashtextextended(t.group_key, hashtext(t.queue))
+                            = hashtextextended(j.group_key, hashtext(j.queue))
+                            and t.priority = j.priority and t.queue = j.queue and t.group_key = j.group_key and t.is_full
+                    ))
                     and coalesce(
                         n.paused -> j.group_key -> j.kind, n.paused -> j.group_key -> '',
                         n.paused -> '' -> j.kind, n.paused -> '' -> '', to_jsonb(q.is_paused)
                     ) = to_jsonb(p.is_paused)
-                -- The turns of a round are not in the order of run_at.
-                limit case when f.until < moment then 100 else 1 end
+                limit 1
             ) as r
             order by r.run_at
             limit 1
@@ -138,9 +137,9 @@ begin
     cross join lateral (
         select j.*
         from pgqueue.job as j
-        where hashtext(j.queue) = hashtext(f.queue) and j.priority = f.priority
-            and coalesce(j.turn, j.run_at) >= f.since and coalesce(j.turn, j.run_at) < f.until
-        order by coalesce(j.turn, j.run_at), j.id
+        where hashtext(j.queue) = hashtext(f.queue) and j.queue = f.queue and (j.priority + 1000 * num_nonnulls(j.group_key)) = f.lane
+            and j.run_at >= f.since and j.run_at < f.until
+        order by j.run_at, j.id
         limit 100
     ) as j
     where j.lease_expires_at < moment - patience
@@ -680,9 +679,9 @@ declare
         cross join lateral (
             select j.token
             from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(f.queue) and j.priority = f.priority
-                and coalesce(j.turn, j.run_at) >= f.since and coalesce(j.turn, j.run_at) < f.until
-            order by coalesce(j.turn, j.run_at), j.id
+            where hashtext(j.queue) = hashtext(f.queue) and j.queue = f.queue and (j.priority + 1000 * num_nonnulls(j.group_key)) = f.lane
+                and j.run_at >= f.since and j.run_at < f.until
+            order by j.run_at, j.id
             limit 10
         ) as j
     );

@@ -2,21 +2,19 @@
 --
 -- It only saves work. It is kept in cells, sequences that are never counted up: 64 bits
 -- that all sessions share, neither transactional nor versioned, so that no snapshot can bloat
--- them, read with pg_sequence_last_value() and written with setval(). Six make a record:
+-- them, read with pg_sequence_last_value() and written with setval(). Five make a record:
 --
---            of a lane, or of a round                 of a queue
---   first    tag, valid until (us since 2020)         tag, valid until; 1: other lanes, 2: rounds
---   second   position (us since 2020 or 1800), check  lanes 1 to 50, a bit each
---   third    id of the last pick, where times tie     lanes 51 to 100
---   fourth                                            lanes -1 to -50
---   fifth                                             lanes -51 to -100
---   sixth    tag, turn (us since 1800)
+--            of a lane                                of a queue
+--   first    tag, valid until (us since 2020)         tag, valid until; 1: other lanes, 2: of groups
+--   second   position (us since 2020), check          priorities 1 to 50, a bit each
+--   third    id of the last pick, where times tie     priorities 51 to 100
+--   fourth                                            priorities -1 to -50
+--   fifth                                             priorities -51 to -100
 --
--- The round of a lane, the jobs of groups in the order of their turns, is a lane of its own: number
--- 1000 + priority. The record of a queue has the number 9999, which no lane has.
+-- The jobs of groups have lanes of their own, 1000 + priority, and the position of such a lane is one
+-- among its tickets. The record of a queue has the number 9999, which no lane has.
 --
--- From 768 on two make a record: a tag and the last turn that was given to a group; and when that was.
--- From 1024 on each holds a job that a batch still had when somebody looked (room batch).
+-- From 640 on each holds a job that a batch still had when somebody looked (module batch).
 --
 -- The tag says whose record it is; zero is nobody's. A lane has two records to choose from, by
 -- its hash; while others have taken both, it is walked from the beginning. A value from another
@@ -29,12 +27,12 @@ create or replace function pgqueue._cell(record int, place int)
     set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return ('pgqueue._cell_' || record * 6 + place)::regclass;
+    return ('pgqueue._cell_' || record * 5 + place)::regclass;
 end;
 $$;
 
 comment on function pgqueue._cell(int, int) is
-'One cell, 0 to 5, of a record. What is hot writes this out.';
+'One cell, 0 to 4, of a record. What is hot writes this out.';
 
 create or replace function pgqueue._since_2020(moment timestamptz)
     returns bigint
@@ -68,7 +66,7 @@ comment on function pgqueue._believed_until(timestamptz, interval) is
 twentieth of the time.';
 
 create or replace function pgqueue._live_lanes(queue text)
-    returns table (priority int, first timestamptz)
+    returns table (lane int, first timestamptz)
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
@@ -79,45 +77,47 @@ create or replace function pgqueue._live_lanes(queue text)
 as $$
 begin
     return query
-    with recursive live (priority, first) as (
+    with recursive live (lane, first) as (
         values (-2147483648, null::timestamptz)
         union all
         select f.*
         from live as l
         cross join lateral (
-            select j.priority, coalesce(j.turn, j.run_at)
+            select j.priority + 1000 * num_nonnulls(j.group_key), j.run_at
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_live_lanes.queue) and j.queue = _live_lanes.queue
-                and j.priority > l.priority
-            order by j.priority, coalesce(j.turn, j.run_at), j.id
+                and (j.priority + 1000 * num_nonnulls(j.group_key)) > l.lane
+            order by (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
             limit 1
         ) as f
     )
-    select l.priority, l.first from live as l where l.first is not null;
+    select l.lane, l.first from live as l where l.first is not null;
 end;
 $$;
 
 comment on function pgqueue._live_lanes(text) is
-'The priorities at which a queue holds any job, lowest first, and the first turn
-or run_at of each: one descent of the index for each.';
+'The lanes in which a queue holds any job, lowest first, and the first run_at of
+each: one descent of the index for each.';
 
 create or replace function pgqueue._due_lanes(queue text, moment timestamptz)
     returns int[]
-    language sql
+    language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
-    select coalesce(array_agg(l.priority + r.round order by l.priority desc, random()), '{}')
-    from pgqueue._live_lanes(_due_lanes.queue) as l
-    cross join lateral unnest(
-        case when l.first < '1900-01-01 00:00 UTC' then '{0,1000}'::int[] else '{0}'::int[] end
-    ) as r (round)
-    where l.first <= _due_lanes.moment
+begin
+    return array(
+        select l.lane
+        from pgqueue._live_lanes(_due_lanes.queue) as l
+        where l.first <= _due_lanes.moment
+        order by case when l.lane > 500 then l.lane - 1000 else l.lane end desc, random()
+    );
+end;
 $$;
 
 comment on function pgqueue._due_lanes(text, timestamptz) is
-'The lanes of a queue, and their rounds, in which any job is due or runs,
-highest first; by chance, a lane before its round or after it: so that jobs of
-groups, and others, have half of the claims each.';
+'The lanes of a queue in which any job is due or runs, highest priority first; of
+two of one priority either by chance: so that jobs of groups, and others, have
+half of the claims each.';
 
 create or replace function pgqueue._note_lanes(queue text, lanes int[], moment timestamptz)
     returns void
@@ -128,23 +128,25 @@ declare
     key bigint := hashtextextended(queue, 9999);
     record int := key & 127;
     valid_until bigint := pgqueue._since_2020(pgqueue._believed_until(moment, '100 milliseconds'));
-    has_others boolean := exists (select from unnest(lanes) as l (lane) where l.lane <> 0 and l.lane < 500);
-    has_rounds boolean := exists (select from unnest(lanes) as l (lane) where l.lane > 500);
+    has_groups boolean := exists (select from unnest(lanes) as l (lane) where l.lane > 500);
+    priorities int[] := array(
+        select case when l.lane > 500 then l.lane - 1000 else l.lane end from unnest(lanes) as l (lane)
+    );
+    has_others boolean := exists (select from unnest(priorities) as p (priority) where p.priority <> 0);
 begin
     if has_others then
         perform setval(pgqueue._cell(record, b.place), b.listed)
         from (
-            select b.place, coalesce(bit_or(1::bigint << (abs(l.lane) - 1) % 50), 0) as listed
+            select b.place, coalesce(bit_or(1::bigint << (abs(p.priority) - 1) % 50), 0) as listed
             from (values (1, 1, 50), (2, 51, 100), (3, -50, -1), (4, -100, -51))
                 as b (place, lowest, highest)
-            left join unnest(_note_lanes.lanes) as l (lane)
-                on l.lane between b.lowest and b.highest
+            left join unnest(priorities) as p (priority) on p.priority between b.lowest and b.highest
             group by b.place
         ) as b;
     end if;
     perform setval(
         pgqueue._cell(record, 0),
-        ((key >> 20 & 4095) << 51) | (valid_until & -4) | has_others::int | (has_rounds::int << 1)
+        ((key >> 20 & 4095) << 51) | (valid_until & -4) | has_others::int | (has_groups::int << 1)
     );
 end;
 $$;
@@ -169,6 +171,8 @@ begin
         return null;
     elsif noted & 3 = 0 then
         return array[0];
+    elsif noted & 3 = 2 then
+        return case when random() < random() then array[0, 1000] else array[1000, 0] end;
     end if;
     listed := array(
         select case when noted & 1 > 0 then pg_sequence_last_value(pgqueue._cell(record, b.place)) end
@@ -176,9 +180,9 @@ begin
         order by b.place
     );
     return array(
-        select l.lane + r.round
+        select l.lane + r.of_groups
         from generate_series(100, -100, -1) as l (lane)
-        cross join generate_series(0, case when noted & 2 > 0 then 1000 else 0 end, 1000) as r (round)
+        cross join generate_series(0, case when noted & 2 > 0 then 1000 else 0 end, 1000) as r (of_groups)
         where l.lane = 0 or (1::bigint << (abs(l.lane) - 1) % 50) & listed[
             case when l.lane > 50 then 2 when l.lane > 0 then 1 when l.lane >= -50 then 3 else 4 end
         ] > 0
@@ -188,8 +192,8 @@ end;
 $$;
 
 comment on function pgqueue._noted_lanes(text, timestamptz) is
-'The listed lanes of a queue, always with lane 0, and their rounds, in the order
-of _due_lanes; null where no list is valid.';
+'The listed lanes of a queue, always with lane 0, and those of groups, in the
+order of _due_lanes; null where no list is valid.';
 
 create or replace function pgqueue._list_lane(queue text, lane int)
     returns void
@@ -199,20 +203,20 @@ as $$
 declare
     key bigint := hashtextextended(queue, 9999);
     record int := key & 127;
-    now_us bigint := pgqueue._since_2020(clock_timestamp());
-    noted bigint := pg_sequence_last_value(pgqueue._cell(record, 0)) # ((key >> 20 & 4095) << 51);
-    is_round boolean := lane > 500;
-    priority int := lane - case when is_round then 1000 else 0 end;
+    now_us bigint := (date_part('epoch', clock_timestamp()) * 1000000)::bigint - 1577836800000000;
+    noted bigint := pg_sequence_last_value(('pgqueue._cell_' || record * 5)::regclass) # ((key >> 20 & 4095) << 51);
+    is_group boolean := lane > 500;
+    priority int := lane - case when is_group then 1000 else 0 end;
     bit bigint := 1::bigint << (abs(priority) - 1) % 50;
     cell regclass;
 begin
     -- Where no list is valid, the next claim looks for itself.
     if (noted between now_us and now_us + 60000000) is not true or lane = 0 then
         return;
-    elsif is_round and noted & 2 = 0 or priority <> 0 and noted & 1 = 0 then
+    elsif is_group and noted & 2 = 0 or priority <> 0 and noted & 1 = 0 then
         perform pgqueue._note_lanes(
             queue,
-            array[priority, case when is_round or noted & 2 > 0 then 1000 + priority end]
+            array[priority, case when is_group or noted & 2 > 0 then 1000 + priority end]
                 || case when noted & 1 > 0 then pgqueue._noted_lanes(queue, clock_timestamp()) end,
             clock_timestamp()
         );
@@ -231,8 +235,8 @@ end;
 $$;
 
 comment on function pgqueue._list_lane(text, int) is
-'For a job that appears in a lane, or in its round: lets claims look there at
-once. A hint, given before the commit; without it they look within 100 ms.';
+'For a job that appears in a lane: lets claims look there at once. A hint, given
+before the commit; without it they look within 100 ms.';
 
 create or replace function pgqueue._return_position(
     queue text, kinds text[], paused jsonb, lane int, at timestamptz
@@ -244,8 +248,7 @@ as $$
 declare
     key bigint := hashtextextended(concat(queue, kinds, paused), lane);
     -- A little before, whatever the id.
-    reached bigint := (date_part('epoch', at) * 1000000)::bigint - 1
-        + case when lane > 500 then 5364662400000000 else -1577836800000000 end;
+    reached bigint := pgqueue._since_2020(at) - 1;
 begin
     perform setval(pgqueue._cell(r.record, 1), greatest(reached, 0) << 12)
     from (select distinct u.* from unnest(array[key & 127, key >> 7 & 127]::int[]) as u) as r (record)
@@ -255,8 +258,8 @@ end;
 $$;
 
 comment on function pgqueue._return_position(text, text[], jsonb, int, timestamptz) is
-'For a job that a claim picked and did not take: moves the position of its lane,
-or round, back before it.';
+'For a job that a claim picked and did not take: moves the position of its lane
+back before it.';
 
 create or replace function pgqueue._reopen_lane(queue text, lane int)
     returns void
@@ -276,6 +279,74 @@ end;
 $$;
 
 comment on function pgqueue._reopen_lane(text, int) is
-'For a job that appears behind the position of its lane, or of its round: lets
-the next claim walk from the beginning, unless that is expensive. A hint, given
-before the commit.';
+'For a job that appears behind the position of its lane: lets the next claim
+walk from the beginning, unless that is expensive. A hint, given before the
+commit.';
+
+create or replace function pgqueue._position(
+    key bigint, moment timestamptz,
+    out record int, out reached bigint, out last_id bigint, out has_expired boolean
+)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    tag bigint := (key >> 20 & 4095) << 51;
+    now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+    valid_until bigint;
+begin
+    foreach record in array array[(key & 127) * 5, (key >> 7 & 127) * 5]::int[] loop
+        valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
+        exit when (valid_until >> 51 > 0) is not true;
+    end loop;
+    has_expired := false;
+    if valid_until between now_us and now_us + 60000000 then
+        reached := pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass);
+        last_id := pg_sequence_last_value(('pgqueue._cell_' || record + 2)::regclass);
+        if (last_id % 4095 + 1 = reached & 4095) is not true then
+            last_id := 0;
+        end if;
+    elsif valid_until between now_us - 1000000 and now_us then
+        -- This claim walks from the beginning, the others go on.
+        perform setval(('pgqueue._cell_' || record)::regclass, tag | now_us + 100000);
+        has_expired := true;
+    end if;
+end;
+$$;
+
+comment on function pgqueue._position(bigint, timestamptz) is
+'The record of a lane, by its hash, and the position in it: null where none is
+valid.';
+
+create or replace function pgqueue._leave_place(
+    key bigint, record int, reached timestamptz, id bigint, began timestamptz
+)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    reached_us bigint := pgqueue._since_2020(reached);
+    last_id bigint := coalesce(id - 1, 0);
+begin
+    if reached_us < 0 then
+        return;
+    end if;
+    perform setval(('pgqueue._cell_' || record + 2)::regclass, last_id);
+    perform setval(
+        ('pgqueue._cell_' || record + 1)::regclass,
+        reached_us << 12 | case when last_id > 0 then last_id % 4095 + 1 else 0 end
+    );
+    if began is not null then
+        perform setval(
+            ('pgqueue._cell_' || record)::regclass,
+            ((key >> 20 & 4095) << 51)
+                | pgqueue._since_2020(pgqueue._believed_until(began, interval '100 milliseconds'))
+        );
+    end if;
+end;
+$$;
+
+comment on function pgqueue._leave_place(bigint, int, timestamptz, bigint, timestamptz) is
+'Moves the position of a lane to just before this job, or to this moment; with a
+new validity where a walk began at the beginning, at began.';

@@ -15,8 +15,7 @@ declare
     ));
     moment timestamptz := clock_timestamp();
     picks tid[];
-    queues text[];
-    lanes int[];
+    back record;
 begin
     -- A walk over the whole table: an index on the lease would be written by every claim
     -- and every heartbeat, and claims find most of what is over without one.
@@ -27,11 +26,13 @@ begin
         limit coalesce(reap.max_jobs, 1000)
         for update skip locked
     );
-    select array_agg(j.queue), array_agg(j.priority + case when j.turn is null then 0 else 1000 end)
-    into queues, lanes
+    select
+        array_agg(j.queue) as queues, array_agg(j.priority) as priorities, array_agg(j.group_key) as keys,
+        array_agg(j.run_at) as run_ats
+    into back
     from pgqueue.job as j
     where j.ctid = any (picks) and j.lease_expires_at is not null;
-    perform pgqueue._reopened(queues, lanes);
+    perform pgqueue._reopened(back.queues, back.priorities, back.keys, back.run_ats);
     return pgqueue._expire(picks, moment);
 end;
 $$;
@@ -291,8 +292,8 @@ begin
     task := 'tie loose ends';
     done := pgqueue._tie_loose_ends(1000);
     return next;
-    task := 'drop slots';
-    done := pgqueue._drop_slots();
+    task := 'sweep groups';
+    done := pgqueue._sweep_groups(1000);
     return next;
     task := 'drop permits';
     done := pgqueue._drop_permits();
@@ -318,13 +319,14 @@ comment on function pgqueue.maintain() is
 'Everything that must happen from time to time: recovers expired leases and
 cancels jobs that may not begin any more, up to 1000 in all (done: jobs); fires
 up to 100 schedules that are due (done: jobs); looks again at jobs and batches
-that may not have to wait any more, 1000 of each (done: looks); drops the slots
-of groups that have no job (done: slots) and their permits (done: permits), up
-to 100,000 windows of unique_for that have ended (done: windows), and up to
-10,000 dead jobs that have been kept for keep_dead (done: jobs) and batches that
-finished 14 days ago (done: batches); forgets the ids of jobs that were
-cancelled, purged or discarded 14 days ago; empties the tables of run whose days
-are over (done: tables). Call it every minute or so, from a worker, cron or
+that may not have to wait any more, 1000 of each (done: looks); looks for
+groups that have something to run and no ticket, among the next 1000 (done:
+groups); drops the permits of groups that have had no job for a day (done:
+permits), up to 100,000 windows of unique_for that have ended (done: windows),
+and up to 10,000 dead jobs that have been kept for keep_dead (done: jobs) and
+batches that finished 14 days ago (done: batches); forgets the ids of jobs that
+were cancelled, purged or discarded 14 days ago; empties the tables of run whose
+days are over (done: tables). Call it every minute or so, from a worker, cron or
 psql, as a statement of its own: in a transaction that may go on it deletes old
 runs instead, up to 100,000 (done: runs), which locks nobody out but leaves work
 to VACUUM. Any number may run at once.

@@ -156,8 +156,7 @@ create or replace function pgqueue.run_now(job_id bigint)
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    queue text;
-    lane int;
+    moved record;
     refused boolean;
 begin
     update pgqueue.job as j
@@ -166,11 +165,11 @@ begin
             else j.run_at
         end
     where j.id = run_now.job_id
-    returning j.queue, j.priority into queue, lane;
+    returning j.queue, j.priority, j.group_key, j.run_at into moved;
     if not found then
         refused := pgqueue._refuse(pgqueue._not_found('job', job_id, 'A dead job goes back to work with redrive_job.'));
     end if;
-    perform pgqueue._reopened(array[queue], array[lane]);
+    perform pgqueue._reopened(array[moved.queue], array[moved.priority], array[moved.group_key], array[moved.run_at]);
 end;
 $$;
 
@@ -193,16 +192,16 @@ declare
         then array['priority must not be null', 'It is null.', 'The default is 0.']
         else pgqueue._check_priority(priority)
     end);
-    queue text;
+    moved record;
 begin
     update pgqueue.job as j
-    set priority = reprioritize.priority, turn = null
+    set priority = reprioritize.priority
     where j.id = reprioritize.job_id
-    returning j.queue into queue;
+    returning j.queue, j.group_key, j.run_at into moved;
     if not found then
         refused := pgqueue._refuse(pgqueue._not_found('job', job_id, 'Only a job that waits or runs has a priority.'));
     end if;
-    perform pgqueue._reopened(array[queue], array[priority]);
+    perform pgqueue._reopened(array[moved.queue], array[priority], array[moved.group_key], array[moved.run_at]);
 end;
 $$;
 

@@ -8,7 +8,7 @@
 -- by bisection, and of many pages every so many are read.
 
 create or replace function pgqueue._lanes(budget int)
-    returns table (hash int, queue text, priority int, first timestamptz, first_id bigint, most bigint)
+    returns table (hash int, queue text, lane int, first timestamptz, first_id bigint, most bigint)
     language plpgsql
     stable
     set search_path = pg_catalog, pg_temp
@@ -21,29 +21,29 @@ create or replace function pgqueue._lanes(budget int)
 as $$
 begin
     return query
-    with recursive lane (hash, queue, priority, first, first_id) as (
+    with recursive lanes (hash, queue, lane, first, first_id) as (
         values (-2147483648, '', -2147483648, null::timestamptz, null::bigint)
         union all
         select n.*
-        from lane as l
+        from lanes as l
         cross join lateral (
-            select hashtext(j.queue), j.queue, j.priority, coalesce(j.turn, j.run_at), j.id
+            select hashtext(j.queue), j.queue, j.priority + 1000 * num_nonnulls(j.group_key), j.run_at, j.id
             from pgqueue.job as j
             -- A condition on the queue that cannot be left out, for the predicate of the index.
-            where (hashtext(j.queue), j.priority) > (l.hash, l.priority) and j.queue >= ''
-            order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
+            where (hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key))) > (l.hash, l.lane) and j.queue >= ''
+            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
             limit 1
         ) as n
     )
     select
         l.*, case when s.is_long then greatest(budget / count(*) filter (where s.is_long) over (), 100) else 100 end
-    from lane as l
+    from lanes as l
     cross join lateral (
         select budget > 0 and exists (
             select from pgqueue.job as j
-            where hashtext(j.queue) = l.hash and j.priority = l.priority
-                and (coalesce(j.turn, j.run_at), j.id) >= (l.first, l.first_id)
-            order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
+            where hashtext(j.queue) = l.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane and j.queue >= ''
+                and (j.run_at, j.id) >= (l.first, l.first_id)
+            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
             offset 100
         ) as is_long
         offset 0
@@ -80,17 +80,18 @@ declare
     moment timestamptz := clock_timestamp();
     pages bigint := pg_relation_size('pgqueue.job') / 8192;
     step int := case when pages > 2048 then pages / 150 else 1 end;
+    has_full boolean := exists (select from pgqueue.ticket as t where t.is_full);
 begin
     return query
     with walked as materialized (
-        select l.hash, l.priority, l.most, w.*
+        select l.hash, l.lane, l.most, w.*
         from pgqueue._lanes(4000) as l
         cross join lateral (
-            select j.queue, j.run_at, j.turn, j.worker, j.lease_expires_at, (j.terms).expires_at
+            select j.queue, j.run_at, j.priority, j.group_key, j.worker, j.lease_expires_at, (j.terms).expires_at
             from pgqueue.job as j
-            where hashtext(j.queue) = l.hash and j.priority = l.priority
-                and (coalesce(j.turn, j.run_at), j.id) >= (l.first, l.first_id)
-            order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
+            where hashtext(j.queue) = l.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane and j.queue >= ''
+                and (j.run_at, j.id) >= (l.first, l.first_id)
+            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
             limit l.most + 1
         ) as w
         where step > 1
@@ -99,12 +100,12 @@ begin
         from (
             select w.hash, w.most, count(w.lease_expires_at) as leased
             from walked as w
-            group by w.hash, w.priority, w.most
+            group by w.hash, w.lane, w.most
             having count(*) > w.most
         ) as l
         group by l.hash
     ), met as (
-        select w.queue, w.run_at, w.turn, w.worker, w.lease_expires_at, w.expires_at, false as is_sample
+        select w.queue, w.run_at, w.priority, w.group_key, w.worker, w.lease_expires_at, w.expires_at, false as is_sample
         from walked as w
         union all
         select s.*, true
@@ -117,7 +118,7 @@ begin
             where step = 1 or exists (select from long)
         ) as p
         cross join lateral (
-            select j.queue, j.run_at, j.turn, j.worker, j.lease_expires_at, (j.terms).expires_at
+            select j.queue, j.run_at, j.priority, j.group_key, j.worker, j.lease_expires_at, (j.terms).expires_at
             from pgqueue.job as j
             where j.ctid >= p.first and j.ctid < p.next
             offset 0
@@ -144,8 +145,16 @@ begin
                     when a.lease_expires_at > moment then 'l'
                     when a.lease_expires_at is not null then 'e'
                     when a.expires_at <= moment then 'x'
-                    when a.run_at = 'infinity' or a.turn > moment then 'b'
+                    when a.run_at = 'infinity' then 'b'
                     when a.run_at > moment then 's'
+                    when has_full and a.group_key is not null and exists (
+                        select
+                        from pgqueue.ticket as t
+                        where hashtextextended(t.group_key, hashtext(t.queue))
+                            = hashtextextended(a.group_key, hashtext(a.queue))
+                            and t.priority = a.priority and t.queue = a.queue and t.group_key = a.group_key
+                            and t.is_full
+                    ) then 'b'
                     else 'r'
                 end::"char" as state
             from met as a
@@ -281,9 +290,9 @@ begin
     cross join lateral (
         select j.id, j.lease_expires_at
         from pgqueue.job as j
-        where hashtext(j.queue) = l.hash and j.priority = l.priority
-            and (coalesce(j.turn, j.run_at), j.id) >= (l.first, l.first_id)
-        order by hashtext(j.queue), j.priority, coalesce(j.turn, j.run_at), j.id
+        where hashtext(j.queue) = l.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane and j.queue >= ''
+            and (j.run_at, j.id) >= (l.first, l.first_id)
+        order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
         limit l.most
     ) as w
     where w.lease_expires_at is not null;

@@ -10,8 +10,14 @@ select
     case
         when j.lease_expires_at > c.moment then 'running'
         when j.lease_expires_at is not null or (j.terms).expires_at <= c.moment then 'expired'
-        when j.run_at = 'infinity' or j.turn > c.moment then 'blocked'
+        when j.run_at = 'infinity' then 'blocked'
         when j.run_at > c.moment then 'scheduled'
+        when j.group_key is not null and exists (
+            select
+            from pgqueue.ticket as t
+            where hashtextextended(t.group_key, hashtext(t.queue)) = hashtextextended(j.group_key, hashtext(j.queue))
+                and t.priority = j.priority and t.queue = j.queue and t.group_key = j.group_key and t.is_full
+        ) then 'blocked'
         else 'ready'
     end as state,
     j.priority,

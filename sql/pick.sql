@@ -12,7 +12,7 @@
 -- the beginning before it says so. Positions are kept in the cells of room lane.
 
 create or replace function pgqueue._recover(
-    queue text, priority int, picks tid[], first timestamptz, moment timestamptz
+    queue text, lane int, picks tid[], first timestamptz, moment timestamptz
 )
     returns void
     language plpgsql
@@ -24,9 +24,9 @@ declare
         select j.ctid
         from pgqueue.job as j
         where hashtext(j.queue) = hashtext(_recover.queue) and j.queue = _recover.queue
-            and j.priority = _recover.priority
-            and coalesce(j.turn, j.run_at) between _recover.first and _recover.moment
-        order by coalesce(j.turn, j.run_at), j.id
+            and (j.priority + 1000 * num_nonnulls(j.group_key)) = _recover.lane
+            and j.run_at between _recover.first and _recover.moment
+        order by j.run_at, j.id
         limit 1000
     );
 begin
@@ -92,28 +92,27 @@ beginning of the lane; null where it began at the position. Plans as claim
 sets it.';
 
 create or replace function pgqueue._filtered_walk(
-    queue text, kinds text[], paused jsonb, own_priority int, wanted int, moment timestamptz, upto timestamptz,
-    start timestamptz, start_id bigint, taken tid[], barred text[], has_recovered boolean,
-    out picks tid[], out last timestamptz, out may_be_over boolean, out has_newcomers boolean
+    queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz,
+    start timestamptz, start_id bigint, taken tid[], has_recovered boolean,
+    out picks tid[], out last timestamptz, out may_be_over boolean
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 begin
     select
-        array_agg(due.tid), max(due.at), bool_or(due.may_be_over), bool_or(due.is_newcomer)
-    into picks, last, may_be_over, has_newcomers
+        array_agg(due.tid), max(due.run_at), bool_or(due.may_be_over)
+    into picks, last, may_be_over
     from (
         select
             j.ctid as tid,
-            coalesce(j.turn, j.run_at) as at,
-            j.lease_expires_at is not null or (j.terms).expires_at is not null as may_be_over,
-            j.group_key is not null and (j.turn < '1900-01-01 00:00 UTC') is not true as is_newcomer
+            j.run_at,
+            j.lease_expires_at is not null or (j.terms).expires_at is not null as may_be_over
         from pgqueue.job as j
         where hashtext(j.queue) = hashtext(_filtered_walk.queue) and j.queue = _filtered_walk.queue
-            and j.priority = own_priority
-            and coalesce(j.turn, j.run_at) <= upto
-            and (coalesce(j.turn, j.run_at), j.id) > (start, start_id)
+            and (j.priority + 1000 * num_nonnulls(j.group_key)) = _filtered_walk.lane
+            and j.run_at <= _filtered_walk.moment
+            and (j.run_at, j.id) > (start, start_id)
             -- Of what is over, once it was ended: only leases that it was not, whose jobs come back.
             and case
                 when coalesce(j.lease_expires_at, (j.terms).expires_at) <= _filtered_walk.moment
@@ -122,13 +121,10 @@ begin
                 else j.lease_expires_at is null
             end
             and (_filtered_walk.kinds is null or j.kind = any (_filtered_walk.kinds))
-            and (barred is null or j.group_key <> all (barred))
-            and (_filtered_walk.paused is null or coalesce(
-                _filtered_walk.paused -> j.group_key -> j.kind, _filtered_walk.paused -> j.group_key -> '',
-                _filtered_walk.paused -> '' -> j.kind, _filtered_walk.paused -> '' -> ''
-            ) = 'false')
+            and (_filtered_walk.paused is null
+                or coalesce(_filtered_walk.paused -> '' -> j.kind, _filtered_walk.paused -> '' -> '') = 'false')
             and (taken is null or j.ctid <> all (taken))
-        order by coalesce(j.turn, j.run_at), j.id
+        order by j.run_at, j.id
         limit wanted
         for update skip locked
     ) as due;
@@ -136,14 +132,14 @@ end;
 $$;
 
 comment on function pgqueue._filtered_walk(
-    text, text[], jsonb, int, int, timestamptz, timestamptz, timestamptz, bigint, tid[], text[], boolean
+    text, text[], jsonb, int, int, timestamptz, timestamptz, bigint, tid[], boolean
 ) is
 'The walk of _pick once more where it has to leave something out. Apart, because
 its conditions, which are prepared for each call, cost a plain claim a tenth.';
 
 create or replace function pgqueue._pick(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean,
-    taken tid[] default null, barred text[] default null
+    taken tid[] default null
 )
     returns tid[]
     language plpgsql
@@ -155,15 +151,12 @@ declare
     -- What others may take must not be behind the position of those who pass it over.
     key bigint := hashtextextended(concat(queue, kinds, paused), lane);
     tag bigint := (key >> 20 & 4095) << 51;
-    record int := (key & 127) * 6;
+    record int := (key & 127) * 5;
     valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
     now_us bigint;
     position bigint;
-    -- Where the lane, or its round, begins and ends.
-    own_priority int := lane;
-    first timestamptz := '1900-01-01 00:00 UTC'::timestamptz;
-    upto timestamptz := moment;
-    start timestamptz;
+    first timestamptz := '-infinity'::timestamptz;
+    start timestamptz := first;
     start_id bigint := 0;
     began timestamptz;
     walked bigint;
@@ -172,22 +165,15 @@ declare
     may_be_over boolean;
     over_at timestamptz;
     has_recovered boolean;
-    has_newcomers boolean;
 begin
-    if lane > 500 then
-        own_priority := lane - 1000;
-        upto := first;
-        first := '-infinity';
-    end if;
-    start := first;
     if valid_until is not null then
         -- The second record, when the first is somebody else's; either of them, when both are.
         if valid_until >> 51 > 0 then
-            record := (key >> 7 & 127) * 6;
+            record := (key >> 7 & 127) * 5;
             valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
             if valid_until >> 51 > 0 then
                 valid_until := 0;
-                record := case when random() < 0.5 then record else (key & 127) * 6 end;
+                record := case when random() < 0.5 then record else (key & 127) * 5 end;
             end if;
         end if;
         if valid_until > 0 then
@@ -196,13 +182,11 @@ begin
         if valid_until > 0 and not is_whole then
             now_us := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
             if valid_until between now_us and now_us + 60000000 then
-                start := (position >> 12) * interval '1 microsecond' + case
-                    when lane > 500 then timestamptz '1800-01-01 00:00 UTC' else timestamptz '2020-01-01 00:00 UTC'
-                end;
+                start := timestamptz '2020-01-01 00:00 UTC' + (position >> 12) * interval '1 microsecond';
                 if position & 4095 > 0 then
                     start_id := pg_sequence_last_value(('pgqueue._cell_' || record + 2)::regclass);
                 end if;
-                if (start < upto) is not true then
+                if (start < moment) is not true then
                     start := first;
                     position := null;
                 end if;
@@ -221,43 +205,41 @@ begin
         walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
             + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass);
         -- The same walk twice, plain only in the second place: see _filtered_walk.
-        if has_recovered or num_nonnulls(paused, taken, barred) > 0 then
-            select w.* into picks, last, may_be_over, has_newcomers
+        if has_recovered or num_nonnulls(paused, taken) > 0 then
+            select w.* into picks, last, may_be_over
             from pgqueue._filtered_walk(
-                queue, kinds, paused, own_priority, wanted, moment, upto, start, start_id, taken, barred,
-                has_recovered
+                queue, kinds, paused, lane, wanted, moment, start, start_id, taken, has_recovered
             ) as w;
         else
             select
-                array_agg(due.tid), max(due.at), bool_or(due.may_be_over), bool_or(due.is_newcomer)
-            into picks, last, may_be_over, has_newcomers
+                array_agg(due.tid), max(due.run_at), bool_or(due.may_be_over)
+            into picks, last, may_be_over
             from (
                 select
                     j.ctid as tid,
-                    coalesce(j.turn, j.run_at) as at,
+                    j.run_at,
                     -- A comparison would cost each claim of one job half a per cent.
-                    j.lease_expires_at is not null or (j.terms).expires_at is not null as may_be_over,
-                    j.group_key is not null and (j.turn < '1900-01-01 00:00 UTC') is not true as is_newcomer
+                    j.lease_expires_at is not null or (j.terms).expires_at is not null as may_be_over
                 from pgqueue.job as j
                 where hashtext(j.queue) = hashtext(_pick.queue) and j.queue = _pick.queue
-                    and j.priority = own_priority
-                    and coalesce(j.turn, j.run_at) <= upto
-                    and (coalesce(j.turn, j.run_at), j.id) > (start, start_id)
+                    and (j.priority + 1000 * num_nonnulls(j.group_key)) = lane
+                    and j.run_at <= _pick.moment
+                    and (j.run_at, j.id) > (start, start_id)
                     and (j.lease_expires_at <= _pick.moment) is not false
                     and (_pick.kinds is null or j.kind = any (_pick.kinds))
-                order by coalesce(j.turn, j.run_at), j.id
+                order by j.run_at, j.id
                 limit wanted
                 for update skip locked
             ) as due;
         end if;
         if may_be_over then
-            select min(coalesce(j.turn, j.run_at)) into over_at
+            select min(j.run_at) into over_at
             from pgqueue.job as j
             where j.ctid = any (picks)
                 and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _pick.moment;
             if over_at is not null then
                 -- Those that come back are found where they stood.
-                perform pgqueue._recover(queue, own_priority, picks, over_at, moment);
+                perform pgqueue._recover(queue, lane, picks, over_at, moment);
                 has_recovered := true;
                 continue;
             end if;
@@ -274,44 +256,30 @@ begin
     walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
         + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass) - walked;
     -- A short walk for one job leaves nothing.
-    if wanted = 1 and walked <= 63 and lane <= 500 and has_newcomers is not true then
+    if wanted = 1 and walked <= 63 then
         return coalesce(picks, '{}'::tid[]);
     end if;
     walked := walked - 3 * coalesce(cardinality(picks), 0);
-    if lane > 500 and picks is not null then
-        perform pgqueue._leave_turn(queue, lane, last);
-    end if;
-    if barred is not null then
-        null;
-    elsif start = first and walked > 200
+    if start = first and walked > 200
             and (picks is not null or clock_timestamp() > began + interval '5 milliseconds')
         or start > first and picks is not null and (wanted > 1 or walked > 60)
     then
-        if lane > 500 and kinds is null and (cardinality(picks) = wanted) is not true then
-            -- What it left is paused, runs or is just being taken: whatever comes now stands behind.
-            perform pgqueue._leave_turn(queue, lane, pgqueue._last_turn(queue, own_priority));
-        end if;
         -- An enqueue that commits within 10 ms is never behind the position.
-        upto := case when lane > 500 then pgqueue._turn(queue, lane) else moment - interval '10 milliseconds' end;
-        last := case when cardinality(picks) = wanted then least(last, upto) else upto end;
+        last := least(case when cardinality(picks) = wanted then last end, moment - interval '10 milliseconds');
         perform pgqueue._leave_position(
             record, position,
-            (date_part('epoch', last) * 1000000)::bigint
-                + case when lane > 500 then 5364662400000000 else -1577836800000000 end,
+            (date_part('epoch', last) * 1000000)::bigint - 1577836800000000,
             picks[wanted],
-            case when start = first then tag | pgqueue._since_2020(pgqueue._believed_until(
-                began, case when lane > 500 then interval '10 milliseconds' else interval '100 milliseconds' end
-            )) end
+            case when start = first
+                then tag | pgqueue._since_2020(pgqueue._believed_until(began, interval '100 milliseconds'))
+            end
         );
-    end if;
-    if has_newcomers then
-        return pgqueue._serve_newcomers(queue, kinds, paused, lane, wanted, picks, moment, is_whole, taken);
     end if;
     return coalesce(picks, '{}'::tid[]);
 end;
 $$;
 
-comment on function pgqueue._pick(text, text[], jsonb, int, int, timestamptz, boolean, tid[], text[]) is
+comment on function pgqueue._pick(text, text[], jsonb, int, int, timestamptz, boolean, tid[]) is
 'Locks up to so many due jobs of one lane and returns where they are, in the
 order in which they run, without those that were taken before; ends on the way
 what is over. Only from the beginning (is_whole) does "none" mean that there is
@@ -319,9 +287,8 @@ none. Plans as claim sets it.';
 
 create or replace function pgqueue._pick_lanes(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, noted int[],
-    age_after interval
+    age_after interval, inout new_token bigint, out picks tid[]
 )
-    returns tid[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
@@ -333,10 +300,10 @@ declare
     lane int;
     wanted int;
     is_whole boolean := false;
-    is_mended boolean := false;
     taken tid[];
-    picks tid[] := '{}'::tid[];
+    of_groups record;
 begin
+    picks := '{}';
     if noted is null then
         live := pgqueue._due_lanes(queue, moment);
     end if;
@@ -351,12 +318,14 @@ begin
         for place in 1 .. cardinality(lanes) loop
             lane := lanes[place];
             wanted := least(shares[place], max_jobs - cardinality(picks));
-            -- A lane may hand out its round, too, and have two turns itself.
-            taken := case when served is not null or 500 < any (lanes) then nullif(picks, '{}') end;
+            -- A lane may have two turns.
+            taken := case when served is not null then nullif(picks, '{}') end;
             if lane > 500 then
-                picks := picks || pgqueue._pick_round(
-                    queue, kinds, paused, lane, wanted, moment, is_whole, taken
+                of_groups := pgqueue._pick_groups(
+                    queue, kinds, paused, lane, wanted, moment, is_whole, taken, new_token
                 );
+                new_token := of_groups.new_token;
+                picks := picks || of_groups.picks;
             else
                 picks := picks || pgqueue._pick(
                     queue, kinds, paused, lane, wanted, moment, is_whole, taken
@@ -364,12 +333,7 @@ begin
             end if;
             exit when cardinality(picks) = max_jobs;
         end loop;
-        exit when picks <> '{}' or is_mended;
-        if is_whole then
-            exit when pg_relation_size('pgqueue.slot') = 0 or not pgqueue._mend_groups(queue);
-            is_mended := true;
-            live := null;
-        end if;
+        exit when picks <> '{}' or is_whole;
         live := coalesce(live, pgqueue._due_lanes(queue, moment));
         noted := null;
         served := null;
@@ -381,11 +345,10 @@ begin
     then
         perform pgqueue._note_lanes(queue, live, moment);
     end if;
-    return picks;
 end;
 $$;
 
-comment on function pgqueue._pick_lanes(text, text[], jsonb, int, timestamptz, int[], interval) is
-'_pick in the listed lanes of a queue, by age and highest first, then, if
-nothing was found or no list is valid, from the beginning of all that have
-something due.';
+comment on function pgqueue._pick_lanes(text, text[], jsonb, int, timestamptz, int[], interval, bigint) is
+'_pick, or _pick_groups, in the listed lanes of a queue, by age and highest
+first, then, if nothing was found or no list is valid, from the beginning of all
+that have something due.';

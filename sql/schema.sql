@@ -22,7 +22,7 @@
 --
 -- The rooms after this one, in the order in which a job meets them: check (arguments), settings,
 -- enqueue (producer), trigger (a job for each changed row), wake (who sleeps), lane, pick and age (which
--- jobs are due), turn, limit and park (groups), permit, cap and delay (caps), claim, lease, attempt and
+-- jobs are due), ticket, permit and group (groups), cap (queues and kinds), claim, lease, attempt and
 -- finish (worker), manage and dead (operator), depend and batch (what waits for ends), cron and schedule
 -- (recurring jobs), maintain, measure, observe and metrics (views), why, health, status (one job), access
 -- (roles).
@@ -62,8 +62,7 @@ create table pgqueue.job (
     claimed_at timestamptz,
     lease_expires_at timestamptz,
     cancelled_at timestamptz,
-    turn timestamptz,
-    slot int,
+    kept_token bigint,
     priority int not null,
     attempt int not null default 0,
     max_attempts int not null,
@@ -113,12 +112,9 @@ comment on column pgqueue.job.lease_expires_at is
 'From then on anyone may recover the job; null when not leased.';
 comment on column pgqueue.job.cancelled_at is
 'When an operator asked the running attempt to stop; null if nobody did.';
-comment on column pgqueue.job.turn is
-'For a job of a group that is due: its place in the round of the groups, counted
-from 1800 on, before any run_at; infinity while its group is full; null when it
-has none yet, or no group.';
-comment on column pgqueue.job.slot is
-'Which slot of its group it holds, if the group has a limit; null for none.';
+comment on column pgqueue.job.kept_token is
+'With which token it keeps the permit of its group while it waits for its retry;
+null for none. While it is leased, token counts.';
 comment on column pgqueue.job.priority is 'Larger runs first; -100 to 100.';
 comment on column pgqueue.job.attempt is
 'Attempts begun since the job was enqueued or redriven; counted at claim.';
@@ -139,31 +135,23 @@ comment on column pgqueue.job.errors is 'The last 10 failures, oldest first: att
 -- A lane is one queue at one priority, in the order in which its jobs run. claim()
 -- walks one lane at a time, so that run_at is a bound of the scan: with a range over
 -- all priorities, jobs scheduled at a high priority would be walked by every claim.
--- In front stand the due jobs of groups, in the order of their turns: the round of the lane.
+-- Jobs of groups have lanes of their own, 1000 above: no claim walks these, see ticket.
 -- By the hash of the queue, because a page of numbers is read, and an entry is found its
 -- place, in half the time of a page that begins with texts; queries ask for both.
 -- Half full, because a claim of one job reads a whole page. The predicate is true for every
 -- row, but only a query that names a queue can know it: without it, a session that plans
 -- after an idle hour, when job looks empty, reads this whole index to find jobs by id.
-create index job_lane_idx on pgqueue.job (hashtext(queue), priority, coalesce(turn, run_at), id)
+create index job_lane_idx on pgqueue.job
+(hashtext(queue), (priority + 1000 * num_nonnulls(group_key)), run_at, id)
 with (fillfactor = 50, deduplicate_items = off)
 where queue is not null;
 comment on index pgqueue.job_lane_idx is 'Which jobs of a lane are due, in order?';
 
--- No plain job is in the next two, but every statement that writes job opens both, and each is 3 %
--- of an enqueue. So parked jobs have no index of their own: they stand at the beginning of this one.
-create index job_turn_idx
-on pgqueue.job
-(hashtext(queue), isfinite(turn), hashtext(group_key), priority desc, turn desc, run_at, id)
-where turn is not null;
-comment on index pgqueue.job_turn_idx is
-'Which is the last turn of a group in a lane? Which is the first of its jobs
-that left their lanes because it is full?';
-
+-- By 64 bits, because a sweep that goes from group to group would never meet the second of two with one hash.
 create index job_group_idx
-on pgqueue.job (hashtext(queue), hashtext(group_key), priority desc, run_at, id)
+on pgqueue.job (hashtextextended(group_key, hashtext(queue)), (-priority), run_at, id)
 where group_key is not null;
-comment on index pgqueue.job_group_idx is 'Which is the first job of a group?';
+comment on index pgqueue.job_group_idx is 'Which is the first job of a group? Which groups have any?';
 
 create unique index job_unique_key_idx on pgqueue.job (queue, unique_key)
 where unique_key is not null;
@@ -173,13 +161,14 @@ create sequence pgqueue.token_seq;
 comment on sequence pgqueue.token_seq is
 'Lease tokens. Never set it back: a repeated token would let a lost worker in.';
 
--- A slot is held by its job as long as the job says so, too.
-create table pgqueue.slot (
-    job_id bigint,
-    head_run_at timestamptz,
-    valid_until timestamptz,
-    head_priority int,
-    place int not null,
+create table pgqueue.ticket (
+    at timestamptz not null,
+    start_at timestamptz,
+    start_until timestamptz,
+    priority int not null,
+    served int not null default 0,
+    is_blocked boolean not null default false,
+    is_full boolean not null default false,
     queue text not null,
     group_key text not null
 ) with (
@@ -190,39 +179,34 @@ create table pgqueue.slot (
     vacuum_index_cleanup = on,
     vacuum_truncate = off
 );
-alter table pgqueue.slot replica identity full;
-comment on table pgqueue.slot is
-'How many jobs of a group may run at once: one row for each.';
-comment on column pgqueue.slot.place is
-'Which slot of the group it is, from 1; 0: its gate, which is locked to park and
-to recall jobs.';
-comment on column pgqueue.slot.job_id is 'The job that took it last.';
-comment on column pgqueue.slot.head_run_at is
-'Until valid_until, the first job of the group is at head_priority, and due from
-here on: it saves a long walk over finished jobs.';
-comment on column pgqueue.slot.valid_until is 'Until when head_run_at is believed; null for never.';
-comment on column pgqueue.slot.head_priority is 'The priority of the job that took it last, if head_run_at is set.';
-comment on column pgqueue.slot.queue is 'The queue.';
-comment on column pgqueue.slot.group_key is 'The group.';
-create index slot_group_idx on pgqueue.slot (hashtext(queue), hashtext(group_key))
+alter table pgqueue.ticket replica identity full;
+comment on table pgqueue.ticket is
+'Which groups have something to do: from at on, a claim looks at the jobs of this
+group. Hints, safe to lose.';
+comment on column pgqueue.ticket.at is 'When the group is next looked at; the earliest comes first.';
+comment on column pgqueue.ticket.start_at is
+'Until start_until, its first job is due from here on: it saves a long walk over
+finished jobs.';
+comment on column pgqueue.ticket.start_until is 'Until when start_at is believed; null for never.';
+comment on column pgqueue.ticket.priority is 'For its jobs of this priority.';
+comment on column pgqueue.ticket.served is
+'How many jobs it has given in this turn, where its weight allows more than one;
+below 0: how many times in a row it could give none, and nobody knows until
+when.';
+comment on column pgqueue.ticket.is_blocked is
+'Whether it could give no more: it is full, at its rate, or paused.';
+comment on column pgqueue.ticket.is_full is 'Whether that is because the group is full, or at its rate.';
+comment on column pgqueue.ticket.queue is 'The queue.';
+comment on column pgqueue.ticket.group_key is 'The group.';
+create index ticket_lane_idx on pgqueue.ticket (hashtext(queue), priority, at);
+comment on index pgqueue.ticket_lane_idx is 'Which groups are to be looked at next?';
+-- The latest first: what stands behind it is dead, and kept by some old snapshot.
+create index ticket_group_idx on pgqueue.ticket (hashtextextended(group_key, hashtext(queue)), priority, at desc)
 with (deduplicate_items = off);
-comment on index pgqueue.slot_group_idx is 'Which slots has a group?';
+comment on index pgqueue.ticket_group_idx is 'Which tickets has a group?';
 
-create table pgqueue.recall (
-    queue text not null,
-    group_key text not null
-);
-alter table pgqueue.recall replica identity full;
-comment on table pgqueue.recall is
-'Groups in which an attempt has ended while a claim had their gate locked:
-the next claim looks for a parked job.';
-comment on column pgqueue.recall.queue is 'The queue.';
-comment on column pgqueue.recall.group_key is 'The group.';
-create index recall_queue_idx on pgqueue.recall (hashtext(queue));
-comment on index pgqueue.recall_queue_idx is 'Which groups of a queue are to be looked at?';
-
--- A permit to run is held while its job has the token of the claim that took it; one to begin, for
--- the period after that.
+-- A permit to run is held while its job has the token of the claim that took it, or keeps it for its retry;
+-- one to begin, for the period after that.
 create table pgqueue.permit (
     job_id bigint,
     token bigint,
@@ -243,12 +227,14 @@ create table pgqueue.permit (
 );
 alter table pgqueue.permit replica identity full;
 comment on table pgqueue.permit is
-'How many jobs of a queue or kind may run at once, or of a queue, kind or group
-begin in a period: one row for each.';
+'How many jobs of a queue, kind or group may run at once, or begin in a period:
+one row for each.';
 comment on column pgqueue.permit.place is 'Which permit of its cap it is, from 1.';
 comment on column pgqueue.permit.is_rate is 'Whether it is a permit to begin, not to run.';
 comment on column pgqueue.permit.job_id is 'The job that took it last.';
-comment on column pgqueue.permit.token is 'The token of the claim that took it.';
+comment on column pgqueue.permit.token is
+'The token of the claim that took it last; before that, below 0, the transaction
+that made it, which must not take it.';
 comment on column pgqueue.permit.taken_at is 'When that was; null for never, or before there was a cap.';
 comment on column pgqueue.permit.second is 'The second of taken_at, since 2020.';
 comment on column pgqueue.permit.queue is 'The queue.';
@@ -766,15 +752,15 @@ comment on column pgqueue.tally.cancelled is 'How many were cancelled.';
 create index tally_batch_idx on pgqueue.tally (batch_id, part);
 comment on index pgqueue.tally_batch_idx is 'Where are the jobs of a batch, and how have they ended?';
 
--- What claims and enqueues remember for each other; rooms lane and turn say what is in them. Sequences,
+-- What claims and enqueues remember for each other; module lane says what is in them. Sequences,
 -- because these can be shared and written without a version of a row.
 do $$
 begin
-    for cell in 0 .. 1055 loop
+    for cell in 0 .. 671 loop
         execute format('create sequence pgqueue._cell_%s minvalue 0', cell);
         execute format(
             'comment on sequence pgqueue._cell_%s is '
-            '''Where a claim may begin, a group goes on, or a batch has a job: safe to lose.''', cell
+            '''Where a claim may begin, or a batch has a job: safe to lose.''', cell
         );
     end loop;
 end;
@@ -788,6 +774,20 @@ safe to lose.';
 create sequence pgqueue._cell_swept minvalue 0;
 comment on sequence pgqueue._cell_swept is
 'Up to which id the sweep has looked at ties and batches: safe to lose.';
+
+create sequence pgqueue._cell_groups_swept minvalue -9223372036854775808;
+comment on sequence pgqueue._cell_groups_swept is
+'Up to which group, by its hash, the sweep has looked: safe to lose.';
+
+create sequence pgqueue._cell_groups_due minvalue 0;
+comment on sequence pgqueue._cell_groups_due is
+'When a claim has to look for groups without a ticket, in us since 2020: safe to
+lose.';
+
+create sequence pgqueue._cell_groups_slow minvalue 0;
+comment on sequence pgqueue._cell_groups_slow is
+'Until when enqueues tell claims where a group begins, because many finished jobs
+stood in their way, in us since 2020: safe to lose.';
 
 create sequence pgqueue._cell_due minvalue 0;
 comment on sequence pgqueue._cell_due is

@@ -255,13 +255,22 @@ begin
         group_on_retry = coalesce(excluded.group_on_retry, q.group_on_retry)
     returning q.ctid into written;
     perform pgqueue._drop_empty_settings(array[written]);
-    if configure.group_limit is not null or configure.reset and pg_relation_size('pgqueue.slot') > 0 then
-        perform pgqueue._apply_limit(configure.queue, configure.group_key);
-    end if;
-    if num_nonnulls(configure.max_running, configure.rate_limit, configure.rate_period) > 0
-        or configure.reset and pg_relation_size('pgqueue.permit') > 0
+    if num_nonnulls(
+        configure.group_limit, configure.max_running, configure.rate_limit, configure.rate_period
+    ) > 0 or configure.reset and pg_relation_size('pgqueue.permit') > 0
     then
-        perform pgqueue._apply_caps(configure.queue, configure.kind, configure.group_key);
+        if configure.kind is null and (configure.group_key is not null or configure.group_limit is not null or configure.reset)
+        then
+            perform pgqueue._apply_limits(configure.queue, configure.group_key);
+        end if;
+        if configure.group_key is null then
+            perform pgqueue._apply_caps(configure.queue, configure.kind);
+        end if;
+        if configure.queue is not null then
+            perform pgqueue._wake(configure.queue);
+        elsif current_setting('pgqueue.notify', true) is distinct from 'off' then
+            perform pg_notify('pgqueue', '');
+        end if;
     end if;
 end;
 $$;
@@ -378,12 +387,9 @@ create or replace function pgqueue.resume(
 as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_pause(queue, kind, group_key));
-    was_paused boolean := exists (select from pgqueue.queue as q where q.paused);
 begin
     perform pgqueue._set_paused(queue, kind, group_key, false);
-    if was_paused and num_nonnulls(kind, group_key) > 0 then
-        perform pgqueue._renew_turns(queue, kind, group_key);
-    end if;
+    perform pgqueue._unblock_groups(queue, group_key);
     if queue is not null then
         perform pgqueue._wake(queue);
     elsif current_setting('pgqueue.notify', true) is distinct from 'off' then

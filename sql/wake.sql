@@ -11,8 +11,7 @@
 -- first parks, then looks whether anything is in flight. So either the producer sees
 -- the worker and notifies, or the worker sees the producer and asks again soon.
 --
--- (7366515, folded to 64, is held shared by every enqueue into a group: see room turn; 7366516 by
--- who waits for the end of a job: see room status.)
+-- (7366516 is held by who waits for the end of a job: see module status.)
 --
 -- A notification says in a word what it is for, and nothing of a job: nothing at all that there may be
 -- something to claim, "cancel" that a job was cancelled that runs, "end" that one has ended for whose
@@ -157,21 +156,22 @@ declare
     until timestamptz;
 begin
     for live in select * from pgqueue._live_lanes(queue) loop
-        if live.first <= moment then
+        if live.first <= moment and live.lane > 500 then
+            until := least(until, pgqueue._until_ticket(
+                queue, kinds, paused, live.lane, (pgqueue._in_force(queue)).group_limit is not null, moment
+            ));
+        elsif live.first <= moment then
             perform from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
-                and j.priority = live.priority and coalesce(j.turn, j.run_at) <= moment
+                and (j.priority + 1000 * num_nonnulls(j.group_key)) = live.lane and j.run_at <= moment
                 and (j.lease_expires_at is null or j.lease_expires_at <= moment)
                 and (_until_due.kinds is null or j.kind = any (_until_due.kinds))
-                and (_until_due.paused is null or coalesce(
-                    _until_due.paused -> j.group_key -> j.kind, _until_due.paused -> j.group_key -> '',
-                    _until_due.paused -> '' -> j.kind, _until_due.paused -> '' -> ''
-                ) = 'false')
+                and (_until_due.paused is null
+                    or coalesce(_until_due.paused -> '' -> j.kind, _until_due.paused -> '' -> '') = 'false')
             limit 1
             for update skip locked;
             if found then
-                -- Its group may be full.
-                return case when pgqueue._has_limits(queue) then interval '100 milliseconds' else interval '0' end;
+                return interval '0';
             end if;
             select
                 min(j.lease_expires_at) filter (where j.lease_expires_at > moment),
@@ -182,27 +182,25 @@ begin
             into lease_ends_at, unlocked_at
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
-                and j.priority = live.priority and coalesce(j.turn, j.run_at) <= moment
+                and (j.priority + 1000 * num_nonnulls(j.group_key)) = live.lane and j.run_at <= moment
                 and (_until_due.kinds is null or j.kind = any (_until_due.kinds))
-                and (_until_due.paused is null or coalesce(
-                    _until_due.paused -> j.group_key -> j.kind, _until_due.paused -> j.group_key -> '',
-                    _until_due.paused -> '' -> j.kind, _until_due.paused -> '' -> ''
-                ) = 'false');
+                and (_until_due.paused is null
+                    or coalesce(_until_due.paused -> '' -> j.kind, _until_due.paused -> '' -> '') = 'false');
             until := least(until, lease_ends_at, unlocked_at);
         end if;
         until := least(until, (
-            select coalesce(j.turn, j.run_at)
+            select j.run_at
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
-                and j.priority = live.priority
-                and coalesce(j.turn, j.run_at) > moment and coalesce(j.turn, j.run_at) < 'infinity'
+                and (j.priority + 1000 * num_nonnulls(j.group_key)) = live.lane
+                and j.run_at > moment and j.run_at < 'infinity'
                 and j.lease_expires_at is null
                 and (_until_due.kinds is null or j.kind = any (_until_due.kinds))
                 and (_until_due.paused is null or coalesce(
                     _until_due.paused -> j.group_key -> j.kind, _until_due.paused -> j.group_key -> '',
                     _until_due.paused -> '' -> j.kind, _until_due.paused -> '' -> ''
                 ) = 'false')
-            order by coalesce(j.turn, j.run_at), j.id
+            order by j.run_at, j.id
             limit 1
         ));
     end loop;

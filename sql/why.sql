@@ -51,9 +51,11 @@ begin
     if group_limit is null then
         return null;
     end if;
-    select count(*), min(s.holder) into held, holder_id
-    from pgqueue._slots(job.queue, job.group_key) as s
-    where s.holder is not null and s.holder <> job.id;
+    select count(*), min(p.holder) into held, holder_id
+    from pgqueue._permits(
+        job.queue, row('', job.group_key, false, group_limit, '1 second')::pgqueue._cap, clock_timestamp()
+    ) as p
+    where p.is_held and p.holder <> job.id;
     if held < group_limit then
         return null;
     end if;
@@ -80,19 +82,18 @@ create or replace function pgqueue._why_capped(job pgqueue.job, moment timestamp
     set search_path = pg_catalog, pg_temp
 as $$
 declare
+    keys text[] := array_remove(array[job.group_key], null);
+    settings record := pgqueue._group_settings(job.queue, keys);
+    caps pgqueue._cap[] := (pgqueue._group_caps(keys, null, settings.rates, settings.periods, null)).caps
+        || pgqueue._caps(job.queue, array[job.kind]);
     cap pgqueue._cap;
     free_at timestamptz;
     whose text;
 begin
-    foreach cap in array
-        pgqueue._group_rates(job.queue, array[job.group_key]) || pgqueue._caps(job.queue, array[job.kind])
-    loop
+    foreach cap in array caps loop
         select min(p.free_at) into free_at
         from pgqueue._permits(job.queue, cap, moment) as p
         having count(*) filter (where p.is_usable) = 0 and count(*) > 0;
-        if cap.group_key <> '' and job.turn between moment and '9998-12-31 00:00 UTC' then
-            free_at := job.turn;
-        end if;
         if free_at is not null then
             whose := case
                 when cap.group_key <> '' then 'its group ' || cap.group_key
@@ -207,22 +208,26 @@ begin
         select count(*)
         from (
             select
-            from pgqueue._live_lanes(job.queue) as l
+            from (
+                select v.lane, v.lane - case when v.lane > 500 then 1000 else 0 end as priority
+                from pgqueue._live_lanes(job.queue) as v
+            ) as l
             cross join lateral (
-                select pgqueue._due_by(l.priority, job.priority, job.run_at, moment, age_after) as due_by
+                select case
+                    when l.priority = job.priority then job.run_at
+                    else pgqueue._due_by(l.priority, job.priority, job.run_at, moment, age_after)
+                end as due_by
             ) as b
             cross join lateral (
                 select
                 from pgqueue.job as j
                 where hashtext(j.queue) = hashtext(job.queue) and j.queue = job.queue
-                    and j.priority = l.priority
-                    and (coalesce(j.turn, j.run_at), j.id) < (
-                        case when l.priority <> job.priority then b.due_by else coalesce(job.turn, job.run_at) end,
-                        case when l.priority <> job.priority then 9223372036854775807 else job.id end
+                    and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane
+                    and (j.run_at, j.id) < (
+                        b.due_by, case when l.priority <> job.priority then 9223372036854775807 else job.id end
                     )
-                    and (l.priority = job.priority or j.run_at <= b.due_by)
                     and j.lease_expires_at is null
-                order by coalesce(j.turn, j.run_at), j.id
+                order by j.run_at, j.id
                 limit 10001
             ) as ahead
             where l.priority >= job.priority or age_after is not null
@@ -254,8 +259,8 @@ declare
             select j.claimed_at
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_unclaimed.queue) and j.queue = _unclaimed.queue
-                and j.priority = l.priority
-            order by coalesce(j.turn, j.run_at), j.id
+                and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane
+            order by j.run_at, j.id
             limit 1000
         ) as f
     );

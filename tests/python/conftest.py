@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import psycopg
 import pytest
@@ -15,6 +16,7 @@ from psycopg.conninfo import make_conninfo
 from pytest_timeout import Settings
 
 Connect = Callable[..., psycopg.Connection]
+Found = TypeVar("Found")
 TEMPLATE = "pgqueue_template"
 NUMBERS = itertools.count()
 LIMIT = pytest.StashKey[float]()  # seconds that a test may take
@@ -132,6 +134,14 @@ def blocked(connect: Connect) -> Callable[[psycopg.Connection], None]:
         raise AssertionError("the session was never blocked")
 
     return wait
+
+
+def soon(look: Callable[[], Found], timeout: float = 15) -> Found:
+    """Look again until there is something, and return what is there in the end."""
+    deadline = time.monotonic() + timeout
+    while not (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
 
 
 def url(db: psycopg.Connection, driver: str) -> str:

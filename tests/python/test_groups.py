@@ -5,11 +5,13 @@ import random
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 
 import psycopg
-from conftest import column, one
+import pytest
+from conftest import column, one, soon
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -53,16 +55,16 @@ class Job:
     token: int | None = None
     is_expired: bool = False
     is_cancelled: bool = False
-    has_slot: bool = False
+    has_permit: bool = False
 
     @property
     def waits(self) -> bool:
         return self.token is None
 
     @property
-    def keeps_slot(self) -> bool:
+    def keeps_permit(self) -> bool:
         """It waits for its retry, and no other job of its group runs in its place."""
-        return self.waits and self.has_slot
+        return self.waits and self.has_permit
 
     @property
     def place(self) -> tuple:
@@ -128,8 +130,8 @@ class Model:
             del self.jobs[job.id]
         if to == "dead":
             self.dead[job.id] = job
-        job.has_slot = (
-            job.has_slot
+        job.has_permit = (
+            job.has_permit
             and to == "retry"
             and self.on_retry.get(job.group, self.on_retry.get(None)) == "block"
         )
@@ -150,17 +152,19 @@ class Model:
             waiting = sorted(
                 (job for job in due if job.group == group), key=lambda job: job.place
             )
-            keepers = [job for job in waiting if job.keeps_slot]
-            later = [job for job in self.of(group) if job.keeps_slot and not job.is_due]
+            keepers = [job for job in waiting if job.keeps_permit]
+            later = [
+                job for job in self.of(group) if job.keeps_permit and not job.is_due
+            ]
             held = self.running(group) + len(later)
             limit = self.limit(group)
             if keepers and held < limit:
-                # One that waited for its retry comes first: it has its slot.
+                # One that waited for its retry comes first: it has its permit.
                 free.append(keepers[0])
             elif not keepers and held < limit:
                 free.append(waiting[0])
             elif keepers and held + len(keepers) < limit:
-                free += [job for job in waiting if not job.keeps_slot][:1]
+                free += [job for job in waiting if not job.keeps_permit][:1]
         return [
             job
             for job in free
@@ -336,8 +340,8 @@ class Groups(RuleBasedStateMachine):
             job = model.jobs[id]
             assert kinds is None or job.kind in kinds
             model.begin(job, token)
-            jobs.append((job, job.has_slot))
-            job.has_slot = job.has_slot or model.limit(job.group) is not None
+            jobs.append((job, job.has_permit))
+            job.has_permit = job.has_permit or model.limit(job.group) is not None
         for job, is_retry in jobs:
             limit = model.limit(job.group)
             if limit is None:
@@ -346,14 +350,14 @@ class Groups(RuleBasedStateMachine):
             assert running <= limit, f"{running} of {job.group} run"
             if is_retry:
                 continue
-            kept = sum(j.waits and j.keeps_slot for j in model.of(job.group))
-            assert running + kept <= limit, f"{job} has the slot of another"
+            kept = sum(j.waits and j.keeps_permit for j in model.of(job.group))
+            assert running + kept <= limit, f"{job} has the permit of another"
             for other in waited:
                 if (
                     other.group == job.group
                     and other.waits
                     and other.is_due
-                    and not other.keeps_slot
+                    and not other.keeps_permit
                 ):
                     assert job.place < other.place, f"{job} overtook {other}"
         if not claimed:
@@ -521,7 +525,7 @@ class Groups(RuleBasedStateMachine):
 
     @rule()
     def maintain(self) -> None:
-        """Recover what expired, and drop the slots of groups without jobs."""
+        """Recover what expired, and drop the permits of groups without jobs."""
         self.db.execute("select pgqueue.maintain()")
         for job in [job for job in self.model.jobs.values() if job.is_expired]:
             self.model.fail(job)
@@ -543,7 +547,7 @@ class Groups(RuleBasedStateMachine):
         self.model.limits[group] = limit
         for job in self.model.jobs.values():
             if not job.waits and self.model.limit(job.group) is not None:
-                job.has_slot = True
+                job.has_permit = True
 
     @rule(group=LIMITED, how=st.sampled_from(["skip", "block", "block"]))
     def on_retry(self, group, how) -> None:
@@ -605,8 +609,7 @@ class Groups(RuleBasedStateMachine):
             (self.queue,),
         )
         self.db.execute(
-            "update pgqueue.job set turn = turn - interval '1 day' "
-            "where queue = %s and turn between '1900-01-01' and '9998-12-31'",
+            "update pgqueue.ticket set at = at - interval '1 day' where queue = %s",
             (self.queue,),
         )
         self.model.begun.clear()
@@ -639,8 +642,7 @@ class Groups(RuleBasedStateMachine):
             for table, queue in [
                 ("job", "queue"),
                 ("dead_job", "queue"),
-                ("slot", "queue"),
-                ("recall", "queue"),
+                ("ticket", "queue"),
                 ("permit", "queue"),
                 ("queue", "name"),
             ]:
@@ -664,6 +666,238 @@ def test_groups_are_served_as_the_model_says(db):
     )
 
 
+# Shares, however many sessions enqueue at once
+
+
+def enqueue(
+    session: psycopg.Connection, group_key: str, jobs: int, *, bulk: bool = True
+) -> None:
+    if bulk:
+        session.execute(
+            "select pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[%(jobs)s]),"
+            " group_keys => array_fill(%(group)s::text, array[%(jobs)s]))",
+            {"jobs": jobs, "group": group_key},
+        )
+    else:
+        for _ in range(jobs):
+            session.execute(
+                "select pgqueue.enqueue('q', group_key => %s)", (group_key,)
+            )
+
+
+def claimed(db: psycopg.Connection, jobs: int) -> Counter[str]:
+    """Whose jobs claims of ten return."""
+    return Counter(
+        key
+        for _ in range(jobs // 10)
+        for key in column(db, "select group_key from pgqueue.claim('q', 'w', 10)")
+    )
+
+
+def test_sessions_that_do_not_see_each_other_give_their_group_no_larger_share(
+    db, connect
+):
+    first, second, third = connect(), connect(), connect()
+    # Not long before a claim has looked for tickets that are there twice.
+    assert column(db, "select id from pgqueue.claim('q', 'w')") == []
+    with first.transaction(), second.transaction():
+        enqueue(first, "big", 20)
+        enqueue(second, "big", 20, bulk=False)
+        with third.transaction():
+            enqueue(third, "big", 10, bulk=False)
+            enqueue(third, "big", 10)
+    enqueue(db, "small", 60)
+    # Until copies are dropped, each ticket gives once.
+    sizes = [
+        one(db, "select count(*) from pgqueue.claim('q', 'w', 10)") for _ in range(2)
+    ]
+    assert sizes == [10, 10]
+    time.sleep(0.15)
+    claimed(db, 10)
+    assert claimed(db, 40) == {"big": 20, "small": 20}
+
+
+def test_what_was_rolled_back_costs_its_group_nothing(db):
+    with db.transaction(force_rollback=True):
+        enqueue(db, "big", 1000)
+    enqueue(db, "big", 15)
+    enqueue(db, "small", 15)
+    assert claimed(db, 20) == {"big": 10, "small": 10}
+
+
+def test_a_claim_is_full_while_other_sessions_make_tickets_twice(db, connect):
+    """Two of one group do no harm."""
+    others = [connect() for _ in range(3)]
+    for size in (1, 2, 10, 60):
+        with ExitStack() as stack:
+            for other in others:
+                stack.enter_context(other.transaction())
+                enqueue(other, "a", 40)
+                enqueue(other, "b", 40)
+        ids = column(db, "select id from pgqueue.claim('q', 'w', %s)", size)
+        assert len(set(ids)) == size
+
+
+# A claim and a rest agree
+
+ENQUEUE = "select pgqueue.enqueue('q', group_key => 'a', kind => %s{})"
+LATER = ENQUEUE.format(", run_at => now() + interval '1 hour'")
+NOW = ENQUEUE.format("")
+CLAIM = "select pgqueue.claim('q', 'w', 5)"
+# What was done; the kinds that are asked for; whether there is something to wait for.
+BLOCKED = {
+    "only another is due": (
+        [
+            "select pgqueue.cancel(pgqueue.enqueue('q', group_key => 'b'))",
+            LATER.replace("%s", "'y'"),
+        ],
+        None,
+        True,
+    ),
+    "due, but of another kind": (
+        [NOW.replace("%s", "'x'"), LATER.replace("%s", "'y'")],
+        ["y"],
+        True,
+    ),
+    "behind one of another kind": (
+        [
+            "select pgqueue.configure('q', group_limit => 1)",
+            NOW.replace("%s", "'x'"),
+            NOW.replace("%s", "'y'"),
+        ],
+        ["y"],
+        False,
+    ),
+    "of a kind that is full": (
+        [
+            "select pgqueue.configure('q', kind => 'x', max_running => 1)",
+            NOW.replace("%s", "'x'"),
+            NOW.replace("%s", "'x'"),
+            CLAIM,
+        ],
+        None,
+        True,
+    ),
+    "of a kind that is full, and one for later": (
+        [
+            "select pgqueue.configure('q', kind => 'x', max_running => 1)",
+            NOW.replace("%s", "'x'"),
+            NOW.replace("%s", "'x'"),
+            LATER.replace("%s", "'y'"),
+            CLAIM,
+        ],
+        None,
+        True,
+    ),
+    "of a kind that is paused, and one for later": (
+        [
+            "select pgqueue.pause('q', kind => 'x')",
+            NOW.replace("%s", "'x'"),
+            LATER.replace("%s", "'y'"),
+        ],
+        None,
+        True,
+    ),
+    "of a group that is paused": (
+        ["select pgqueue.pause('q', group_key => 'a')", NOW.replace("%s", "'x'")],
+        None,
+        False,
+    ),
+    "behind one that runs": (
+        [
+            "select pgqueue.configure('q', group_limit => 1)",
+            NOW.replace("%s", "'x'"),
+            NOW.replace("%s", "'y'"),
+            CLAIM,
+        ],
+        None,
+        True,
+    ),
+    "behind one that waits for its retry": (
+        [
+            "select pgqueue.configure('q', group_limit => 1, group_on_retry => 'block')",
+            NOW.replace("%s", "'x'"),
+            NOW.replace("%s", "'y'"),
+            "select pgqueue.fail(id, token, 'e', '1 hour') from pgqueue.claim('q', 'w')",
+        ],
+        None,
+        True,
+    ),
+    "beyond a rate": (
+        [
+            "select pgqueue.configure('q', group_key => '*', rate_limit => 1, rate_period => '1 hour')",
+            NOW.replace("%s", "'x'"),
+            NOW.replace("%s", "'x'"),
+            CLAIM,
+        ],
+        None,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKED)
+def test_who_finds_nothing_in_groups_may_rest_until_there_is_something(db, case):
+    """Not for no time, which would be a busy loop, and not for ever."""
+    steps, kinds, is_awaited = BLOCKED[case]
+    for step in steps:
+        db.execute(step)
+    rests = []
+    # At first it looks again soon: an end may not have been committed yet.
+    for _ in range(30):
+        assert (
+            column(
+                db,
+                "select id from pgqueue.claim('q', 'w', 5, kinds => %s::text[])",
+                kinds,
+            )
+            == []
+        )
+        rest = "select extract(epoch from pgqueue.rest('{q}', %s::text[], park => false))::float"
+        rests.append(one(db, rest, kinds))
+        if len(rests) > 1 and (rests[-1] is None or rests[-1] > 20):
+            break
+        time.sleep(0.15)
+    assert rests[-1] is None or rests[-1] > 20, rests
+    assert rests[-1] is not None or not is_awaited, rests
+
+
+@pytest.mark.parametrize("way", ["kinds", "full", "paused"])
+def test_a_job_is_found_behind_many_groups_that_have_only_what_is_left_out(db, way):
+    """As a worker of a rare kind, or where a cap of a kind is full."""
+    if way == "full":
+        db.execute("select pgqueue.configure('q', kind => 'x', max_running => 1)")
+    elif way == "paused":
+        db.execute("select pgqueue.pause('q', kind => 'x')")
+    db.execute(
+        "select count(*) from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[20000]), kind => 'x', "
+        "group_keys => array(select 'group ' || n from generate_series(1, 20000) as n))"
+    )
+    if way == "full":
+        assert len(column(db, "select id from pgqueue.claim('q', 'w')")) == 1
+    rare = one(db, "select pgqueue.enqueue('q', kind => 'y', group_key => 'last')")
+    ask = "select id from pgqueue.claim('q', 'w', 1, kinds => %s::text[])"
+    found = soon(lambda: column(db, ask, ["y"] if way == "kinds" else None))
+    assert found == [rare]
+
+
+@pytest.mark.parametrize("what", ["paused", "of another kind"])
+def test_what_comes_due_in_a_group_is_found_at_once_though_another_may_not_begin(
+    db, what
+):
+    if what == "paused":
+        db.execute("select pgqueue.pause('q', kind => 'x')")
+    db.execute(NOW, ("x",))
+    db.execute(ENQUEUE.format(", run_at => now() + interval '2.5 s'"), ("y",))
+    late = (
+        "select extract(epoch from clock_timestamp() - run_at)::float "
+        "from pgqueue.claim('q', 'w', 1, kinds => %s::text[])"
+    )
+    kinds = None if what == "paused" else ["y"]
+    (waited,) = soon(lambda: column(db, late, kinds))
+    assert waited < 1
+
+
 # Many sessions
 
 OVER = """
@@ -671,7 +905,7 @@ OVER = """
     where group_key is not null and lease_expires_at is not null
     group by 1 having count(*) > case group_key when 'one' then 1 else 2 end
 """
-LEFT = "select id, token, run_at, lease_expires_at, turn::text, slot from pgqueue.job"
+LEFT = "select id, token, run_at, lease_expires_at, kept_token from pgqueue.job"
 
 
 def produce(conn: psycopg.Connection, seed: int) -> None:

@@ -31,11 +31,16 @@ FILL = [
     from generate_series(1, 60000) as n
     """,
     # Apart from others: chance decides whether a lane comes before its round.
+    # Before the sessions, because nobody takes a permit that his own transaction has made.
+    "select pgqueue.configure(name, group_limit => 9) from unnest(array['limited', 'capped']) as n (name)",
+    "select pgqueue.configure('capped', max_running => 900, rate_limit => 900, rate_period => '1 day')",
+    "select pgqueue.configure('rated', group_key => 'a', rate_limit => 1, rate_period => '1 day')",
     """
-    select count(*) from pgqueue.enqueue_many(
-        'groups', array_fill('{}'::jsonb, array[3000]),
+    select pgqueue.enqueue_many(
+        name, array_fill('{}'::jsonb, array[3000]),
         group_keys => array(select 'group ' || n % 70 from generate_series(1, 3000) as n)
     )
+    from unnest(array['groups', 'limited', 'capped']) as n (name)
     """,
     """
     select count(*) from pgqueue.enqueue_many(
@@ -248,12 +253,12 @@ CALLS = {
     "complete_many": f"pgqueue.complete_many({HELD}, %(results)s)",
     "configure": "pgqueue.configure('deep', '1 minute', 9, '1 hour', '30 days', 3)",
     "claim with settings": f"{JOBS}.claim('deep', 'w', 50)",
-    "limit": "pgqueue.configure('groups', group_limit => 9)",
-    "claim of groups with a limit": f"{JOBS}.claim('groups', 'w', 50)",
+    "limit": "pgqueue.configure('limited', group_limit => 9)",
+    "claim of groups with a limit": f"{JOBS}.claim('limited', 'w', 50)",
     "pause of a group": "pgqueue.pause('groups', group_key => 'group 9')",
     "claim of other groups": f"{JOBS}.claim('groups', 'w', 50)",
-    "cap": "pgqueue.configure('groups', max_running => 900, rate_limit => 900, rate_period => '1 day')",
-    "claim under caps": f"{JOBS}.claim('groups', 'w', 50)",
+    "cap": "pgqueue.configure('capped', max_running => 900, rate_limit => 900, rate_period => '1 day')",
+    "claim under caps": f"{JOBS}.claim('capped', 'w', 50)",
     "rate": "pgqueue.configure('rated', group_key => 'a', rate_limit => 1, rate_period => '1 day')",
     "claim of a used up group": f"{JOBS}.claim('rated', 'w', 5)",
     "age": "pgqueue.configure('mixed', age_after => '25 minutes')",
@@ -355,7 +360,11 @@ RESET = [
     "select setval('pgqueue.job_id_seq', (select max(id) from pgqueue.job))",
     "select setval('pgqueue.token_seq', (select max(token) from pgqueue.job))",
     "select setval(c.oid::regclass, 0) from pg_class as c where starts_with(c.relname, '_cell_')",
-    "vacuum pgqueue.job, pgqueue.dead_job, pgqueue.run, pgqueue.queue, pgqueue.slot, pgqueue.permit",
+    # Rows that a claim had locked that was rolled back are not as before: an enqueue gives a group
+    # whose ticket it is another one.
+    "truncate pgqueue.ticket",
+    "insert into pgqueue.ticket select * from tickets order by at",
+    "vacuum pgqueue.job, pgqueue.dead_job, pgqueue.run, pgqueue.queue, pgqueue.permit",
 ]
 # What a session left behind, except what is random or depends on the clock.
 LEFT = """
@@ -410,6 +419,7 @@ def deep(template: str) -> Iterator[str]:
         with psycopg.connect(dsn, autocommit=True) as db:
             for step in FILL:
                 db.execute(step)
+            db.execute("create table tickets as table pgqueue.ticket")
         yield dsn
         admin.execute(f"drop database {DEEP} with (force)")
 

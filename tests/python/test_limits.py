@@ -2,7 +2,7 @@
 
 import psycopg
 import pytest
-from conftest import column, one
+from conftest import column, one, soon
 
 CLAIM = "select id, token from pgqueue.claim('q', 'w', 10, kinds => %s)"
 
@@ -60,7 +60,7 @@ def test_two_open_claims_take_no_two_jobs_of_a_group(limited):
     assert claim(other) == {}
 
 
-def test_an_open_claim_leaves_the_other_slots_of_its_group(limited):
+def test_an_open_claim_leaves_the_other_permits_of_its_group(limited):
     db, other = limited
     db.execute("select pgqueue.configure('q', group_limit => 2)")
     first, second, *_ = enqueue(db, "a", "a", "a")
@@ -71,7 +71,7 @@ def test_an_open_claim_leaves_the_other_slots_of_its_group(limited):
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_an_open_end_of_an_attempt_leaves_the_free_slots_of_its_group(limited, end):
+def test_an_open_end_of_an_attempt_leaves_the_free_permits_of_its_group(limited, end):
     db, other = limited
     db.execute("select pgqueue.configure('q', group_limit => 2)")
     *_, third, fourth = enqueue(db, "a", "a", "a", "a")
@@ -82,10 +82,10 @@ def test_an_open_end_of_an_attempt_leaves_the_free_slots_of_its_group(limited, e
     with db.transaction():
         finish(db, dict([the_other]), end)
         assert claim(other).keys() == {third}
-    assert claim(other).keys() == {fourth}
+    assert soon(lambda: claim(other)).keys() == {fourth}
 
 
-def test_a_claim_that_is_rolled_back_gives_its_slot_back(limited):
+def test_a_claim_that_is_rolled_back_gives_its_permit_back(limited):
     db, other = limited
     first, _ = enqueue(db, "a", "a")
     with db.transaction(force_rollback=True):
@@ -125,11 +125,12 @@ def test_an_end_beside_an_open_claim_does_not_wait_and_the_next_job_is_found(
     _, second = enqueue(db, "a", "a")
     job = dict([db.execute("select id, token from pgqueue.claim('q', 'w')").fetchone()])
     with other.transaction():
-        # It parks the second job.
+        # It notes that the group is full.
         assert claim(other) == {}
         finish(db, job, end)
-        assert claim(db) == {}
-    assert claim(db).keys() == {second}
+        found = claim(db)
+    assert (found or soon(lambda: claim(db))).keys() == {second}
+    assert claim(other) == {}
 
 
 @pytest.mark.parametrize("commits", [True, False])
@@ -165,7 +166,7 @@ def test_a_dead_worker_holds_up_its_group_until_its_lease_expires(limited, end):
     job = claim(db)
     assert claim(other) == {}
     finish(db, job, end)
-    assert claim(other).keys() == {second}
+    assert soon(lambda: claim(other)).keys() == {second}
 
 
 def test_a_lost_worker_frees_nothing_when_it_comes_back(limited):
@@ -173,7 +174,7 @@ def test_a_lost_worker_frees_nothing_when_it_comes_back(limited):
     first, _ = enqueue(db, "a", "a")
     job = claim(db)
     db.execute("update pgqueue.job set lease_expires_at = now() - interval '1 second'")
-    assert claim(other).keys() == {first}
+    assert soon(lambda: claim(other)).keys() == {first}
     with pytest.raises(psycopg.Error, match="is lost"):
         finish(db, job, "complete")
     assert claim(db) == {}
@@ -188,7 +189,7 @@ def test_when_the_first_job_of_a_group_is_cancelled_the_next_one_is_found(limite
     with db.transaction():
         db.execute("select pgqueue.cancel(%s)", (second,))
         assert claim(other) == {}
-    assert claim(other).keys() == {third}
+    assert soon(lambda: claim(other)).keys() == {third}
 
 
 @pytest.mark.parametrize("commits", [True, False])
@@ -204,10 +205,10 @@ def test_while_the_first_job_is_just_being_postponed_none_of_the_others_overtake
             "on_duplicate => 'postpone', run_at => now() + interval '1 hour')"
         )
         assert claim(db) == {}
-    assert claim(db).keys() == {second if commits else first}
+    assert soon(lambda: claim(db)).keys() == {second if commits else first}
 
 
-def test_two_slots_are_filled_beside_an_open_postponement(limited):
+def test_two_permits_are_taken_beside_an_open_postponement(limited):
     db, other = limited
     db.execute("select pgqueue.configure('q', group_limit => 2)")
     db.execute("select pgqueue.enqueue('q', group_key => 'a', unique_key => 'k')")
@@ -230,7 +231,7 @@ def test_a_limit_that_is_set_beside_an_open_claim_holds_when_both_have_committed
     assert claim(db) == {}
 
 
-def test_a_limit_that_is_raised_or_taken_away_lets_parked_jobs_go(limited):
+def test_a_limit_that_is_raised_or_taken_away_lets_blocked_jobs_go(limited):
     db, other = limited
     _, second, third, fourth = enqueue(db, "a", "a", "a", "a")
     claim(db)

@@ -202,8 +202,9 @@ class Truth:
         self.jobs = rows(
             db,
             f"select {', '.join(AS_STORED)}, nullif(run_at, 'infinity') as run_at, run_at = 'infinity' as waits,"
-            " turn = 'infinity' as is_parked, errors, payload, headers, (progress).*, (terms).expires_at"
-            " from pgqueue.job",
+            " exists (select from pgqueue.ticket as t where (t.queue, t.group_key, t.priority)"
+            " = (j.queue, j.group_key, j.priority) and t.is_full) as is_full, errors, payload, headers, (progress).*, (terms).expires_at"
+            " from pgqueue.job as j",
         )
         self.runs = rows(
             db,
@@ -229,9 +230,11 @@ class Truth:
             return "running" if job["lease_expires_at"] > self.now else "expired"
         if job["expires_at"] and job["expires_at"] <= self.now:
             return "expired"
-        if job["waits"] or job["is_parked"]:
+        if job["waits"]:
             return "blocked"
-        return "scheduled" if job["run_at"] > self.now else "ready"
+        if job["run_at"] > self.now:
+            return "scheduled"
+        return "blocked" if job["is_full"] else "ready"
 
     def all_jobs(self) -> dict[int, dict[str, Any]]:
         found = {}

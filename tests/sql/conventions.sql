@@ -161,9 +161,11 @@ select results_eq(
     'the numbers of the locks of who waits for a job stand in room status, and where jobs complete'
 );
 select results_eq(
-    $$ select count(*), count(distinct regexp_replace(w.text, '_\w+\.', '', 'g'))
-       from pg_temp.written('\w+?\.paused is null or coalesce\(.*?\) = ''false''') as w $$,
-    'values (7::bigint, 1::bigint)', 'who looks for jobs passes over the same paused ones'
+    $$ select w.text ~ 'group_key', count(*), count(distinct regexp_replace(w.text, '\m(_\w+|\w)\.', '', 'g'))
+       from pg_temp.written('\w+?\.paused is null\s+?or coalesce\(.*?\) = ''false''') as w
+       group by 1 order by 1 $$,
+    'values (false, 4::bigint, 1::bigint), (true, 8, 1)',
+    'who looks for jobs passes over the same paused ones, in the lanes of groups and in others'
 );
 
 -- The row of a run, and the defaults: what a queue without settings does, beside one whose settings

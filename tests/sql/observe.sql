@@ -115,10 +115,11 @@ select is(
     'why counts a job that was enqueued before'
 );
 select pgqueue.enqueue_many('w', array_fill('{}'::jsonb, array[3209]), priority => 1);
+select pgqueue.enqueue('w', group_key => 'g', run_at => now() - interval '1 minute');
 select pgqueue.enqueue('w', group_key => 'g');
 select is(
     pg_temp.why(:second), 'ready: waits behind 3,211 jobs of higher priority or earlier turn in its queue',
-    'why counts the jobs of higher priority, and those of groups that have an earlier turn'
+    'why counts the jobs of higher priority, and those of groups that have been due for longer'
 );
 select pgqueue.enqueue_many('w', array_fill('{}'::jsonb, array[7000]), priority => 2);
 select is(
@@ -150,6 +151,8 @@ select matches(pgqueue.why(:ready), '^blocked: its wait is over', 'why tells tha
 
 select pgqueue.configure('full', group_limit => 2, group_on_retry => 'block');
 select pgqueue.enqueue_many('full', array_fill('{}'::jsonb, array[3]), group_keys => '{invoice 7,invoice 7,invoice 7}');
+-- As if it had committed: nobody takes a permit that his own transaction has made.
+update pgqueue.permit set token = 0 where token < 0;
 select id as first, token from pgqueue.claim('full', 'w3') \gset
 select id as waits from pgqueue.job where queue = 'full' order by id desc limit 1 \gset
 select is(

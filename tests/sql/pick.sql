@@ -167,14 +167,14 @@ select is(
     'the list of lanes of a queue is no position of its round'
 );
 
--- A job of a group that has no turn yet, beside one that has
+-- A job of a group that comes back to another priority, beside one that stands there
 select pgqueue.enqueue('newcomer', '"first"', group_key => 'a');
 select pgqueue.enqueue('newcomer', '"second"', group_key => 'b');
 select pgqueue.enqueue('newcomer', '"third"', priority => -1);
 select pgqueue.reprioritize(id, 0) from pgqueue.job where payload = '"first"';
 select is(
     pg_temp.numbers('newcomer', 3), 'first second third',
-    'a claim that gives a turn to a job picks no other job of the round twice'
+    'a claim that meets a group for the first time at a priority picks no job twice'
 );
 
 -- Jobs that are older than any position can say

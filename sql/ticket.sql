@@ -1,0 +1,498 @@
+-- Tickets: which groups have something to do.
+--
+-- Jobs of groups stand in lanes of their own, which no claim walks. A group that has something to run at
+-- some priority has a ticket, a small row that says from when on to look at it. A claim takes the tickets
+-- that are due, the earliest first, each group gives a job and its ticket goes to the end: so groups are
+-- served round-robin, whatever waits in each, and an enqueue has nothing to compute.
+--
+-- Tickets are hints. Who enqueues inserts one if it sees none, and changes none, so that an open
+-- transaction holds up nobody; who ends an attempt makes that of a full group due; nobody waits for a
+-- lock. Two of one group do no harm. What is missing is found by the sweep, which goes from group to
+-- group, 50 in 50 ms: nothing depends on a ticket that may get lost. The setting pgqueue.lose_hints, a
+-- part of 1, loses them at random, for tests.
+
+create or replace function pgqueue._is_lost()
+    returns boolean
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    part text := current_setting('pgqueue.lose_hints', true);
+begin
+    return part <> '' and random() < part::float8;
+end;
+$$;
+
+comment on function pgqueue._is_lost() is 'Whether to lose a hint, for a test.';
+
+create or replace function pgqueue._insert_ticket(queue text, group_key text, priority int, at timestamptz)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+as $$
+declare
+    moment timestamptz := greatest(at, clock_timestamp());
+    is_slow boolean := pg_sequence_last_value('pgqueue._cell_groups_slow')
+        > (date_part('epoch', clock_timestamp()) * 1000000)::bigint - 1577836800000000;
+begin
+    if at = 'infinity' or coalesce(current_setting('pgqueue.lose_hints', true), '') <> '' and pgqueue._is_lost() then
+        return;
+    end if;
+    insert into pgqueue.ticket (at, start_at, start_until, priority, queue, group_key)
+    -- It has had none, so nothing waits before this job.
+    select
+        moment, _insert_ticket.at, case when is_slow then moment + interval '1 second' end,
+        _insert_ticket.priority, _insert_ticket.queue, _insert_ticket.group_key
+    where not exists (
+        select
+        from pgqueue.ticket as t
+        where hashtextextended(t.group_key, hashtext(t.queue))
+            = hashtextextended(_insert_ticket.group_key, hashtext(_insert_ticket.queue))
+            and t.priority = _insert_ticket.priority
+            and t.queue = _insert_ticket.queue and t.group_key = _insert_ticket.group_key
+            and (t.at <= moment or t.is_blocked)
+            -- Who has this one locked may be deleting it; who has changed it has left its own lock.
+            and t.xmax in ('0'::xid, t.xmin)
+    );
+end;
+$$;
+
+comment on function pgqueue._insert_ticket(text, text, int, timestamptz) is
+'Lets claims look at a group from this moment on, unless they do so anyway.';
+
+create or replace function pgqueue._insert_tickets(
+    queues text[], group_keys text[], priorities int[], ats timestamptz[]
+)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    is_slow boolean := pg_sequence_last_value('pgqueue._cell_groups_slow') > pgqueue._since_2020(moment);
+begin
+    if pgqueue._is_lost() then
+        return;
+    end if;
+    insert into pgqueue.ticket (at, start_at, start_until, priority, queue, group_key)
+    -- A microsecond apart, so that a walk can go on between any two.
+    select
+        n.at + (n.place - count(*) over ()) * interval '1 microsecond', n.first_at, case when is_slow then n.at + interval '1 second' end,
+        n.priority, n.queue, n.key
+    from (
+        select
+            u.queue, u.key, u.priority, greatest(min(u.at), moment) as at,
+            min(u.at) - interval '1 second' as first_at,
+            row_number() over (order by min(u.place)) as place
+        from unnest(queues, group_keys, priorities, ats) with ordinality as u (queue, key, priority, at, place)
+        where u.key is not null and u.at < 'infinity'
+        group by u.queue, u.key, u.priority
+        offset 0
+    ) as n
+    where not exists (
+        select
+        from pgqueue.ticket as t
+        where hashtextextended(t.group_key, hashtext(t.queue)) = hashtextextended(n.key, hashtext(n.queue))
+            and t.priority = n.priority and t.queue = n.queue and t.group_key = n.key
+            and (t.at <= n.at or t.is_blocked) and t.xmax in ('0'::xid, t.xmin)
+    )
+    order by n.place;
+end;
+$$;
+
+comment on function pgqueue._insert_tickets(text[], text[], int[], timestamptz[]) is
+'_insert_ticket for many; null among the groups is none.';
+
+create or replace function pgqueue._wake_groups(queues text[], group_keys text[])
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    blocked record;
+    locked tid[];
+begin
+    if pgqueue._is_lost() or not exists (
+        select from pgqueue.queue as q
+        where q.group_limit is not null and (q.name = '' or q.name = any (queues))
+    ) then
+        return;
+    end if;
+    select
+        array_agg(t.tid) as tids, array_agg(distinct g.queue) as queues,
+        array_agg(t.priority) as priorities, array_agg(g.queue) as all_queues, array_agg(g.key) as keys
+    into blocked
+    from (
+        select distinct u.queue, u.key from unnest(queues, group_keys) as u (queue, key) where u.key is not null
+    ) as g
+    cross join lateral (
+        select t.ctid as tid, t.priority
+        from pgqueue.ticket as t
+        where hashtextextended(t.group_key, hashtext(t.queue)) = hashtextextended(g.key, hashtext(g.queue))
+            and t.queue = g.queue and t.group_key = g.key and t.is_blocked
+    ) as t;
+    if blocked.tids is null then
+        return;
+    end if;
+    locked := array(
+        select t.ctid from pgqueue.ticket as t where t.ctid = any (blocked.tids) and t.is_blocked
+        for update skip locked
+    );
+    update pgqueue.ticket as t set at = moment, served = 0, is_blocked = false, is_full = false where t.ctid = any (locked);
+    if cardinality(locked) < cardinality(blocked.tids) then
+        -- Somebody looks at these just now, and may see the group as it was.
+        insert into pgqueue.ticket (at, priority, queue, group_key)
+        select moment, b.priority, b.queue, b.key
+        from unnest(blocked.tids, blocked.priorities, blocked.all_queues, blocked.keys)
+            as b (tid, priority, queue, key)
+        where b.tid <> all (locked);
+    end if;
+    perform pgqueue._wake(q.name) from unnest(blocked.queues) as q (name);
+end;
+$$;
+
+comment on function pgqueue._wake_groups(text[], text[]) is
+'For groups in which an attempt has ended: where they could give no more, claims
+look at them again at once.';
+
+create or replace function pgqueue._unblock_groups(queue text, group_key text)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_tidscan = on
+as $$
+begin
+    update pgqueue.ticket as t
+    set at = clock_timestamp(), served = 0, is_blocked = false, is_full = false
+    where t.ctid = any (array(
+        select b.ctid
+        from pgqueue.ticket as b
+        where b.is_blocked and b.queue = coalesce(_unblock_groups.queue, b.queue)
+            and b.group_key = coalesce(nullif(_unblock_groups.group_key, '*'), b.group_key)
+        for update skip locked
+    ));
+end;
+$$;
+
+comment on function pgqueue._unblock_groups(text, text) is
+'After a change of settings: lets claims look again at the groups, of all queues
+where it is null, that could give no more.';
+
+create or replace function pgqueue._reopened(
+    queues text[], priorities int[], group_keys text[], run_ats timestamptz[]
+)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._reopen_lane(o.queue, o.lane)
+    from (
+        select distinct u.queue, u.priority + 1000 * num_nonnulls(u.key) as lane
+        from unnest(_reopened.queues, _reopened.priorities, _reopened.group_keys) as u (queue, priority, key)
+    ) as o;
+    if num_nonnulls(variadic group_keys) > 0 then
+        perform pgqueue._wake_groups(queues, group_keys);
+        perform pgqueue._insert_tickets(queues, group_keys, priorities, run_ats);
+    end if;
+    perform pgqueue._wake(o.queue)
+    from (select distinct u.queue from unnest(_reopened.queues) as u (queue)) as o;
+end;
+$$;
+
+comment on function pgqueue._reopened(text[], int[], text[], timestamptz[]) is
+'For jobs that come back to their old place in a lane, or to a new one in its
+midst: lets claims find them at once, and wakes who waits.';
+
+create or replace function pgqueue._until_ticket(
+    queue text, kinds text[], paused jsonb, lane int, is_strict boolean, moment timestamptz
+)
+    returns timestamptz
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+declare
+    -- A ticket that is due, and that a claim has left, is of jobs that it may not take.
+    first_at timestamptz := (
+        select min(greatest(t.at, j.run_at))
+        from (
+            select t.at, t.priority, t.group_key
+            from pgqueue.ticket as t
+            where hashtext(t.queue) = hashtext(_until_ticket.queue) and t.priority = lane - 1000
+                and t.queue = _until_ticket.queue
+                -- Who ends an attempt or a pause tells of it, if it knew of this one.
+                and (not t.is_blocked or t.is_full and t.served > -3)
+            order by t.at
+            limit case when num_nonnulls(kinds, paused) = 0 then 1 else 1000 end
+        ) as t
+        left join lateral (
+            select f.run_at
+            from (
+                select j.run_at, j.kind, j.group_key
+                from pgqueue.job as j
+                where hashtextextended(j.group_key, hashtext(j.queue))
+                    = hashtextextended(t.group_key, hashtext(_until_ticket.queue))
+                    and -j.priority = -t.priority
+                    and j.queue = _until_ticket.queue and j.group_key = t.group_key
+                    and j.lease_expires_at is null and num_nonnulls(kinds, paused) > 0
+                order by j.run_at, j.id
+                limit case when is_strict then 1 end
+            ) as f
+            where (_until_ticket.kinds is null or f.kind = any (_until_ticket.kinds))
+                and (_until_ticket.paused is null or coalesce(
+                    _until_ticket.paused -> f.group_key -> f.kind, _until_ticket.paused -> f.group_key -> '',
+                    _until_ticket.paused -> '' -> f.kind, _until_ticket.paused -> '' -> ''
+                ) = 'false')
+            limit 1
+        ) as j on true
+        where num_nonnulls(kinds, paused) = 0 or j.run_at is not null
+    );
+begin
+    first_at := least(first_at, (
+        select min(j.lease_expires_at)
+        from (
+            select j.lease_expires_at
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(_until_ticket.queue) and j.queue = _until_ticket.queue
+                and (j.priority + 1000 * num_nonnulls(j.group_key)) = lane and j.run_at <= moment
+            order by j.run_at, j.id
+            limit 1000
+        ) as j
+    ));
+    return case when first_at is not null then greatest(first_at, moment + interval '50 milliseconds') end;
+end;
+$$;
+
+comment on function pgqueue._until_ticket(text, text[], jsonb, int, boolean, timestamptz) is
+'When a claim should look at a lane of groups again: at its next ticket, or when
+one of its first leases ends; null for never. is_strict: the first job of a
+group holds up the others.';
+
+create or replace function pgqueue._group_lanes(start bigint, most int)
+    returns table (hash bigint, queue text, group_key text, priority int)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+begin
+    return query
+    with recursive lane (hash, below, queue, group_key) as (
+        values (start, -1000, null::text, null::text)
+        union all
+        select n.*
+        from lane as l
+        cross join lateral (
+            select hashtextextended(j.group_key, hashtext(j.queue)), -j.priority, j.queue, j.group_key
+            from pgqueue.job as j
+            where j.group_key is not null
+                and (hashtextextended(j.group_key, hashtext(j.queue)), -j.priority) > (l.hash, l.below)
+            order by hashtextextended(j.group_key, hashtext(j.queue)), -j.priority, j.run_at, j.id
+            limit 1
+        ) as n
+    )
+    select l.hash, l.queue, l.group_key, -l.below from lane as l where l.group_key is not null limit most;
+end;
+$$;
+
+comment on function pgqueue._group_lanes(bigint, int) is
+'The next groups, from this hash on, and the priorities at which they hold any
+job: one descent of the index for each.';
+
+create or replace function pgqueue._sweep_some(most int)
+    returns int[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    start bigint := coalesce(
+        pg_sequence_last_value('pgqueue._cell_groups_swept'::regclass), -9223372036854775808
+    );
+    lanes record;
+    missed record;
+    doubted tid[];
+    locked tid[];
+begin
+    select
+        array_agg(l.hash) as hashes, array_agg(l.queue) as queues, array_agg(l.group_key) as keys,
+        array_agg(l.priority) as priorities, array_agg(f.at) as ats
+    into lanes
+    from pgqueue._group_lanes(start, most) as l
+    left join lateral (
+        select greatest(j.run_at, moment) as at
+        from pgqueue.job as j
+        where hashtextextended(j.group_key, hashtext(j.queue)) = l.hash and -j.priority = -l.priority
+            and j.queue = l.queue and j.group_key = l.group_key and j.run_at < 'infinity'
+            and (j.lease_expires_at is null or j.lease_expires_at <= moment)
+        order by j.run_at, j.id
+        limit 1
+    ) as f on true;
+    -- From the last group again, of which it may have met a part.
+    if cardinality(lanes.hashes) = most then
+        perform setval('pgqueue._cell_groups_swept', lanes.hashes[most]);
+    elsif start > -9223372036854775808 then
+        perform setval('pgqueue._cell_groups_swept', -9223372036854775808);
+    end if;
+    select
+        array_agg(l.queue) filter (where not t.is_known) as queues,
+        array_agg(l.key) filter (where not t.is_known) as keys,
+        array_agg(l.priority) filter (where not t.is_known) as priorities,
+        array_agg(l.at) filter (where not t.is_known) as ats,
+        array_agg(t.tids) filter (where t.is_doubtful) as doubted
+    into missed
+    from unnest(lanes.hashes, lanes.queues, lanes.keys, lanes.priorities, lanes.ats)
+        as l (hash, queue, key, priority, at)
+    cross join lateral (
+        select
+            coalesce(bool_or(t.at <= l.at or t.is_blocked), false) as is_known,
+            -- Or somebody has it locked for long.
+            count(*) > 1 or min(t.at) < moment - interval '1 second' as is_doubtful,
+            array_to_string(array_agg(t.ctid), ' ') as tids
+        from pgqueue.ticket as t
+        where hashtextextended(t.group_key, hashtext(t.queue)) = l.hash and t.priority = l.priority
+            and t.queue = l.queue and t.group_key = l.key
+    ) as t
+    where l.at is not null;
+    if missed.queues is not null then
+        insert into pgqueue.ticket (at, priority, queue, group_key)
+        select m.at, m.priority, m.queue, m.key
+        from unnest(missed.queues, missed.keys, missed.priorities, missed.ats) as m (queue, key, priority, at);
+    end if;
+    if missed.doubted is not null then
+        doubted := string_to_array(array_to_string(missed.doubted, ' '), ' ')::tid[];
+        locked := array(
+            select t.ctid from pgqueue.ticket as t where t.ctid = any (doubted) for update skip locked
+        );
+        insert into pgqueue.ticket (at, priority, queue, group_key)
+        select moment, t.priority, t.queue, t.group_key
+        from pgqueue.ticket as t
+        where t.ctid = any (doubted)
+        group by t.priority, t.queue, t.group_key
+        having bool_and(t.ctid <> all (locked));
+        delete from pgqueue.ticket as t
+        where t.ctid = any (array(
+            select c.tid
+            from (
+                select
+                    t.ctid as tid,
+                    row_number() over (partition by t.queue, t.group_key, t.priority order by t.at) as nth
+                from pgqueue.ticket as t
+                where t.ctid = any (locked)
+            ) as c
+            where c.nth > 1
+        ));
+    end if;
+    return array[coalesce(cardinality(lanes.hashes), 0), coalesce(cardinality(missed.queues), 0)];
+end;
+$$;
+
+comment on function pgqueue._sweep_some(int) is
+'Goes on through the groups, up to so many at each of their priorities: gives a
+ticket to those that have something to run and none, and drops copies. Returns
+how many it looked at, and how many it gave.';
+
+create or replace function pgqueue._sweep_groups(most int default 50)
+    returns int
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    walked bigint := pgqueue._group_tuples();
+    swept int[];
+    looked int := 0;
+    given int := 0;
+begin
+    loop
+        swept := pgqueue._sweep_some(25);
+        looked := looked + swept[1];
+        given := given + swept[2];
+        -- Or it comes round, or many finished jobs stand in its way that some old snapshot keeps.
+        exit when looked >= most or swept[1] < 25 or pgqueue._group_tuples() > walked + 5000 + 10 * most;
+    end loop;
+    return given;
+end;
+$$;
+
+comment on function pgqueue._sweep_groups(int) is
+'_sweep_some for so many, or fewer where that would take long; returns how many
+tickets it gave.';
+
+create or replace function pgqueue._group_tuples()
+    returns bigint
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass)
+        + pg_stat_get_xact_tuples_returned('pgqueue.ticket_group_idx'::regclass);
+end;
+$$;
+
+comment on function pgqueue._group_tuples() is
+'How many entries of the indexes of groups this transaction has read.';
+
+create or replace function pgqueue._sweep_groups_if_due(moment timestamptz)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+    due_us bigint := pg_sequence_last_value('pgqueue._cell_groups_due'::regclass);
+begin
+    -- Or it is of another clock.
+    if (due_us between now_us and now_us + 60000000) is not true then
+        perform setval('pgqueue._cell_groups_due', now_us + 50000);
+        perform pgqueue._sweep_groups();
+        now_us := pgqueue._since_2020(pgqueue._believed_until(moment, '50 milliseconds'));
+        perform setval('pgqueue._cell_groups_due', now_us);
+    end if;
+end;
+$$;
+
+comment on function pgqueue._sweep_groups_if_due(timestamptz) is
+'_sweep_groups each 50 ms, or a twentieth of the time.';

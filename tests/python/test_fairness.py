@@ -1,0 +1,208 @@
+"""Groups of one queue have their shares, counted in jobs and compared with an ideal round-robin.
+
+A group takes part in a window if it has something due all the time. Of the n jobs
+that those who take part get in the window, the ideal share of a group is n times its weight by the
+sum of their weights; bound() says how many fewer it may get. A window is a number of whole claims,
+because the jobs of one claim come in the order in which to run them, not in that of the round.
+"""
+
+import math
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import psycopg
+import pytest
+from conftest import column, one
+
+SMALL = [f"small {n}" for n in range(10)]
+WINDOW = 5  # rounds
+
+
+def enqueue(db: psycopg.Connection, group: str, jobs: int) -> list[int]:
+    return column(
+        db,
+        "select * from pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[%(jobs)s::int]),"
+        " group_keys => array_fill(%(group)s::text, array[%(jobs)s::int]))",
+        {"jobs": jobs, "group": group},
+    )
+
+
+def claim(conn: psycopg.Connection, size: int, complete: bool = True) -> list[str]:
+    """Claim, complete, and return the groups in their order."""
+    rows = conn.execute(
+        "select id, token, group_key from pgqueue.claim('q', 'w', %s)", (size,)
+    ).fetchall()
+    if complete:
+        conn.execute(
+            "select count(*) from pgqueue.complete_many(%s::bigint[], %s::bigint[])",
+            ([row[0] for row in rows], [row[1] for row in rows]),
+        )
+    return [row[2] for row in rows]
+
+
+def serve(sessions: list[psycopg.Connection], size: int, jobs: int) -> list[list[str]]:
+    """Let all sessions claim at once until so many jobs were served, or none is left."""
+    served: list[list[str]] = []
+
+    def work(conn: psycopg.Connection) -> None:
+        while sum(map(len, served)) < jobs and (got := claim(conn, size)):
+            served.append(got)
+
+    with ThreadPoolExecutor(len(sessions)) as pool:
+        list(pool.map(work, sessions))
+    return served
+
+
+def count(served: list[list[str]]) -> Counter[str]:
+    return Counter(group for claim in served for group in claim)
+
+
+def visit(weights: dict[str, int], size: int) -> int:
+    """How many jobs a claim takes of a group of weight 1 in its turn.
+
+    A claim of up to 10 takes one; a larger one some of each of at least 10 groups.
+    """
+    return math.ceil(size / min(sum(weights.values()), max(10, math.sqrt(size)), size))
+
+
+def check_shares(
+    served: list[list[str]],
+    weights: dict[str, int],
+    backlog: dict[str, int],
+    behind: dict[str, float],
+    each: int,
+) -> None:
+    """In no window does a group that has something due all the time fall behind its share."""
+    size = WINDOW * each * sum(weights.values())
+    windows = 0
+    for start in range(len(served)):
+        end = start
+        while end < len(served) and sum(map(len, served[start:end])) < size:
+            end += 1
+        before, got = count(served[:start]), count(served[start:end])
+        # What is left may be under way in the claims of the other sessions.
+        there = [
+            group
+            for group in backlog
+            if backlog[group] - before[group] - got[group]
+            > behind[group] - 2 * each * weights[group]
+        ]
+        if got.total() < size:
+            break
+        windows += 1
+        total = sum(got[group] for group in there)
+        for group in there:
+            ideal = total * weights[group] / sum(weights[other] for other in there)
+            assert got[group] >= ideal - behind[group], (
+                f"{group} got {got[group]} of {total}, and {ideal:.1f} would be its share,"
+                f" in the claims {start} to {end}: {got}"
+            )
+    assert windows > 0
+
+
+def bound(weights: dict[str, int], size: int, sessions: int) -> dict[str, float]:
+    """How many jobs fewer than its share a group may get in a window.
+
+    Two visits: at each end of the window a round is cut in two, and the visit of the group may be
+    in the part outside. A claim that takes several jobs of each group and comes round takes fewer
+    of each in its last round: one more. Each further session may have one claim under way that took the group's
+    share and is counted outside the window, and pass over one visit because it meets the ticket
+    of the group locked.
+    """
+    total, each = sum(weights.values()), visit(weights, size)
+    return {
+        group: (2 + (each > 1)) * each * weight
+        + (sessions - 1) * weight * (each + size / total)
+        for group, weight in weights.items()
+    }
+
+
+@pytest.mark.parametrize("sessions", [1, 4])
+@pytest.mark.parametrize("size", [1, 10, 50])
+def test_a_large_backlog_takes_no_more_than_its_share(db, connect, size, sessions):
+    backlog = {"large": 5000} | dict.fromkeys(SMALL, 80)
+    for group, jobs in backlog.items():
+        enqueue(db, group, jobs)
+    weights = dict.fromkeys(backlog, 1)
+    conns = [connect() for _ in range(sessions)]
+    served = serve(conns, size, 1000)
+    check_shares(
+        served, weights, backlog, bound(weights, size, sessions), visit(weights, size)
+    )
+    assert all(count(served)[group] == 80 for group in SMALL)
+
+
+@pytest.mark.parametrize("sessions", [1, 4])
+@pytest.mark.parametrize("size", [1, 10, 50])
+def test_a_newcomer_has_its_share_from_its_first_round_on(db, connect, size, sessions):
+    enqueue(db, "large", 5000)
+    for group in SMALL[:5]:
+        enqueue(db, group, 180)
+    conns = [connect() for _ in range(sessions)]
+    serve(conns, size, 300)
+    for group in SMALL[5:]:
+        enqueue(db, group, 60)
+    waiting = dict(
+        db.execute(
+            "select group_key, count(*) from pgqueue.jobs where queue = 'q' group by 1"
+        ).fetchall()
+    )
+    weights = dict.fromkeys(waiting, 1)
+    served = serve(conns, size, 11 * 54)
+    check_shares(
+        served, weights, waiting, bound(weights, size, sessions), visit(weights, size)
+    )
+
+
+@pytest.mark.parametrize("sessions", [1, 4])
+@pytest.mark.parametrize("size", [1, 10, 50])
+def test_shares_are_by_weight(db, connect, size, sessions):
+    weights = {"one": 1, "two": 2, "three": 3}
+    for group, weight in weights.items():
+        db.execute(
+            "select pgqueue.configure('q', group_key => %s, weight => %s)",
+            (group, weight),
+        )
+        enqueue(db, group, 5000 if group == "one" else 600)
+    conns = [connect() for _ in range(sessions)]
+    served = serve(conns, size, 900)
+    backlog = {"one": 5000, "two": 600, "three": 600}
+    check_shares(
+        served, weights, backlog, bound(weights, size, sessions), visit(weights, size)
+    )
+
+
+@pytest.mark.parametrize("size", [1, 10, 50])
+def test_a_group_whose_first_job_is_locked_holds_up_no_other(db, connect, size):
+    backlog = {"locked": 100} | dict.fromkeys(SMALL, 20)
+    first, *_ = [enqueue(db, group, jobs)[0] for group, jobs in backlog.items()]
+    with (other := connect()).transaction():
+        other.execute("select pgqueue.reprioritize(%s, 0)", (first,))
+        got = count(serve([connect()], size, 200))
+        # Were it not locked, each group would have 18 of 200.
+        each = visit(backlog, size)
+        assert all(got[group] >= 17 - each for group in SMALL), got
+    serve([db], 50, 300)
+    assert one(db, "select count(*) from pgqueue.jobs where queue = 'q'") == 0
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("size", [1, 10, 50])
+def test_full_groups_with_long_attempts_hold_up_no_other(db, connect, size, is_open):
+    """Five groups run one job each and do not end it; the others go on, one job at a time."""
+    db.execute("select pgqueue.configure('q', group_limit => 1)")
+    slow = [f"slow {n}" for n in range(5)]
+    for group in slow:
+        enqueue(db, group, 100)
+    other = connect()
+    with other.transaction():
+        assert sorted(claim(other, 5, complete=False)) == slow
+        if not is_open:
+            other.execute("commit")
+        for group in SMALL:
+            enqueue(db, group, 20)
+        backlog, weights = dict.fromkeys(SMALL, 20), dict.fromkeys(SMALL, 1)
+        served = serve([db], size, 200)
+        assert count(served) == backlog
+        # One at a time, whatever the size of a claim.
+        check_shares(served, weights, backlog, bound(weights, 1, 1), 1)
