@@ -30,6 +30,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from psycopg import sql
 
 LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
 SHRINK = bool(os.environ.get("PGQUEUE_TEST_SHRINK"))
@@ -1053,6 +1054,7 @@ class Machine(RuleBasedStateMachine):
                         self.ends[session.name],
                         done=lambda s, _: self.ended_by(s),
                     )
+            self.flush()
             self.settle()
         self.limits_hold()
         self.nobody_sleeps_on()
@@ -1183,7 +1185,14 @@ class Machine(RuleBasedStateMachine):
             self.fault(f"batches never end: {open}")
 
 
-def test_whatever_sessions_do_limits_hold_and_nothing_is_stuck(connect):
+@pytest.mark.parametrize("lost", [0, 0.5])
+def test_whatever_sessions_do_limits_hold_and_nothing_is_stuck(connect, lost):
+    """Also where every other hint gets lost."""
+    with connect() as db:
+        name = sql.Identifier(db.info.dbname)
+        db.execute(
+            sql.SQL("alter database {} set pgqueue.lose_hints = {}").format(name, lost)
+        )
     with ThreadPoolExecutor(SESSIONS) as pool:
         run_state_machine_as_test(
             lambda: Machine(connect, pool),
