@@ -150,6 +150,7 @@ create or replace function pgqueue._end(
 as $$
 declare
     of_groups record;
+    held record;
     gone record;
     is_tied boolean;
     ends text[];
@@ -170,7 +171,26 @@ begin
         offset 0
     ) as g
     where g.group_key is not null;
-    perform pgqueue._wake_capped(picks);
+    select
+        array_agg(distinct h.id) as ids, array_agg(h.permit) as permits,
+        array_agg(distinct h.id) filter (where h.is_kept) as kept_ids, array_agg(h.queue) as queues,
+        array_agg(h.group_key) as keys
+    into held
+    from (
+        select
+            j.id, u.permit, j.queue, j.group_key,
+            e.outcome in ('retry', 'expired') and case when j.group_key is not null
+                then (pgqueue._in_force(j.queue, j.kind, j.group_key)).group_on_retry = 'block'
+            end as is_kept
+        from unnest(picks, outcomes) as e (place, outcome)
+        join pgqueue.job as j on j.ctid = e.place
+        cross join lateral unnest(j.permits) as u (permit)
+        where j.permits is not null
+        offset 0
+    ) as h;
+    if held.ids is not null then
+        perform pgqueue._return_permits(held.ids, held.permits, held.kept_ids, held.queues, held.keys);
+    end if;
 
     insert into pgqueue.dead_job (
         id, died_at, enqueued_at, run_at, claimed_at, priority, attempt, max_attempts,
@@ -221,8 +241,7 @@ begin
 
     update pgqueue.job as j
     set run_at = coalesce(e.retry_at, j.run_at),
-        kept_token = case when j.group_key is not null
-            and (pgqueue._in_force(j.queue, j.kind, j.group_key)).group_on_retry = 'block' then j.token end,
+        permits = case when j.id = any (held.kept_ids) then j.permits end,
         token = null,
         claimed_at = null,
         lease_expires_at = null,
@@ -234,9 +253,6 @@ begin
     where j.ctid = e.place and e.outcome in ('retry', 'expired');
     if of_groups.keys is not null then
         perform pgqueue._insert_tickets(of_groups.queues, of_groups.keys, of_groups.priorities, of_groups.ats);
-        if pg_relation_size('pgqueue.permit') > 0 then
-            perform pgqueue._wake_groups(of_groups.queues, of_groups.keys);
-        end if;
     end if;
 end;
 $$;
@@ -309,12 +325,23 @@ create or replace function pgqueue._give_back(picks tid[], run_ats timestamptz[]
     set enable_nestloop = on
 as $$
 declare
+    held record;
     back record;
 begin
+    select
+        array_agg(distinct j.id) as ids, array_agg(u.permit) as permits, array_agg(j.queue) as queues,
+        array_agg(j.group_key) as keys
+    into held
+    from pgqueue.job as j
+    cross join lateral unnest(j.permits) as u (permit)
+    where j.ctid = any (picks);
+    if held.ids is not null then
+        perform pgqueue._return_permits(held.ids, held.permits, null, held.queues, held.keys);
+    end if;
     with given_back as (
         update pgqueue.job as j
         set run_at = coalesce(e.run_at, j.run_at),
-            kept_token = null,
+            permits = null,
             attempt = j.attempt - 1,
             token = null,
             claimed_at = null,

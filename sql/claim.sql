@@ -37,6 +37,9 @@ declare
     new_token bigint;
     picks tid[];
     of_lanes record;
+    job_of bigint[];
+    own_permits tid[];
+    permits_of jsonb;
     has_leases boolean;
     is_capped boolean;
     refused boolean;
@@ -85,23 +88,28 @@ begin
         picks := pgqueue._pick(queue, kinds, paused, 0, max_jobs, moment, false);
     elsif is_capped then
         new_token := nextval('pgqueue.token_seq');
-        picks := pgqueue._pick_capped(
-            queue, kinds, paused, max_jobs, moment, settings.age_after, new_token
+        of_lanes := pgqueue._pick_capped(
+            queue, kinds, paused, max_jobs, moment, settings, new_token
         );
+        picks := of_lanes.picks;
         if picks = '{}' then
             return;
         end if;
+        job_of := of_lanes.job_of;
+        own_permits := of_lanes.permits;
     end if;
     if (picks = '{}') is not false then
         of_lanes := pgqueue._pick_lanes(
             queue, kinds, paused, max_jobs, moment, pgqueue._noted_lanes(queue, moment),
-            settings.age_after, new_token
+            settings, new_token
         );
         new_token := of_lanes.new_token;
         picks := of_lanes.picks;
         if picks = '{}' then
             return;
         end if;
+        job_of := of_lanes.job_of;
+        own_permits := of_lanes.permits;
     end if;
     if current_setting('pgqueue.parked', true) <> '' then
         perform pgqueue._unpark_if_busy(moment);
@@ -115,7 +123,8 @@ begin
     if cardinality(picks) = 1 then
         return query
         update pgqueue.job as j
-        set token = new_token,
+        set permits = own_permits,
+            token = new_token,
             attempt = j.attempt + 1,
             worker = claim.worker,
             claimed_at = moment,
@@ -125,6 +134,34 @@ begin
             end
         where j.ctid = any (picks)
         returning j.*;
+        return;
+    end if;
+    if own_permits is not null then
+        -- As a join it might read all jobs.
+        permits_of := (
+            select jsonb_object_agg(h.id, h.permits::text)
+            from (
+                select u.id, array_agg(u.permit) as permits from unnest(job_of, own_permits) as u (id, permit) group by u.id
+            ) as h
+        );
+        return query
+        with leased as (
+            update pgqueue.job as j
+            set permits = (permits_of ->> j.id::text)::tid[],
+                token = new_token,
+                attempt = j.attempt + 1,
+                worker = claim.worker,
+                claimed_at = moment,
+                lease_expires_at = moment + case when has_leases
+                    then (pgqueue._in_force(j.queue, j.kind, j.group_key)).lease
+                    else coalesce(claim.lease, '30 seconds')
+                end
+            where j.ctid = any (picks)
+            returning j.*
+        )
+        select l.*
+        from leased as l
+        order by pgqueue._aged(l.priority, l.run_at, moment, settings.age_after) desc, l.run_at, l.id;
         return;
     end if;
     if settings.age_after is null then

@@ -37,23 +37,17 @@ begin
 
     delete from pgqueue.job as j
     where j.id = complete.job_id and j.token = complete.token
-    returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, (j.terms).batch_id
+    returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.permits, (j.terms).batch_id
     into done;
-    if not found or num_nonnulls(is_configured, done.batch_id) > 0 then
+    if not found or num_nonnulls(is_configured, done.batch_id, done.permits) > 0 then
         if not found then
             refused := pgqueue._refuse(pgqueue._lost(job_id, token));
         end if;
         if is_configured is not null then
-            if done.group_key is not null and pg_relation_size('pgqueue.permit') > 0 then
-                perform pgqueue._wake_groups(array[done.queue], array[done.group_key]);
-            end if;
             if is_configured then
                 keep_runs := case when is_logged then 0
                     else (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs
                 end;
-            end if;
-            if pg_relation_size('pgqueue.queue_cap_idx') > 8192 and pgqueue._has_running_caps(done.queue) then
-                perform pgqueue._wake(done.queue);
             end if;
             -- Does anybody wait for it? See room status.
             if pg_sequence_last_value('pgqueue._cell_awaited')
@@ -67,6 +61,11 @@ begin
             if pg_relation_size('pgqueue.dependency') > 0 then
                 perform pgqueue._cut_ties(array[job_id]);
             end if;
+        end if;
+        if done.permits is not null then
+            perform pgqueue._return_permits(
+                array[job_id], done.permits, null, array[done.queue], array[done.group_key]
+            );
         end if;
         if done.batch_id is not null then
             -- As in _is_batch_over, written out.
@@ -125,26 +124,17 @@ declare
     is_plain boolean := pg_relation_size('pgqueue.used_at_end_idx') <= 8192;
     is_configured boolean;
     is_logged boolean;
+    ended bigint[];
+    holders bigint[];
     queues text[];
     group_keys text[];
-    ended bigint[];
+    permits tid[];
     batches bigint[];
 begin
     if not is_plain then
         is_configured := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
         if is_configured then
             is_logged := pgqueue._log_kept(job_ids, tokens, results, moment);
-        end if;
-        if pg_relation_size('pgqueue.permit') > 0 then
-            -- As a condition it would bring in the index of all jobs that have a group.
-            select array_agg(e.queue), array_agg(e.group_key) into queues, group_keys
-            from (
-                select j.queue, j.group_key from pgqueue.job as j where j.id = any (complete_many.job_ids) offset 0
-            ) as e
-            where e.group_key is not null;
-            perform pgqueue._wake_capped(array(
-                select j.ctid from pgqueue.job as j where j.id = any (complete_many.job_ids)
-            ));
         end if;
     end if;
     with done as (
@@ -156,7 +146,8 @@ begin
                 from unnest(complete_many.job_ids, complete_many.tokens) as h (id, token)
             )) is true
         returning
-            j.id, j.token, j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, (j.terms).batch_id,
+            j.id, j.token, j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.permits,
+            (j.terms).batch_id,
             case
                 when is_logged then 0
                 when is_configured then (pgqueue._in_force(j.queue, j.kind, j.group_key)).keep_runs
@@ -182,16 +173,24 @@ begin
         ) as given on given.id = d.id and given.token = d.token
         where d.keep_runs > 0
     )
-    select array_agg(d.id), array_agg(d.batch_id) filter (where d.batch_id is not null)
-    into ended, batches
-    from done as d;
+    select e.*, h.*
+    into ended, batches, holders, queues, group_keys, permits
+    from (
+        select array_agg(d.id), array_agg(d.batch_id) filter (where d.batch_id is not null) from done as d
+    ) as e
+    cross join (
+        select array_agg(d.id), array_agg(d.queue), array_agg(d.group_key), array_agg(u.tid)
+        from done as d
+        cross join lateral unnest(d.permits) as u (tid)
+        where not is_plain and d.permits is not null
+    ) as h;
+    if holders is not null then
+        perform pgqueue._return_permits(holders, permits, null, queues, group_keys);
+    end if;
     if batches is not null then
         perform pgqueue._look_at_batches(batches);
     end if;
     if not is_plain and ended is not null then
-        if queues is not null then
-            perform pgqueue._wake_groups(queues, group_keys);
-        end if;
         if pg_relation_size('pgqueue.dependency') > 0 then
             perform pgqueue._cut_ties(ended);
         end if;

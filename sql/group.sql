@@ -8,12 +8,13 @@
 -- a setting makes it due, and so does time, first after 100 ms, in the end after 10 s.
 --
 -- A job of a group with a limit or a rate (group_limit, rate_limit) is taken with a permit of each, which
--- is locked first. Where the limit is 1 no job overtakes another; where it is n, at most n - 1 do.
+-- is locked before the job. Where the limit is 1 no job overtakes another; where it is n, at most n - 1 do.
 --
 -- While somebody else holds a ticket, its group is served without it: an open transaction holds up nobody.
 
 create or replace function pgqueue._group_settings(
-    queue text, group_keys text[], out weights int[], out limits int[], out rates int[], out periods interval[]
+    queue text, group_keys text[], out weights int[], out limits int[], out rates int[], out periods interval[],
+    out may_keep boolean
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -25,72 +26,65 @@ create or replace function pgqueue._group_settings(
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
-declare
-    shared pgqueue.queue;
 begin
-    if pg_relation_size('pgqueue.queue') = 0 then
-        return;
-    end if;
-    shared := pgqueue._in_force(queue);
-    if pg_relation_size('pgqueue.queue_narrow_idx') <= 8192 or not exists (
-        select from pgqueue.queue as q where q.name in (_group_settings.queue, '') and q.group_key > ''
-    ) then
-        weights := array_fill(shared.weight, array[cardinality(group_keys)]);
-        if shared.group_limit is not null then
-            limits := array_fill(shared.group_limit, array[cardinality(group_keys)]);
-        end if;
-        return;
-    end if;
     select
-        array_agg(coalesce(s.weight, shared.weight) order by g.nth),
-        array_agg(coalesce(s.group_limit, shared.group_limit) order by g.nth),
-        array_agg(s.rate_limit order by g.nth),
-        array_agg(coalesce(s.rate_period, '1 second') order by g.nth)
-    into weights, limits, rates, periods
+        array_agg(coalesce(s.weight, 1) order by g.nth), array_agg(s.group_limit order by g.nth),
+        array_agg(s.rate_limit order by g.nth), array_agg(coalesce(s.rate_period, '1 second') order by g.nth),
+        coalesce(bool_or(s.may_keep), false)
+    into weights, limits, rates, periods, may_keep
     from unnest(group_keys) with ordinality as g (key, nth)
     cross join lateral (
         select
             (array_agg(q.weight order by q.nth) filter (where q.weight is not null))[1] as weight,
             (array_agg(q.group_limit order by q.nth) filter (where q.group_limit is not null))[1] as group_limit,
             (array_agg(q.rate_limit order by q.nth) filter (where q.rate_limit is not null))[1] as rate_limit,
-            (array_agg(q.rate_period order by q.nth) filter (where q.rate_period is not null))[1] as rate_period
+            (array_agg(q.rate_period order by q.nth) filter (where q.rate_period is not null))[1] as rate_period,
+            bool_or(q.group_on_retry = 'block') as may_keep
         from (
-            select n.nth, q.weight, q.group_limit, q.rate_limit, q.rate_period
+            select
+                n.nth, q.weight, q.group_limit, q.group_on_retry,
+                -- Those of the queue are no rates of its groups.
+                case when n.key <> '' then q.rate_limit end as rate_limit,
+                case when n.key <> '' then q.rate_period end as rate_period
             from (
-                values (1, _group_settings.queue, g.key), (2, '', g.key), (3, _group_settings.queue, '*'), (4, '', '*')
+                values
+                    (1, _group_settings.queue, g.key), (2, '', g.key), (3, _group_settings.queue, '*'), (4, '', '*'),
+                    (5, _group_settings.queue, ''), (6, '', '')
             ) as n (nth, name, key)
             join pgqueue.queue as q on q.name = n.name and q.kind = '' and q.group_key = n.key
         ) as q
     ) as s;
+    if num_nonnulls(variadic limits) = 0 then
+        limits := null;
+    end if;
+    if num_nonnulls(variadic rates) = 0 then
+        rates := null;
+    end if;
 end;
 $$;
 
 comment on function pgqueue._group_settings(text, text[]) is
-'The weight, limit and rate in force for each of some groups; null instead of an
-array where none is set. As _in_force, for many.';
+'The weight, limit and rate in force for each of some groups; null instead of
+limits or rates where none is set. As _in_force, for many. may_keep: whether a
+job of any may keep its permit for its retry.';
 
-create or replace function pgqueue._common_limit(queue text, out is_plain boolean, out most int)
+create or replace function pgqueue._has_own_groups(queue text)
+    returns boolean
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
 begin
-    is_plain := true;
-    if pg_relation_size('pgqueue.queue') > 0 then
-        select
-            count(q.weight) = 0 and coalesce(max(q.group_key), '') = '',
-            coalesce(max(q.group_limit) filter (where q.name <> ''), max(q.group_limit))
-        into is_plain, most
-        from pgqueue.queue as q
-        where q.name in (_common_limit.queue, '') and (num_nonnulls(q.weight, q.group_limit) > 0 or q.group_key > '');
-    end if;
+    return exists (
+        select from pgqueue.queue as q
+        where q.name in (_has_own_groups.queue, '') and q.kind = '' and q.group_key > ''
+    );
 end;
 $$;
 
-comment on function pgqueue._common_limit(text) is
-'The limit of all groups of a queue, null for none, if that is all that is set
-for them (is_plain).';
+comment on function pgqueue._has_own_groups(text) is
+'Whether anything is set for some groups of a queue, or for each of them.';
 
 create or replace function pgqueue._group_caps(
     group_keys text[], limits int[], rates int[], periods interval[], wanted int[],
@@ -149,7 +143,7 @@ $$;
 
 comment on function pgqueue._make_group_permits(text, text[]) is
 'Makes more permits for groups that have a limit or a rate, one for each time
-that one is named, as far as they lack any.';
+that one is named, unless they have some.';
 
 create or replace function pgqueue._take_free(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], starts timestamptz[],
@@ -201,107 +195,6 @@ comment on function pgqueue._take_free(
 says of which group each is, and since when any is over. Plans as _pick_groups
 sets it.';
 
-create or replace function pgqueue._take_capped(
-    queue text, kinds text[], paused jsonb, priority int, group_keys text[], frees int[], limits int[],
-    starts timestamptz[], kept bigint[], kept_of int[], wanted int, moment timestamptz, taken tid[],
-    has_recovered boolean,
-    out picks tid[], out ids bigint[], out groups int[], out run_ats timestamptz[], out over_at timestamptz
-)
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-begin
-    select
-        array_agg(v.tid), array_agg(v.id), array_agg(v.nth::int), array_agg(v.run_at),
-        min(v.run_at) filter (where v.is_over)
-    into picks, ids, groups, run_ats, over_at
-    from (
-        select l.*, g.nth
-        from unnest(group_keys, frees, limits, starts) with ordinality as g (key, free, most, start, nth)
-        cross join lateral (
-            select l.*
-            from (
-                select c.tid, bool_and(c.is_wanted) over (rows unbounded preceding) as is_open
-                from (
-                    select
-                        j.ctid as tid,
-                        (_take_capped.kinds is null or j.kind = any (_take_capped.kinds))
-                        and (_take_capped.paused is null or coalesce(
-                            _take_capped.paused -> j.group_key -> j.kind, _take_capped.paused -> j.group_key -> '',
-                            _take_capped.paused -> '' -> j.kind, _take_capped.paused -> '' -> ''
-                        ) = 'false') as is_wanted
-                    from (
-                        -- What waited for its retry with a permit comes first.
-                        select k.ctid as tid
-                        from unnest(kept, kept_of) as u (id, nth)
-                        join pgqueue.job as k on k.id = u.id
-                        where kept is not null and u.nth = g.nth
-                        union all
-                        select o.tid
-                        from (
-                            select j.ctid as tid
-                            from pgqueue.job as j
-                            where hashtextextended(j.group_key, hashtext(j.queue))
-                                = hashtextextended(g.key, hashtext(_take_capped.queue))
-                                and -j.priority = -_take_capped.priority
-                                and j.queue = _take_capped.queue and j.group_key = g.key
-                                and j.run_at between g.start and _take_capped.moment
-                                and case when has_recovered
-                                    then j.lease_expires_at is null
-                                        and ((j.terms).expires_at <= _take_capped.moment) is not true
-                                    else (j.lease_expires_at <= _take_capped.moment) is not false
-                                end
-                                and (kept is null or j.id <> all (kept))
-                                and (g.most is distinct from 1
-                                    or not pgqueue._has_higher(_take_capped.queue, g.key, _take_capped.priority, moment))
-                                -- Only where a limit asks for order does a job that is left out hold up the next.
-                                and (g.most is not null or (
-                                    (_take_capped.kinds is null or j.kind = any (_take_capped.kinds))
-                                    and (_take_capped.paused is null or coalesce(
-                                        _take_capped.paused -> j.group_key -> j.kind,
-                                        _take_capped.paused -> j.group_key -> '',
-                                        _take_capped.paused -> '' -> j.kind, _take_capped.paused -> '' -> ''
-                                    ) = 'false')
-                                ))
-                                and (taken is null or j.ctid <> all (taken))
-                            order by j.run_at, j.id
-                            limit g.free + coalesce(g.most - 1, 100)
-                        ) as o
-                        limit g.free + coalesce(g.most - 1, 100)
-                    ) as o
-                    join pgqueue.job as j on j.ctid = o.tid
-                    offset 0
-                ) as c
-            ) as c
-            cross join lateral (
-                select
-                    k.ctid as tid, k.id,
-                    -- A retry that comes first says nothing of those behind it.
-                    case when k.id = any (kept) then '-infinity' else k.run_at end as run_at,
-                    coalesce(k.lease_expires_at, (k.terms).expires_at) <= _take_capped.moment as is_over
-                from pgqueue.job as k
-                where k.ctid = c.tid and k.run_at <= _take_capped.moment and case when has_recovered
-                    then k.lease_expires_at is null and ((k.terms).expires_at <= _take_capped.moment) is not true
-                    else (k.lease_expires_at <= _take_capped.moment) is not false
-                end
-                for update skip locked
-            ) as l
-            where c.is_open
-            limit g.free
-        ) as l
-        where g.free > 0
-        limit wanted
-    ) as v;
-end;
-$$;
-
-comment on function pgqueue._take_capped(
-    text, text[], jsonb, int, text[], int[], int[], timestamptz[], bigint[], int[], int, timestamptz, tid[],
-    boolean
-) is
-'_take_free for groups that have a limit or a rate, of each as many as permits of
-it are locked: first those that kept one, then in order.';
-
 create or replace function pgqueue._has_higher(
     queue text, group_key text, priority int, moment timestamptz
 )
@@ -327,256 +220,428 @@ comment on function pgqueue._has_higher(text, text, int, timestamptz) is
 'Whether a job of a group waits that is due and has a higher priority. Plans as
 _pick_groups sets it.';
 
-create or replace function pgqueue._end_holders(queue text, group_keys text[], moment timestamptz)
-    returns int
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-declare
-    expired tid[] := array(
-        select j.tid
-        from unnest(group_keys) as g (key)
-        join pgqueue.permit as p on hashtext(p.queue) = hashtext(_end_holders.queue) and hashtext(p.kind) = hashtext('')
-            and hashtext(p.group_key) = hashtext(g.key) and not p.is_rate
-            and p.queue = _end_holders.queue and p.kind = '' and p.group_key = g.key
-        cross join lateral (
-            select j.ctid as tid
-            from pgqueue.job as j
-            where j.id = p.job_id and j.token = p.token and j.lease_expires_at <= moment
-            for update skip locked
-        ) as j
-    );
-begin
-    return case when expired = '{}' then 0 else pgqueue._expire(expired, moment) end;
-end;
-$$;
-
-comment on function pgqueue._end_holders(text, text[], timestamptz) is
-'Ends the attempts that hold permits of full groups under an expired lease;
-returns how many. Plans as _pick_groups sets it.';
-
-create or replace function pgqueue._visit_capped(
+create or replace function pgqueue._take_limited(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], limits int[],
-    rates int[], periods interval[], starts timestamptz[], wanted int, moment timestamptz, taken tid[],
-    has_recovered boolean, inout new_token bigint,
-    out picks tid[], out groups int[], out run_ats timestamptz[], out over_at timestamptz,
-    out is_short boolean[], out is_lacking boolean[], out free_ats timestamptz[]
+    starts timestamptz[], wanted int, extra int, moment timestamptz, taken tid[], has_recovered boolean, is_top boolean,
+    out picks tid[], out groups int[], out run_ats timestamptz[], out over_at timestamptz, out ids bigint[],
+    out permits tid[]
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    of_groups record := pgqueue._group_caps(group_keys, limits, rates, periods, gives);
-    locked record;
-    frees int[];
-    kept bigint[];
-    kept_of int[];
-    full_keys text[];
-    found_jobs record;
-    given record;
+    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
+    has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192;
+    seed bigint := hashtextextended('', hashtext(queue));
 begin
-    locked := pgqueue._lock_permits(queue, of_groups.caps, of_groups.wants, new_token, moment);
     select
-        array_agg(coalesce(f.free, 0) order by g.nth),
-        array_agg(coalesce(f.is_short, false) order by g.nth),
-        array_agg(coalesce(f.is_lacking, false) order by g.nth)
-    into frees, is_short, is_lacking
-    from unnest(group_keys) with ordinality as g (key, nth)
-    left join (
-        select
-            c.nth, min(c.permits)::int as free, bool_or(c.permits < c.jobs and c.is_made) as is_short,
-            bool_or(c.permits < c.jobs and not c.is_made) as is_lacking
-        from (
-            select c.nth, c.jobs, c.is_made, (select count(*) from unnest(locked.caps_of) as u (cap) where u.cap = c.cap) as permits
-            from unnest(of_groups.groups, of_groups.wants, locked.are_made) with ordinality as c (nth, jobs, is_made, cap)
+        array_agg(v.tid), array_agg(v.nth::int), array_agg(v.run_at), min(v.run_at) filter (where v.is_over),
+        array_agg(v.id), array_agg(v.permit)
+    into picks, groups, run_ats, over_at, ids, permits
+    from (
+        select g.nth, h.*, p.permits[h.place] as permit
+        from unnest(group_keys, gives, limits, starts) with ordinality as g (key, give, most, start, nth)
+        -- In order, up to the first that this claim may not take.
+        cross join lateral (
+            select coalesce(array_agg(c.tid) filter (where c.is_open), '{}') as tids
+            from (
+                select c.tid, bool_and(c.is_wanted) over (rows unbounded preceding) as is_open
+                from (
+                    select
+                        j.ctid as tid,
+                        g.most is null or (_take_limited.kinds is null or j.kind = any (_take_limited.kinds))
+                    and (_take_limited.paused is null or coalesce(
+                        _take_limited.paused -> j.group_key -> j.kind, _take_limited.paused -> j.group_key -> '',
+                        _take_limited.paused -> '' -> j.kind, _take_limited.paused -> '' -> ''
+                    ) = 'false') as is_wanted
+                    from pgqueue.job as j
+                    where hashtextextended(j.group_key, hashtext(j.queue))
+                        = hashtextextended(g.key, hashtext(_take_limited.queue))
+                        and -j.priority = -_take_limited.priority
+                        and j.queue = _take_limited.queue and j.group_key = g.key
+                        and j.run_at between g.start and _take_limited.moment
+                        and case when has_recovered
+                            then j.lease_expires_at is null
+                                and ((j.terms).expires_at <= _take_limited.moment) is not true
+                            else (j.lease_expires_at <= _take_limited.moment) is not false
+                        end
+                        -- Only where a limit asks for order does a job that is left out hold up the next.
+                        and (g.most is not null or (_take_limited.kinds is null or j.kind = any (_take_limited.kinds))
+                    and (_take_limited.paused is null or coalesce(
+                        _take_limited.paused -> j.group_key -> j.kind, _take_limited.paused -> j.group_key -> '',
+                        _take_limited.paused -> '' -> j.kind, _take_limited.paused -> '' -> ''
+                    ) = 'false'))
+                        and (taken is null or j.ctid <> all (taken))
+                        and (is_top or g.most is distinct from 1
+                            or not pgqueue._has_higher(_take_limited.queue, g.key, _take_limited.priority, moment))
+                    order by j.run_at, j.id
+                    limit g.give + least(coalesce(g.most - 1, extra), extra)
+                ) as c
+            ) as c
         ) as c
-        group by c.nth
-    ) as f on f.nth = g.nth;
-    if true = any (is_lacking) then
-        -- For the next claim.
-        perform pgqueue._make_permits(queue, array_agg(of_groups.caps[c.cap]), array_agg(c.jobs))
-        from unnest(of_groups.groups, of_groups.wants, locked.are_made) with ordinality as c (nth, jobs, is_made, cap)
-        where is_lacking[c.nth] and not c.is_made;
-    end if;
-
-    if limits is not null and exists (select from pgqueue.queue as q where q.group_on_retry = 'block') then
-        select array_agg(j.id), array_agg(g.nth::int) into kept, kept_of
-        from unnest(group_keys) with ordinality as g (key, nth)
-        join pgqueue.permit as p on hashtext(p.queue) = hashtext(_visit_capped.queue) and hashtext(p.kind) = hashtext('')
-            and hashtext(p.group_key) = hashtext(g.key) and not p.is_rate
-            and p.queue = _visit_capped.queue and p.kind = '' and p.group_key = g.key
-        join pgqueue.job as j on j.id = p.job_id and j.kept_token = p.token and j.token is null
-            and j.run_at <= moment;
-    end if;
-    found_jobs := pgqueue._take_capped(
-        queue, kinds, paused, priority, group_keys, frees, limits, starts, kept, kept_of,
-        wanted, moment, taken, has_recovered
-    );
-    picks := found_jobs.picks;
-    groups := found_jobs.groups;
-    run_ats := found_jobs.run_ats;
-    over_at := found_jobs.over_at;
-    if over_at is not null then
-        return;
-    end if;
-    -- Full, and it gives nothing: do all that hold the permits still run?
-    full_keys := array(
-        select g.key
-        from unnest(group_keys, is_short, limits) with ordinality as g (key, is_short, most, nth)
-        where g.is_short and g.most is not null and (g.nth = any (groups)) is not true
-    );
-    if full_keys <> '{}' and has_recovered is not true
-        and pgqueue._end_holders(queue, full_keys, moment) > 0
-    then
-        over_at := moment;
-        return;
-    end if;
-    -- A group that has permits left is short of jobs.
-    select
-        array_agg(g.is_short and g.free <= g.jobs order by g.nth),
-        array_agg(g.is_lacking and g.free <= g.jobs order by g.nth)
-    into is_short, is_lacking
-    from (
-        select u.*, (select count(*) from unnest(found_jobs.groups) as f (nth) where f.nth = u.nth) as jobs
-        from unnest(is_short, is_lacking, frees) with ordinality as u (is_short, is_lacking, free, nth)
-    ) as g;
-    if true = any (is_short) then
-        free_ats := array(
-            select case when g.is_short then (
-                select min(p.free_at)
-                from unnest(of_groups.groups) with ordinality as c (nth, cap)
+        cross join lateral (
+            select
+                case when g.most is not null then array(
+                    select p.ctid
+                    from pgqueue.permit as p
+                    where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+                        = hashtextextended(g.key, seed)
+                        and not p.is_rate and p.free_at < 'infinity' and p.place <= g.most
+                        and p.queue = _take_limited.queue and p.kind = '' and p.group_key = g.key
+                        and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
+                        and not (has_surplus and pgqueue._has_surplus(_take_limited.queue, '', g.key))
+                    order by p.free_at desc
+                    limit least(g.give, cardinality(c.tids))
+                    for update skip locked
+                ) end as permits
+            offset 0
+        ) as p
+        cross join lateral (
+            select l.*, row_number() over () as place
+            from (
+                select k.*
+                from unnest(c.tids) as u (tid)
                 cross join lateral (
-                    -- Those that are not held this claim takes, or others have them locked: then nobody knows.
-                    select case when count(*) filter (where not u.is_held) <= frees[g.nth] then min(coalesce(
-                        u.free_at,
-                        case when (of_groups.caps[c.cap]).is_rate then moment + (of_groups.caps[c.cap]).period end
-                    )) end as free_at
-                    from pgqueue._permits(queue, of_groups.caps[c.cap], moment) as u
-                ) as p
-                where c.nth = g.nth
-            ) end
-            from unnest(is_short) with ordinality as g (is_short, nth)
-            order by g.nth
-        );
-    end if;
-    if picks is null then
-        return;
-    end if;
-    new_token := coalesce(new_token, nextval('pgqueue.token_seq'));
-    select array_agg(p.permit) as permits, array_agg(j.id) as ids into given
-    from (
-        select u.permit, u.cap, row_number() over (partition by u.cap order by u.place) as nth
-        from unnest(locked.permits, locked.caps_of) with ordinality as u (permit, cap, place)
-    ) as p
-    join (
-        select u.id, u.of, row_number() over (partition by u.of order by u.place) as nth
-        from unnest(found_jobs.ids, found_jobs.groups) with ordinality as u (id, of, place)
-    ) as j on j.of = of_groups.groups[p.cap] and j.nth = p.nth;
-    perform pgqueue._give_permits(given.permits, given.ids, new_token, moment);
+                    select
+                        k.ctid as tid, k.id, k.run_at,
+                        coalesce(k.lease_expires_at, (k.terms).expires_at) <= _take_limited.moment as is_over
+                    from pgqueue.job as k
+                    where k.ctid = u.tid and k.run_at <= _take_limited.moment and case when has_recovered
+                            then k.lease_expires_at is null
+                                and ((k.terms).expires_at <= _take_limited.moment) is not true
+                            else (k.lease_expires_at <= _take_limited.moment) is not false
+                        end
+                    for update skip locked
+                ) as k
+                limit least(g.give, cardinality(p.permits))
+            ) as l
+        ) as h
+        -- In the order of the groups: what comes after the last is not touched.
+        limit wanted
+    ) as v;
 end;
 $$;
 
-comment on function pgqueue._visit_capped(
-    text, text[], jsonb, int, text[], int[], int[], int[], interval[], timestamptz[], int, timestamptz, tid[],
-    boolean, bigint
+comment on function pgqueue._take_limited(
+    text, text[], jsonb, int, text[], int[], int[], timestamptz[], int, int, timestamptz, tid[], boolean, boolean
 ) is
-'_take_free for groups that have a limit or a rate, with permits, given to the
-claim of this token, which it draws if it is null; which groups are short of
-permits, and until when at the latest, and which lack some that are still to be
-made.';
+'_take_free where groups may have a limit: locks permits, and as many due jobs,
+in order, of which it passes over up to so many extra that others have locked.
+is_top: none of these groups has anything of a higher priority. Plans as
+_pick_groups sets it.';
+
+create or replace function pgqueue._take_kept(
+    queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], limits int[], wanted int,
+    moment timestamptz,
+    out picks tid[], out ids bigint[], out groups int[], out permits tid[], out left_over int[]
+)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    select array_agg(k.tid), array_agg(k.id), array_agg(k.nth::int), array_agg(k.permit)
+    into picks, ids, groups, permits
+    from (
+        select g.nth, h.*
+        from unnest(group_keys, gives, limits) with ordinality as g (key, give, most, nth)
+        cross join lateral (
+            select j.ctid as tid, j.id, p.ctid as permit
+            from pgqueue.permit as p
+            join pgqueue.job as j on j.id = p.job_id
+            where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+                = hashtextextended(g.key, hashtextextended('', hashtext(_take_kept.queue)))
+                and not p.is_rate and p.free_at = 'infinity' and p.place <= g.most
+                and p.queue = _take_kept.queue and p.kind = '' and p.group_key = g.key
+                and j.token is null and j.permits is not null
+                and ((j.terms).expires_at <= _take_kept.moment) is not true
+                and j.priority = _take_kept.priority and j.run_at <= _take_kept.moment
+                and (_take_kept.kinds is null or j.kind = any (_take_kept.kinds))
+                    and (_take_kept.paused is null or coalesce(
+                        _take_kept.paused -> j.group_key -> j.kind, _take_kept.paused -> j.group_key -> '',
+                        _take_kept.paused -> '' -> j.kind, _take_kept.paused -> '' -> ''
+                    ) = 'false')
+            limit g.give
+            for update skip locked
+        ) as h
+        limit wanted
+    ) as k;
+    left_over := array(
+        select g.give - (select count(*) from unnest(groups) as k (nth) where k.nth = g.nth)::int
+        from unnest(gives) with ordinality as g (give, nth) order by g.nth
+    );
+end;
+$$;
+
+comment on function pgqueue._take_kept(text, text[], jsonb, int, text[], int[], int[], int, timestamptz) is
+'Locks jobs whose retries are due and that have kept the permits of their
+groups; left_over: what their groups may give beside them. Plans as _pick_groups
+sets it.';
+
+create or replace function pgqueue._rate_gives(
+    queue text, group_keys text[], gives int[], rates int[], moment timestamptz
+)
+    returns int[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
+begin
+    return array(
+        select case when g.rate is null then g.give else (
+            select count(*)
+            from (
+                select from pgqueue.permit as p
+                where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+                    = hashtextextended(g.key, hashtextextended('', hashtext(_rate_gives.queue)))
+                    and p.is_rate and p.free_at <= moment and p.place <= g.rate
+                    and p.queue = _rate_gives.queue and p.kind = '' and p.group_key = g.key
+                    and p.token is distinct from own_token
+                order by p.free_at desc
+                limit g.give
+            ) as p
+        )::int end
+        from unnest(group_keys, gives, rates) with ordinality as g (key, give, rate, nth)
+        order by g.nth
+    );
+end;
+$$;
+
+comment on function pgqueue._rate_gives(text, text[], int[], int[], timestamptz) is
+'How many jobs some groups may give as far as their rates say. Plans as
+_pick_groups sets it.';
+
+create or replace function pgqueue._take_rates(
+    queue text, group_keys text[], rates int[], periods interval[], groups int[], moment timestamptz,
+    out permits tid[], out free_ats timestamptz[], out refused int[]
+)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
+begin
+    with picks as (
+        select u.place, u.of, row_number() over (partition by u.of order by u.place) as nth
+        from unnest(groups) with ordinality as u (of, place)
+        where rates[u.of] is not null
+    ), locked as (
+        select w.of, l.tid, row_number() over (partition by w.of) as nth
+        from (select k.of, count(*) as jobs from picks as k group by k.of) as w
+        cross join lateral (
+            select p.ctid as tid
+            from pgqueue.permit as p
+            where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+                = hashtextextended(group_keys[w.of], hashtextextended('', hashtext(_take_rates.queue)))
+                and p.is_rate and p.free_at <= moment and p.place <= rates[w.of]
+                and p.queue = _take_rates.queue and p.kind = '' and p.group_key = group_keys[w.of]
+                and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
+            order by p.free_at desc
+            limit w.jobs
+            for update skip locked
+        ) as l
+    )
+    select
+        array_agg(l.tid order by u.place), array_agg(moment + periods[u.of] order by u.place),
+        array_agg(u.place::int) filter (where l.tid is null and rates[u.of] is not null)
+    into permits, free_ats, refused
+    from unnest(groups) with ordinality as u (of, place)
+    left join picks as k on k.place = u.place
+    left join locked as l on l.of = k.of and l.nth = k.nth;
+end;
+$$;
+
+comment on function pgqueue._take_rates(text, text[], int[], interval[], int[], timestamptz) is
+'Locks a permit to begin for each picked job whose group has a rate, the groups
+by their numbers; which of the jobs get none. Plans as _pick_groups sets it.';
 
 create or replace function pgqueue._visit_groups(
-    queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], limits int[],
-    rates int[], periods interval[], starts timestamptz[], wanted int, moment timestamptz, taken tid[],
-    has_recovered boolean, inout new_token bigint,
-    out picks tid[], out over_at timestamptz, out gaves int[], out last_ats timestamptz[], out reached boolean[],
-    out is_short boolean[], out is_lacking boolean[], out free_ats timestamptz[], out believed_until timestamptz
+    queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], limits int[], rates int[],
+    periods interval[], may_keep boolean, starts timestamptz[], wanted int, extra int, moment timestamptz, taken tid[],
+    has_recovered boolean, is_top boolean, inout new_token bigint,
+    out picks tid[], out groups int[], out run_ats timestamptz[], out over_at timestamptz,
+    out job_of bigint[], out permits tid[], out believed_until timestamptz
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 declare
     began timestamptz := clock_timestamp();
-    walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
-    free record;
-    capped record;
-    is_capped boolean := num_nonnulls(limits, rates) > 0;
-    own_gives int[] := gives;
-    capped_gives int[];
-    groups int[];
-    run_ats timestamptz[];
+    walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass)
+        + pg_stat_get_xact_tuples_returned('pgqueue.permit_scope_idx'::regclass);
+    kept record;
+    visit record;
+    of_rates record;
+    given record;
 begin
-    if is_capped then
-        select
-            array_agg(case when num_nonnulls(g.most, g.rate) = 0 then g.give else 0 end order by g.nth),
-            array_agg(case when num_nonnulls(g.most, g.rate) > 0 then g.give else 0 end order by g.nth)
-        into own_gives, capped_gives
-        from unnest(gives, limits, rates) with ordinality as g (give, most, rate, nth);
+    if rates is not null then
+        gives := pgqueue._rate_gives(queue, group_keys, gives, rates, moment);
     end if;
-    if not is_capped or 0 < any (own_gives) then
-        free := pgqueue._take_free(
-            queue, kinds, paused, priority, group_keys, own_gives, starts, wanted, moment, taken, has_recovered
+    if limits is null then
+        visit := pgqueue._take_free(
+            queue, kinds, paused, priority, group_keys, gives, starts, wanted, moment, taken, has_recovered
         );
-        picks := free.picks;
-        over_at := free.over_at;
-        groups := free.groups;
-        run_ats := free.run_ats;
+    else
+        if may_keep then
+            kept := pgqueue._take_kept(queue, kinds, paused, priority, group_keys, gives, limits, wanted, moment);
+            taken := taken || kept.picks;
+            wanted := wanted - coalesce(cardinality(kept.picks), 0);
+            gives := kept.left_over;
+        end if;
+        visit := pgqueue._take_limited(
+            queue, kinds, paused, priority, group_keys, gives, limits, starts, wanted, extra, moment, taken,
+            has_recovered, is_top
+        );
+        job_of := visit.ids;
+        permits := visit.permits;
     end if;
-    reached := array(
-        select g.give > 0 and (cardinality(picks) = wanted and g.nth > groups[wanted]) is not true
-        from unnest(own_gives) with ordinality as g (give, nth)
-        order by g.nth
-    );
-    if is_capped and over_at is null and 0 < any (capped_gives) and (cardinality(picks) = wanted) is not true then
-        wanted := wanted - coalesce(cardinality(picks), 0);
-        capped := pgqueue._visit_capped(
-            queue, kinds, paused, priority, group_keys, capped_gives, limits, rates, periods, starts, wanted,
-            moment, taken, has_recovered, new_token
-        );
-        over_at := capped.over_at;
-        new_token := capped.new_token;
-        is_short := capped.is_short;
-        is_lacking := capped.is_lacking;
-        free_ats := capped.free_ats;
-        reached := array(
-            select g.is_reached or g.give > 0
-                and (cardinality(capped.picks) = wanted and g.nth > capped.groups[wanted]) is not true
-            from unnest(reached, capped_gives) with ordinality as g (is_reached, give, nth)
-            order by g.nth
-        );
-        picks := picks || capped.picks;
-        groups := groups || capped.groups;
-        run_ats := run_ats || capped.run_ats;
-    end if;
-    select array_agg(v.jobs order by v.nth), array_agg(v.last_at order by v.nth)
-    into gaves, last_ats
-    from (
-        select u.nth, count(u.run_at)::int as jobs, max(u.run_at) as last_at
-        from (
-            select n.nth, null::timestamptz as run_at from generate_series(1, cardinality(group_keys)) as n (nth)
-            union all
-            select g.nth, g.run_at from unnest(groups, run_ats) as g (nth, run_at)
-        ) as u
-        group by u.nth
-    ) as v;
-    -- Finished jobs that some old snapshot keeps stand in the way.
-    if pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked
-        > 60 * cardinality(group_keys) + 3 * coalesce(cardinality(picks), 0)
+    picks := visit.picks;
+    groups := visit.groups;
+    run_ats := visit.run_ats;
+    over_at := visit.over_at;
+    -- What some old snapshot keeps stands in the way: finished jobs, and permits that were taken.
+    if pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass)
+        + pg_stat_get_xact_tuples_returned('pgqueue.permit_scope_idx'::regclass) - walked
+        > (25 + extra) * cardinality(group_keys) + 6 * coalesce(cardinality(picks), 0)
     then
         believed_until := pgqueue._believed_until(began, '1 second');
         perform setval('pgqueue._cell_groups_slow', pgqueue._since_2020(clock_timestamp() + interval '10 seconds'));
+    end if;
+    if over_at is not null then
+        return;
+    end if;
+    if limits is not null and may_keep then
+        picks := kept.picks || picks;
+        groups := kept.groups || groups;
+        -- A retry that comes first says nothing of those behind it.
+        run_ats := array_fill('-infinity'::timestamptz, array[coalesce(cardinality(kept.picks), 0)]) || run_ats;
+        job_of := kept.ids || job_of;
+        permits := kept.permits || permits;
+    end if;
+    if picks is null or num_nonnulls(limits, rates) = 0 then
+        return;
+    end if;
+    new_token := coalesce(new_token, nextval('pgqueue.token_seq'));
+    if rates is not null then
+        of_rates := pgqueue._take_rates(queue, group_keys, rates, periods, groups, moment);
+        select
+            array_agg(u.tid) as picks, array_agg(u.of) as groups, array_agg(u.run_at) as run_ats,
+            array_agg(j.id) filter (where u.permit is not null) as ids,
+            array_agg(u.permit) filter (where u.permit is not null) as permits,
+            array_agg(j.id) filter (where u.rate_permit is not null) as rate_ids,
+            array_agg(u.rate_permit) filter (where u.rate_permit is not null) as rate_permits,
+            array_agg(u.free_at) filter (where u.rate_permit is not null) as free_ats
+        into given
+        from unnest(picks, groups, run_ats, permits, of_rates.permits, of_rates.free_ats) with ordinality
+            as u (tid, of, run_at, permit, rate_permit, free_at, place)
+        cross join lateral (select j.id from pgqueue.job as j where j.ctid = u.tid offset 0) as j
+        where (u.place = any (of_rates.refused)) is not true;
+        picks := given.picks;
+        groups := given.groups;
+        run_ats := given.run_ats;
+        job_of := given.ids || given.rate_ids;
+        permits := given.permits || given.rate_permits;
+        permits := pgqueue._give_permits(
+            permits, job_of, new_token, moment,
+            array_fill(null::timestamptz, array[coalesce(cardinality(given.ids), 0)]) || given.free_ats
+        );
+    else
+        permits := pgqueue._give_permits(permits, job_of, new_token, moment);
     end if;
 end;
 $$;
 
 comment on function pgqueue._visit_groups(
-    text, text[], jsonb, int, text[], int[], int[], int[], interval[], timestamptz[], int, timestamptz, tid[],
-    boolean, bigint
+    text, text[], jsonb, int, text[], int[], int[], int[], interval[], boolean, timestamptz[], int, int, timestamptz,
+    tid[], boolean, boolean, bigint
 ) is
-'Takes jobs of some groups, of each up to so many and in all: how many of each,
-and the last of its run_ats; which groups it came to at all; until when to
-believe that nothing stands before those, where the walk was long; or since when
-anything there is over, and then it has taken nothing.';
+'Takes jobs of some groups, of each up to so many, and in all: which, and of
+which group each is; with permits where they need any, given to the claim of
+this token, which it draws if it is null: which job has which. Until when to
+believe that nothing stands before them, where the walk was long; or since when
+anything there is over, and then all is to be done again.';
+
+create or replace function pgqueue._look_for_permits(
+    queue text, group_keys text[], gives int[], limits int[], rates int[], periods interval[], groups int[],
+    moment timestamptz, new_token bigint, out short int[], out lacking int[], out again int[]
+)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
+    vain_keys text[];
+    vain_limits int[];
+    of_groups record;
+    made text[];
+begin
+    select
+        array_agg(g.nth::int), array_agg(g.nth::int) filter (where g.has_own),
+        array_agg(g.key) filter (where g.gave = 0), array_agg(g.most) filter (where g.gave = 0)
+    into short, lacking, vain_keys, vain_limits
+    from (
+        select
+            g.*, coalesce(f.jobs, 0) as gave,
+            coalesce(p.has_own, false) as has_own,
+            g.most is not null and (p.may_run is not true or p.has_surplus) or p.has_copies
+                or g.rate is not null and p.may_begin is not true as is_short
+        from unnest(group_keys, gives, limits, rates) with ordinality as g (key, give, most, rate, nth)
+        left join (select f.of, count(*) as jobs from unnest(groups) as f (of) group by f.of) as f on f.of = g.nth
+        cross join lateral (
+            select
+                bool_or(p.token = own_token) as has_own, bool_or(p.is_surplus) as has_surplus,
+                count(*) > count(distinct case when p.is_rate then -p.place else p.place end) as has_copies,
+                bool_or(not p.is_rate and p.free_at < 'infinity' and p.place <= g.most and p.token is distinct from own_token)
+                    as may_run,
+                bool_or(p.is_rate and p.free_at <= moment and p.place <= g.rate and p.token is distinct from own_token)
+                    as may_begin
+            from pgqueue.permit as p
+            where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+                = hashtextextended(g.key, hashtextextended('', hashtext(_look_for_permits.queue)))
+                and p.queue = _look_for_permits.queue and p.kind = '' and p.group_key = g.key
+        ) as p
+        where num_nonnulls(g.most, g.rate) > 0 and coalesce(f.jobs, 0) < g.give
+    ) as g
+    where g.is_short;
+    if short is null then
+        -- Others may have locked what came first.
+        again := array(
+            select greatest(g.give - (select count(*) from unnest(groups) as f (of) where f.of = g.nth), 0)::int
+            from unnest(gives) with ordinality as g (give, nth) order by g.nth
+        );
+        return;
+    end if;
+    -- Full, and it gives nothing: do all that hold the permits still run?
+    if vain_keys is not null and pgqueue._review_permits(queue, '', vain_keys, vain_limits, moment, new_token)
+        + pgqueue._forget_future(queue, '', case when rates is not null then vain_keys end, moment) > 0
+    then
+        again := array(
+            select case when g.key = any (vain_keys) then g.give else 0 end
+            from unnest(group_keys, gives) with ordinality as g (key, give, nth) order by g.nth
+        );
+        return;
+    end if;
+    -- For the next claim: what this one makes it may not take.
+    of_groups := pgqueue._group_caps(
+        array(select group_keys[s.nth] from unnest(short) with ordinality as s (nth, place) order by s.place),
+        array(select limits[s.nth] from unnest(short) with ordinality as s (nth, place) order by s.place),
+        array(select rates[s.nth] from unnest(short) with ordinality as s (nth, place) order by s.place),
+        array(select periods[s.nth] from unnest(short) with ordinality as s (nth, place) order by s.place),
+        array(select gives[s.nth] from unnest(short) with ordinality as s (nth, place) order by s.place)
+    );
+    made := pgqueue._make_permits(queue, of_groups.caps, of_groups.wants, 1000);
+    lacking := lacking || array(
+        select g.nth::int from unnest(group_keys) with ordinality as g (key, nth) where g.key = any (made)
+    );
+end;
+$$;
+
+comment on function pgqueue._look_for_permits(
+    text, text[], int[], int[], int[], interval[], int[], timestamptz, bigint
+) is
+'Of some groups that gave fewer jobs than asked, which are short of permits, and
+of these which will have more. again: what to ask once more of those that were
+full, and are no longer. Plans as _pick_groups sets it.';
 
 create or replace function pgqueue._pause_of_group(served int, gave int)
     returns interval
@@ -597,9 +662,9 @@ comment on function pgqueue._pause_of_group(int, int) is
 it can: longer each time, from 100 ms to 10 s.';
 
 create or replace function pgqueue._settle_tickets(
-    queue text, priority int, tickets tid[], group_keys text[], gaves int[], gives int[], limits int[],
-    is_short boolean[], is_lacking boolean[], free_ats timestamptz[], starts timestamptz[],
-    last_ats timestamptz[], start_until timestamptz, paused jsonb, is_filtered boolean, is_cut boolean, taken tid[],
+    queue text, priority int, tickets tid[], group_keys text[], gives int[], limits int[], has_enough boolean,
+    groups int[], run_ats timestamptz[], short int[], lacking int[], starts timestamptz[], start_until timestamptz,
+    paused jsonb, is_filtered boolean, taken tid[],
     moment timestamptz
 )
     returns void
@@ -609,8 +674,15 @@ as $$
 declare
     -- Read once, because their order counts.
     last timestamptz := clock_timestamp();
+    -- Then to look at one that is full is dear.
+    is_slow boolean := coalesce(
+        pg_sequence_last_value('pgqueue._cell_groups_slow') > pgqueue._since_2020(moment), false
+    );
 begin
-    if gaves = gives and coalesce(num_nonnulls(variadic limits), 0) = 0 and start_until is null then
+    if start_until is null and (limits is null or not is_slow)
+        and groups[cardinality(groups) - gives[cardinality(tickets)] + 1] = cardinality(tickets)
+        and cardinality(groups) = cardinality(tickets) * gives[1]
+    then
         -- Deep queues: all go to the end.
         update pgqueue.ticket as t
         set at = last + g.nth * interval '1 microsecond', served = 0, is_blocked = false, is_full = false
@@ -623,11 +695,11 @@ begin
             g.*,
             case
                 -- The claim had enough before this one's turn was over.
-                when g.is_cut then 'same'
-                when g.gave = g.give and g.gave is distinct from g.most then 'tail'
+                when g.is_cut and g.gave < g.give then 'same'
+                when g.gave = g.give and (g.gave = g.most and is_slow) is not true then 'tail'
                 when left_job.run_at is null then 'gone'
                 when left_job.run_at > moment then 'later'
-                when g.gave = g.most then 'full'
+                when g.gave = g.most and is_slow then 'full'
                 when g.is_lacking then 'tail'
                 when g.is_short then 'blocked'
                 -- Of a group that is not paused as a whole, and asks for no order, another job may come.
@@ -635,14 +707,27 @@ begin
                     then 'same'
                 else 'blocked'
             end as state,
-            -- A rate says exactly when, and a lease or a retry at the latest.
-            g.free_at <= moment + interval '10 seconds' or g.most is null and g.free_at is not null as is_until,
-            left_job.run_at as next_at
+            left_job.run_at as next_at,
+            -- A rate says when.
+            case when g.is_short then (
+                select min(p.free_at)
+                from pgqueue.permit as p
+                where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+                    = hashtextextended(g.key, hashtextextended('', hashtext(_settle_tickets.queue)))
+                    and p.is_rate and p.free_at > moment
+                    and p.queue = _settle_tickets.queue and p.kind = '' and p.group_key = g.key
+            ) end as free_at
         from (
-            select u.*, is_cut and u.nth = cardinality(tickets) and u.gave < u.give as is_cut
-            from unnest(tickets, group_keys, gaves, gives, limits, is_short, is_lacking, free_ats, starts, last_ats)
-                with ordinality
-                as u (tid, key, gave, give, most, is_short, is_lacking, free_at, start, last_at, nth)
+            select
+                u.*, has_enough and u.nth = cardinality(tickets) as is_cut, coalesce(f.jobs, 0)::int as gave, f.last_at,
+                coalesce(u.nth = any (short), false) as is_short, coalesce(u.nth = any (lacking), false) as is_lacking
+            from unnest(tickets, group_keys, gives, limits, starts) with ordinality
+                as u (tid, key, give, most, start, nth)
+            left join (
+                select f.of, count(*) as jobs, max(f.run_at) as last_at
+                from unnest(groups, run_ats) as f (of, run_at)
+                group by f.of
+            ) as f on f.of = u.nth
         ) as g
         left join lateral (
             select j.run_at
@@ -654,7 +739,7 @@ begin
                 and j.run_at >= g.start and j.run_at < 'infinity'
                 and j.lease_expires_at is null
                 and (taken is null or j.ctid <> all (taken))
-                and not g.is_cut and (g.gave < g.give or g.gave = g.most)
+                and (g.gave < g.give or g.gave = g.most and is_slow)
             order by j.run_at, j.id
             limit 1
         ) as left_job on true
@@ -668,14 +753,14 @@ begin
             when 'later' then v.next_at
             when 'full' then moment + interval '1 second' + v.nth * interval '1 microsecond'
             when 'blocked' then greatest(moment + interval '10 milliseconds', case
-                when v.is_until then v.free_at else moment + pgqueue._pause_of_group(t.served, v.gave)
+                when v.free_at is not null then v.free_at else moment + pgqueue._pause_of_group(t.served, v.gave)
             end)
             else last + v.nth * interval '1 microsecond'
         end,
         served = case v.state
             when 'same' then greatest(t.served, 0) + v.gave
             when 'full' then -3
-            when 'blocked' then case when v.is_until then 0 when v.gave > 0 then -1 else least(t.served, 0) - 1 end
+            when 'blocked' then case when v.free_at is not null then 0 when v.gave > 0 then -1 else least(t.served, 0) - 1 end
             else 0
         end,
         is_blocked = v.state in ('full', 'blocked'),
@@ -688,11 +773,12 @@ end;
 $$;
 
 comment on function pgqueue._settle_tickets(
-    text, int, tid[], text[], int[], int[], int[], boolean[], boolean[], timestamptz[], timestamptz[],
-    timestamptz[], timestamptz, jsonb, boolean, boolean, tid[], timestamptz
+    text, int, tid[], text[], int[], int[], boolean, int[], timestamptz[], int[], int[], timestamptz[],
+    timestamptz, jsonb, boolean, tid[], timestamptz
 ) is
 'Says of the groups that a claim came to when each is looked at next: see above.
-Plans as _pick_groups sets it.';
+has_enough: the claim, before the turn of the last was over perhaps. Plans as
+_pick_groups sets it.';
 
 create or replace function pgqueue._next_tickets(
     queue text, priority int, start timestamptz, upto timestamptz, most int, may_hold boolean, moment timestamptz,
@@ -859,186 +945,9 @@ comment on function pgqueue._pick_plain_groups(text, text[], jsonb, int, int, ti
 are wanted of each, and none is over, in two statements; says whether that was
 so, or else all is to be done again. Plans as _pick_groups sets it.';
 
-create or replace function pgqueue._pick_limited_groups(
-    queue text, kinds text[], paused jsonb, lane int, most int, wanted int, moment timestamptz, start timestamptz,
-    inout new_token bigint, out picks tid[], out first_at timestamptz
-)
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-declare
-    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
-    began timestamptz := clock_timestamp();
-    walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
-    held record;
-    taken record;
-    is_long boolean;
-    last timestamptz;
-begin
-    select
-        array_agg(h.ticket order by h.at) as tickets, array_agg(h.permit order by h.at) as permits,
-        min(h.at) as first_at
-    into held
-    from (
-        -- A group may have two tickets.
-        select distinct on (t.group_key) t.tid as ticket, p.tid as permit, t.at
-        from (
-            select t.ctid as tid, t.group_key, t.at
-            from pgqueue.ticket as t
-            where hashtext(t.queue) = hashtext(_pick_limited_groups.queue) and t.priority = lane - 1000
-                and t.queue = _pick_limited_groups.queue and t.at > start and t.at <= _pick_limited_groups.moment
-            order by t.at
-            limit wanted
-            for update skip locked
-        ) as t
-        cross join lateral (
-            select k.tid
-            from (
-                select m.places, date_part('microseconds', clock_timestamp())::int % m.places as first
-                from (
-                    select case when most = 1 then 1 else least(most, (
-                        select max(p.place)
-                        from pgqueue.permit as p
-                        where hashtext(p.queue) = hashtext(_pick_limited_groups.queue) and hashtext(p.kind) = hashtext('')
-                            and hashtext(p.group_key) = hashtext(t.group_key) and not p.is_rate
-                            and p.queue = _pick_limited_groups.queue and p.kind = '' and p.group_key = t.group_key
-                    )) end as places
-                    offset 0
-                ) as m
-                offset 0
-            ) as r
-            cross join lateral generate_series(r.first, r.first + r.places - 1) as n (nth)
-            cross join lateral (
-                select p.ctid as tid, p.job_id, p.token
-                from pgqueue.permit as p
-                where hashtext(p.queue) = hashtext(_pick_limited_groups.queue) and hashtext(p.kind) = hashtext('')
-                    and hashtext(p.group_key) = hashtext(t.group_key) and not p.is_rate and p.place = n.nth % r.places + 1
-                    and p.queue = _pick_limited_groups.queue and p.kind = '' and p.group_key = t.group_key
-                order by p.second desc nulls last
-                limit 1
-            ) as p
-            cross join lateral (
-                select k.ctid as tid from pgqueue.permit as k where k.ctid = p.tid for update skip locked
-            ) as k
-            where (new_token is null or p.token is distinct from new_token) and not exists (
-                select from pgqueue.job as j
-                where j.id = p.job_id and coalesce(j.token, j.kept_token) = p.token
-                offset 0
-            )
-            limit 1
-        ) as p
-        order by t.group_key, t.at
-    ) as h;
-    -- Those before it have been passed.
-    first_at := held.first_at - interval '1 microsecond';
-    if held.tickets is null then
-        return;
-    end if;
-    -- Now that nobody else can take them.
-    select
-        array_agg(g.ticket) as tickets, array_agg(g.permit) as permits, array_agg(j.tid) as picks,
-        array_agg(j.id) as ids, array_agg(h.run_at) as run_ats, array_agg(h.next_at) as next_ats
-    into taken
-    from unnest(held.tickets, held.permits) as g (ticket, permit)
-    join pgqueue.ticket as t on t.ctid = g.ticket
-    join pgqueue.permit as p on p.ctid = g.permit
-    cross join lateral (
-        select o.tid, o.run_at, lead(o.run_at) over () as next_at
-        from (
-            select j.ctid as tid, j.run_at
-            from pgqueue.job as j
-            where hashtextextended(j.group_key, hashtext(j.queue))
-                = hashtextextended(t.group_key, hashtext(_pick_limited_groups.queue))
-                and -j.priority = 1000 - lane
-                and j.queue = _pick_limited_groups.queue and j.group_key = t.group_key
-                and j.run_at >= coalesce(
-                    case when t.start_until between moment and moment + interval '1 minute' then t.start_at end,
-                    '-infinity'
-                )
-                and j.run_at < 'infinity' and (j.lease_expires_at <= _pick_limited_groups.moment) is not false
-            order by j.run_at, j.id
-            limit 2
-        ) as o
-        limit 1
-    ) as h
-    cross join lateral (
-        select k.ctid as tid, k.id
-        from pgqueue.job as k
-        where k.ctid = h.tid and k.lease_expires_at is null and k.run_at <= _pick_limited_groups.moment
-            and ((k.terms).expires_at <= _pick_limited_groups.moment) is not true
-            and (_pick_limited_groups.kinds is null or k.kind = any (_pick_limited_groups.kinds))
-            and (_pick_limited_groups.paused is null or coalesce(
-                _pick_limited_groups.paused -> k.group_key -> k.kind, _pick_limited_groups.paused -> k.group_key -> '',
-                _pick_limited_groups.paused -> '' -> k.kind, _pick_limited_groups.paused -> '' -> ''
-            ) = 'false')
-        for update skip locked
-    ) as j
-    where p.token is distinct from own_token
-        and not exists (
-            select from pgqueue.job as k
-            where k.id = p.job_id and coalesce(k.token, k.kept_token) = p.token
-            offset 0
-        )
-        and not (p.taken_at is null and pgqueue._is_double(p))
-        -- Where a limit was lowered, those that run beyond it count.
-        and not exists (
-            select
-            from pgqueue.permit as o
-            join pgqueue.job as k on k.id = o.job_id and coalesce(k.token, k.kept_token) = o.token
-            where hashtext(o.queue) = hashtext(_pick_limited_groups.queue) and hashtext(o.kind) = hashtext('')
-                and hashtext(o.group_key) = hashtext(t.group_key) and not o.is_rate and o.place > most
-                and o.queue = _pick_limited_groups.queue and o.kind = '' and o.group_key = t.group_key
-        )
-        and (most > 1 or not exists (
-            select
-            from pgqueue.job as o
-            where hashtextextended(o.group_key, hashtext(o.queue))
-                = hashtextextended(t.group_key, hashtext(_pick_limited_groups.queue))
-                and -o.priority < 1000 - lane
-                and o.queue = _pick_limited_groups.queue and o.group_key = t.group_key
-                and o.run_at <= moment and o.lease_expires_at is null
-                and ((o.terms).expires_at <= moment) is not true
-        ));
-    picks := taken.picks;
-    if picks is null then
-        return;
-    end if;
-    new_token := coalesce(new_token, nextval('pgqueue.token_seq'));
-    perform pgqueue._give_permits(taken.permits, taken.ids, new_token, moment);
-    is_long := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked
-        > 60 * cardinality(picks);
-    if most = 1 and array_position(taken.next_ats, null) is not null then
-        delete from pgqueue.ticket as t
-        using unnest(taken.tickets, taken.next_ats) as g (ticket, next_at)
-        where t.ctid = g.ticket and g.next_at is null;
-    end if;
-    last := clock_timestamp();
-    update pgqueue.ticket as t
-    set at = case
-            when most > 1 then last + g.nth * interval '1 microsecond'
-            when g.next_at > moment then g.next_at
-            else moment + interval '1 second' + g.nth * interval '1 microsecond'
-        end,
-        served = case when most = 1 and g.next_at <= moment then -3 else 0 end,
-        is_blocked = most = 1 and g.next_at <= moment,
-        is_full = most = 1 and g.next_at <= moment,
-        start_at = case when is_long then g.run_at else t.start_at end,
-        start_until = case when is_long then pgqueue._believed_until(began, '1 second') else t.start_until end
-    from unnest(taken.tickets, taken.run_ats, taken.next_ats) with ordinality as g (ticket, run_at, next_at, nth)
-    where t.ctid = g.ticket and (most > 1 or g.next_at is not null);
-end;
-$$;
-
-comment on function pgqueue._pick_limited_groups(
-    text, text[], jsonb, int, int, int, timestamptz, timestamptz, bigint
-) is
-'_pick_groups where all groups have the same limit, and neither weights nor
-rates: one job of each whose first job and one permit can be had at once. The
-others are left as they are, for the general way. Plans as _pick_groups sets it.';
-
 create or replace function pgqueue._pick_groups(
-    queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean,
-    taken tid[], inout new_token bigint, out picks tid[]
+    queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean, is_top boolean,
+    shared pgqueue.queue, taken tid[], inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -1066,46 +975,41 @@ declare
     stage int := 2;
     known_at timestamptz := timestamptz '2020-01-01 00:00 UTC' + (known.reached >> 12) * interval '1 microsecond';
     -- Some jobs of each of some groups are cheaper than one of each of as many.
-    batch int := least(wanted, greatest(10, ceil(sqrt(wanted))));
+    batch int := least(wanted, greatest(10, ceil(sqrt(wanted)), ceil(wanted::float8 / shared.group_limit)));
+    has_own boolean := pg_relation_size('pgqueue.queue_narrow_idx') > 8192 and pgqueue._has_own_groups(queue);
     looked int := 0;
     began timestamptz := clock_timestamp();
     walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass);
     may_give_more boolean := false;
     passed_at timestamptz;
     vain int := 0;
+    plain record;
     met record;
     settings record;
+    limits int[];
+    rates int[];
+    periods interval[];
+    may_keep boolean := shared.group_on_retry = 'block';
+    short int[];
+    lacking int[];
     gives int[];
-    excluded tid[];
+    asked int;
     visit record;
-    reached record;
-    common record;
-    plain record;
-    limited record;
+    more record;
+    look record;
+    came int;
 begin
     picks := '{}';
-    perform pgqueue._sweep_groups_if_due(moment);
+    perform pgqueue._sweep_groups_if_due(moment, new_token);
     if known.reached is not null and not is_whole then
         stage := 1;
         start := known_at;
     end if;
-    if taken is null and not is_whole then
-        common := pgqueue._common_limit(queue);
-        if common.is_plain and common.most is null then
-            plain := pgqueue._pick_plain_groups(queue, kinds, paused, lane, wanted, moment, start);
-            if plain.is_done then
-                picks := plain.picks;
-                passed_at := plain.first_at;
-            end if;
-        elsif common.is_plain then
-            limited := pgqueue._pick_limited_groups(
-                queue, kinds, paused, lane, common.most, wanted, moment, start, new_token
-            );
-            picks := coalesce(limited.picks, '{}');
-            passed_at := limited.first_at;
-            new_token := limited.new_token;
-            -- Each may give more than one.
-            may_give_more := picks <> '{}' and common.most > 1;
+    if not has_own and num_nonnulls(shared.group_limit, taken) = 0 and not is_whole then
+        plain := pgqueue._pick_plain_groups(queue, kinds, paused, lane, wanted, moment, start);
+        if plain.is_done then
+            picks := plain.picks;
+            passed_at := plain.first_at;
         end if;
     end if;
     while cardinality(picks) < wanted loop
@@ -1122,49 +1026,72 @@ begin
             began := clock_timestamp();
             continue;
         end if;
-        settings := pgqueue._group_settings(queue, met.keys);
-        gives := pgqueue._gives(settings.weights, settings.limits, met.served, wanted - cardinality(picks));
-        excluded := nullif(taken || picks, '{}');
-        visit := pgqueue._visit_groups(
-            queue, kinds, paused, own_priority, met.keys, gives, settings.limits, settings.rates,
-            settings.periods, met.starts, wanted - cardinality(picks), moment, excluded, false, new_token
-        );
-        if visit.over_at is not null then
-            perform pgqueue._recover(queue, lane, coalesce(visit.picks, '{}'), visit.over_at, moment);
-            visit := pgqueue._visit_groups(
-                queue, kinds, paused, own_priority, met.keys, gives, settings.limits, settings.rates,
-                settings.periods, met.starts, wanted - cardinality(picks), moment, excluded, true, new_token
+        asked := wanted - cardinality(picks);
+        if has_own then
+            settings := pgqueue._group_settings(queue, met.keys);
+            limits := settings.limits;
+            rates := settings.rates;
+            periods := settings.periods;
+            may_keep := settings.may_keep;
+            gives := pgqueue._gives(settings.weights, limits, met.served, asked);
+        else
+            gives := array_fill(
+                least(ceil(asked::float8 / cardinality(met.keys)), shared.group_limit)::int,
+                array[cardinality(met.keys)]
             );
+            limits := case when shared.group_limit is not null
+                then array_fill(shared.group_limit, array[cardinality(met.keys)]) end;
         end if;
+        for turn in 1 .. 2 loop
+            visit := pgqueue._visit_groups(
+                queue, kinds, paused, own_priority, met.keys, gives, limits, rates, periods,
+                may_keep, met.starts, asked, 0, moment, nullif(taken || picks, '{}'), turn = 2, is_top, new_token
+            );
+            exit when visit.over_at is null;
+            perform pgqueue._recover(queue, lane, coalesce(visit.picks, '{}'), visit.over_at, moment);
+        end loop;
         new_token := visit.new_token;
         picks := picks || coalesce(visit.picks, '{}');
-        if stage < 3 then
-            -- What the claim did not come to stays as it is.
-            select
-                array_agg(g.tid) as tids, array_agg(g.key) as keys, array_agg(g.gave) as gaves,
-                array_agg(g.give) as gives, array_agg(g.most) as limits, array_agg(g.is_short) as is_short,
-                array_agg(g.is_lacking) as is_lacking, array_agg(g.free_at) as free_ats,
-                array_agg(g.start) as starts, array_agg(g.last_at) as last_ats, array_agg(g.at) as ats,
-                count(*) filter (where g.gave = 0) as vain
-            into reached
-            from unnest(
-                met.tids, met.keys, visit.gaves, gives, settings.limits, visit.is_short, visit.is_lacking,
-                visit.free_ats, met.starts, visit.last_ats, met.ats, visit.reached
-            ) as g (tid, key, gave, give, most, is_short, is_lacking, free_at, start, last_at, at, is_reached)
-            where g.is_reached;
-            vain := vain + reached.vain;
-            -- The last one may have more to give.
-            passed_at := coalesce(
-                reached.ats[cardinality(reached.ats) - (cardinality(picks) = wanted)::int], passed_at
+        job_of := job_of || visit.job_of;
+        permits := permits || visit.permits;
+        short := null;
+        lacking := null;
+        if cardinality(picks) < wanted and num_nonnulls(limits, rates) > 0 then
+            look := pgqueue._look_for_permits(
+                queue, met.keys, gives, limits, rates, periods, visit.groups, moment, new_token
             );
+            short := look.short;
+            lacking := look.lacking;
+            if look.again is not null then
+                more := pgqueue._visit_groups(
+                    queue, kinds, paused, own_priority, met.keys, look.again, limits, rates, periods,
+                    may_keep, met.starts, wanted - cardinality(picks), 100, moment, nullif(taken || picks, '{}'), true, is_top,
+                    new_token
+                );
+                new_token := more.new_token;
+                picks := picks || coalesce(more.picks, '{}');
+                job_of := job_of || more.job_of;
+                permits := permits || more.permits;
+                visit.groups := visit.groups || more.groups;
+                visit.run_ats := visit.run_ats || more.run_ats;
+            end if;
+        end if;
+        -- What the claim did not come to stays as it is.
+        came := case when cardinality(picks) >= wanted then visit.groups[cardinality(visit.groups)]
+            else cardinality(met.keys)
+        end;
+        if stage < 3 then
+            vain := vain + greatest(came - coalesce(cardinality(visit.groups), 0), 0);
+            -- The last one may have more to give.
+            passed_at := coalesce(met.ats[came - (cardinality(picks) >= wanted)::int], passed_at);
             perform pgqueue._settle_tickets(
-                queue, own_priority, reached.tids, reached.keys, reached.gaves, reached.gives, reached.limits,
-                reached.is_short, reached.is_lacking, reached.free_ats, reached.starts, reached.last_ats,
+                queue, own_priority, met.tids[:came], met.keys[:came], gives, limits,
+                cardinality(picks) >= wanted, visit.groups, visit.run_ats, short, lacking, met.starts,
                 case when not is_filtered and paused is null then visit.believed_until end,
-                paused, is_filtered, cardinality(picks) = wanted, nullif(taken || picks, '{}'), moment
+                paused, is_filtered, nullif(taken || picks, '{}'), moment
             );
         end if;
-        exit when cardinality(picks) = wanted;
+        exit when cardinality(picks) >= wanted;
         looked := looked + cardinality(met.keys);
         exit when looked > 1000 and clock_timestamp() > moment + interval '100 milliseconds';
         start := met.ats[cardinality(met.ats)];
@@ -1186,6 +1113,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick_groups(text, text[], jsonb, int, int, timestamptz, boolean, tid[], bigint) is
+comment on function pgqueue._pick_groups(
+    text, text[], jsonb, int, int, timestamptz, boolean, boolean, pgqueue.queue, tid[], bigint
+) is
 '_pick for the lanes of groups: locks up to so many due jobs, of the groups whose
-turn it is, with permits where they need any.';
+turn it is, with permits where they need any: which job has which.';

@@ -309,13 +309,23 @@ begin
         order by j.id
         for update
     ), deleted as (
-        delete from pgqueue.job as j using doomed where j.id = doomed.id returning j.id, (j.terms).batch_id
+        delete from pgqueue.job as j
+        using doomed
+        where j.id = doomed.id
+        returning j.id, j.queue, j.group_key, j.permits, (j.terms).batch_id
     )
     select
         array_agg(d.id) as ids, count(*) as jobs,
-        array_agg(d.batch_id) filter (where d.batch_id is not null) as batches
+        array_agg(d.batch_id) filter (where d.batch_id is not null) as batches,
+        array_agg(d.id) filter (where d.permits is not null) as holders,
+        array_agg(d.queue) filter (where d.permits is not null) as queues,
+        array_agg(d.group_key) filter (where d.permits is not null) as keys,
+        (select array_agg(u.tid) from deleted as h cross join unnest(h.permits) as u (tid)) as permits
     into purged
     from deleted as d;
+    if purged.holders is not null then
+        perform pgqueue._return_permits(purged.holders, purged.permits, null, purged.queues, purged.keys);
+    end if;
     perform pgqueue._note_gone(purged.ids);
     perform pgqueue._tell_end(array_agg(f.fold), array_agg(purge.queue))
     from (select distinct d.id & 255 as fold from unnest(purged.ids) as d (id)) as f;

@@ -1,118 +1,24 @@
 -- Permits: to run, or to begin, is what a job needs one for of each of its caps.
 --
--- They are rows that persist, made as they are needed, up to as many as the cap says. One to run is held
--- while its job has the token of the claim that took it, or keeps it for its retry; one to begin, for the
--- period after that: so nothing must be given back, whoever ends an attempt and how. A claim locks a
--- permit first, and asks only then whether it is free: so it sees what others did with it before. What is
--- locked is passed over: no claim waits. Two sessions that do not see each other may make a permit twice;
--- such copies are merged before one is taken, and nobody takes one that his own transaction made, because
--- no one else could see that.
+-- They are rows that persist, made as they are needed, up to as many as the cap says; each says from when on
+-- it may be taken: never while it is held, or, of a rate, when its period is over. Who takes one locks it, and
+-- what the locked row says holds, whatever his snapshot: so a look-up by index is enough, the last that was
+-- given back comes first, and what others have locked is passed over: no claim waits.
 --
--- A place may be taken while it and those held above it are together no more than the cap: so a cap
--- that was lowered holds while what runs beyond it ends, in whatever order.
+-- What ends an attempt gives its permits back, unless somebody has them locked: no end waits either. Such a
+-- permit is held by a job that is gone. A claim that finds a cap full looks whether those that hold its
+-- permits still run, at some of them; the sweep, which goes through the pages of the table, finds the others.
+--
+-- Two sessions that do not see each other may make a permit twice. So nobody takes one that his own
+-- transaction made, which no one else can see, and copies of one that was never taken are merged first.
+--
+-- When a cap is lowered, those that are held move to the lowest places, and those that are held beyond it are
+-- surplus: while there is any nobody takes another.
 
-create or replace function pgqueue._make_permits(queue text, caps pgqueue._cap[], wanted int[])
-    returns void
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_bitmapscan = off
-    set enable_sort = off
-    set enable_indexscan = on
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
-as $$
-begin
-    insert into pgqueue.permit (token, place, is_rate, queue, kind, group_key)
-    select -pg_current_xact_id()::text::bigint, p.place, c.is_rate, _make_permits.queue, c.kind, c.group_key
-    from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
-    cross join lateral (
-        select coalesce(max(m.place), 0)
-        from pgqueue.permit as m
-        where hashtext(m.queue) = hashtext(_make_permits.queue) and hashtext(m.kind) = hashtext(c.kind)
-            and hashtext(m.group_key) = hashtext(c.group_key) and m.is_rate = c.is_rate
-            and m.queue = _make_permits.queue and m.kind = c.kind and m.group_key = c.group_key
-    ) as made (places)
-    cross join lateral generate_series(
-        made.places + 1, least(c.most, made.places + wanted[c.nth])
-    ) as p (place);
-end;
-$$;
-
-comment on function pgqueue._make_permits(text, pgqueue._cap[], int[]) is
-'Makes more permits of each cap, as many as are wanted and it lacks. They can be
-taken from the commit on.';
-
-create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment timestamptz)
-    returns table (place int, is_held boolean, free_at timestamptz, is_usable boolean, holder bigint)
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_bitmapscan = off
-    set enable_sort = off
-    set enable_indexscan = on
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
-as $$
-begin
-    return query
-    select
-        p.place, p.is_held, case when p.is_held then p.free_at end,
-        not p.is_held
-            and p.place + count(*) filter (where p.is_held) over (order by p.place desc) <= cap.most,
-        p.holder
-    from (
-        select
-            n.place,
-            -- A time of another clock is none.
-            case when cap.is_rate
-                then coalesce(
-                    l.taken_at > moment - cap.period and l.taken_at <= clock_timestamp() + cap.period, false
-                )
-                else j.id is not null
-            end,
-            case when cap.is_rate then l.taken_at + cap.period else coalesce(j.lease_expires_at, j.run_at) end,
-            j.id
-        from generate_series(1, (
-            select max(p.place)
-            from pgqueue.permit as p
-            where hashtext(p.queue) = hashtext(_permits.queue) and hashtext(p.kind) = hashtext(cap.kind)
-                and hashtext(p.group_key) = hashtext(cap.group_key) and p.is_rate = cap.is_rate
-                and p.queue = _permits.queue and p.kind = cap.kind and p.group_key = cap.group_key
-        )) as n (place)
-        cross join lateral (
-            select p.job_id, p.token, p.taken_at
-            from pgqueue.permit as p
-            where hashtext(p.queue) = hashtext(_permits.queue) and hashtext(p.kind) = hashtext(cap.kind)
-                and hashtext(p.group_key) = hashtext(cap.group_key) and p.is_rate = cap.is_rate
-                and p.place = n.place
-                and p.queue = _permits.queue and p.kind = cap.kind and p.group_key = cap.group_key
-            order by p.second desc nulls last
-            limit 1
-        ) as l
-        left join pgqueue.job as j on j.id = l.job_id
-            and case when cap.group_key = '' then j.token = l.token
-                -- Kept for a retry that is due, it may be taken: see _lock_permits.
-                else coalesce(j.token, j.kept_token) = l.token and (j.token is not null or j.run_at > moment)
-            end
-    ) as p (place, is_held, free_at, holder);
-end;
-$$;
-
-comment on function pgqueue._permits(text, pgqueue._cap, timestamptz) is
-'The permits of a cap: which are held, until when at the latest (the end of the
-lease, or of the period), which may be taken, and which job has them.';
-
-create or replace function pgqueue._free_permits(
-    queue text, caps pgqueue._cap[], wanted int, moment timestamptz
+create or replace function pgqueue._make_permits(
+    queue text, caps pgqueue._cap[], wanted int[], enough int default null
 )
-    returns table (nth int, kind text, free int, is_complete boolean)
+    returns text[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
@@ -125,59 +31,43 @@ create or replace function pgqueue._free_permits(
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
+declare
+    lacking text[];
 begin
-    return query
-    select c.nth::int, c.kind, f.free::int, m.place >= c.most
-    from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
-    cross join lateral (
-        select coalesce(max(p.place), 0)
-        from pgqueue.permit as p
-        where hashtext(p.queue) = hashtext(_free_permits.queue) and hashtext(p.kind) = hashtext(c.kind)
-            and hashtext(p.group_key) = hashtext(c.group_key) and p.is_rate = c.is_rate
-            and p.queue = _free_permits.queue and p.kind = c.kind and p.group_key = c.group_key
-    ) as m (place)
-    cross join lateral (
-        -- All, unless the cap was lowered.
-        select case when m.place <= c.most then m.place else coalesce(
-            (
-                select max(p.place)
-                from pgqueue._permits(_free_permits.queue, caps[c.nth], moment) as p
-                where p.is_usable
-            ),
-            0
-        ) end
-        offset 0
-    ) as u (place)
-    cross join lateral (
-        select count(*)
-        from (
-            select
-            from generate_series(1, u.place) as n (place)
-            cross join lateral (
-                select p.job_id, p.token, p.taken_at
+    with made as (
+        insert into pgqueue.permit (free_at, token, place, is_rate, queue, kind, group_key)
+        select
+            '-infinity', -pg_current_xact_id()::text::bigint, p.place, c.is_rate,
+            _make_permits.queue, c.kind, c.group_key
+        from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
+        cross join lateral (
+            select count(*) as permits, coalesce(max(o.place), 0) as last_place
+            from (
+                select p.place
                 from pgqueue.permit as p
-                where hashtext(p.queue) = hashtext(_free_permits.queue)
-                    and hashtext(p.kind) = hashtext(c.kind) and hashtext(p.group_key) = hashtext(c.group_key)
-                    and p.is_rate = c.is_rate and p.place = n.place
-                    and p.queue = _free_permits.queue and p.kind = c.kind and p.group_key = c.group_key
-                order by p.second desc nulls last
-                limit 1
-            ) as p
-            -- A time of another clock is none. And offset 0, or Postgres 18 reads all jobs into a hash, by a plan
-            -- from when they were few.
-            where case when c.is_rate
-                    then (p.taken_at > moment - c.period and p.taken_at <= clock_timestamp() + c.period) is not true
-                    else not exists (select from pgqueue.job as j where j.id = p.job_id and j.token = p.token offset 0)
-                end
-            limit wanted
-        ) as free
-    ) as f (free);
+                where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+                    = hashtextextended(c.group_key, hashtextextended(c.kind, hashtext(_make_permits.queue)))
+                    and p.is_rate = c.is_rate
+                    and p.queue = _make_permits.queue and p.kind = c.kind and p.group_key = c.group_key
+                limit coalesce(enough, greatest(16, wanted[c.nth]))
+            ) as o
+        ) as made
+        cross join lateral generate_series(
+            made.last_place + 1, least(c.most, made.last_place + wanted[c.nth])
+        ) as p (place)
+        -- Or there may be more than were counted.
+        where made.permits < coalesce(enough, greatest(16, wanted[c.nth]))
+        returning permit.group_key
+    )
+    select array_agg(distinct m.group_key) into lacking from made as m;
+    return lacking;
 end;
 $$;
 
-comment on function pgqueue._free_permits(text, pgqueue._cap[], int, timestamptz) is
-'How many permits of each cap of a queue or kind look free, no more than wanted;
-and whether all that the cap allows are there.';
+comment on function pgqueue._make_permits(text, pgqueue._cap[], int[], int) is
+'Makes more permits of each cap, as many as are wanted, unless there are enough
+(null: as many as are wanted, or 16), or all; of which groups. They can be taken
+from the commit on.';
 
 create or replace function pgqueue._is_double(permit pgqueue.permit)
     returns boolean
@@ -188,195 +78,352 @@ begin
     return 1 < (
         select count(*)
         from pgqueue.permit as o
-        where hashtext(o.queue) = hashtext(permit.queue) and hashtext(o.kind) = hashtext(permit.kind)
-            and hashtext(o.group_key) = hashtext(permit.group_key)
+        where hashtextextended(o.group_key, hashtextextended(o.kind, hashtext(o.queue)))
+            = hashtextextended(permit.group_key, hashtextextended(permit.kind, hashtext(permit.queue)))
             and o.is_rate = permit.is_rate and o.place = permit.place
             and o.queue = permit.queue and o.kind = permit.kind and o.group_key = permit.group_key
     );
 end;
 $$;
 
-comment on function pgqueue._is_double(pgqueue.permit) is 'Whether a permit was made twice.';
+comment on function pgqueue._is_double(pgqueue.permit) is
+'Whether a permit was made twice. Plans as its callers set it.';
 
-create or replace function pgqueue._lock_permits(
-    queue text, caps pgqueue._cap[], wanted int[], new_token bigint, moment timestamptz, is_again boolean default false,
-    out caps_of int[], out permits tid[], out are_made boolean[]
-)
+create or replace function pgqueue._has_surplus(queue text, kind text, group_key text)
+    returns boolean
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
-declare
-    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
-    doubles int[];
 begin
-    select
-        array_agg(u.cap) filter (where l.tid is not null),
-        array_agg(l.tid) filter (where l.tid is not null),
-        array_agg(distinct u.cap) filter (where u.is_made)
-    into caps_of, permits, doubles
-    from (
-        select c.*, m.place >= c.most as is_made, w.jobs, s.place, date_part('microseconds', clock_timestamp())::int % nullif(s.place, 0) as start
-        from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, cap)
-        join unnest(wanted) with ordinality as w (jobs, cap) on w.cap = c.cap
-        cross join lateral (
-            select coalesce(
-                (
-                    select p.place
-                    from pgqueue.permit as p
-                    where hashtext(p.queue) = hashtext(_lock_permits.queue) and hashtext(p.kind) = hashtext(c.kind)
-                        and hashtext(p.group_key) = hashtext(c.group_key) and p.is_rate = c.is_rate
-                        and p.queue = _lock_permits.queue and p.kind = c.kind and p.group_key = c.group_key
-                        and p.token is distinct from own_token
-                    order by p.place desc
-                    limit 1
-                ),
-                0
-            )
-        ) as m (place)
-        cross join lateral (
-            -- All, unless the cap was lowered.
-            select case when m.place <= c.most then m.place else coalesce(
-                (
-                    select max(p.place)
-                    from pgqueue._permits(_lock_permits.queue, caps[c.cap], moment) as p
-                    where p.is_usable
-                ),
-                0
-            ) end
-            offset 0
-        ) as s (place)
-        offset 0
-    ) as u
-    left join lateral (
-        select k.tid
-        from generate_series(u.start, u.start + u.place - 1) as n (nth)
-        cross join lateral (
-            select p.ctid as tid, p.job_id, p.token, p.taken_at
-            from pgqueue.permit as p
-            where hashtext(p.queue) = hashtext(_lock_permits.queue) and hashtext(p.kind) = hashtext(u.kind)
-                and hashtext(p.group_key) = hashtext(u.group_key) and p.is_rate = u.is_rate
-                and p.place = n.nth % u.place + 1
-                and p.queue = _lock_permits.queue and p.kind = u.kind and p.group_key = u.group_key
-            order by p.second desc nulls last
-            limit 1
-        ) as p
-        cross join lateral (
-            select k.ctid as tid from pgqueue.permit as k where k.ctid = p.tid for update skip locked
-        ) as k
-        -- A time of another clock is none. And offset 0, or Postgres 18 reads all jobs into a hash, by a plan
-        -- from when they were few.
-        where case when u.is_rate
-                then (p.taken_at > moment - u.period and p.taken_at <= clock_timestamp() + u.period) is not true
-                else (new_token is null or p.token is distinct from new_token) and not exists (
-                    select from pgqueue.job as j
-                    where j.id = p.job_id and case when u.group_key = '' then j.token = p.token
-                        -- Kept for a retry that is due, it is that job's.
-                        else coalesce(j.token, j.kept_token) = p.token and (j.token is not null or j.run_at > moment)
-                    end
-                    offset 0
-                )
-            end
-        limit u.jobs
-    ) as l on u.jobs > 0;
-    are_made := array(
-        select coalesce(u.cap = any (doubles), false) from generate_series(1, cardinality(caps)) as u (cap)
-        order by u.cap
-    );
-    -- Now that nobody else can take them.
-    select
-        array_agg(l.cap order by l.cap) filter (where not d.is_double),
-        array_agg(l.tid order by l.cap) filter (where not d.is_double),
-        array_agg(distinct l.cap) filter (where d.is_double)
-    into caps_of, permits, doubles
-    from unnest(caps_of, permits) as l (cap, tid)
-    join pgqueue.permit as p on p.ctid = l.tid
-    cross join lateral (
+    return exists (
         select
-            -- One that a claim took was single then, and who makes another now finds it.
-            p.taken_at is null and pgqueue._is_double(p) as is_double
-        offset 0
-    ) as d
-    where p.token is distinct from own_token and case when p.is_rate
-            then (
-                p.taken_at > moment - (caps[l.cap]).period
-                and p.taken_at <= clock_timestamp() + (caps[l.cap]).period
-            ) is not true
-            else not exists (
-                select from pgqueue.job as j
-                where j.id = p.job_id and case when p.group_key = '' then j.token = p.token
-                    else coalesce(j.token, j.kept_token) = p.token and (j.token is not null or j.run_at > moment)
-                end
-                offset 0
-            )
-        end;
-    if doubles is not null and not is_again then
-        perform pgqueue._merge_permits(queue, caps[d.cap]) from unnest(doubles) as d (cap);
-        select l.* into caps_of, permits, are_made
-        from pgqueue._lock_permits(queue, caps, wanted, new_token, moment, true) as l;
-    end if;
+        from pgqueue.permit as s
+        where hashtextextended(s.group_key, hashtextextended(s.kind, hashtext(s.queue)))
+            = hashtextextended(_has_surplus.group_key, hashtextextended(_has_surplus.kind, hashtext(_has_surplus.queue)))
+            and s.is_surplus
+            and s.queue = _has_surplus.queue and s.kind = _has_surplus.kind and s.group_key = _has_surplus.group_key
+    );
 end;
 $$;
 
-comment on function pgqueue._lock_permits(text, pgqueue._cap[], int[], bigint, timestamptz, boolean) is
-'Locks free permits of some caps, of each as many as are wanted, without those
-that the claim of this token took; returns where they are, in the order of the
-caps; and of which caps all that it allows are there. Plans as _pick_groups and
-_pick_capped set it.';
+comment on function pgqueue._has_surplus(text, text, text) is
+'Whether more jobs of a queue, kind or group run than its cap says. Plans as its
+callers set it.';
 
-create or replace function pgqueue._merge_permits(queue text, cap pgqueue._cap)
-    returns void
+create or replace function pgqueue._merge_permits(queue text, kind text, group_keys text[])
+    returns int
     language plpgsql
     set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_tidscan = on
 as $$
 declare
     locked tid[] := array(
         select p.ctid
-        from pgqueue.permit as p
-        where hashtext(p.queue) = hashtext(_merge_permits.queue) and hashtext(p.kind) = hashtext(cap.kind)
-            and hashtext(p.group_key) = hashtext(cap.group_key) and p.is_rate = cap.is_rate
-            and p.queue = _merge_permits.queue and p.kind = cap.kind and p.group_key = cap.group_key
-        for update skip locked
+        from unnest(group_keys) as g (key)
+        join pgqueue.permit as p
+            on hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+            = hashtextextended(g.key, hashtextextended(_merge_permits.kind, hashtext(_merge_permits.queue)))
+            and p.queue = _merge_permits.queue and p.kind = _merge_permits.kind and p.group_key = g.key
+        for update of p skip locked
     );
+    merged int;
 begin
-    -- The last that was taken stays; where others have a copy locked, all stay.
+    -- One that is held, or the last that was taken, stays; where others have a copy locked, all stay.
     delete from pgqueue.permit as p
     where p.ctid = any (array(
         select c.ctid
         from (
             select
                 o.ctid,
-                row_number() over (partition by o.place order by o.taken_at desc nulls last, o.ctid) as nth,
-                bool_and(o.ctid = any (locked)) over (partition by o.place) as is_locked
-            from pgqueue.permit as o
-            where hashtext(o.queue) = hashtext(_merge_permits.queue) and hashtext(o.kind) = hashtext(cap.kind)
-                and hashtext(o.group_key) = hashtext(cap.group_key) and o.is_rate = cap.is_rate
-                and o.queue = _merge_permits.queue and o.kind = cap.kind and o.group_key = cap.group_key
+                o.free_at = 'infinity' as is_held, o.job_id, first_value(o.job_id) over copies as first_id,
+                row_number() over copies as nth,
+                bool_and(o.ctid = any (locked)) over (partition by o.group_key, o.is_rate, o.place) as is_locked
+            from unnest(group_keys) as g (key)
+            join pgqueue.permit as o
+                on hashtextextended(o.group_key, hashtextextended(o.kind, hashtext(o.queue)))
+                = hashtextextended(g.key, hashtextextended(_merge_permits.kind, hashtext(_merge_permits.queue)))
+                and o.queue = _merge_permits.queue and o.kind = _merge_permits.kind and o.group_key = g.key
+            window copies as (
+                partition by o.group_key, o.is_rate, o.place
+                order by o.free_at = 'infinity' desc, o.taken_at desc nulls last, o.ctid
+            )
         ) as c
-        where c.is_locked and c.nth > 1
+        where c.is_locked and c.nth > 1 and not (c.is_held and c.job_id is distinct from c.first_id)
     ));
+    get diagnostics merged = row_count;
+    return merged;
 end;
 $$;
 
-comment on function pgqueue._merge_permits(text, pgqueue._cap) is
-'Where two sessions have made the permits of a cap twice: drops all copies but
-one.';
+comment on function pgqueue._merge_permits(text, text, text[]) is
+'Where two sessions have made permits twice: drops all copies but one; returns
+how many.';
 
-create or replace function pgqueue._give_permits(permits tid[], job_ids bigint[], new_token bigint, moment timestamptz)
-    returns void
+create or replace function pgqueue._give_permits(
+    permits tid[], job_ids bigint[], new_token bigint, moment timestamptz, free_ats timestamptz[] default null
+)
+    returns tid[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
+declare
+    given tid[];
 begin
-    update pgqueue.permit as p
-    set job_id = g.job_id, token = new_token, taken_at = moment,
-        second = extract(epoch from moment - timestamptz '2020-01-01 00:00 UTC')::int
-    from unnest(permits, job_ids) as g (tid, job_id)
-    where p.ctid = g.tid;
+    with given as (
+        update pgqueue.permit as p
+        set free_at = coalesce(g.free_at, 'infinity'), job_id = g.job_id, token = new_token, taken_at = moment
+        from unnest(permits, job_ids, free_ats) with ordinality as g (tid, job_id, free_at, nth)
+        where p.ctid = g.tid
+        returning g.nth, p.ctid as tid
+    )
+    select array_agg(g.tid order by g.nth) into given from given as g;
+    return given;
 end;
 $$;
 
-comment on function pgqueue._give_permits(tid[], bigint[], bigint, timestamptz) is
-'Hands locked permits to jobs that a claim takes. Plans as its callers set it.';
+comment on function pgqueue._give_permits(tid[], bigint[], bigint, timestamptz, timestamptz[]) is
+'Hands locked permits to jobs that a claim takes, of rates until free_at; returns
+where they are now. Plans as its callers set it.';
+
+create or replace function pgqueue._return_permits(
+    job_ids bigint[], permits tid[], kept_ids bigint[], queues text[], group_keys text[]
+)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+as $$
+begin
+    if coalesce(current_setting('pgqueue.lose_hints', true), '') = '' or not pgqueue._is_lost() then
+        update pgqueue.permit as p
+        set free_at = clock_timestamp(), job_id = null, is_surplus = false
+        where p.ctid = any (array(
+            select k.ctid
+            from pgqueue.permit as k
+            where k.ctid = any (permits) and k.job_id = any (job_ids) and not k.is_rate
+                and (kept_ids is null or k.group_key = '' or k.job_id <> all (kept_ids))
+            for update skip locked
+        ));
+    end if;
+    if num_nonnulls(variadic group_keys) > 0 then
+        perform pgqueue._wake_groups(queues, group_keys);
+    end if;
+    if queues[1] = all (queues) then
+        perform pgqueue._wake(queues[1]);
+    else
+        perform pgqueue._wake(q.name) from (select distinct u.name from unnest(queues) as u (name)) as q;
+    end if;
+end;
+$$;
+
+comment on function pgqueue._return_permits(bigint[], tid[], bigint[], text[], text[]) is
+'For jobs whose attempts end: gives their permits back, where nobody has them
+locked, but for those of their groups that some keep for their retry, and lets
+claims look again at the queues and groups that may have been full.';
+
+create or replace function pgqueue._review_permits(
+    queue text, kind text, group_keys text[], mosts int[], moment timestamptz, new_token bigint
+)
+    returns int
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
+as $$
+declare
+    -- Some, where there are many.
+    locked tid[] := array(
+        select h.tid
+        from unnest(group_keys, mosts) as g (key, most)
+        cross join lateral (
+            select p.ctid as tid
+            from pgqueue.permit as p
+            where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+                = hashtextextended(g.key, hashtextextended(_review_permits.kind, hashtext(_review_permits.queue)))
+                and not p.is_rate and p.free_at = 'infinity' and p.token is distinct from new_token
+                and p.queue = _review_permits.queue and p.kind = _review_permits.kind and p.group_key = g.key
+                and (g.most is null or g.most <= 32 or p.place % (g.most / 16)
+                    = date_part('microseconds', moment)::int % (g.most / 16))
+            for update skip locked
+        ) as h
+    );
+    surplus text[] := array(
+        select distinct p.group_key from pgqueue.permit as p where p.ctid = any (locked) and p.is_surplus
+    );
+    freed int := pgqueue._free_lost_permits(locked, moment);
+    cap pgqueue._cap;
+begin
+    for cap in
+        select _review_permits.kind, g.key, false, g.most, interval '1 second'
+        from unnest(group_keys, mosts) as g (key, most)
+        where g.key = any (surplus)
+    loop
+        perform pgqueue._fit_permits(queue, cap, moment, new_token);
+        freed := freed + 1;
+    end loop;
+    return freed + pgqueue._merge_permits(queue, kind, group_keys);
+end;
+$$;
+
+comment on function pgqueue._review_permits(text, text, text[], int[], timestamptz, bigint) is
+'For caps that are full, of a kind or of groups: looks whether the jobs still run
+that hold their permits, but for those that the claim of this token took, ends
+those whose leases have expired, and merges copies. Returns 0 where nothing has
+changed.';
+
+create or replace function pgqueue._forget_future(
+    queue text, kind text, group_keys text[], moment timestamptz
+)
+    returns int
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+as $$
+declare
+    freed int;
+begin
+    update pgqueue.permit as p
+    set free_at = moment, taken_at = null
+    where p.ctid = any (array(
+        select r.ctid
+        from unnest(group_keys) as g (key)
+        join pgqueue.permit as r on hashtextextended(r.group_key, hashtextextended(r.kind, hashtext(r.queue)))
+            = hashtextextended(g.key, hashtextextended(_forget_future.kind, hashtext(_forget_future.queue)))
+            and r.queue = _forget_future.queue and r.kind = _forget_future.kind and r.group_key = g.key
+        -- A claim reads the clock before it takes one, perhaps long before.
+        where r.is_rate and r.free_at > moment and r.taken_at > clock_timestamp() + interval '1 second'
+        for update of r skip locked
+    ));
+    get diagnostics freed = row_count;
+    return freed;
+end;
+$$;
+
+comment on function pgqueue._forget_future(text, text, text[], timestamptz) is
+'Frees permits of rates that were taken by a clock that was set back since;
+returns how many.';
+
+create or replace function pgqueue._free_lost_permits(locked tid[], moment timestamptz)
+    returns int
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
+as $$
+declare
+    expired bigint[];
+    ended int := 0;
+    freed int;
+begin
+    expired := array(
+        select p.job_id
+        from pgqueue.permit as p
+        join pgqueue.job as j on j.id = p.job_id and (j.token = p.token or j.token is null and j.permits is not null)
+        where p.ctid = any (locked) and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _free_lost_permits.moment
+        order by p.job_id
+    );
+    if expired <> '{}' then
+        ended := pgqueue._expire(
+            array(select j.ctid from pgqueue.job as j where j.id = any (expired) for update skip locked), moment
+        );
+    end if;
+    -- Also what could not tell, or lost the hint.
+    update pgqueue.permit as p
+    set free_at = _free_lost_permits.moment, job_id = null, is_surplus = false
+    where p.ctid = any (locked) and not exists (
+        select from pgqueue.job as j
+        where j.id = p.job_id and (j.token = p.token or j.token is null and j.permits is not null)
+        offset 0
+    );
+    get diagnostics freed = row_count;
+    return ended + freed;
+end;
+$$;
+
+comment on function pgqueue._free_lost_permits(tid[], timestamptz) is
+'Frees those of some locked permits whose jobs run no more, and ends the attempts
+whose leases have expired; returns how many.';
+
+create or replace function pgqueue._fit_permits(
+    queue text, cap pgqueue._cap, moment timestamptz, new_token bigint default null
+)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_indexscan = on
+    set enable_tidscan = on
+as $$
+declare
+    locked tid[] := array(
+        select p.ctid
+        from pgqueue.permit as p
+        where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+            = hashtextextended(cap.group_key, hashtextextended(cap.kind, hashtext(_fit_permits.queue)))
+            and p.is_rate = cap.is_rate and (new_token is null or p.token is distinct from new_token)
+            and p.queue = _fit_permits.queue and p.kind = cap.kind and p.group_key = cap.group_key
+        for update skip locked
+    );
+begin
+    with known as (
+        select
+            p.ctid as tid, p.place, p.free_at,
+            case when cap.is_rate then coalesce(p.taken_at + cap.period > _fit_permits.moment, false)
+                else exists (
+                    select from pgqueue.job as j
+                    where j.id = p.job_id and (j.token = p.token or j.token is null and j.permits is not null)
+                )
+            end as is_held,
+            case when cap.is_rate then p.taken_at + cap.period end as ends_at
+        from pgqueue.permit as p
+        where p.ctid = any (locked)
+    ), fitted as (
+        select k.*, l.place as new_place
+        from (
+            select k.*, row_number() over (order by k.is_held desc, k.ends_at desc nulls last, k.place) as nth
+            from known as k
+        ) as k
+        join (select k.place, row_number() over (order by k.place) as nth from known as k) as l using (nth)
+    )
+    update pgqueue.permit as p
+    set place = f.new_place,
+        free_at = case
+            when f.is_held then coalesce(f.ends_at, 'infinity')
+            else least(p.free_at, _fit_permits.moment)
+        end,
+        job_id = case when f.is_held then p.job_id end,
+        is_surplus = not cap.is_rate and f.is_held and f.new_place > cap.most
+    from fitted as f
+    -- What stays as it is stays where it is, or its job would not find it.
+    where p.ctid = f.tid and (
+        p.place <> f.new_place or p.is_surplus or not cap.is_rate and f.is_held and f.new_place > cap.most
+        or f.is_held is distinct from (p.free_at > _fit_permits.moment) or f.ends_at <> p.free_at
+    );
+end;
+$$;
+
+comment on function pgqueue._fit_permits(text, pgqueue._cap, timestamptz, bigint) is
+'Moves the permits of a cap that are held, of a rate the last that were taken, to
+the lowest places, and marks as surplus those that are held beyond it. Leaves
+those that the claim of this token took.';
 
 create or replace function pgqueue._count_running(queue text, cap pgqueue._cap)
     returns void
@@ -388,26 +435,125 @@ begin
     with known as (
         select p.place, p.job_id, p.token
         from pgqueue.permit as p
-        where hashtext(p.queue) = hashtext(_count_running.queue) and hashtext(p.kind) = hashtext(cap.kind)
-            and hashtext(p.group_key) = hashtext(cap.group_key) and not p.is_rate
+        where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+            = hashtextextended(cap.group_key, hashtextextended(cap.kind, hashtext(_count_running.queue)))
+            and not p.is_rate
             and p.queue = _count_running.queue and p.kind = cap.kind and p.group_key = cap.group_key
+    ), made as (
+        insert into pgqueue.permit (free_at, place, is_rate, job_id, token, queue, kind, group_key)
+        select
+            'infinity', (select coalesce(max(k.place), 0) from known as k) + row_number() over (order by j.id),
+            false, j.id, j.token, j.queue, cap.kind, cap.group_key
+        from (
+            select j.id, j.token, j.queue
+            from pgqueue.job as j
+            where cap.group_key = '' and hashtext(j.queue) = hashtext(_count_running.queue)
+                and j.queue = _count_running.queue and cap.kind in ('', j.kind) and j.lease_expires_at is not null
+            union all
+            select j.id, j.token, j.queue
+            from pgqueue.job as j
+            where hashtextextended(j.group_key, hashtext(j.queue))
+                = hashtextextended(nullif(cap.group_key, ''), hashtext(_count_running.queue))
+                and j.queue = _count_running.queue and j.group_key = cap.group_key and j.lease_expires_at is not null
+        ) as j
+        where not exists (select from known as k where k.job_id = j.id and k.token = j.token)
+        returning permit.job_id, permit.ctid as tid
     )
-    insert into pgqueue.permit (place, is_rate, job_id, token, taken_at, queue, kind, group_key)
-    select
-        (select coalesce(max(k.place), 0) from known as k) + row_number() over (order by j.id),
-        -- Without a time, because no claim has looked whether it is single.
-        false, j.id, j.token, null, j.queue, cap.kind, cap.group_key
-    from pgqueue.job as j
-    where hashtext(j.queue) = hashtext(_count_running.queue) and j.queue = _count_running.queue
-        and cap.kind in ('', j.kind) and (cap.group_key = '' or j.group_key = cap.group_key)
-        and j.lease_expires_at is not null
-        and not exists (select from known as k where k.job_id = j.id and k.token = j.token);
+    -- What is just ending has no need to know.
+    update pgqueue.job as j
+    set permits = j.permits || m.tid
+    from made as m
+    where j.ctid = any (array(
+        select k.ctid from made as o join pgqueue.job as k on k.id = o.job_id for update of k skip locked
+    )) and j.id = m.job_id;
 end;
 $$;
 
 comment on function pgqueue._count_running(text, pgqueue._cap) is
-'Gives permits, behind those that there are, to the jobs of a queue, kind or
-group that run from a time when it had no such cap, also beyond the cap.';
+'Gives permits of a cap that is new to the jobs that run, beyond the others.';
+
+create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment timestamptz)
+    returns table (place int, is_held boolean, free_at timestamptz, is_usable boolean, holder bigint)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
+as $$
+begin
+    return query
+    select
+        p.place, p.is_held, case when p.is_held then p.free_at end,
+        not p.is_held and p.place <= cap.most and not coalesce(bool_or(p.is_held and p.is_surplus) over (), false),
+        p.holder
+    from (
+        select
+            p.place, p.is_surplus,
+            case when cap.is_rate then p.free_at > _permits.moment else j.id is not null end as is_held,
+            case when cap.is_rate then p.free_at else coalesce(j.lease_expires_at, j.run_at) end as free_at,
+            j.id as holder
+        from pgqueue.permit as p
+        left join pgqueue.job as j on j.id = p.job_id
+            and (j.token = p.token or j.token is null and j.permits is not null and j.run_at > _permits.moment)
+        where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+            = hashtextextended(cap.group_key, hashtextextended(cap.kind, hashtext(_permits.queue)))
+            and p.is_rate = cap.is_rate
+            and p.queue = _permits.queue and p.kind = cap.kind and p.group_key = cap.group_key
+    ) as p;
+end;
+$$;
+
+comment on function pgqueue._permits(text, pgqueue._cap, timestamptz) is
+'The permits of a cap: which are held, until when at the latest (the end of the
+lease, or of the period), which may be taken, and which job has them.';
+
+create or replace function pgqueue._sweep_permits(new_token bigint default null)
+    returns int
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+as $$
+declare
+    pages bigint := pg_relation_size('pgqueue.permit') / current_setting('block_size')::int;
+    page bigint;
+    moment timestamptz := clock_timestamp();
+begin
+    if pages = 0 then
+        return 0;
+    end if;
+    page := coalesce(pg_sequence_last_value('pgqueue._cell_permits_swept'::regclass), 0) % pages;
+    perform setval('pgqueue._cell_permits_swept', page + 2);
+    return pgqueue._free_lost_permits(
+        array(
+            select p.ctid from pgqueue.permit as p
+            where p.ctid >= format('(%s,0)', page)::tid and p.ctid < format('(%s,0)', page + 2)::tid
+                and not p.is_rate and p.free_at = 'infinity' and p.token is distinct from new_token
+                and not exists (
+                    select from pgqueue.job as j
+                    where j.id = p.job_id and (
+                        j.token = p.token and j.lease_expires_at > moment
+                        or j.token is null and j.permits is not null and ((j.terms).expires_at <= moment) is not true
+                    )
+                    offset 0
+                )
+            for update skip locked
+        ),
+        moment
+    );
+end;
+$$;
+
+comment on function pgqueue._sweep_permits(bigint) is
+'Looks at the next two pages of permits for those that are held by jobs that run
+no more, but for those that the claim of this token took; returns how many it
+freed.';
 
 create or replace function pgqueue._drop_permits()
     returns bigint
@@ -442,8 +588,9 @@ begin
     locked := array(
         select p.ctid
         from unnest(idle.queues, idle.keys) as i (queue, key)
-        join pgqueue.permit as p on hashtext(p.queue) = hashtext(i.queue) and hashtext(p.kind) = hashtext('')
-            and hashtext(p.group_key) = hashtext(i.key) and p.queue = i.queue and p.group_key = i.key
+        join pgqueue.permit as p on hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+            = hashtextextended(i.key, hashtextextended('', hashtext(i.queue)))
+            and p.queue = i.queue and p.group_key = i.key
         for update of p skip locked
     );
     -- All of a group or none: places without gaps are what more are made behind.
@@ -456,8 +603,9 @@ begin
                 bool_and(p.ctid = any (locked) and (p.taken_at > clock_timestamp() - interval '1 day') is not true)
                     over (partition by p.queue, p.group_key) as is_idle
             from unnest(idle.queues, idle.keys) as i (queue, key)
-            join pgqueue.permit as p on hashtext(p.queue) = hashtext(i.queue) and hashtext(p.kind) = hashtext('')
-                and hashtext(p.group_key) = hashtext(i.key) and p.queue = i.queue and p.group_key = i.key
+            join pgqueue.permit as p on hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+                = hashtextextended(i.key, hashtextextended('', hashtext(i.queue)))
+                and p.queue = i.queue and p.group_key = i.key
         ) as c
         where c.is_idle
     ));

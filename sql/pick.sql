@@ -287,7 +287,7 @@ none. Plans as claim sets it.';
 
 create or replace function pgqueue._pick_lanes(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, noted int[],
-    age_after interval, inout new_token bigint, out picks tid[]
+    settings pgqueue.queue, inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -307,10 +307,10 @@ begin
     if noted is null then
         live := pgqueue._due_lanes(queue, moment);
     end if;
-    if age_after is not null then
+    if settings.age_after is not null then
         select s.served, s.shares into served, shares
         from pgqueue._share_by_age(
-            queue, kinds, paused, max_jobs, moment, age_after, coalesce(noted, live)
+            queue, kinds, paused, max_jobs, moment, settings.age_after, coalesce(noted, live)
         ) as s;
     end if;
     loop
@@ -322,10 +322,13 @@ begin
             taken := case when served is not null then nullif(picks, '{}') end;
             if lane > 500 then
                 of_groups := pgqueue._pick_groups(
-                    queue, kinds, paused, lane, wanted, moment, is_whole, taken, new_token
+                    queue, kinds, paused, lane, wanted, moment, is_whole,
+                    lane >= all (coalesce(noted, live)), settings, taken, new_token
                 );
                 new_token := of_groups.new_token;
                 picks := picks || of_groups.picks;
+                job_of := job_of || of_groups.job_of;
+                permits := permits || of_groups.permits;
             else
                 picks := picks || pgqueue._pick(
                     queue, kinds, paused, lane, wanted, moment, is_whole, taken
@@ -348,7 +351,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick_lanes(text, text[], jsonb, int, timestamptz, int[], interval, bigint) is
+comment on function pgqueue._pick_lanes(text, text[], jsonb, int, timestamptz, int[], pgqueue.queue, bigint) is
 '_pick, or _pick_groups, in the listed lanes of a queue, by age and highest
 first, then, if nothing was found or no list is valid, from the beginning of all
 that have something due.';

@@ -62,7 +62,6 @@ create table pgqueue.job (
     claimed_at timestamptz,
     lease_expires_at timestamptz,
     cancelled_at timestamptz,
-    kept_token bigint,
     priority int not null,
     attempt int not null default 0,
     max_attempts int not null,
@@ -72,6 +71,7 @@ create table pgqueue.job (
     group_key text,
     worker text,
     cancel_reason text,
+    permits tid[],
     progress pgqueue._progress,
     terms pgqueue._terms,
     payload jsonb not null,
@@ -112,9 +112,6 @@ comment on column pgqueue.job.lease_expires_at is
 'From then on anyone may recover the job; null when not leased.';
 comment on column pgqueue.job.cancelled_at is
 'When an operator asked the running attempt to stop; null if nobody did.';
-comment on column pgqueue.job.kept_token is
-'With which token it keeps the permit of its group while it waits for its retry;
-null for none. While it is leased, token counts.';
 comment on column pgqueue.job.priority is 'Larger runs first; -100 to 100.';
 comment on column pgqueue.job.attempt is
 'Attempts begun since the job was enqueued or redriven; counted at claim.';
@@ -126,6 +123,9 @@ comment on column pgqueue.job.unique_key is
 comment on column pgqueue.job.group_key is 'The entity or tenant it belongs to; null for none.';
 comment on column pgqueue.job.worker is 'The name that the claiming worker gave; null when not leased.';
 comment on column pgqueue.job.cancel_reason is 'What the operator said when cancelling.';
+comment on column pgqueue.job.permits is
+'Where the permits to run are that it holds, a hint; while it waits, that it
+keeps that of its group for its retry. Null for none.';
 comment on column pgqueue.job.progress is 'How far the present attempt says it is; null if it says nothing.';
 comment on column pgqueue.job.terms is 'Its batch, its end, and what it waits for, if there are any.';
 comment on column pgqueue.job.payload is 'The content, for the handler.';
@@ -205,15 +205,15 @@ create index ticket_group_idx on pgqueue.ticket (hashtextextended(group_key, has
 with (deduplicate_items = off);
 comment on index pgqueue.ticket_group_idx is 'Which tickets has a group?';
 
--- A permit to run is held while its job has the token of the claim that took it, or keeps it for its retry;
--- one to begin, for the period after that.
+-- A permit to run is held until the attempt of its job ends; one to begin, for the period after that.
 create table pgqueue.permit (
+    free_at timestamptz not null,
+    taken_at timestamptz,
     job_id bigint,
     token bigint,
-    taken_at timestamptz,
-    second int,
     place int not null,
     is_rate boolean not null,
+    is_surplus boolean not null default false,
     queue text not null,
     kind text not null,
     group_key text not null
@@ -229,24 +229,33 @@ alter table pgqueue.permit replica identity full;
 comment on table pgqueue.permit is
 'How many jobs of a queue, kind or group may run at once, or begin in a period:
 one row for each.';
-comment on column pgqueue.permit.place is 'Which permit of its cap it is, from 1.';
-comment on column pgqueue.permit.is_rate is 'Whether it is a permit to begin, not to run.';
-comment on column pgqueue.permit.job_id is 'The job that took it last.';
+comment on column pgqueue.permit.free_at is
+'From when on it may be taken; infinity while it is held by a job that runs, or
+waits for its retry.';
+comment on column pgqueue.permit.taken_at is 'When it was taken last; null for never, or before there was a cap.';
+comment on column pgqueue.permit.job_id is 'The job that holds it, or of a rate, that took it last; null for none.';
 comment on column pgqueue.permit.token is
 'The token of the claim that took it last; before that, below 0, the transaction
 that made it, which must not take it.';
-comment on column pgqueue.permit.taken_at is 'When that was; null for never, or before there was a cap.';
-comment on column pgqueue.permit.second is 'The second of taken_at, since 2020.';
+comment on column pgqueue.permit.place is 'Which permit of its cap it is, from 1.';
+comment on column pgqueue.permit.is_rate is 'Whether it is a permit to begin, not to run.';
+comment on column pgqueue.permit.is_surplus is
+'Whether it is held beyond a cap that was lowered: until that ends nobody takes
+another.';
 comment on column pgqueue.permit.queue is 'The queue.';
 comment on column pgqueue.permit.kind is 'The kind; empty for all.';
 comment on column pgqueue.permit.group_key is 'The group; empty for all.';
--- The versions of the last second come first, so that few must be read that some old snapshot keeps; and
--- those of one second are HOT.
-create index permit_scope_idx
-on pgqueue.permit
-(hashtext(queue), hashtext(kind), hashtext(group_key), is_rate, place, second nulls first)
-with (deduplicate_items = off);
-comment on index pgqueue.permit_scope_idx is 'Who took this permit of a queue, kind or group last?';
+-- The predicate is true for every row, but only a query that names a queue can know it: see job_lane_idx.
+create index permit_scope_idx on pgqueue.permit
+(hashtextextended(group_key, hashtextextended(kind, hashtext(queue))), is_rate, free_at)
+with (deduplicate_items = off)
+where queue is not null;
+comment on index pgqueue.permit_scope_idx is 'Which permits of a queue, kind or group are free?';
+-- Its first row brings a second page: what is hot asks for the size before it looks.
+create index permit_surplus_idx
+on pgqueue.permit (hashtextextended(group_key, hashtextextended(kind, hashtext(queue))))
+where is_surplus;
+comment on index pgqueue.permit_surplus_idx is 'Do more jobs run than a cap says?';
 
 create type pgqueue._cap as (kind text, group_key text, is_rate boolean, most int, period interval);
 comment on type pgqueue._cap is
@@ -778,6 +787,10 @@ comment on sequence pgqueue._cell_swept is
 create sequence pgqueue._cell_groups_swept minvalue -9223372036854775808;
 comment on sequence pgqueue._cell_groups_swept is
 'Up to which group, by its hash, the sweep has looked: safe to lose.';
+
+create sequence pgqueue._cell_permits_swept minvalue 0;
+comment on sequence pgqueue._cell_permits_swept is
+'Up to which page of permits the sweep has looked: safe to lose.';
 
 create sequence pgqueue._cell_groups_due minvalue 0;
 comment on sequence pgqueue._cell_groups_due is

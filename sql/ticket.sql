@@ -134,10 +134,7 @@ declare
     blocked record;
     locked tid[];
 begin
-    if pgqueue._is_lost() or not exists (
-        select from pgqueue.queue as q
-        where q.group_limit is not null and (q.name = '' or q.name = any (queues))
-    ) then
+    if coalesce(current_setting('pgqueue.lose_hints', true), '') <> '' and pgqueue._is_lost() then
         return;
     end if;
     select
@@ -249,7 +246,7 @@ declare
             where hashtext(t.queue) = hashtext(_until_ticket.queue) and t.priority = lane - 1000
                 and t.queue = _until_ticket.queue
                 -- Who ends an attempt or a pause tells of it, if it knew of this one.
-                and (not t.is_blocked or t.is_full and t.served > -3)
+                and (not t.is_blocked or t.served > -3)
             order by t.at
             limit case when num_nonnulls(kinds, paused) = 0 then 1 else 1000 end
         ) as t
@@ -388,7 +385,13 @@ begin
         as l (hash, queue, key, priority, at)
     cross join lateral (
         select
-            coalesce(bool_or(t.at <= l.at or t.is_blocked), false) as is_known,
+            coalesce(bool_or(t.at <= l.at or t.is_blocked and not exists (
+                select
+                from pgqueue.permit as p
+                where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+                    = hashtextextended(l.key, hashtextextended('', hashtext(l.queue)))
+                    and p.queue = l.queue and p.kind = '' and p.group_key = l.key and p.free_at <= moment
+            )), false) as is_known,
             -- Or somebody has it locked for long.
             count(*) > 1 or min(t.at) < moment - interval '1 second' as is_doubtful,
             array_to_string(array_agg(t.ctid), ' ') as tids
@@ -475,7 +478,7 @@ $$;
 comment on function pgqueue._group_tuples() is
 'How many entries of the indexes of groups this transaction has read.';
 
-create or replace function pgqueue._sweep_groups_if_due(moment timestamptz)
+create or replace function pgqueue._sweep_groups_if_due(moment timestamptz, new_token bigint)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -487,12 +490,12 @@ begin
     -- Or it is of another clock.
     if (due_us between now_us and now_us + 60000000) is not true then
         perform setval('pgqueue._cell_groups_due', now_us + 50000);
-        perform pgqueue._sweep_groups();
+        perform pgqueue._sweep_permits(new_token), pgqueue._sweep_groups();
         now_us := pgqueue._since_2020(pgqueue._believed_until(moment, '50 milliseconds'));
         perform setval('pgqueue._cell_groups_due', now_us);
     end if;
 end;
 $$;
 
-comment on function pgqueue._sweep_groups_if_due(timestamptz) is
-'_sweep_groups each 50 ms, or a twentieth of the time.';
+comment on function pgqueue._sweep_groups_if_due(timestamptz, bigint) is
+'_sweep_permits and _sweep_groups each 50 ms, or a twentieth of the time.';

@@ -605,7 +605,8 @@ class Groups(RuleBasedStateMachine):
     @rule()
     def let_a_day_pass(self) -> None:
         self.db.execute(
-            "update pgqueue.permit set taken_at = taken_at - interval '1 day' where queue = %s",
+            "update pgqueue.permit set taken_at = taken_at - interval '1 day', "
+            "free_at = case when is_rate then free_at - interval '1 day' else free_at end where queue = %s",
             (self.queue,),
         )
         self.db.execute(
@@ -905,7 +906,7 @@ OVER = """
     where group_key is not null and lease_expires_at is not null
     group by 1 having count(*) > case group_key when 'one' then 1 else 2 end
 """
-LEFT = "select id, token, run_at, lease_expires_at, kept_token from pgqueue.job"
+LEFT = "select id, token, run_at, lease_expires_at, permits from pgqueue.job"
 
 
 def produce(conn: psycopg.Connection, seed: int) -> None:

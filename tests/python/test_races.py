@@ -1074,7 +1074,10 @@ def test_claims_beside_pauses_take_each_job_once_and_none_that_is_paused(
                 conn.execute("select pgqueue.complete(%s, %s)", (id, token))
                 done.append(id)
             if before == changes[0] == -1 and not jobs:
-                return done
+                # A claim that still saw the pause may have put the group off.
+                pause = one(conn, "select pgqueue.rest(array['q'], park => false)")
+                if pause is None or pause > timedelta(seconds=1):
+                    return done
 
     workers = [pool.submit(work, connect()) for _ in range(4)]
     for n in range(12):

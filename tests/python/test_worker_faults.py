@@ -324,7 +324,7 @@ def test_a_worker_claims_when_rest_has_said_without_any_news(
     other = connect()
     with other.transaction():
         # What a claim of a session that is just dying has locked.
-        other.execute("select from pgqueue.slot for update")
+        other.execute("select from pgqueue.permit for update")
         worker = workers.start()
         rests = "select true from pg_stat_activity where starts_with(query, 'select extract(epoch from pgqueue.rest')"
         wait_until(lambda: one(db, rests))

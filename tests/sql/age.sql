@@ -16,7 +16,7 @@ $$;
 -- What a commit would do: nobody takes a permit that his own transaction has made.
 create function pg_temp.commit() returns void
     language sql
-as $$ update pgqueue.permit set token = 0 where token < 0 $$;
+as $$ update pgqueue.permit set token = -1 where token < 0 $$;
 -- The names of the jobs that so many claims of so many jobs return.
 create function pg_temp.names(queue text, jobs int, claims int default 1, kinds text[] default null) returns text
     language sql

@@ -14,7 +14,7 @@ $$;
 -- What a commit would do: nobody takes a permit that his own transaction has made.
 create function pg_temp.commit() returns void
     language sql
-as $$ update pgqueue.permit set token = 0 where token < 0 $$;
+as $$ update pgqueue.permit set token = -1 where token < 0 $$;
 -- How many jobs of each kind a claim gets, as "a2 b8".
 create function pg_temp.claimed(queue text, jobs int, kinds text[] default null) returns text
     language sql
@@ -39,7 +39,8 @@ $$;
 create function pg_temp.pass(queue text, period interval) returns void
     language sql
 as $$
-    update pgqueue.permit as p set taken_at = taken_at - $2 where p.queue = $1;
+    update pgqueue.permit as p set taken_at = taken_at - $2, free_at = case when is_rate then free_at - $2 else free_at end
+    where p.queue = $1;
     update pgqueue.ticket as t set at = at - $2 where t.queue = $1;
 $$;
 
@@ -154,14 +155,14 @@ select pg_temp.pass('r', '30 s');
 select is(pg_temp.claimed('r', 10), '', 'and so does a lower one');
 select pg_temp.pass('r', '1 minute');
 select is(pg_temp.claimed('r', 10), 'a2', 'until the period is over');
-update pgqueue.permit set taken_at = now() + interval '1 year' where queue = 'r';
+update pgqueue.permit set taken_at = now() + interval '1 year', free_at = now() + interval '1 year' where queue = 'r';
 select is(pg_temp.claimed('r', 10), 'a2', 'a clock that was set back stops nothing');
 select is(
     (
-        select f.free
-        from pgqueue._free_permits(
+        select r.jobs
+        from pgqueue._room(
             'r', array[('', '', true, 2, '1 s')::pgqueue._cap], 2, clock_timestamp() - interval '10 s'
-        ) as f
+        ) as r
     ), 0,
     'a claim that was held up for longer than the period sees what others took meanwhile'
 );

@@ -9,7 +9,7 @@ select plan(109);
 -- What a commit would do: nobody takes a permit that his own transaction has made.
 create function pg_temp.commit() returns void
     language sql
-as $$ update pgqueue.permit set token = 0 where token < 0 $$;
+as $$ update pgqueue.permit set token = -1 where token < 0 $$;
 -- Lets time pass for the tickets of a queue, and the next claim sweep.
 create function pg_temp.pass(queue text, period interval) returns void
     language sql

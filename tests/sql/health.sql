@@ -158,7 +158,7 @@ select alike(pg_temp.found('waits'), 'ok: %', 'what runs does not wait');
 select pgqueue.configure('full', group_limit => 1);
 select pgqueue.enqueue_many('full', array_fill('{}'::jsonb, array[3]), group_keys => '{a,a,a}');
 -- As if it had committed: nobody takes a permit that his own transaction has made.
-update pgqueue.permit set token = 0 where token < 0;
+update pgqueue.permit set token = -1 where token < 0;
 select count(*) from pgqueue.claim('full', 'w', 3);
 update pgqueue.job set run_at = now() - interval '1 day' where queue = 'full' and lease_expires_at is null;
 select alike(pg_temp.found('waits'), 'ok: %', 'nor what stands behind others because its group is full');

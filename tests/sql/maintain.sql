@@ -97,7 +97,7 @@ select pgqueue.enqueue('halted', expires_at => now());
 select pgqueue.configure('full', group_limit => 1);
 select pgqueue.enqueue_many('full', array_fill('{}'::jsonb, array[3]), group_keys => '{a,a,a}');
 -- As if it had committed: nobody takes a permit that his own transaction has made.
-update pgqueue.permit set token = 0 where token < 0;
+update pgqueue.permit set token = -1 where token < 0;
 select count(*) from pgqueue.claim('full', 'w', 3);
 update pgqueue.job set terms.expires_at = now() where queue = 'full';
 select pgqueue.enqueue('held up', '"in time"', run_at => now() + interval '1 hour', expires_at => now() + interval '1 hour');

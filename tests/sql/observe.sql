@@ -152,7 +152,7 @@ select matches(pgqueue.why(:ready), '^blocked: its wait is over', 'why tells tha
 select pgqueue.configure('full', group_limit => 2, group_on_retry => 'block');
 select pgqueue.enqueue_many('full', array_fill('{}'::jsonb, array[3]), group_keys => '{invoice 7,invoice 7,invoice 7}');
 -- As if it had committed: nobody takes a permit that his own transaction has made.
-update pgqueue.permit set token = 0 where token < 0;
+update pgqueue.permit set token = -1 where token < 0;
 select id as first, token from pgqueue.claim('full', 'w3') \gset
 select id as waits from pgqueue.job where queue = 'full' order by id desc limit 1 \gset
 select is(

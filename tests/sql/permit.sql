@@ -4,12 +4,12 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(47);
+select plan(59);
 
 -- What a commit would do: nobody takes a permit that his own transaction has made.
 create function pg_temp.commit() returns void
     language sql
-as $$ update pgqueue.permit set token = 0 where token < 0 $$;
+as $$ update pgqueue.permit set token = -1 where token < 0 $$;
 -- The payloads of the claimed jobs, in the order of the claim.
 create function pg_temp.claimed(queue text, jobs int) returns text
     language sql
@@ -70,14 +70,55 @@ select is(
     ), '{t,t}', 'until their leases end at the latest'
 );
 select pg_temp.complete('held', 'a1');
-select is(pg_temp.holders('held', 2), 'a2 -', 'nobody gives back the permit of a job that has completed');
+select is(pg_temp.holders('held', 2), 'a2 -', 'a job that has completed holds none');
 select is(pg_temp.claimed('held', 5), 'a3', 'another takes it');
+
+-- Given back
+create function pg_temp.held(queue text) returns bigint
+    language sql
+as $$ select count(*) from pgqueue.permit where permit.queue = $1 and free_at = 'infinity' $$;
+select pgqueue.configure('back', group_limit => 2);
+select pgqueue.configure('back', max_running => 5);
+select pg_temp.fill('back', 'a1 b1 c1 d1 e1');
+select pg_temp.commit();
+select is(length(pg_temp.claimed('back', 5)), 14, 'five jobs run');
+select is(pg_temp.held('back'), 10::bigint, 'each holds a permit of its group, and one of its queue');
+select pg_temp.complete('back', 'a1');
+select pgqueue.complete_many(array_agg(id), array_agg(token)) from pgqueue.job where queue = 'back' and payload = '"b1"';
+select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.job where queue = 'back' and payload = '"c1"';
+select pgqueue.release(array[id], array[token]) from pgqueue.job where queue = 'back' and payload = '"d1"';
+select pgqueue.fail(id, token, 'e', '1 hour') from pgqueue.job where queue = 'back' and payload = '"e1"';
+select is(pg_temp.held('back'), 0::bigint, 'whatever ends an attempt gives them back');
+select is(pg_temp.claimed('back', 5), 'd1', 'what was released runs again');
+select pgqueue.cancel(id) from pgqueue.job where queue = 'back' and token is not null;
+update pgqueue.job set lease_expires_at = now() - interval '1 second' where queue = 'back' and token is not null;
+select is(pgqueue.reap(), 1, 'a lease expires');
+select is(pg_temp.held('back'), 0::bigint, 'then, too');
+
+-- And where that is lost
+select pgqueue.configure('unsaid', max_running => 1);
+select pg_temp.fill('unsaid', 'a1 a2 a3');
+select pg_temp.commit();
+select pg_temp.claimed('unsaid', 1);
+set local pgqueue.lose_hints = '1';
+select pg_temp.complete('unsaid', 'a1');
+reset pgqueue.lose_hints;
+select is(pg_temp.held('unsaid'), 1::bigint, 'a permit may stay with a job that is gone');
+select is(pg_temp.claimed('unsaid', 1), 'a2', 'a claim that finds the queue full looks for it');
+set local pgqueue.lose_hints = '1';
+select pg_temp.complete('unsaid', 'a2');
+reset pgqueue.lose_hints;
+select cmp_ok(
+    (select sum(pgqueue._sweep_permits()) from generate_series(0, pg_relation_size('pgqueue.permit') / 16384)), '>=', 1::bigint,
+    'and so does the sweep'
+);
+select is(pg_temp.held('unsaid'), 0::bigint, 'page by page');
 
 -- Kept for a retry
 create function pg_temp.keeps(queue text) returns text
     language sql
 as $$
-    select string_agg(concat(j.payload #>> '{}', case when j.kept_token is not null then ' keeps' end), ', ' order by j.id)
+    select string_agg(concat(j.payload #>> '{}', case when j.token is null and j.permits is not null then ' keeps' end), ', ' order by j.id)
     from pgqueue.job as j where j.queue = $1
 $$;
 create function pg_temp.fail(queue text, retry_in interval) returns text
@@ -129,8 +170,16 @@ select is(pg_temp.claimed('lower', 9), 'a1 a2 a3 a4', 'four of a group run');
 update pgqueue.permit as p set place = right(j.payload #>> '{}', 1)::int
 from pgqueue.job as j where j.id = p.job_id and p.queue = 'lower';
 select pgqueue.configure('lower', group_limit => 2);
+select is(
+    (select count(*) from pgqueue.permit where queue = 'lower' and is_surplus), 2::bigint,
+    'where a limit is lowered to two, two of four that run are surplus'
+);
 select pg_temp.complete('lower', 'a1'), pg_temp.complete('lower', 'a2');
 select is(pg_temp.claimed('lower', 9), '', 'with a limit of two, and two that run above it, no place is free');
+select is(
+    (select count(*) from pgqueue.permit where queue = 'lower' and is_surplus), 0::bigint,
+    'those that run have the places that there are'
+);
 select pg_temp.complete('lower', 'a4');
 select is(pg_temp.claimed('lower', 9), 'a5', 'with one that runs above it, one is');
 select pgqueue.configure('lower', group_limit => 3);
@@ -141,8 +190,8 @@ select is(pg_temp.claimed('lower', 9), '', 'and no more run');
 select pgqueue.configure('copies', group_limit => 2);
 select pg_temp.fill('copies', 'a1 a2 a3 a4 a5');
 select pg_temp.commit();
-insert into pgqueue.permit (token, place, is_rate, queue, kind, group_key)
-select token, place, is_rate, queue, kind, group_key from pgqueue.permit where queue = 'copies';
+insert into pgqueue.permit (free_at, token, place, is_rate, queue, kind, group_key)
+select free_at, token, place, is_rate, queue, kind, group_key from pgqueue.permit where queue = 'copies';
 select is(pg_temp.claimed('copies', 9), 'a1 a2', 'where each permit was made twice, a claim takes as many as the limit says');
 select is(
     (select count(*) from pgqueue.permit where queue = 'copies'), 2::bigint, 'and drops the copies'
@@ -163,7 +212,7 @@ select pg_temp.fill('refused', 'a1 b1 c1');
 select pg_temp.commit();
 select is(length(pg_temp.claimed('refused', 3)), 2, 'where the cap of a kind refuses jobs of groups');
 select is(
-    (select count(*) from pgqueue.permit where queue = 'refused' and token > 0 and group_key <> ''), 1::bigint,
+    (select count(*) from pgqueue.permit where queue = 'refused' and free_at = 'infinity' and group_key <> ''), 1::bigint,
     'these hold no permit of their groups'
 );
 select pgqueue.configure('refused', kind => 'k', reset => true);

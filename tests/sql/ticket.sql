@@ -9,7 +9,7 @@ select plan(96);
 -- What a commit would do: nobody takes a permit that his own transaction has made.
 create function pg_temp.commit() returns void
     language sql
-as $$ update pgqueue.permit set token = 0 where token < 0 $$;
+as $$ update pgqueue.permit set token = -1 where token < 0 $$;
 -- The payloads of the claimed jobs, in the order of the claim.
 create function pg_temp.claimed(queue text, jobs int, kinds text[] default null) returns text
     language sql
