@@ -382,6 +382,16 @@ declare
             and p.queue = _fit_permits.queue and p.kind = cap.kind and p.group_key = cap.group_key
         for update skip locked
     );
+    -- An attempt that is just ending holds one beyond the cap, and may go on: until that is known nobody takes any.
+    is_unsure boolean := not cap.is_rate and exists (
+        select
+        from pgqueue.permit as p
+        where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+            = hashtextextended(cap.group_key, hashtextextended(cap.kind, hashtext(_fit_permits.queue)))
+            and not p.is_rate and p.free_at = 'infinity' and p.place > cap.most and p.ctid <> all (locked)
+            and (new_token is null or p.token is distinct from new_token)
+            and p.queue = _fit_permits.queue and p.kind = cap.kind and p.group_key = cap.group_key
+    );
 begin
     with known as (
         select
@@ -407,14 +417,15 @@ begin
     set place = f.new_place,
         free_at = case
             when f.is_held then coalesce(f.ends_at, 'infinity')
+            when is_unsure then 'infinity'
             else least(p.free_at, _fit_permits.moment)
         end,
         job_id = case when f.is_held then p.job_id end,
-        is_surplus = not cap.is_rate and f.is_held and f.new_place > cap.most
+        is_surplus = is_unsure or not cap.is_rate and f.is_held and f.new_place > cap.most
     from fitted as f
     -- What stays as it is stays where it is, or its job would not find it.
     where p.ctid = f.tid and (
-        p.place <> f.new_place or p.is_surplus or not cap.is_rate and f.is_held and f.new_place > cap.most
+        p.place <> f.new_place or p.is_surplus or is_unsure or not cap.is_rate and f.is_held and f.new_place > cap.most
         or f.is_held is distinct from (p.free_at > _fit_permits.moment) or f.ends_at <> p.free_at
     );
 end;
@@ -489,7 +500,7 @@ begin
     return query
     select
         p.place, p.is_held, case when p.is_held then p.free_at end,
-        not p.is_held and p.place <= cap.most and not coalesce(bool_or(p.is_held and p.is_surplus) over (), false),
+        not p.is_held and p.place <= cap.most and not bool_or(p.is_surplus) over (),
         p.holder
     from (
         select
@@ -535,7 +546,8 @@ begin
             select p.ctid from pgqueue.permit as p
             where p.ctid >= format('(%s,0)', page)::tid and p.ctid < format('(%s,0)', page + 2)::tid
                 and not p.is_rate and p.free_at = 'infinity' and p.token is distinct from new_token
-                and not exists (
+                -- Or it waits for another: see _fit_permits.
+                and not (p.is_surplus and p.job_id is null) and not exists (
                     select from pgqueue.job as j
                     where j.id = p.job_id and (
                         j.token = p.token and j.lease_expires_at > moment

@@ -235,3 +235,24 @@ def test_a_claim_waits_for_no_lock_on_permits(db, connect):
         assert claim(db) == {}
         assert other.info.transaction_status == pq.TransactionStatus.INTRANS
     assert len(soon(lambda: claim(db))) == 1
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_lower_cap_holds_beside_an_attempt_that_may_be_ending(db, connect, ends):
+    other = connect()
+    configure(db, "max_running of the queue", 3)
+    enqueue(db, 6)
+    held = claim(db, 3)
+    # The one that has the last place goes on, or ends.
+    last = one(
+        db,
+        "select job_id from pgqueue.permit where place = 3 and free_at = 'infinity' limit 1",
+    )
+    for id, token in held.items():
+        if id != last:
+            db.execute("select pgqueue.complete(%s, %s)", (id, token))
+    with other.transaction(force_rollback=not ends):
+        other.execute("select pgqueue.complete(%s, %s)", (last, held[last]))
+        configure(db, "max_running of the queue", 2)
+        assert claim(db) == {}, "nobody knows yet"
+    assert len(claim(db)) == (2 if ends else 1)
