@@ -317,6 +317,21 @@ comment on function pgqueue._forget_future(text, text, text[], timestamptz) is
 'Frees permits of rates that were taken by a clock that was set back since;
 returns how many.';
 
+create or replace function pgqueue._holds(token bigint, permits tid[], permit_token bigint, group_key text)
+    returns boolean
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return token = permit_token or token is null and permits is not null and group_key <> '';
+end;
+$$;
+
+comment on function pgqueue._holds(bigint, tid[], bigint, text) is
+'Whether a job, by its token and permits, holds a permit that it took last, by
+the token and group of that: it runs, or keeps that of its group for its retry.';
+
 create or replace function pgqueue._free_lost_permits(locked tid[], moment timestamptz)
     returns int
     language plpgsql
@@ -337,7 +352,7 @@ begin
     expired := array(
         select p.job_id
         from pgqueue.permit as p
-        join pgqueue.job as j on j.id = p.job_id and (j.token = p.token or j.token is null and j.permits is not null)
+        join pgqueue.job as j on j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
         where p.ctid = any (locked) and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _free_lost_permits.moment
         order by p.job_id
     );
@@ -351,7 +366,7 @@ begin
     set free_at = _free_lost_permits.moment, job_id = null, is_surplus = false
     where p.ctid = any (locked) and not exists (
         select from pgqueue.job as j
-        where j.id = p.job_id and (j.token = p.token or j.token is null and j.permits is not null)
+        where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
         offset 0
     );
     get diagnostics freed = row_count;
@@ -399,7 +414,7 @@ begin
             case when cap.is_rate then coalesce(p.taken_at + cap.period > _fit_permits.moment, false)
                 else exists (
                     select from pgqueue.job as j
-                    where j.id = p.job_id and (j.token = p.token or j.token is null and j.permits is not null)
+                    where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
                 )
             end as is_held,
             case when cap.is_rate then p.taken_at + cap.period end as ends_at
@@ -510,7 +525,9 @@ begin
             j.id as holder
         from pgqueue.permit as p
         left join pgqueue.job as j on j.id = p.job_id
-            and (j.token = p.token or j.token is null and j.permits is not null and j.run_at > _permits.moment)
+            and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
+            -- One that is kept for a retry that is due may be taken.
+            and (j.token is not null or j.run_at > _permits.moment)
         where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
             = hashtextextended(cap.group_key, hashtextextended(cap.kind, hashtext(_permits.queue)))
             and p.is_rate = cap.is_rate
@@ -549,10 +566,8 @@ begin
                 -- Or it waits for another: see _fit_permits.
                 and not (p.is_surplus and p.job_id is null) and not exists (
                     select from pgqueue.job as j
-                    where j.id = p.job_id and (
-                        j.token = p.token and j.lease_expires_at > moment
-                        or j.token is null and j.permits is not null and ((j.terms).expires_at <= moment) is not true
-                    )
+                    where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
+                        and (coalesce(j.lease_expires_at, (j.terms).expires_at) <= moment) is not true
                     offset 0
                 )
             for update skip locked

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(59);
+select plan(61);
 
 -- What a commit would do: nobody takes a permit that his own transaction has made.
 create function pg_temp.commit() returns void
@@ -161,6 +161,18 @@ select is(
 select is(pg_temp.holders('kept', 1), '-', 'a dead job holds no permit');
 select pgqueue.run_now(id) from pgqueue.job where payload = '"a1"' and queue = 'kept';
 select is(pg_temp.claimed('kept', 5), 'a1', 'and the last one runs');
+
+-- Only the permit of the group is kept
+select pgqueue.configure('kept', kind => 'k', max_running => 1);
+select pg_temp.fill('kept', 'b1');
+select pg_temp.commit();
+select pgqueue.complete(id, token) from pgqueue.job where queue = 'kept' and token is not null;
+select is(pg_temp.claimed('kept', 5), 'b1', 'a job of a kind with a cap runs');
+set local pgqueue.lose_hints = '1';
+select pg_temp.fail('kept', '0');
+reset pgqueue.lose_hints;
+select setval('pgqueue._cell_groups_swept', -9223372036854775808), pgqueue._sweep_groups(1000);
+select is(pg_temp.claimed('kept', 5), 'b1', 'and its retry finds the permit of its kind, also where giving it back was lost');
 
 -- A limit that was lowered: while what runs beyond it ends, in whatever order
 select pgqueue.configure('lower', group_limit => 4);
