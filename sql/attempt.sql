@@ -150,7 +150,7 @@ create or replace function pgqueue._end(
 as $$
 declare
     of_groups record;
-    held record;
+    kept_ids bigint[];
     gone record;
     is_tied boolean;
     ends text[];
@@ -171,26 +171,15 @@ begin
         offset 0
     ) as g
     where g.group_key is not null;
-    select
-        array_agg(distinct h.id) as ids, array_agg(h.permit) as permits,
-        array_agg(distinct h.id) filter (where h.is_kept) as kept_ids, array_agg(h.queue) as queues,
-        array_agg(h.group_key) as keys
-    into held
-    from (
-        select
-            j.id, u.permit, j.queue, j.group_key,
-            e.outcome in ('retry', 'expired') and case when j.group_key is not null
-                then (pgqueue._in_force(j.queue, j.kind, j.group_key)).group_on_retry = 'block'
-            end as is_kept
+    kept_ids := array(
+        select j.id
         from unnest(picks, outcomes) as e (place, outcome)
         join pgqueue.job as j on j.ctid = e.place
-        cross join lateral unnest(j.permits) as u (permit)
-        where j.permits is not null
-        offset 0
-    ) as h;
-    if held.ids is not null then
-        perform pgqueue._return_permits(held.ids, held.permits, held.kept_ids, held.queues, held.keys);
-    end if;
+        where e.outcome in ('retry', 'expired') and j.permits is not null and case when j.group_key is not null
+            then (pgqueue._in_force(j.queue, j.kind, j.group_key)).group_on_retry = 'block'
+        end
+    );
+    perform pgqueue._return_permits_of(picks, kept_ids);
 
     insert into pgqueue.dead_job (
         id, died_at, enqueued_at, run_at, claimed_at, priority, attempt, max_attempts,
@@ -241,7 +230,7 @@ begin
 
     update pgqueue.job as j
     set run_at = coalesce(e.retry_at, j.run_at),
-        permits = case when j.id = any (held.kept_ids) then j.permits end,
+        permits = case when j.id = any (kept_ids) then j.permits end,
         token = null,
         claimed_at = null,
         lease_expires_at = null,
@@ -325,19 +314,9 @@ create or replace function pgqueue._give_back(picks tid[], run_ats timestamptz[]
     set enable_nestloop = on
 as $$
 declare
-    held record;
     back record;
 begin
-    select
-        array_agg(distinct j.id) as ids, array_agg(u.permit) as permits, array_agg(j.queue) as queues,
-        array_agg(j.group_key) as keys
-    into held
-    from pgqueue.job as j
-    cross join lateral unnest(j.permits) as u (permit)
-    where j.ctid = any (picks);
-    if held.ids is not null then
-        perform pgqueue._return_permits(held.ids, held.permits, null, held.queues, held.keys);
-    end if;
+    perform pgqueue._return_permits_of(picks);
     with given_back as (
         update pgqueue.job as j
         set run_at = coalesce(e.run_at, j.run_at),

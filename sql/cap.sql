@@ -60,7 +60,7 @@ comment on function pgqueue._caps(text, text[]) is
 'The caps in force for some kinds (null: all) and then for the queue itself. A
 rate_period that nobody says is a second, as in _in_force().';
 
-create or replace function pgqueue._make_permits_for(queue text, kinds text[], of_all boolean)
+create or replace function pgqueue._make_permits_for(queue text, kinds text[])
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -71,24 +71,21 @@ declare
     caps pgqueue._cap[];
 begin
     -- Those of the queue were made when they were set.
-    if of_all and not exists (
+    if exists (
         select
         from pgqueue.queue as q
         where q.name = '' and left(q.group_key, 1) = ''
             and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
     ) then
-        return;
+        caps := pgqueue._caps(queue, kinds);
+        perform pgqueue._make_permits(queue, caps, array(select c.most from unnest(caps) as c), 1);
     end if;
-    caps := pgqueue._caps(queue, kinds);
-    perform pgqueue._make_permits(
-        queue, caps, array(select c.most from unnest(caps) as c), case when of_all then 1 else 1000 end
-    );
 end;
 $$;
 
-comment on function pgqueue._make_permits_for(text, text[], boolean) is
-'Makes the permits that a queue and some of its kinds (null: all) lack; with
-of_all, only where settings of all queues may ask for any, and there is none.';
+comment on function pgqueue._make_permits_for(text, text[]) is
+'Makes the permits of a queue and some of its kinds (null: all) where settings of
+all queues ask for any, and there are none.';
 
 create or replace function pgqueue._room(
     queue text, caps pgqueue._cap[], wanted int, moment timestamptz, out jobs int, out full_kinds text[],
@@ -98,35 +95,14 @@ create or replace function pgqueue._room(
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
-    has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192;
+    free int[] := pgqueue._count_free(queue, caps, array_fill(wanted, array[cardinality(caps)]), moment);
 begin
     select
         least(wanted, min(f.free) filter (where f.kind = '')),
         coalesce(array_agg(f.kind) filter (where f.kind <> '' and f.free = 0), '{}'),
         array_agg(f.nth) filter (where f.free = 0)
     into jobs, full_kinds, full_caps
-    from (
-        select c.kind, c.nth, (
-            select count(*)
-            from (
-                select
-                from pgqueue.permit as p
-                where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-                    = hashtextextended('', hashtextextended(c.kind, hashtext(_room.queue)))
-                    and p.is_rate = c.is_rate and p.place <= c.most
-                    -- Of one to run the clock says nothing.
-                    and p.free_at <= case when c.is_rate then moment else 'infinity' end and p.free_at < 'infinity'
-                    and p.queue = _room.queue and p.kind = c.kind and p.group_key = ''
-                    and (p.taken_at is not null or p.token is distinct from own_token)
-                    and not (has_surplus and pgqueue._has_surplus(_room.queue, c.kind, ''))
-                -- The last that were given back, behind which some old snapshot may keep others.
-                order by p.free_at desc
-                limit wanted
-            ) as free
-        ) as free
-        from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
-    ) as f;
+    from unnest(caps, free) with ordinality as f (kind, group_key, is_rate, most, period, free, nth);
 end;
 $$;
 
@@ -156,46 +132,6 @@ $$;
 comment on function pgqueue._without(jsonb, text[]) is
 'What a claim passes over: what is paused, and some kinds.';
 
-create or replace function pgqueue._lock_permits(
-    queue text, caps pgqueue._cap[], picks tid[], moment timestamptz, out caps_of int[], out permits tid[]
-)
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-declare
-    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
-    has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192;
-begin
-    select array_agg(d.nth::int), array_agg(l.tid) into caps_of, permits
-    from (
-        select c.*, (
-            select count(*) from pgqueue.job as j where j.ctid = any (picks) and c.kind in ('', j.kind)
-        ) as jobs
-        from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
-        offset 0
-    ) as d
-    cross join lateral (
-        select p.ctid as tid
-        from pgqueue.permit as p
-        where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-            = hashtextextended('', hashtextextended(d.kind, hashtext(_lock_permits.queue)))
-            and p.is_rate = d.is_rate and p.place <= d.most
-            and p.free_at <= case when d.is_rate then moment else 'infinity' end and p.free_at < 'infinity'
-            and p.queue = _lock_permits.queue and p.kind = d.kind and p.group_key = ''
-            and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
-            and not (has_surplus and pgqueue._has_surplus(_lock_permits.queue, d.kind, ''))
-        order by p.free_at desc
-        limit d.jobs
-        for update skip locked
-    ) as l;
-end;
-$$;
-
-comment on function pgqueue._lock_permits(text, pgqueue._cap[], tid[], timestamptz) is
-'Locks free permits of the caps of a queue and its kinds, of each as many as some
-picked jobs need; returns where they are, in the order of the caps. Plans as
-_pick_capped sets it.';
-
 create or replace function pgqueue._take_permits(
     queue text, picks tid[], limited bigint[], caps pgqueue._cap[], new_token bigint, moment timestamptz,
     age_after interval, out job_of bigint[], out permits tid[], out refused bigint[], out refusing pgqueue._cap[]
@@ -212,7 +148,15 @@ create or replace function pgqueue._take_permits(
     set enable_sort = on
 as $$
 declare
-    locked record := pgqueue._lock_permits(queue, caps, picks, moment);
+    locked record := pgqueue._lock_free(
+        queue, caps,
+        array(
+            select (select count(*) from pgqueue.job as j where j.ctid = any (picks) and c.kind in ('', j.kind))::int
+            from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
+            order by c.nth
+        ),
+        moment
+    );
     given record;
     cap pgqueue._cap;
     ids bigint[];
@@ -386,7 +330,9 @@ begin
             new_token
         );
         exit when found_jobs.picks = '{}';
-        next := pgqueue._take_permits(queue, found_jobs.picks, found_jobs.job_of, caps, new_token, moment, settings.age_after);
+        next := pgqueue._take_permits(
+            queue, found_jobs.picks, found_jobs.job_of, caps, new_token, moment, settings.age_after
+        );
         if next.refused = '{}' then
             picks := picks || found_jobs.picks;
         else

@@ -136,35 +136,7 @@ begin
         returning j.*;
         return;
     end if;
-    if own_permits is not null then
-        -- As a join it might read all jobs.
-        permits_of := (
-            select jsonb_object_agg(h.id, h.permits::text)
-            from (
-                select u.id, array_agg(u.permit) as permits from unnest(job_of, own_permits) as u (id, permit) group by u.id
-            ) as h
-        );
-        return query
-        with leased as (
-            update pgqueue.job as j
-            set permits = (permits_of ->> j.id::text)::tid[],
-                token = new_token,
-                attempt = j.attempt + 1,
-                worker = claim.worker,
-                claimed_at = moment,
-                lease_expires_at = moment + case when has_leases
-                    then (pgqueue._in_force(j.queue, j.kind, j.group_key)).lease
-                    else coalesce(claim.lease, '30 seconds')
-                end
-            where j.ctid = any (picks)
-            returning j.*
-        )
-        select l.*
-        from leased as l
-        order by pgqueue._aged(l.priority, l.run_at, moment, settings.age_after) desc, l.run_at, l.id;
-        return;
-    end if;
-    if settings.age_after is null then
+    if settings.age_after is null and own_permits is null then
         return query
         with leased as (
             update pgqueue.job as j
@@ -183,11 +155,19 @@ begin
         select l.* from leased as l order by l.priority desc, l.run_at, l.id;
         return;
     end if;
+    -- As a join it might read all jobs.
+    permits_of := (
+        select jsonb_object_agg(h.id, h.permits::text)
+        from (
+            select u.id, array_agg(u.permit) as permits from unnest(job_of, own_permits) as u (id, permit) group by u.id
+        ) as h
+    );
     -- Apart, because a sort by more than columns copies each job twice.
     return query
     with leased as (
         update pgqueue.job as j
-        set token = new_token,
+        set permits = (permits_of ->> j.id::text)::tid[],
+            token = new_token,
             attempt = j.attempt + 1,
             worker = claim.worker,
             claimed_at = moment,

@@ -35,7 +35,7 @@ begin
     into revived
     from back as b;
     if pg_relation_size('pgqueue.queue') > 0 then
-        perform pgqueue._make_group_permits(u.queue, array_agg(u.group_key)), pgqueue._make_permits_for(u.queue, null, true)
+        perform pgqueue._make_group_permits(u.queue, array_agg(u.group_key)), pgqueue._make_permits_for(u.queue, null)
         from unnest(revived.queues, revived.keys) as u (queue, group_key)
         group by u.queue;
     end if;

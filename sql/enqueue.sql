@@ -277,7 +277,7 @@ begin
             perform pgqueue._make_group_permits(queue, array[group_key]);
         end if;
         if pg_relation_size('pgqueue.queue_cap_idx') > 8192 then
-            perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)], true);
+            perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)]);
         end if;
     end if;
 
@@ -549,7 +549,7 @@ begin
     end if;
     perform pgqueue._wake(queue);
     if pg_relation_size('pgqueue.queue_cap_idx') > 8192 then
-        perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)], true);
+        perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)]);
     end if;
     if has_groups then
         if pg_relation_size('pgqueue.queue') > 0 then

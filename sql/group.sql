@@ -247,14 +247,15 @@ begin
             from (
                 select c.tid, bool_and(c.is_wanted) over (rows unbounded preceding) as is_open
                 from (
-                    select
-                        j.ctid as tid,
-                        g.most is null or (_take_limited.kinds is null or j.kind = any (_take_limited.kinds))
-                    and (_take_limited.paused is null or coalesce(
-                        _take_limited.paused -> j.group_key -> j.kind, _take_limited.paused -> j.group_key -> '',
-                        _take_limited.paused -> '' -> j.kind, _take_limited.paused -> '' -> ''
-                    ) = 'false') as is_wanted
+                    select j.ctid as tid, w.is_wanted
                     from pgqueue.job as j
+                    cross join lateral (
+                        select (_take_limited.kinds is null or j.kind = any (_take_limited.kinds))
+                            and (_take_limited.paused is null or coalesce(
+                                _take_limited.paused -> j.group_key -> j.kind, _take_limited.paused -> j.group_key -> '',
+                                _take_limited.paused -> '' -> j.kind, _take_limited.paused -> '' -> ''
+                            ) = 'false') as is_wanted
+                    ) as w
                     where hashtextextended(j.group_key, hashtext(j.queue))
                         = hashtextextended(g.key, hashtext(_take_limited.queue))
                         and -j.priority = -_take_limited.priority
@@ -266,11 +267,7 @@ begin
                             else (j.lease_expires_at <= _take_limited.moment) is not false
                         end
                         -- Only where a limit asks for order does a job that is left out hold up the next.
-                        and (g.most is not null or (_take_limited.kinds is null or j.kind = any (_take_limited.kinds))
-                    and (_take_limited.paused is null or coalesce(
-                        _take_limited.paused -> j.group_key -> j.kind, _take_limited.paused -> j.group_key -> '',
-                        _take_limited.paused -> '' -> j.kind, _take_limited.paused -> '' -> ''
-                    ) = 'false'))
+                        and (g.most is not null or w.is_wanted)
                         and (taken is null or j.ctid <> all (taken))
                         and (is_top or g.most is distinct from 1
                             or not pgqueue._has_higher(_take_limited.queue, g.key, _take_limited.priority, moment))
@@ -378,36 +375,26 @@ groups; left_over: what their groups may give beside them. Plans as _pick_groups
 sets it.';
 
 create or replace function pgqueue._rate_gives(
-    queue text, group_keys text[], gives int[], rates int[], moment timestamptz
+    queue text, group_keys text[], gives int[], rates int[], periods interval[], moment timestamptz
 )
     returns int[]
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
+    of_groups record := pgqueue._group_caps(group_keys, null, rates, periods, gives);
+    free int[] := pgqueue._count_free(queue, of_groups.caps, of_groups.wants, moment);
 begin
     return array(
-        select case when g.rate is null then g.give else (
-            select count(*)
-            from (
-                select from pgqueue.permit as p
-                where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-                    = hashtextextended(g.key, hashtextextended('', hashtext(_rate_gives.queue)))
-                    and p.is_rate and p.free_at <= moment and p.place <= g.rate
-                    and p.queue = _rate_gives.queue and p.kind = '' and p.group_key = g.key
-                    and p.token is distinct from own_token
-                order by p.free_at desc
-                limit g.give
-            ) as p
-        )::int end
-        from unnest(group_keys, gives, rates) with ordinality as g (key, give, rate, nth)
+        select coalesce(f.free, g.give)
+        from unnest(gives) with ordinality as g (give, nth)
+        left join unnest(of_groups.groups, free) as f (of, free) on f.of = g.nth
         order by g.nth
     );
 end;
 $$;
 
-comment on function pgqueue._rate_gives(text, text[], int[], int[], timestamptz) is
+comment on function pgqueue._rate_gives(text, text[], int[], int[], interval[], timestamptz) is
 'How many jobs some groups may give as far as their rates say. Plans as
 _pick_groups sets it.';
 
@@ -419,35 +406,27 @@ create or replace function pgqueue._take_rates(
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
+    of_groups record := pgqueue._group_caps(
+        group_keys, null, rates, periods,
+        array(
+            select (select count(*) from unnest(groups) as u (of) where u.of = g.nth)::int
+            from generate_series(1, cardinality(group_keys)) as g (nth) order by g.nth
+        )
+    );
+    locked record := pgqueue._lock_free(queue, of_groups.caps, of_groups.wants, moment);
 begin
-    with picks as (
-        select u.place, u.of, row_number() over (partition by u.of order by u.place) as nth
-        from unnest(groups) with ordinality as u (of, place)
-        where rates[u.of] is not null
-    ), locked as (
-        select w.of, l.tid, row_number() over (partition by w.of) as nth
-        from (select k.of, count(*) as jobs from picks as k group by k.of) as w
-        cross join lateral (
-            select p.ctid as tid
-            from pgqueue.permit as p
-            where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-                = hashtextextended(group_keys[w.of], hashtextextended('', hashtext(_take_rates.queue)))
-                and p.is_rate and p.free_at <= moment and p.place <= rates[w.of]
-                and p.queue = _take_rates.queue and p.kind = '' and p.group_key = group_keys[w.of]
-                and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
-            order by p.free_at desc
-            limit w.jobs
-            for update skip locked
-        ) as l
-    )
     select
         array_agg(l.tid order by u.place), array_agg(moment + periods[u.of] order by u.place),
         array_agg(u.place::int) filter (where l.tid is null and rates[u.of] is not null)
     into permits, free_ats, refused
-    from unnest(groups) with ordinality as u (of, place)
-    left join picks as k on k.place = u.place
-    left join locked as l on l.of = k.of and l.nth = k.nth;
+    from (
+        select u.of, u.place, row_number() over (partition by u.of order by u.place) as nth
+        from unnest(groups) with ordinality as u (of, place)
+    ) as u
+    left join (
+        select of_groups.groups[l.cap] as of, l.tid, row_number() over (partition by l.cap) as nth
+        from unnest(locked.caps_of, locked.permits) as l (cap, tid)
+    ) as l on l.of = u.of and l.nth = u.nth;
 end;
 $$;
 
@@ -475,7 +454,7 @@ declare
     given record;
 begin
     if rates is not null then
-        gives := pgqueue._rate_gives(queue, group_keys, gives, rates, moment);
+        gives := pgqueue._rate_gives(queue, group_keys, gives, rates, periods, moment);
     end if;
     if limits is null then
         visit := pgqueue._take_free(

@@ -161,6 +161,77 @@ comment on function pgqueue._merge_permits(text, text, text[]) is
 'Where two sessions have made permits twice: drops all copies but one; returns
 how many.';
 
+create or replace function pgqueue._count_free(queue text, caps pgqueue._cap[], wanted int[], moment timestamptz)
+    returns int[]
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
+    has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192;
+begin
+    return array(
+        select (
+            select count(*)
+            from (
+                select
+                from pgqueue.permit as p
+                where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+                    = hashtextextended(c.group_key, hashtextextended(c.kind, hashtext(_count_free.queue)))
+                    and p.is_rate = c.is_rate and p.place <= c.most
+                    -- Of one to run the clock says nothing.
+                    and p.free_at <= case when c.is_rate then moment else 'infinity' end and p.free_at < 'infinity'
+                    and p.queue = _count_free.queue and p.kind = c.kind and p.group_key = c.group_key
+                    and (p.taken_at is not null or p.token is distinct from own_token)
+                    and not (has_surplus and pgqueue._has_surplus(_count_free.queue, c.kind, c.group_key))
+                -- The last that were given back, behind which some old snapshot may keep others.
+                order by p.free_at desc
+                limit wanted[c.nth]
+            ) as free
+        )::int
+        from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
+        order by c.nth
+    );
+end;
+$$;
+
+comment on function pgqueue._count_free(text, pgqueue._cap[], int[], timestamptz) is
+'How many permits of each cap look free, no more than wanted. Plans as its
+callers set it.';
+
+create or replace function pgqueue._lock_free(
+    queue text, caps pgqueue._cap[], wanted int[], moment timestamptz, out caps_of int[], out permits tid[]
+)
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
+    has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192;
+begin
+    select array_agg(c.nth::int), array_agg(l.tid) into caps_of, permits
+    from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
+    cross join lateral (
+        select p.ctid as tid
+        from pgqueue.permit as p
+        where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+            = hashtextextended(c.group_key, hashtextextended(c.kind, hashtext(_lock_free.queue)))
+            and p.is_rate = c.is_rate and p.place <= c.most
+            and p.free_at <= case when c.is_rate then moment else 'infinity' end and p.free_at < 'infinity'
+            and p.queue = _lock_free.queue and p.kind = c.kind and p.group_key = c.group_key
+            and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
+            and not (has_surplus and pgqueue._has_surplus(_lock_free.queue, c.kind, c.group_key))
+        order by p.free_at desc
+        limit wanted[c.nth]
+        for update skip locked
+    ) as l;
+end;
+$$;
+
+comment on function pgqueue._lock_free(text, pgqueue._cap[], int[], timestamptz) is
+'Locks free permits of some caps, of each as many as are wanted, and returns them
+in the order of the caps. Plans as its callers set it.';
+
 create or replace function pgqueue._give_permits(
     permits tid[], job_ids bigint[], new_token bigint, moment timestamptz, free_ats timestamptz[] default null
 )
@@ -198,7 +269,7 @@ create or replace function pgqueue._return_permits(
     set enable_tidscan = on
 as $$
 begin
-    if coalesce(current_setting('pgqueue.lose_hints', true), '') = '' or not pgqueue._is_lost() then
+    if not pgqueue._is_lost() then
         update pgqueue.permit as p
         set free_at = clock_timestamp(), job_id = null, is_surplus = false
         where p.ctid = any (array(
@@ -224,6 +295,30 @@ comment on function pgqueue._return_permits(bigint[], tid[], bigint[], text[], t
 'For jobs whose attempts end: gives their permits back, where nobody has them
 locked, but for those of their groups that some keep for their retry, and lets
 claims look again at the queues and groups that may have been full.';
+
+create or replace function pgqueue._return_permits_of(picks tid[], kept_ids bigint[] default null)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    held record;
+begin
+    select
+        array_agg(distinct j.id) as ids, array_agg(u.permit) as permits, array_agg(j.queue) as queues,
+        array_agg(j.group_key) as keys
+    into held
+    from unnest(picks) as k (place)
+    join pgqueue.job as j on j.ctid = k.place
+    cross join lateral unnest(j.permits) as u (permit);
+    if held.ids is not null then
+        perform pgqueue._return_permits(held.ids, held.permits, kept_ids, held.queues, held.keys);
+    end if;
+end;
+$$;
+
+comment on function pgqueue._return_permits_of(tid[], bigint[]) is
+'_return_permits for locked jobs. Plans as its callers set it.';
 
 create or replace function pgqueue._review_permits(
     queue text, kind text, group_keys text[], mosts int[], moment timestamptz, new_token bigint

@@ -19,7 +19,7 @@ as $$
 declare
     part text := current_setting('pgqueue.lose_hints', true);
 begin
-    return part <> '' and random() < part::float8;
+    return coalesce(part <> '' and random() < part::float8, false);
 end;
 $$;
 
@@ -134,7 +134,7 @@ declare
     blocked record;
     locked tid[];
 begin
-    if coalesce(current_setting('pgqueue.lose_hints', true), '') <> '' and pgqueue._is_lost() then
+    if pgqueue._is_lost() then
         return;
     end if;
     select
