@@ -353,10 +353,10 @@ begin
                 and ((j.terms).expires_at <= _take_kept.moment) is not true
                 and j.priority = _take_kept.priority and j.run_at <= _take_kept.moment
                 and (_take_kept.kinds is null or j.kind = any (_take_kept.kinds))
-                    and (_take_kept.paused is null or coalesce(
-                        _take_kept.paused -> j.group_key -> j.kind, _take_kept.paused -> j.group_key -> '',
-                        _take_kept.paused -> '' -> j.kind, _take_kept.paused -> '' -> ''
-                    ) = 'false')
+                and (_take_kept.paused is null or coalesce(
+                    _take_kept.paused -> j.group_key -> j.kind, _take_kept.paused -> j.group_key -> '',
+                    _take_kept.paused -> '' -> j.kind, _take_kept.paused -> '' -> ''
+                ) = 'false')
             limit g.give
             for update skip locked
         ) as h
@@ -551,6 +551,7 @@ declare
     own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
     vain_keys text[];
     vain_limits int[];
+    wanting record;
     of_groups record;
     made text[];
 begin
@@ -601,13 +602,13 @@ begin
         return;
     end if;
     -- For the next claim: what this one makes it may not take.
-    of_groups := pgqueue._group_caps(
-        array(select group_keys[s.nth] from unnest(short) with ordinality as s (nth, place) order by s.place),
-        array(select limits[s.nth] from unnest(short) with ordinality as s (nth, place) order by s.place),
-        array(select rates[s.nth] from unnest(short) with ordinality as s (nth, place) order by s.place),
-        array(select periods[s.nth] from unnest(short) with ordinality as s (nth, place) order by s.place),
-        array(select gives[s.nth] from unnest(short) with ordinality as s (nth, place) order by s.place)
-    );
+    select
+        array_agg(g.key) as keys, array_agg(g.most) as limits, array_agg(g.rate) as rates,
+        array_agg(g.period) as periods, array_agg(g.give) as gives
+    into wanting
+    from unnest(group_keys, limits, rates, periods, gives) with ordinality as g (key, most, rate, period, give, nth)
+    where g.nth = any (short);
+    of_groups := pgqueue._group_caps(wanting.keys, wanting.limits, wanting.rates, wanting.periods, wanting.gives);
     made := pgqueue._make_permits(queue, of_groups.caps, of_groups.wants, 1000);
     lacking := lacking || array(
         select g.nth::int from unnest(group_keys) with ordinality as g (key, nth) where g.key = any (made)
@@ -643,8 +644,7 @@ it can: longer each time, from 100 ms to 10 s.';
 create or replace function pgqueue._settle_tickets(
     queue text, priority int, tickets tid[], group_keys text[], gives int[], limits int[], has_enough boolean,
     groups int[], run_ats timestamptz[], short int[], lacking int[], starts timestamptz[], start_until timestamptz,
-    paused jsonb, is_filtered boolean, taken tid[],
-    moment timestamptz
+    paused jsonb, is_filtered boolean, taken tid[], moment timestamptz
 )
     returns void
     language plpgsql
@@ -659,8 +659,7 @@ declare
     );
 begin
     if start_until is null and (limits is null or not is_slow)
-        and groups[cardinality(groups) - gives[cardinality(tickets)] + 1] = cardinality(tickets)
-        and cardinality(groups) = cardinality(tickets) * gives[1]
+        and gives[1] = all (gives) and cardinality(groups) = cardinality(tickets) * gives[1]
     then
         -- Deep queues: all go to the end.
         update pgqueue.ticket as t

@@ -505,11 +505,8 @@ comment on column pgqueue.queue.group_on_retry is
 'What a job that waits for its retry means for its group: skip (default) or
 block.';
 
--- Its first row brings a second page: what is hot asks for the size before it looks.
-create index queue_limit_idx on pgqueue.queue (name) where group_limit is not null;
-comment on index pgqueue.queue_limit_idx is 'Has any group of a queue a limit?';
-
--- By whether it is of a group: these may be many.
+-- By whether it is of a group: these may be many. Its first row brings a second page: what is hot asks for
+-- the size before it looks.
 create index queue_cap_idx on pgqueue.queue (name, left(group_key, 1))
 where num_nonnulls(max_running, rate_limit, rate_period) > 0;
 comment on index pgqueue.queue_cap_idx is 'Which caps are set for a queue, its kinds and groups?';

@@ -706,6 +706,11 @@ VERBS = {
     "select pgqueue.cancel(job) from closed",
     "look at loose ends": "select pgqueue._tie_loose_ends(1000)",
 }
+# For a minute no claim sweeps, which reads so much for each of 50 groups: see below.
+SWEPT = (
+    "select setval('pgqueue._cell_groups_due', "
+    "(extract(epoch from clock_timestamp()) * 1000000)::bigint - 1577836741000000)"
+)
 
 
 @pytest.mark.parametrize(
@@ -726,6 +731,7 @@ def test_no_verb_reads_more_in_a_long_queue_by_a_session_that_began_in_a_short_o
             running = db.execute(
                 "select id, token from pgqueue.claim('q', 'w', 1)"
             ).fetchone()
+            db.execute(SWEPT)
             found[name] = pages(db, verb.format(id=running[0], token=running[1]))
         return found
 
@@ -735,6 +741,21 @@ def test_no_verb_reads_more_in_a_long_queue_by_a_session_that_began_in_a_short_o
     fill_groups(db, 100, 500)
     long = [counts() for _ in range(2)][1]
     assert {n: (short[n], long[n]) for n in VERBS if long[n] > 3 * short[n] + 60} == {}
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_a_sweep_reads_as_much_of_a_deep_group_as_of_a_short_one(db, limit):
+    """In a session that planned it when there was nothing."""
+    sweep = "select pgqueue._sweep_permits(), pgqueue._sweep_groups()"
+    db.execute("select pgqueue.configure('q', group_limit => %s)", (limit,))
+    pages(db, sweep)
+    costs = []
+    for depth in (1, 500):
+        fill_groups(db, 100, depth)
+        one(db, "select count(*) from pgqueue.claim('q', 'w', 20)")
+        costs.append(max(pages(db, sweep) for _ in range(4)))
+    # 50 groups; each is found by four descents of indexes that are two pages higher.
+    assert costs[1] <= costs[0] + 50 * 4 * 2, costs
 
 
 @pytest.mark.parametrize(
