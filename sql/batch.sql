@@ -281,7 +281,7 @@ declare
     ));
     batch_id bigint := nextval('pgqueue.job_id_seq');
 begin
-    perform pgqueue._use('batch');
+    perform pgqueue._look_from_now_on();
     insert into pgqueue.batch as b (
         id, created_at, priority, max_attempts, queue, kind, group_key, payload, headers
     )
@@ -349,7 +349,7 @@ create or replace function pgqueue._bury_callback(batch pgqueue.batch, payload j
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    settings pgqueue.queue := pgqueue._in_force(batch.queue, coalesce(batch.kind, batch.queue));
+    settings pgqueue.queue_in_force := pgqueue._in_force(batch.queue, coalesce(batch.kind, batch.queue));
     dead_id bigint := nextval('pgqueue.job_id_seq');
 begin
     insert into pgqueue.dead_job (

@@ -5,26 +5,6 @@
 -- picks, takes the permits, and puts back the jobs that got not all of theirs, of which it then passes
 -- over the kind, until it has what it wants.
 
-create or replace function pgqueue._has_caps(queue text)
-    returns boolean
-    language plpgsql
-    stable
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-as $$
-begin
-    -- Its first row brings a second page.
-    return pg_relation_size('pgqueue.queue_cap_idx') > 8192 and exists (
-        select from pgqueue.queue as q
-        where q.name in (_has_caps.queue, '') and left(q.group_key, 1) = ''
-            and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
-    );
-end;
-$$;
-
-comment on function pgqueue._has_caps(text) is 'Whether a queue, or a kind in it, has a cap.';
-
 create or replace function pgqueue._caps(queue text, kinds text[])
     returns pgqueue._cap[]
     language plpgsql
@@ -292,7 +272,7 @@ comment on function pgqueue._put_back(text, text[], jsonb, bigint[], tid[]) is
 permits of their groups.';
 
 create or replace function pgqueue._pick_capped(
-    queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, settings pgqueue.queue,
+    queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, settings pgqueue.queue_in_force,
     new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
 )
     language plpgsql
@@ -360,7 +340,7 @@ end;
 $$;
 
 comment on function pgqueue._pick_capped(
-    text, text[], jsonb, int, timestamptz, pgqueue.queue, bigint
+    text, text[], jsonb, int, timestamptz, pgqueue.queue_in_force, bigint
 ) is
 '_pick_lanes under the caps of a queue: as many jobs as there are permits for, by
 the claim that has this token; which job has which permit.';
@@ -409,7 +389,7 @@ declare
     room record;
     until interval;
 begin
-    if not pgqueue._has_caps(queue) then
+    if not (pgqueue._in_force(queue)).has_caps then
         return pgqueue._until_due(queue, kinds, paused, moment);
     end if;
     caps := pgqueue._caps(queue, kinds);
@@ -449,7 +429,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     known record;
-    settings pgqueue.queue;
+    settings pgqueue.queue_in_force;
 begin
     for known in
         select distinct j.queue, j.group_key
@@ -480,7 +460,7 @@ begin
         end if;
     end loop;
     -- Or the first claim would find none.
-    perform pgqueue._make_group_permits(t.queue, array_agg(distinct t.group_key))
+    perform pgqueue._make_group_permits(t.queue, array_agg(distinct t.group_key), pgqueue._in_force(t.queue))
     from pgqueue.ticket as t
     where t.queue = coalesce(_apply_limits.queue, t.queue)
         and coalesce(_apply_limits.group_key, '*') in ('*', t.group_key)

@@ -163,7 +163,8 @@ begin
             format('It is %s.', expires_at),
             'Leave it out for a job that may begin at any time.'
         ]
-        else coalesce(pgqueue._check_priority(priority), pgqueue._check_run_at(run_at))
+        when num_nonnulls(priority, run_at) > 0
+            then coalesce(pgqueue._check_priority(priority), pgqueue._check_run_at(run_at))
     end;
 end;
 $$;

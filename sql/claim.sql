@@ -29,7 +29,8 @@ create or replace function pgqueue.claim(
     set enable_tidscan = on
 as $$
 declare
-    settings pgqueue.queue;
+    used bigint := pg_sequence_last_value('pgqueue.used_seq'::regclass);
+    settings pgqueue.queue_in_force;
     paused jsonb;
     moment timestamptz := clock_timestamp();
     key bigint := hashtextextended(queue, 9999);
@@ -55,15 +56,15 @@ begin
         refused := pgqueue._refuse(pgqueue._check_claim(queue, worker, max_jobs, lease));
         max_jobs := coalesce(max_jobs, 1);
     end if;
-    if pg_relation_size('pgqueue.used') > 0 then
-        if pg_sequence_last_value('pgqueue._cell_due'::regclass)
+    if used <> 0 then
+        if used < 0 and pg_sequence_last_value('pgqueue._cell_due'::regclass)
             <= (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
         then
             moment := pgqueue._look_around_by_the_way(moment);
         end if;
-        if pg_relation_size('pgqueue.queue') > 0 then
+        if used >> (hashtext(queue) & 255) % 63 & 1 = 1 then
             settings := pgqueue._in_force(queue);
-            if pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then
+            if settings.has_pauses then
                 paused := pgqueue._paused(queue, settings.paused);
                 has_leases := lease is null and exists (
                     select from pgqueue.queue as q
@@ -75,7 +76,7 @@ begin
                 return;
             end if;
             lease := coalesce(lease, settings.lease);
-            is_capped := pg_relation_size('pgqueue.queue_cap_idx') > 8192 and pgqueue._has_caps(queue);
+            is_capped := settings.has_caps;
         end if;
     end if;
 
@@ -180,7 +181,11 @@ begin
     )
     select l.*
     from leased as l
-    order by pgqueue._aged(l.priority, l.run_at, moment, settings.age_after) desc, l.run_at, l.id;
+    order by
+        case when settings.age_after is null then l.priority
+            else pgqueue._aged(l.priority, l.run_at, moment, settings.age_after)
+        end desc,
+        l.run_at, l.id;
 end;
 $$;
 

@@ -34,11 +34,11 @@ begin
         array_agg(b.group_key) as keys, array_agg(b.run_at) as run_ats
     into revived
     from back as b;
-    if pg_relation_size('pgqueue.queue') > 0 then
-        perform pgqueue._make_group_permits(u.queue, array_agg(u.group_key)), pgqueue._make_permits_for(u.queue, null)
-        from unnest(revived.queues, revived.keys) as u (queue, group_key)
-        group by u.queue;
-    end if;
+    perform
+        pgqueue._make_group_permits(u.queue, array_agg(u.group_key), pgqueue._in_force(u.queue)),
+        pgqueue._make_permits_for(u.queue, null)
+    from unnest(revived.queues, revived.keys) as u (queue, group_key)
+    group by u.queue;
 
     if pg_relation_size('pgqueue.batch') > 0 then
         perform pgqueue._rejoin_batches(revived.ids);

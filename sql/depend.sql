@@ -516,7 +516,7 @@ declare
     living bigint[];
     reason text;
 begin
-    perform pgqueue._use('after');
+    perform pgqueue._use('after'), pgqueue._look_from_now_on();
     -- An old snapshot does not say what has ended.
     select
         array_agg(distinct o.id) filter (where o.outcome is null or not is_current),

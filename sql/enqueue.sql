@@ -183,15 +183,13 @@ comment on function pgqueue._begin_window(text, text, text, bigint, timestamptz)
 has begun one and ended since we looked, takes the new one back, and returns
 the id of the other.';
 
-create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz, has_group boolean)
+create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if has_group then
-        perform pgqueue._list_lane(queue, 1000 + coalesce(priority, 0));
-    elsif run_at <= clock_timestamp() then
+    if run_at <= clock_timestamp() then
         perform pgqueue._reopen_lane(queue, coalesce(priority, 0));
     elsif priority <> 0 then
         perform pgqueue._list_lane(queue, priority);
@@ -199,7 +197,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._announce(text, int, timestamptz, boolean) is
+comment on function pgqueue._announce(text, int, timestamptz) is
 'Lets claims know of a new job where they would not look at once: beside lane
 0, or in the past.';
 
@@ -227,7 +225,7 @@ create or replace function pgqueue.enqueue(
 as $$
 #variable_conflict use_column
 declare
-    settings pgqueue.queue;
+    settings pgqueue.queue_in_force;
     moment timestamptz := clock_timestamp();
     fold int := hashtext(enqueue.queue) & 255;
     has_options boolean;
@@ -270,13 +268,18 @@ begin
             refused := pgqueue._refuse(pgqueue._bad_name('kind', kind));
         end if;
     end if;
-    if pg_relation_size('pgqueue.queue') > 0 then
-        settings := pgqueue._in_force(queue, coalesce(kind, queue), group_key);
-        refused := pgqueue._refuse(pgqueue._check_payload(payload, settings.max_payload_bytes));
-        if group_key is not null then
-            perform pgqueue._make_group_permits(queue, array[group_key]);
+    if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> fold % 63 & 1 = 1 then
+        select f.* into settings from pgqueue.queue_in_force as f where f.queue = enqueue.queue collate "default";
+        if not found then
+            select f.* into settings from pgqueue.queue_in_force as f where f.queue = '';
         end if;
-        if pg_relation_size('pgqueue.queue_cap_idx') > 8192 then
+        if settings.has_narrow then
+            settings := pgqueue._in_force(queue, coalesce(kind, queue), group_key);
+        end if;
+        if settings.max_payload_bytes is not null then
+            refused := pgqueue._refuse(pgqueue._check_payload(payload, settings.max_payload_bytes));
+        end if;
+        if settings.has_caps then
             perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)]);
         end if;
     end if;
@@ -325,8 +328,11 @@ begin
 
         if found then
             new_id := job_id;
-            if group_key is not null then
-                perform pgqueue._insert_ticket(queue, group_key, coalesce(priority, 0), coalesce(run_at, moment));
+            if group_key is not null
+                and pgqueue._insert_ticket(queue, group_key, coalesce(priority, 0), coalesce(run_at, moment))
+                and (settings.has_groups or settings.group_limit is not null)
+            then
+                perform pgqueue._make_group_permits(queue, array[group_key], settings);
             end if;
             if unique_for is not null then
                 job_id := pgqueue._begin_window(
@@ -340,7 +346,9 @@ begin
                 perform pgqueue._wait_for(job_id, after, if_dead);
             end if;
         end if;
-        perform pgqueue._announce(queue, priority, run_at, group_key is not null);
+        if group_key is null then
+            perform pgqueue._announce(queue, priority, run_at);
+        end if;
     end if;
 
     -- Whoever can have the second lock exclusively knows that nobody is parked.
@@ -514,7 +522,7 @@ create or replace function pgqueue.enqueue_many(
     set jit = off
 as $$
 declare
-    settings pgqueue.queue;
+    settings pgqueue.queue_in_force;
     own_attempts int[];
     own_bytes int[];
     refused boolean;
@@ -527,9 +535,9 @@ declare
     given record;
     job_id bigint;
 begin
-    if pg_relation_size('pgqueue.queue') > 0 then
+    if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> (hashtext(queue) & 255) % 63 & 1 = 1 then
         settings := pgqueue._in_force(queue, coalesce(kind, queue));
-        if has_groups and pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then
+        if has_groups and settings.has_narrow then
             select s.max_attempts, s.max_bytes into own_attempts, own_bytes
             from pgqueue._settings_of_groups(queue, coalesce(kind, queue), group_keys) as s;
         end if;
@@ -548,22 +556,21 @@ begin
         refused := pgqueue._refuse(pgqueue._lock_batch(batch_id));
     end if;
     perform pgqueue._wake(queue);
-    if pg_relation_size('pgqueue.queue_cap_idx') > 8192 then
+    if settings.has_caps then
         perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)]);
     end if;
     if has_groups then
-        if pg_relation_size('pgqueue.queue') > 0 then
-            perform pgqueue._make_group_permits(queue, group_keys);
+        if settings.has_groups or settings.group_limit is not null then
+            perform pgqueue._make_group_permits(queue, group_keys, settings);
         end if;
         perform pgqueue._insert_tickets(
             array_fill(queue, array[cardinality(group_keys)]), group_keys,
             array_fill(coalesce(priority, 0), array[cardinality(group_keys)]),
             array_fill(coalesce(run_at, moment), array[cardinality(group_keys)])
         );
-        perform pgqueue._announce(queue, priority, run_at, true);
     end if;
     if num_nonnulls(variadic group_keys) < cardinality(payloads) or group_keys is null then
-        perform pgqueue._announce(queue, priority, run_at, false);
+        perform pgqueue._announce(queue, priority, run_at);
     end if;
 
     if unique_keys is null and batch_id is null then

@@ -24,7 +24,7 @@ declare
 begin
     -- Few conditions and variables, because each that a plain job meets costs it half a hundredth.
     if current_setting('transaction_isolation') <> 'read committed'
-        or pg_relation_size('pgqueue.used_at_end_idx') > 8192
+        or pg_relation_size('pgqueue.used_by_one_idx') > 8192
     then
         if current_setting('transaction_isolation') <> 'read committed' then
             refused := pgqueue._refuse(pgqueue._wrong_isolation());
@@ -121,7 +121,7 @@ declare
     ));
     moment timestamptz := clock_timestamp();
     today int := floor(date_part('epoch', moment) / 86400)::int;
-    is_plain boolean := pg_relation_size('pgqueue.used_at_end_idx') <= 8192;
+    is_plain boolean := pg_relation_size('pgqueue.used') = 0;
     is_configured boolean;
     is_logged boolean;
     ended bigint[];

@@ -13,8 +13,8 @@
 -- While somebody else holds a ticket, its group is served without it: an open transaction holds up nobody.
 
 create or replace function pgqueue._group_settings(
-    queue text, group_keys text[], out weights int[], out limits int[], out rates int[], out periods interval[],
-    out may_keep boolean
+    queue text, group_keys text[], shared pgqueue.queue_in_force, out weights int[], out limits int[], out rates int[],
+    out periods interval[], out may_keep boolean
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -27,6 +27,13 @@ create or replace function pgqueue._group_settings(
     set enable_mergejoin = off
 as $$
 begin
+    may_keep := shared.group_on_retry = 'block';
+    if shared.has_groups is not true then
+        if shared.group_limit is not null then
+            limits := array_fill(shared.group_limit, array[cardinality(group_keys)]);
+        end if;
+        return;
+    end if;
     select
         array_agg(coalesce(s.weight, 1) order by g.nth), array_agg(s.group_limit order by g.nth),
         array_agg(s.rate_limit order by g.nth), array_agg(coalesce(s.rate_period, '1 second') order by g.nth),
@@ -63,28 +70,10 @@ begin
 end;
 $$;
 
-comment on function pgqueue._group_settings(text, text[]) is
+comment on function pgqueue._group_settings(text, text[], pgqueue.queue_in_force) is
 'The weight, limit and rate in force for each of some groups; null instead of
 limits or rates where none is set. As _in_force, for many. may_keep: whether a
 job of any may keep its permit for its retry.';
-
-create or replace function pgqueue._has_own_groups(queue text)
-    returns boolean
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-as $$
-begin
-    return exists (
-        select from pgqueue.queue as q
-        where q.name in (_has_own_groups.queue, '') and q.kind = '' and q.group_key > ''
-    );
-end;
-$$;
-
-comment on function pgqueue._has_own_groups(text) is
-'Whether anything is set for some groups of a queue, or for each of them.';
 
 create or replace function pgqueue._group_caps(
     group_keys text[], limits int[], rates int[], periods interval[], wanted int[],
@@ -115,7 +104,7 @@ comment on function pgqueue._group_caps(text[], int[], int[], interval[], int[])
 'The caps of some groups, the number of the group for each, and how many permits
 of it are wanted.';
 
-create or replace function pgqueue._make_group_permits(queue text, group_keys text[])
+create or replace function pgqueue._make_group_permits(queue text, group_keys text[], shared pgqueue.queue_in_force)
     returns void
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -128,12 +117,15 @@ declare
 begin
     select array_agg(g.key), array_agg(g.jobs) into keys, jobs
     from (
-        select u.key, count(*)::int as jobs from unnest(group_keys) as u (key) where u.key is not null group by u.key
+        select u.key, greatest(count(*), 4)::int as jobs
+        from unnest(group_keys) as u (key)
+        where u.key is not null
+        group by u.key
     ) as g;
     if keys is null then
         return;
     end if;
-    settings := pgqueue._group_settings(queue, keys);
+    settings := pgqueue._group_settings(queue, keys, shared);
     if num_nonnulls(settings.limits, settings.rates) > 0 then
         of_groups := pgqueue._group_caps(keys, settings.limits, settings.rates, settings.periods, jobs);
         perform pgqueue._make_permits(queue, of_groups.caps, of_groups.wants);
@@ -141,9 +133,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._make_group_permits(text, text[]) is
-'Makes more permits for groups that have a limit or a rate, one for each time
-that one is named, unless they have some.';
+comment on function pgqueue._make_group_permits(text, text[], pgqueue.queue_in_force) is
+'Makes permits for groups that have a limit or a rate, one for each time that one
+is named, and at least four, unless they have as many.';
 
 create or replace function pgqueue._take_free(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], starts timestamptz[],
@@ -925,7 +917,7 @@ so, or else all is to be done again. Plans as _pick_groups sets it.';
 
 create or replace function pgqueue._pick_groups(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean, is_top boolean,
-    shared pgqueue.queue, taken tid[], inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
+    shared pgqueue.queue_in_force, taken tid[], inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -954,7 +946,7 @@ declare
     known_at timestamptz := timestamptz '2020-01-01 00:00 UTC' + (known.reached >> 12) * interval '1 microsecond';
     -- Some jobs of each of some groups are cheaper than one of each of as many.
     batch int := least(wanted, greatest(10, ceil(sqrt(wanted)), ceil(wanted::float8 / shared.group_limit)));
-    has_own boolean := pg_relation_size('pgqueue.queue_narrow_idx') > 8192 and pgqueue._has_own_groups(queue);
+    has_own boolean := coalesce(shared.has_groups, false);
     looked int := 0;
     began timestamptz := clock_timestamp();
     walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass);
@@ -1006,7 +998,7 @@ begin
         end if;
         asked := wanted - cardinality(picks);
         if has_own then
-            settings := pgqueue._group_settings(queue, met.keys);
+            settings := pgqueue._group_settings(queue, met.keys, shared);
             limits := settings.limits;
             rates := settings.rates;
             periods := settings.periods;
@@ -1092,7 +1084,7 @@ end;
 $$;
 
 comment on function pgqueue._pick_groups(
-    text, text[], jsonb, int, int, timestamptz, boolean, boolean, pgqueue.queue, tid[], bigint
+    text, text[], jsonb, int, int, timestamptz, boolean, boolean, pgqueue.queue_in_force, tid[], bigint
 ) is
 '_pick for the lanes of groups: locks up to so many due jobs, of the groups whose
 turn it is, with permits where they need any: which job has which.';

@@ -304,7 +304,7 @@ begin
     task := 'forget dead jobs';
     done := pgqueue._forget_dead();
     return next;
-    perform pgqueue._forget_gone();
+    perform pgqueue._forget_gone(), pgqueue._repair_settings();
     task := 'forget batches';
     done := pgqueue._forget_batches();
     return next;

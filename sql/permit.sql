@@ -49,14 +49,14 @@ begin
                     = hashtextextended(c.group_key, hashtextextended(c.kind, hashtext(_make_permits.queue)))
                     and p.is_rate = c.is_rate
                     and p.queue = _make_permits.queue and p.kind = c.kind and p.group_key = c.group_key
-                limit coalesce(enough, greatest(16, wanted[c.nth]))
+                limit coalesce(enough, wanted[c.nth])
             ) as o
         ) as made
         cross join lateral generate_series(
             made.last_place + 1, least(c.most, made.last_place + wanted[c.nth])
         ) as p (place)
         -- Or there may be more than were counted.
-        where made.permits < coalesce(enough, greatest(16, wanted[c.nth]))
+        where made.permits < coalesce(enough, wanted[c.nth])
         returning permit.group_key
     )
     select array_agg(distinct m.group_key) into lacking from made as m;
@@ -66,8 +66,8 @@ $$;
 
 comment on function pgqueue._make_permits(text, pgqueue._cap[], int[], int) is
 'Makes more permits of each cap, as many as are wanted, unless there are enough
-(null: as many as are wanted, or 16), or all; of which groups. They can be taken
-from the commit on.';
+(null: as many as are wanted), or all; of which groups. They can be taken from
+the commit on.';
 
 create or replace function pgqueue._is_double(permit pgqueue.permit)
     returns boolean

@@ -287,7 +287,7 @@ none. Plans as claim sets it.';
 
 create or replace function pgqueue._pick_lanes(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, noted int[],
-    settings pgqueue.queue, inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
+    settings pgqueue.queue_in_force, inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
 )
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -351,7 +351,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick_lanes(text, text[], jsonb, int, timestamptz, int[], pgqueue.queue, bigint) is
+comment on function pgqueue._pick_lanes(text, text[], jsonb, int, timestamptz, int[], pgqueue.queue_in_force, bigint) is
 '_pick, or _pick_groups, in the listed lanes of a queue, by age and highest
 first, then, if nothing was found or no list is valid, from the beginning of all
 that have something due.';

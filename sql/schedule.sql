@@ -475,7 +475,7 @@ declare
     given record := jsonb_populate_record(null::pgqueue.schedule, '{}');
     old pgqueue.schedule;
 begin
-    perform pgqueue._use('schedule');
+    perform pgqueue._look_from_now_on();
     given.name := schedule.name;
     given.queue := schedule.queue;
     given.kind := schedule.kind;

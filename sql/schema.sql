@@ -412,8 +412,8 @@ from pg_inherits as i
 where i.inhparent = 'pgqueue.run_finished_idx'::regclass;
 
 -- A queue needs no row here. An empty name, kind or group_key speaks for every one, and a null
--- says nothing; which row wins, and what nobody says, is in _in_force(). The hot functions read
--- it only when pg_relation_size finds a page, which costs nothing to ask.
+-- says nothing; which row wins is in _in_force(), and what nobody says in _defaults(). Calls that are
+-- hot read the table queue_in_force instead.
 create table pgqueue.queue (
     name text,
     kind text not null default '',
@@ -505,8 +505,7 @@ comment on column pgqueue.queue.group_on_retry is
 'What a job that waits for its retry means for its group: skip (default) or
 block.';
 
--- By whether it is of a group: these may be many. Its first row brings a second page: what is hot asks for
--- the size before it looks.
+-- By whether it is of a group: these may be many.
 create index queue_cap_idx on pgqueue.queue (name, left(group_key, 1))
 where num_nonnulls(max_running, rate_limit, rate_period) > 0;
 comment on index pgqueue.queue_cap_idx is 'Which caps are set for a queue, its kinds and groups?';
@@ -521,6 +520,68 @@ create index queue_narrow_idx on pgqueue.queue (name, (num_nonnulls(paused, leas
 where kind <> '' or group_key <> '';
 comment on index pgqueue.queue_narrow_idx is
 'Is anything set for kinds or groups, and what of it must a claim know?';
+
+create index queue_group_idx on pgqueue.queue (name)
+where group_key <> '' and num_nonnulls(weight, group_limit, group_on_retry, rate_limit, rate_period) > 0;
+comment on index pgqueue.queue_group_idx is 'Is anything set for the groups of a queue that a claim must know?';
+
+-- Derived from the table queue whenever that changes, so that a call finds what holds in one row, or
+-- learns from used_seq that there is none.
+create table pgqueue.queue_in_force (
+    queue text not null,
+    has_narrow boolean not null,
+    has_pauses boolean not null,
+    has_groups boolean not null,
+    has_caps boolean not null,
+    paused boolean not null,
+    notify boolean not null,
+    keep_payloads boolean not null,
+    max_attempts int not null,
+    keep_runs int not null,
+    max_payload_bytes int,
+    weight int not null,
+    group_limit int,
+    max_running int,
+    rate_limit int,
+    lease interval not null,
+    retry_base interval not null,
+    retry_cap interval not null,
+    rate_period interval not null,
+    age_after interval,
+    keep_dead interval,
+    wait_target interval not null,
+    group_on_retry text not null,
+    constraint queue_in_force_pkey primary key (queue)
+);
+comment on table pgqueue.queue_in_force is
+'What holds for each queue of which anything was set, and (an empty name) for all
+others, if anything was set for all.';
+comment on column pgqueue.queue_in_force.queue is 'The queue; empty for those without a row.';
+comment on column pgqueue.queue_in_force.has_narrow is 'Whether anything is set for kinds or groups.';
+comment on column pgqueue.queue_in_force.has_pauses is 'Whether kinds or groups are paused, or not, or have leases.';
+comment on column pgqueue.queue_in_force.has_groups is 'Whether groups have weights, limits or rates of their own.';
+comment on column pgqueue.queue_in_force.has_caps is 'Whether the queue, or a kind in it, has a cap.';
+do $$
+declare
+    setting record;
+begin
+    for setting in
+        select a.attname as name, col_description(a.attrelid, a.attnum) as meaning
+        from pg_attribute as a
+        where a.attrelid = 'pgqueue.queue'::regclass and a.attnum > 3
+    loop
+        execute format('comment on column pgqueue.queue_in_force.%I is %L', setting.name, setting.meaning);
+    end loop;
+end;
+$$;
+
+-- What is used, so that nobody pays for what others use. Bits are only ever set, at once, whatever becomes of
+-- the transaction: they may say too much, never too little.
+create sequence pgqueue.used_seq minvalue -9223372036854775808 start 0;
+comment on sequence pgqueue.used_seq is
+'Bits: in which of 63 folds of queues something is set; below 0 where a schedule,
+a batch or a dependency was ever made, so that claims have to look around.';
+select setval('pgqueue.used_seq', 0);
 
 create table pgqueue.schedule (
     due_at timestamptz not null,
@@ -629,20 +690,19 @@ completes.';
 create index dependency_waiter_idx on pgqueue.dependency (waiter_id, hashint8(job_id));
 comment on index pgqueue.dependency_waiter_idx is 'Does it wait for anything still?';
 
--- One look at its size tells a claim that there are no settings, schedules and batches, no ties, and nobody
--- who waits: so plain queues pay for none of them. No row is ever deleted.
+-- One look at a size tells a completion that there is nothing of the kind. No row is ever deleted.
 create table pgqueue.used (
     feature text not null
 );
 alter table pgqueue.used replica identity full;
 comment on table pgqueue.used is
-'What has ever been used here that claims and completions have to look for.';
+'What has ever been used here that completions have to look for.';
 comment on column pgqueue.used.feature is
-'settings, schedule, batch, after (jobs that wait for others) or await (sessions
-that do).';
-create index used_at_end_idx on pgqueue.used (feature) where feature in ('settings', 'after', 'await');
-comment on index pgqueue.used_at_end_idx is
-'Has anything ever been used that a completion has to look for?';
+'permits, keep (settings of what run keeps), after (jobs that wait for others) or
+await (sessions that do).';
+create index used_by_one_idx on pgqueue.used (feature) where feature <> 'permits';
+comment on index pgqueue.used_by_one_idx is
+'Has anything ever been used that the completion of one job has to look for?';
 
 -- How a tie looks to who cuts it.
 create type pgqueue._tie as (place tid, job_id bigint, waiter_id bigint, is_doomed boolean, is_first boolean);

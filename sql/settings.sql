@@ -1,6 +1,7 @@
 -- Settings: which are in force for a queue, a kind or a group, and what is paused. A setting of a
--- group comes before one of a kind, that before one of the queue, and that before one of all. And what
--- has ever been used at all, so that plain queues are asked for nothing else.
+-- group comes before one of a kind, that before one of the queue, and that before one of all. What holds for
+-- a queue is derived when anything is set, so that a call reads one row. And what has ever been used at all,
+-- so that plain queues are asked for nothing else.
 
 create or replace function pgqueue._use(feature text)
     returns void
@@ -16,55 +17,221 @@ end;
 $$;
 
 comment on function pgqueue._use(text) is
-'Remembers that a feature has been used, and that claims and completions have to
-look for it from now on.';
+'Remembers that a feature has been used, and that completions have to look for it
+from now on.';
+
+create or replace function pgqueue._mark(bits bigint)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if pg_sequence_last_value('pgqueue.used_seq'::regclass) & bits = bits then
+        return;
+    end if;
+    -- One at a time; what is rolled back gives the lock back.
+    lock table pgqueue.used in share update exclusive mode;
+    perform setval('pgqueue.used_seq', pg_sequence_last_value('pgqueue.used_seq'::regclass) | bits);
+    raise sqlstate 'PQ003';
+exception when sqlstate 'PQ003' then
+    null;
+end;
+$$;
+
+comment on function pgqueue._mark(bigint) is
+'Sets bits of used_seq, at once.';
+
+create or replace function pgqueue._look_from_now_on()
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._mark((1::bigint << 63));
+end;
+$$;
+
+comment on function pgqueue._look_from_now_on() is
+'Lets claims look for schedules, batches and ties from now on.';
+
+create or replace function pgqueue._defaults()
+    returns pgqueue.queue_in_force
+    language plpgsql
+    immutable
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    settings pgqueue.queue_in_force;
+begin
+    settings.queue := '';
+    settings.has_narrow := false;
+    settings.has_pauses := false;
+    settings.has_groups := false;
+    settings.has_caps := false;
+    settings.paused := false;
+    settings.notify := true;
+    settings.keep_payloads := false;
+    settings.max_attempts := 20;
+    settings.keep_runs := 7;
+    settings.weight := 1;
+    settings.lease := '30 seconds';
+    settings.retry_base := '5 seconds';
+    settings.retry_cap := '1 hour';
+    settings.rate_period := '1 second';
+    settings.wait_target := '5 minutes';
+    settings.group_on_retry := 'skip';
+    return settings;
+end;
+$$;
+
+comment on function pgqueue._defaults() is
+'What holds where nothing was set.';
+
+create or replace function pgqueue._resolved(name text)
+    returns pgqueue.queue_in_force
+    language plpgsql
+    stable
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+declare
+    settings pgqueue.queue_in_force;
+begin
+    select
+        _resolved.name,
+        exists (
+            select from pgqueue.queue as q
+            where q.name in (_resolved.name, '') and (q.kind <> '' or q.group_key <> '')
+        ),
+        exists (
+            select from pgqueue.queue as q
+            where q.name in (_resolved.name, '') and num_nonnulls(q.paused, q.lease) > 0
+                and (q.kind <> '' or q.group_key <> '')
+        ),
+        exists (
+            select from pgqueue.queue as q
+            where q.name in (_resolved.name, '') and q.group_key <> ''
+                and num_nonnulls(q.weight, q.group_limit, q.group_on_retry, q.rate_limit, q.rate_period) > 0
+        ),
+        exists (
+            select from pgqueue.queue as q
+            where q.name in (_resolved.name, '') and left(q.group_key, 1) = ''
+                and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
+        ),
+        coalesce(own.paused, shared.paused, d.paused),
+        coalesce(own.notify, shared.notify, d.notify),
+        coalesce(own.keep_payloads, shared.keep_payloads, d.keep_payloads),
+        coalesce(own.max_attempts, shared.max_attempts, d.max_attempts),
+        coalesce(own.keep_runs, shared.keep_runs, d.keep_runs),
+        coalesce(own.max_payload_bytes, shared.max_payload_bytes),
+        coalesce(own.weight, shared.weight, d.weight),
+        coalesce(own.group_limit, shared.group_limit),
+        coalesce(own.max_running, shared.max_running),
+        coalesce(own.rate_limit, shared.rate_limit),
+        coalesce(own.lease, shared.lease, d.lease),
+        coalesce(own.retry_base, shared.retry_base, d.retry_base),
+        coalesce(own.retry_cap, shared.retry_cap, d.retry_cap),
+        coalesce(own.rate_period, shared.rate_period, d.rate_period),
+        coalesce(own.age_after, shared.age_after),
+        coalesce(own.keep_dead, shared.keep_dead),
+        coalesce(own.wait_target, shared.wait_target, d.wait_target),
+        coalesce(own.group_on_retry, shared.group_on_retry, d.group_on_retry)
+    into settings
+    from pgqueue._defaults() as d
+    left join pgqueue.queue as own on own.name = _resolved.name and own.kind = '' and own.group_key = ''
+    left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and shared.group_key = '';
+    return settings;
+end;
+$$;
+
+comment on function pgqueue._resolved(text) is
+'What is in force for a queue of which anything was set, or (an empty name) for
+all others, by the table queue.';
+
+create or replace function pgqueue._resolve(queue text)
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+as $$
+begin
+    delete from pgqueue.queue_in_force as f
+    where _resolve.queue in ('', f.queue) and (
+        f is distinct from pgqueue._resolved(f.queue)
+        or not exists (select from pgqueue.queue as q where q.name = f.queue)
+    );
+    insert into pgqueue.queue_in_force
+    select r.*
+    from (select distinct q.name from pgqueue.queue as q where _resolve.queue in ('', q.name)) as n
+    cross join lateral pgqueue._resolved(n.name) as r
+    where not exists (select from pgqueue.queue_in_force as f where f.queue = n.name);
+    perform pgqueue._mark(
+        case when f.queue = '' then 9223372036854775807 else 1::bigint << (hashtext(f.queue) & 255) % 63 end
+    )
+    from pgqueue.queue_in_force as f
+    where _resolve.queue in ('', f.queue);
+end;
+$$;
+
+comment on function pgqueue._resolve(text) is
+'After a change of what was set for a queue, or (an empty name) for all: derives
+what is in force.';
+
+create or replace function pgqueue._repair_settings()
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A replica that was made by rows has no sequences.
+    if exists (
+        select from pgqueue.queue as q
+        where not exists (select from pgqueue.queue_in_force as f where f.queue = q.name)
+            or pg_sequence_last_value('pgqueue.used_seq'::regclass) >> (hashtext(q.name) & 255) % 63 & 1 = 0
+    ) then
+        perform pgqueue._begin_change(), pgqueue._resolve('');
+    end if;
+    if exists (select from pgqueue.schedule) or exists (select from pgqueue.batch)
+        or exists (select from pgqueue.dependency)
+    then
+        perform pgqueue._look_from_now_on();
+    end if;
+end;
+$$;
+
+comment on function pgqueue._repair_settings() is
+'Derives again what is in force, and what is used, where some copy or restore has
+left that out.';
 
 create or replace function pgqueue._in_force(queue text, kind text default '', group_key text default '')
-    returns pgqueue.queue
+    returns pgqueue.queue_in_force
     language plpgsql
     stable
     set search_path = pg_catalog, pg_temp
     set jit = off
 as $$
 declare
-    own pgqueue.queue;
+    settings pgqueue.queue_in_force;
     other pgqueue.queue;
-    settings record;
 begin
-    -- Two plain look-ups are cheaper than one with joins.
-    select q.* into own
-    from pgqueue.queue as q
-    where q.name = _in_force.queue and q.kind = '' and q.group_key = '';
-    select q.* into other from pgqueue.queue as q where q.name = '' and q.kind = '' and q.group_key = '';
-    settings := row(
-        _in_force.queue, '', '',
-        coalesce(own.paused, other.paused, false),
-        coalesce(own.notify, other.notify, true),
-        coalesce(own.keep_payloads, other.keep_payloads, false),
-        coalesce(own.max_attempts, other.max_attempts, 20),
-        coalesce(own.keep_runs, other.keep_runs, 7),
-        coalesce(own.max_payload_bytes, other.max_payload_bytes),
-        coalesce(own.weight, other.weight, 1),
-        coalesce(own.group_limit, other.group_limit),
-        coalesce(own.max_running, other.max_running),
-        coalesce(own.rate_limit, other.rate_limit),
-        coalesce(own.lease, other.lease, '30 seconds'),
-        coalesce(own.retry_base, other.retry_base, '5 seconds'),
-        coalesce(own.retry_cap, other.retry_cap, '1 hour'),
-        coalesce(own.rate_period, other.rate_period, '1 second'),
-        coalesce(own.age_after, other.age_after),
-        coalesce(own.keep_dead, other.keep_dead),
-        coalesce(own.wait_target, other.wait_target, '5 minutes'),
-        coalesce(own.group_on_retry, other.group_on_retry, 'skip')
-    )::pgqueue.queue;
-
+    if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> (hashtext(_in_force.queue) & 255) % 63 & 1 = 0 then
+        return pgqueue._defaults();
+    end if;
+    select f.* into settings from pgqueue.queue_in_force as f where f.queue = _in_force.queue collate "default";
+    if not found then
+        select f.* into settings from pgqueue.queue_in_force as f where f.queue = '';
+        if not found then
+            return pgqueue._defaults();
+        end if;
+    end if;
     if kind <> '' or group_key <> '' then
         -- These are not shared: a queue may have its own, beside those of its kinds and groups.
         settings.max_running := null;
         settings.rate_limit := null;
         settings.rate_period := '1 second';
     end if;
-    if (kind <> '' or group_key <> '') and pg_relation_size('pgqueue.queue_narrow_idx') > 8192 then
+    if (kind <> '' or group_key <> '') and settings.has_narrow then
         for other in
             select q.*
             from pgqueue.queue as q
@@ -164,6 +331,20 @@ comment on function pgqueue._drop_empty_settings(tid[]) is
 'Of the rows that were just written, removes those that say nothing: these are
 no settings.';
 
+create or replace function pgqueue._begin_change()
+    returns void
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- What is in force for a queue also follows from what was set for all.
+    lock table pgqueue.queue in share row exclusive mode;
+end;
+$$;
+
+comment on function pgqueue._begin_change() is
+'Waits for others that change settings.';
+
 create or replace function pgqueue.configure(
     queue text,
     lease interval default null,
@@ -212,6 +393,7 @@ declare
     ));
     written tid;
 begin
+    perform pgqueue._begin_change();
     if configure.reset then
         update pgqueue.queue as q
         set notify = null, keep_payloads = null, max_attempts = null, keep_runs = null,
@@ -221,7 +403,6 @@ begin
         where q.name = coalesce(configure.queue, '') and q.kind = coalesce(configure.kind, '')
             and q.group_key = coalesce(configure.group_key, '');
     end if;
-    perform pgqueue._use('settings');
     insert into pgqueue.queue as q (
         name, kind, group_key, notify, keep_payloads, max_attempts, keep_runs, max_payload_bytes, weight,
         group_limit, max_running, rate_limit, lease, retry_base, retry_cap, rate_period, age_after,
@@ -255,6 +436,13 @@ begin
         group_on_retry = coalesce(excluded.group_on_retry, q.group_on_retry)
     returning q.ctid into written;
     perform pgqueue._drop_empty_settings(array[written]);
+    perform pgqueue._resolve(coalesce(configure.queue, ''));
+    if num_nonnulls(configure.keep_runs, configure.keep_payloads) > 0 then
+        perform pgqueue._use('keep');
+    end if;
+    if num_nonnulls(configure.group_limit, configure.max_running, configure.rate_limit) > 0 then
+        perform pgqueue._use('permits');
+    end if;
     if num_nonnulls(
         configure.group_limit, configure.max_running, configure.rate_limit, configure.rate_period
     ) > 0 or configure.reset and pg_relation_size('pgqueue.permit') > 0
@@ -306,6 +494,7 @@ as $$
 declare
     written tid[];
 begin
+    perform pgqueue._begin_change();
     if _set_paused.queue is not null
         and not exists (select from pgqueue.queue as q where q.name = _set_paused.queue)
         and not exists (
@@ -327,7 +516,6 @@ begin
         returning q.ctid
     )
     select array_agg(c.ctid) into written from cleared as c;
-    perform pgqueue._use('settings');
     insert into pgqueue.queue as q (name, kind, group_key, paused)
     values (
         coalesce(_set_paused.queue, ''), coalesce(_set_paused.kind, ''),
@@ -347,6 +535,7 @@ begin
     )
     select written || array_agg(c.ctid) into written from cleared as c;
     perform pgqueue._drop_empty_settings(written);
+    perform pgqueue._resolve(coalesce(queue, ''));
 end;
 $$;
 

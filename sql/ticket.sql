@@ -26,43 +26,50 @@ $$;
 comment on function pgqueue._is_lost() is 'Whether to lose a hint, for a test.';
 
 create or replace function pgqueue._insert_ticket(queue text, group_key text, priority int, at timestamptz)
-    returns void
+    returns boolean
     language plpgsql
     set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
-    set enable_bitmapscan = off
-    set enable_indexscan = on
 as $$
 declare
     moment timestamptz := greatest(at, clock_timestamp());
-    is_slow boolean := pg_sequence_last_value('pgqueue._cell_groups_slow')
-        > (date_part('epoch', clock_timestamp()) * 1000000)::bigint - 1577836800000000;
 begin
-    if at = 'infinity' or coalesce(current_setting('pgqueue.lose_hints', true), '') <> '' and pgqueue._is_lost() then
-        return;
+    if at = 'infinity' then
+        return false;
+    elsif coalesce(current_setting('pgqueue.lose_hints', true), '') <> '' and pgqueue._is_lost() then
+        return true;
+    end if;
+    perform
+    from pgqueue.ticket as t
+    where hashtextextended(t.group_key, hashtext(t.queue))
+        = hashtextextended(_insert_ticket.group_key, hashtext(_insert_ticket.queue))
+        and t.priority = _insert_ticket.priority
+        and t.queue = _insert_ticket.queue and t.group_key = _insert_ticket.group_key
+        and (t.at <= moment or t.is_blocked)
+        -- Who has this one locked may be deleting it; who has changed it has left its own lock.
+        and t.xmax in ('0'::xid, t.xmin)
+    limit 1;
+    if found then
+        return false;
     end if;
     insert into pgqueue.ticket (at, start_at, start_until, priority, queue, group_key)
     -- It has had none, so nothing waits before this job.
-    select
-        moment, _insert_ticket.at, case when is_slow then moment + interval '1 second' end,
+    values (
+        moment, _insert_ticket.at,
+        case when pg_sequence_last_value('pgqueue._cell_groups_slow')
+            > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
+        then moment + interval '1 second' end,
         _insert_ticket.priority, _insert_ticket.queue, _insert_ticket.group_key
-    where not exists (
-        select
-        from pgqueue.ticket as t
-        where hashtextextended(t.group_key, hashtext(t.queue))
-            = hashtextextended(_insert_ticket.group_key, hashtext(_insert_ticket.queue))
-            and t.priority = _insert_ticket.priority
-            and t.queue = _insert_ticket.queue and t.group_key = _insert_ticket.group_key
-            and (t.at <= moment or t.is_blocked)
-            -- Who has this one locked may be deleting it; who has changed it has left its own lock.
-            and t.xmax in ('0'::xid, t.xmin)
     );
+    perform pgqueue._list_lane(queue, 1000 + priority);
+    return true;
 end;
 $$;
 
 comment on function pgqueue._insert_ticket(text, text, int, timestamptz) is
-'Lets claims look at a group from this moment on, unless they do so anyway.';
+'Lets claims look at a group from this moment on, unless they do so anyway;
+whether it had no ticket.';
 
 create or replace function pgqueue._insert_tickets(
     queues text[], group_keys text[], priorities int[], ats timestamptz[]

@@ -21,30 +21,6 @@
 -- once counts as "somebody is there", which costs a needless NOTIFY or another look. And who
 -- only looks takes and gives back in one expression: no interrupt falls in between.
 
-create or replace function pgqueue._may_notify(queue text)
-    returns boolean
-    language plpgsql
-    stable
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-as $$
-begin
-    return coalesce(
-        (
-            select q.notify
-            from pgqueue.queue as q
-            where q.name in (_may_notify.queue, '') and q.kind = '' and q.group_key = '' and q.notify is not null
-            order by q.name desc
-            limit 1
-        ),
-        true
-    );
-end;
-$$;
-
-comment on function pgqueue._may_notify(text) is 'The setting notify of a queue, as _in_force() has it.';
-
 create or replace function pgqueue._wake(queue text)
     returns void
     language plpgsql
@@ -54,7 +30,7 @@ declare
     fold int := hashtext(_wake.queue) & 255;
 begin
     if current_setting('pgqueue.notify', true) = 'off'
-        or pg_relation_size('pgqueue.queue') > 0 and not pgqueue._may_notify(queue)
+        or not (pgqueue._in_force(queue)).notify
     then
         return;
     end if;
@@ -83,7 +59,7 @@ create or replace function pgqueue._notify(queue text, news text)
 as $$
 begin
     if current_setting('pgqueue.notify', true) = 'off'
-        or pg_relation_size('pgqueue.queue') > 0 and not pgqueue._may_notify(queue)
+        or not (pgqueue._in_force(queue)).notify
     then
         return;
     end if;

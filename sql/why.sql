@@ -83,7 +83,7 @@ create or replace function pgqueue._why_capped(job pgqueue.job, moment timestamp
 as $$
 declare
     keys text[] := array_remove(array[job.group_key], null);
-    settings record := pgqueue._group_settings(job.queue, keys);
+    settings record := pgqueue._group_settings(job.queue, keys, pgqueue._in_force(job.queue));
     caps pgqueue._cap[] := (pgqueue._group_caps(keys, null, settings.rates, settings.periods, null)).caps
         || pgqueue._caps(job.queue, array[job.kind]);
     cap pgqueue._cap;

@@ -36,16 +36,23 @@ as $$
 $$;
 
 -- Made as they are needed
-select pgqueue.configure('made', group_limit => 3);
+select pgqueue.configure('made', group_limit => 6);
 select pg_temp.fill('made', 'a1');
-select is(pg_temp.holders('made', 3), '-', 'an enqueue makes a permit for its group');
+select is(pg_temp.holders('made', 6), '- - - -', 'the first enqueue into a group makes four permits');
 select pg_temp.fill('made', 'a2 a3 a4 a5');
-select is(pg_temp.holders('made', 3), '- - -', 'others make more, up to the limit');
-select pgqueue.enqueue_many('made', array_fill('{}'::jsonb, array[4]), group_keys => '{b,b,c,null}');
+select is(pg_temp.holders('made', 6), '- - - -', 'others make none');
+select pgqueue.enqueue_many(
+    'made', array_fill('{}'::jsonb, array[9]), group_keys => array_fill('b'::text, array[7]) || '{c,null}'::text[]
+);
 select results_eq(
     $$ select group_key, count(*) from pgqueue.permit where queue = 'made' group by 1 order by 1 $$,
-    $$ values ('a', 3::bigint), ('b', 2), ('c', 1) $$, 'enqueue_many makes one for each job of a group'
+    $$ values ('a', 4::bigint), ('b', 6), ('c', 4) $$,
+    'enqueue_many makes one for each job of a group, up to the limit, and at least four'
 );
+delete from pgqueue.job where queue = 'made' and group_key = 'b';
+select pgqueue.enqueue_many('made', array_fill('{}'::jsonb, array[2]), group_keys => '{b,b}');
+update pgqueue.queue set group_limit = 3 where name = 'made';
+select pgqueue._resolve('made');
 select pg_temp.commit();
 select is(pg_temp.claimed('made', 9), 'a1 a2 a3 {} {} {} {}', 'from the commit on they can be taken');
 select is(
