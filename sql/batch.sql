@@ -16,7 +16,6 @@
 
 create or replace function pgqueue._last_job(batch_id bigint, below bigint, out id bigint, out touched bigint)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -63,7 +62,6 @@ null if there is none, and another, if there is one, is in touched.';
 create or replace function pgqueue._is_batch_over(batch_id bigint)
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_indexscan = on
@@ -104,7 +102,6 @@ are perhaps just ending.';
 create or replace function pgqueue._look_at_batches(batch_ids bigint[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -144,7 +141,6 @@ comment on function pgqueue._look_at_batches(bigint[]) is
 create or replace function pgqueue._leave_batches(batch_ids bigint[], outcomes text[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -172,7 +168,6 @@ create or replace function pgqueue._no_batch(batch_id bigint, is_finished boolea
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when is_finished then array[
@@ -194,7 +189,6 @@ comment on function pgqueue._no_batch(bigint, boolean) is
 create or replace function pgqueue._join_batch(job_ids bigint[], batch_id bigint)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -211,7 +205,6 @@ comment on function pgqueue._join_batch(bigint[], bigint) is 'Makes new jobs par
 create or replace function pgqueue._lock_batch(batch_id bigint)
     returns text[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
     set enable_indexscan = on
 as $$
@@ -235,7 +228,6 @@ create or replace function pgqueue._with_counts(
     returns jsonb
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return coalesce(payload, '{}') || jsonb_build_object('batch', jsonb_build_object(
@@ -345,7 +337,6 @@ Raises PQ001 (no such batch).';
 create or replace function pgqueue._bury_callback(batch pgqueue.batch, payload jsonb, error text)
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -372,7 +363,6 @@ comment on function pgqueue._bury_callback(pgqueue.batch, jsonb, text) is
 create or replace function pgqueue._finish_batch(batch_id bigint)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set jit = off
     set enable_seqscan = off
     set enable_indexscan = on
@@ -429,7 +419,6 @@ comment on function pgqueue._finish_batch(bigint) is
 create or replace function pgqueue._rejoin_batches(job_ids bigint[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set jit = off
     set enable_seqscan = off
     set enable_indexscan = on
@@ -457,7 +446,6 @@ finished: they do not count as dead any more.';
 create or replace function pgqueue._forget_batches()
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set jit = off
     set enable_seqscan = off
     set enable_sort = off

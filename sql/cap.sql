@@ -9,7 +9,6 @@ create or replace function pgqueue._has_caps(queue text)
     returns boolean
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
@@ -29,7 +28,6 @@ create or replace function pgqueue._caps(queue text, kinds text[])
     returns pgqueue._cap[]
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -63,7 +61,6 @@ rate_period that nobody says is a second, as in _in_force().';
 create or replace function pgqueue._make_permits_for(queue text, kinds text[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
@@ -92,7 +89,6 @@ create or replace function pgqueue._room(
     out full_caps int[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     free int[] := pgqueue._count_free(queue, caps, array_fill(wanted, array[cardinality(caps)]), moment);
@@ -114,7 +110,6 @@ create or replace function pgqueue._without(paused jsonb, kinds text[])
     returns jsonb
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     if kinds = '{}' then
@@ -137,7 +132,6 @@ create or replace function pgqueue._take_permits(
     age_after interval, out job_of bigint[], out permits tid[], out refused bigint[], out refusing pgqueue._cap[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -237,7 +231,6 @@ create or replace function pgqueue._put_back(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_indexscan = on
@@ -296,7 +289,6 @@ create or replace function pgqueue._pick_capped(
     new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -370,7 +362,6 @@ create or replace function pgqueue._review_caps(
 )
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     freed bigint := (
@@ -402,7 +393,6 @@ create or replace function pgqueue._until_room(
 )
     returns interval
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     caps pgqueue._cap[];
@@ -440,7 +430,6 @@ comment on function pgqueue._until_room(text, text[], jsonb, timestamptz) is
 create or replace function pgqueue._apply_limits(queue text, group_key text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set jit = off
     set enable_indexscan = on
     set enable_seqscan = on
@@ -496,7 +485,6 @@ look again at groups that could give no more.';
 create or replace function pgqueue._apply_caps(queue text, kind text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set jit = off
     set enable_indexscan = on
     set enable_seqscan = on

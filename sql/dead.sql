@@ -3,7 +3,6 @@
 create or replace function pgqueue._redrive(dead_ids bigint[])
     returns setof bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_indexscan = on
     set enable_seqscan = off
 as $$
@@ -59,7 +58,6 @@ create or replace function pgqueue._find_dead(
 )
     returns bigint[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_indexscan = on
 as $$
 declare
@@ -244,7 +242,6 @@ create or replace function pgqueue._dead_kinds()
     returns table (queue text, kind text, oldest timestamptz)
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
@@ -283,7 +280,6 @@ create or replace function pgqueue._dead_kinds_of_groups()
     returns table (queue text, kind text, oldest timestamptz, group_key text)
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
@@ -331,7 +327,6 @@ create or replace function pgqueue._pick_over(
 )
     returns tid[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
@@ -375,7 +370,6 @@ oldest first. Those of a group with a setting of its own are not of the kind.';
 create or replace function pgqueue._forget_dead()
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_tidscan = on

@@ -17,7 +17,6 @@ create or replace function pgqueue._group_settings(
     out may_keep boolean
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -71,7 +70,6 @@ job of any may keep its permit for its retry.';
 create or replace function pgqueue._has_own_groups(queue text)
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
@@ -92,7 +90,6 @@ create or replace function pgqueue._group_caps(
 )
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     caps := array(
@@ -118,7 +115,6 @@ of it are wanted.';
 create or replace function pgqueue._make_group_permits(queue text, group_keys text[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     keys text[];
@@ -151,7 +147,6 @@ create or replace function pgqueue._take_free(
     out picks tid[], out groups int[], out run_ats timestamptz[], out over_at timestamptz
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     select
@@ -200,7 +195,6 @@ create or replace function pgqueue._has_higher(
 )
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return exists (
@@ -227,7 +221,6 @@ create or replace function pgqueue._take_limited(
     out permits tid[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
@@ -333,7 +326,6 @@ create or replace function pgqueue._take_kept(
     out picks tid[], out ids bigint[], out groups int[], out permits tid[], out left_over int[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     select array_agg(k.tid), array_agg(k.id), array_agg(k.nth::int), array_agg(k.permit)
@@ -379,7 +371,6 @@ create or replace function pgqueue._rate_gives(
 )
     returns int[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     of_groups record := pgqueue._group_caps(group_keys, null, rates, periods, gives);
@@ -403,7 +394,6 @@ create or replace function pgqueue._take_rates(
     out permits tid[], out free_ats timestamptz[], out refused int[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     of_groups record := pgqueue._group_caps(
@@ -442,7 +432,6 @@ create or replace function pgqueue._visit_groups(
     out job_of bigint[], out permits tid[], out believed_until timestamptz
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     began timestamptz := clock_timestamp();
@@ -545,7 +534,6 @@ create or replace function pgqueue._look_for_permits(
     moment timestamptz, new_token bigint, out short int[], out lacking int[], out again int[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
@@ -627,7 +615,6 @@ create or replace function pgqueue._pause_of_group(served int, gave int)
     returns interval
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return least(
@@ -648,7 +635,6 @@ create or replace function pgqueue._settle_tickets(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     -- Read once, because their order counts.
@@ -763,7 +749,6 @@ create or replace function pgqueue._next_tickets(
     out tids tid[], out keys text[], out served int[], out starts timestamptz[], out ats timestamptz[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     free tid[];
@@ -834,7 +819,6 @@ create or replace function pgqueue._gives(weights int[], limits int[], served in
     returns int[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     each int := ceil(wanted::float8 / coalesce((select sum(w.weight) from unnest(weights) as w (weight)), cardinality(served)));
@@ -856,7 +840,6 @@ create or replace function pgqueue._pick_plain_groups(
     out picks tid[], out first_at timestamptz, out is_done boolean
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
@@ -928,7 +911,6 @@ create or replace function pgqueue._pick_groups(
     shared pgqueue.queue, taken tid[], inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off

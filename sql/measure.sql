@@ -11,7 +11,6 @@ create or replace function pgqueue._lanes(budget int)
     returns table (hash int, queue text, lane int, first timestamptz, first_id bigint, most bigint)
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
@@ -308,7 +307,6 @@ create or replace function pgqueue._page_since(part int, since timestamptz)
     returns bigint
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_tidscan = on

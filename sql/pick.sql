@@ -16,7 +16,6 @@ create or replace function pgqueue._recover(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_tidscan = on
 as $$
 declare
@@ -54,7 +53,6 @@ create or replace function pgqueue._leave_position(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     last_id bigint := 0;
@@ -97,7 +95,6 @@ create or replace function pgqueue._filtered_walk(
     out picks tid[], out last timestamptz, out may_be_over boolean
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     select
@@ -143,7 +140,6 @@ create or replace function pgqueue._pick(
 )
     returns tid[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_sort = off
     set enable_indexscan = on
 as $$
@@ -290,7 +286,6 @@ create or replace function pgqueue._pick_lanes(
     settings pgqueue.queue, inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     live int[];

@@ -5,7 +5,6 @@
 create or replace function pgqueue._use(feature text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- Twice does no harm, and a unique index would have one wait for another.
@@ -23,7 +22,6 @@ create or replace function pgqueue._in_force(queue text, kind text default '', g
     returns pgqueue.queue
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set jit = off
 as $$
 declare
@@ -103,7 +101,6 @@ create or replace function pgqueue._paused(queue text, is_paused boolean)
     returns jsonb
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set jit = off
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
@@ -145,7 +142,6 @@ queue.';
 create or replace function pgqueue._drop_empty_settings(written tid[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_tidscan = on
@@ -300,7 +296,6 @@ Raises 22023 (bad argument).';
 create or replace function pgqueue._set_paused(queue text, kind text, group_key text, paused boolean)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_column
 declare

@@ -14,7 +14,6 @@
 create or replace function pgqueue._is_lost()
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     part text := current_setting('pgqueue.lose_hints', true);
@@ -28,7 +27,6 @@ comment on function pgqueue._is_lost() is 'Whether to lose a hint, for a test.';
 create or replace function pgqueue._insert_ticket(queue text, group_key text, priority int, at timestamptz)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_bitmapscan = off
@@ -69,7 +67,6 @@ create or replace function pgqueue._insert_tickets(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -118,7 +115,6 @@ comment on function pgqueue._insert_tickets(text[], text[], int[], timestamptz[]
 create or replace function pgqueue._wake_groups(queues text[], group_keys text[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -177,7 +173,6 @@ look at them again at once.';
 create or replace function pgqueue._unblock_groups(queue text, group_key text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_tidscan = on
 as $$
 begin
@@ -202,7 +197,6 @@ create or replace function pgqueue._reopened(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._reopen_lane(o.queue, o.lane)
@@ -228,7 +222,6 @@ create or replace function pgqueue._until_ticket(
 )
     returns timestamptz
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_bitmapscan = off
@@ -296,7 +289,6 @@ group holds up the others.';
 create or replace function pgqueue._group_lanes(start bigint, most int)
     returns table (hash bigint, queue text, group_key text, priority int)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -332,7 +324,6 @@ job: one descent of the index for each.';
 create or replace function pgqueue._sweep_some(most int)
     returns int[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -441,7 +432,6 @@ how many it looked at, and how many it gave.';
 create or replace function pgqueue._sweep_groups(most int default 50)
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     walked bigint := pgqueue._group_tuples();
@@ -467,7 +457,6 @@ tickets it gave.';
 create or replace function pgqueue._group_tuples()
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass)
@@ -481,7 +470,6 @@ comment on function pgqueue._group_tuples() is
 create or replace function pgqueue._sweep_groups_if_due(moment timestamptz, new_token bigint)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;

@@ -25,7 +25,6 @@ create or replace function pgqueue._may_notify(queue text)
     returns boolean
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
@@ -48,7 +47,6 @@ comment on function pgqueue._may_notify(text) is 'The setting notify of a queue,
 create or replace function pgqueue._wake(queue text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     fold int := hashtext(_wake.queue) & 255;
@@ -79,7 +77,6 @@ PREPARE TRANSACTION needs.';
 create or replace function pgqueue._notify(queue text, news text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     if current_setting('pgqueue.notify', true) = 'off'
@@ -101,7 +98,6 @@ see _wake.';
 create or replace function pgqueue._unpark()
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- Only what this session holds: to unlock anything else raises a warning.
@@ -119,7 +115,6 @@ comment on function pgqueue._unpark() is 'Ends what _park began. Harmless when n
 create or replace function pgqueue._unpark_if_busy(moment timestamptz)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- As texts of equal length, so that no setting can be one that cannot be read.
@@ -140,7 +135,6 @@ rest needs no notifications.';
 create or replace function pgqueue._park(queues text[])
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     fold int;
@@ -167,7 +161,6 @@ still open, or may be.';
 create or replace function pgqueue._until_due(queue text, kinds text[], paused jsonb, moment timestamptz)
     returns interval
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
