@@ -56,10 +56,6 @@ create or replace function pgqueue._log(
 )
     returns void
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_tidscan = on
-    set enable_nestloop = on
 as $$
 declare
     today int := floor(date_part('epoch', moment) / 86400)::int;
@@ -99,8 +95,6 @@ create or replace function pgqueue._log_kept(
 )
     returns boolean
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_tidscan = on
     set enable_nestloop = on
 as $$
@@ -138,7 +132,6 @@ create or replace function pgqueue._end(
     returns void
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_tidscan = on
     set enable_nestloop = on
 as $$
@@ -250,7 +243,6 @@ create or replace function pgqueue._expire(picks tid[], moment timestamptz)
     language plpgsql
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
-    set enable_tidscan = on
 as $$
 declare
     ended record;
@@ -301,9 +293,6 @@ create or replace function pgqueue._give_back(picks tid[], run_ats timestamptz[]
     returns void
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_tidscan = on
-    set enable_nestloop = on
 as $$
 declare
     back record;

@@ -17,10 +17,7 @@
 create or replace function pgqueue._last_job(batch_id bigint, below bigint, out id bigint, out touched bigint)
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
     set enable_bitmapscan = off
 as $$
 declare
@@ -63,8 +60,6 @@ create or replace function pgqueue._is_batch_over(batch_id bigint)
     returns boolean
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_indexscan = on
 as $$
 declare
     cell regclass := ('pgqueue._cell_' || 640 + (batch_id & 31))::regclass;
@@ -102,9 +97,7 @@ are perhaps just ending.';
 create or replace function pgqueue._look_at_batches(batch_ids bigint[])
     returns void
     language plpgsql
-    set plan_cache_mode = force_generic_plan
     set jit = off
-    set enable_seqscan = off
     set enable_indexscan = on
 as $$
 declare
@@ -142,7 +135,6 @@ create or replace function pgqueue._leave_batches(batch_ids bigint[], outcomes t
     returns void
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set jit = off
     set enable_seqscan = off
     set enable_indexscan = on
     set enable_nestloop = on
@@ -363,9 +355,6 @@ comment on function pgqueue._bury_callback(pgqueue.batch, jsonb, text) is
 create or replace function pgqueue._finish_batch(batch_id bigint)
     returns void
     language plpgsql
-    set jit = off
-    set enable_seqscan = off
-    set enable_indexscan = on
 as $$
 declare
     batch pgqueue.batch;
@@ -419,9 +408,6 @@ comment on function pgqueue._finish_batch(bigint) is
 create or replace function pgqueue._rejoin_batches(job_ids bigint[])
     returns void
     language plpgsql
-    set jit = off
-    set enable_seqscan = off
-    set enable_indexscan = on
     set enable_nestloop = on
 as $$
 begin
@@ -446,7 +432,6 @@ finished: they do not count as dead any more.';
 create or replace function pgqueue._forget_batches()
     returns bigint
     language plpgsql
-    set jit = off
     set enable_seqscan = off
     set enable_sort = off
     set enable_indexscan = on

@@ -132,13 +132,7 @@ create or replace function pgqueue._take_permits(
     age_after interval, out job_of bigint[], out permits tid[], out refused bigint[], out refusing pgqueue._cap[]
 )
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_tidscan = on
-    set enable_nestloop = on
     set enable_hashjoin = on
-    set enable_mergejoin = off
     set enable_sort = on
 as $$
 declare
@@ -231,13 +225,6 @@ create or replace function pgqueue._put_back(
 )
     returns void
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_indexscan = on
-    set enable_tidscan = on
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -289,12 +276,8 @@ create or replace function pgqueue._pick_capped(
     new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
 )
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
     set enable_bitmapscan = off
     set enable_indexscan = on
-    set enable_tidscan = on
     set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off
@@ -430,7 +413,6 @@ comment on function pgqueue._until_room(text, text[], jsonb, timestamptz) is
 create or replace function pgqueue._apply_limits(queue text, group_key text)
     returns void
     language plpgsql
-    set jit = off
     set enable_indexscan = on
     set enable_seqscan = on
     set enable_hashagg = on
@@ -485,7 +467,6 @@ look again at groups that could give no more.';
 create or replace function pgqueue._apply_caps(queue text, kind text)
     returns void
     language plpgsql
-    set jit = off
     set enable_indexscan = on
     set enable_seqscan = on
     set enable_hashagg = on

@@ -3,8 +3,6 @@
 create or replace function pgqueue._redrive(dead_ids bigint[])
     returns setof bigint
     language plpgsql
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -58,7 +56,6 @@ create or replace function pgqueue._find_dead(
 )
     returns bigint[]
     language plpgsql
-    set enable_indexscan = on
 as $$
 declare
     found record;
@@ -242,8 +239,6 @@ create or replace function pgqueue._dead_kinds()
     returns table (queue text, kind text, oldest timestamptz)
     language plpgsql
     stable
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
     set enable_bitmapscan = off
     set enable_nestloop = on
@@ -280,8 +275,6 @@ create or replace function pgqueue._dead_kinds_of_groups()
     returns table (queue text, kind text, oldest timestamptz, group_key text)
     language plpgsql
     stable
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
     set enable_bitmapscan = off
     set enable_nestloop = on
@@ -327,8 +320,6 @@ create or replace function pgqueue._pick_over(
 )
     returns tid[]
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
     set enable_bitmapscan = off
     set enable_nestloop = on

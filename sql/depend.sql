@@ -84,8 +84,6 @@ ended (ended), or of jobs that wait (waiter; new, less urgent), or at batches
 create or replace function pgqueue._is_left_alone(job_id bigint)
     returns boolean
     language plpgsql
-    set enable_seqscan = off
-    set enable_indexscan = on
 as $$
 begin
     -- For key share it would wait for who just updates it, in spite of skip locked.
@@ -107,15 +105,7 @@ alone does not tell: who wrote there may have rolled back.';
 create or replace function pgqueue._held_up(waiter_ids bigint[])
     returns table (waiter_id bigint, is_held_up boolean, touched bigint)
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_bitmapscan = off
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     -- From anywhere: at one end of the index there may be only dead entries.
@@ -157,8 +147,6 @@ deleting, and else one that somebody is.';
 create or replace function pgqueue._free(job_ids bigint[])
     returns void
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_bitmapscan = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -189,7 +177,6 @@ comment on function pgqueue._free(bigint[]) is
 create or replace function pgqueue._cancel_waiters(picks tid[], reasons text[])
     returns bigint[]
     language plpgsql
-    set plan_cache_mode = force_generic_plan
     set enable_tidscan = on
 as $$
 declare
@@ -235,7 +222,6 @@ Else what is enqueued after them would run.';
 create or replace function pgqueue._forget_gone()
     returns bigint
     language plpgsql
-    set jit = off
     set enable_seqscan = off
     set enable_sort = off
     set enable_indexscan = on
@@ -264,7 +250,6 @@ comment on function pgqueue._forget_gone() is
 create or replace function pgqueue._outcomes_of(job_ids bigint[])
     returns table (id bigint, outcome text)
     language plpgsql
-    set plan_cache_mode = force_generic_plan
 as $$
 begin
     -- In one statement, or one that is redriven meanwhile would be nowhere.
@@ -291,7 +276,6 @@ null for one that waits or runs. One of which nothing is known has completed.';
 create or replace function pgqueue._doom(hand pgqueue._tie[], is_all boolean, ended bigint[], outcomes text[])
     returns bigint[]
     language plpgsql
-    set plan_cache_mode = force_generic_plan
     -- An index scan locks them in the order of their ids.
     set enable_sort = off
 as $$
@@ -540,7 +524,6 @@ comment on function pgqueue._wait_for(bigint, bigint[], text) is
 create or replace function pgqueue._look_at_waiters(waiter_ids bigint[], most int)
     returns int
     language plpgsql
-    set plan_cache_mode = force_generic_plan
 as $$
 declare
     looked record;
@@ -586,7 +569,6 @@ it. Leaves a loose end where somebody is perhaps just ending one.';
 create or replace function pgqueue._sweep(most int)
     returns int
     language plpgsql
-    set plan_cache_mode = force_generic_plan
 as $$
 declare
     start bigint := coalesce(pg_sequence_last_value('pgqueue._cell_swept'), 0);
@@ -629,7 +611,6 @@ create or replace function pgqueue._tie_loose_ends(most int, until timestamptz d
     returns bigint
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set jit = off
     set enable_indexscan = on
     set enable_bitmapscan = off
     set enable_tidscan = on
@@ -689,10 +670,6 @@ Returns how many looks and ties.';
 create or replace function pgqueue._until_loose_end(moment timestamptz)
     returns interval
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_sort = off
-    set enable_indexscan = on
 as $$
 begin
     if pg_relation_size('pgqueue.loose_end') = 0 then

@@ -466,7 +466,6 @@ create or replace function pgqueue._settings_of_groups(
 )
     language plpgsql
     stable
-    set jit = off
     set enable_hashjoin = on
     set enable_nestloop = off
 as $$

@@ -70,8 +70,6 @@ job of any may keep its permit for its retry.';
 create or replace function pgqueue._has_own_groups(queue text)
     returns boolean
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
 as $$
 begin
     return exists (
@@ -911,13 +909,9 @@ create or replace function pgqueue._pick_groups(
     shared pgqueue.queue, taken tid[], inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
 )
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
     set enable_bitmapscan = off
     set enable_sort = on
     set enable_indexscan = on
-    set enable_tidscan = on
     set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off

@@ -66,7 +66,6 @@ create or replace function pgqueue._live_lanes(queue text)
     returns table (lane int, first timestamptz)
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
     set enable_indexscan = on
     set enable_nestloop = on

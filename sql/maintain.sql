@@ -155,7 +155,6 @@ and executed in one go looks as if it were not alone.';
 create or replace function pgqueue._empty_runs(day int)
     returns boolean
     language plpgsql
-    set enable_partition_pruning = on
     set enable_seqscan = off
     set enable_bitmapscan = on
 as $$
@@ -183,7 +182,6 @@ says whether it did. Nobody can read run until the transaction ends.';
 create or replace function pgqueue._delete_runs(day int, most int)
     returns int
     language plpgsql
-    set enable_partition_pruning = on
     set enable_seqscan = off
     set enable_bitmapscan = on
     set enable_tidscan = on

@@ -21,7 +21,6 @@ comment on function pgqueue._label(text, text) is
 create or replace function pgqueue._queue_samples()
     returns table (name text, help text, labels text, value numeric)
     language plpgsql
-    set jit = off
 as $$
 begin
     return query

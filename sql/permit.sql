@@ -110,9 +110,6 @@ callers set it.';
 create or replace function pgqueue._merge_permits(queue text, kind text, group_keys text[])
     returns int
     language plpgsql
-    set enable_seqscan = off
-    set enable_indexscan = on
-    set enable_tidscan = on
 as $$
 declare
     locked tid[] := array(
@@ -316,15 +313,6 @@ create or replace function pgqueue._review_permits(
 )
     returns int
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_tidscan = on
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     -- Some, where there are many.
@@ -372,10 +360,6 @@ create or replace function pgqueue._forget_future(
 )
     returns int
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_indexscan = on
-    set enable_tidscan = on
 as $$
 declare
     freed int;
@@ -418,13 +402,6 @@ the token and group of that: it runs, or keeps that of its group for its retry.'
 create or replace function pgqueue._free_lost_permits(locked tid[], moment timestamptz)
     returns int
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_indexscan = on
-    set enable_tidscan = on
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     expired bigint[];
@@ -465,7 +442,6 @@ create or replace function pgqueue._fit_permits(
 )
     returns void
     language plpgsql
-    set enable_indexscan = on
     set enable_tidscan = on
 as $$
 declare
@@ -535,7 +511,6 @@ those that the claim of this token took.';
 create or replace function pgqueue._count_running(queue text, cap pgqueue._cap)
     returns void
     language plpgsql
-    set enable_indexscan = on
 as $$
 begin
     with known as (
@@ -582,7 +557,6 @@ create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment
     returns table (place int, is_held boolean, free_at timestamptz, is_usable boolean, holder bigint)
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set jit = off
     set enable_seqscan = off
     set enable_bitmapscan = off
     set enable_indexscan = on
@@ -622,9 +596,6 @@ lease, or of the period), which may be taken, and which job has them.';
 create or replace function pgqueue._sweep_permits(new_token bigint default null)
     returns int
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_tidscan = on
 as $$
 declare
     pages bigint := pg_relation_size('pgqueue.permit') / current_setting('block_size')::int;
@@ -663,7 +634,6 @@ freed.';
 create or replace function pgqueue._drop_permits()
     returns bigint
     language plpgsql
-    set jit = off
     set enable_indexscan = on
     set enable_nestloop = on
     set enable_hashjoin = off

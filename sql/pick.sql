@@ -16,7 +16,6 @@ create or replace function pgqueue._recover(
 )
     returns void
     language plpgsql
-    set enable_tidscan = on
 as $$
 declare
     near tid[] := array(

@@ -153,9 +153,6 @@ is more than two minutes late; or all, at most 1000.';
 create or replace function pgqueue._fire(schedule pgqueue.schedule, moment timestamptz)
     returns int
     language plpgsql
-    set jit = off
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 declare
     delay interval := pgqueue._share_of_jitter(schedule.name, schedule.jitter);
@@ -205,7 +202,6 @@ by now) is noted as its problem.';
 create or replace function pgqueue._fire_due(moment timestamptz, most int)
     returns int
     language plpgsql
-    set jit = off
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
@@ -312,7 +308,6 @@ claim, so that it gets what has become due.';
 create or replace function pgqueue._until_slot(queues text[], moment timestamptz)
     returns interval
     language plpgsql
-    set jit = off
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
@@ -360,9 +355,6 @@ comment on function pgqueue._slot_of(pgqueue.schedule, timestamptz) is
 create or replace function pgqueue._change_schedule(old pgqueue.schedule, told pgqueue.schedule)
     returns void
     language plpgsql
-    set jit = off
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 declare
     moment timestamptz := clock_timestamp();

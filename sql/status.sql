@@ -78,7 +78,6 @@ create or replace function pgqueue._last_run(job_id bigint)
     language plpgsql
     stable
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_bitmapscan = on
 as $$
 declare
@@ -344,8 +343,6 @@ when it commits. Without queues: none of them is one that may not notify.';
 create or replace function pgqueue._tell_completed(job_ids bigint[], moment timestamptz)
     returns void
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_bitmapscan = on
 as $$
 begin

@@ -68,7 +68,6 @@ create or replace function pgqueue._insert_tickets(
     returns void
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set jit = off
     set enable_seqscan = off
     set enable_bitmapscan = off
     set enable_indexscan = on
@@ -222,11 +221,7 @@ create or replace function pgqueue._until_ticket(
 )
     returns timestamptz
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_bitmapscan = off
-    set enable_sort = off
-    set enable_indexscan = on
     set enable_nestloop = on
 as $$
 declare
@@ -289,13 +284,6 @@ group holds up the others.';
 create or replace function pgqueue._group_lanes(start bigint, most int)
     returns table (hash bigint, queue text, group_key text, priority int)
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_sort = off
-    set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 begin
     return query
@@ -325,7 +313,6 @@ create or replace function pgqueue._sweep_some(most int)
     returns int[]
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set jit = off
     set enable_seqscan = off
     set enable_sort = off
     set enable_bitmapscan = off

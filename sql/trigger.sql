@@ -175,10 +175,6 @@ create or replace function pgqueue._row_types(relation oid)
     returns table (name text, id oid, is_array boolean, is_inside boolean)
     language plpgsql
     stable
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 begin
     return query
@@ -211,10 +207,6 @@ create or replace function pgqueue._strange_types(relation oid)
     returns table (name text, id oid, is_array boolean, is_text boolean, stranger oid)
     language plpgsql
     stable
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 begin
     return query
@@ -271,8 +263,6 @@ array of these (42501).';
 create or replace function pgqueue._check_row_snapshot(relation oid, name text)
     returns text[]
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
@@ -314,8 +304,6 @@ types or of the trigger than that which is in force (40001).';
 create or replace function pgqueue._row_texts(relation oid, out problem text[], out texts pgqueue._texts)
     language plpgsql
     stable
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
