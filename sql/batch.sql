@@ -434,8 +434,6 @@ create or replace function pgqueue._forget_batches()
     language plpgsql
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_tidscan = on
 as $$
 declare
     forgotten bigint;

@@ -9,8 +9,6 @@ create or replace function pgqueue._has_caps(queue text)
     returns boolean
     language plpgsql
     stable
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
 as $$
 begin
     -- Its first row brings a second page.

@@ -241,8 +241,6 @@ create or replace function pgqueue._dead_kinds()
     stable
     set enable_sort = off
     set enable_bitmapscan = off
-    set enable_nestloop = on
-    set enable_indexscan = on
 as $$
 begin
     return query
@@ -277,8 +275,6 @@ create or replace function pgqueue._dead_kinds_of_groups()
     stable
     set enable_sort = off
     set enable_bitmapscan = off
-    set enable_nestloop = on
-    set enable_indexscan = on
 as $$
 begin
     return query
@@ -322,8 +318,6 @@ create or replace function pgqueue._pick_over(
     language plpgsql
     set enable_sort = off
     set enable_bitmapscan = off
-    set enable_nestloop = on
-    set enable_indexscan = on
 as $$
 begin
     return case when group_key is null
@@ -363,7 +357,6 @@ create or replace function pgqueue._forget_dead()
     language plpgsql
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
-    set enable_tidscan = on
 as $$
 declare
     moment timestamptz := clock_timestamp();

@@ -224,8 +224,6 @@ create or replace function pgqueue._forget_gone()
     language plpgsql
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_tidscan = on
 as $$
 declare
     forgotten bigint;

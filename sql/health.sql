@@ -25,8 +25,6 @@ create or replace function pgqueue._health_waits()
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -113,8 +111,6 @@ create or replace function pgqueue._health_leases(patience interval default '3 m
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -183,7 +179,6 @@ create or replace function pgqueue._health_batches(patience interval default '1 
     language plpgsql
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -235,8 +230,6 @@ create or replace function pgqueue._health_queues(
     language plpgsql
     set enable_seqscan = off
     set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 begin
     return query
@@ -308,8 +301,6 @@ create or replace function pgqueue._health_dead(deaths int default 10)
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -646,8 +637,6 @@ create or replace function pgqueue._health_sequences(share float8 default 0.2)
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -801,6 +790,8 @@ create or replace function pgqueue.health()
     set jit = off
     set intervalstyle = postgres
     set lock_timeout = '1 s'
+    set enable_indexscan = on
+    set enable_nestloop = on
 as $$
 begin
     return query

@@ -184,7 +184,6 @@ create or replace function pgqueue._delete_runs(day int, most int)
     language plpgsql
     set enable_seqscan = off
     set enable_bitmapscan = on
-    set enable_tidscan = on
 as $$
 declare
     picks tid[] := array(
@@ -237,8 +236,6 @@ create or replace function pgqueue._forget_keys()
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_tidscan = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -267,6 +264,9 @@ create or replace function pgqueue.maintain()
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
 as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_isolation());

@@ -557,10 +557,7 @@ create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment
     returns table (place int, is_held boolean, free_at timestamptz, is_usable boolean, holder bigint)
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
@@ -634,8 +631,6 @@ freed.';
 create or replace function pgqueue._drop_permits()
     returns bigint
     language plpgsql
-    set enable_indexscan = on
-    set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$

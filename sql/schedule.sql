@@ -308,10 +308,7 @@ claim, so that it gets what has become due.';
 create or replace function pgqueue._until_slot(queues text[], moment timestamptz)
     returns interval
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
 as $$
 begin
     return least(pgqueue._until_loose_end(moment), (

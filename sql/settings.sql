@@ -101,8 +101,6 @@ create or replace function pgqueue._paused(queue text, is_paused boolean)
     returns jsonb
     language plpgsql
     stable
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
 as $$
 begin
     return (

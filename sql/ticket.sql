@@ -222,7 +222,6 @@ create or replace function pgqueue._until_ticket(
     returns timestamptz
     language plpgsql
     set enable_bitmapscan = off
-    set enable_nestloop = on
 as $$
 declare
     -- A ticket that is due, and that a claim has left, is of jobs that it may not take.
@@ -316,9 +315,6 @@ create or replace function pgqueue._sweep_some(most int)
     set enable_seqscan = off
     set enable_sort = off
     set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_tidscan = on
-    set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$

@@ -161,10 +161,7 @@ still open, or may be.';
 create or replace function pgqueue._until_due(queue text, kinds text[], paused jsonb, moment timestamptz)
     returns interval
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
 as $$
 declare
     live record;
@@ -237,6 +234,10 @@ create or replace function pgqueue.rest(
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(

@@ -191,7 +191,6 @@ create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestam
     language plpgsql
     set plan_cache_mode = force_generic_plan
     set enable_sort = off
-    set enable_nestloop = on
 as $$
 declare
     age_after interval := (pgqueue._in_force(job.queue)).age_after;
@@ -237,7 +236,6 @@ create or replace function pgqueue._unclaimed(queue text, moment timestamptz)
     returns text
     language plpgsql
     set enable_sort = off
-    set enable_nestloop = on
     set enable_bitmapscan = on
 as $$
 declare
@@ -379,6 +377,7 @@ create or replace function pgqueue.why(job_id bigint)
     set jit = off
     set enable_indexscan = on
     set enable_seqscan = off
+    set enable_nestloop = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
