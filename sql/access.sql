@@ -6,7 +6,6 @@ create or replace function pgqueue._grants(kind text)
     returns table (is_function boolean, object text)
     language sql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
     select true, f.name
     from unnest(case _grants.kind
@@ -46,7 +45,6 @@ comment on function pgqueue._grants(text) is
 create or replace function pgqueue._change_access(role text, kind text, is_granted boolean)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     change record;

@@ -15,7 +15,6 @@ create or replace function pgqueue._aged(
     returns float8
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return priority + coalesce(
@@ -34,7 +33,6 @@ create or replace function pgqueue._due_by(
     returns timestamptz
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     age float8 := date_part('epoch', age_after);
@@ -59,7 +57,6 @@ create or replace function pgqueue._look(
 )
     returns timestamptz[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_sort = off
     set enable_indexscan = on
 as $$
@@ -124,7 +121,6 @@ create or replace function pgqueue._look_at_groups(
 )
     returns timestamptz[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_sort = on
     set enable_bitmapscan = off
     set enable_indexscan = on
@@ -194,7 +190,6 @@ create or replace function pgqueue._share_by_age(
     lanes int[], out served int[], out shares int[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     lane int;

@@ -6,7 +6,6 @@ create or replace function pgqueue._retry_delay(attempt int, retry_base interval
     returns interval
     language plpgsql
     volatile
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- The exponent is capped before the power, or high attempts would overflow. Between
@@ -27,7 +26,6 @@ create or replace function pgqueue._summary(error text)
     returns text
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return left(split_part(ltrim(error, E' \t\r\n'), E'\n', 1), 500);
@@ -41,7 +39,6 @@ create or replace function pgqueue._add_error(job pgqueue.job, error text, momen
     returns jsonb
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when jsonb_array_length(job.errors) >= 10 then job.errors - 0 else job.errors end
@@ -59,11 +56,6 @@ create or replace function pgqueue._log(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_tidscan = on
-    set enable_nestloop = on
 as $$
 declare
     today int := floor(date_part('epoch', moment) / 86400)::int;
@@ -103,9 +95,6 @@ create or replace function pgqueue._log_kept(
 )
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_tidscan = on
     set enable_nestloop = on
 as $$
@@ -142,9 +131,7 @@ create or replace function pgqueue._end(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_tidscan = on
     set enable_nestloop = on
 as $$
@@ -254,10 +241,8 @@ stand), dead to dead_job, cancelled is gone.';
 create or replace function pgqueue._expire(picks tid[], moment timestamptz)
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
-    set enable_tidscan = on
 as $$
 declare
     ended record;
@@ -307,11 +292,7 @@ Jobs that wait and may not begin any more: cancelled.';
 create or replace function pgqueue._give_back(picks tid[], run_ats timestamptz[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_tidscan = on
-    set enable_nestloop = on
 as $$
 declare
     back record;
@@ -347,7 +328,6 @@ null: where it stands.';
 create or replace function pgqueue._release(picks tid[], run_ats timestamptz[])
     returns table (job_id bigint, status text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
     set enable_tidscan = on
     set enable_nestloop = on
@@ -384,7 +364,6 @@ create or replace function pgqueue._fail(
 )
     returns table (job_id bigint, status text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
     set enable_tidscan = on
     set enable_nestloop = on

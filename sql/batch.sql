@@ -16,12 +16,8 @@
 
 create or replace function pgqueue._last_job(batch_id bigint, below bigint, out id bigint, out touched bigint)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
     set enable_bitmapscan = off
 as $$
 declare
@@ -63,10 +59,7 @@ null if there is none, and another, if there is one, is in touched.';
 create or replace function pgqueue._is_batch_over(batch_id bigint)
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_indexscan = on
 as $$
 declare
     cell regclass := ('pgqueue._cell_' || 640 + (batch_id & 31))::regclass;
@@ -104,10 +97,7 @@ are perhaps just ending.';
 create or replace function pgqueue._look_at_batches(batch_ids bigint[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
     set jit = off
-    set enable_seqscan = off
     set enable_indexscan = on
 as $$
 declare
@@ -144,9 +134,7 @@ comment on function pgqueue._look_at_batches(bigint[]) is
 create or replace function pgqueue._leave_batches(batch_ids bigint[], outcomes text[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set jit = off
     set enable_seqscan = off
     set enable_indexscan = on
     set enable_nestloop = on
@@ -172,7 +160,6 @@ create or replace function pgqueue._no_batch(batch_id bigint, is_finished boolea
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when is_finished then array[
@@ -194,7 +181,6 @@ comment on function pgqueue._no_batch(bigint, boolean) is
 create or replace function pgqueue._join_batch(job_ids bigint[], batch_id bigint)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -211,7 +197,6 @@ comment on function pgqueue._join_batch(bigint[], bigint) is 'Makes new jobs par
 create or replace function pgqueue._lock_batch(batch_id bigint)
     returns text[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
     set enable_indexscan = on
 as $$
@@ -235,7 +220,6 @@ create or replace function pgqueue._with_counts(
     returns jsonb
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return coalesce(payload, '{}') || jsonb_build_object('batch', jsonb_build_object(
@@ -345,7 +329,6 @@ Raises PQ001 (no such batch).';
 create or replace function pgqueue._bury_callback(batch pgqueue.batch, payload jsonb, error text)
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -372,10 +355,6 @@ comment on function pgqueue._bury_callback(pgqueue.batch, jsonb, text) is
 create or replace function pgqueue._finish_batch(batch_id bigint)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set jit = off
-    set enable_seqscan = off
-    set enable_indexscan = on
 as $$
 declare
     batch pgqueue.batch;
@@ -429,10 +408,6 @@ comment on function pgqueue._finish_batch(bigint) is
 create or replace function pgqueue._rejoin_batches(job_ids bigint[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set jit = off
-    set enable_seqscan = off
-    set enable_indexscan = on
     set enable_nestloop = on
 as $$
 begin
@@ -457,12 +432,8 @@ finished: they do not count as dead any more.';
 create or replace function pgqueue._forget_batches()
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set jit = off
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_tidscan = on
 as $$
 declare
     forgotten bigint;

@@ -9,7 +9,6 @@ create or replace function pgqueue._caps(queue text, kinds text[])
     returns pgqueue._cap[]
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -43,7 +42,6 @@ rate_period that nobody says is a second, as in _in_force().';
 create or replace function pgqueue._make_permits_for(queue text, kinds text[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
@@ -72,7 +70,6 @@ create or replace function pgqueue._room(
     out full_caps int[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     free int[] := pgqueue._count_free(queue, caps, array_fill(wanted, array[cardinality(caps)]), moment);
@@ -94,7 +91,6 @@ create or replace function pgqueue._without(paused jsonb, kinds text[])
     returns jsonb
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     if kinds = '{}' then
@@ -117,14 +113,7 @@ create or replace function pgqueue._take_permits(
     age_after interval, out job_of bigint[], out permits tid[], out refused bigint[], out refusing pgqueue._cap[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_tidscan = on
-    set enable_nestloop = on
     set enable_hashjoin = on
-    set enable_mergejoin = off
     set enable_sort = on
 as $$
 declare
@@ -217,14 +206,6 @@ create or replace function pgqueue._put_back(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_indexscan = on
-    set enable_tidscan = on
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -276,13 +257,8 @@ create or replace function pgqueue._pick_capped(
     new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
     set enable_bitmapscan = off
     set enable_indexscan = on
-    set enable_tidscan = on
     set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off
@@ -350,7 +326,6 @@ create or replace function pgqueue._review_caps(
 )
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     freed bigint := (
@@ -382,7 +357,6 @@ create or replace function pgqueue._until_room(
 )
     returns interval
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     caps pgqueue._cap[];
@@ -420,8 +394,6 @@ comment on function pgqueue._until_room(text, text[], jsonb, timestamptz) is
 create or replace function pgqueue._apply_limits(queue text, group_key text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set jit = off
     set enable_indexscan = on
     set enable_seqscan = on
     set enable_hashagg = on
@@ -476,8 +448,6 @@ look again at groups that could give no more.';
 create or replace function pgqueue._apply_caps(queue text, kind text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set jit = off
     set enable_indexscan = on
     set enable_seqscan = on
     set enable_hashagg = on

@@ -12,7 +12,6 @@
 create or replace function pgqueue._refuse(problem text[])
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     if problem is not null then
@@ -33,7 +32,6 @@ create or replace function pgqueue._bad_name(what text, name text)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return array[
@@ -52,7 +50,6 @@ create or replace function pgqueue._check_queues(queues text[])
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     if coalesce(cardinality(queues), 0) = 0 or array_ndims(queues) > 1 then
@@ -77,7 +74,6 @@ create or replace function pgqueue._check_priority(priority int)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when priority not between -100 and 100 then array[
@@ -94,7 +90,6 @@ create or replace function pgqueue._check_run_at(run_at timestamptz)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when run_at not between '1970-01-01' and '9998-12-31' then array[
@@ -124,7 +119,6 @@ create or replace function pgqueue._check_job(
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case
@@ -178,7 +172,6 @@ create or replace function pgqueue._check_payload(payload jsonb, max_bytes int)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when pg_column_size(payload) > max_bytes then array[
@@ -200,7 +193,6 @@ create or replace function pgqueue._check_many(
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     if payloads is null or array_ndims(payloads) > 1 then
@@ -246,7 +238,6 @@ create or replace function pgqueue._wrong_isolation()
     returns text[]
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return array[
@@ -266,7 +257,6 @@ create or replace function pgqueue._check_isolation()
     returns text[]
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when current_setting('transaction_isolation') <> 'read committed'
@@ -281,7 +271,6 @@ create or replace function pgqueue._read_only()
     returns text[]
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return array[
@@ -304,7 +293,6 @@ create or replace function pgqueue._check_max_jobs(max_jobs int)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when max_jobs < 1 then array[
@@ -319,7 +307,6 @@ create or replace function pgqueue._check_lease(lease interval)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when lease <= '0' or lease > '30 days' then array[
@@ -335,7 +322,6 @@ comment on function pgqueue._check_lease(interval) is 'Refuses an absurd lease; 
 create or replace function pgqueue._check_claim(queue text, worker text, max_jobs int, lease interval)
     returns text[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case
@@ -362,7 +348,6 @@ create or replace function pgqueue._check_shares(queues text[], weights int[], l
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case
@@ -391,7 +376,6 @@ create or replace function pgqueue._check_leases(job_ids bigint[], tokens bigint
     returns text[]
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case
@@ -416,7 +400,6 @@ create or replace function pgqueue._lost(job_id bigint, token bigint)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return array[
@@ -434,7 +417,6 @@ create or replace function pgqueue._check_progress(done numeric, total numeric)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when (done between 0 and 1e18) is not true or total <= 0 or total > 1e18 then array[
@@ -452,7 +434,6 @@ create or replace function pgqueue._check_delay(what text, delay interval)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when delay < '0' or delay > '1000 years' then array[
@@ -469,7 +450,6 @@ create or replace function pgqueue._check_results(job_ids bigint[], results json
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when cardinality(results) <> cardinality(job_ids) then array[
@@ -489,7 +469,6 @@ create or replace function pgqueue._check_outcomes(
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     if cardinality(outcomes) is distinct from cardinality(job_ids)
@@ -532,7 +511,6 @@ create or replace function pgqueue._not_found(what text, id bigint, hint text)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return array[
@@ -551,7 +529,6 @@ create or replace function pgqueue._unknown(job_id bigint)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return pgqueue._not_found(
@@ -567,7 +544,6 @@ create or replace function pgqueue._check_scope(queue text, kind text, group_key
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case
@@ -585,7 +561,6 @@ create or replace function pgqueue._check_pause(queue text, kind text, group_key
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return coalesce(pgqueue._check_scope(queue, kind, group_key), case when group_key = '*' then array[
@@ -619,7 +594,6 @@ create or replace function pgqueue._check_settings(
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return coalesce(pgqueue._check_lease(lease), (
@@ -685,7 +659,6 @@ create or replace function pgqueue._check_narrow(
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case
@@ -739,7 +712,6 @@ create or replace function pgqueue._check_grant(role text, kind text)
     returns text[]
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case

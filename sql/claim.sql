@@ -202,7 +202,6 @@ the server a standby), 22023 (bad argument).';
 create or replace function pgqueue._shares(queues text[], weights int[], limits int[], wanted int)
     returns table (queue text, most int, share int)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     start float8 := random();

@@ -16,7 +16,6 @@ create or replace function pgqueue._cron_values(field text, low int, high int, n
     returns int[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     listed int[] := '{}'::int[];
@@ -58,7 +57,6 @@ create or replace function pgqueue._cron_fields(cron text)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return string_to_array(
@@ -84,7 +82,6 @@ create or replace function pgqueue._read_cron(cron text)
     returns pgqueue._cron
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     fields text[] := pgqueue._cron_fields(cron);
@@ -113,7 +110,6 @@ create or replace function pgqueue._check_cron(cron text)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     fields text[] := pgqueue._cron_fields(cron);
@@ -158,7 +154,6 @@ create or replace function pgqueue._check_cron_comes(cron text)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     listed pgqueue._cron := pgqueue._read_cron(cron);
@@ -181,7 +176,6 @@ create or replace function pgqueue._check_timezone(timezone text)
     returns text[]
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- The view reads all zones from the disk, which takes a tenth of a second.
@@ -204,7 +198,6 @@ create or replace function pgqueue._check_slots(after timestamptz, slots int)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case
@@ -229,7 +222,6 @@ create or replace function pgqueue._at_least(listed int[], bound int)
     returns int
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return (select min(v.value) from unnest(listed) as v (value) where v.value >= bound);
@@ -242,7 +234,6 @@ create or replace function pgqueue._cron_day(cron pgqueue._cron, from_day date)
     returns date
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     first_year int := extract(year from from_day);
@@ -283,7 +274,6 @@ create or replace function pgqueue._local_slot_after(cron pgqueue._cron, here ti
     returns timestamp
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     earliest timestamp := date_trunc('second', here) + interval '1 second';
@@ -316,7 +306,6 @@ create or replace function pgqueue._ahead_of_utc(moment timestamptz, timezone te
     returns interval
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return (moment at time zone timezone) - (moment at time zone 'UTC');
@@ -330,7 +319,6 @@ create or replace function pgqueue._clock_change(timezone text, low timestamptz,
     returns timestamptz
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     before interval := pgqueue._ahead_of_utc(low, timezone);
@@ -361,7 +349,6 @@ create or replace function pgqueue._slot_at(local timestamp, timezone text)
     returns timestamptz
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     -- Of a time that comes twice Postgres takes the second; one that never comes it counts on from
@@ -388,7 +375,6 @@ create or replace function pgqueue._fixed_slot_after(cron pgqueue._cron, timezon
     returns timestamptz
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     before timestamptz := after - interval '24 hours';
@@ -419,7 +405,6 @@ create or replace function pgqueue._hourly_slot_after(cron pgqueue._cron, timezo
     returns timestamptz
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     start timestamptz := after;
@@ -455,7 +440,6 @@ create or replace function pgqueue._slot_after(cron pgqueue._cron, timezone text
     returns timestamptz
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when cardinality(cron.hours) = 24

@@ -3,9 +3,6 @@
 create or replace function pgqueue._redrive(dead_ids bigint[])
     returns setof bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -59,8 +56,6 @@ create or replace function pgqueue._find_dead(
 )
     returns bigint[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set enable_indexscan = on
 as $$
 declare
     found record;
@@ -244,13 +239,8 @@ create or replace function pgqueue._dead_kinds()
     returns table (queue text, kind text, oldest timestamptz)
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
     set enable_bitmapscan = off
-    set enable_nestloop = on
-    set enable_indexscan = on
 as $$
 begin
     return query
@@ -283,13 +273,8 @@ create or replace function pgqueue._dead_kinds_of_groups()
     returns table (queue text, kind text, oldest timestamptz, group_key text)
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
     set enable_bitmapscan = off
-    set enable_nestloop = on
-    set enable_indexscan = on
 as $$
 begin
     return query
@@ -331,13 +316,8 @@ create or replace function pgqueue._pick_over(
 )
     returns tid[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
     set enable_bitmapscan = off
-    set enable_nestloop = on
-    set enable_indexscan = on
 as $$
 begin
     return case when group_key is null
@@ -375,10 +355,8 @@ oldest first. Those of a group with a setting of its own are not of the kind.';
 create or replace function pgqueue._forget_dead()
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
-    set enable_tidscan = on
 as $$
 declare
     moment timestamptz := clock_timestamp();

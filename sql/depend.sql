@@ -24,7 +24,6 @@
 create or replace function pgqueue._check_after(after bigint[], if_dead text)
     returns text[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     last_id bigint := coalesce(pg_sequence_last_value('pgqueue.job_id_seq'::regclass), 0);
@@ -66,7 +65,6 @@ create or replace function pgqueue._leave_loose_ends(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     insert into pgqueue.loose_end (look_at, id, what)
@@ -86,9 +84,6 @@ ended (ended), or of jobs that wait (waiter; new, less urgent), or at batches
 create or replace function pgqueue._is_left_alone(job_id bigint)
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set enable_seqscan = off
-    set enable_indexscan = on
 as $$
 begin
     -- For key share it would wait for who just updates it, in spite of skip locked.
@@ -110,16 +105,7 @@ alone does not tell: who wrote there may have rolled back.';
 create or replace function pgqueue._held_up(waiter_ids bigint[])
     returns table (waiter_id bigint, is_held_up boolean, touched bigint)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_bitmapscan = off
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     -- From anywhere: at one end of the index there may be only dead entries.
@@ -161,9 +147,6 @@ deleting, and else one that somebody is.';
 create or replace function pgqueue._free(job_ids bigint[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_bitmapscan = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -194,8 +177,6 @@ comment on function pgqueue._free(bigint[]) is
 create or replace function pgqueue._cancel_waiters(picks tid[], reasons text[])
     returns bigint[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
     set enable_tidscan = on
 as $$
 declare
@@ -225,7 +206,6 @@ ids.';
 create or replace function pgqueue._note_gone(job_ids bigint[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     insert into pgqueue.gone (part, ids, ended_at)
@@ -242,12 +222,8 @@ Else what is enqueued after them would run.';
 create or replace function pgqueue._forget_gone()
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set jit = off
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_tidscan = on
 as $$
 declare
     forgotten bigint;
@@ -272,8 +248,6 @@ comment on function pgqueue._forget_gone() is
 create or replace function pgqueue._outcomes_of(job_ids bigint[])
     returns table (id bigint, outcome text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
 as $$
 begin
     -- In one statement, or one that is redriven meanwhile would be nowhere.
@@ -300,8 +274,6 @@ null for one that waits or runs. One of which nothing is known has completed.';
 create or replace function pgqueue._doom(hand pgqueue._tie[], is_all boolean, ended bigint[], outcomes text[])
     returns bigint[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
     -- An index scan locks them in the order of their ids.
     set enable_sort = off
 as $$
@@ -349,7 +321,6 @@ else has it locked, and returns their ids.';
 create or replace function pgqueue._cut_ties(job_ids bigint[], most int default 200, is_choosy boolean default false)
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -501,7 +472,6 @@ Returns how many. is_choosy passes over those that somebody may have locked.';
 create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_dead text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -552,8 +522,6 @@ comment on function pgqueue._wait_for(bigint, bigint[], text) is
 create or replace function pgqueue._look_at_waiters(waiter_ids bigint[], most int)
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
 as $$
 declare
     looked record;
@@ -599,8 +567,6 @@ it. Leaves a loose end where somebody is perhaps just ending one.';
 create or replace function pgqueue._sweep(most int)
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
 as $$
 declare
     start bigint := coalesce(pg_sequence_last_value('pgqueue._cell_swept'), 0);
@@ -642,9 +608,7 @@ whatever no loose end told of is found here.';
 create or replace function pgqueue._tie_loose_ends(most int, until timestamptz default 'infinity')
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set jit = off
     set enable_indexscan = on
     set enable_bitmapscan = off
     set enable_tidscan = on
@@ -704,11 +668,6 @@ Returns how many looks and ties.';
 create or replace function pgqueue._until_loose_end(moment timestamptz)
     returns interval
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_sort = off
-    set enable_indexscan = on
 as $$
 begin
     if pg_relation_size('pgqueue.loose_end') = 0 then

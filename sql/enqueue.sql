@@ -18,7 +18,6 @@ create or replace function pgqueue._on_duplicate(
 )
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set jit = off
     set enable_indexscan = on
     set enable_seqscan = off
@@ -113,7 +112,6 @@ that has the key, null if one must look again.';
 create or replace function pgqueue._recent_job(queue text, unique_key text, on_duplicate text)
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set jit = off
     set plan_cache_mode = force_generic_plan
     set enable_indexscan = on
@@ -148,7 +146,6 @@ create or replace function pgqueue._begin_window(
 )
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set jit = off
     set plan_cache_mode = force_generic_plan
     set enable_indexscan = on
@@ -186,7 +183,6 @@ the id of the other.';
 create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     if run_at <= clock_timestamp() then
@@ -393,7 +389,6 @@ create or replace function pgqueue._insert_keyed(
 )
     returns bigint[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_sort = on
     set enable_seqscan = off
 as $$
@@ -479,8 +474,6 @@ create or replace function pgqueue._settings_of_groups(
 )
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
-    set jit = off
     set enable_hashjoin = on
     set enable_nestloop = off
 as $$

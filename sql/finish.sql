@@ -281,7 +281,6 @@ Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
 create or replace function pgqueue._to_results(texts text[], out results jsonb[], out problems text[])
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- Postgres cannot hold much more than this in one jsonb, and several of them not in one array.
@@ -323,7 +322,6 @@ create or replace function pgqueue._finish_each(
 )
     returns table (job_id bigint, status text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
     set enable_tidscan = on
 as $$

@@ -17,7 +17,6 @@ create or replace function pgqueue._group_settings(
     out periods interval[], out may_keep boolean
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -81,7 +80,6 @@ create or replace function pgqueue._group_caps(
 )
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     caps := array(
@@ -107,7 +105,6 @@ of it are wanted.';
 create or replace function pgqueue._make_group_permits(queue text, group_keys text[], shared pgqueue.queue_in_force)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     keys text[];
@@ -143,7 +140,6 @@ create or replace function pgqueue._take_free(
     out picks tid[], out groups int[], out run_ats timestamptz[], out over_at timestamptz
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     select
@@ -192,7 +188,6 @@ create or replace function pgqueue._has_higher(
 )
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return exists (
@@ -219,7 +214,6 @@ create or replace function pgqueue._take_limited(
     out permits tid[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
@@ -325,7 +319,6 @@ create or replace function pgqueue._take_kept(
     out picks tid[], out ids bigint[], out groups int[], out permits tid[], out left_over int[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     select array_agg(k.tid), array_agg(k.id), array_agg(k.nth::int), array_agg(k.permit)
@@ -371,7 +364,6 @@ create or replace function pgqueue._rate_gives(
 )
     returns int[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     of_groups record := pgqueue._group_caps(group_keys, null, rates, periods, gives);
@@ -395,7 +387,6 @@ create or replace function pgqueue._take_rates(
     out permits tid[], out free_ats timestamptz[], out refused int[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     of_groups record := pgqueue._group_caps(
@@ -434,7 +425,6 @@ create or replace function pgqueue._visit_groups(
     out job_of bigint[], out permits tid[], out believed_until timestamptz
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     began timestamptz := clock_timestamp();
@@ -537,7 +527,6 @@ create or replace function pgqueue._look_for_permits(
     moment timestamptz, new_token bigint, out short int[], out lacking int[], out again int[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
@@ -619,7 +608,6 @@ create or replace function pgqueue._pause_of_group(served int, gave int)
     returns interval
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return least(
@@ -640,7 +628,6 @@ create or replace function pgqueue._settle_tickets(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     -- Read once, because their order counts.
@@ -755,7 +742,6 @@ create or replace function pgqueue._next_tickets(
     out tids tid[], out keys text[], out served int[], out starts timestamptz[], out ats timestamptz[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     free tid[];
@@ -826,7 +812,6 @@ create or replace function pgqueue._gives(weights int[], limits int[], served in
     returns int[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     each int := ceil(wanted::float8 / coalesce((select sum(w.weight) from unnest(weights) as w (weight)), cardinality(served)));
@@ -848,7 +833,6 @@ create or replace function pgqueue._pick_plain_groups(
     out picks tid[], out first_at timestamptz, out is_done boolean
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
@@ -920,14 +904,9 @@ create or replace function pgqueue._pick_groups(
     shared pgqueue.queue_in_force, taken tid[], inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
     set enable_bitmapscan = off
     set enable_sort = on
     set enable_indexscan = on
-    set enable_tidscan = on
     set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off

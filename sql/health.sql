@@ -9,7 +9,6 @@
 create or replace function pgqueue._fronts(moment timestamptz)
     returns table (queue text, lane int, since timestamptz, until timestamptz)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return query
@@ -23,12 +22,9 @@ comment on function pgqueue._fronts(timestamptz) is
 create or replace function pgqueue._health_waits()
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -112,12 +108,9 @@ each lane. What is paused comes apart, and is never critical.';
 create or replace function pgqueue._health_leases(patience interval default '3 minutes')
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -154,7 +147,6 @@ jobs, among the first hundred of each lane, where they come to stand.';
 create or replace function pgqueue._health_schedules(patience interval default '2 minutes')
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -185,10 +177,8 @@ comment on function pgqueue._health_schedules(interval) is
 create or replace function pgqueue._health_batches(patience interval default '1 day')
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -238,11 +228,8 @@ create or replace function pgqueue._health_queues(
 )
     returns table (name text, status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
     set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 begin
     return query
@@ -311,12 +298,9 @@ failures are looked at; where the queue is, nothing.';
 create or replace function pgqueue._health_dead(deaths int default 10)
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -354,7 +338,6 @@ create or replace function pgqueue._in_database(database name)
     returns text
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when database <> current_database() then format('in database %s: ', database) else '' end;
@@ -369,7 +352,6 @@ create or replace function pgqueue._health_horizon(
 )
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -451,7 +433,6 @@ time, who holds it for so many transactions.';
 create or replace function pgqueue._health_wal(bytes bigint default 1073741824)
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     reached pg_lsn := case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_lsn() end;
@@ -475,7 +456,6 @@ comment on function pgqueue._health_wal(bigint) is
 create or replace function pgqueue._health_vacuum(patience interval default '10 minutes', times int default 10)
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -525,7 +505,6 @@ which no VACUUM has ended for that long.';
 create or replace function pgqueue._health_autovacuum()
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return query
@@ -551,7 +530,6 @@ comment on function pgqueue._health_autovacuum() is
 create or replace function pgqueue._health_bloat(bytes bigint default 1073741824)
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return query
@@ -590,7 +568,6 @@ create or replace function pgqueue._health_wraparound(
 )
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return query
@@ -619,7 +596,6 @@ them become, in any database: one stops the whole server.';
 create or replace function pgqueue._health_notifications(share float8 default 0.1)
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     used float8 := pg_notification_queue_usage();
@@ -658,12 +634,9 @@ transaction for longest.';
 create or replace function pgqueue._health_sequences(share float8 default 0.2)
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -721,7 +694,6 @@ share of its numbers.';
 create or replace function pgqueue._lock_holders()
     returns table (relation oid, mode text, is_held boolean, since timestamptz, holder text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return query
@@ -755,7 +727,6 @@ comment on function pgqueue._lock_holders() is
 create or replace function pgqueue._health_runs()
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_partition_pruning = on
 as $$
 declare
@@ -790,7 +761,6 @@ maintain from it.';
 create or replace function pgqueue._health_version()
     returns table (status text, detail text, hint text)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return query
@@ -820,6 +790,8 @@ create or replace function pgqueue.health()
     set jit = off
     set intervalstyle = postgres
     set lock_timeout = '1 s'
+    set enable_indexscan = on
+    set enable_nestloop = on
 as $$
 begin
     return query

@@ -24,7 +24,6 @@ create or replace function pgqueue._cell(record int, place int)
     returns regclass
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return ('pgqueue._cell_' || record * 5 + place)::regclass;
@@ -38,7 +37,6 @@ create or replace function pgqueue._since_2020(moment timestamptz)
     returns bigint
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
@@ -52,7 +50,6 @@ out.';
 create or replace function pgqueue._believed_until(began timestamptz, at_least interval)
     returns timestamptz
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return clock_timestamp() + least(
@@ -68,9 +65,7 @@ twentieth of the time.';
 create or replace function pgqueue._live_lanes(queue text)
     returns table (lane int, first timestamptz)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
     set enable_indexscan = on
     set enable_nestloop = on
@@ -102,7 +97,6 @@ each: one descent of the index for each.';
 create or replace function pgqueue._due_lanes(queue text, moment timestamptz)
     returns int[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return array(
@@ -122,7 +116,6 @@ half of the claims each.';
 create or replace function pgqueue._note_lanes(queue text, lanes int[], moment timestamptz)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     key bigint := hashtextextended(queue, 9999);
@@ -158,7 +151,6 @@ for 20 times as long as it took, since moment, to find out.';
 create or replace function pgqueue._noted_lanes(queue text, moment timestamptz)
     returns int[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     key bigint := hashtextextended(queue, 9999);
@@ -198,7 +190,6 @@ order of _due_lanes; null where no list is valid.';
 create or replace function pgqueue._list_lane(queue text, lane int)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     key bigint := hashtextextended(queue, 9999);
@@ -243,7 +234,6 @@ create or replace function pgqueue._return_position(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     key bigint := hashtextextended(concat(queue, kinds, paused), lane);
@@ -264,7 +254,6 @@ back before it.';
 create or replace function pgqueue._reopen_lane(queue text, lane int)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     key bigint := hashtextextended(queue, lane);
@@ -288,7 +277,6 @@ create or replace function pgqueue._position(
     out record int, out reached bigint, out last_id bigint, out has_expired boolean
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     tag bigint := (key >> 20 & 4095) << 51;
@@ -323,7 +311,6 @@ create or replace function pgqueue._leave_place(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     reached_us bigint := pgqueue._since_2020(reached);

@@ -7,7 +7,6 @@
 create or replace function pgqueue._lock_held(job_ids bigint[], tokens bigint[])
     returns tid[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$

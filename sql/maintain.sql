@@ -49,7 +49,6 @@ Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 create or replace function pgqueue._lock_run(slot int)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     case slot
@@ -80,7 +79,6 @@ nobody waits behind us behind a long SELECT.';
 create or replace function pgqueue._empty_run(slot int)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     case slot
@@ -116,7 +114,6 @@ create or replace function pgqueue._is_over(day int)
     returns boolean
     language sql
     volatile
-    set search_path = pg_catalog, pg_temp
 as $$
     select exists (select from pgqueue.run as r where r.slot = _is_over.day % 16)
         and not exists (
@@ -134,7 +131,6 @@ create or replace function pgqueue._is_alone(callers text)
     returns boolean
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- A function that called us may go on for as long as it likes.
@@ -159,8 +155,6 @@ and executed in one go looks as if it were not alone.';
 create or replace function pgqueue._empty_runs(day int)
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set enable_partition_pruning = on
     set enable_seqscan = off
     set enable_bitmapscan = on
 as $$
@@ -188,11 +182,8 @@ says whether it did. Nobody can read run until the transaction ends.';
 create or replace function pgqueue._delete_runs(day int, most int)
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set enable_partition_pruning = on
     set enable_seqscan = off
     set enable_bitmapscan = on
-    set enable_tidscan = on
 as $$
 declare
     picks tid[] := array(
@@ -217,7 +208,6 @@ Nobody waits for it, but VACUUM has to follow.';
 create or replace function pgqueue._forget_runs(is_alone boolean)
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_partition_pruning = on
 as $$
 declare
@@ -243,12 +233,9 @@ returns how many; or, in a transaction that may go on, deletes their rows, up to
 create or replace function pgqueue._forget_keys()
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
-    set enable_tidscan = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -277,6 +264,9 @@ create or replace function pgqueue.maintain()
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
 as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_isolation());

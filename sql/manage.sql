@@ -45,7 +45,6 @@ Raises PQ001 (no such job).';
 create or replace function pgqueue._tell_counts(what text, summaries text[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     counted record;
@@ -214,7 +213,6 @@ create or replace function pgqueue._no_rerun(job_id bigint, is_living boolean, i
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case

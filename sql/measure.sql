@@ -11,13 +11,8 @@ create or replace function pgqueue._lanes(budget int)
     returns table (hash int, queue text, lane int, first timestamptz, first_id bigint, most bigint)
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
     set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 begin
     return query
@@ -308,10 +303,6 @@ create or replace function pgqueue._page_since(part int, since timestamptz)
     returns bigint
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_tidscan = on
 as $$
 declare
     first bigint := 0;

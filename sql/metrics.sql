@@ -7,7 +7,6 @@ create or replace function pgqueue._label(name text, value text)
     returns text
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return name || '="'
@@ -22,8 +21,6 @@ comment on function pgqueue._label(text, text) is
 create or replace function pgqueue._queue_samples()
     returns table (name text, help text, labels text, value numeric)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set jit = off
 as $$
 begin
     return query

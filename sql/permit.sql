@@ -20,7 +20,6 @@ create or replace function pgqueue._make_permits(
 )
     returns text[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -72,7 +71,6 @@ the commit on.';
 create or replace function pgqueue._is_double(permit pgqueue.permit)
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return 1 < (
@@ -92,7 +90,6 @@ comment on function pgqueue._is_double(pgqueue.permit) is
 create or replace function pgqueue._has_surplus(queue text, kind text, group_key text)
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return exists (
@@ -113,10 +110,6 @@ callers set it.';
 create or replace function pgqueue._merge_permits(queue text, kind text, group_keys text[])
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set enable_seqscan = off
-    set enable_indexscan = on
-    set enable_tidscan = on
 as $$
 declare
     locked tid[] := array(
@@ -164,7 +157,6 @@ how many.';
 create or replace function pgqueue._count_free(queue text, caps pgqueue._cap[], wanted int[], moment timestamptz)
     returns int[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
@@ -203,7 +195,6 @@ create or replace function pgqueue._lock_free(
     queue text, caps pgqueue._cap[], wanted int[], moment timestamptz, out caps_of int[], out permits tid[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
@@ -237,7 +228,6 @@ create or replace function pgqueue._give_permits(
 )
     returns tid[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     given tid[];
@@ -263,7 +253,6 @@ create or replace function pgqueue._return_permits(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_tidscan = on
@@ -299,7 +288,6 @@ claims look again at the queues and groups that may have been full.';
 create or replace function pgqueue._return_permits_of(picks tid[], kept_ids bigint[] default null)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     held record;
@@ -325,16 +313,6 @@ create or replace function pgqueue._review_permits(
 )
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_tidscan = on
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     -- Some, where there are many.
@@ -382,11 +360,6 @@ create or replace function pgqueue._forget_future(
 )
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_indexscan = on
-    set enable_tidscan = on
 as $$
 declare
     freed int;
@@ -416,7 +389,6 @@ create or replace function pgqueue._holds(token bigint, permits tid[], permit_to
     returns boolean
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return token = permit_token or token is null and permits is not null and group_key <> '';
@@ -430,14 +402,6 @@ the token and group of that: it runs, or keeps that of its group for its retry.'
 create or replace function pgqueue._free_lost_permits(locked tid[], moment timestamptz)
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_indexscan = on
-    set enable_tidscan = on
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     expired bigint[];
@@ -478,8 +442,6 @@ create or replace function pgqueue._fit_permits(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set enable_indexscan = on
     set enable_tidscan = on
 as $$
 declare
@@ -549,8 +511,6 @@ those that the claim of this token took.';
 create or replace function pgqueue._count_running(queue text, cap pgqueue._cap)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set enable_indexscan = on
 as $$
 begin
     with known as (
@@ -596,13 +556,8 @@ comment on function pgqueue._count_running(text, pgqueue._cap) is
 create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment timestamptz)
     returns table (place int, is_held boolean, free_at timestamptz, is_usable boolean, holder bigint)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
     set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
@@ -638,10 +593,6 @@ lease, or of the period), which may be taken, and which job has them.';
 create or replace function pgqueue._sweep_permits(new_token bigint default null)
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_tidscan = on
 as $$
 declare
     pages bigint := pg_relation_size('pgqueue.permit') / current_setting('block_size')::int;
@@ -680,10 +631,6 @@ freed.';
 create or replace function pgqueue._drop_permits()
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set jit = off
-    set enable_indexscan = on
-    set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$

@@ -16,8 +16,6 @@ create or replace function pgqueue._recover(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set enable_tidscan = on
 as $$
 declare
     near tid[] := array(
@@ -54,7 +52,6 @@ create or replace function pgqueue._leave_position(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     last_id bigint := 0;
@@ -97,7 +94,6 @@ create or replace function pgqueue._filtered_walk(
     out picks tid[], out last timestamptz, out may_be_over boolean
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     select
@@ -143,7 +139,6 @@ create or replace function pgqueue._pick(
 )
     returns tid[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_sort = off
     set enable_indexscan = on
 as $$
@@ -290,7 +285,6 @@ create or replace function pgqueue._pick_lanes(
     settings pgqueue.queue_in_force, inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     live int[];

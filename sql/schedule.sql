@@ -17,7 +17,6 @@ create or replace function pgqueue._check_schedule(
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case
@@ -60,7 +59,6 @@ create or replace function pgqueue._next_slot(
     returns timestamptz
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case when every is null
@@ -80,7 +78,6 @@ create or replace function pgqueue._last_slot(
     returns timestamptz
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     slot timestamptz := schedule.next_slot;
@@ -111,7 +108,6 @@ create or replace function pgqueue._share_of_jitter(name text, jitter interval)
     returns interval
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return coalesce(jitter, '0') * ((hashtext(name)::float8 + 2147483648) / 4294967296);
@@ -127,7 +123,6 @@ create or replace function pgqueue._slots_to_fire(
     returns timestamptz[]
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     slots timestamptz[] := array[schedule.next_slot];
@@ -158,10 +153,6 @@ is more than two minutes late; or all, at most 1000.';
 create or replace function pgqueue._fire(schedule pgqueue.schedule, moment timestamptz)
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set jit = off
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 declare
     delay interval := pgqueue._share_of_jitter(schedule.name, schedule.jitter);
@@ -211,8 +202,6 @@ by now) is noted as its problem.';
 create or replace function pgqueue._fire_due(moment timestamptz, most int)
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set jit = off
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_sort = off
@@ -261,7 +250,6 @@ the cell when to look again. Returns how many jobs that made.';
 create or replace function pgqueue._look_around(moment timestamptz, most int)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     is_all boolean;
@@ -297,7 +285,6 @@ ends, or a part of the sweep. Says in the cell when to look again.';
 create or replace function pgqueue._look_around_by_the_way(moment timestamptz)
     returns timestamptz
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- A statement that begins its transaction starts within the time of its planning.
@@ -321,12 +308,7 @@ claim, so that it gets what has become due.';
 create or replace function pgqueue._until_slot(queues text[], moment timestamptz)
     returns interval
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set jit = off
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
 as $$
 begin
     return least(pgqueue._until_loose_end(moment), (
@@ -352,7 +334,6 @@ create or replace function pgqueue._slot_of(schedule pgqueue.schedule, after tim
     returns timestamptz
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return coalesce(
@@ -371,10 +352,6 @@ comment on function pgqueue._slot_of(pgqueue.schedule, timestamptz) is
 create or replace function pgqueue._change_schedule(old pgqueue.schedule, told pgqueue.schedule)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set jit = off
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -528,7 +505,6 @@ create or replace function pgqueue._no_schedule(name text)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return array[

@@ -6,7 +6,6 @@
 create or replace function pgqueue._use(feature text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- Twice does no harm, and a unique index would have one wait for another.
@@ -23,7 +22,6 @@ from now on.';
 create or replace function pgqueue._mark(bits bigint)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     if pg_sequence_last_value('pgqueue.used_seq'::regclass) & bits = bits then
@@ -44,7 +42,6 @@ comment on function pgqueue._mark(bigint) is
 create or replace function pgqueue._look_from_now_on()
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._mark((1::bigint << 63));
@@ -58,7 +55,6 @@ create or replace function pgqueue._defaults()
     returns pgqueue.queue_in_force
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     settings pgqueue.queue_in_force;
@@ -91,7 +87,6 @@ create or replace function pgqueue._resolved(name text)
     returns pgqueue.queue_in_force
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
@@ -152,7 +147,6 @@ all others, by the table queue.';
 create or replace function pgqueue._resolve(queue text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
 as $$
 begin
@@ -181,7 +175,6 @@ what is in force.';
 create or replace function pgqueue._repair_settings()
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- A replica that was made by rows has no sequences.
@@ -208,7 +201,6 @@ create or replace function pgqueue._in_force(queue text, kind text default '', g
     returns pgqueue.queue_in_force
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set jit = off
 as $$
 declare
@@ -270,10 +262,6 @@ create or replace function pgqueue._paused(queue text, is_paused boolean)
     returns jsonb
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
-    set jit = off
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
 as $$
 begin
     return (
@@ -312,7 +300,6 @@ queue.';
 create or replace function pgqueue._drop_empty_settings(written tid[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_tidscan = on
@@ -334,7 +321,6 @@ no settings.';
 create or replace function pgqueue._begin_change()
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- What is in force for a queue also follows from what was set for all.
@@ -488,7 +474,6 @@ Raises 22023 (bad argument).';
 create or replace function pgqueue._set_paused(queue text, kind text, group_key text, paused boolean)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_column
 declare

@@ -77,9 +77,7 @@ create or replace function pgqueue._last_run(job_id bigint)
     returns pgqueue.run
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_bitmapscan = on
 as $$
 declare
@@ -201,7 +199,6 @@ Raises PQ001 (nothing is known of it).';
 create or replace function pgqueue._awaited()
     returns setof int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return query
@@ -218,7 +215,6 @@ comment on function pgqueue._awaited() is 'Which of its locks the session holds 
 create or replace function pgqueue._await(job_id bigint)
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     noted text := coalesce(current_setting('pgqueue.awaited', true), '');
@@ -259,7 +255,6 @@ else has the locks for himself.';
 create or replace function pgqueue._stop_awaiting()
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pg_advisory_unlock_shared(7366516, a.key) from pgqueue._awaited() as a (key);
@@ -324,7 +319,6 @@ Raises PQ001 (nothing is known of it), 25001 outside READ COMMITTED.';
 create or replace function pgqueue._tell_end(job_ids bigint[], queues text[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     ended record;
@@ -349,9 +343,6 @@ when it commits. Without queues: none of them is one that may not notify.';
 create or replace function pgqueue._tell_completed(job_ids bigint[], moment timestamptz)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_bitmapscan = on
 as $$
 begin

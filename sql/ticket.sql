@@ -14,7 +14,6 @@
 create or replace function pgqueue._is_lost()
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     part text := current_setting('pgqueue.lose_hints', true);
@@ -28,7 +27,6 @@ comment on function pgqueue._is_lost() is 'Whether to lose a hint, for a test.';
 create or replace function pgqueue._insert_ticket(queue text, group_key text, priority int, at timestamptz)
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
@@ -76,9 +74,7 @@ create or replace function pgqueue._insert_tickets(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set jit = off
     set enable_seqscan = off
     set enable_bitmapscan = off
     set enable_indexscan = on
@@ -125,7 +121,6 @@ comment on function pgqueue._insert_tickets(text[], text[], int[], timestamptz[]
 create or replace function pgqueue._wake_groups(queues text[], group_keys text[])
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set jit = off
     set enable_seqscan = off
@@ -184,7 +179,6 @@ look at them again at once.';
 create or replace function pgqueue._unblock_groups(queue text, group_key text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_tidscan = on
 as $$
 begin
@@ -209,7 +203,6 @@ create or replace function pgqueue._reopened(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     perform pgqueue._reopen_lane(o.queue, o.lane)
@@ -235,13 +228,7 @@ create or replace function pgqueue._until_ticket(
 )
     returns timestamptz
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_bitmapscan = off
-    set enable_sort = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 declare
     -- A ticket that is due, and that a claim has left, is of jobs that it may not take.
@@ -303,14 +290,6 @@ group holds up the others.';
 create or replace function pgqueue._group_lanes(start bigint, most int)
     returns table (hash bigint, queue text, group_key text, priority int)
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_sort = off
-    set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 begin
     return query
@@ -339,15 +318,10 @@ job: one descent of the index for each.';
 create or replace function pgqueue._sweep_some(most int)
     returns int[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
-    set jit = off
     set enable_seqscan = off
     set enable_sort = off
     set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_tidscan = on
-    set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
@@ -448,7 +422,6 @@ how many it looked at, and how many it gave.';
 create or replace function pgqueue._sweep_groups(most int default 50)
     returns int
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     walked bigint := pgqueue._group_tuples();
@@ -474,7 +447,6 @@ tickets it gave.';
 create or replace function pgqueue._group_tuples()
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass)
@@ -488,7 +460,6 @@ comment on function pgqueue._group_tuples() is
 create or replace function pgqueue._sweep_groups_if_due(moment timestamptz, new_token bigint)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;

@@ -13,7 +13,6 @@ create or replace function pgqueue._check_row_tables(op text, old_table text, ne
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case
@@ -48,7 +47,6 @@ create or replace function pgqueue._row_options(arguments text[])
     returns jsonb
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     options jsonb := jsonb_build_object();
@@ -74,7 +72,6 @@ create or replace function pgqueue._names(list text)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return string_to_array(replace(replace(list, ', ', ','), ' ,', ','), ',');
@@ -88,7 +85,6 @@ create or replace function pgqueue._but(columns text[], list text)
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     name text;
@@ -106,7 +102,6 @@ create or replace function pgqueue._check_row_options(arguments text[], options 
     returns text[]
     language plpgsql
     immutable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     known text[] := array[
@@ -159,7 +154,6 @@ column.';
 create or replace function pgqueue._check_run_in(run_in text)
     returns text[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     if run_in::interval between '0' and '1000 years' then
@@ -181,11 +175,6 @@ create or replace function pgqueue._row_types(relation oid)
     returns table (name text, id oid, is_array boolean, is_inside boolean)
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 begin
     return query
@@ -218,11 +207,6 @@ create or replace function pgqueue._strange_types(relation oid)
     returns table (name text, id oid, is_array boolean, is_text boolean, stranger oid)
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 begin
     return query
@@ -253,7 +237,6 @@ create or replace function pgqueue._check_row_types(relation oid)
     returns text[]
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return (
@@ -280,9 +263,6 @@ array of these (42501).';
 create or replace function pgqueue._check_row_snapshot(relation oid, name text)
     returns text[]
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
@@ -324,9 +304,6 @@ types or of the trigger than that which is in force (40001).';
 create or replace function pgqueue._row_texts(relation oid, out problem text[], out texts pgqueue._texts)
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
@@ -359,7 +336,6 @@ create or replace function pgqueue._as_json(given record, texts pgqueue._texts)
     returns jsonb
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
     set array_nulls = on
 as $$
 declare
@@ -394,7 +370,6 @@ create or replace function pgqueue._prepare_rows(
     out problem text[], out others text[], out unwatched text[], out unkeyed text[], out texts pgqueue._texts
 )
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
@@ -445,7 +420,6 @@ create or replace function pgqueue._enqueue_changes(
 )
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     run_at timestamptz := clock_timestamp() + (options ->> 'run_in')::interval;

@@ -24,7 +24,6 @@
 create or replace function pgqueue._wake(queue text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     fold int := hashtext(_wake.queue) & 255;
@@ -55,7 +54,6 @@ PREPARE TRANSACTION needs.';
 create or replace function pgqueue._notify(queue text, news text)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     if current_setting('pgqueue.notify', true) = 'off'
@@ -77,7 +75,6 @@ see _wake.';
 create or replace function pgqueue._unpark()
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- Only what this session holds: to unlock anything else raises a warning.
@@ -95,7 +92,6 @@ comment on function pgqueue._unpark() is 'Ends what _park began. Harmless when n
 create or replace function pgqueue._unpark_if_busy(moment timestamptz)
     returns void
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- As texts of equal length, so that no setting can be one that cannot be read.
@@ -116,7 +112,6 @@ rest needs no notifications.';
 create or replace function pgqueue._park(queues text[])
     returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     fold int;
@@ -143,11 +138,7 @@ still open, or may be.';
 create or replace function pgqueue._until_due(queue text, kinds text[], paused jsonb, moment timestamptz)
     returns interval
     language plpgsql
-    set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
-    set enable_indexscan = on
 as $$
 declare
     live record;
@@ -220,6 +211,10 @@ create or replace function pgqueue.rest(
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(

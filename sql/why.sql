@@ -5,7 +5,6 @@ create or replace function pgqueue._written(moment timestamptz)
     returns text
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return to_char(moment, 'YYYY-MM-DD HH24:MI:SSOF');
@@ -20,7 +19,6 @@ create or replace function pgqueue._why_paused(job pgqueue.job)
     returns text
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case
@@ -39,7 +37,6 @@ create or replace function pgqueue._why_full(job pgqueue.job)
     returns text
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     group_limit int := case when job.group_key is not null
@@ -79,7 +76,6 @@ comment on function pgqueue._why_full(pgqueue.job) is
 create or replace function pgqueue._why_capped(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     keys text[] := array_remove(array[job.group_key], null);
@@ -120,7 +116,6 @@ create or replace function pgqueue._why_leased(job pgqueue.job, moment timestamp
     returns text
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case
@@ -154,7 +149,6 @@ create or replace function pgqueue._why_blocked(job_id bigint)
     returns text
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return (
@@ -176,7 +170,6 @@ create or replace function pgqueue._why_later(job pgqueue.job)
     returns text
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return case
@@ -196,10 +189,8 @@ comment on function pgqueue._why_later(pgqueue.job) is 'why, of a job that is no
 create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestamptz)
     returns bigint
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set plan_cache_mode = force_generic_plan
     set enable_sort = off
-    set enable_nestloop = on
 as $$
 declare
     age_after interval := (pgqueue._in_force(job.queue)).age_after;
@@ -244,9 +235,7 @@ counting.';
 create or replace function pgqueue._unclaimed(queue text, moment timestamptz)
     returns text
     language plpgsql
-    set search_path = pg_catalog, pg_temp
     set enable_sort = off
-    set enable_nestloop = on
     set enable_bitmapscan = on
 as $$
 declare
@@ -286,7 +275,6 @@ and the runs of the last ten minutes; null if somebody has.';
 create or replace function pgqueue._why_ready(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     held_up text := coalesce(
@@ -317,7 +305,6 @@ comment on function pgqueue._why_ready(pgqueue.job, timestamptz) is 'why, of a j
 create or replace function pgqueue._why_waits(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     expires_at timestamptz := (job.terms).expires_at;
@@ -343,7 +330,6 @@ create or replace function pgqueue._why_dead(dead pgqueue.dead_job)
     returns text
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 begin
     return format(
@@ -359,7 +345,6 @@ create or replace function pgqueue._why_gone(job_id bigint)
     returns text
     language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
     last pgqueue.run := pgqueue._last_run(job_id);
@@ -392,6 +377,7 @@ create or replace function pgqueue.why(job_id bigint)
     set jit = off
     set enable_indexscan = on
     set enable_seqscan = off
+    set enable_nestloop = on
 as $$
 declare
     moment timestamptz := clock_timestamp();

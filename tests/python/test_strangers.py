@@ -499,3 +499,14 @@ def test_each_statement_names_the_schema_of_all_that_it_uses() -> None:
     found = {s for s in statements() if re.match(r"\s*(select|update)\s(?!\{\})", s)}
     assert len(found) > 30
     assert [(s, unsafe) for s in found if (unsafe := names(s))] == []
+
+
+def test_none_calls_a_private_function_that_has_the_search_path_of_its_caller(db):
+    files = [*(REPO / "python/pgqueue").rglob("*.py"), *(REPO / "sql/ops").iterdir()]
+    files += (REPO / "sql/monitoring").iterdir()
+    called = {n for f in files for n in re.findall(r"pgqueue\.(_\w+)\(", f.read_text())}
+    pinned = (
+        "select proname from pg_catalog.pg_proc where proconfig::text ~ 'search_path'"
+    )
+    assert called
+    assert called <= set(column(db, pinned))

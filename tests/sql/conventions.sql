@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(30);
+select plan(32);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -15,10 +15,41 @@ select c.oid, c.relname::text as name, c.relkind, c.relpersistence, c.relisparti
 from pg_class as c
 where c.relnamespace = 'pgqueue'::regnamespace;
 
+-- Who can call what, once every kind of role has been granted what it may do.
+create role pgqueue_granted;
+select pgqueue.grant_access('pgqueue_granted', k.kind)
+from unnest(array['producer', 'worker', 'operator', 'reader']) as k (kind);
+
+create temporary view door as
+select r.*
+from routine as r
+where not r.is_private
+    -- What runs with its owner's rights, or what anybody else may execute.
+    or r.prosecdef
+    or exists (
+        select from aclexplode(coalesce(r.proacl, acldefault('f', r.proowner))) as a
+        where a.grantee <> r.proowner
+    )
+    -- What a view, trigger, constraint, default, index, policy, cast or argument calls.
+    or exists (
+        select from pg_depend as d
+        where d.refclassid = 'pg_proc'::regclass and d.refobjid = r.oid
+    );
+
+select is_empty(
+    $$ select d.name from door as d
+       where not 'search_path=pg_catalog, pg_temp' = any (coalesce(d.proconfig, '{}')) $$,
+    'every function that a user, a view, a trigger or a constraint can call pins its search_path'
+);
 select is_empty(
     $$ select r.name from routine as r
-       where not 'search_path=pg_catalog, pg_temp' = any (coalesce(r.proconfig, '{}')) $$,
-    'every function pins its search_path'
+       where r.oid not in (select d.oid from door as d) and r.proconfig::text ~ 'search_path' $$,
+    'every other function has the search_path of the one that called it'
+);
+select set_eq(
+    $$ select d.name from door as d where d.is_private $$,
+    array['_count_jobs', '_count_dead', '_leased', '_recent_runs', '_dead_errors', '_error_like', '_last_state'],
+    'nobody but the owner may execute a private function, but for what the views call'
 );
 select is_empty(
     $$ select r.name from routine as r group by r.name having count(*) > 1 $$,
