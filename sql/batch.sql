@@ -94,7 +94,7 @@ comment on function pgqueue._is_batch_over(bigint) is
 'Whether a batch has no job left that waits or runs; null if only such as others
 are perhaps just ending.';
 
-create or replace function pgqueue._look_at_batches(batch_ids bigint[])
+create or replace function pgqueue._look_at_batches(batch_ids bigint[], is_hint boolean default true)
     returns void
     language plpgsql
     set jit = off
@@ -110,6 +110,9 @@ begin
     -- An old snapshot does not say whether they have been closed.
     if current_setting('transaction_isolation') <> 'read committed' then
         perform pgqueue._leave_loose_ends(looked_at, 'batch');
+        return;
+    end if;
+    if is_hint and pgqueue._is_lost() then
         return;
     end if;
     foreach batch_id in array looked_at loop
@@ -128,8 +131,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._look_at_batches(bigint[]) is
-'Looks at batches, and finishes those that are closed and over.';
+comment on function pgqueue._look_at_batches(bigint[], boolean) is
+'Looks at batches, and finishes those that are closed and over. From who just
+ends the jobs that is a hint.';
 
 create or replace function pgqueue._leave_batches(batch_ids bigint[], outcomes text[])
     returns void
@@ -314,7 +318,7 @@ begin
         refused := pgqueue._refuse(pgqueue._no_batch(batch_id, false));
     end if;
     perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
-    if is_alone then
+    if is_alone and not pgqueue._is_lost() then
         perform pgqueue._finish_batch(batch_id);
     end if;
 end;

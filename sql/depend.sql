@@ -17,7 +17,8 @@
 --
 -- Claims, rests and maintain look, a bounded number at a time. A row in loose_end says where to look first;
 -- it is a hint, and may be lost: the sweep finds all ties and batches in the order of the ids, from where the
--- last one stopped.
+-- last one stopped. Who ends a job gives one, too: that it looks at once saves the time until the sweep comes
+-- by. (See pgqueue.lose_hints in room ticket.)
 --
 -- Who claims a job locks it first, and leaves the new version with an xmax that equals its xmin.
 
@@ -67,6 +68,9 @@ create or replace function pgqueue._leave_loose_ends(
     language plpgsql
 as $$
 begin
+    if pgqueue._is_lost() then
+        return;
+    end if;
     insert into pgqueue.loose_end (look_at, id, what)
     select _leave_loose_ends.look_at, i.id, _leave_loose_ends.what
     from unnest(ids) as i (id);
@@ -318,7 +322,7 @@ comment on function pgqueue._doom(pgqueue._tie[], boolean, bigint[], text[]) is
 'Cancels who waits, by these ties, for a job that did not complete, where nobody
 else has it locked, and returns their ids.';
 
-create or replace function pgqueue._cut_ties(job_ids bigint[], most int default 200, is_choosy boolean default false)
+create or replace function pgqueue._cut_ties(job_ids bigint[], most int default null, is_choosy boolean default false)
     returns int
     language plpgsql
     set plan_cache_mode = force_generic_plan
@@ -354,9 +358,10 @@ begin
         from unnest(job_ids) as u (id)
         where (select true from pgqueue.dependency as d where d.job_id = u.id limit 1)
     );
-    if tied = '{}' then
+    if tied = '{}' or most is null and pgqueue._is_lost() then
         return 0;
     end if;
+    most := coalesce(most, 200);
     select array_agg(o.id), array_agg(o.outcome)
     into ended, outcomes
     from pgqueue._outcomes_of(tied[:most]) as o
@@ -467,7 +472,8 @@ $$;
 comment on function pgqueue._cut_ties(bigint[], int, boolean) is
 'Cuts at most so many ties of jobs that have ended: frees those whose wait is
 over, and cancels those that will not run without them, a chain at once.
-Returns how many. is_choosy passes over those that somebody may have locked.';
+Returns how many. is_choosy passes over those that somebody may have locked.
+Who just ends the jobs does not say how many: 200, and that is a hint.';
 
 create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_dead text)
     returns void
@@ -596,7 +602,7 @@ begin
     perform pgqueue._look_at_batches(array(
         select u.id from unnest(ids) as u (id)
         where (select b.closed_at is not null from pgqueue.batch as b where b.id = u.id)
-    ));
+    ), false);
     return pgqueue._cut_ties(ids, most);
 end;
 $$;
@@ -650,7 +656,7 @@ begin
             done := done + pgqueue._look_at_waiters(picked.waiters, most);
         end if;
         if picked.batches is not null then
-            perform pgqueue._look_at_batches(picked.batches);
+            perform pgqueue._look_at_batches(picked.batches, false);
         end if;
     end if;
     if done < most then

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psycopg
 
-from bench import client, groups, growth, page, sql
+from bench import client, groups, growth, limits, page, sql
 from bench.pgbench import reset
 from bench.report import Rounds, Workload, by_age, latencies, table
 from bench.server import Size, session
@@ -123,6 +123,13 @@ WORKLOADS = (
         lambda system: system.name in ("pgqueue", "chancy"),
         columns={"most": "the most in 0.9 s"},
         violations={"over": "over the rate"},
+    ),
+    Workload(
+        "limits",
+        "12d. What limits cost, in SQL",
+        limits.limits,
+        lambda system: system.name == "pgqueue",
+        columns={"share": "% of what it is beside", "p99": "p99 of a claim, ms"},
     ),
 )
 

@@ -1,8 +1,16 @@
-"""Fixtures: each test has a database of its own on the server of PGHOST, PGPORT ..."""
+"""Fixtures: each test has a database of its own on the server of PGHOST, PGPORT ...
+
+A module that is marked with loses_hints runs twice: as it is, and where every other hint gets
+lost. There each claim comes as if the time until the next sweep had passed, and the longest pause
+of a group that can give no more; and so does each look at jobs and batches. What no hint tells of
+must be found by then. Sessions that go on by themselves until all is done are marked with
+waits_for_sweeps: for them the time is real.
+"""
 
 import faulthandler
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +21,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
+from psycopg.pq import TransactionStatus
 from pytest_timeout import Settings
 
 Connect = Callable[..., psycopg.Connection]
@@ -20,6 +29,24 @@ Found = TypeVar("Found")
 TEMPLATE = "pgqueue_template"
 NUMBERS = itertools.count()
 LIMIT = pytest.StashKey[float]()  # seconds that a test may take
+# How many hints get lost. Which ones is by chance.
+LOST = [0.5] * 10 + [1] if os.environ.get("PGQUEUE_TEST_LONG") else [0.5]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    test = metafunc.definition
+    if (
+        "lost_hints" in metafunc.fixturenames
+        and marked(test, "loses_hints")
+        and not marked(test, "needs_hints")
+    ):
+        lost = [pytest.param(lost, id=f"{lost} lost") for lost in LOST]
+        plain = pytest.param(0, id=pytest.HIDDEN_PARAM)
+        metafunc.parametrize("lost_hints", [plain, *lost], indirect=True)
+
+
+def marked(test: pytest.Item, name: str) -> bool:
+    return test.get_closest_marker(name) is not None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -73,20 +100,66 @@ def database(template: str) -> Iterator[str]:
         admin.execute(f"drop database {name} with (force)")
 
 
+class Unhinted(psycopg.Connection):
+    """A session of a test that loses hints, see above."""
+
+    CLAIM = re.compile(r"pgqueue\.(claim|claim_from)\(")
+    LOOK = re.compile(r"pgqueue\.(status|jobs?|batches|run|dead_job)\b")
+    LET_TIME_PASS = """
+        select
+            setval('pgqueue._cell_groups_due', 1), setval('pgqueue._cell_due', 1),
+            pgqueue._unblock_groups(null, null)
+    """
+
+    def execute(self, query, *args, **options):
+        text = query if isinstance(query, str) else query.as_string(self)
+        if self.CLAIM.search(text):
+            super().execute(self.LET_TIME_PASS)
+        elif self.LOOK.search(text) and self.is_between_transactions:
+            super().execute(self.LET_TIME_PASS)
+            super().execute("select pgqueue.rest('{none}', park => false)")
+        return super().execute(query, *args, **options)
+
+    @property
+    def is_between_transactions(self) -> bool:
+        is_idle = self.info.transaction_status == TransactionStatus.IDLE
+        return self.autocommit and is_idle
+
+
 @pytest.fixture
-def dsn(template: str) -> Iterator[str]:
+def lost_hints(request: pytest.FixtureRequest) -> float:
+    """How many hints get lost, a part of 1."""
+    return getattr(request, "param", 0)
+
+
+@pytest.fixture
+def dsn(template: str, lost_hints: float) -> Iterator[str]:
     with database(template) as dsn:
+        if lost_hints:
+            lose_hints(dsn, lost_hints)
         yield dsn
 
 
+def lose_hints(dsn: str, part: float) -> None:
+    """Lose so many hints of all sessions that begin from now on."""
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        name = sql.Identifier(conn.info.dbname)
+        query = sql.SQL("alter database {} set pgqueue.lose_hints = {}")
+        conn.execute(query.format(name, part))
+
+
 @pytest.fixture
-def connect(dsn: str) -> Iterator[Connect]:
+def connect(
+    dsn: str, lost_hints: float, request: pytest.FixtureRequest
+) -> Iterator[Connect]:
     """Open sessions on the test's database, closed at its end; autocommit unless told."""
     opened: list[psycopg.Connection] = []
+    waits = not lost_hints or marked(request.node, "waits_for_sweeps")
+    kind = psycopg.Connection if waits else Unhinted
 
     def connect(**options) -> psycopg.Connection:
         options.setdefault("autocommit", True)
-        opened.append(psycopg.connect(dsn, **options))
+        opened.append(kind.connect(dsn, **options))
         return opened[-1]
 
     yield connect

@@ -9,6 +9,7 @@ import pytest
 from conftest import column, one, soon
 from psycopg import pq
 
+pytestmark = pytest.mark.loses_hints
 # What is configured, so that one job may run or begin, of jobs of kind x in group g.
 SCOPES = {
     "max_running of the queue": "max_running => 1",
@@ -176,6 +177,7 @@ def test_a_cap_of_all_queues_holds_where_two_sessions_meet_it_first(db, connect,
     assert one(db, "select count(*) from pgqueue.permit") == 1, "the copies are gone"
 
 
+@pytest.mark.waits_for_sweeps
 @scopes
 def test_caps_are_full_and_never_over_between_eight_sessions(db, connect, scope):
     """A claim that finds nothing has found a full cap, or no job."""
@@ -237,6 +239,7 @@ def test_a_claim_waits_for_no_lock_on_permits(db, connect):
     assert len(soon(lambda: claim(db))) == 1
 
 
+@pytest.mark.needs_hints  # where a permit was not given back it is known that its job has ended
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_lower_cap_holds_beside_an_attempt_that_may_be_ending(db, connect, ends):
     other = connect()

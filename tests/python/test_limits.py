@@ -4,6 +4,7 @@ import psycopg
 import pytest
 from conftest import column, one, soon
 
+pytestmark = pytest.mark.loses_hints
 CLAIM = "select id, token from pgqueue.claim('q', 'w', 10, kinds => %s)"
 
 
@@ -255,6 +256,7 @@ def test_the_jobs_of_a_group_of_one_run_in_their_order_whatever_their_kinds(limi
     assert id == second
 
 
+@pytest.mark.needs_hints  # it is told of the end that it waits for
 def test_a_worker_rests_while_the_only_due_jobs_wait_for_their_group(limited):
     db, other = limited
     enqueue(db, "a", "a")
@@ -273,6 +275,7 @@ def test_a_worker_rests_while_the_only_due_jobs_wait_for_their_group(limited):
     assert list(other.notifies(timeout=5, stop_after=1))
 
 
+@pytest.mark.needs_hints  # counts
 def test_a_hundred_thousand_jobs_behind_a_busy_key_are_not_walked_by_claims(db):
     db.execute("select pgqueue.configure('q', group_limit => 1)")
     fill = (

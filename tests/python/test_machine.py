@@ -19,7 +19,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from conftest import Connect, column, one
+from conftest import Connect, column, lose_hints, one
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -30,7 +30,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from psycopg import sql
 
 LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
 SHRINK = bool(os.environ.get("PGQUEUE_TEST_SHRINK"))
@@ -1186,13 +1185,9 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("lost", [0, 0.5])
-def test_whatever_sessions_do_limits_hold_and_nothing_is_stuck(connect, lost):
+def test_whatever_sessions_do_limits_hold_and_nothing_is_stuck(connect, dsn, lost):
     """Also where every other hint gets lost."""
-    with connect() as db:
-        name = sql.Identifier(db.info.dbname)
-        db.execute(
-            sql.SQL("alter database {} set pgqueue.lose_hints = {}").format(name, lost)
-        )
+    lose_hints(dsn, lost)
     with ThreadPoolExecutor(SESSIONS) as pool:
         run_state_machine_as_test(
             lambda: Machine(connect, pool),

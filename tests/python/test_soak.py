@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
+import pytest
 from conftest import column
 
 LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
@@ -288,14 +289,16 @@ def check(db: psycopg.Connection) -> None:
     assert db.execute(WRONGLY_CANCELLED).fetchall() == []
 
 
-def test_whatever_sessions_do_all_that_waits_comes_to_rest(db, connect):
+@pytest.mark.loses_hints
+@pytest.mark.waits_for_sweeps
+def test_whatever_sessions_do_all_that_waits_comes_to_rest(db, connect, lost_hints):
     db.execute(
         "create table made (job_id bigint, batch_id bigint, after bigint[], if_dead text)"
     )
     db.execute("select pgqueue.configure('q', group_limit => 2)")
     sessions = [connect() for _ in range(SESSIONS)]
     with ThreadPoolExecutor(SESSIONS) as pool:
-        for number in range(ROUNDS):
+        for number in range(ROUNDS // 2 if lost_hints else ROUNDS):
             seed = f"{SEED} {number}"
             db.execute("truncate made, pgqueue.run, pgqueue.dead_job, pgqueue.batch")
             for _ in range(2):

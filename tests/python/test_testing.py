@@ -204,6 +204,62 @@ def test_a_retry_runs_in_the_next_drain_of_scheduled_jobs(conn) -> None:
     assert [[r.outcome for r in ran] for ran in ends] == [["retry"], ["dead"], []]
 
 
+CAPS = [
+    "max_running => 1",
+    "kind => 'welcome', max_running => 1",
+    "rate_limit => 1, rate_period => '1 hour'",
+]
+GROUP_LIMITS = [
+    "group_limit => 1",
+    "group_key => 'g', group_limit => 1",
+    "group_key => '*', rate_limit => 1, rate_period => '1 hour'",
+]
+
+
+def enqueue_group(conn: psycopg.Connection) -> None:
+    for n in range(3):
+        welcome.with_options(group_key="g").enqueue(conn, to=str(n))
+
+
+@pytest.mark.parametrize(
+    "queue, limit",
+    [("'default'", limit) for limit in ["lease => '1 hour'", *CAPS, *GROUP_LIMITS]]
+    + [("null", limit) for limit in GROUP_LIMITS],
+)
+def test_drain_runs_all_jobs_of_a_group_whatever_the_limits(conn, queue, limit) -> None:
+    conn.execute(f"select pgqueue.configure({queue}, {limit})")
+    enqueue_group(conn)
+    before = [job.group_key for job in enqueued(conn)]
+    ran = drain(conn, app)
+    assert [job.result for job in ran] == ["hello 0", "hello 1", "hello 2"]
+    assert before == ["g"] * 3
+    assert enqueued(conn) == []
+
+
+@pytest.mark.parametrize("limit", CAPS)
+def test_drain_says_that_a_cap_of_all_queues_keeps_it_from_a_job(conn, limit) -> None:
+    conn.execute(f"select pgqueue.configure(null, {limit})")
+    enqueue_group(conn)
+    with pytest.raises(RuntimeError, match="max_running, rate or pause of all queues"):
+        drain(conn, app)
+    assert {(job.queue, job.group_key) for job in enqueued(conn)} == {("default", "g")}
+
+
+def test_drain_goes_on_behind_a_job_that_has_expired(conn) -> None:
+    welcome.with_options(
+        expires_at=datetime.now(UTC) + timedelta(microseconds=1)
+    ).enqueue(conn, to="nobody")
+    welcome.enqueue(conn, to="ada")
+    assert [job.result for job in drain(conn, app)] == ["hello ada"]
+
+
+def test_a_job_of_a_group_that_fails_in_a_drain_goes_back_to_it(conn) -> None:
+    conn.execute("select pgqueue.enqueue('default', '{}', 'welcome', group_key => 'g')")
+    assert [job.outcome for job in drain(conn, app, raises=False)] == ["retry"]
+    (job,) = enqueued(conn)
+    assert (job.queue, job.group_key) == ("default", "g")
+
+
 def test_drain_of_a_job_that_enqueues_itself_stops_at_max_jobs(conn) -> None:
     again = pgqueue.App()
 

@@ -12,6 +12,7 @@ from psycopg import IsolationLevel, errors
 from test_plans import pages
 from worker_harness import wait_until, where
 
+pytestmark = pytest.mark.loses_hints
 TIE = "select done from pgqueue.maintain() where task = 'tie loose ends'"
 pytest_plugins = ["worker_harness"]
 
@@ -169,6 +170,7 @@ def test_a_job_that_joins_a_batch_while_the_last_one_ends_holds_it_up(db, connec
     assert one(db, "select completed from pgqueue.batches") == 2
 
 
+@pytest.mark.needs_hints  # the end finishes the batch
 def test_a_job_that_joins_while_its_batch_finishes_waits_and_is_refused(
     db, connect, blocked
 ):
@@ -187,6 +189,7 @@ def test_a_job_that_joins_while_its_batch_finishes_waits_and_is_refused(
             joined.result()
 
 
+@pytest.mark.needs_hints  # the end finishes the batch
 def test_a_job_that_joins_while_its_batch_is_closed_and_finishes_is_refused(
     db, connect, blocked
 ):
@@ -595,6 +598,7 @@ def come_to_rest(db: psycopg.Connection, most: int) -> int:
     return max(reads)
 
 
+@pytest.mark.needs_hints  # counts
 def test_fifty_thousand_jobs_that_wait_for_one_are_cancelled_in_bounded_steps(db):
     lease = claimed(db)
     enqueue_after(db, lease[0], 50_000)
@@ -606,6 +610,7 @@ def test_fifty_thousand_jobs_that_wait_for_one_are_cancelled_in_bounded_steps(db
     assert one(db, cancelled) == 50_000
 
 
+@pytest.mark.needs_hints  # counts
 def test_ten_thousand_jobs_that_wait_for_one_run_when_it_completes(db):
     lease = claimed(db)
     enqueue_after(db, lease[0], 10_000)
@@ -619,6 +624,7 @@ def test_ten_thousand_jobs_that_wait_for_one_run_when_it_completes(db):
     assert one(db, "select count(*) from pgqueue.job where token is null") == 0
 
 
+@pytest.mark.needs_hints  # ten claims go over a thousand ties once
 def test_a_chain_of_a_thousand_jobs_runs_one_by_one(db):
     chain(db, 1000)
     ran = []
@@ -631,6 +637,7 @@ def test_a_chain_of_a_thousand_jobs_runs_one_by_one(db):
     assert ran == sorted(ran)
 
 
+@pytest.mark.needs_hints  # counts
 def test_a_chain_of_ten_thousand_jobs_whose_first_expires_ends_in_bounded_steps(db):
     first = chain(db, 10_000)
     db.execute(
@@ -643,6 +650,7 @@ def test_a_chain_of_ten_thousand_jobs_whose_first_expires_ends_in_bounded_steps(
     assert one(db, "select count(*) from pgqueue.job") == 0
 
 
+@pytest.mark.needs_hints  # counts
 def test_a_claim_over_ten_thousand_expired_chains_reads_little_more_than_over_jobs(db):
     reads = []
     for is_chained in (False, True):
@@ -678,6 +686,7 @@ def test_a_rest_sleeps_while_another_session_looks(db, connect):
     assert one(db, "select count(*) from pgqueue.loose_end") == 0
 
 
+@pytest.mark.needs_hints  # counts
 def test_the_last_two_ends_that_meet_are_found_before_ten_thousand_others(db, connect):
     """Before ANALYZE, and with nobody but claims to look."""
     first = one(db, "select pgqueue.enqueue('first')")

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(37);
+select plan(42);
 
 create function pg_temp.end_all(queue text, outcome text)
     returns bigint
@@ -164,6 +164,32 @@ select is(
 update pgqueue.batch set finished_at = finished_at - interval '15 days' where queue = 'done';
 select is((select done from pgqueue.maintain() where task = 'forget batches'), 1::bigint, 'maintain forgets a batch after 14 days');
 select is_empty('select from pgqueue.loose_end', 'a single session leaves no loose ends');
+
+-- All hints lost
+
+set local pgqueue.lose_hints = '1';
+select pgqueue.create_batch('lost') as id \gset
+select pgqueue.enqueue_many('m', array_fill('{}'::jsonb, array[4]), batch_id => :id);
+select pgqueue.close_batch(:id);
+select id, token from pgqueue.claim('m', 'w') \gset one_
+select pgqueue.complete(:one_id, :one_token);
+select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim('m', 'w');
+select pg_temp.end_all('m', 'complete');
+select is((select state from pgqueue.batches where id = :id), 'closed', 'with lose_hints the last end of a batch does not tell');
+select pgqueue.create_batch('no jobs') as empty \gset
+select pgqueue.close_batch(:empty);
+select is((select state from pgqueue.batches where id = :empty), 'closed', 'nor does who closes one without jobs');
+select is_empty('select from pgqueue.loose_end', 'and none of them leaves a loose end');
+select pgqueue._tie_loose_ends(1000);
+select results_eq(
+    format('select state, completed, dead from pgqueue.batches where id in (%s, %s) order by id', :id, :empty),
+    $$ values ('finished', 3::bigint, 1::bigint), ('finished', 0, 0) $$,
+    'the sweep finds both, and counts what died'
+);
+select is(
+    (select count(*) from pgqueue.job where queue in ('lost', 'no jobs')), 2::bigint, 'each has its callback'
+);
+set local pgqueue.lose_hints = '';
 
 select * from finish();
 rollback;

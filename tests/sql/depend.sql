@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(38);
+select plan(46);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -138,6 +138,33 @@ select is(pg_temp.state(:c), 'ready', 'so may the end of a lease');
 select pgqueue._tie_loose_ends(1000);
 select is_empty('select from pgqueue.loose_end', 'one look is enough');
 select is_empty('select from pgqueue.dependency as d where d.job_id not in (select id from pgqueue.job)', 'and no ended job has ties');
+
+-- All hints lost
+
+select pgqueue._tie_loose_ends(1000);
+set local pgqueue.lose_hints = '1';
+select pgqueue.enqueue('a') as a \gset
+select pgqueue.enqueue('b', after => array[:a]) as b \gset
+select pgqueue.enqueue('c', after => array[:b]) as c \gset
+select pgqueue.enqueue('c', after => array[:b], if_dead => 'run') as d \gset
+select pg_temp.end_one('a', 'complete');
+select is(pg_temp.state(:b), 'blocked', 'with lose_hints an end does not tell who waits');
+select pgqueue._tie_loose_ends(1000);
+select is(pg_temp.state(:b), 'ready', 'the sweep finds that it is over');
+select pg_temp.end_one('b', 'dead');
+select pgqueue.enqueue('c', after => array[:b]) as e \gset
+select is(pg_temp.state(:e), 'cancelled', 'who is enqueued after it knows, because that is no hint');
+select is(pg_temp.state(:c), 'blocked', 'nor does one that is dead');
+select pgqueue._tie_loose_ends(1000);
+select is(pg_temp.state(:c) || ', ' || pg_temp.state(:d), 'cancelled, ready', 'the sweep finds that, too');
+select pgqueue.enqueue('a') as a \gset
+select pgqueue.enqueue('b', after => array[:a]) as b \gset
+select pgqueue.purge('a');
+select is(pg_temp.state(:b), 'blocked', 'nor does a purge');
+select is_empty('select from pgqueue.loose_end', 'and none of them leaves a loose end');
+select pgqueue._tie_loose_ends(1000);
+select is(pg_temp.state(:b), 'cancelled', 'the sweep finds what was purged');
+set local pgqueue.lose_hints = '';
 
 select * from finish();
 rollback;

@@ -67,7 +67,7 @@ CANDIDATE = """
         end)
 """
 NEXT = f"""
-    select j.id, j.queue {CANDIDATE} and j.run_at operator(pg_catalog.<=) t.moment
+    select j.id, j.queue, j.group_key {CANDIDATE} and j.run_at operator(pg_catalog.<=) t.moment
     order by pg_catalog.array_position(%(queues)s, j.queue), j.priority desc, j.run_at, j.id
     limit 1
 """
@@ -85,7 +85,7 @@ MAKE_DUE = f"""
     where job.id operator(pg_catalog.=) due.id
 """
 MOVE = (
-    "update pgqueue.job set queue = %s"
+    "update pgqueue.job set queue = %s, group_key = %s"
     " where id operator(pg_catalog.=) %s and queue operator(pg_catalog.=) %s"
 )
 
@@ -166,6 +166,11 @@ def drain(
     are run, for tests whose code commits, in a database of their own. Without it, raises
     ValueError unless a transaction is open.
 
+    One job runs at a time, whatever the limits, rates and pauses of its queue, its kind there
+    or its group. Raises RuntimeError where max_running, a rate or a pause of all queues
+    (`configure(null, ...)`) keeps a job from running: nobody may use the permits that his own
+    transaction has made.
+
     What a handler raises is raised, except Retry, Snooze and Reject; with `raises` false the
     job fails instead, as with a worker. A handler with transaction=True gets this session, in
     a savepoint. Raises LookupError for a kind without a handler. The role must own the table
@@ -193,17 +198,22 @@ def drain(
 
 def _claim(conn: database.Connection, which: dict[str, Any]) -> Attempt | None:
     """Claim the next job as a worker would, and no other: from a queue of its own."""
-    with conn.transaction():
-        if (row := conn.execute(NEXT, which).fetchone()) is None:
-            return None
-        job_id, queue = row
+    while row := conn.execute(NEXT, which).fetchone():
+        job_id, queue, group_key = row
         aside = f"pgqueue.testing {secrets.token_hex(8)}"
-        conn.execute(MOVE, (aside, job_id, queue))
-        attempts = claim(conn, "pgqueue.testing", [aside], 1, lease=3600)
-        conn.execute(MOVE, (queue, job_id, aside))
-    for attempt in attempts:
-        attempt.queue = queue
-        return attempt
+        with conn.transaction():
+            conn.execute(MOVE, (aside, None, job_id, queue))
+            attempts = claim(conn, "pgqueue.testing", [aside], 1, lease=3600)
+            moved = conn.execute(MOVE, (queue, group_key, job_id, aside))
+            if not attempts and moved.rowcount:
+                raise RuntimeError(
+                    f"job {job_id} is due, and a max_running, rate or pause of all queues keeps"
+                    " drain from it; one that is set for a queue by its name does not"
+                )
+        # One that has expired is cancelled instead.
+        for attempt in attempts:
+            attempt.queue = queue
+            return attempt
     return None
 
 
