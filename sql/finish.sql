@@ -58,7 +58,8 @@ begin
             ) is not true then
                 perform pgqueue._notify(done.queue, 'end');
             end if;
-            if pg_relation_size('pgqueue.dependency') > 0 then
+            perform from pgqueue.dependency as d where d.job_id = complete.job_id limit 1;
+            if found then
                 perform pgqueue._cut_ties(array[job_id]);
             end if;
         end if;

@@ -229,11 +229,10 @@ begin
         from unnest(group_keys, gives, limits, starts) with ordinality as g (key, give, most, start, nth)
         -- In order, up to the first that this claim may not take.
         cross join lateral (
-            select coalesce(array_agg(c.tid) filter (where c.is_open), '{}') as tids
+            select c.tids[:coalesce(array_position(c.tids, null) - 1, cardinality(c.tids))] as tids
             from (
-                select c.tid, bool_and(c.is_wanted) over (rows unbounded preceding) as is_open
-                from (
-                    select j.ctid as tid, w.is_wanted
+                select array(
+                    select case when w.is_wanted then j.ctid end
                     from pgqueue.job as j
                     cross join lateral (
                         select (_take_limited.kinds is null or j.kind = any (_take_limited.kinds))
@@ -259,8 +258,10 @@ begin
                             or not pgqueue._has_higher(_take_limited.queue, g.key, _take_limited.priority, moment))
                     order by j.run_at, j.id
                     limit g.give + least(coalesce(g.most - 1, extra), extra)
-                ) as c
+                ) as tids
+                offset 0
             ) as c
+            offset 0
         ) as c
         cross join lateral (
             select
@@ -771,33 +772,36 @@ begin
         ) as t;
         return;
     end if;
-    select
-        array_agg(n.tid order by n.at) filter (where n.nth = 1),
-        array_agg(n.group_key order by n.at) filter (where n.nth = 1),
-        array_agg(n.served order by n.at) filter (where n.nth = 1),
-        array_agg(n.start order by n.at) filter (where n.nth = 1),
-        array_agg(n.at order by n.at) filter (where n.nth = 1),
-        array_agg(n.tid) filter (where n.nth > 1)
-    into tids, keys, served, starts, ats, copies
+    select array_agg(l.tid), array_agg(l.group_key), array_agg(l.served), array_agg(l.start), array_agg(l.at)
+    into tids, keys, served, starts, ats
     from (
-        select l.*, row_number() over (partition by l.group_key order by l.at) as nth
+        select
+            t.ctid as tid, t.group_key, t.served, t.at,
+            -- A time of another clock is none.
+            coalesce(
+                case when t.start_until between moment and moment + interval '1 minute' then t.start_at end,
+                '-infinity'
+            ) as start
+        from pgqueue.ticket as t
+        where hashtext(t.queue) = hashtext(_next_tickets.queue) and t.priority = _next_tickets.priority
+            and t.queue = _next_tickets.queue and t.at > start and t.at <= upto
+        order by t.at
+        limit most
+        for update skip locked
+    ) as l;
+    if cardinality(keys) > 1 and cardinality(keys) > (select count(distinct u.key) from unnest(keys) as u (key)) then
+        select
+            array_agg(n.tid order by n.place) filter (where n.nth = 1),
+            array_agg(n.key order by n.place) filter (where n.nth = 1),
+            array_agg(n.served order by n.place) filter (where n.nth = 1),
+            array_agg(n.start order by n.place) filter (where n.nth = 1),
+            array_agg(n.at order by n.place) filter (where n.nth = 1),
+            array_agg(n.tid) filter (where n.nth > 1)
+        into tids, keys, served, starts, ats, copies
         from (
-            select
-                t.ctid as tid, t.group_key, t.served, t.at,
-                -- A time of another clock is none.
-                coalesce(
-                    case when t.start_until between moment and moment + interval '1 minute' then t.start_at end,
-                    '-infinity'
-                ) as start
-            from pgqueue.ticket as t
-            where hashtext(t.queue) = hashtext(_next_tickets.queue) and t.priority = _next_tickets.priority
-                and t.queue = _next_tickets.queue and t.at > start and t.at <= upto
-            order by t.at
-            limit most
-            for update skip locked
-        ) as l
-    ) as n;
-    if copies is not null then
+            select u.*, row_number() over (partition by u.key order by u.place) as nth
+            from unnest(tids, keys, served, starts, ats) with ordinality as u (tid, key, served, start, at, place)
+        ) as n;
         delete from pgqueue.ticket as t where t.ctid = any (copies);
     end if;
 end;

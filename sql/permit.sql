@@ -257,22 +257,30 @@ create or replace function pgqueue._return_permits(
     set enable_seqscan = off
     set enable_tidscan = on
 as $$
+declare
+    are_of_groups boolean;
 begin
     if not pgqueue._is_lost() then
-        update pgqueue.permit as p
-        set free_at = clock_timestamp(), job_id = null, is_surplus = false
-        where p.ctid = any (array(
-            select k.ctid
-            from pgqueue.permit as k
-            where k.ctid = any (permits) and k.job_id = any (job_ids) and not k.is_rate
-                and (kept_ids is null or k.group_key = '' or k.job_id <> all (kept_ids))
-            for update skip locked
-        ));
+        with back as (
+            update pgqueue.permit as p
+            set free_at = clock_timestamp(), job_id = null, is_surplus = false
+            where p.ctid = any (array(
+                select k.ctid
+                from pgqueue.permit as k
+                where k.ctid = any (permits) and k.job_id = any (job_ids) and not k.is_rate
+                    and (kept_ids is null or k.group_key = '' or k.job_id <> all (kept_ids))
+                for update skip locked
+            ))
+            returning p.group_key
+        )
+        select bool_and(b.group_key <> '') into are_of_groups from back as b;
     end if;
     if num_nonnulls(variadic group_keys) > 0 then
         perform pgqueue._wake_groups(queues, group_keys);
     end if;
-    if queues[1] = all (queues) then
+    if are_of_groups then
+        return;
+    elsif queues[1] = all (queues) then
         perform pgqueue._wake(queues[1]);
     else
         perform pgqueue._wake(q.name) from (select distinct u.name from unnest(queues) as u (name)) as q;

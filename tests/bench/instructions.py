@@ -34,6 +34,15 @@ GROUPS = (
 )
 LIMITED = f"select pgqueue.configure('bench', group_limit => 1);\n\n{GROUPS}"
 CAPPED = f"select pgqueue.configure('bench', max_running => 1000);\n\n{PLAIN}"
+OWN = "select pgqueue.configure('bench', max_attempts => 3, retry_base => '1 second');\n\n"
+# In a real install others use something.
+ELSEWHERE = """
+select pgqueue.configure('other', max_attempts => 3, group_limit => 2);
+select pgqueue.configure('other', kind => 'k', max_running => 2);
+select pgqueue.schedule('nightly', 'other', cron => '0 3 1 1 *');
+select pgqueue.enqueue('other', batch_id => pgqueue.create_batch('other'));
+select pgqueue.enqueue('other', after => array[pgqueue.enqueue('other')]);
+""".strip().replace(";\n", ";\n\n") + "\n\n"
 ENQUEUE_INTO_A_GROUP = "select pgqueue.enqueue('bench', group_key => 'group 7')"
 # One transaction for each; a batch is claimed and completed in one. What is counted, jobs in a call, and
 # what is there before.
@@ -42,6 +51,12 @@ CALLS = {
     "claim and complete one job, one transaction": (ONE, 1, PLAIN),
     "claim and complete 50, for each job": (FIFTY, 50, PLAIN),
     "bulk enqueue of 100, for each job": (sized(PGQUEUE.bulk, 100), 100, PLAIN),
+    "enqueue, all else used elsewhere": (PGQUEUE.enqueue, 1, ELSEWHERE + PLAIN),
+    "claim and complete one, all else used elsewhere": (ONE, 1, ELSEWHERE + PLAIN),
+    "claim and complete 50, all else used elsewhere": (FIFTY, 50, ELSEWHERE + PLAIN),
+    "enqueue, own settings": (PGQUEUE.enqueue, 1, OWN + PLAIN),
+    "claim and complete one, own settings": (ONE, 1, OWN + PLAIN),
+    "claim and complete 50, own settings": (FIFTY, 50, OWN + PLAIN),
     "enqueue into one of 500 groups": (ENQUEUE_INTO_A_GROUP, 1, GROUPS),
     "claim and complete one job of 500 groups": (ONE, 1, GROUPS),
     "claim and complete 50 of 500 groups": (FIFTY, 50, GROUPS),
@@ -51,10 +66,10 @@ CALLS = {
     "claim and complete one, max_running 1000": (ONE, 1, CAPPED),
     "claim and complete 50, max_running 1000": (FIFTY, 50, CAPPED),
 }
-# What claims do each 50 or 100 ms, whatever they return: under valgrind that would be every one.
+# What claims do some times a second, whatever they return: under valgrind that would be every one.
 REST = (
     "select setval(c.oid::regclass, (extract(epoch from clock_timestamp()) * 1000000)::bigint - 1577836741000000) "
-    "from pg_class as c where c.relname = '_cell_groups_due';\n\n"
+    "from pg_class as c where c.relname in ('_cell_groups_due', '_cell_due');\n\n"
     "select pgqueue._note_lanes('bench', pgqueue._due_lanes('bench', clock_timestamp()), "
     "clock_timestamp() - interval '1 minute');\n\n"
 )
