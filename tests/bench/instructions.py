@@ -36,13 +36,16 @@ LIMITED = f"select pgqueue.configure('bench', group_limit => 1);\n\n{GROUPS}"
 CAPPED = f"select pgqueue.configure('bench', max_running => 1000);\n\n{PLAIN}"
 OWN = "select pgqueue.configure('bench', max_attempts => 3, retry_base => '1 second');\n\n"
 # In a real install others use something.
-ELSEWHERE = """
+ELSEWHERE = (
+    """
 select pgqueue.configure('other', max_attempts => 3, group_limit => 2);
 select pgqueue.configure('other', kind => 'k', max_running => 2);
 select pgqueue.schedule('nightly', 'other', cron => '0 3 1 1 *');
 select pgqueue.enqueue('other', batch_id => pgqueue.create_batch('other'));
 select pgqueue.enqueue('other', after => array[pgqueue.enqueue('other')]);
-""".strip().replace(";\n", ";\n\n") + "\n\n"
+""".strip().replace(";\n", ";\n\n")
+    + "\n\n"
+)
 ENQUEUE_INTO_A_GROUP = "select pgqueue.enqueue('bench', group_key => 'group 7')"
 # One transaction for each; a batch is claimed and completed in one. What is counted, jobs in a call, and
 # what is there before.

@@ -756,7 +756,9 @@ def test_a_sweep_reads_as_much_of_a_deep_group_as_of_a_short_one(db, limit):
         fill_groups(db, 100, depth)
         one(db, "select count(*) from pgqueue.claim('q', 'w', 20)")
         # The sweep doubts tickets that nobody has taken for a second, and a slow fill makes such.
-        db.execute("update pgqueue.ticket set at = clock_timestamp() where at < clock_timestamp()")
+        db.execute(
+            "update pgqueue.ticket set at = clock_timestamp() where at < clock_timestamp()"
+        )
         costs.append(max(pages(db, sweep) for _ in range(4)))
     # 50 groups; each is found by four descents of indexes that are two pages higher.
     assert costs[1] <= costs[0] + 50 * 4 * 2, costs
