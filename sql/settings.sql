@@ -59,23 +59,13 @@ as $$
 declare
     settings pgqueue.queue_in_force;
 begin
-    settings.queue := '';
-    settings.has_narrow := false;
-    settings.has_pauses := false;
-    settings.has_groups := false;
-    settings.has_caps := false;
-    settings.paused := false;
-    settings.notify := true;
-    settings.keep_payloads := false;
-    settings.max_attempts := 20;
-    settings.keep_runs := 7;
-    settings.weight := 1;
-    settings.lease := '30 seconds';
-    settings.retry_base := '5 seconds';
-    settings.retry_cap := '1 hour';
-    settings.rate_period := '1 second';
-    settings.wait_target := '5 minutes';
-    settings.group_on_retry := 'skip';
+    select
+        '' as queue, false as has_narrow, false as has_pauses, false as has_groups, false as has_caps,
+        false as paused, true as notify, false as keep_payloads, 20 as max_attempts, 7 as keep_runs,
+        null as max_payload_bytes, 1 as weight, null as group_limit, null as max_running, null as rate_limit,
+        '30 seconds' as lease, '5 seconds' as retry_base, '1 hour' as retry_cap, '1 second' as rate_period,
+        null as age_after, null as keep_dead, '5 minutes' as wait_target, 'skip' as group_on_retry
+    into settings;
     return settings;
 end;
 $$;
@@ -204,7 +194,7 @@ create or replace function pgqueue._in_force(queue text, kind text default '', g
     set jit = off
 as $$
 declare
-    settings pgqueue.queue_in_force;
+    settings record;
     other pgqueue.queue;
 begin
     if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> (hashtext(_in_force.queue) & 255) % 63 & 1 = 0 then
