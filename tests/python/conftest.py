@@ -1,10 +1,10 @@
 """Fixtures: each test has a database of its own on the server of PGHOST, PGPORT ...
 
 A module that is marked with loses_hints runs twice: as it is, and where every other hint gets
-lost. There each claim comes as if the time until the next sweep had passed, and the longest pause
-of a group that can give no more; one that finds nothing comes once more, and each look at jobs and
-batches after a sweep. What no hint tells of must be found by then. Sessions that go on by themselves until all is done are marked with
-waits_for_sweeps: for them the time is real.
+lost. There each claim comes as if the time until the next sweep had passed, and the longest
+pause of a group that can give no more; one that finds nothing comes once more, and each look at
+jobs and batches comes after a sweep. What no hint tells of must be found by then. Sessions that
+go on by themselves until all is done are marked with waits_for_sweeps: for them the time is real.
 """
 
 import faulthandler
