@@ -1,10 +1,10 @@
 """Fixtures: each test has a database of its own on the server of PGHOST, PGPORT ...
 
 A module that is marked with loses_hints runs twice: as it is, and where every other hint gets
-lost. There each claim comes as if the time until the next sweep had passed, and the longest pause
-of a group that can give no more; and so does each look at jobs and batches. What no hint tells of
-must be found by then. Sessions that go on by themselves until all is done are marked with
-waits_for_sweeps: for them the time is real.
+lost. There each claim comes as if the time until the next sweep had passed, and the longest
+pause of a group that can give no more; one that finds nothing comes once more, and each look at
+jobs and batches comes after a sweep. What no hint tells of must be found by then. Sessions that
+go on by themselves until all is done are marked with waits_for_sweeps: for them the time is real.
 """
 
 import faulthandler
@@ -114,6 +114,11 @@ class Unhinted(psycopg.Connection):
     def execute(self, query, *args, **options):
         text = query if isinstance(query, str) else query.as_string(self)
         if self.CLAIM.search(text):
+            super().execute(self.LET_TIME_PASS)
+            cursor = super().execute(query, *args, **options)
+            if cursor.rowcount > 0:
+                return cursor
+            # Permits that it has made, or freed, are for the next.
             super().execute(self.LET_TIME_PASS)
         elif self.LOOK.search(text) and self.is_between_transactions:
             super().execute(self.LET_TIME_PASS)
