@@ -561,6 +561,7 @@ begin
             array_fill(coalesce(priority, 0), array[cardinality(group_keys)]),
             array_fill(coalesce(run_at, moment), array[cardinality(group_keys)])
         );
+        perform pgqueue._list_lane(queue, 1000 + coalesce(priority, 0));
     end if;
     if num_nonnulls(variadic group_keys) < cardinality(payloads) or group_keys is null then
         perform pgqueue._announce(queue, priority, run_at);

@@ -740,7 +740,8 @@ _pick_groups sets it.';
 
 create or replace function pgqueue._next_tickets(
     queue text, priority int, start timestamptz, upto timestamptz, most int, may_hold boolean, moment timestamptz,
-    out tids tid[], out keys text[], out served int[], out starts timestamptz[], out ats timestamptz[]
+    out tids tid[], out keys text[], out served int[], out starts timestamptz[],
+    out ats timestamptz[], out others int
 )
     language plpgsql
 as $$
@@ -748,6 +749,7 @@ declare
     free tid[];
     copies tid[];
 begin
+    others := 0;
     if not may_hold then
         tids := array(
             select t.ctid
@@ -804,21 +806,33 @@ begin
         ) as n;
         delete from pgqueue.ticket as t where t.ctid = any (copies);
     end if;
+    if (cardinality(keys) < most) is not false then
+        others := (
+            select greatest(count(*) - coalesce(cardinality(keys), 0), 0)
+            from (
+                select
+                from pgqueue.ticket as t
+                where hashtext(t.queue) = hashtext(_next_tickets.queue) and t.priority = _next_tickets.priority
+                    and t.queue = _next_tickets.queue and t.at > start and t.at <= upto
+                limit most
+            ) as t
+        );
+    end if;
 end;
 $$;
 
 comment on function pgqueue._next_tickets(text, int, timestamptz, timestamptz, int, boolean, timestamptz) is
-'Locks the next tickets of a lane that are due, and drops copies; or, where it
-may hold none, returns those that others have locked. Plans as _pick_groups sets
-it.';
+'Locks the next tickets of a lane that are due, and drops copies; where these are
+few, says how many others have locked. Or, where it may hold none, returns those.
+Plans as _pick_groups sets it.';
 
-create or replace function pgqueue._gives(weights int[], limits int[], served int[], wanted int)
+create or replace function pgqueue._gives(weights int[], limits int[], served int[], others int, wanted int)
     returns int[]
     language plpgsql
     immutable
 as $$
 declare
-    each int := ceil(wanted::float8 / coalesce((select sum(w.weight) from unnest(weights) as w (weight)), cardinality(served)));
+    each int := ceil(wanted::float8 / (others + (select sum(coalesce(w.weight, 1)) from unnest(weights) as w (weight))));
 begin
     return array(
         select least(g.most, greatest(1, each * coalesce(g.weight, 1) - greatest(g.served, 0)))
@@ -828,9 +842,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._gives(int[], int[], int[], int) is
+comment on function pgqueue._gives(int[], int[], int[], int, int) is
 'How many jobs each of some groups may give, by its weight, to a claim that wants
-so many.';
+so many, and that has not met so many others.';
 
 create or replace function pgqueue._pick_plain_groups(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, start timestamptz,
@@ -924,8 +938,7 @@ declare
     start timestamptz := '-infinity'::timestamptz;
     -- Under caps this may be a second pick, and the turns of the first are over.
     upto timestamptz := clock_timestamp();
-    -- From the position; from the beginning; those that others hold.
-    stage int := 2;
+    is_from_start boolean := true;
     known_at timestamptz := timestamptz '2020-01-01 00:00 UTC' + (known.reached >> 12) * interval '1 microsecond';
     -- Some jobs of each of some groups are cheaper than one of each of as many.
     batch int := least(wanted, greatest(10, ceil(sqrt(wanted)), ceil(wanted::float8 / shared.group_limit)));
@@ -934,6 +947,9 @@ declare
     began timestamptz := clock_timestamp();
     walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass);
     may_give_more boolean := false;
+    -- Whether it serves the groups whose tickets others have locked.
+    is_guest boolean := false;
+    are_locked boolean := false;
     passed_at timestamptz;
     vain int := 0;
     plain record;
@@ -955,7 +971,7 @@ begin
     picks := '{}';
     perform pgqueue._sweep_groups_if_due(moment, new_token);
     if known.reached is not null and not is_whole then
-        stage := 1;
+        is_from_start := false;
         start := known_at;
     end if;
     if not has_own and num_nonnulls(shared.group_limit, taken) = 0 and not is_whole then
@@ -966,15 +982,25 @@ begin
         end if;
     end if;
     while cardinality(picks) < wanted loop
-        met := pgqueue._next_tickets(queue, own_priority, start, upto, batch, stage < 3, moment);
-        if met.keys is null and may_give_more then
+        met := pgqueue._next_tickets(queue, own_priority, start, upto, batch, not is_guest, moment);
+        are_locked := are_locked or met.others > 0;
+        if met.keys is null and are_locked and picks <> '{}' then
+            -- Those that others just serve have their share as well.
+            are_locked := false;
+            is_guest := true;
+            start := '-infinity'::timestamptz;
+            continue;
+        elsif met.keys is null and may_give_more then
             -- All have been looked at: once more at those that gave what was asked.
             may_give_more := false;
+            is_guest := false;
+            start := upto;
             upto := clock_timestamp() + interval '1 millisecond';
             continue;
         elsif met.keys is null then
-            exit when picks <> '{}' or stage = 3;
-            stage := stage + 1;
+            exit when picks <> '{}' or is_guest;
+            is_guest := is_from_start;
+            is_from_start := true;
             start := '-infinity'::timestamptz;
             began := clock_timestamp();
             continue;
@@ -986,10 +1012,10 @@ begin
             rates := settings.rates;
             periods := settings.periods;
             may_keep := settings.may_keep;
-            gives := pgqueue._gives(settings.weights, limits, met.served, asked);
+            gives := pgqueue._gives(settings.weights, limits, met.served, met.others, asked);
         else
             gives := array_fill(
-                least(ceil(asked::float8 / cardinality(met.keys)), shared.group_limit)::int,
+                least(ceil(asked::float8 / (cardinality(met.keys) + met.others)), shared.group_limit)::int,
                 array[cardinality(met.keys)]
             );
             limits := case when shared.group_limit is not null
@@ -1033,7 +1059,7 @@ begin
         came := case when cardinality(picks) >= wanted then visit.groups[cardinality(visit.groups)]
             else cardinality(met.keys)
         end;
-        if stage < 3 then
+        if not is_guest then
             vain := vain + greatest(came - coalesce(cardinality(visit.groups), 0), 0);
             -- The last one may have more to give.
             passed_at := coalesce(met.ats[came - (cardinality(picks) >= wanted)::int], passed_at);
@@ -1060,7 +1086,7 @@ begin
         perform pgqueue._leave_place(
             key, known.record,
             least(greatest(passed_at, known_at), moment - interval '10 milliseconds'), null,
-            case when known_at is null or stage > 1 and not is_whole then began end
+            case when known_at is null or is_from_start and not is_whole then began end
         );
     end if;
 end;

@@ -256,9 +256,6 @@ def test_shares_are_by_weight_where_each_worker_asks_for_another_kind(
     )
 
 
-@pytest.mark.xfail(
-    reason="a claim that meets all tickets but one locked takes all its jobs from that group"
-)
 @pytest.mark.parametrize("size", [10, 50])
 def test_shares_are_by_weight_where_workers_of_two_kinds_claim_at_once(
     connect, two_kinds, size
