@@ -822,9 +822,9 @@ end;
 $$;
 
 comment on function pgqueue._next_tickets(text, int, timestamptz, timestamptz, int, boolean, timestamptz) is
-'Locks the next tickets of a lane that are due, and drops copies; where these are
-few, says how many others have locked. Or, where it may hold none, returns those.
-Plans as _pick_groups sets it.';
+'Locks the next tickets of a lane that are due, and drops copies; where these
+are few, says how many others have locked. Or, where it may hold none, returns
+those. Plans as _pick_groups sets it.';
 
 create or replace function pgqueue._gives(weights int[], limits int[], served int[], others int, wanted int)
     returns int[]

@@ -270,11 +270,11 @@ def test_shares_are_by_weight_where_workers_of_two_kinds_claim_at_once(
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, "xy"))
-    check_shares(
-        served, weights, two_kinds, bound(weights, size, 2), visit(weights, size)
-    )
+    # A claim that meets all tickets but one locked serves the others beside their turns.
+    behind = dict.fromkeys(weights, 2.0 * size)
+    check_shares(served, weights, two_kinds, behind, visit(weights, size))
     alone = [claim for claim in served if len(set(claim)) == 1]
-    assert len(alone) <= len(served) / 20
+    assert len(alone) <= len(served) / 10
 
 
 @pytest.mark.parametrize("why", ["paused", "at its cap", "beyond its rate"])
