@@ -150,6 +150,7 @@ comment on index pgqueue.job_lane_idx is 'Which jobs of a lane are due, in order
 -- By 64 bits, because a sweep that goes from group to group would never meet the second of two with one hash.
 create index job_group_idx
 on pgqueue.job (hashtextextended(group_key, hashtext(queue)), (-priority), run_at, id)
+with (deduplicate_items = off)
 where group_key is not null;
 comment on index pgqueue.job_group_idx is 'Which is the first job of a group? Which groups have any?';
 

@@ -60,11 +60,12 @@ declare
     settings pgqueue.queue_in_force;
 begin
     select
-        '' as queue, false as has_narrow, false as has_pauses, false as has_groups, false as has_caps,
+        ''::text as queue, false as has_narrow, false as has_pauses, false as has_groups, false as has_caps,
         false as paused, true as notify, false as keep_payloads, 20 as max_attempts, 7 as keep_runs,
-        null as max_payload_bytes, 1 as weight, null as group_limit, null as max_running, null as rate_limit,
-        '30 seconds' as lease, '5 seconds' as retry_base, '1 hour' as retry_cap, '1 second' as rate_period,
-        null as age_after, null as keep_dead, '5 minutes' as wait_target, 'skip' as group_on_retry
+        null::int as max_payload_bytes, 1 as weight, null::int as group_limit, null::int as max_running,
+        null::int as rate_limit, interval '30 seconds' as lease, interval '5 seconds' as retry_base,
+        interval '1 hour' as retry_cap, interval '1 second' as rate_period, null::interval as age_after,
+        null::interval as keep_dead, interval '5 minutes' as wait_target, 'skip'::text as group_on_retry
     into settings;
     return settings;
 end;
