@@ -230,11 +230,11 @@ declare
     refused boolean;
     job_id bigint;
 begin
-    -- Four shortcuts for the plain call, which may name a kind; each saves up to a tenth: options
+    -- Four shortcuts for the plain call, which may name a kind or a group; each saves up to a tenth: options
     -- are checked only where there are any, settings are read only where there are any,
     -- the INSERT has no conflicts and no defaults to think of, and _wake() is written out.
     if num_nonnulls(
-            priority, run_at, max_attempts, unique_key, on_duplicate, group_key, headers, unique_for,
+            priority, run_at, max_attempts, unique_key, on_duplicate, headers, unique_for,
             expires_at, batch_id, after, if_dead
         ) > 0
         or (octet_length(queue) <@ int4range '[1,200]') is not true
@@ -281,12 +281,22 @@ begin
     end if;
 
     if has_options is not true then
-        insert into pgqueue.job as j (run_at, enqueued_at, priority, max_attempts, queue, kind, payload)
+        insert into pgqueue.job as j (run_at, enqueued_at, priority, max_attempts, queue, kind, group_key, payload)
         values (
             moment, moment, 0, coalesce(settings.max_attempts, 20),
-            enqueue.queue, coalesce(enqueue.kind, enqueue.queue), coalesce(enqueue.payload, '{}')
+            enqueue.queue, coalesce(enqueue.kind, enqueue.queue), enqueue.group_key, coalesce(enqueue.payload, '{}')
         )
         returning j.id into job_id;
+        if group_key is not null then
+            if octet_length(group_key) not between 1 and 200 then
+                refused := pgqueue._refuse(pgqueue._bad_name('group_key', group_key));
+            end if;
+            if pgqueue._insert_ticket(queue, group_key, 0, moment)
+                and (settings.has_groups or settings.group_limit is not null)
+            then
+                perform pgqueue._make_group_permits(queue, array[group_key], settings);
+            end if;
+        end if;
     else
         loop
             insert into pgqueue.job as j (

@@ -661,12 +661,6 @@ comment on type pgqueue._cron is
 'What a cron text lists, each in order, and whether either of the two days is
 enough.';
 
-create type pgqueue._texts as (columns text[], arrays text[], hidden jsonb, others jsonb);
-comment on type pgqueue._texts is
-'How a trigger reads the rows of a table: the names of all columns; those that
-are arrays, of those that to_jsonb must not see; and, as objects with nothing but
-nulls, these and all others that are no domains.';
-
 -- What waits for the end of jobs. No row is ever written again: room depend says who deletes it.
 create table pgqueue.dependency (
     job_id bigint not null,

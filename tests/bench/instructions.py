@@ -46,6 +46,12 @@ select pgqueue.enqueue('other', after => array[pgqueue.enqueue('other')]);
 """.strip().replace(";\n", ";\n\n")
     + "\n\n"
 )
+TABLE = "create table changed (id bigint generated always as identity primary key, status text, note text);\n\n"
+TRIGGER = (
+    "create trigger enqueues after insert on changed for each row "
+    "execute function pgqueue.enqueue_row('queue=bench');\n\n"
+)
+INSERT = "insert into changed (status, note) values ('new', 'a note')"
 ENQUEUE_INTO_A_GROUP = "select pgqueue.enqueue('bench', group_key => 'group 7')"
 # One transaction for each; a batch is claimed and completed in one. What is counted, jobs in a call, and
 # what is there before.
@@ -66,6 +72,8 @@ CALLS = {
     "enqueue into a group with a limit": (ENQUEUE_INTO_A_GROUP, 1, LIMITED),
     "claim and complete one, group_limit 1": (ONE, 1, LIMITED),
     "claim and complete 50, group_limit 1": (FIFTY, 50, LIMITED),
+    "insert of a row, no trigger": (INSERT, 1, TABLE + PLAIN),
+    "insert of a row, a trigger enqueues it": (INSERT, 1, TABLE + TRIGGER + PLAIN),
     "claim and complete one, max_running 1000": (ONE, 1, CAPPED),
     "claim and complete 50, max_running 1000": (FIFTY, 50, CAPPED),
 }

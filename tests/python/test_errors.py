@@ -22,9 +22,9 @@ KEEP = "select pgqueue.configure('q', keep_payloads => true)"
 BIG = f"select pgqueue.enqueue('q', {FAT})"
 END = "select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')"
 CHANGED = "create table changed (id int)"
-UNTRUSTED = """
-create role pgqueue_untrusted; create type mood as (name text);
-alter type mood owner to pgqueue_untrusted; alter table changed add mood mood[]
+STRANGER = """
+create role pgqueue_no_producer; grant insert on changed to pgqueue_no_producer;
+set local role pgqueue_no_producer
 """
 
 BATCH = "create temporary table made as select pgqueue.create_batch('q') as id"
@@ -83,7 +83,7 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
     },
     "enqueue_row": {
         "22023": [("",), ("'queue=q', 'columns=no'",), ("'queue=q', 'run_in=soon'",)],
-        "42501": [("'queue=q'", UNTRUSTED)],
+        "42501": [("'queue=q'", STRANGER)],
     },
     "claim": {
         "25001": [("'q', 'w'", LEVEL)],
@@ -303,7 +303,7 @@ def test_a_refused_call_says_what_is_wrong_and_where_in_two_lines(db, case) -> N
         if function == "enqueue_row":
             trigger = f"execute function pgqueue.{function}({arguments})"
             fires = f"create trigger t after insert on changed for each row {trigger}"
-            before = [CHANGED, *before, fires]
+            before = [CHANGED, fires, *before]
             call = "insert into changed values (1)"
         for statement in before:
             db.execute(statement)

@@ -441,6 +441,8 @@ def test_plpgsql_check_finds_nothing_in_any_function(db):
         "where p.pronamespace = 'pgqueue'::regnamespace and l.lanname = 'plpgsql' "
         # Room check: _refuse() is called in an assignment, and raises or does nothing.
         "and c not like '%never read variable \"refused\"' "
+        # Room trigger: an assignment is cheaper than PERFORM.
+        "and c not like '%never read variable \"enqueued\"' "
         # Which is no fault where a function has other outputs beside it.
         "and c not like '%composite OUT variable%is not single argument'"
         # The name of a column of health(), and never a variable.

@@ -60,8 +60,9 @@ select is_empty(
     'every function has a comment'
 );
 select is_empty(
-    $$ select r.name from routine as r where not r.is_private and not r.prosecdef and r.name <> 'version' $$,
-    'every public verb is security definer, so that no role needs the tables'
+    $$ select r.name from routine as r
+       where not r.is_private and not r.prosecdef and r.name not in ('version', 'enqueue_row') $$,
+    'every public verb but the function of a trigger is security definer, so that no role needs the tables'
 );
 select is_empty(
     $$ select r.name from routine as r
@@ -145,7 +146,7 @@ select is_empty(
 );
 select is_empty(
     $$ select r.name from routine as r
-       where r.prosrc ~* '\mexecute\M' and r.name <> '_change_access' $$,
+       where r.prosrc ~* '\mexecute\M(?!'')' and r.name <> '_change_access' $$,
     'no function but one runs dynamic SQL'
 );
 

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(41);
+select plan(43);
 
 create table shop (
     "id" int primary key, customer text, status text default 'new', gone int, "Odd name" int,
@@ -113,7 +113,7 @@ select is_empty(
 );
 truncate shop, pgqueue.job;
 create trigger large after insert on shop referencing new table as new_rows
-    for each statement execute function pgqueue.enqueue_row('queue=large', 'columns=id');
+    for each statement execute function pgqueue.enqueue_row('queue=large');
 insert into shop (id, customer) select n, repeat('x', 2000000) from generate_series(1, 20) as n;
 drop trigger large on shop;
 select results_eq(
@@ -148,18 +148,13 @@ select is(
     'a row of a partition is one of its table'
 );
 
--- Types of a stranger: to_jsonb does not see their values, and yet the payload is what it makes of them.
+-- Types and names of any kind: the payload is what to_jsonb makes of the row.
 
-create role pgqueue_stranger;
 create type mood as enum ('fine', 'so so', 'a,b', '"', '\', '(")\"",', '', 'null', '{x}', E'two\nlines');
 create type span as range (subtype = float8, multirange_type_name = spans);
 create domain address as text check (value <> '');
 create domain ages as int[];
 create type place as (lat int, name text);
-alter type mood owner to pgqueue_stranger;
-alter type span owner to pgqueue_stranger;
-alter domain address owner to pgqueue_stranger;
-alter domain ages owner to pgqueue_stranger;
 -- With names that stand in the queries of enqueue_row, too.
 create table odd (
     id int primary key, gone int, mood mood, r address, prepared mood[], texts text, addresses address[],
@@ -185,7 +180,7 @@ select pg_temp.fill();
 select set_eq(
     $$ select j.unique_key, j.group_key, j.payload -> 'new' from pgqueue.job as j where j.queue = 'odd' $$,
     $$ select o.id::text, nullif(o.mood::text, ''), to_jsonb(o.*) from odd as o $$,
-    'of enums, ranges and their arrays a payload has what to_jsonb makes of them, and a key too'
+    'a payload has what to_jsonb makes of a row of any types and names, and a key too'
 );
 drop trigger each on odd;
 truncate odd;
@@ -238,6 +233,7 @@ set local datestyle = 'German, DMY';
 set local intervalstyle = 'sql_standard';
 set local bytea_output = 'escape';
 set local extra_float_digits = -5;
+set local quote_all_identifiers = on;
 select throws_ok('select pg_temp.write()', '23505', null, 'a unique_key does not depend on the settings of the writer');
 alter table kinds disable trigger changed;
 create trigger again after insert on kinds for each row execute function pgqueue.enqueue_row('queue=kinds');
@@ -247,6 +243,10 @@ select is(
     'nor does a payload'
 );
 set local timezone = 'UTC';
+select is(
+    array[current_setting('datestyle'), current_setting('intervalstyle'), current_setting('quote_all_identifiers')],
+    array['German, DMY', 'sql_standard', 'on'], 'and the writer keeps them'
+);
 
 -- Refused
 
@@ -254,13 +254,14 @@ select throws_ok(format('select pg_temp.fire(%L, %L, %L)', c.arguments, 'insert 
     c.how, 'insert on shop for each row'
 )), '22023', c.message, 'refused: ' || c.arguments || coalesce(' ' || c.how, ''))
 from (values
-    ('', null, 'queue must be a text of 1 to 200 bytes'),
-    ('''queue=''', null, 'queue must be a text of 1 to 200 bytes'),
-    ('''queue=q'', ''columns=''', null, 'every argument of enqueue_row must be a known name, once, with a value'),
-    ('''queue=q'', ''when_changed=''', null, 'every argument of enqueue_row must be a known name, once, with a value'),
-    ('''queue=q'', ''colour=red''', null, 'every argument of enqueue_row must be a known name, once, with a value'),
-    ('''emails''', null, 'every argument of enqueue_row must be a known name, once, with a value'),
-    ('''queue=q'', ''queue=r''', null, 'every argument of enqueue_row must be a known name, once, with a value'),
+    ('', null, 'enqueue_row needs a queue, and every argument must be a known name, once, with a value'),
+    ('''queue=''', null, 'enqueue_row needs a queue, and every argument must be a known name, once, with a value'),
+    ('''kind=k''', null, 'enqueue_row needs a queue, and every argument must be a known name, once, with a value'),
+    ('''queue=q'', ''columns=''', null, 'enqueue_row needs a queue, and every argument must be a known name, once, with a value'),
+    ('''queue=q'', ''when_changed=''', null, 'enqueue_row needs a queue, and every argument must be a known name, once, with a value'),
+    ('''queue=q'', ''colour=red''', null, 'enqueue_row needs a queue, and every argument must be a known name, once, with a value'),
+    ('''emails''', null, 'enqueue_row needs a queue, and every argument must be a known name, once, with a value'),
+    ('''queue=q'', ''queue=r''', null, 'enqueue_row needs a queue, and every argument must be a known name, once, with a value'),
     ('''queue=q'', ''columns=id,nothing''', null, 'the table lacks a column that an argument of enqueue_row names'),
     ('''queue=q'', ''unique_key=nothing''', null, 'the table lacks a column that an argument of enqueue_row names'),
     ('''queue=q'', ''priority=high''', null, 'priority must be -100 to 100'),
@@ -279,11 +280,11 @@ select throws_ok(
 );
 select throws_ok(
     $$ select pg_temp.fire('''queue=q''', 'truncate shop', 'truncate on shop') $$,
-    '22023', 'enqueue_row cannot be called for TRUNCATE', 'refused: a trigger for TRUNCATE'
+    '22023', 'enqueue_row needs a trigger AFTER INSERT, UPDATE or DELETE', 'refused: a trigger for TRUNCATE'
 );
 create trigger early before insert on other for each row execute function pgqueue.enqueue_row('queue=q');
 select throws_ok(
-    $$ insert into other values ('a') $$, '22023', 'enqueue_row needs a trigger AFTER the change',
+    $$ insert into other values ('a') $$, '22023', 'enqueue_row needs a trigger AFTER INSERT, UPDATE or DELETE',
     'refused: a trigger before the change'
 );
 
