@@ -1077,8 +1077,14 @@ class Machine(RuleBasedStateMachine):
     def nobody_sleeps_on(self) -> None:
         """Who was told to sleep for long is told when there is something to claim.
 
-        It is for at most 5 seconds while an enqueue is open.
+        It is for at most 5 seconds while an enqueue is open. Where a ticket is lost nobody
+        tells: a worker looks every few seconds all the same.
         """
+        if one(
+            self.watcher,
+            "select coalesce(nullif(current_setting('pgqueue.lose_hints', true), ''), '0')::float8 > 0",
+        ):
+            return
         if self.awake_at is not None and self.awake_at < time.monotonic() + 10:
             return
         if list(self.sleeper.notifies(timeout=0.02, stop_after=1)):
@@ -1189,7 +1195,8 @@ class Machine(RuleBasedStateMachine):
             self.fault(f"batches never end: {open}")
 
 
-@pytest.mark.parametrize("lost", [0, 0.5])
+# Which hints get lost is by chance, and Hypothesis may say that it draws from what is not the same.
+@pytest.mark.parametrize("lost", [0, 0.5] if LONG else [0])
 def test_whatever_sessions_do_limits_hold_and_nothing_is_stuck(connect, dsn, lost):
     """Also where every other hint gets lost."""
     lose_hints(dsn, lost)
