@@ -39,12 +39,26 @@ $$;
 comment on function pgqueue._mark(bigint) is
 'Sets bits of used_seq, at once.';
 
+create or replace function pgqueue._settings_bits(queue text)
+    returns bigint
+    language plpgsql
+    immutable
+as $$
+begin
+    return case when queue = '' then 9223372036854775807 else 1::bigint << (hashtext(queue) & 255) % 63 end;
+end;
+$$;
+
+comment on function pgqueue._settings_bits(text) is
+'The bit of used_seq that says that something is set for a queue; all of them for
+an empty name. What is hot writes out the look at it.';
+
 create or replace function pgqueue._look_from_now_on()
     returns void
     language plpgsql
 as $$
 begin
-    perform pgqueue._mark((1::bigint << 63));
+    perform pgqueue._mark(1::bigint << 63);
 end;
 $$;
 
@@ -151,9 +165,7 @@ begin
     from (select distinct q.name from pgqueue.queue as q where _resolve.queue in ('', q.name)) as n
     cross join lateral pgqueue._resolved(n.name) as r
     where not exists (select from pgqueue.queue_in_force as f where f.queue = n.name);
-    perform pgqueue._mark(
-        case when f.queue = '' then 9223372036854775807 else 1::bigint << (hashtext(f.queue) & 255) % 63 end
-    )
+    perform pgqueue._mark(pgqueue._settings_bits(f.queue))
     from pgqueue.queue_in_force as f
     where _resolve.queue in ('', f.queue);
 end;
@@ -172,7 +184,7 @@ begin
     if exists (
         select from pgqueue.queue as q
         where not exists (select from pgqueue.queue_in_force as f where f.queue = q.name)
-            or pg_sequence_last_value('pgqueue.used_seq'::regclass) >> (hashtext(q.name) & 255) % 63 & 1 = 0
+            or ~pg_sequence_last_value('pgqueue.used_seq'::regclass) & pgqueue._settings_bits(q.name) <> 0
     ) then
         perform pgqueue._begin_change(), pgqueue._resolve('');
     end if;

@@ -84,6 +84,17 @@ def test_a_copy_of_the_rows_alone_is_repaired_by_maintain(db):
     assert one(db, "select last_value from pgqueue.used_seq") < 0
 
 
+def test_what_is_set_for_all_is_repaired_for_each_queue(db):
+    """One bit, that of the empty name, does not say it of the others."""
+    db.execute("select pgqueue.configure(null, max_attempts => 3)")
+    db.execute(
+        "select setval('pgqueue.used_seq', 1::bigint << (hashtext('') & 255) % 63)"
+    )
+    assert in_force(db, "of another bit") == (20, False)
+    db.execute("select pgqueue.maintain()")
+    assert in_force(db, "of another bit") == (3, False)
+
+
 def test_ten_thousand_pauses_of_groups_are_no_work_for_those_that_come_after(db):
     """The row of the queue stays as it is while its meaning does."""
     db.execute("select pgqueue.pause('q', group_key => 'first')")
