@@ -287,16 +287,6 @@ begin
             enqueue.queue, coalesce(enqueue.kind, enqueue.queue), enqueue.group_key, coalesce(enqueue.payload, '{}')
         )
         returning j.id into job_id;
-        if group_key is not null then
-            if octet_length(group_key) not between 1 and 200 then
-                refused := pgqueue._refuse(pgqueue._bad_name('group_key', group_key));
-            end if;
-            if pgqueue._insert_ticket(queue, group_key, 0, moment)
-                and (settings.has_groups or settings.group_limit is not null)
-            then
-                perform pgqueue._make_group_permits(queue, array[group_key], settings);
-            end if;
-        end if;
     else
         loop
             insert into pgqueue.job as j (
@@ -334,12 +324,6 @@ begin
 
         if found then
             new_id := job_id;
-            if group_key is not null
-                and pgqueue._insert_ticket(queue, group_key, coalesce(priority, 0), coalesce(run_at, moment))
-                and (settings.has_groups or settings.group_limit is not null)
-            then
-                perform pgqueue._make_group_permits(queue, array[group_key], settings);
-            end if;
             if unique_for is not null then
                 job_id := pgqueue._begin_window(
                     queue collate "default", unique_key, on_duplicate, job_id, moment + unique_for
@@ -354,6 +338,17 @@ begin
         end if;
         if group_key is null then
             perform pgqueue._announce(queue, priority, run_at);
+        end if;
+    end if;
+    if group_key is not null then
+        if octet_length(group_key) not between 1 and 200 then
+            refused := pgqueue._refuse(pgqueue._bad_name('group_key', group_key));
+        end if;
+        if (has_options is not true or new_id is not null)
+            and pgqueue._insert_ticket(queue, group_key, coalesce(priority, 0), coalesce(run_at, moment))
+            and (settings.has_groups or settings.group_limit is not null)
+        then
+            perform pgqueue._make_group_permits(queue, array[group_key], settings);
         end if;
     end if;
 
