@@ -942,7 +942,6 @@ declare
     known_at timestamptz := timestamptz '2020-01-01 00:00 UTC' + (known.reached >> 12) * interval '1 microsecond';
     -- Some jobs of each of some groups are cheaper than one of each of as many.
     batch int := least(wanted, greatest(10, ceil(sqrt(wanted)), ceil(wanted::float8 / shared.group_limit)));
-    has_own boolean := coalesce(shared.has_groups, false);
     looked int := 0;
     began timestamptz := clock_timestamp();
     walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass);
@@ -974,7 +973,7 @@ begin
         is_from_start := false;
         start := known_at;
     end if;
-    if not has_own and num_nonnulls(shared.group_limit, taken) = 0 and not is_whole then
+    if shared.has_groups is not true and num_nonnulls(shared.group_limit, taken) = 0 and not is_whole then
         plain := pgqueue._pick_plain_groups(queue, kinds, paused, lane, wanted, moment, start);
         if plain.is_done then
             picks := plain.picks;
@@ -998,6 +997,7 @@ begin
             upto := clock_timestamp() + interval '1 millisecond';
             continue;
         elsif met.keys is null then
+            -- From the position; from the beginning; as a guest.
             exit when picks <> '{}' or is_guest;
             is_guest := is_from_start;
             is_from_start := true;
@@ -1006,7 +1006,7 @@ begin
             continue;
         end if;
         asked := wanted - cardinality(picks);
-        if has_own then
+        if shared.has_groups then
             settings := pgqueue._group_settings(queue, met.keys, shared);
             limits := settings.limits;
             rates := settings.rates;

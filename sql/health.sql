@@ -28,7 +28,6 @@ create or replace function pgqueue._health_waits()
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    is_narrow boolean := pg_relation_size('pgqueue.queue_narrow_idx') > 8192;
     oldest record;
     target interval;
     job pgqueue.job;
@@ -38,9 +37,9 @@ begin
         -- What is paused apart, or it would stand before what should run.
         select distinct on (w.queue, p.is_paused) w.queue, w.id, moment - w.run_at as wait, p.is_paused
         from pgqueue._fronts(moment) as f
-        cross join lateral (select (pgqueue._in_force(f.queue)).paused as is_paused offset 0) as q
+        cross join lateral (select s.paused as is_paused, s.has_pauses from pgqueue._in_force(f.queue) as s offset 0) as q
         cross join lateral (
-            select case when is_narrow then pgqueue._paused(f.queue, q.is_paused) end as paused offset 0
+            select case when q.has_pauses then pgqueue._paused(f.queue, q.is_paused) end as paused offset 0
         ) as n
         cross join lateral (
             select v.is_paused
