@@ -1195,10 +1195,10 @@ class Machine(RuleBasedStateMachine):
             self.fault(f"batches never end: {open}")
 
 
-# Which hints get lost is by chance, and Hypothesis may say that it draws from what is not the same.
-@pytest.mark.parametrize("lost", [0, 0.5] if LONG else [0])
+# Where some get lost it is by chance which, and Hypothesis may say that draws are not the same.
+@pytest.mark.parametrize("lost", [0, 0.5, 1] if LONG else [0, 1])
 def test_whatever_sessions_do_limits_hold_and_nothing_is_stuck(connect, dsn, lost):
-    """Also where every other hint gets lost."""
+    """Also where all hints get lost, or every other one."""
     lose_hints(dsn, lost)
     with ThreadPoolExecutor(SESSIONS) as pool:
         run_state_machine_as_test(
