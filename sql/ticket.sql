@@ -239,7 +239,6 @@ declare
             from pgqueue.ticket as t
             where hashtext(t.queue) = hashtext(_until_ticket.queue) and t.priority = lane - 1000
                 and t.queue = _until_ticket.queue
-                -- Who ends an attempt or a pause tells of it, if it knew of this one.
                 and (not t.is_blocked or t.served > -3)
             order by t.at
             limit case when num_nonnulls(kinds, paused) = 0 then 1 else 1000 end
@@ -267,6 +266,14 @@ declare
         where num_nonnulls(kinds, paused) = 0 or j.run_at is not null
     );
 begin
+    -- Of these, which are full for longer, an end tells; in case that it gets lost, not all at their moments.
+    if exists (
+        select from pgqueue.ticket as t
+        where hashtext(t.queue) = hashtext(_until_ticket.queue) and t.priority = lane - 1000
+            and t.queue = _until_ticket.queue and t.is_blocked
+    ) then
+        first_at := least(first_at, moment + interval '10 seconds');
+    end if;
     first_at := least(first_at, (
         select min(j.lease_expires_at)
         from (
@@ -443,6 +450,26 @@ $$;
 comment on function pgqueue._sweep_groups(int) is
 '_sweep_some for so many, or fewer where that would take long; returns how many
 tickets it gave.';
+
+create or replace function pgqueue._sweep_all_groups(moment timestamptz)
+    returns boolean
+    language plpgsql
+as $$
+declare
+    -- It goes on where the last one stopped, to the end, and from the beginning to the end.
+    ends int := 1 + (pg_sequence_last_value('pgqueue._cell_groups_swept') > -9223372036854775808)::int;
+begin
+    loop
+        ends := ends - ((pgqueue._sweep_some(25))[1] < 25)::int;
+        exit when ends = 0 or clock_timestamp() > moment + interval '5 milliseconds';
+    end loop;
+    return ends = 0;
+end;
+$$;
+
+comment on function pgqueue._sweep_all_groups(timestamptz) is
+'_sweep_some for all groups, until 5 ms after this moment; whether that was
+enough.';
 
 create or replace function pgqueue._group_tuples()
     returns bigint

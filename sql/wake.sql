@@ -144,10 +144,18 @@ declare
     live record;
     lease_ends_at timestamptz;
     unlocked_at timestamptz;
+    has_swept boolean := false;
     until timestamptz;
 begin
     for live in select * from pgqueue._live_lanes(queue) loop
         if live.first <= moment and live.lane > 500 then
+            -- It may be alone, and its claim has looked at few groups that have lost their tickets.
+            if not has_swept and not (current_setting('transaction_read_only') = 'on'
+                or pgqueue._sweep_all_groups(clock_timestamp()))
+            then
+                until := moment + interval '1 second';
+            end if;
+            has_swept := true;
             until := least(until, pgqueue._until_ticket(
                 queue, kinds, paused, live.lane, (pgqueue._in_force(queue)).group_limit is not null, moment
             ));

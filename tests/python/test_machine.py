@@ -898,6 +898,13 @@ class Machine(RuleBasedStateMachine):
         self.awake_at = 0
         if self.watch():
             return
+        self.lie_down()
+
+    def loses_hints(self) -> bool:
+        text = "select coalesce(nullif(current_setting('pgqueue.lose_hints', true), ''), '0')::float8 > 0"
+        return one(self.watcher, text)
+
+    def lie_down(self) -> None:
         list(self.sleeper.notifies(timeout=0))
         pause = one(self.sleeper, "select pgqueue.rest(%s)", self.queues)
         self.awake_at = (
@@ -1077,14 +1084,11 @@ class Machine(RuleBasedStateMachine):
     def nobody_sleeps_on(self) -> None:
         """Who was told to sleep for long is told when there is something to claim.
 
-        It is for at most 5 seconds while an enqueue is open. Where a ticket is lost nobody
-        tells: a worker looks every few seconds all the same.
+        It is for at most 5 seconds while an enqueue is open. Where a hint is lost nobody
+        tells: a worker looks every few seconds all the same, so it is asked again.
         """
-        if one(
-            self.watcher,
-            "select coalesce(nullif(current_setting('pgqueue.lose_hints', true), ''), '0')::float8 > 0",
-        ):
-            return
+        if self.loses_hints():
+            self.lie_down()
         if self.awake_at is not None and self.awake_at < time.monotonic() + 10:
             return
         if list(self.sleeper.notifies(timeout=0.02, stop_after=1)):
