@@ -6,7 +6,7 @@ EXTVERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.cont
 
 # The rooms, in the order a job meets them.
 NOUNS = sql/schema.sql
-VERBS = sql/check.sql sql/settings.sql sql/enqueue.sql sql/trigger.sql sql/wake.sql sql/lane.sql sql/pick.sql \
+VERBS = sql/match.sql sql/check.sql sql/settings.sql sql/enqueue.sql sql/trigger.sql sql/wake.sql sql/lane.sql sql/pick.sql \
         sql/age.sql sql/ticket.sql sql/permit.sql sql/group.sql sql/cap.sql \
         sql/claim.sql sql/lease.sql sql/attempt.sql sql/finish.sql sql/manage.sql sql/dead.sql \
         sql/depend.sql sql/batch.sql sql/cron.sql sql/schedule.sql sql/maintain.sql sql/measure.sql \

@@ -84,17 +84,14 @@ begin
     from (
         select j.id, j.run_at
         from pgqueue.job as j
-        where hashtext(j.queue) = hashtext(_look.queue) and j.queue = _look.queue
-            and (j.priority + 1000 * num_nonnulls(j.group_key)) = lane
+        where pgqueue._is_in_lane(j, _look.queue, lane)
             and j.run_at <= bound
             and (j.run_at, j.id) > (start, start_id)
             and case
                 when j.lease_expires_at is null then ((j.terms).expires_at <= _look.moment) is not true
                 else j.lease_expires_at <= _look.moment
             end
-            and (_look.kinds is null or j.kind = any (_look.kinds))
-            and (_look.paused is null
-                or coalesce(_look.paused -> '' -> j.kind, _look.paused -> '' -> '') = 'false')
+            and pgqueue._is_wanted(j.kind, j.group_key, _look.kinds, _look.paused)
         order by j.run_at, j.id
         limit wanted
     ) as w;
@@ -143,8 +140,7 @@ begin
                             '-infinity'
                         ) as start
                     from pgqueue.ticket as t
-                    where hashtext(t.queue) = hashtext(_look_at_groups.queue) and t.priority = lane - 1000
-                        and t.queue = _look_at_groups.queue and t.at <= moment
+                    where pgqueue._is_ticket_in(t, _look_at_groups.queue, lane - 1000) and t.at <= moment
                     order by t.at
                     limit wanted
                 ) as n
@@ -154,22 +150,15 @@ begin
                 from (
                     select j.run_at, j.id
                     from pgqueue.job as j
-                    where hashtextextended(j.group_key, hashtext(j.queue))
-                        = hashtextextended(t.group_key, hashtext(_look_at_groups.queue))
+                    where pgqueue._is_in_group(j, _look_at_groups.queue, t.group_key)
                         and -j.priority = 1000 - lane
-                        and j.queue = _look_at_groups.queue and j.group_key = t.group_key
                         and j.run_at between t.start and moment
                         and case
                             when j.lease_expires_at is null
                                 then ((j.terms).expires_at <= _look_at_groups.moment) is not true
                             else j.lease_expires_at <= _look_at_groups.moment
                         end
-                        and (_look_at_groups.kinds is null or j.kind = any (_look_at_groups.kinds))
-                        and (_look_at_groups.paused is null or coalesce(
-                            _look_at_groups.paused -> j.group_key -> j.kind,
-                            _look_at_groups.paused -> j.group_key -> '',
-                            _look_at_groups.paused -> '' -> j.kind, _look_at_groups.paused -> '' -> ''
-                        ) = 'false')
+                        and pgqueue._is_wanted(j.kind, j.group_key, _look_at_groups.kinds, _look_at_groups.paused)
                     order by j.run_at, j.id
                     limit t.each
                 ) as o

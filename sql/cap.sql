@@ -240,8 +240,8 @@ begin
         select t.ctid
         from unnest(back.keys, back.priorities) as b (key, priority)
         join pgqueue.ticket as t
-            on hashtextextended(t.group_key, hashtext(t.queue)) = hashtextextended(b.key, hashtext(_put_back.queue))
-            and t.priority = b.priority and t.queue = _put_back.queue and t.group_key = b.key
+            on pgqueue._is_ticket_of(t, _put_back.queue, b.key)
+            and t.priority = b.priority
         for update of t skip locked
     ));
     perform pgqueue._insert_tickets(back.queues, back.keys, back.priorities, back.ats);
@@ -370,9 +370,15 @@ begin
     room := pgqueue._room(queue, caps, 1, moment);
     if room.full_caps is not null then
         until := (
-            -- Permits that are not there are made by the next claim.
+            -- Permits that do not exist yet are made by the next claim.
             select min(f.at) from (
-                select case when count(*) < (caps[f.cap]).most then moment else min(p.free_at) end as at
+                select case when count(*) < (caps[f.cap]).most then moment
+                    else min(case
+                        when p.is_held then p.free_at
+                        -- The next claim finds out that a job beyond the cap is gone.
+                        when p.place <= (caps[f.cap]).most then moment + interval '100 milliseconds'
+                    end)
+                end as at
                 from unnest(room.full_caps) as f (cap)
                 left join lateral pgqueue._permits(queue, caps[f.cap], moment) as p on true
                 group by f.cap

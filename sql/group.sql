@@ -153,18 +153,14 @@ begin
                 j.ctid as tid, j.run_at,
                 coalesce(j.lease_expires_at, (j.terms).expires_at) <= _take_free.moment as is_over
             from pgqueue.job as j
-            where hashtextextended(j.group_key, hashtext(j.queue)) = hashtextextended(g.key, hashtext(_take_free.queue))
-                and -j.priority = -_take_free.priority and j.queue = _take_free.queue and j.group_key = g.key
+            where pgqueue._is_in_group(j, _take_free.queue, g.key)
+                and -j.priority = -_take_free.priority
                 and j.run_at between g.start and _take_free.moment
                 and case when has_recovered
                     then j.lease_expires_at is null and ((j.terms).expires_at <= _take_free.moment) is not true
                     else (j.lease_expires_at <= _take_free.moment) is not false
                 end
-                and (_take_free.kinds is null or j.kind = any (_take_free.kinds))
-                and (_take_free.paused is null or coalesce(
-                    _take_free.paused -> j.group_key -> j.kind, _take_free.paused -> j.group_key -> '',
-                    _take_free.paused -> '' -> j.kind, _take_free.paused -> '' -> ''
-                ) = 'false')
+                and pgqueue._is_wanted(j.kind, j.group_key, _take_free.kinds, _take_free.paused)
                 and (taken is null or j.ctid <> all (taken))
             order by j.run_at, j.id
             limit g.give
@@ -193,10 +189,8 @@ begin
     return exists (
         select
         from pgqueue.job as h
-        where hashtextextended(h.group_key, hashtext(h.queue))
-            = hashtextextended(_has_higher.group_key, hashtext(_has_higher.queue))
+        where pgqueue._is_in_group(h, _has_higher.queue, _has_higher.group_key)
             and -h.priority < -_has_higher.priority
-            and h.queue = _has_higher.queue and h.group_key = _has_higher.group_key
             and h.run_at <= moment and h.lease_expires_at is null
             and ((h.terms).expires_at <= moment) is not true
     );
@@ -218,7 +212,6 @@ as $$
 declare
     own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
     has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192;
-    seed bigint := hashtextextended('', hashtext(queue));
 begin
     select
         array_agg(v.tid), array_agg(v.nth::int), array_agg(v.run_at), min(v.run_at) filter (where v.is_over),
@@ -235,16 +228,10 @@ begin
                     select case when w.is_wanted then j.ctid end
                     from pgqueue.job as j
                     cross join lateral (
-                        select (_take_limited.kinds is null or j.kind = any (_take_limited.kinds))
-                            and (_take_limited.paused is null or coalesce(
-                                _take_limited.paused -> j.group_key -> j.kind, _take_limited.paused -> j.group_key -> '',
-                                _take_limited.paused -> '' -> j.kind, _take_limited.paused -> '' -> ''
-                            ) = 'false') as is_wanted
+                        select pgqueue._is_wanted(j.kind, j.group_key, _take_limited.kinds, _take_limited.paused) as is_wanted
                     ) as w
-                    where hashtextextended(j.group_key, hashtext(j.queue))
-                        = hashtextextended(g.key, hashtext(_take_limited.queue))
+                    where pgqueue._is_in_group(j, _take_limited.queue, g.key)
                         and -j.priority = -_take_limited.priority
-                        and j.queue = _take_limited.queue and j.group_key = g.key
                         and j.run_at between g.start and _take_limited.moment
                         and case when has_recovered
                             then j.lease_expires_at is null
@@ -268,10 +255,8 @@ begin
                 case when g.most is not null then array(
                     select p.ctid
                     from pgqueue.permit as p
-                    where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-                        = hashtextextended(g.key, seed)
+                    where pgqueue._is_permit_of(p, _take_limited.queue, '', g.key)
                         and not p.is_rate and p.free_at < 'infinity' and p.place <= g.most
-                        and p.queue = _take_limited.queue and p.kind = '' and p.group_key = g.key
                         and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
                         and not (has_surplus and pgqueue._has_surplus(_take_limited.queue, '', g.key))
                     order by p.free_at desc
@@ -331,18 +316,12 @@ begin
             select j.ctid as tid, j.id, p.ctid as permit
             from pgqueue.permit as p
             join pgqueue.job as j on j.id = p.job_id
-            where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-                = hashtextextended(g.key, hashtextextended('', hashtext(_take_kept.queue)))
+            where pgqueue._is_permit_of(p, _take_kept.queue, '', g.key)
                 and not p.is_rate and p.free_at = 'infinity' and p.place <= g.most
-                and p.queue = _take_kept.queue and p.kind = '' and p.group_key = g.key
                 and j.token is null and j.permits is not null
                 and ((j.terms).expires_at <= _take_kept.moment) is not true
                 and j.priority = _take_kept.priority and j.run_at <= _take_kept.moment
-                and (_take_kept.kinds is null or j.kind = any (_take_kept.kinds))
-                and (_take_kept.paused is null or coalesce(
-                    _take_kept.paused -> j.group_key -> j.kind, _take_kept.paused -> j.group_key -> '',
-                    _take_kept.paused -> '' -> j.kind, _take_kept.paused -> '' -> ''
-                ) = 'false')
+                and pgqueue._is_wanted(j.kind, j.group_key, _take_kept.kinds, _take_kept.paused)
             limit g.give
             for update skip locked
         ) as h
@@ -558,9 +537,7 @@ begin
                 bool_or(p.is_rate and p.free_at <= moment and p.place <= g.rate and p.token is distinct from own_token)
                     as may_begin
             from pgqueue.permit as p
-            where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-                = hashtextextended(g.key, hashtextextended('', hashtext(_look_for_permits.queue)))
-                and p.queue = _look_for_permits.queue and p.kind = '' and p.group_key = g.key
+            where pgqueue._is_permit_of(p, _look_for_permits.queue, '', g.key)
         ) as p
         where num_nonnulls(g.most, g.rate) > 0 and coalesce(f.jobs, 0) < g.give
     ) as g
@@ -670,10 +647,8 @@ begin
             case when g.is_short then (
                 select min(p.free_at)
                 from pgqueue.permit as p
-                where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-                    = hashtextextended(g.key, hashtextextended('', hashtext(_settle_tickets.queue)))
+                where pgqueue._is_permit_of(p, _settle_tickets.queue, '', g.key)
                     and p.is_rate and p.free_at > moment
-                    and p.queue = _settle_tickets.queue and p.kind = '' and p.group_key = g.key
             ) end as free_at
         from (
             select
@@ -690,10 +665,8 @@ begin
         left join lateral (
             select j.run_at
             from pgqueue.job as j
-            where hashtextextended(j.group_key, hashtext(j.queue))
-                = hashtextextended(g.key, hashtext(_settle_tickets.queue))
+            where pgqueue._is_in_group(j, _settle_tickets.queue, g.key)
                 and -j.priority = -_settle_tickets.priority
-                and j.queue = _settle_tickets.queue and j.group_key = g.key
                 and j.run_at >= g.start and j.run_at < 'infinity'
                 and j.lease_expires_at is null
                 and (taken is null or j.ctid <> all (taken))
@@ -754,8 +727,7 @@ begin
         tids := array(
             select t.ctid
             from pgqueue.ticket as t
-            where hashtext(t.queue) = hashtext(_next_tickets.queue) and t.priority = _next_tickets.priority
-                and t.queue = _next_tickets.queue and t.at > start and t.at <= upto
+            where pgqueue._is_ticket_in(t, _next_tickets.queue, _next_tickets.priority) and t.at > start and t.at <= upto
             order by t.at
             limit most
         );
@@ -785,8 +757,7 @@ begin
                 '-infinity'
             ) as start
         from pgqueue.ticket as t
-        where hashtext(t.queue) = hashtext(_next_tickets.queue) and t.priority = _next_tickets.priority
-            and t.queue = _next_tickets.queue and t.at > start and t.at <= upto
+        where pgqueue._is_ticket_in(t, _next_tickets.queue, _next_tickets.priority) and t.at > start and t.at <= upto
         order by t.at
         limit most
         for update skip locked
@@ -812,8 +783,8 @@ begin
             from (
                 select
                 from pgqueue.ticket as t
-                where hashtext(t.queue) = hashtext(_next_tickets.queue) and t.priority = _next_tickets.priority
-                    and t.queue = _next_tickets.queue and t.at > start and t.at <= upto
+                where pgqueue._is_ticket_in(t, _next_tickets.queue, _next_tickets.priority)
+                    and t.at > start and t.at <= upto
                 limit most
             ) as t
         );
@@ -873,8 +844,8 @@ begin
                     '-infinity'
                 ) as start
             from pgqueue.ticket as t
-            where hashtext(t.queue) = hashtext(_pick_plain_groups.queue) and t.priority = lane - 1000
-                and t.queue = _pick_plain_groups.queue and t.at > start and t.at <= _pick_plain_groups.moment
+            where pgqueue._is_ticket_in(t, _pick_plain_groups.queue, lane - 1000)
+                and t.at > start and t.at <= _pick_plain_groups.moment
             order by t.at
             limit batch
             for update skip locked
@@ -882,17 +853,11 @@ begin
         cross join lateral (
             select j.ctid as tid, num_nonnulls(j.lease_expires_at, (j.terms).expires_at) > 0 as is_over
             from pgqueue.job as j
-            where hashtextextended(j.group_key, hashtext(j.queue))
-                = hashtextextended(t.group_key, hashtext(_pick_plain_groups.queue))
+            where pgqueue._is_in_group(j, _pick_plain_groups.queue, t.group_key)
                 and -j.priority = 1000 - lane
-                and j.queue = _pick_plain_groups.queue and j.group_key = t.group_key
                 and j.run_at between t.start and _pick_plain_groups.moment
                 and (j.lease_expires_at <= _pick_plain_groups.moment) is not false
-                and (_pick_plain_groups.kinds is null or j.kind = any (_pick_plain_groups.kinds))
-                and (_pick_plain_groups.paused is null or coalesce(
-                    _pick_plain_groups.paused -> j.group_key -> j.kind, _pick_plain_groups.paused -> j.group_key -> '',
-                    _pick_plain_groups.paused -> '' -> j.kind, _pick_plain_groups.paused -> '' -> ''
-                ) = 'false')
+                and pgqueue._is_wanted(j.kind, j.group_key, _pick_plain_groups.kinds, _pick_plain_groups.paused)
             order by j.run_at, j.id
             limit each
             for update skip locked

@@ -54,7 +54,7 @@ begin
                 from (
                     select j.*
                     from pgqueue.job as j
-                    where hashtext(j.queue) = hashtext(f.queue) and j.queue = f.queue and (j.priority + 1000 * num_nonnulls(j.group_key)) = f.lane
+                    where pgqueue._is_in_lane(j, f.queue, f.lane)
                         and j.run_at >= f.since and j.run_at < f.until
                     order by j.run_at, j.id
                     limit 10000
@@ -63,9 +63,8 @@ begin
                     and (j.group_key is null or not exists (
                         select
                         from pgqueue.ticket as t
-                        where hashtextextended(t.group_key, hashtext(t.queue))
-                            = hashtextextended(j.group_key, hashtext(j.queue))
-                            and t.priority = j.priority and t.queue = j.queue and t.group_key = j.group_key and t.is_full
+                        where pgqueue._is_ticket_of(t, j.queue, j.group_key)
+                            and t.priority = j.priority and t.is_full
                     ))
                     and coalesce(
                         n.paused -> j.group_key -> j.kind, n.paused -> j.group_key -> '',
@@ -129,7 +128,7 @@ begin
     cross join lateral (
         select j.*
         from pgqueue.job as j
-        where hashtext(j.queue) = hashtext(f.queue) and j.queue = f.queue and (j.priority + 1000 * num_nonnulls(j.group_key)) = f.lane
+        where pgqueue._is_in_lane(j, f.queue, f.lane)
             and j.run_at >= f.since and j.run_at < f.until
         order by j.run_at, j.id
         limit 100
@@ -651,7 +650,7 @@ declare
         cross join lateral (
             select j.token
             from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(f.queue) and j.queue = f.queue and (j.priority + 1000 * num_nonnulls(j.group_key)) = f.lane
+            where pgqueue._is_in_lane(j, f.queue, f.lane)
                 and j.run_at >= f.since and j.run_at < f.until
             order by j.run_at, j.id
             limit 10

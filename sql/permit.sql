@@ -44,10 +44,8 @@ begin
             from (
                 select p.place
                 from pgqueue.permit as p
-                where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-                    = hashtextextended(c.group_key, hashtextextended(c.kind, hashtext(_make_permits.queue)))
+                where pgqueue._is_permit_of(p, _make_permits.queue, c.kind, c.group_key)
                     and p.is_rate = c.is_rate
-                    and p.queue = _make_permits.queue and p.kind = c.kind and p.group_key = c.group_key
                 limit coalesce(enough, wanted[c.nth])
             ) as o
         ) as made
@@ -76,10 +74,8 @@ begin
     return 1 < (
         select count(*)
         from pgqueue.permit as o
-        where hashtextextended(o.group_key, hashtextextended(o.kind, hashtext(o.queue)))
-            = hashtextextended(permit.group_key, hashtextextended(permit.kind, hashtext(permit.queue)))
+        where pgqueue._is_permit_of(o, permit.queue, permit.kind, permit.group_key)
             and o.is_rate = permit.is_rate and o.place = permit.place
-            and o.queue = permit.queue and o.kind = permit.kind and o.group_key = permit.group_key
     );
 end;
 $$;
@@ -95,10 +91,8 @@ begin
     return exists (
         select
         from pgqueue.permit as s
-        where hashtextextended(s.group_key, hashtextextended(s.kind, hashtext(s.queue)))
-            = hashtextextended(_has_surplus.group_key, hashtextextended(_has_surplus.kind, hashtext(_has_surplus.queue)))
+        where pgqueue._is_permit_of(s, _has_surplus.queue, _has_surplus.kind, _has_surplus.group_key)
             and s.is_surplus
-            and s.queue = _has_surplus.queue and s.kind = _has_surplus.kind and s.group_key = _has_surplus.group_key
     );
 end;
 $$;
@@ -116,9 +110,7 @@ declare
         select p.ctid
         from unnest(group_keys) as g (key)
         join pgqueue.permit as p
-            on hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-            = hashtextextended(g.key, hashtextextended(_merge_permits.kind, hashtext(_merge_permits.queue)))
-            and p.queue = _merge_permits.queue and p.kind = _merge_permits.kind and p.group_key = g.key
+            on pgqueue._is_permit_of(p, _merge_permits.queue, _merge_permits.kind, g.key)
         for update of p skip locked
     );
     merged int;
@@ -135,9 +127,7 @@ begin
                 bool_and(o.ctid = any (locked)) over (partition by o.group_key, o.is_rate, o.place) as is_locked
             from unnest(group_keys) as g (key)
             join pgqueue.permit as o
-                on hashtextextended(o.group_key, hashtextextended(o.kind, hashtext(o.queue)))
-                = hashtextextended(g.key, hashtextextended(_merge_permits.kind, hashtext(_merge_permits.queue)))
-                and o.queue = _merge_permits.queue and o.kind = _merge_permits.kind and o.group_key = g.key
+                on pgqueue._is_permit_of(o, _merge_permits.queue, _merge_permits.kind, g.key)
             window copies as (
                 partition by o.group_key, o.is_rate, o.place
                 order by o.free_at = 'infinity' desc, o.taken_at desc nulls last, o.ctid
@@ -168,12 +158,10 @@ begin
             from (
                 select
                 from pgqueue.permit as p
-                where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-                    = hashtextextended(c.group_key, hashtextextended(c.kind, hashtext(_count_free.queue)))
+                where pgqueue._is_permit_of(p, _count_free.queue, c.kind, c.group_key)
                     and p.is_rate = c.is_rate and p.place <= c.most
                     -- Of one to run the clock says nothing.
                     and p.free_at <= case when c.is_rate then moment else 'infinity' end and p.free_at < 'infinity'
-                    and p.queue = _count_free.queue and p.kind = c.kind and p.group_key = c.group_key
                     and (p.taken_at is not null or p.token is distinct from own_token)
                     and not (has_surplus and pgqueue._has_surplus(_count_free.queue, c.kind, c.group_key))
                 -- The last that were given back, behind which some old snapshot may keep others.
@@ -205,11 +193,9 @@ begin
     cross join lateral (
         select p.ctid as tid
         from pgqueue.permit as p
-        where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-            = hashtextextended(c.group_key, hashtextextended(c.kind, hashtext(_lock_free.queue)))
+        where pgqueue._is_permit_of(p, _lock_free.queue, c.kind, c.group_key)
             and p.is_rate = c.is_rate and p.place <= c.most
             and p.free_at <= case when c.is_rate then moment else 'infinity' end and p.free_at < 'infinity'
-            and p.queue = _lock_free.queue and p.kind = c.kind and p.group_key = c.group_key
             and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
             and not (has_surplus and pgqueue._has_surplus(_lock_free.queue, c.kind, c.group_key))
         order by p.free_at desc
@@ -330,10 +316,8 @@ declare
         cross join lateral (
             select p.ctid as tid
             from pgqueue.permit as p
-            where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-                = hashtextextended(g.key, hashtextextended(_review_permits.kind, hashtext(_review_permits.queue)))
+            where pgqueue._is_permit_of(p, _review_permits.queue, _review_permits.kind, g.key)
                 and not p.is_rate and p.free_at = 'infinity' and p.token is distinct from new_token
-                and p.queue = _review_permits.queue and p.kind = _review_permits.kind and p.group_key = g.key
                 and (g.most is null or g.most <= 32 or p.place % (g.most / 16)
                     = date_part('microseconds', moment)::int % (g.most / 16))
             for update skip locked
@@ -377,9 +361,7 @@ begin
     where p.ctid = any (array(
         select r.ctid
         from unnest(group_keys) as g (key)
-        join pgqueue.permit as r on hashtextextended(r.group_key, hashtextextended(r.kind, hashtext(r.queue)))
-            = hashtextextended(g.key, hashtextextended(_forget_future.kind, hashtext(_forget_future.queue)))
-            and r.queue = _forget_future.queue and r.kind = _forget_future.kind and r.group_key = g.key
+        join pgqueue.permit as r on pgqueue._is_permit_of(r, _forget_future.queue, _forget_future.kind, g.key)
         -- A claim reads the clock before it takes one, perhaps long before.
         where r.is_rate and r.free_at > moment and r.taken_at > clock_timestamp() + interval '1 second'
         for update of r skip locked
@@ -456,21 +438,17 @@ declare
     locked tid[] := array(
         select p.ctid
         from pgqueue.permit as p
-        where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-            = hashtextextended(cap.group_key, hashtextextended(cap.kind, hashtext(_fit_permits.queue)))
+        where pgqueue._is_permit_of(p, _fit_permits.queue, cap.kind, cap.group_key)
             and p.is_rate = cap.is_rate and (new_token is null or p.token is distinct from new_token)
-            and p.queue = _fit_permits.queue and p.kind = cap.kind and p.group_key = cap.group_key
         for update skip locked
     );
     -- An attempt that is just ending holds one beyond the cap, and may go on: until that is known nobody takes any.
     is_unsure boolean := not cap.is_rate and exists (
         select
         from pgqueue.permit as p
-        where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-            = hashtextextended(cap.group_key, hashtextextended(cap.kind, hashtext(_fit_permits.queue)))
+        where pgqueue._is_permit_of(p, _fit_permits.queue, cap.kind, cap.group_key)
             and not p.is_rate and p.free_at = 'infinity' and p.place > cap.most and p.ctid <> all (locked)
             and (new_token is null or p.token is distinct from new_token)
-            and p.queue = _fit_permits.queue and p.kind = cap.kind and p.group_key = cap.group_key
     );
 begin
     with known as (
@@ -524,10 +502,8 @@ begin
     with known as (
         select p.place, p.job_id, p.token
         from pgqueue.permit as p
-        where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-            = hashtextextended(cap.group_key, hashtextextended(cap.kind, hashtext(_count_running.queue)))
+        where pgqueue._is_permit_of(p, _count_running.queue, cap.kind, cap.group_key)
             and not p.is_rate
-            and p.queue = _count_running.queue and p.kind = cap.kind and p.group_key = cap.group_key
     ), made as (
         insert into pgqueue.permit (free_at, place, is_rate, job_id, token, queue, kind, group_key)
         select
@@ -586,10 +562,8 @@ begin
             and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
             -- One that is kept for a retry that is due may be taken.
             and (j.token is not null or j.run_at > _permits.moment)
-        where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-            = hashtextextended(cap.group_key, hashtextextended(cap.kind, hashtext(_permits.queue)))
+        where pgqueue._is_permit_of(p, _permits.queue, cap.kind, cap.group_key)
             and p.is_rate = cap.is_rate
-            and p.queue = _permits.queue and p.kind = cap.kind and p.group_key = cap.group_key
     ) as p;
 end;
 $$;
@@ -657,17 +631,14 @@ begin
             and not exists (
                 select
                 from pgqueue.job as j
-                where hashtextextended(j.group_key, hashtext(j.queue)) = hashtextextended(p.group_key, hashtext(p.queue))
-                    and j.queue = p.queue and j.group_key = p.group_key
+                where pgqueue._is_in_group(j, p.queue, p.group_key)
             )
         limit 1000
     ) as i;
     locked := array(
         select p.ctid
         from unnest(idle.queues, idle.keys) as i (queue, key)
-        join pgqueue.permit as p on hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-            = hashtextextended(i.key, hashtextextended('', hashtext(i.queue)))
-            and p.queue = i.queue and p.group_key = i.key
+        join pgqueue.permit as p on pgqueue._is_permit_of(p, i.queue, '', i.key)
         for update of p skip locked
     );
     -- All of a group or none: places without gaps are what more are made behind.
@@ -680,9 +651,7 @@ begin
                 bool_and(p.ctid = any (locked) and (p.taken_at > clock_timestamp() - interval '1 day') is not true)
                     over (partition by p.queue, p.group_key) as is_idle
             from unnest(idle.queues, idle.keys) as i (queue, key)
-            join pgqueue.permit as p on hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-                = hashtextextended(i.key, hashtextextended('', hashtext(i.queue)))
-                and p.queue = i.queue and p.group_key = i.key
+            join pgqueue.permit as p on pgqueue._is_permit_of(p, i.queue, '', i.key)
         ) as c
         where c.is_idle
     ));

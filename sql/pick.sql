@@ -21,8 +21,7 @@ declare
     near tid[] := array(
         select j.ctid
         from pgqueue.job as j
-        where hashtext(j.queue) = hashtext(_recover.queue) and j.queue = _recover.queue
-            and (j.priority + 1000 * num_nonnulls(j.group_key)) = _recover.lane
+        where pgqueue._is_in_lane(j, _recover.queue, _recover.lane)
             and j.run_at between _recover.first and _recover.moment
         order by j.run_at, j.id
         limit 1000
@@ -105,8 +104,7 @@ begin
             j.run_at,
             j.lease_expires_at is not null or (j.terms).expires_at is not null as may_be_over
         from pgqueue.job as j
-        where hashtext(j.queue) = hashtext(_filtered_walk.queue) and j.queue = _filtered_walk.queue
-            and (j.priority + 1000 * num_nonnulls(j.group_key)) = _filtered_walk.lane
+        where pgqueue._is_in_lane(j, _filtered_walk.queue, _filtered_walk.lane)
             and j.run_at <= _filtered_walk.moment
             and (j.run_at, j.id) > (start, start_id)
             -- Of what is over, once it was ended: only leases that it was not, whose jobs come back.
@@ -116,9 +114,7 @@ begin
                         and j.attempt < j.max_attempts and j.cancelled_at is null
                 else j.lease_expires_at is null
             end
-            and (_filtered_walk.kinds is null or j.kind = any (_filtered_walk.kinds))
-            and (_filtered_walk.paused is null
-                or coalesce(_filtered_walk.paused -> '' -> j.kind, _filtered_walk.paused -> '' -> '') = 'false')
+            and pgqueue._is_wanted(j.kind, j.group_key, _filtered_walk.kinds, _filtered_walk.paused)
             and (taken is null or j.ctid <> all (taken))
         order by j.run_at, j.id
         limit wanted
@@ -216,8 +212,7 @@ begin
                     -- A comparison would cost each claim of one job half a per cent.
                     j.lease_expires_at is not null or (j.terms).expires_at is not null as may_be_over
                 from pgqueue.job as j
-                where hashtext(j.queue) = hashtext(_pick.queue) and j.queue = _pick.queue
-                    and (j.priority + 1000 * num_nonnulls(j.group_key)) = lane
+                where pgqueue._is_in_lane(j, _pick.queue, lane)
                     and j.run_at <= _pick.moment
                     and (j.run_at, j.id) > (start, start_id)
                     and (j.lease_expires_at <= _pick.moment) is not false

@@ -40,10 +40,8 @@ begin
     end if;
     perform
     from pgqueue.ticket as t
-    where hashtextextended(t.group_key, hashtext(t.queue))
-        = hashtextextended(_insert_ticket.group_key, hashtext(_insert_ticket.queue))
+    where pgqueue._is_ticket_of(t, _insert_ticket.queue, _insert_ticket.group_key)
         and t.priority = _insert_ticket.priority
-        and t.queue = _insert_ticket.queue and t.group_key = _insert_ticket.group_key
         and (t.at <= moment or t.is_blocked)
         -- Who has this one locked may be deleting it; who has changed it has left its own lock.
         and t.xmax in ('0'::xid, t.xmin)
@@ -107,8 +105,8 @@ begin
     where not exists (
         select
         from pgqueue.ticket as t
-        where hashtextextended(t.group_key, hashtext(t.queue)) = hashtextextended(n.key, hashtext(n.queue))
-            and t.priority = n.priority and t.queue = n.queue and t.group_key = n.key
+        where pgqueue._is_ticket_of(t, n.queue, n.key)
+            and t.priority = n.priority
             and (t.at <= n.at or t.is_blocked) and t.xmax in ('0'::xid, t.xmin)
     )
     order by n.place;
@@ -149,8 +147,7 @@ begin
     cross join lateral (
         select t.ctid as tid, t.priority
         from pgqueue.ticket as t
-        where hashtextextended(t.group_key, hashtext(t.queue)) = hashtextextended(g.key, hashtext(g.queue))
-            and t.queue = g.queue and t.group_key = g.key and t.is_blocked
+        where pgqueue._is_ticket_of(t, g.queue, g.key) and t.is_blocked
     ) as t;
     if blocked.tids is null then
         return;
@@ -237,8 +234,8 @@ declare
         from (
             select t.at, t.priority, t.group_key
             from pgqueue.ticket as t
-            where hashtext(t.queue) = hashtext(_until_ticket.queue) and t.priority = lane - 1000
-                and t.queue = _until_ticket.queue
+            where pgqueue._is_ticket_in(t, _until_ticket.queue, lane - 1000)
+                -- Who ends an attempt or a pause tells of it, if it knew of this one.
                 and (not t.is_blocked or t.served > -3)
             order by t.at
             limit case when num_nonnulls(kinds, paused) = 0 then 1 else 1000 end
@@ -248,39 +245,24 @@ declare
             from (
                 select j.run_at, j.kind, j.group_key
                 from pgqueue.job as j
-                where hashtextextended(j.group_key, hashtext(j.queue))
-                    = hashtextextended(t.group_key, hashtext(_until_ticket.queue))
+                where pgqueue._is_in_group(j, _until_ticket.queue, t.group_key)
                     and -j.priority = -t.priority
-                    and j.queue = _until_ticket.queue and j.group_key = t.group_key
                     and j.lease_expires_at is null and num_nonnulls(kinds, paused) > 0
                 order by j.run_at, j.id
                 limit case when is_strict then 1 end
             ) as f
-            where (_until_ticket.kinds is null or f.kind = any (_until_ticket.kinds))
-                and (_until_ticket.paused is null or coalesce(
-                    _until_ticket.paused -> f.group_key -> f.kind, _until_ticket.paused -> f.group_key -> '',
-                    _until_ticket.paused -> '' -> f.kind, _until_ticket.paused -> '' -> ''
-                ) = 'false')
+            where pgqueue._is_wanted(f.kind, f.group_key, _until_ticket.kinds, _until_ticket.paused)
             limit 1
         ) as j on true
         where num_nonnulls(kinds, paused) = 0 or j.run_at is not null
     );
 begin
-    -- Of these, which are full for longer, an end tells; in case that it gets lost, not all at their moments.
-    if exists (
-        select from pgqueue.ticket as t
-        where hashtext(t.queue) = hashtext(_until_ticket.queue) and t.priority = lane - 1000
-            and t.queue = _until_ticket.queue and t.is_blocked
-    ) then
-        first_at := least(first_at, moment + interval '10 seconds');
-    end if;
     first_at := least(first_at, (
         select min(j.lease_expires_at)
         from (
             select j.lease_expires_at
             from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(_until_ticket.queue) and j.queue = _until_ticket.queue
-                and (j.priority + 1000 * num_nonnulls(j.group_key)) = lane and j.run_at <= moment
+            where pgqueue._is_in_lane(j, _until_ticket.queue, lane) and j.run_at <= moment
             order by j.run_at, j.id
             limit 1000
         ) as j
@@ -376,9 +358,7 @@ begin
             coalesce(bool_or(t.at <= l.at or t.is_blocked and not exists (
                 select
                 from pgqueue.permit as p
-                where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
-                    = hashtextextended(l.key, hashtextextended('', hashtext(l.queue)))
-                    and p.queue = l.queue and p.kind = '' and p.group_key = l.key and p.free_at <= moment
+                where pgqueue._is_permit_of(p, l.queue, '', l.key) and p.free_at <= moment
             )), false) as is_known,
             -- Or somebody has it locked for long.
             count(*) > 1 or min(t.at) < moment - interval '1 second' as is_doubtful,
@@ -451,25 +431,31 @@ comment on function pgqueue._sweep_groups(int) is
 '_sweep_some for so many, or fewer where that would take long; returns how many
 tickets it gave.';
 
-create or replace function pgqueue._sweep_all_groups(moment timestamptz)
+create or replace function pgqueue._sweep_all(moment timestamptz)
     returns boolean
     language plpgsql
 as $$
 declare
     -- It goes on where the last one stopped, to the end, and from the beginning to the end.
-    ends int := 1 + (pg_sequence_last_value('pgqueue._cell_groups_swept') > -9223372036854775808)::int;
+    ends int := 1 + coalesce(pg_sequence_last_value('pgqueue._cell_groups_swept') > -9223372036854775808, false)::int;
+    pages int := pg_relation_size('pgqueue.permit') / current_setting('block_size')::int;
 begin
     loop
+        pages := pages - 2;
+        perform pgqueue._sweep_permits();
         ends := ends - ((pgqueue._sweep_some(25))[1] < 25)::int;
-        exit when ends = 0 or clock_timestamp() > moment + interval '5 milliseconds';
+        exit when ends <= 0 and pages <= 0;
+        if clock_timestamp() > moment + interval '20 milliseconds' then
+            return false;
+        end if;
     end loop;
-    return ends = 0;
+    return true;
 end;
 $$;
 
-comment on function pgqueue._sweep_all_groups(timestamptz) is
-'_sweep_some for all groups, until 5 ms after this moment; whether that was
-enough.';
+comment on function pgqueue._sweep_all(timestamptz) is
+'Sweeps all permits and groups, unless that takes more than 20 ms from this
+moment; whether it has.';
 
 create or replace function pgqueue._group_tuples()
     returns bigint

@@ -149,9 +149,9 @@ declare
 begin
     for live in select * from pgqueue._live_lanes(queue) loop
         if live.first <= moment and live.lane > 500 then
-            -- It may be alone, and its claim has looked at few groups that have lost their tickets.
+            -- It may be alone, and its claim has looked at few of the groups that have lost their tickets.
             if not has_swept and not (current_setting('transaction_read_only') = 'on'
-                or pgqueue._sweep_all_groups(clock_timestamp()))
+                or pgqueue._sweep_all(clock_timestamp()))
             then
                 until := moment + interval '1 second';
             end if;
@@ -161,12 +161,9 @@ begin
             ));
         elsif live.first <= moment then
             perform from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
-                and (j.priority + 1000 * num_nonnulls(j.group_key)) = live.lane and j.run_at <= moment
+            where pgqueue._is_in_lane(j, _until_due.queue, live.lane) and j.run_at <= moment
                 and (j.lease_expires_at is null or j.lease_expires_at <= moment)
-                and (_until_due.kinds is null or j.kind = any (_until_due.kinds))
-                and (_until_due.paused is null
-                    or coalesce(_until_due.paused -> '' -> j.kind, _until_due.paused -> '' -> '') = 'false')
+                and pgqueue._is_wanted(j.kind, j.group_key, _until_due.kinds, _until_due.paused)
             limit 1
             for update skip locked;
             if found then
@@ -180,25 +177,17 @@ begin
                 end
             into lease_ends_at, unlocked_at
             from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
-                and (j.priority + 1000 * num_nonnulls(j.group_key)) = live.lane and j.run_at <= moment
-                and (_until_due.kinds is null or j.kind = any (_until_due.kinds))
-                and (_until_due.paused is null
-                    or coalesce(_until_due.paused -> '' -> j.kind, _until_due.paused -> '' -> '') = 'false');
+            where pgqueue._is_in_lane(j, _until_due.queue, live.lane) and j.run_at <= moment
+                and pgqueue._is_wanted(j.kind, j.group_key, _until_due.kinds, _until_due.paused);
             until := least(until, lease_ends_at, unlocked_at);
         end if;
         until := least(until, (
             select j.run_at
             from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(_until_due.queue) and j.queue = _until_due.queue
-                and (j.priority + 1000 * num_nonnulls(j.group_key)) = live.lane
+            where pgqueue._is_in_lane(j, _until_due.queue, live.lane)
                 and j.run_at > moment and j.run_at < 'infinity'
                 and j.lease_expires_at is null
-                and (_until_due.kinds is null or j.kind = any (_until_due.kinds))
-                and (_until_due.paused is null or coalesce(
-                    _until_due.paused -> j.group_key -> j.kind, _until_due.paused -> j.group_key -> '',
-                    _until_due.paused -> '' -> j.kind, _until_due.paused -> '' -> ''
-                ) = 'false')
+                and pgqueue._is_wanted(j.kind, j.group_key, _until_due.kinds, _until_due.paused)
             order by j.run_at, j.id
             limit 1
         ));

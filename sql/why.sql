@@ -212,8 +212,7 @@ begin
             cross join lateral (
                 select
                 from pgqueue.job as j
-                where hashtext(j.queue) = hashtext(job.queue) and j.queue = job.queue
-                    and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane
+                where pgqueue._is_in_lane(j, job.queue, l.lane)
                     and (j.run_at, j.id) < (
                         b.due_by, case when l.priority <> job.priority then 9223372036854775807 else job.id end
                     )
@@ -247,8 +246,7 @@ declare
             -- What runs stands where it stood, near the beginning.
             select j.claimed_at
             from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(_unclaimed.queue) and j.queue = _unclaimed.queue
-                and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane
+            where pgqueue._is_in_lane(j, _unclaimed.queue, l.lane)
             order by j.run_at, j.id
             limit 1000
         ) as f

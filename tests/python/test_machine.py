@@ -356,7 +356,7 @@ class Machine(RuleBasedStateMachine):
             if what == "lease"
         }
         self.excused |= unseen - seen - own
-        self.excuses_all = not self.is_alone or any(s.call for s in self.sessions)
+        self.excuses_all |= not self.is_alone or any(s.call for s in self.sessions)
         current = self.settings.setdefault(scope, {})
         if name is None:
             current.clear()
