@@ -613,8 +613,9 @@ freed.';
 create or replace function pgqueue._drop_permits()
     returns bigint
     language plpgsql
-    set enable_hashjoin = off
-    set enable_mergejoin = off
+    set jit = off
+    set enable_seqscan = off
+    set enable_bitmapscan = off
 as $$
 declare
     idle record;
@@ -636,24 +637,24 @@ begin
         limit 1000
     ) as i;
     locked := array(
-        select p.ctid
+        select p.tid
         from unnest(idle.queues, idle.keys) as i (queue, key)
-        join pgqueue.permit as p on pgqueue._is_permit_of(p, i.queue, '', i.key)
-        for update of p skip locked
+        cross join lateral (
+            select p.ctid as tid from pgqueue.permit as p where pgqueue._is_permit_of(p, i.queue, '', i.key)
+            for update skip locked
+        ) as p
     );
     -- All of a group or none: places without gaps are what more are made behind.
     delete from pgqueue.permit as p
     where p.ctid = any (array(
-        select c.tid
-        from (
-            select
-                p.ctid as tid,
-                bool_and(p.ctid = any (locked) and (p.taken_at > clock_timestamp() - interval '1 day') is not true)
-                    over (partition by p.queue, p.group_key) as is_idle
-            from unnest(idle.queues, idle.keys) as i (queue, key)
-            join pgqueue.permit as p on pgqueue._is_permit_of(p, i.queue, '', i.key)
-        ) as c
-        where c.is_idle
+        select unnest(g.tids)
+        from unnest(idle.queues, idle.keys) as i (queue, key)
+        cross join lateral (
+            select array_agg(p.ctid) as tids
+            from pgqueue.permit as p
+            where pgqueue._is_permit_of(p, i.queue, '', i.key)
+            having bool_and(p.ctid = any (locked) and (p.taken_at > clock_timestamp() - interval '1 day') is not true)
+        ) as g
     ));
     get diagnostics dropped = row_count;
     return dropped;
