@@ -159,9 +159,7 @@ begin
                 select
                 from pgqueue.permit as p
                 where pgqueue._is_permit_of(p, _count_free.queue, c.kind, c.group_key)
-                    and p.is_rate = c.is_rate and p.place <= c.most
-                    -- Of one to run the clock says nothing.
-                    and p.free_at <= case when c.is_rate then moment else 'infinity' end and p.free_at < 'infinity'
+                    and pgqueue._is_free(p, c.is_rate, c.most, moment)
                     and (p.taken_at is not null or p.token is distinct from own_token)
                     and not (has_surplus and pgqueue._has_surplus(_count_free.queue, c.kind, c.group_key))
                 -- The last that were given back, behind which some old snapshot may keep others.
@@ -194,8 +192,7 @@ begin
         select p.ctid as tid
         from pgqueue.permit as p
         where pgqueue._is_permit_of(p, _lock_free.queue, c.kind, c.group_key)
-            and p.is_rate = c.is_rate and p.place <= c.most
-            and p.free_at <= case when c.is_rate then moment else 'infinity' end and p.free_at < 'infinity'
+            and pgqueue._is_free(p, c.is_rate, c.most, moment)
             and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
             and not (has_surplus and pgqueue._has_surplus(_lock_free.queue, c.kind, c.group_key))
         order by p.free_at desc
@@ -377,12 +374,10 @@ returns how many.';
 
 create or replace function pgqueue._holds(token bigint, permits tid[], permit_token bigint, group_key text)
     returns boolean
-    language plpgsql
+    language sql
     immutable
 as $$
-begin
-    return token = permit_token or token is null and permits is not null and group_key <> '';
-end;
+    select token = permit_token or token is null and permits is not null and group_key <> ''
 $$;
 
 comment on function pgqueue._holds(bigint, tid[], bigint, text) is
