@@ -38,7 +38,6 @@ begin
         ),
         moment
     );
-    perform pgqueue._wake(queue);
 end;
 $$;
 
