@@ -37,7 +37,6 @@ begin
         ),
         moment
     );
-    perform pgqueue._wake(queue);
 end;
 $$;
 

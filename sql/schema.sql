@@ -263,6 +263,15 @@ comment on type pgqueue._cap is
 'A cap of a queue, of a kind or of a group: so many jobs run at once, or, of a
 rate, begin in any period.';
 
+create type pgqueue._ended as (
+    id bigint, outcome text, queue text, group_key text, batch_id bigint, permits tid[],
+    priority int, back_at timestamptz, keeps_permit boolean
+);
+comment on type pgqueue._ended is
+'A job whose attempt, or wait, has ended: how; whether it goes back to its lane,
+and from when on it runs there (null: it is gone); and the permits it had, of
+which it keeps those of its group for its retry, or not.';
+
 create table pgqueue.dead_job (
     id bigint not null,
     died_at timestamptz not null,

@@ -202,10 +202,12 @@ create or replace function pgqueue._reopened(
     language plpgsql
 as $$
 begin
-    perform pgqueue._reopen_lane(o.queue, o.lane)
+    perform pgqueue._announce(o.queue, o.lane, o.run_at)
     from (
-        select distinct u.queue, u.priority + 1000 * num_nonnulls(u.key) as lane
-        from unnest(_reopened.queues, _reopened.priorities, _reopened.group_keys) as u (queue, priority, key)
+        select u.queue, u.priority + 1000 * num_nonnulls(u.key) as lane, min(u.run_at) as run_at
+        from unnest(_reopened.queues, _reopened.priorities, _reopened.group_keys, _reopened.run_ats)
+            as u (queue, priority, key, run_at)
+        group by 1, 2
     ) as o;
     if num_nonnulls(variadic group_keys) > 0 then
         perform pgqueue._wake_groups(queues, group_keys);

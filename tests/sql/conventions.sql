@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(33);
+select plan(35);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -191,8 +191,20 @@ select results_eq(
 );
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '7366516' $$,
-    $$ values (array['_await', '_awaited', '_stop_awaiting', '_tell_end', 'complete', 'complete_many']) $$,
-    'the numbers of the locks of who waits for a job stand in room status, and where jobs complete'
+    $$ values (array['_await', '_awaited', '_stop_awaiting', '_tell_end']) $$,
+    'the numbers of the locks of who waits for a job stand in room status'
+);
+select results_eq(
+    $$ select array_agg(r.name collate "default" order by r.name) from routine as r
+       where r.prosrc ~ 'pgqueue\.(_return_permits|_count_ends|_tell_end)\(' $$,
+    $$ values (array['_after_end']) $$, 'what follows an end stands in one function'
+);
+select results_eq(
+    $$ select r.name collate "default", r.prosrc ~ 'pgqueue\._after_end\(' from routine as r
+       where r.prosrc ~ 'delete from pgqueue\.job\M' order by 1 $$,
+    -- Takes back what it has just enqueued.
+    $$ values ('_begin_window', false), ('_end', true), ('complete', true), ('complete_many', true), ('purge', true) $$,
+    'which every function that ends jobs calls'
 );
 select is_empty(
     $$ select r.name from routine as r where r.prosrc ~ 'paused -> ''''' and r.name <> '_health_waits' $$,
