@@ -29,6 +29,7 @@ from pgqueue import database
 from pgqueue.app import App
 from pgqueue.attempt import NO_TASK, Attempt, Outcome
 from pgqueue.terminal import version
+from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.dispatcher import Dispatcher, Share
 from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
@@ -44,6 +45,7 @@ __all__ = ["Share", "Worker"]
 log = logging.getLogger("pgqueue")
 
 # Seconds
+SHORTEST = 3.0  # that a call may take, however short the lease
 REPORTING = 0.8  # for the last reports, after the shutdown timeout
 JOINING = 0.1  # for idle threads to end
 
@@ -58,7 +60,7 @@ class Worker:
 
     `queues` maps names to a Share, or to a weight. The other options are those of
     `python -m pgqueue.worker`, with times in seconds. `on_tick` is called some times a
-    second while no part of the worker has died, `on_commit` whenever outcomes have been
+    second while no part of the worker has died or hangs, `on_commit` whenever outcomes have been
     committed.
 
     Raises ValueError for no queue, a concurrency below 1, or only_known without a handler;
@@ -75,6 +77,7 @@ class Worker:
     lease: float | None = None
     timeout: float | None = None
     poll_interval: float = 5.0
+    call_timeout: float | None = None
     shutdown_timeout: float = 30.0
     listen: bool = True
     burst: bool = False
@@ -101,14 +104,15 @@ class Worker:
         # As the view workers expects.
         session = f"pgqueue {re.sub('[^ -~]', '?', self.id[-55:])}"
         dsn, outages = database.named(database.conninfo(self.dsn), session), Outages()
+        beat, call, long = (Deadline(dsn, self._patience, n) for n in (1 / 3, 1, 10))
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         around = self.app.middleware
         self.executor = Executor(dsn, self.concurrency, self._ended, around)
-        self.heartbeat = Heartbeat(dsn, outages, self.executor.cancel)
-        self.dispatcher = Dispatcher(dsn, outages, self)
-        self.finisher = Finisher(dsn, outages, self.prefetch, self._committed)
+        self.heartbeat = Heartbeat(beat, outages, self.executor.cancel)
+        self.dispatcher = Dispatcher(call, outages, self)
+        self.finisher = Finisher(call, outages, self.prefetch, self._committed)
         self._services: list[Service] = [self.finisher, self.heartbeat]
-        maintenance = Maintenance(dsn, outages, self.app)
+        maintenance = Maintenance(long, outages, self.app)
         self._services += [maintenance, self.dispatcher]
 
     def stop(self, why: str = "asked to") -> None:
@@ -226,6 +230,7 @@ class Worker:
     def _check(self) -> None:
         for service in self._services:
             service.check()
+        answers = [service.deadline.check() for service in self._services]
         self.executor.check()
         self.finisher.count_quick()
         if self._stops and not self.dispatcher.is_paused:
@@ -236,7 +241,12 @@ class Worker:
             self.dispatcher.is_paused = True
         if self._stops or self.prefetch.is_too_much(len(self.executor.waiting)):
             self.executor.release_waiting()
-        self.on_tick()
+        if all(answers):
+            self.on_tick()
+
+    def _patience(self) -> float:
+        """Return for how long a call to the server is of use."""
+        return self.call_timeout or max(self.heartbeat.lease, SHORTEST)
 
     def _is_over(self) -> bool:
         """Whether nothing is left to do, or no time for it."""

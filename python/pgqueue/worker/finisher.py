@@ -14,6 +14,7 @@ from pgqueue.app import Retry
 from pgqueue.attempt import LARGEST_RESULT, LOST, Attempt, Outcome
 from pgqueue.terminal import printable
 from pgqueue.worker import protocol
+from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.prefetch import GATHER, Prefetch
 from pgqueue.worker.seldom import Outages
 from pgqueue.worker.service import Service
@@ -32,12 +33,12 @@ class Finisher(Service):
 
     def __init__(
         self,
-        dsn: str,
+        deadline: Deadline,
         outages: Outages,
         prefetch: Prefetch,
         on_commit: Callable[[list[Attempt], set[str]], None],
     ) -> None:
-        super().__init__(dsn, outages)
+        super().__init__(deadline, outages)
         self.statuses: Counter[str] = Counter()
         self._prefetch = prefetch
         self._on_commit = on_commit

@@ -1,6 +1,5 @@
 """A thread of the worker, with a connection that it makes again after each outage."""
 
-import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -8,6 +7,7 @@ from abc import ABC, abstractmethod
 import psycopg
 
 from pgqueue import database
+from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.seldom import Outages
 
 
@@ -16,8 +16,8 @@ class Service(ABC):
 
     name: str
 
-    def __init__(self, dsn: str, outages: Outages) -> None:
-        self.dsn = dsn
+    def __init__(self, deadline: Deadline, outages: Outages) -> None:
+        self.deadline = deadline
         self._outages = outages
         self.over = threading.Event()  # it has to end
         self.error: BaseException | None = None  # what ended it
@@ -75,7 +75,7 @@ class Service(ABC):
 
     def _connect_and_work(self) -> None:
         try:
-            with contextlib.closing(database.connect(self.dsn)) as conn:
+            with self.deadline.connect() as conn:
                 self.has_connected = True
                 self.work(conn)
                 self.succeeded()
