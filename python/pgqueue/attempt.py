@@ -71,6 +71,7 @@ class Attempt:
     expires: float = float("inf")  # monotonic, as all moments here
     is_cancelled: bool = False  # an operator asked it to stop
     connection: Any = None
+    waits_since: float = float("inf")  # for the server, by statements of ours
     started: float = 0.0
     stops_since: float = 0.0  # when it had to stop, by a timeout or otherwise
     runs_in: asyncio.Task[None] | None = None  # if async and begun
@@ -164,6 +165,7 @@ async def _run(
         async with connect() as attempt.connection:
             outcome = await _call(attempt, middleware)
             params = attempt.id, attempt.token, outcome.text
+            attempt.waits_since = time.monotonic()
             executed = attempt.connection.execute(COMPLETE, params)
             if attempt.task.is_async:
                 await executed

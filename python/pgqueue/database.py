@@ -32,6 +32,7 @@ PATIENCE = {
 }
 ENVIRONMENT = {"PGCONNECT_TIMEOUT": "connect_timeout", "PGAPPNAME": "application_name"}
 
+READ_COMMITTED = psycopg.IsolationLevel.READ_COMMITTED
 SEARCH_PATH = "search_path = pg_catalog, pg_temp"
 
 # What waiting cannot cure: no such schema, or other functions in it.
@@ -83,7 +84,7 @@ def connect(dsn: str) -> Connection:
 
 def set_up(conn: Connection) -> None:
     """Have READ COMMITTED and, unless behind a pooler, prepare statements."""
-    conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+    conn.isolation_level = READ_COMMITTED
     if not is_pooled(conn):
         conn.execute(f"set {SEARCH_PATH}")
         conn.prepare_threshold = 0

@@ -141,3 +141,37 @@ def test_a_worker_is_not_healthy_while_a_call_is_past_its_deadline(db, dsn) -> N
     finally:
         worker.stop()
         thread.join(30)
+
+
+@pytest.mark.parametrize("kind", ["effect", "aeffect"])
+def test_a_transactional_handler_is_not_hung_by_a_session_that_was_forgotten(
+    db, workers, proxy, kind
+) -> None:
+    db.execute("create table effect (job_id bigint)")
+    worker = workers.start(*QUICKLY, "-c", "1", dsn=through(proxy, db))
+    first = pgqueue.enqueue(db, QUEUE, kind=kind)
+    wait_until(lambda: outcomes(db) == {"completed": 1})
+    wait_until(lambda: one(db, RESTING))
+    proxy.stall()
+    after = pgqueue.enqueue(db, QUEUE, kind=kind)
+    wait_until(lambda: outcomes(db) == {"completed": 2})
+    assert column(db, "select job_id from effect order by 1") == [first, after]
+    assert "its connection is given up" in workers.log()
+    assert workers.finish(worker) == 0
+
+
+@pytest.mark.parametrize("kind", ["hold_effect", "ahold_effect"])
+def test_a_transaction_that_gets_no_answer_at_its_end_fails_its_attempt(
+    db, workers, proxy, kind
+) -> None:
+    db.execute("select pgqueue.configure(null, retry_base => '100 ms')")
+    db.execute("create table effect (job_id bigint)")
+    worker = workers.start(*QUICKLY, "-c", "1", dsn=through(proxy, db))
+    job = pgqueue.enqueue(db, QUEUE, kind=kind)
+    workers.began()
+    proxy.stall()
+    workers.let_go()
+    # The server still holds what the first transaction has written.
+    wait_until(lambda: outcomes(db) == {"retry": 1, "completed": 1})
+    assert column(db, "select job_id from effect") == [job]
+    assert workers.finish(worker) == 0

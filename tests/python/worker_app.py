@@ -93,6 +93,12 @@ def hold_effect(job: pgqueue.Job) -> None:
     hold(job)
 
 
+@app.job("ahold_effect", transaction=True)
+async def ahold_effect(job: pgqueue.Job) -> None:
+    await job.connection.execute("insert into effect values (%s)", (job.id,))
+    await ahold.function(job)
+
+
 @app.job("polite")
 def polite(job: pgqueue.Job) -> None:
     note("began", job.id)

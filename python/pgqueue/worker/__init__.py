@@ -106,8 +106,9 @@ class Worker:
         dsn, outages = database.named(database.conninfo(self.dsn), session), Outages()
         beat, call, long = (Deadline(dsn, self._patience, n) for n in (1 / 3, 1, 10))
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
-        around = self.app.middleware
-        self.executor = Executor(dsn, self.concurrency, self._ended, around)
+        self.executor = Executor(
+            dsn, self.concurrency, self._ended, self.app.middleware, self._patience
+        )
         self.heartbeat = Heartbeat(beat, outages, self.executor.cancel)
         self.dispatcher = Dispatcher(call, outages, self)
         self.finisher = Finisher(call, outages, self.prefetch, self._committed)
