@@ -129,7 +129,7 @@ def test_a_worker_is_not_healthy_while_a_call_is_past_its_deadline(db, dsn) -> N
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
-        wait_until(lambda: worker.heartbeat.has_connected and ticks)
+        wait_until(lambda: worker.heartbeat.is_ready and ticks)
         with worker.heartbeat.deadline.connect() as conn:
             conn.waits_since = 0.0
             wait_until(lambda: not worker.heartbeat.deadline.check())

@@ -155,6 +155,11 @@ def suicide(job: pgqueue.Job) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@app.job("exits")
+def exits(code: int) -> None:
+    os._exit(code)
+
+
 @app.job("gil")
 def gil() -> None:
     """Hold the GIL for some seconds in one call."""

@@ -25,14 +25,14 @@ class Health:
         self._is_ready = False
         self._has_complained = False
 
-    def __call__(self, has_connected: bool) -> None:
+    def __call__(self, is_ready: bool) -> None:
         if time.monotonic() < self._next_at:
             return
         self._next_at = time.monotonic() + 1
         if self._file:
             self._touch(self._file)
         state = "WATCHDOG=1"
-        if has_connected and not self._is_ready:
+        if is_ready and not self._is_ready:
             self._is_ready = True
             state = f"READY=1\n{state}"
         notify_systemd(state)

@@ -21,7 +21,7 @@ class Service(ABC):
         self._outages = outages
         self.over = threading.Event()  # it has to end
         self.error: BaseException | None = None  # what ended it
-        self.has_connected = False
+        self.is_ready = False  # the server has answered it
         self._failures = 0
         self.thread = threading.Thread(
             target=self._run, name=f"pgqueue-{self.name}", daemon=True
@@ -60,6 +60,7 @@ class Service(ABC):
 
     def succeeded(self) -> None:
         """Note that the server answers: the next outage starts with short waits."""
+        self.is_ready = True
         if self._failures:
             self._failures = 0
             self._outages.is_over(self.name)
@@ -76,7 +77,6 @@ class Service(ABC):
     def _connect_and_work(self) -> None:
         try:
             with self.deadline.connect() as conn:
-                self.has_connected = True
                 self.work(conn)
                 self.succeeded()
         except psycopg.Error as error:
