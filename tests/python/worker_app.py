@@ -40,6 +40,11 @@ def noop() -> None:
     pass
 
 
+@app.job("began")
+def began(job: pgqueue.Job) -> None:
+    note("began", job.id)
+
+
 @app.job("mark")
 def mark(job: pgqueue.Job) -> None:
     note("ran", job.id)
@@ -230,6 +235,16 @@ def bad(case: str) -> object:
 @app.job("abad")
 async def abad(case: str) -> object:
     return bad(case)
+
+
+@app.job("bad_in_transaction", transaction=True)
+def bad_in_transaction(case: str) -> object:
+    return bad(case)
+
+
+@app.job("echo")
+def echo(value: object) -> object:
+    return value
 
 
 @app.job("retry")

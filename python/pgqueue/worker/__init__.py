@@ -192,15 +192,26 @@ class Worker:
         """Run what was claimed at a moment of the monotonic clock."""
         self.heartbeat.hold(attempts, since)
         self.prefetch.claimed(len(attempts))
+        free = self.concurrency - self.executor.unfinished
+        last = [a for a in attempts if a.number >= a.max_attempts]
+        if last:
+            self.prefetch.saw_last_attempts()
+            attempts = last + [a for a in attempts if a.number < a.max_attempts]
+        not_ahead = set(last[max(0, free) :])
         for attempt in attempts:
-            if self.dispatcher.is_paused:  # meanwhile: leave it to other workers
-                self.finisher.put(attempt)
+            # Claimed meanwhile, or never to wait here: leave it to other workers.
+            if self.dispatcher.is_paused or attempt in not_ahead:
+                self._give_back(attempt)
             elif task := self.app.tasks.get(attempt.kind):
                 attempt.task = task
                 attempt.timeout = task.policy.timeout or self.timeout
             else:
                 self._put_off(attempt)
         self.executor.submit(a for a in attempts if a.task is not NO_TASK)
+
+    def _give_back(self, attempt: Attempt) -> None:
+        self.prefetch.claimed(-1)
+        self.finisher.put(attempt)
 
     def _put_off(self, attempt: Attempt) -> None:
         """Leave a job of an unknown kind to other workers, but not at once."""
