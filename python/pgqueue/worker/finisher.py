@@ -16,7 +16,7 @@ from pgqueue.terminal import printable
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.prefetch import GATHER, Prefetch
-from pgqueue.worker.seldom import Outages
+from pgqueue.worker.seldom import Outages, one_line
 from pgqueue.worker.service import Service
 
 log = logging.getLogger("pgqueue")
@@ -48,6 +48,12 @@ class Finisher(Service):
         self._counted, self._counted_at = 0, time.monotonic()
 
     def put(self, attempt: Attempt) -> None:
+        outcome = attempt.outcome
+        if outcome.error is not None and outcome.name in ("complete", "none"):
+            reason, extra = one_line(outcome.error), attempt.fields
+            log.warning(
+                "%s: its result is not stored: %s", attempt, reason, extra=extra
+            )
         self._ended.put(attempt)
 
     def wake(self) -> None:
