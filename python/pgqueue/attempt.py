@@ -10,7 +10,6 @@ import os
 import random
 import re
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from pgqueue.client import LeaseLost
 from pgqueue.drivers import run_without_loop
 from pgqueue.job import Job
 from pgqueue.payload import to_json
+from pgqueue.terminal import trace
 
 COMPLETE = "select pgqueue.complete(%s, %s, %s::pg_catalog.jsonb)"
 LARGEST_RESULT = 64_000_000  # bytes; pgqueue.finish() takes no more
@@ -300,15 +300,12 @@ def _backoff(policy: Policy, number: int) -> timedelta | None:
 
 
 def describe(error: BaseException) -> str:
-    """Show an error: a summary in the first line, by which it is found; then the traceback.
-
-    Of a long traceback the end says most.
-    """
+    """Show an error: a summary in the first line, by which it is found; then the traceback."""
     try:
-        said = " ".join(str(error).split())
+        said = " ".join(str(error)[:2000].split())
         text = f"{type(error).__name__}: {said[:500]}" if said else type(error).__name__
         if error.__traceback__:
-            text += "\n\n" + "".join(traceback.format_exception(error))[-6000:]
+            text += "\n\n" + trace(error)
     except BaseException as worse:
         text = f"{type(error).__name__}, which raised {type(worse).__name__} when shown"
     return storable(text)

@@ -134,8 +134,10 @@ class Worker:
         lease = f", lease {self.lease:g} s" if self.lease else ""
         terms = f"{self.concurrency} at once{lease}, pgqueue {version()}"
         log.info("%s works on %s, %s", self.id, self.dispatcher.shares(), terms)
+        log.disabled = False  # as dictConfig does to what there is when an app calls it
         try:
             if self._call(self.app.startup):
+                log.disabled = False
                 for service in self._services:
                     service.thread.start()
             while not self._is_over():

@@ -108,9 +108,13 @@ class Connections:
         for attempt, way in list(self._used.items()):
             if attempt.waits_since >= late:
                 continue
-            text = "%s: no answer in %g s: its connection is given up"
-            level = self._seldom.level("late")
-            log.log(level, text, attempt, seconds, extra=attempt.fields)
+            log.log(
+                self._seldom.level("late"),
+                "%s: no answer in %g s: its connection is given up",
+                attempt,
+                seconds,
+                extra=attempt.fields,
+            )
             with contextlib.suppress(OSError):  # it has just been closed
                 way.shutdown(socket.SHUT_RDWR)
             self.close_idle(after=0)  # which will not be better

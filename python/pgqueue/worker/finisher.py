@@ -135,10 +135,12 @@ class Finisher(Service):
         if not log.isEnabledFor(level):
             return
         has_error = outcome.name in ("fail", "reject")
-        summary = (outcome.text or "").partition("\n")[0] if has_error else ""
+        text = (outcome.text or "") if has_error else ""
+        summary, shown = text.partition("\n")[0], text.partition("\n\n")[2]
         if status == "lost":
             summary = "its lease was over"
         why = f": {printable(summary)}" if summary else ""
         error = outcome.error if level > logging.INFO else None
-        fields = attempt.fields
+        # Our formatters need not show the error again, which takes as long as the job.
+        fields = attempt.fields | {"trace": shown if level > logging.INFO else ""}
         log.log(level, "%s: %s%s", attempt, status, why, extra=fields, exc_info=error)
