@@ -62,7 +62,7 @@ create or replace function pgqueue._is_batch_over(batch_id bigint)
     set plan_cache_mode = force_generic_plan
 as $$
 declare
-    cell regclass := ('pgqueue._cell_' || 640 + (batch_id & 31))::regclass;
+    cell regclass := ('pgqueue._cell_batch_' || batch_id % 5)::regclass;
     found_before bigint := pg_sequence_last_value(cell);
     is_untouched boolean;
     last record;

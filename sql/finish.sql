@@ -53,7 +53,7 @@ begin
             > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
         if is_followed is not true and done.batch_id is not null then
             -- As in _is_batch_over, written out.
-            found_before := pg_sequence_last_value(('pgqueue._cell_' || 640 + (done.batch_id & 31))::regclass);
+            found_before := pg_sequence_last_value(('pgqueue._cell_batch_' || done.batch_id % 5)::regclass);
             perform from pgqueue.job as j
             where j.id = found_before and (j.terms).batch_id = done.batch_id and j.xmax in ('0'::xid, j.xmin);
             is_followed := not found;

@@ -1033,10 +1033,12 @@ begin
         > 200 + 3 * (looked + cardinality(picks)) or vain > 60
     then
         -- Others go on from a position that a whole walk has not reached yet.
-        perform pgqueue._leave_place(
-            key, known.record,
-            least(greatest(passed_at, known_at), moment - interval '10 milliseconds'), null,
-            case when known_at is null or is_from_start and not is_whole then began end
+        perform pgqueue._leave_position(
+            key, known.record, known.reached,
+            pgqueue._since_2020(least(greatest(passed_at, known_at), moment - interval '10 milliseconds')), null,
+            case when known_at is null or is_from_start and not is_whole
+                then pgqueue._since_2020(pgqueue._believed_until(began, interval '100 milliseconds'))
+            end
         );
     end if;
 end;

@@ -593,6 +593,12 @@ comment on sequence pgqueue.used_seq is
 a batch or a dependency was ever made, so that claims have to look around.';
 select setval('pgqueue.used_seq', 0);
 
+create sequence pgqueue.lanes_seq minvalue -9223372036854775808 start 0;
+comment on sequence pgqueue.lanes_seq is
+'Which folds of queues may have jobs with a priority, or in a group: a bit for
+each, 1 << (hashtext(queue) & 63).';
+select setval('pgqueue.lanes_seq', 0);
+
 create table pgqueue.schedule (
     due_at timestamptz not null,
     next_slot timestamptz not null,
@@ -696,7 +702,7 @@ comment on index pgqueue.dependency_waiter_idx is 'Does it wait for anything sti
 
 -- One look at a size tells a completion that there is nothing of the kind. No row is ever deleted.
 create table pgqueue.used (
-    feature text not null
+    feature varchar(7) not null
 );
 alter table pgqueue.used replica identity full;
 comment on table pgqueue.used is
@@ -735,7 +741,7 @@ comment on index pgqueue.gone_ended_idx is 'Which can be forgotten?';
 create table pgqueue.loose_end (
     look_at timestamptz not null,
     id bigint not null,
-    what text not null
+    what varchar(6) not null
 ) with (
     autovacuum_vacuum_scale_factor = 0,
     autovacuum_vacuum_threshold = 20000,
@@ -823,50 +829,35 @@ create index tally_batch_idx on pgqueue.tally (batch_id, part);
 comment on index pgqueue.tally_batch_idx is 'Where are the jobs of a batch, and how have they ended?';
 
 -- What claims and enqueues remember for each other; module lane says what is in them. Sequences,
--- because these can be shared and written without a version of a row.
+-- because these can be shared and written without a version of a row. Each takes 11 kB of every database,
+-- and a comment on it would be another lock that CREATE EXTENSION takes.
 do $$
+declare
+    cell text;
 begin
-    for cell in 0 .. 671 loop
+    foreach cell in array
+        array(select n::text from generate_series(0, 31) as n) || '{tie_0,tie_1,tie_2,tie_3}'::text[]
+        || '{batch_0,batch_1,batch_2,batch_3,batch_4}'::text[]
+    loop
         execute format('create sequence pgqueue._cell_%s minvalue 0', cell);
-        execute format(
-            'comment on sequence pgqueue._cell_%s is '
-            '''Where a claim may begin, or a batch has a job: safe to lose.''', cell
-        );
     end loop;
 end;
 $$;
 
+-- And for themselves, times in us since 2020. Until when a completion looks whether anybody waits for it.
 create sequence pgqueue._cell_awaited minvalue 0;
-comment on sequence pgqueue._cell_awaited is
-'Until when a completion looks whether anybody waits for it, in us since 2020;
-safe to lose.';
-
+-- Up to which id the sweep has looked at ties and batches.
 create sequence pgqueue._cell_swept minvalue 0;
-comment on sequence pgqueue._cell_swept is
-'Up to which id the sweep has looked at ties and batches: safe to lose.';
-
+-- Up to which group, by its hash, the sweep has looked.
 create sequence pgqueue._cell_groups_swept minvalue -9223372036854775808;
-comment on sequence pgqueue._cell_groups_swept is
-'Up to which group, by its hash, the sweep has looked: safe to lose.';
-
+-- Up to which page of permits the sweep has looked.
 create sequence pgqueue._cell_permits_swept minvalue 0;
-comment on sequence pgqueue._cell_permits_swept is
-'Up to which page of permits the sweep has looked: safe to lose.';
-
+-- When a claim has to look for groups without a ticket.
 create sequence pgqueue._cell_groups_due minvalue 0;
-comment on sequence pgqueue._cell_groups_due is
-'When a claim has to look for groups without a ticket, in us since 2020: safe to
-lose.';
-
+-- Until when enqueues tell claims where a group begins, because many finished jobs stood in their way.
 create sequence pgqueue._cell_groups_slow minvalue 0;
-comment on sequence pgqueue._cell_groups_slow is
-'Until when enqueues tell claims where a group begins, because many finished jobs
-stood in their way, in us since 2020: safe to lose.';
-
+-- When a claim has to look for schedules that are due, for ties and for batches.
 create sequence pgqueue._cell_due minvalue 0;
-comment on sequence pgqueue._cell_due is
-'When a claim has to look for schedules that are due, for ties and for batches,
-in us since 2020: safe to lose.';
 
 -- Marks for pg_dump: all rows of all tables, and the sequences that count, or a restored
 -- queue would hand out ids and tokens for a second time. The plain install needs no marks.

@@ -19,25 +19,25 @@ comment on function pgqueue._use(text) is
 'Remembers that a feature has been used, and that completions have to look for it
 from now on.';
 
-create or replace function pgqueue._mark(bits bigint)
+create or replace function pgqueue._mark(bits bigint, mask regclass default 'pgqueue.used_seq')
     returns void
     language plpgsql
 as $$
 begin
-    if pg_sequence_last_value('pgqueue.used_seq'::regclass) & bits = bits then
+    if pg_sequence_last_value(mask) & bits = bits then
         return;
     end if;
     -- One at a time; what is rolled back gives the lock back.
     lock table pgqueue.used in share update exclusive mode;
-    perform setval('pgqueue.used_seq', pg_sequence_last_value('pgqueue.used_seq'::regclass) | bits);
+    perform setval(mask, pg_sequence_last_value(mask) | bits);
     raise sqlstate 'PQ003';
 exception when sqlstate 'PQ003' then
     null;
 end;
 $$;
 
-comment on function pgqueue._mark(bigint) is
-'Sets bits of used_seq, at once.';
+comment on function pgqueue._mark(bigint, regclass) is
+'Sets bits of used_seq, or of lanes_seq, at once.';
 
 create or replace function pgqueue._settings_bits(queue text)
     returns bigint

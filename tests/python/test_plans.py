@@ -20,6 +20,8 @@ def fill(
     priority: int = 0,
 ):
     db.execute(FILL.format(jobs=jobs, after=after, priority=priority))
+    if priority:
+        db.execute("select pgqueue._use_lanes('q')")
 
 
 def explained(db: psycopg.Connection, query: str, counts: str = "buffers") -> dict:

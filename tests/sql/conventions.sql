@@ -119,6 +119,9 @@ select is_empty(
        ))) $$,
     'every table and sequence is marked for pg_dump, but for the cells: what they hold only saves work'
 );
+select ok(
+    (select count(*) <= 60 from relation as r where r.relkind = 'S'), 'there are at most 60 sequences: each takes 11 kB'
+);
 select is_empty(
     $$ select unnest(e.extcondition) as condition from pg_extension as e
        where e.extname = 'pgqueue' except select '' $$,
@@ -184,6 +187,13 @@ select results_eq(
     $$ select array_agg(w.name collate "default" order by w.name), count(distinct w.text)
        from pg_temp.written('\(\s*?pg_try_advisory_xact_lock_shared\(7366513.*?\) is not true') as w $$,
     $$ values (array['_wake', 'enqueue'], 1::bigint) $$, 'enqueue looks for parked workers as the others do'
+);
+select results_eq(
+    $$ select array_agg(r.name collate "default" order by r.name) from routine as r
+       where strpos(r.prosrc, '(key & 15) * 2') > 0 and strpos(r.prosrc, '(key >> 4 & 15) * 2') > 0
+       union all
+       select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '\* 2\M.*_cell_' $$,
+    $$ values (array['_pick', '_record']), (array['_pick', '_record']) $$, 'a claim looks for the records of a lane as the others do'
 );
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '736651[34]' $$,
