@@ -442,22 +442,22 @@ declare
     ends int := 1 + coalesce(pg_sequence_last_value('pgqueue._cell_groups_swept') > -9223372036854775808, false)::int;
     pages int := pg_relation_size('pgqueue.permit') / current_setting('block_size')::int;
 begin
-    loop
+    for step in 1 .. 20 loop
         pages := pages - 2;
         perform pgqueue._sweep_permits();
         ends := ends - ((pgqueue._sweep_some(25))[1] < 25)::int;
-        exit when ends <= 0 and pages <= 0;
-        if clock_timestamp() > moment + interval '20 milliseconds' then
-            return false;
+        if ends <= 0 and pages <= 0 then
+            return true;
         end if;
+        exit when clock_timestamp() > moment + interval '20 milliseconds';
     end loop;
-    return true;
+    return false;
 end;
 $$;
 
 comment on function pgqueue._sweep_all(timestamptz) is
-'Sweeps all permits and groups, unless that takes more than 20 ms from this
-moment; whether it has.';
+'Sweeps the next 500 groups and 40 pages of permits, or fewer where that takes
+more than 20 ms from this moment; whether these are all.';
 
 create or replace function pgqueue._group_tuples()
     returns bigint
