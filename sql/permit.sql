@@ -377,7 +377,6 @@ begin
         from pgqueue.permit as p
         join pgqueue.job as j on j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
         where p.ctid = any (locked) and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _free_lost_permits.moment
-        order by p.job_id
     );
     if expired <> '{}' then
         ended := pgqueue._expire(
