@@ -470,6 +470,8 @@ create or replace function pgqueue._check_outcomes(
     language plpgsql
     immutable
 as $$
+declare
+    known constant text[] := array['complete', 'fail', 'reject', 'release'];
 begin
     if cardinality(outcomes) is distinct from cardinality(job_ids)
         or cardinality(texts) <> cardinality(job_ids) or cardinality(delays) <> cardinality(job_ids)
@@ -483,7 +485,7 @@ begin
             ),
             'Leave texts or delays out where there are none.'
         ];
-    elsif (outcomes <@ array['complete', 'fail', 'reject', 'release']) is not true then
+    elsif (outcomes <@ known) is not true then
         return (
             select array[
                 'every outcome must be complete, fail, reject or release',
@@ -491,7 +493,7 @@ begin
                 'reject is for what no retry can mend.'
             ]
             from unnest(outcomes) as o (outcome)
-            where (o.outcome in ('complete', 'fail', 'reject', 'release')) is not true
+            where (o.outcome = any (known)) is not true
             limit 1
         );
     end if;

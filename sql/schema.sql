@@ -344,6 +344,25 @@ comment on column pgqueue.recent_key.unique_key is 'The job''s unique_key.';
 create index recent_key_expires_idx on pgqueue.recent_key (expires_at);
 comment on index pgqueue.recent_key_expires_idx is 'Which windows have ended?';
 
+-- Every way in which an attempt can end. No column has a CHECK for them, see job; a test compares
+-- what functions write and ask for with this list.
+create view pgqueue._outcome as
+select * from (
+    values
+        ('completed', 'complete', false, false, 'completed'),
+        ('retry', 'fail', true, true, 'failed, runs again'),
+        ('dead', 'reject', false, true, 'failed for good'),
+        ('cancelled', null, false, false, 'an operator or a dependency ended it'),
+        ('expired', null, true, true, 'the worker let the lease run out, runs again'),
+        (null, 'release', true, false, 'given back, uncounted')
+) as o (name, asked_by, runs_again, is_failure, meaning);
+comment on view pgqueue._outcome is 'How attempts end.';
+comment on column pgqueue._outcome.name is 'As run has it; null where it is not logged.';
+comment on column pgqueue._outcome.asked_by is 'What finish is asked for it; null for nothing.';
+comment on column pgqueue._outcome.runs_again is 'Whether the job waits then.';
+comment on column pgqueue._outcome.is_failure is 'Whether it counts as a failed attempt.';
+comment on column pgqueue._outcome.meaning is 'What happened.';
+
 -- A ring of sixteen tables. A row goes to the table of the day on which it may be
 -- forgotten, so that one TRUNCATE forgets a day: no mass DELETE, no new tables, and
 -- nothing left for VACUUM. Two weeks at most are kept, which leaves a table that is
@@ -379,9 +398,14 @@ comment on column pgqueue.run.waited is 'From run_at to the claim.';
 comment on column pgqueue.run.taken is 'From the claim to the end.';
 comment on column pgqueue.run.queue is 'The job''s queue.';
 comment on column pgqueue.run.kind is 'The job''s kind.';
-comment on column pgqueue.run.outcome is
-'completed; retry (failed, runs again); dead; cancelled; expired (the worker
-let the lease run out, runs again).';
+do $$
+begin
+    execute format(
+        'comment on column pgqueue.run.outcome is %L',
+        (select string_agg(o.name || ': ' || o.meaning || '.', E'\n') from pgqueue._outcome as o)
+    );
+end;
+$$;
 comment on column pgqueue.run.worker is 'Who ran it.';
 comment on column pgqueue.run.result is 'What complete was given; the reason of a cancelled job.';
 comment on column pgqueue.run.error is 'The first line of the error of an attempt that failed or expired.';

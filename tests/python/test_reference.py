@@ -129,6 +129,18 @@ def test_a_view_or_table_is_there_with_exactly_its_columns(db, relation):
     assert sorted(said) == sorted(column(db, columns, f"pgqueue.{relation}"))
 
 
+def test_the_outcomes_are_those_of_the_list(db):
+    runs = SECTIONS["Observe"].split("\n### run\n")[1].split("\n### ")[0]
+    (said,) = (
+        row[1] for row in documents.table(runs, "column") if row[0] == "`outcome`"
+    )
+    listed = column(db, "select name from pgqueue._outcome where name is not null")
+    assert documents.quoted(said) == listed
+    asked = documents.table(SECTIONS["Finish"], "outcome", "its text")
+    listed = column(db, "select asked_by from pgqueue._outcome where asked_by > ''")
+    assert sorted(names(asked)) == sorted(listed)
+
+
 def test_every_view_is_there(db):
     views = column(
         db,
