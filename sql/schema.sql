@@ -449,10 +449,19 @@ select
 from (
     values
         ('paused', 'boolean', 'false', null, null, null, 'Takes jobs in and gives none out'),
-        ('notify', 'boolean', 'true', null, '{a kind,a group}', null, 'Whether enqueue may send NOTIFY to parked workers'),
-        ('keep_payloads', 'boolean', 'false', null, null, 'keep', 'Whether run keeps the payloads of jobs that are gone'),
+        (
+            'notify', 'boolean', 'true', null, '{a kind,a group}', null,
+            'Whether enqueue may send NOTIFY to parked workers'
+        ),
+        (
+            'keep_payloads', 'boolean', 'false', null, null, 'keep',
+            'Whether run keeps the payloads of jobs that are gone'
+        ),
         ('max_attempts', 'int', '20', '{1}', null, null, 'Attempts of a job that names no number'),
-        ('keep_runs', 'int', '7', '{0,14}', null, 'keep', 'Days to keep finished attempts in run; with 0 none is recorded'),
+        (
+            'keep_runs', 'int', '7', '{0,14}', null, 'keep',
+            'Days to keep finished attempts in run; with 0 none is recorded'
+        ),
         ('max_payload_bytes', 'int', null, '{1}', null, null, 'Largest payload, as Postgres holds it uncompressed'),
         (
             'weight', 'int', '1', '{1,100}', '{a kind,each group}', null,
@@ -470,8 +479,14 @@ from (
             'rate_limit', 'int', null, '{1,1000}', '{a kind and a group together}', 'permits',
             'How many jobs of a queue, kind or group may begin in any rate_period'
         ),
-        ('lease', 'interval', '30 seconds', '{1 microsecond,30 days}', null, null, 'Lease of a claim that names none'),
-        ('retry_base', 'interval', '5 seconds', '{0,1 year}', null, null, 'Delay before the second attempt, doubled each time'),
+        (
+            'lease', 'interval', '30 seconds', '{1 microsecond,30 days}', null, null,
+            'Lease of a claim that names none'
+        ),
+        (
+            'retry_base', 'interval', '5 seconds', '{0,1 year}', null, null,
+            'Delay before the second attempt, doubled each time'
+        ),
         ('retry_cap', 'interval', '1 hour', '{0,1 year}', null, null, 'Longest delay between attempts'),
         ('rate_period', 'interval', '1 second', '{1 millisecond,1 day}', null, null, 'The period of rate_limit'),
         (

@@ -342,7 +342,7 @@ begin
         case when reset then jsonb_build_object('paused', before -> 'paused') else coalesce(before, '{}') end
             || scope || given
     );
-    -- A row that says nothing is no setting. There is no conflict but with what an old snapshot does not see.
+    -- A row that says nothing is no setting. Only what an old snapshot cannot see conflicts, and that raises.
     if given <> scope then
         insert into pgqueue.queue
         select q.* from jsonb_populate_record(null::pgqueue.queue, given) as q
@@ -371,8 +371,8 @@ begin
             from jsonb_each_text(given) as g
             join pgqueue._setting as s on s.name = g.key
             where not case s.type
-                when 'int' then g.value::int >= s.range[1]::int and g.value::int <= coalesce(s.range[2], g.value)::int
-                when 'interval' then g.value::interval >= s.range[1]::interval and g.value::interval <= s.range[2]::interval
+                when 'int' then g.value::int between s.range[1]::int and coalesce(s.range[2], g.value)::int
+                when 'interval' then g.value::interval between s.range[1]::interval and s.range[2]::interval
                 when 'text' then g.value = any (s.range)
                 else true
             end

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(85);
+select plan(86);
 
 -- What has been used
 
@@ -153,6 +153,23 @@ select is_empty(
        where s.queue like 'told %' and s.queue <> 'told ' || s.setting and s.set_for = 'queue' $$,
     'and no other'
 );
+
+create function pg_temp.kept(style text) returns interval[] language plpgsql as $$
+begin
+    perform set_config('intervalstyle', style, true);
+    perform pgqueue.configure('style ' || style, lease => '2 days -00:00:00.000001', keep_dead => '1 year 1 mon -1 day');
+    perform pgqueue.configure('style ' || style, max_attempts => 3);
+    return (select array[q.lease, q.keep_dead] from pgqueue.queue as q where q.name = 'style ' || style);
+end;
+$$;
+select results_eq(
+    $$ select to_char(k[1], 'DD HH24:MI:SS.US'), to_char(k[2], 'YYYY MM DD')
+       from unnest('{postgres,postgres_verbose,sql_standard,iso_8601}'::text[]) as s (style), pg_temp.kept(s.style) as k $$,
+    $$ select to_char(interval '2 days -00:00:00.000001', 'DD HH24:MI:SS.US'),
+           to_char(interval '1 year 1 mon -1 day', 'YYYY MM DD') from generate_series(1, 4) $$,
+    'an interval stays what it is, in whichever style a session writes it'
+);
+set local intervalstyle = postgres;
 
 -- Settings by kind and group
 
