@@ -353,6 +353,25 @@ comment on column pgqueue.recent_key.unique_key is 'The job''s unique_key.';
 create index recent_key_expires_idx on pgqueue.recent_key (expires_at);
 comment on index pgqueue.recent_key_expires_idx is 'Which windows have ended?';
 
+-- Every way in which an attempt can end. No column has a CHECK for them, see job; a test compares
+-- what functions write and ask for with this list.
+create view pgqueue._outcome as
+select * from (
+    values
+        ('completed', 'complete', false, false, 'completed'),
+        ('retry', 'fail', true, true, 'failed, runs again'),
+        ('dead', 'reject', false, true, 'failed for good'),
+        ('cancelled', null, false, false, 'an operator or a dependency ended it'),
+        ('expired', null, true, true, 'the worker let the lease run out, runs again'),
+        (null, 'release', true, false, 'given back, uncounted')
+) as o (name, asked_by, runs_again, is_failure, meaning);
+comment on view pgqueue._outcome is 'How attempts end.';
+comment on column pgqueue._outcome.name is 'As run has it; null where it is not logged.';
+comment on column pgqueue._outcome.asked_by is 'What finish is asked for it; null for nothing.';
+comment on column pgqueue._outcome.runs_again is 'Whether the job waits then.';
+comment on column pgqueue._outcome.is_failure is 'Whether it counts as a failed attempt.';
+comment on column pgqueue._outcome.meaning is 'What happened.';
+
 -- A ring of sixteen tables. A row goes to the table of the day on which it may be
 -- forgotten, so that one TRUNCATE forgets a day: no mass DELETE, no new tables, and
 -- nothing left for VACUUM. Two weeks at most are kept, which leaves a table that is
@@ -388,9 +407,14 @@ comment on column pgqueue.run.waited is 'From run_at to the claim.';
 comment on column pgqueue.run.taken is 'From the claim to the end.';
 comment on column pgqueue.run.queue is 'The job''s queue.';
 comment on column pgqueue.run.kind is 'The job''s kind.';
-comment on column pgqueue.run.outcome is
-'completed; retry (failed, runs again); dead; cancelled; expired (the worker
-let the lease run out, runs again).';
+do $$
+begin
+    execute format(
+        'comment on column pgqueue.run.outcome is %L',
+        (select string_agg(o.name || ': ' || o.meaning || '.', E'\n') from pgqueue._outcome as o)
+    );
+end;
+$$;
 comment on column pgqueue.run.worker is 'Who ran it.';
 comment on column pgqueue.run.result is 'What complete was given; the reason of a cancelled job.';
 comment on column pgqueue.run.error is 'The first line of the error of an attempt that failed or expired.';
@@ -421,58 +445,104 @@ select brin_desummarize_range(i.inhrelid, 0)
 from pg_inherits as i
 where i.inhparent = 'pgqueue.run_finished_idx'::regclass;
 
+-- Every setting, and all that is known of it: its column in the two tables below, with comment and
+-- check, its default, what configure refuses, and the view settings follow from this list.
+-- A range is the lowest and the highest value, or of a text all; null for any. not_for: where it cannot be
+-- set. feature: what a completion has to look for from then on, see used.
+create view pgqueue._setting as
+select
+    row_number() over () as place, s.name, s.type, s.fallback, r.range, n.not_for, s.feature, s.meaning, r.said,
+    concat_ws(
+        '; ', r.said, 'default ' || coalesce(s.fallback, 'none'), 'not for ' || array_to_string(n.not_for, ' or ')
+    ) as facts
+from (
+    values
+        ('paused', 'boolean', 'false', null, null, null, 'Takes jobs in and gives none out'),
+        (
+            'notify', 'boolean', 'true', null, '{a kind,a group}', null,
+            'Whether enqueue may send NOTIFY to parked workers'
+        ),
+        (
+            'keep_payloads', 'boolean', 'false', null, null, 'keep',
+            'Whether run keeps the payloads of jobs that are gone'
+        ),
+        ('max_attempts', 'int', '20', '{1}', null, null, 'Attempts of a job that names no number'),
+        (
+            'keep_runs', 'int', '7', '{0,14}', null, 'keep',
+            'Days to keep finished attempts in run; with 0 none is recorded'
+        ),
+        ('max_payload_bytes', 'int', null, '{1}', null, null, 'Largest payload, as Postgres holds it uncompressed'),
+        (
+            'weight', 'int', '1', '{1,100}', '{a kind,each group}', null,
+            'How many jobs of a group are served for each one of a group of weight 1'
+        ),
+        (
+            'group_limit', 'int', null, '{1,1000}', '{a kind,each group}', 'permits',
+            'How many jobs of a group may run at once'
+        ),
+        (
+            'max_running', 'int', null, '{1,1000}', '{a group}', 'permits',
+            'How many jobs of a queue or kind may run at once; of a group, see group_limit'
+        ),
+        (
+            'rate_limit', 'int', null, '{1,1000}', '{a kind and a group together}', 'permits',
+            'How many jobs of a queue, kind or group may begin in any rate_period'
+        ),
+        (
+            'lease', 'interval', '30 seconds', '{1 microsecond,30 days}', null, null,
+            'Lease of a claim that names none'
+        ),
+        (
+            'retry_base', 'interval', '5 seconds', '{0,1 year}', null, null,
+            'Delay before the second attempt, doubled each time'
+        ),
+        ('retry_cap', 'interval', '1 hour', '{0,1 year}', null, null, 'Longest delay between attempts'),
+        ('rate_period', 'interval', '1 second', '{1 millisecond,1 day}', null, null, 'The period of rate_limit'),
+        (
+            'age_after', 'interval', null, '{1 second,1 year}', '{a kind,a group}', null,
+            'After each such time a waiting job counts as one priority higher'
+        ),
+        ('keep_dead', 'interval', null, '{1 second,10 years}', '{each group}', null, 'How long a dead job is kept'),
+        (
+            'wait_target', 'interval', '5 minutes', '{1 second,1 year}', '{a kind,a group}', null,
+            'How long a job should wait at most: health warns beyond'
+        ),
+        (
+            'group_on_retry', 'text', 'skip', '{skip,block}', '{a kind,each group}', null,
+            'What a job that waits for its retry means for its group'
+        )
+) as s (name, type, fallback, range, not_for, feature, meaning)
+cross join lateral (select s.not_for::text[]) as n (not_for)
+cross join lateral (
+    select s.range::text[], case
+        when s.type <> 'text' and s.range !~ ',' then 'at least ' || (s.range::text[])[1]
+        else array_to_string(s.range::text[], case s.type when 'text' then ' or ' else ' to ' end)
+    end
+) as r (range, said);
+comment on view pgqueue._setting is 'The settings: what configure can set, and paused.';
+comment on column pgqueue._setting.place is 'Its place among the columns.';
+comment on column pgqueue._setting.name is 'The argument of configure.';
+comment on column pgqueue._setting.type is 'Its type.';
+comment on column pgqueue._setting.fallback is 'What holds where nothing was set; null for no limit.';
+comment on column pgqueue._setting.range is
+'The lowest and the highest value, where there is one; of a text, every value.
+null for any.';
+comment on column pgqueue._setting.not_for is 'For what it cannot be set; null for nothing.';
+comment on column pgqueue._setting.feature is 'What is used once it is set, as in the table used.';
+comment on column pgqueue._setting.meaning is 'What it does.';
+comment on column pgqueue._setting.said is 'The range in words.';
+comment on column pgqueue._setting.facts is 'Range, default and for what not, in words.';
+
 -- A queue needs no row here. An empty name, kind or group_key speaks for every one, and a null
--- says nothing; which row wins is in _in_force(), and what nobody says in _defaults(). Calls that are
--- hot read the table queue_in_force instead.
+-- says nothing; which row wins is in _in_force(). Calls that are hot read the table queue_in_force instead.
 create table pgqueue.queue (
     name text,
     kind text not null default '',
     group_key text not null default '',
-    paused boolean,
-    notify boolean,
-    keep_payloads boolean,
-    max_attempts int,
-    keep_runs int,
-    max_payload_bytes int,
-    weight int,
-    group_limit int,
-    max_running int,
-    rate_limit int,
-    lease interval,
-    retry_base interval,
-    retry_cap interval,
-    rate_period interval,
-    age_after interval,
-    keep_dead interval,
-    wait_target interval,
-    group_on_retry text,
     -- Groups may be many, and what decides most comes first.
     constraint queue_pkey primary key (group_key, kind, name),
     constraint queue_name_length check (
         octet_length(name) <= 200 and octet_length(kind) <= 200 and octet_length(group_key) <= 200
-    ),
-    constraint queue_lease_in_range check (lease > '0' and lease <= '30 days'),
-    constraint queue_retry_delays_in_range check (
-        retry_base between '0' and '1 year' and retry_cap between '0' and '1 year'
-    ),
-    constraint queue_limits_in_range check (
-        max_attempts >= 1 and max_payload_bytes >= 1 and keep_runs between 0 and 14
-        and weight between 1 and 100 and group_limit between 1 and 1000
-        and max_running between 1 and 1000 and rate_limit between 1 and 1000
-    ),
-    constraint queue_periods_in_range check (
-        rate_period between '1 millisecond' and '1 day' and age_after between '1 second' and '1 year'
-        and keep_dead between '1 second' and '10 years' and wait_target between '1 second' and '1 year'
-    ),
-    constraint queue_group_on_retry_is_known check (group_on_retry in ('skip', 'block')),
-    constraint queue_some_are_of_a_queue check (
-        num_nonnulls(notify, age_after, wait_target) = 0 or kind = '' and group_key = ''
-    ),
-    constraint queue_groups_have_no_kind check (
-        num_nonnulls(weight, group_limit, group_on_retry) = 0 or kind = ''
-    ),
-    constraint queue_caps_are_of_one check (
-        (max_running is null or group_key = '') and (rate_limit is null or '' in (kind, group_key))
     )
 );
 comment on table pgqueue.queue is
@@ -481,39 +551,61 @@ every one; the narrower row wins. The view settings shows what is in force.';
 comment on column pgqueue.queue.name is 'The queue; empty for all.';
 comment on column pgqueue.queue.kind is 'The kind for which this is set; empty for all.';
 comment on column pgqueue.queue.group_key is 'The group for which this is set; empty for all.';
-comment on column pgqueue.queue.paused is 'Takes jobs in and gives none out.';
-comment on column pgqueue.queue.notify is 'Whether enqueue may send NOTIFY to parked workers; default true.';
-comment on column pgqueue.queue.keep_payloads is
-'Whether run keeps the payloads of jobs that are gone; default false.';
-comment on column pgqueue.queue.max_attempts is 'Attempts of a job that names no number; default 20.';
-comment on column pgqueue.queue.keep_runs is
-'Days to keep finished attempts in run, 0 (not at all) to 14; default 7.';
-comment on column pgqueue.queue.max_payload_bytes is
-'Largest payload, as Postgres holds it uncompressed; default no limit.';
-comment on column pgqueue.queue.weight is
-'How many jobs of a group are served for each one of a group of weight 1, 1 to
-100; default 1.';
-comment on column pgqueue.queue.group_limit is 'How many jobs of a group may run at once; default no limit.';
-comment on column pgqueue.queue.max_running is
-'How many jobs of this queue or kind may run at once; default no limit.';
-comment on column pgqueue.queue.rate_limit is
-'How many jobs of this queue, kind or group may begin in any rate_period; default
-no limit. With the group_key *: of each group.';
-comment on column pgqueue.queue.lease is 'Lease of a claim that names none; default 30 seconds.';
-comment on column pgqueue.queue.retry_base is
-'Delay before the second attempt, doubled each time; default 5 seconds.';
-comment on column pgqueue.queue.retry_cap is 'Longest delay between attempts; default 1 hour.';
-comment on column pgqueue.queue.rate_period is 'The period of rate_limit; default 1 second.';
-comment on column pgqueue.queue.age_after is
-'After each such time a waiting job counts as one priority higher; default
-never.';
-comment on column pgqueue.queue.keep_dead is
-'How long a dead job is kept, 1 second to 10 years; default for ever.';
-comment on column pgqueue.queue.wait_target is
-'How long a job should wait at most: health warns beyond; default 5 minutes.';
-comment on column pgqueue.queue.group_on_retry is
-'What a job that waits for its retry means for its group: skip (default) or
-block.';
+
+-- Derived from the table queue whenever that changes, so that a call finds what holds in one row, or
+-- learns from used_seq that there is none.
+create table pgqueue.queue_in_force (
+    queue text not null,
+    has_narrow boolean not null,
+    has_pauses boolean not null,
+    has_groups boolean not null,
+    has_caps boolean not null,
+    constraint queue_in_force_pkey primary key (queue)
+);
+comment on table pgqueue.queue_in_force is
+'What holds for each queue of which anything was set, and (an empty name) for all
+others, if anything was set for all.';
+comment on column pgqueue.queue_in_force.queue is 'The queue; empty for those without a row.';
+comment on column pgqueue.queue_in_force.has_narrow is 'Whether anything is set for kinds or groups.';
+comment on column pgqueue.queue_in_force.has_pauses is 'Whether kinds or groups are paused, or not, or have leases.';
+comment on column pgqueue.queue_in_force.has_groups is 'Whether groups have weights, limits or rates of their own.';
+comment on column pgqueue.queue_in_force.has_caps is 'Whether the queue, or a kind in it, has a cap.';
+
+-- The columns of the settings.
+do $$
+declare
+    setting record;
+begin
+    for setting in
+        select s.*, s.meaning || E'.\n' || s.facts || '.' as comment, concat_ws(
+            ' and ',
+            case when s.type <> 'text' then quote_ident(s.name) || ' >= ' || quote_literal(s.range[1]) end,
+            case when s.type <> 'text' then quote_ident(s.name) || ' <= ' || quote_literal(s.range[2]) end,
+            case when s.type = 'text' then format('%I = any (%L)', s.name, s.range) end,
+            case when 'a kind' = any (s.not_for) then 'kind = ''''' end,
+            case when 'a group' = any (s.not_for) then 'group_key = ''''' end,
+            case when 'each group' = any (s.not_for) then 'group_key <> ''*''' end,
+            case when 'a kind and a group together' = any (s.not_for) then ''''' in (kind, group_key)' end
+        ) as is_sane
+        from pgqueue._setting as s
+        order by s.place
+    loop
+        execute format('alter table pgqueue.queue add %I %s', setting.name, setting.type);
+        if setting.is_sane <> '' then
+            execute format(
+                'alter table pgqueue.queue add constraint queue_%1$s_is_sane check (%1$I is null or %2$s)',
+                setting.name, setting.is_sane
+            );
+        end if;
+        execute format(
+            'alter table pgqueue.queue_in_force add %I %s %s', setting.name, setting.type,
+            case when setting.fallback is not null then 'not null' end
+        );
+        execute format('comment on column pgqueue.queue.%I is %L', setting.name, setting.comment);
+        execute format('comment on column pgqueue.queue_in_force.%I is %L', setting.name, setting.comment);
+    end loop;
+end;
+$$;
 
 -- By whether it is of a group: these may be many.
 create index queue_cap_idx on pgqueue.queue (name, left(group_key, 1))
@@ -534,56 +626,6 @@ comment on index pgqueue.queue_narrow_idx is
 create index queue_group_idx on pgqueue.queue (name)
 where group_key <> '' and num_nonnulls(weight, group_limit, group_on_retry, rate_limit, rate_period) > 0;
 comment on index pgqueue.queue_group_idx is 'Is anything set for the groups of a queue that a claim must know?';
-
--- Derived from the table queue whenever that changes, so that a call finds what holds in one row, or
--- learns from used_seq that there is none.
-create table pgqueue.queue_in_force (
-    queue text not null,
-    has_narrow boolean not null,
-    has_pauses boolean not null,
-    has_groups boolean not null,
-    has_caps boolean not null,
-    paused boolean not null,
-    notify boolean not null,
-    keep_payloads boolean not null,
-    max_attempts int not null,
-    keep_runs int not null,
-    max_payload_bytes int,
-    weight int not null,
-    group_limit int,
-    max_running int,
-    rate_limit int,
-    lease interval not null,
-    retry_base interval not null,
-    retry_cap interval not null,
-    rate_period interval not null,
-    age_after interval,
-    keep_dead interval,
-    wait_target interval not null,
-    group_on_retry text not null,
-    constraint queue_in_force_pkey primary key (queue)
-);
-comment on table pgqueue.queue_in_force is
-'What holds for each queue of which anything was set, and (an empty name) for all
-others, if anything was set for all.';
-comment on column pgqueue.queue_in_force.queue is 'The queue; empty for those without a row.';
-comment on column pgqueue.queue_in_force.has_narrow is 'Whether anything is set for kinds or groups.';
-comment on column pgqueue.queue_in_force.has_pauses is 'Whether kinds or groups are paused, or not, or have leases.';
-comment on column pgqueue.queue_in_force.has_groups is 'Whether groups have weights, limits or rates of their own.';
-comment on column pgqueue.queue_in_force.has_caps is 'Whether the queue, or a kind in it, has a cap.';
-do $$
-declare
-    setting record;
-begin
-    for setting in
-        select a.attname as name, col_description(a.attrelid, a.attnum) as meaning
-        from pg_attribute as a
-        where a.attrelid = 'pgqueue.queue'::regclass and a.attnum > 3
-    loop
-        execute format('comment on column pgqueue.queue_in_force.%I is %L', setting.name, setting.meaning);
-    end loop;
-end;
-$$;
 
 -- What is used, so that nobody pays for what others use. Bits are only ever set, at once, whatever becomes of
 -- the transaction: they may say too much, never too little.

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(37);
+select plan(39);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -227,6 +227,24 @@ select is_empty(
        where l.lanname = 'sql' and r.name not in ('_is_over', 'version') and (r.provolatile <> 'i' or r.prosecdef or r.proisstrict or r.proconfig is not null) $$,
     'the planner can put functions in SQL in line'
 );
+
+-- The first literals after the name of an outcome, or of many.
+select set_eq(
+    $$ select l.found[1]
+       from pg_temp.written('\m(?:outcomes?|status(?:es)?|known)\M(?: constant text\[\])?\s*(?:=|<>|<@|in|:=)\s*\(?(?:array\[)?((?:''\w+''(?:, )?)+)') as w
+       cross join regexp_matches(w.text, '''(\w+)''', 'g') as l (found) $$,
+    $$ select o.name from pgqueue._outcome as o where o.name is not null
+       union all select o.asked_by from pgqueue._outcome as o where o.asked_by is not null $$,
+    'every outcome that a function asks for is in the list, and every one in the list is asked for'
+);
+select lives_ok(
+    format(
+        'select pgqueue.finish(array_fill(0::bigint, array[%1$s]), array_fill(0::bigint, array[%1$s]), %2$L)',
+        count(o.asked_by), array_agg(o.asked_by) filter (where o.asked_by is not null)
+    ),
+    'finish takes each outcome in the list'
+)
+from pgqueue._outcome as o;
 
 -- The row of a run, and the defaults: what a queue without settings does, beside one whose settings
 -- say nothing.
