@@ -820,7 +820,7 @@ def test_batches_that_share_a_cell_finish_each_by_itself(db):
     batches = [one(db, "select pgqueue.create_batch('done')")]
     while len(batches) < 3:
         id = one(db, "select pgqueue.create_batch('done')")
-        if (id - batches[0]) % 32 == 0:
+        if (id - batches[0]) % 5 == 0:
             batches.append(id)
     for _ in range(4):
         for batch in batches:
