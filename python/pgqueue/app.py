@@ -1,6 +1,7 @@
 """The handlers of an application, and what they may raise."""
 
 import inspect
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Callable[..., Any])
 Seconds = float | timedelta
+Exceptions = tuple[type[BaseException], ...]  # a single class works, too
 Middleware = Callable[[Job], AbstractContextManager[Any]]
 # The header of a job that was given more attempts than its handler has.
 MAX_ATTEMPTS = "max_attempts"
@@ -64,6 +66,14 @@ def _seconds(value: Seconds | None) -> float | None:
     return None if value is None else _timedelta(value).total_seconds()
 
 
+def _timeout(value: Seconds | None) -> float | None:
+    """Read a timeout; math.inf is none at all."""
+    seconds = math.inf if value == math.inf else _seconds(value)
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"a timeout must be positive, not {value!r}")
+    return seconds
+
+
 def _timedelta(value: Seconds) -> timedelta:
     if isinstance(value, timedelta):
         return value
@@ -87,8 +97,12 @@ class Policy:
     max_attempts: int | None = None
     retry_base: float | None = None  # seconds
     retry_cap: float = 3600.0
-    retry_for: tuple[type[BaseException], ...] = (BaseException,)
-    give_up_on: tuple[type[BaseException], ...] = ()
+    retry_for: Exceptions = (BaseException,)
+    give_up_on: Exceptions = ()
+
+    def __post_init__(self) -> None:
+        if self.max_attempts is not None and self.max_attempts < 1:
+            raise ValueError("max_attempts must be 1 at least")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +188,7 @@ class App:
     ) -> None:
         self.tasks: dict[str, Task[Any, Any]] = {}
         self.schedules: dict[str, Schedule] = {}
-        self.timeout = _seconds(timeout)
+        self.timeout = _timeout(timeout)
         self.middleware = middleware
         self.startup: list[Callable[[], Any]] = []
         self.shutdown: list[Callable[[], Any]] = []
@@ -199,8 +213,8 @@ class App:
         max_attempts: int | None = None,
         retry_base: Seconds | None = None,
         retry_cap: Seconds = 3600.0,
-        retry_for: tuple[type[BaseException], ...] = (BaseException,),
-        give_up_on: tuple[type[BaseException], ...] = (),
+        retry_for: Exceptions = (BaseException,),
+        give_up_on: Exceptions = (),
         group_key: str | None = None,
         headers: Mapping[str, Any] | None = None,
         cron: str | None = None,
@@ -218,7 +232,8 @@ class App:
 
         `queue` is where `.enqueue` puts the job. `timeout` (seconds or timedelta) fails an
         attempt that runs longer: an async one is cancelled; a thread cannot be, so it
-        keeps its slot until it returns, and its result is dropped. With `transaction`,
+        keeps its slot until it returns, and its result is dropped; math.inf is none, also
+        where the app or the worker has one. With `transaction`,
         job.connection is in the transaction that completes the job by pgqueue.complete():
         the handler's writes and the completion commit together, or not at all.
 
@@ -232,12 +247,13 @@ class App:
         pgqueue.schedule(), which says what `timezone`, `catch_up` and `jitter` mean.
         Whoever takes them away again calls pgqueue.unschedule().
 
-        Raises ValueError for a kind that has a handler already, and TypeError for an
-        annotation that needs pydantic where there is none, and for a handler that recurs
-        and cannot be called without arguments.
+        Raises ValueError for a kind that has a handler already and for a timeout or
+        max_attempts that is not positive; TypeError for what is no function, for *args and
+        other parameters without a name, for an annotation that needs pydantic where there is
+        none, and for a handler that recurs and cannot be called without arguments.
         """
         policy = Policy(
-            self.timeout if timeout is None else _seconds(timeout),
+            self.timeout if timeout is None else _timeout(timeout),
             transaction,
             max_attempts,
             _seconds(retry_base),

@@ -287,8 +287,9 @@ def _is_final(error: BaseException, policy: Policy, attempt: Attempt) -> bool:
             return True
     if isinstance(error, Retry):
         return False
-    is_given_up = isinstance(error, (Reject, *policy.give_up_on))
-    return is_given_up or not isinstance(error, policy.retry_for)
+    if isinstance(error, Reject) or isinstance(error, policy.give_up_on):
+        return True
+    return not isinstance(error, policy.retry_for)
 
 
 def _backoff(policy: Policy, number: int) -> timedelta | None:

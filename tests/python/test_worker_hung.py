@@ -52,6 +52,18 @@ def test_an_app_can_set_a_timeout_for_its_handlers(db, workers) -> None:
     assert list(workers.notes()) == [longer]
 
 
+def test_a_handler_can_be_exempt_from_the_timeout_of_all_others(db, workers) -> None:
+    db.execute(NO_RETRY)
+    _limited, free = (
+        pgqueue.enqueue(db, QUEUE, {"seconds": 1}, kind=kind)
+        for kind in ("nap", "nap_without_timeout")
+    )
+    workers.start("--timeout", "0.3")
+    wait_until(lambda: outcomes(db) == {"retry": 1, "completed": 1})
+    query = "select job_id from pgqueue.run where outcome = 'completed'"
+    assert column(db, query) == [free]
+
+
 def test_a_cancelled_handler_that_does_not_stop_is_logged(db, workers) -> None:
     jobs = [pgqueue.enqueue(db, QUEUE, kind=k) for k in ("hang", "ahang_stubborn")]
     worker = workers.start("--lease", "1", "--shutdown-timeout", "0.5")

@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import contextvars
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
@@ -140,6 +141,12 @@ def nap(job: pgqueue.Job, seconds: float) -> None:
     note("began", job.id)
     time.sleep(seconds)
     note("ran", job.id)
+
+
+@app.job("nap_without_timeout", timeout=math.inf)
+def nap_without_timeout(job: pgqueue.Job, seconds: float) -> None:
+    assert job.deadline is None
+    nap.function(job, seconds)
 
 
 @app.job("slow", timeout=0.5)

@@ -13,6 +13,7 @@ All but the executor have a thread and a connection of their own. The thread of
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import re
 import secrets
@@ -64,6 +65,7 @@ class Worker:
     committed.
 
     Raises ValueError for no queue, a concurrency below 1, or only_known without a handler;
+    TypeError for a handler whose annotations name what is not there;
     psycopg.ProgrammingError for a dsn that libpq does not understand.
     """
 
@@ -91,6 +93,8 @@ class Worker:
             raise ValueError("a worker needs a queue and a concurrency of 1 at least")
         if self.only_known and not self.app.tasks:
             raise ValueError("only_known, but the app has no handler")
+        for task in self.app.tasks.values():
+            task.arguments.prepare()
         name = (self.name or socket.gethostname()).encode(errors="replace")[:150]
         name_and_pid = f"{name.decode(errors='ignore')}:{os.getpid()}"
         self.id = f"{name_and_pid}:{secrets.token_hex(4)}"
@@ -206,7 +210,8 @@ class Worker:
                 self._give_back(attempt)
             elif task := self.app.tasks.get(attempt.kind):
                 attempt.task = task
-                attempt.timeout = task.policy.timeout or self.timeout
+                timeout = task.policy.timeout or self.timeout
+                attempt.timeout = None if timeout == math.inf else timeout
             else:
                 self._put_off(attempt)
         self.executor.submit(a for a in attempts if a.task is not NO_TASK)

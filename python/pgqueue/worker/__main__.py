@@ -71,7 +71,7 @@ def main(
         same = {f.name for f in fields(Worker) if f.kw_only} & set(vars(args))
         options = {name: getattr(args, name) for name in same} | {"dsn": dsn}
         worker = Worker(app, args.queue, listen=not args.no_listen, **options)
-    except (ValueError, psycopg.ProgrammingError) as error:
+    except (ValueError, TypeError, psycopg.ProgrammingError) as error:
         say(str(error))
         supervisor.say(FATAL)
         return 2
