@@ -129,10 +129,10 @@ def test_a_worker_is_not_healthy_while_a_call_is_past_its_deadline(db, dsn) -> N
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
-        wait_until(lambda: worker.heartbeat.is_ready and ticks)
-        with worker.heartbeat.deadline.connect() as conn:
+        wait_until(lambda: worker.dispatcher.is_ready and ticks)
+        with worker.dispatcher.deadline.connect() as conn:
             conn.waits_since = 0.0
-            wait_until(lambda: not worker.heartbeat.deadline.check())
+            wait_until(lambda: not worker.dispatcher.deadline.check())
             worker._check()  # that of the other thread may have begun before
             count = len(ticks)
             worker._check()

@@ -254,6 +254,11 @@ def echo(value: object) -> object:
     return value
 
 
+@app.job("echo_length")
+def echo_length(value: str) -> int:
+    return len(value)
+
+
 @app.job("retry")
 def retry(job: pgqueue.Job) -> None:
     if job.attempt == 1:

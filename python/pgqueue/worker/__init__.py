@@ -204,9 +204,13 @@ class Worker:
             self.prefetch.saw_last_attempts()
             attempts = last + [a for a in attempts if a.number < a.max_attempts]
         not_ahead = set(last[max(0, free) :])
+        if payloads := [len(a.payload) for a in attempts if a.payload]:
+            self.prefetch.weigh(len(payloads), sum(payloads))
+        if attempts and not self.finisher.is_connected:
+            self.finisher.wake()  # it will be needed
         for attempt in attempts:
             # Claimed meanwhile, or never to wait here: leave it to other workers.
-            if self.dispatcher.is_paused or attempt in not_ahead:
+            if self.dispatcher.is_paused or attempt in not_ahead or not attempt.payload:
                 self._give_back(attempt)
             elif task := self.app.tasks.get(attempt.kind):
                 attempt.task = task

@@ -17,7 +17,7 @@ from pgqueue.worker import protocol
 from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.prefetch import GATHER, Prefetch
 from pgqueue.worker.seldom import Outages, one_line
-from pgqueue.worker.service import Service
+from pgqueue.worker.service import KEEP, Service
 
 log = logging.getLogger("pgqueue")
 
@@ -59,10 +59,23 @@ class Finisher(Service):
     def wake(self) -> None:
         self._ended.put(None)
 
+    def is_needed(self) -> bool:
+        if not self._batch and (first := self._ended.get()):
+            self._batch.append(first)
+        return bool(self._batch) or not self.over.is_set()
+
+    def has_left(self) -> bool:
+        return not self._failures and not (self._ended.empty() and not self._batch)
+
     def work(self, conn: database.Connection) -> None:
+        """Report until it is over, or nothing has ended for a while."""
+        used_at = time.monotonic()
         while self._batch or not (self.over.is_set() and self._ended.empty()):
             self._gather()
+            if not self._batch and time.monotonic() > used_at + KEEP:
+                return
             if self._batch:
+                used_at = time.monotonic()
                 self._report(conn, self._batch)
                 self._batch = []
 
@@ -71,7 +84,11 @@ class Finisher(Service):
         batch, before = self._batch, len(self._batch)
         if not batch:
             self.succeeded()
-        if not batch and (first := self._ended.get()):
+        first = None
+        if not batch:
+            with suppress(Empty):
+                first = self._ended.get(timeout=KEEP)
+        if first:
             batch.append(first)
             if self._prefetch.is_quick and not self.over.is_set():
                 time.sleep(GATHER)
