@@ -84,6 +84,7 @@ class Attempt:
     connection: Any = None
     waits_since: float = float("inf")  # for the server, by statements of ours
     started: float = 0.0
+    has_timed_out: bool = False  # and is known to run on, in a thread
     stops_since: float = 0.0  # when it had to stop, by a timeout or otherwise
     runs_in: asyncio.Task[None] | None = None  # if async and begun
     outcome: Outcome = RELEASED
@@ -100,6 +101,9 @@ class Attempt:
         if self.timeout is None:
             return False
         return time.monotonic() >= self.started + self.timeout + patience
+
+    def timeout_error(self) -> TimeoutError:
+        return TimeoutError(f"timed out after {self.timeout:g} seconds")
 
     def as_job(self, payload: Any) -> Job:
         """Return it as its handler sees it."""
@@ -201,6 +205,8 @@ async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     with around:
         result = attempt.task.function(**arguments)
         outcome = completed(await result if attempt.task.is_async else result)
+        if attempt.has_timed_out:
+            raise attempt.timeout_error()
     return outcome
 
 
@@ -259,17 +265,19 @@ def judge(attempt: Attempt, error: BaseException) -> Outcome:
 def _judge(attempt: Attempt, error: BaseException) -> Outcome:
     if isinstance(error, Unready):
         return Outcome("release", delay=timedelta(seconds=1))
+    if isinstance(error, LeaseLost):
+        return LOST
+    if attempt.has_timed_out:
+        error = attempt.timeout_error()
     if isinstance(error, Snooze):
         if isinstance(error.until, datetime):
             return Outcome("release", until=error.until)
         return Outcome("release", delay=max(error.until, timedelta()))
-    if isinstance(error, LeaseLost):
-        return LOST
     if isinstance(error, asyncio.CancelledError) and not attempt.is_cancelled:
         if time.monotonic() >= attempt.expires:
             return LOST
         if attempt.is_late():
-            error = TimeoutError(f"timed out after {attempt.timeout:g} seconds")
+            error = attempt.timeout_error()
     policy = attempt.task.policy
     is_final = _is_final(error, policy, attempt)
     delay = _backoff(policy, attempt.number)

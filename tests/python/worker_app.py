@@ -149,6 +149,17 @@ def nap_without_timeout(job: pgqueue.Job, seconds: float) -> None:
     nap.function(job, seconds)
 
 
+@app.job("late_in_group", timeout=0.3)
+def late_in_group(job: pgqueue.Job) -> None:
+    nap.function(job, 1.5)
+
+
+@app.job("late_in_transaction", timeout=0.3, transaction=True)
+def late_in_transaction(job: pgqueue.Job) -> None:
+    job.connection.execute("insert into effect values (%s)", (job.id,))
+    nap.function(job, 1.5)
+
+
 @app.job("slow", timeout=0.5)
 def slow(job: pgqueue.Job) -> None:
     while not may_go():

@@ -132,12 +132,13 @@ class Worker:
 
         Waits for the end of an outage. Raises psycopg's errors for what waiting cannot cure,
         such as InvalidSchemaName without pgqueue, or InsufficientPrivilege; RuntimeError
-        when handlers that do not end hold all slots, or one of its threads has ended; and
-        what a hook raises.
+        when handlers that do not end hold all slots, or one of its threads has ended; what a
+        hook raises; and KeyboardInterrupt, once what runs has ended.
         """
         lease = f", lease {self.lease:g} s" if self.lease else ""
         terms = f"{self.concurrency} at once{lease}, pgqueue {version()}"
         log.info("%s works on %s, %s", self.id, self.dispatcher.shares(), terms)
+        interrupt = None
         log.disabled = False  # as dictConfig does to what there is when an app calls it
         try:
             if self._call(self.app.startup):
@@ -145,11 +146,17 @@ class Worker:
                 for service in self._services:
                     service.thread.start()
             while not self._is_over():
-                self._check()
-                self._tick.wait(TICK)
+                try:
+                    self._check()
+                    self._tick.wait(TICK)
+                except KeyboardInterrupt as error:  # a second one ends what runs
+                    interrupt = error
+                    self.stop("told by Ctrl-C")
                 self._tick.clear()
         finally:
             self._end()
+        if interrupt:
+            raise interrupt
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Worker"]:
@@ -176,9 +183,12 @@ class Worker:
 
     def _call(self, hooks: list[Callable[[], Any]], until: float = 0.0) -> bool:
         """Call hooks, and return whether they ended before the shutdown timeout did."""
-        return self.executor.loop.call(
-            hooks, lambda: time.monotonic() < max(self.stop_by, until)
-        )
+
+        def has_time() -> bool:
+            self.on_tick()
+            return time.monotonic() < max(self.stop_by, until)
+
+        return self.executor.loop.call(hooks, has_time)
 
     # For the dispatcher
 
@@ -285,10 +295,7 @@ class Worker:
         self.dispatcher.is_paused = True
         self.dispatcher.close()
         self.dispatcher.join(until - REPORTING / 2)  # what it claims now is released
-        if left := list(self.executor.running):
-            log.warning("giving up %s unfinished attempts, for lack of time", len(left))
-        for attempt in left:
-            self.executor.end(attempt, STOPPED, runs_on=True)
+        self.executor.give_up_all(STOPPED)
         self.executor.release_waiting()
         for service in self._services:
             service.close()

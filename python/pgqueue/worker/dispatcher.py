@@ -83,6 +83,9 @@ class Dispatcher(Service):
             self._lacks_slots = False
             self.wake()
 
+    def may_wait(self) -> bool:
+        return self.is_ready or not self._worker.burst
+
     def shares(self) -> str:
         return ", ".join(f"{name}{share}" for name, share in self._queues.items())
 

@@ -32,6 +32,7 @@ log = logging.getLogger("pgqueue")
 # Seconds
 REACT = 10.0  # for a handler to stop after a cancellation, before a warning
 DELIVERY = 1.0  # for the event loop to deliver a cancellation
+RETURN = 10.0  # for a thread to return after its timeout: so long it keeps its lease
 CLEAN_UP = 30.0  # for an async handler to end after its timeout, before it is given up
 NAMED = 5  # of the handlers that may block the loop
 STALE = 1.0  # in which no attempt began: other workers get those that wait
@@ -96,11 +97,25 @@ class Executor:
         except KeyError:
             if attempt in self.given_up:
                 self.given_up.discard(attempt)
-                extra = attempt.fields
-                log.info("%s has returned: its slot is free", attempt, extra=extra)
+                self._say_returned(attempt)
             return
+        if attempt.has_timed_out and not runs_on:
+            self._say_returned(attempt)
         attempt.outcome = outcome if attempt.started else RELEASED
         self._on_end(attempt)
+
+    def _say_returned(self, attempt: Attempt) -> None:
+        extra = attempt.fields
+        log.info("%s has returned: its slot is free", attempt, extra=extra)
+
+    def give_up_all(self, outcome: Outcome) -> None:
+        """End what still runs; async handlers may clean up until `close` has to end."""
+        if left := list(self.running):
+            log.warning("giving up %s unfinished attempts, for lack of time", len(left))
+        for attempt in left:
+            self.end(attempt, outcome, runs_on=True)
+            if attempt.runs_in:
+                self.loop.get().call_soon_threadsafe(attempt.runs_in.cancel)
 
     def cancel(self, attempt: Attempt) -> None:
         """Cancel an async handler now, not at the next check; from any thread."""
@@ -112,6 +127,10 @@ class Executor:
 
         Threads that end while Python does may crash it, so wait for those that can end.
         """
+        while time.monotonic() < until and any(
+            a.task.is_async for a in list(self.given_up)
+        ):
+            time.sleep(0.01)
         runs_on = self.running | self.given_up
         for _ in self._threads:
             self._for_threads.put(None)
@@ -252,11 +271,14 @@ class Executor:
             patience = CLEAN_UP if attempt.stops_since else DELIVERY
             if not attempt.stops_since and (must_stop or attempt.is_late()):
                 self.loop.get().call_soon_threadsafe(self._cancel, attempt)
-        elif must_stop and not attempt.stops_since:
-            attempt.stops_since = now
-        if attempt.is_late(patience):
-            extra = attempt.fields
-            log.warning("%s timed out, and runs on in its slot", attempt, extra=extra)
+        else:
+            patience = RETURN
+            if must_stop and not attempt.stops_since:
+                attempt.stops_since = now
+        is_over = attempt.is_late(patience)
+        if is_over or (attempt.is_late() and not attempt.task.is_async):
+            self._say_late(attempt)
+        if is_over:
             self.end(attempt, judge(attempt, CancelledError()), runs_on=True)
         elif attempt.stops_since and now > attempt.stops_since + REACT:
             attempt.stops_since = now
@@ -266,6 +288,12 @@ class Executor:
             )
             if attempt.is_cancelled:
                 self.end(attempt, judge(attempt, CancelledError()), runs_on=True)
+
+    def _say_late(self, attempt: Attempt) -> None:
+        if not attempt.has_timed_out:
+            attempt.has_timed_out = True
+            extra = attempt.fields
+            log.warning("%s timed out, and runs on in its slot", attempt, extra=extra)
 
     def _cancel(self, attempt: Attempt) -> None:
         # Only once: a second time would interrupt its clean-up.

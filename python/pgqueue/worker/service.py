@@ -47,6 +47,10 @@ class Service(ABC):
         """Wait until it needs a connection, or has to end; and say which."""
         return True
 
+    def may_wait(self) -> bool:
+        """Whether to wait for the end of an outage."""
+        return True
+
     def has_left(self) -> bool:
         """Whether it has something to do before it ends."""
         return False
@@ -96,7 +100,7 @@ class Service(ABC):
                 self.work(conn)
                 self.succeeded()
         except psycopg.Error as error:
-            if not database.is_outage(error):
+            if not database.is_outage(error) or not self.may_wait():
                 raise
             self._failures += 1
             self._outages.failed(self.name, error)
