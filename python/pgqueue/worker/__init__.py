@@ -18,12 +18,12 @@ import os
 import re
 import secrets
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from pgqueue import database
@@ -102,7 +102,8 @@ class Worker:
         self._stops = 0
         self._why = ""  # it stops
         self.stop_by = float("inf")  # in monotonic seconds
-        self._tick = threading.Event()
+        # An Event would lock a signal handler out that comes while it is being waited for.
+        self._tick: SimpleQueue[None] = SimpleQueue()
         self._seldom = Seldom()
 
         # As the view workers expects.
@@ -125,7 +126,7 @@ class Worker:
         self._why = self._why or why
         self._stops += 1
         self.stop_by = time.monotonic() + self.shutdown_timeout * (self._stops == 1)
-        self._tick.set()
+        self._tick.put(None)
 
     def run(self) -> None:
         """Work until stopped, until nothing is due (burst), or for max_jobs jobs.
@@ -148,11 +149,11 @@ class Worker:
             while not self._is_over():
                 try:
                     self._check()
-                    self._tick.wait(TICK)
+                    with contextlib.suppress(Empty):
+                        self._tick.get(timeout=TICK)
                 except KeyboardInterrupt as error:  # a second one ends what runs
                     interrupt = error
                     self.stop("told by Ctrl-C")
-                self._tick.clear()
         finally:
             self._end()
         if interrupt:
@@ -256,7 +257,7 @@ class Worker:
             self.dispatcher.look_again()
         self.dispatcher.slot_freed()
         if not self.heartbeat.held and self._stops:
-            self._tick.set()  # it may have been the last
+            self._tick.put(None)  # it may have been the last
 
     # Supervision
 
