@@ -1,11 +1,9 @@
-"""The handlers of an application, and what they may raise."""
+"""The handlers of an application."""
 
 import inspect
-import math
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import (
     Any,
     Concatenate,
@@ -21,88 +19,27 @@ from pgqueue.client import Options, enqueue
 from pgqueue.drivers import AsyncConn
 from pgqueue.job import Job
 from pgqueue.payload import Arguments, to_json
+from pgqueue.policy import (
+    MAX_ATTEMPTS,
+    Exceptions,
+    Middleware,
+    Policy,
+    Seconds,
+    to_seconds,
+    to_timedelta,
+    to_timeout,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Callable[..., Any])
-Seconds = float | timedelta
-Exceptions = tuple[type[BaseException], ...]  # a single class works, too
-Middleware = Callable[[Job], AbstractContextManager[Any]]
-# The header of a job that was given more attempts than its handler has.
-MAX_ATTEMPTS = "max_attempts"
 CatchUp = Literal["skip", "one", "all"]
-
-
-class Retry(Exception):
-    """Fail this attempt and retry: after seconds or a timedelta, else after the backoff."""
-
-    after: timedelta | None = None
-
-    def __init__(self, after: Seconds | None = None, reason: str = "retry") -> None:
-        super().__init__(reason)
-        self.after = None if after is None else _timedelta(after)
-
-
-class Snooze(Exception):
-    """Run again at a datetime, or after seconds or a timedelta; no attempt is counted."""
-
-    until: datetime | timedelta = timedelta()
-
-    def __init__(self, until: datetime | Seconds) -> None:
-        super().__init__(f"snooze until {until}")
-        if isinstance(until, datetime):
-            if until.tzinfo is None:
-                raise ValueError("until must have a time zone")
-            self.until = until
-        else:
-            self.until = _timedelta(until)
-
-
-class Reject(Exception):
-    """Fail the job for good: it goes to the dead letters with this reason."""
-
-
-def _seconds(value: Seconds | None) -> float | None:
-    return None if value is None else _timedelta(value).total_seconds()
-
-
-def _timeout(value: Seconds | None) -> float | None:
-    """Read a timeout; math.inf is none at all."""
-    seconds = math.inf if value == math.inf else _seconds(value)
-    if seconds is not None and not seconds > 0:
-        raise ValueError(f"a timeout must be positive, not {value!r}")
-    return seconds
-
-
-def _timedelta(value: Seconds) -> timedelta:
-    if isinstance(value, timedelta):
-        return value
-    if isinstance(value, int | float):
-        return timedelta(seconds=value)
-    raise TypeError(f"not seconds nor a timedelta: {value!r}")
 
 
 class TaskOptions(Options, total=False):
     """What `with_options` takes: the options of `pgqueue.enqueue`, and the queue."""
 
     queue: str
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How a handler runs, and how its failures are retried."""
-
-    timeout: float | None = None  # seconds
-    transaction: bool = False
-    max_attempts: int | None = None
-    retry_base: float | None = None  # seconds
-    retry_cap: float = 3600.0
-    retry_for: Exceptions = (BaseException,)
-    give_up_on: Exceptions = ()
-
-    def __post_init__(self) -> None:
-        if self.max_attempts is not None and self.max_attempts < 1:
-            raise ValueError("max_attempts must be 1 at least")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +125,7 @@ class App:
     ) -> None:
         self.tasks: dict[str, Task[Any, Any]] = {}
         self.schedules: dict[str, Schedule] = {}
-        self.timeout = _timeout(timeout)
+        self.timeout = to_timeout(timeout)
         self.middleware = middleware
         self.startup: list[Callable[[], Any]] = []
         self.shutdown: list[Callable[[], Any]] = []
@@ -253,11 +190,11 @@ class App:
         none, and for a handler that recurs and cannot be called without arguments.
         """
         policy = Policy(
-            self.timeout if timeout is None else _timeout(timeout),
+            self.timeout if timeout is None else to_timeout(timeout),
             transaction,
             max_attempts,
-            _seconds(retry_base),
-            _timedelta(retry_cap).total_seconds(),
+            to_seconds(retry_base),
+            to_timedelta(retry_cap).total_seconds(),
             retry_for,
             give_up_on,
         )
@@ -270,7 +207,7 @@ class App:
             options["headers"] = headers
         schedule = None
         if cron is not None or every is not None:
-            times = [None if t is None else _timedelta(t) for t in (every, jitter)]
+            times = [None if t is None else to_timedelta(t) for t in (every, jitter)]
             schedule = Schedule(cron, times[0], timezone, catch_up, times[1])
         return Register(self, kind, policy, options, schedule)
 

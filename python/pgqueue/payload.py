@@ -188,3 +188,8 @@ def _is_model(annotation: Any) -> bool:
     return isinstance(annotation, type) and (
         dataclasses.is_dataclass(annotation) or hasattr(annotation, "model_validate")
     )
+
+
+def storable(text: str) -> str:
+    """Escape what Postgres cannot store."""
+    return text.replace("\0", "\\0").encode(errors="backslashreplace").decode()

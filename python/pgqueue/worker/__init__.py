@@ -1,19 +1,20 @@
 """The worker: claims jobs, runs their handlers, and reports how they ended.
 
     dispatcher   claims jobs for the free slots, and sleeps when none is due
+    intake       says how much to claim, and takes what was claimed
     executor     runs handlers, in threads and on an event loop
+    watch        ends handlers that must not go on
     finisher     reports to the server how attempts ended
     heartbeat    extends the leases of all claimed jobs, and tells of their progress
     maintenance  declares schedules, and calls maintain() about once a minute
 
-All but the executor have a thread and a connection of their own. The thread of
+Dispatcher, finisher, heartbeat and maintenance have a thread and a connection of their own. The thread of
 `Worker.run` supervises them: when one of them dies, the worker ends.
 """
 
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import re
 import secrets
@@ -28,7 +29,7 @@ from typing import Any
 
 from pgqueue import database
 from pgqueue.app import App
-from pgqueue.attempt import NO_TASK, Attempt, Outcome
+from pgqueue.attempt import Attempt, Outcome
 from pgqueue.terminal import version
 from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.dispatcher import Dispatcher, Share
@@ -36,10 +37,12 @@ from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
+from pgqueue.worker.intake import Intake
 from pgqueue.worker.maintenance import Maintenance
 from pgqueue.worker.prefetch import Prefetch
-from pgqueue.worker.seldom import Outages, Seldom, one_line, unless_from_server
+from pgqueue.worker.seldom import Outages, one_line, unless_from_server
 from pgqueue.worker.service import Service
+from pgqueue.worker.watch import Watch
 
 __all__ = ["Share", "Worker"]
 
@@ -52,7 +55,6 @@ JOINING = 0.1  # for idle threads to end
 
 STOPPED = Outcome("fail", "WorkerStopped: it ran when its worker ended", timedelta())
 MAY_BE_DUE = {"retry", "released"}
-UNKNOWN_KIND = Outcome("release", delay=timedelta(minutes=1))
 
 
 @dataclass(eq=False, repr=False)
@@ -104,19 +106,27 @@ class Worker:
         self.stop_by = float("inf")  # in monotonic seconds
         # An Event would lock a signal handler out that comes while it is being waited for.
         self._tick: SimpleQueue[None] = SimpleQueue()
-        self._seldom = Seldom()
 
         # As the view workers expects.
         session = f"pgqueue {re.sub('[^ -~]', '?', self.id[-55:])}"
         dsn, outages = database.named(database.conninfo(self.dsn), session), Outages()
         beat, call, long = (Deadline(dsn, self._patience, n) for n in (1 / 3, 1, 10))
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
-        self.executor = Executor(
-            dsn, self.concurrency, self._ended, self.app.middleware, self._patience
-        )
+        around = self.app.middleware
+        self.executor = Executor(dsn, self.concurrency, self._ended, around)
+        self.watch = Watch(self.executor, self._patience)
         self.heartbeat = Heartbeat(beat, outages, self.executor.cancel)
         self.dispatcher = Dispatcher(call, outages, self)
         self.finisher = Finisher(call, outages, self.prefetch, self._committed)
+        self.intake = Intake(
+            self.app,
+            self.only_known,
+            self.timeout,
+            self.prefetch,
+            self.executor,
+            self.heartbeat,
+            self.finisher,
+        )
         self._services: list[Service] = [self.finisher, self.heartbeat]
         maintenance = Maintenance(long, outages, self.app)
         self._services += [maintenance, self.dispatcher]
@@ -191,57 +201,6 @@ class Worker:
 
         return self.executor.loop.call(hooks, has_time)
 
-    # For the dispatcher
-
-    def kinds(self) -> list[str] | None:
-        """Return the kinds to claim; None is all."""
-        if self.executor.loop.is_blocked:
-            return [kind for kind, task in self.app.tasks.items() if not task.is_async]
-        return list(self.app.tasks) if self.only_known else None
-
-    def want(self) -> int:
-        """Return how many jobs to claim: 0 while the finisher has fallen behind."""
-        if len(self.heartbeat.held) > 2 * (self.batch + self.concurrency):
-            return 0
-        return self.prefetch.want(self.executor.unfinished)
-
-    def begin(self, attempts: list[Attempt], since: float) -> None:
-        """Run what was claimed at a moment of the monotonic clock."""
-        self.heartbeat.hold(attempts, since)
-        self.prefetch.claimed(len(attempts))
-        free = self.concurrency - self.executor.unfinished
-        last = [a for a in attempts if a.number >= a.max_attempts]
-        if last:
-            self.prefetch.saw_last_attempts()
-            attempts = last + [a for a in attempts if a.number < a.max_attempts]
-        not_ahead = set(last[max(0, free) :])
-        if payloads := [len(a.payload) for a in attempts if a.payload]:
-            self.prefetch.weigh(len(payloads), sum(payloads))
-        if attempts and not self.finisher.is_connected:
-            self.finisher.wake()  # it will be needed
-        for attempt in attempts:
-            # Claimed meanwhile, or never to wait here: leave it to other workers.
-            if self.dispatcher.is_paused or attempt in not_ahead or not attempt.payload:
-                self._give_back(attempt)
-            elif task := self.app.tasks.get(attempt.kind):
-                attempt.task = task
-                timeout = task.policy.timeout or self.timeout
-                attempt.timeout = None if timeout == math.inf else timeout
-            else:
-                self._put_off(attempt)
-        self.executor.submit(a for a in attempts if a.task is not NO_TASK)
-
-    def _give_back(self, attempt: Attempt) -> None:
-        self.prefetch.claimed(-1)
-        self.finisher.put(attempt)
-
-    def _put_off(self, attempt: Attempt) -> None:
-        """Leave a job of an unknown kind to other workers, but not at once."""
-        attempt.outcome = UNKNOWN_KIND
-        self.finisher.put(attempt)
-        level, extra = self._seldom.level(attempt.kind), attempt.fields
-        log.log(level, "no handler for the kind of %s: put off", attempt, extra=extra)
-
     # What the executor and the finisher call
 
     def _ended(self, attempt: Attempt) -> None:
@@ -265,7 +224,7 @@ class Worker:
         for service in self._services:
             service.check()
         answers = [service.deadline.check() for service in self._services]
-        self.executor.check()
+        self.watch.check()
         self.finisher.count_quick()
         if self._stops and not self.dispatcher.is_paused:
             left = len(self.heartbeat.held)

@@ -20,7 +20,8 @@ from types import FrameType
 import psycopg
 
 from pgqueue import database
-from pgqueue.app import App, Middleware
+from pgqueue.app import App
+from pgqueue.policy import Middleware
 from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging

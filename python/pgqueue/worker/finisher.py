@@ -10,8 +10,8 @@ from queue import Empty, SimpleQueue
 import psycopg
 
 from pgqueue import database
-from pgqueue.app import Retry
 from pgqueue.attempt import LARGEST_RESULT, LOST, Attempt, Outcome
+from pgqueue.policy import Retry
 from pgqueue.terminal import printable
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import Deadline
