@@ -44,6 +44,7 @@ class Finisher(Service):
         self._on_commit = on_commit
         self._ended: SimpleQueue[Attempt | None] = SimpleQueue()
         self._batch: list[Attempt] = []  # taken, and not yet reported
+        self._is_unsure = False  # whether it was reported, as the connection broke
         self._quick = 0  # jobs that completed without a line each
         self._counted, self._counted_at = 0, time.monotonic()
 
@@ -76,7 +77,9 @@ class Finisher(Service):
                 return
             if self._batch:
                 used_at = time.monotonic()
-                self._report(conn, self._batch)
+                is_again, self._is_unsure = self._is_unsure, True
+                self._report(conn, self._batch, is_again)
+                self._is_unsure = False
                 self._batch = []
 
     def _gather(self) -> None:
@@ -101,9 +104,15 @@ class Finisher(Service):
                     size += len(attempt.outcome.text or "")
         self._prefetch.count(len(batch) - before)
 
-    def _report(self, conn: database.Connection, batch: list[Attempt]) -> None:
+    def _report(
+        self, conn: database.Connection, batch: list[Attempt], is_again: bool
+    ) -> None:
         to_finish = [a for a in batch if a.outcome.name != "none"]
         statuses = self._finish(conn, to_finish) if to_finish else {}
+        if is_again:  # those that are lost now may have ended by the first report
+            statuses = {
+                i: "reported" if s == "lost" else s for i, s in statuses.items()
+            }
         statuses |= {a.id: "lost" for a in batch if a.outcome is LOST}
         ended = Counter(statuses.get(a.id, "completed") for a in batch)
         self.statuses.update(ended)
@@ -156,6 +165,8 @@ class Finisher(Service):
         summary, shown = text.partition("\n")[0], text.partition("\n\n")[2]
         if status == "lost":
             summary = "its lease was over"
+        elif status == "reported":
+            summary = "the connection broke before the answer"
         why = f": {printable(summary)}" if summary else ""
         error = outcome.error if level > logging.INFO else None
         # Our formatters need not show the error again, which takes as long as the job.
