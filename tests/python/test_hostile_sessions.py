@@ -67,6 +67,8 @@ FILL = [
     select now() - interval '1 hour', now(), 0, 20, 'bin ' || n % 4, 'k', '{}'
     from generate_series(1, 2000) as n
     """,
+    # As enqueue does for priorities.
+    "select pgqueue._use_lanes(q) from unnest(array['deep', 'mixed']) as q",
     "select count(*) from pgqueue.claim('deep', 'elsewhere', 5000, '30 days')",
     "select count(*) from generate_series(0, 1) as n cross join pgqueue.claim('lapsed ' || n, 'gone', 300)",
     """
