@@ -114,8 +114,9 @@ declare
     today int := floor(date_part('epoch', moment) / 86400)::int;
     is_configured boolean;
     is_logged boolean;
-    is_awaited boolean;
-    are_tied boolean;
+    is_awaited boolean := false;
+    -- Not null: that would look for ties of each job.
+    are_tied boolean := false;
     done_ids bigint[];
     followed pgqueue._ended[];
 begin
