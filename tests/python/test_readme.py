@@ -108,7 +108,7 @@ def project(db, tmp_path) -> Project:
 
 
 def without_moment_and_machine(log: str) -> str:
-    log = re.sub(r"^\d{4}-\d\d-\d\d [\d:,]+ \d+ ", "NOW ", log, flags=re.M)
+    log = re.sub(r"^\d{4}-\d\d-\d\d [\d:,]+[+-]\d{4} \d+ ", "NOW ", log, flags=re.M)
     return re.sub(r"\S+:\d+:[0-9a-f]{8}\b", "WORKER", log).strip()
 
 

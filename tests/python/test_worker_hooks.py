@@ -185,7 +185,7 @@ def test_the_log_has_the_exception_of_a_failed_attempt(db, workers) -> None:
     of = {line["job_id"]: line for line in lines if "job_id" in line}
     for job, level, kind, error in (
         (failed, "warning", "sync", "ValueError: plain"),
-        (dead, "error", "async", "pgqueue.app.Reject: never"),
+        (dead, "error", "async", "pgqueue.policy.Reject: never"),
     ):
         line = of[job]
         assert (line["level"], line["kind"], line["queue"]) == (level, kind, QUEUE)

@@ -27,7 +27,7 @@ from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging
 from pgqueue.worker.options import load, parse
 from pgqueue.worker.seldom import one_line, unless_from_server
-from pgqueue.worker.supervisor import DONE, FATAL, READY, SIGNALS, Link, Supervisor
+from pgqueue.worker.supervisor import CANNOT, DONE, READY, SIGNALS, Link, Supervisor
 
 log = logging.getLogger("pgqueue")
 
@@ -74,7 +74,7 @@ def main(
         worker = Worker(app, args.queue, listen=not args.no_listen, **options)
     except (ValueError, TypeError, psycopg.ProgrammingError) as error:
         say(str(error))
-        supervisor.say(FATAL)
+        supervisor.say(CANNOT)
         return 2
     return run(worker, args, supervisor)
 
@@ -109,7 +109,7 @@ def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
     except database.INCOMPATIBLE as error:
         reason = one_line(error)
         log.error("%s has failed: install or update pgqueue: %s", worker.id, reason)
-        supervisor.say(FATAL)
+        supervisor.say(CANNOT)
         code = 3
     except Exception as error:
         trace = unless_from_server(error)

@@ -5,7 +5,7 @@ once, and the end that the supervisor is gone. So a child can tell a signal that
 passes on from the same one sent to the child as well.
 
 By the same socket a child says what its exit code means, which any handler, library or script
-can produce: READY, then DONE; or FATAL, which counts as long as no child was ready.
+can produce: READY, then DONE; or CANNOT, which counts as long as no child was ready.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ from pgqueue.worker.seldom import Seldom
 
 log = logging.getLogger("pgqueue")
 
-READY, DONE, FATAL = b"r", b"d", b"f"  # it works; it has done its work; it cannot
+FATAL = (2, 3)  # exit codes: wrong usage, no schema
+READY, DONE, CANNOT = b"r", b"d", b"f"  # it works; it has done its work; it cannot
 SHORT_LIFE = 5.0  # seconds; what fails sooner is restarted after a pause
 LONGEST_PAUSE = 30.0  # seconds
 SOCKET = "PGQUEUE_SUPERVISOR"  # names the file descriptor
@@ -112,7 +113,7 @@ class Supervisor:
         is_done = DONE in child.said
         if self._stops or (self._burst and is_done):
             return
-        if FATAL in child.said and not self._was_ready:
+        if exit_code in FATAL and CANNOT in child.said and not self._was_ready:
             self._code = exit_code
             self._stop(signal.SIGTERM)
             return
