@@ -258,8 +258,8 @@ begin
                 'the lease expired: worker %s stopped extending it (%s)',
                 e.worker,
                 case e.held
-                    when 1 then 'the only lease of it that was found expired'
-                    else format('one of %s leases of it that were found expired together', e.held)
+                    when 1 then 'its only expired lease'
+                    else format('one of its %s leases that expired together', e.held)
                 end
             )
         end) as errors

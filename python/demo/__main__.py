@@ -116,7 +116,7 @@ def count_functions(conn: Connection) -> None:
 def sum_lines(conn: Connection) -> None:
     paths = sources()[0][:-3]
     print(
-        f"One long job, which tells how far it is: sum the lines of {len(paths)} files"
+        f"One long job that reports its progress: sum the lines of {len(paths)} files"
     )
     job_id = pgqueue.enqueue(conn, "sums", {"paths": paths}, kind="sum_lines")
     with tqdm(total=len(paths), ncols=80, file=sys.stdout, disable=None) as bar:
