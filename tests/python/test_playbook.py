@@ -1,4 +1,4 @@
-"""The page "When something is wrong": each problem is caused, then fixed by its blocks as written."""
+"""The page "When something is wrong": each trouble caused, and fixed by its blocks as written."""
 
 import re
 import shutil
@@ -131,7 +131,7 @@ def test_one_job_kills_its_workers(db, dsn):
         db.execute("select pgqueue.maintain()")
     found = psql(look, dsn).splitlines()
     assert len(found) == 4 and found[0].startswith(f"{killer}|k|3|the lease expired: ")
-    psql(mend.replace("4711", str(killer)), dsn)
+    psql(fix.replace("4711", str(killer)), dsn)
     assert column(db, "select distinct kind from pgqueue.job") == ["fine"]
     again = one(db, "select pgqueue.rerun(%s)", killer)
     assert one(db, "select payload from pgqueue.job where id = %s", again) == {"n": 1}
