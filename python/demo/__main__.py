@@ -54,7 +54,7 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 def work(conn: Connection, *options: str) -> Iterator[int]:
-    """Run a worker until no job waits or runs; say how many do, ten times a second."""
+    """Run a worker until no job waits or runs; yield how many do, ten times a second."""
     command = [sys.executable, "-m", "pgqueue.worker", "--app", "demo.app", *options]
     # A failed attempt would be a line on stderr: the tables show it.
     worker = subprocess.Popen([*command, "--log-level", "critical"])

@@ -30,7 +30,7 @@ CatchUp = Literal["skip", "one", "all"]
 
 
 class Retry(Exception):
-    """Fail this attempt and retry: after seconds or a timedelta, else after the backoff."""
+    """Fail this attempt and retry: after seconds or a timedelta, or after the backoff."""
 
     after: timedelta | None = None
 
@@ -67,7 +67,7 @@ def _timedelta(value: Seconds) -> timedelta:
         return value
     if isinstance(value, int | float):
         return timedelta(seconds=value)
-    raise TypeError(f"not seconds nor a timedelta: {value!r}")
+    raise TypeError(f"neither seconds nor a timedelta: {value!r}")
 
 
 class TaskOptions(Options, total=False):
@@ -91,7 +91,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When jobs of a kind recur; its name is the kind."""
+    """When jobs of a kind recur; the schedule is named after the kind."""
 
     cron: str | None
     every: timedelta | None
@@ -100,7 +100,7 @@ class Schedule:
     jitter: timedelta | None
 
     def declare(self, conn: Any, task: "Task[..., Any]") -> None:
-        """Make or change the schedule of a task by pgqueue.schedule()."""
+        """Create or change the schedule of a task by pgqueue.schedule()."""
         conn.execute(
             "select pgqueue.schedule(%s, %s, %s, %s, %s::pg_catalog.jsonb, %s, timezone => %s,"
             " catch_up => %s, jitter => %s, max_attempts => %s,"
@@ -124,7 +124,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Task(Generic[P, R]):
-    """A handler: call it like the function that it is, or enqueue a job for it."""
+    """A handler: call it like the plain function, or enqueue a job for it."""
 
     kind: str
     function: Callable[..., R]
@@ -159,9 +159,9 @@ class Task(Generic[P, R]):
 class App:
     """The handlers of a worker, by kind.
 
-    `timeout` (seconds or timedelta) is for handlers without one of their own. `middleware`
+    `timeout` (seconds or timedelta) applies to handlers without their own. `middleware`
     is called with the Job, and returns a context manager that is entered around the attempt,
-    in its thread or task; what the handler raises passes through it.
+    in its thread or task; exceptions of the handler pass through it.
     """
 
     def __init__(
@@ -207,9 +207,9 @@ class App:
         """Make the decorated function, `def` or `async def`, the handler of a kind.
 
         A parameter named `job` gets the Job; the others get the payload's keys. A single
-        one whose annotation is a dataclass or a pydantic model gets the payload as that.
+        parameter annotated with a dataclass or a pydantic model gets the whole payload.
         Returning completes the job and stores the result, which must be JSON; raising
-        fails it; for all else raise Retry, Snooze or Reject. A `def` runs in a thread.
+        fails it; otherwise raise Retry, Snooze or Reject. A `def` runs in a thread.
 
         `queue` is where `.enqueue` puts the job. `timeout` (seconds or timedelta) fails an
         attempt that runs longer: an async one is cancelled; a thread cannot be, so it
@@ -219,17 +219,17 @@ class App:
 
         `max_attempts`, and `retry_base` doubled with each attempt up to `retry_cap` (seconds
         or timedelta), apply instead of the queue's. Only exceptions of `retry_for` are
-        retried, and those of `give_up_on` never. `group_key` and `headers` are those of its
+        retried, and those of `give_up_on` never. `group_key` and `headers` apply to its
         jobs, unless `with_options` says otherwise.
 
         With `cron` or `every` (seconds or timedelta) a job without arguments recurs: a
-        worker's start makes or changes the schedule that has the name of the kind, by
-        pgqueue.schedule(), which says what `timezone`, `catch_up` and `jitter` mean.
-        Whoever takes them away again calls pgqueue.unschedule().
+        worker creates or changes the schedule named after the kind when it starts, by
+        pgqueue.schedule(), whose comment explains `timezone`, `catch_up` and `jitter`.
+        If you remove them again, call pgqueue.unschedule().
 
-        Raises ValueError for a kind that has a handler already, and TypeError for an
-        annotation that needs pydantic where there is none, and for a handler that recurs
-        and cannot be called without arguments.
+        Raises ValueError for a kind that already has a handler, and TypeError for an
+        annotation that needs pydantic if that is not installed, and for a recurring
+        handler that cannot be called without arguments.
         """
         policy = Policy(
             self.timeout if timeout is None else _seconds(timeout),
@@ -270,7 +270,7 @@ class Register:
     def __call__(self, function: Callable[P, R]) -> Task[P, R]: ...
     def __call__(self, function: Callable[..., Any]) -> Task[Any, Any]:
         if self.kind in self.app.tasks:
-            raise ValueError(f"the kind {self.kind!r} has a handler already")
+            raise ValueError(f"the kind {self.kind!r} already has a handler")
         if isinstance(function, Task):  # the handler of another kind, too
             function = function.function
         task = Task[Any, Any](

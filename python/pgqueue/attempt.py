@@ -1,6 +1,6 @@
-"""One attempt of a job: runs its handler and turns what comes of it into an Outcome.
+"""One attempt of a job: runs its handler and turns the result into an Outcome.
 
-The worker and pgqueue.testing share it. It never raises: only the job fails.
+The worker and pgqueue.testing share it. It never raises: at most the job fails.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class Unready(Exception):
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """What was claimed, and how far the worker has come with it."""
+    """What was claimed, and its state in the worker."""
 
     id: int
     token: int
@@ -100,7 +100,7 @@ class Attempt:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a line of the log in JSON says of it besides the message."""
+        """What a JSON log line says about it besides the message."""
         taken = time.monotonic() - self.started if self.started else 0.0
         return {
             "job_id": self.id,
@@ -209,7 +209,7 @@ def _end_fork(generation: int) -> None:
 
 
 def completed(result: Any) -> Outcome:
-    """Encode a result; raises ValueError or TypeError for what cannot be stored."""
+    """Encode a result; raises ValueError or TypeError if it cannot be stored."""
     if result is None:
         return COMPLETED
     text = to_json(result, "result")
@@ -261,7 +261,7 @@ def _is_final(error: BaseException, policy: Policy, number: int) -> bool:
 
 
 def _backoff(policy: Policy, number: int) -> timedelta | None:
-    """Double with each attempt, then take off up to half; None leaves it to the queue."""
+    """Double with each attempt, then subtract up to half; None leaves it to the queue."""
     if policy.retry_base is None:
         return None
     seconds = min(policy.retry_cap, policy.retry_base * 2.0 ** min(number - 1, 60))
@@ -269,9 +269,9 @@ def _backoff(policy: Policy, number: int) -> timedelta | None:
 
 
 def describe(error: BaseException) -> str:
-    """Show an error: a summary in the first line, by which it is found; then the traceback.
+    """Show an error: in the first line a summary, to find it by; then the traceback.
 
-    Of a long traceback the end says most.
+    The end of a long traceback says the most.
     """
     try:
         said = " ".join(str(error).split())

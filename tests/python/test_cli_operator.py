@@ -52,7 +52,7 @@ def test_enqueue_adds_a_job_and_prints_its_id(run, db) -> None:
         (["enqueue", "q", "--unique-for", "1 hour"], 1, "needs a unique_key"),
         (["dead", "--limit", "99999999999"], 2, "out of range"),
         (["cancel", "9" * 20], 2, "out of range"),
-        (["cancel", "one"], 2, "no whole number"),
+        (["cancel", "one"], 2, "not a whole number"),
         (["cancel", "1"], 1, "job 1 not found"),
         (["discard", "1"], 1, "dead job 1 not found"),
         (["why", "1"], 1, "job 1 not found"),

@@ -135,7 +135,7 @@ def test_a_blocked_event_loop_holds_no_other_jobs_and_its_handler_times_out(
     # Async handlers hold all its slots and the event loop is blocked: it ends, to be restarted.
     assert blocked.wait(20) == 1
     assert "blocks the event loop" in workers.log()
-    assert "hold all slots" in workers.log()
+    assert "occupy all slots" in workers.log()
 
 
 def test_jobs_claimed_behind_a_blocked_event_loop_go_to_other_workers(

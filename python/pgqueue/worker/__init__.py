@@ -3,7 +3,7 @@
     dispatcher   claims jobs for the free slots, and sleeps when none is due
     executor     runs handlers, in threads and on an event loop
     finisher     reports to the server how attempts ended
-    heartbeat    extends the leases of all claimed jobs, and tells of their progress
+    heartbeat    extends the leases of all claimed jobs, and reports their progress
     maintenance  declares schedules, and calls maintain() about once a minute
 
 All but the executor have a thread and a connection of their own. The thread of
@@ -121,9 +121,9 @@ class Worker:
     def run(self) -> None:
         """Work until stopped, until nothing is due (burst), or for max_jobs jobs.
 
-        Waits for the end of an outage. Raises psycopg's errors for what waiting cannot cure,
+        Waits for the end of an outage. Raises psycopg's errors for what waiting cannot fix,
         such as InvalidSchemaName without pgqueue, or InsufficientPrivilege; RuntimeError
-        when handlers that do not end hold all slots, or one of its threads has ended; and
+        when handlers that do not end occupy all slots, or one of its threads has ended; and
         what a hook raises.
         """
         lease = f", lease {self.lease:g} s" if self.lease else ""
@@ -239,7 +239,7 @@ class Worker:
         self.on_tick()
 
     def _is_over(self) -> bool:
-        """Whether nothing is left to do, or no time for it."""
+        """Whether nothing is left to do, or no time to do it."""
         if time.monotonic() >= self.stop_by:
             return True
         if self.heartbeat.held:

@@ -96,7 +96,7 @@ def run(worker: Worker, args: argparse.Namespace) -> int:
     if len(signals) > 1:
         code = 128 + signals[-1]
     if any(thread.name.startswith("pgqueue-") for thread in threading.enumerate()):
-        codes.append(code)  # Python's own end crashes when such a thread starts another
+        codes.append(code)  # Python's own shutdown crashes when such a thread starts another
     # And threads that handlers have started may keep Python from ending.
     seconds = min(worker.stop_by - time.monotonic(), worker.shutdown_timeout)
     timer = threading.Timer(max(seconds, 0.1), leave, (code,))
@@ -111,7 +111,7 @@ def leave_at_last() -> None:
 
 
 def leave(code: int) -> None:
-    """End the process, whatever runs in it."""
+    """End the process, whatever is running in it."""
     for file in sys.stdout, sys.stderr:
         with contextlib.suppress(OSError, ValueError):  # no reader, or closed
             file.flush()
@@ -121,9 +121,9 @@ def leave(code: int) -> None:
 def stop_by_signal(worker: Worker) -> bool:
     """Stop at signals, also those that came before, and when the supervisor says so.
 
-    Returns whether there is one. A signal that came by both ways counts once.
+    Returns whether there is one. A signal that came both ways counts once.
     """
-    relayed = 0  # signals that came by the supervisor
+    relayed = 0  # signals that came from the supervisor
 
     def on_relay(why: str) -> None:
         nonlocal relayed
@@ -148,7 +148,7 @@ def stop_by_signal(worker: Worker) -> bool:
     before = list(signals)
     for number in BOTH:
         signal.signal(number, on_signal)
-    # A child that a handler forks must end at SIGTERM as any other, however early.
+    # A child that a handler forks must end at SIGTERM like any other, however early.
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, BOTH),
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH),
@@ -160,7 +160,7 @@ def stop_by_signal(worker: Worker) -> bool:
 
 
 def check(dsn: str) -> int:
-    """Say in one line whether a worker could work with this database."""
+    """Say in one line whether a worker can use this database."""
     for number in BOTH:
         signal.signal(number, signal.SIG_DFL)  # stop_early would exit with 0: ok
     try:

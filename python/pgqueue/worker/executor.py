@@ -1,13 +1,13 @@
 """Runs handlers: `def` in threads, `async def` as tasks of an event loop.
 
-They share `concurrency` slots. An attempt holds its slot until its handler has returned,
+They share `concurrency` slots. An attempt occupies its slot until its handler has returned,
 even if it was given up long before. The thread or task that ends an attempt goes on with
 the next one in the same slot.
 
 An exception that a handler leaves pending for its thread (PyThreadState_SetAsyncExc) may
-arrive anywhere. It fails the attempt that the thread runs by then, or it ends the thread.
+arrive anywhere. It fails the attempt that the thread is running then, or ends the thread.
 Then the worker ends, too: nobody can know what the thread had taken or ended. Other workers
-get what it still can release at once, and the rest when its lease is over.
+get what it can still release at once, and the rest when its lease expires.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ REACT = 10.0  # for a handler to stop after a cancellation, before a warning
 DELIVERY = 1.0  # for the event loop to deliver a cancellation
 CLEAN_UP = 30.0  # for an async handler to end after its timeout, before it is given up
 NAMED = 5  # of the handlers that may block the loop
-STALE = 1.0  # in which no attempt began: other workers get those that wait
+STALE = 1.0  # without a new attempt: other workers get those that wait
 
 
 class Executor:
@@ -126,7 +126,7 @@ class Executor:
         while self._free and self.waiting:
             try:
                 attempt = self.waiting.popleft()
-            except IndexError:  # another slot was quicker
+            except IndexError:  # another slot was faster
                 return
             self._free -= 1
             self._place(attempt)
@@ -202,7 +202,7 @@ class Executor:
     # Supervision
 
     def check(self) -> None:
-        """Stop what must not go on; to be called some times a second. It needs no server.
+        """Stop what must not go on; to be called several times a second. It needs no server.
 
         Raises RuntimeError when a thread has ended, or no slot can work any more.
         """
@@ -217,7 +217,7 @@ class Executor:
         if self._error or not all(thread.is_alive() for thread in self._threads):
             raise RuntimeError("a thread of handlers has ended") from self._error
         if self._is_stuck():
-            raise RuntimeError("handlers that do not end hold all slots or the loop")
+            raise RuntimeError("handlers that do not end occupy all slots or the loop")
 
     def _check_loop(self) -> None:
         """Leave to other workers what a blocked event loop does not begin."""

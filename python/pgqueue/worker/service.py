@@ -1,4 +1,4 @@
-"""A thread of the worker, with a connection that it makes again after each outage."""
+"""A thread of the worker, with a connection that it restores after each outage."""
 
 import contextlib
 import threading
@@ -12,7 +12,7 @@ from pgqueue.worker.seldom import Outages
 
 
 class Service(ABC):
-    """Runs `work` until it is closed, or fails with what no reconnect can mend."""
+    """Runs `work` until it is closed, or fails with what no reconnect can fix."""
 
     name: str
 
@@ -38,11 +38,11 @@ class Service(ABC):
         """Clean up; the last thing its thread does."""
 
     def pause(self) -> float:
-        """Say for how many seconds it needs no connection."""
+        """Return for how many seconds it needs no connection."""
         return 0.0
 
     def close(self) -> None:
-        """Have it end, without waiting for that."""
+        """Make it end, without waiting for that."""
         self.over.set()
         self.wake()
 

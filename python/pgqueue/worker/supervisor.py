@@ -1,8 +1,8 @@
 """The supervisor of several worker processes: starts, restarts and stops them.
 
 Each child reads a pipe: one byte means drain, a second one end at once, and the end of the
-pipe that the supervisor is gone. So a child can tell a signal that the supervisor passes on
-from the same one sent to the child as well.
+pipe that the supervisor is gone. So a child can tell a signal passed on by the supervisor
+from the same signal sent to the child itself.
 """
 
 import contextlib
@@ -116,7 +116,7 @@ class Supervisor:
 
 
 def signal_or_code(exit_code: int) -> str:
-    """Name what ended a process: SIGKILL is often for want of memory."""
+    """Name what ended a process: SIGKILL often means out of memory."""
     names = {-number: number.name for number in signal.Signals}
     return names.get(exit_code, str(exit_code))
 
