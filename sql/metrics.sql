@@ -63,9 +63,9 @@ begin
             ('rate_1m_per_second', 'Jobs completed per second, over 1 minute.', null, q.rate_1m),
             ('rate_5m_per_second', 'Jobs completed per second, over 5 minutes.', null, q.rate_5m),
             ('rate_1h_per_second', 'Jobs completed per second, over 1 hour.', null, q.rate_1h),
-            ('failure_rate_1m_ratio', 'Share of attempts that failed or expired, over 1 minute.', null, q.failure_rate_1m),
-            ('failure_rate_5m_ratio', 'Share of attempts that failed or expired, over 5 minutes.', null, q.failure_rate_5m),
-            ('failure_rate_1h_ratio', 'Share of attempts that failed or expired, over 1 hour.', null, q.failure_rate_1h)
+            ('failure_rate_1m_ratio', 'Share of failed or expired attempts, over 1 minute.', null, q.failure_rate_1m),
+            ('failure_rate_5m_ratio', 'Share of failed or expired attempts, over 5 minutes.', null, q.failure_rate_5m),
+            ('failure_rate_1h_ratio', 'Share of failed or expired attempts, over 1 hour.', null, q.failure_rate_1h)
     ) as s (name, help, label, value);
 end;
 $$;

@@ -162,12 +162,17 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--every", type=float, default=2.0, help="seconds")
     command.add_argument("--times", type=int, help="exit after this many")
 
-    command = commands.add_parser("dashboard", help="serve a page for whoever is on call")
+    command = commands.add_parser(
+        "dashboard", help="serve a page for whoever is on call"
+    )
     command.add_argument("--host", default="127.0.0.1", help="else %(default)s")
     command.add_argument("--port", type=port, default=7070, help="else %(default)s")
     command.add_argument("--allow-actions", action="store_true", help="not read-only")
     command.add_argument(
-        "--allow-host", action="append", default=[], help="a name that a proxy passes on"
+        "--allow-host",
+        action="append",
+        default=[],
+        help="a name that a proxy passes on",
     )
 
     dead = commands.add_parser("dead", help="the latest dead letters")

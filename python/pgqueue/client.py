@@ -31,7 +31,9 @@ class _Options(TypedDict, total=False):
     max_attempts: int | None
     on_duplicate: OnDuplicate | None
     headers: Mapping[str, Any] | None
-    expires_at: datetime | timedelta | None  # like run_at; from then on no attempt begins
+    expires_at: (
+        datetime | timedelta | None
+    )  # like run_at; from then on no attempt begins
     batch_id: int | None  # what create_batch returned
 
 
@@ -39,7 +41,9 @@ class Options(_Options, total=False):
     """The options of `enqueue`."""
 
     unique_key: str | None
-    unique_for: timedelta | None  # for this long at most one job with the key, ended or not
+    unique_for: (
+        timedelta | None
+    )  # for this long at most one job with the key, ended or not
     group_key: str | None
     after: Sequence[int] | None  # the ids of jobs that have to complete first
     if_dead: Literal["cancel", "run"] | None  # if one of them dies or is cancelled

@@ -74,7 +74,9 @@ def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
         try:
             number = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number"
+            ) from None
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"{number} is out of range")
         return number

@@ -284,4 +284,6 @@ def test_of_two_concurrent_installs_the_second_waits_and_installs_nothing(
             second = pool.submit(run, "pgqueue", "install", "--plain")
             wait_until(lambda: one(db, waits) == 1 or second.done())
         done = second.result()
-    assert (done.returncode, "already installed" in done.stdout) == (0, True), done.stderr
+    assert (done.returncode, "already installed" in done.stdout) == (0, True), (
+        done.stderr
+    )

@@ -233,7 +233,9 @@ def queue(reading: Reading) -> Page:
     name = reading.asked.get("name", "")
     found = reading.row(QUEUE, queue=name)
     if found is None:
-        raise NotFound(f"No queue is called {name[:200]!r}, or nothing is known about it.")
+        raise NotFound(
+            f"No queue is called {name[:200]!r}, or nothing is known about it."
+        )
     # Without statistics a bitmap of all its jobs would be made for the first of them.
     reading.conn.execute("set local enable_bitmapscan = off")
     context = {

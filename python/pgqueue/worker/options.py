@@ -85,7 +85,12 @@ def options() -> list[tuple[str, str, Any, Any]]:
     positive = whole_number(1)
     return [
         ("--app", "MODULE[:NAME] of the pgqueue.App", None, str),
-        ("-q --queue", f"queues to work on: {forms}, comma-separated or repeated", "default", shares),
+        (
+            "-q --queue",
+            f"queues to work on: {forms}, comma-separated or repeated",
+            "default",
+            shares,
+        ),
         ("--dsn", dsn, None, str),
         ("-c --concurrency", "maximum handlers at once", 10, positive),
         ("--processes", "worker processes", 1, positive),
