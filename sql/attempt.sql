@@ -1,5 +1,5 @@
 -- The ends of attempts that did not complete: how long to wait, what is kept of the error, and
--- where the job goes. Only this room moves a job to dead_job or sends it back. Its callers have
+-- where the job goes. Only this module moves a job to dead_job or sends it back. Its callers have
 -- locked the jobs.
 
 create or replace function pgqueue._retry_delay(attempt int, retry_base interval, retry_cap interval)
@@ -33,7 +33,7 @@ end;
 $$;
 
 comment on function pgqueue._summary(text) is
-'The first line of an error, by which errors are found, counted and logged.';
+'The first line of an error, used to find, count and log it.';
 
 create or replace function pgqueue._add_error(job pgqueue.job, error text, moment timestamptz)
     returns jsonb
@@ -49,7 +49,7 @@ end;
 $$;
 
 comment on function pgqueue._add_error(pgqueue.job, text, timestamptz) is
-'A job''s errors with one more, the last 10.';
+'A job''s errors and a new one, the last 10.';
 
 create or replace function pgqueue._log(
     picks tid[], outcomes text[], errors text[], moment timestamptz, results jsonb[] default null
@@ -88,7 +88,7 @@ end;
 $$;
 
 comment on function pgqueue._log(tid[], text[], text[], timestamptz, jsonb[]) is
-'Writes the present attempts of some locked jobs into run.';
+'Writes the current attempts of some locked jobs into run.';
 
 create or replace function pgqueue._log_kept(
     job_ids bigint[], tokens bigint[], results jsonb[], moment timestamptz
@@ -146,7 +146,7 @@ begin
         return;
     end if;
     perform pgqueue._log(picks, outcomes, errors, moment);
-    -- As a condition it would bring in the index of all jobs that have a group.
+    -- As a condition it would use the index of all jobs that have a group.
     select
         array_agg(g.queue) as queues, array_agg(g.group_key) as keys, array_agg(g.priority) as priorities,
         array_agg(case when g.outcome in ('retry', 'expired') then g.run_at else 'infinity' end) as ats
@@ -235,8 +235,8 @@ $$;
 
 comment on function pgqueue._end(tid[], text[], text[], timestamptz[], timestamptz) is
 'Ends the attempts of some locked jobs that did not complete, each by its
-outcome: retry and expired go back to work at retry_at (null: where they
-stand), dead to dead_job, cancelled is gone.';
+outcome: retry and expired go back to work at retry_at (null: at their old
+place), dead to dead_job, cancelled is gone.';
 
 create or replace function pgqueue._expire(picks tid[], moment timestamptz)
     returns int
@@ -253,7 +253,7 @@ begin
         array_agg(case
             when e.late_since is not null
                 then format('expired at %s UTC', to_char(e.late_since at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS'))
-            -- Who held many did not fail because of each of them; who held one, perhaps.
+            -- A worker that held many did not fail because of each of them; one that held one, perhaps.
             else format(
                 'the lease expired: worker %s stopped extending it (%s)',
                 e.worker,
@@ -286,8 +286,8 @@ $$;
 
 comment on function pgqueue._expire(tid[], timestamptz) is
 'Ends what is over among some locked jobs, and returns how many. Attempts whose
-leases expired: back where they stood, dead when exhausted, gone when cancelled.
-Jobs that wait and may not begin any more: cancelled.';
+leases expired: back to their place, dead if exhausted, gone if cancelled.
+Waiting jobs that may not begin any more: cancelled.';
 
 create or replace function pgqueue._give_back(picks tid[], run_ats timestamptz[])
     returns void
@@ -323,7 +323,7 @@ $$;
 
 comment on function pgqueue._give_back(tid[], timestamptz[]) is
 'Gives some locked jobs back without counting the attempt, each at its run_at;
-null: where it stands.';
+null: at its old place.';
 
 create or replace function pgqueue._release(picks tid[], run_ats timestamptz[])
     returns table (job_id bigint, status text)
@@ -357,7 +357,7 @@ end;
 $$;
 
 comment on function pgqueue._release(tid[], timestamptz[]) is
-'release, of some locked jobs: released or cancelled for each.';
+'release, for some locked jobs: released or cancelled for each.';
 
 create or replace function pgqueue._fail(
     picks tid[], errors text[], delays interval[], permanents boolean[], moment timestamptz
@@ -381,7 +381,7 @@ begin
                 else 'retry'
             end
         ) as outcomes,
-        -- Recording a failure never fails: whatever text came is kept, or its beginning.
+        -- Recording a failure never fails: any text is kept, or its beginning.
         array_agg(coalesce(left(e.error, 8000), 'no error text')) as errors,
         array_agg(_fail.moment + coalesce(
             e.delay, pgqueue._retry_delay(j.attempt, settings.retry_base, settings.retry_cap)
@@ -395,7 +395,7 @@ begin
     perform pgqueue._end(
         coalesce(failed.picks, '{}'), failed.outcomes, failed.errors, failed.retry_ats, moment
     );
-    -- Sleepers must hear of the new run_at.
+    -- Sleeping workers must learn of the new run_at.
     perform pgqueue._wake(f.queue)
     from (
         select distinct u.queue

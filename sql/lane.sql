@@ -1,6 +1,6 @@
--- What claims remember for each other, and which lanes of a queue have something to do.
+-- What claims remember for each other, and which lanes of a queue have jobs to run.
 --
--- It only saves work. It is kept in cells, sequences that are never counted up: 64 bits
+-- It only saves work. It is kept in cells, sequences that are never incremented: 64 bits
 -- that all sessions share, neither transactional nor versioned, so that no snapshot can bloat
 -- them, read with pg_sequence_last_value() and written with setval(). Five make a record:
 --
@@ -14,11 +14,11 @@
 -- The jobs of groups have lanes of their own, 1000 + priority, and the position of such a lane is one
 -- among its tickets. The record of a queue has the number 9999, which no lane has.
 --
--- From 640 on each holds a job that a batch still had when somebody looked (module batch).
+-- From 640 on each holds a job that a batch still had at the last look (module batch).
 --
--- The tag says whose record it is; zero is nobody's. A lane has two records to choose from, by
+-- The tag says whose record it is; zero means unused. A lane has two records to choose from, by
 -- its hash; while others have taken both, it is walked from the beginning. A value from another
--- clock (set back, restored) is no value.
+-- clock (set back, restored) is ignored.
 
 create or replace function pgqueue._cell(record int, place int)
     returns regclass
@@ -31,7 +31,7 @@ end;
 $$;
 
 comment on function pgqueue._cell(int, int) is
-'One cell, 0 to 4, of a record. What is hot writes this out.';
+'One cell, 0 to 4, of a record. Hot paths inline this.';
 
 create or replace function pgqueue._since_2020(moment timestamptz)
     returns bigint
@@ -44,8 +44,7 @@ end;
 $$;
 
 comment on function pgqueue._since_2020(timestamptz) is
-'Microseconds since 2020: 51 bits hold them until 2091. What is hot writes this
-out.';
+'Microseconds since 2020: 51 bits hold them until 2091. Hot paths inline this.';
 
 create or replace function pgqueue._believed_until(began timestamptz, at_least interval)
     returns timestamptz
@@ -59,7 +58,7 @@ end;
 $$;
 
 comment on function pgqueue._believed_until(timestamptz, interval) is
-'Until when to believe what a walk found that began then: so that walks take a
+'How long the result of a walk that began then stays valid: so that walks take a
 twentieth of the time.';
 
 create or replace function pgqueue._live_lanes(queue text)
@@ -91,8 +90,8 @@ end;
 $$;
 
 comment on function pgqueue._live_lanes(text) is
-'The lanes in which a queue holds any job, lowest first, and the first run_at of
-each: one descent of the index for each.';
+'The lanes in which a queue has any job, lowest first, and the first run_at of
+each: one index descent per lane.';
 
 create or replace function pgqueue._due_lanes(queue text, moment timestamptz)
     returns int[]
@@ -109,8 +108,8 @@ end;
 $$;
 
 comment on function pgqueue._due_lanes(text, timestamptz) is
-'The lanes of a queue in which any job is due or runs, highest priority first; of
-two of one priority either by chance: so that jobs of groups, and others, have
+'The lanes of a queue in which any job is due or runs, highest priority first;
+two of one priority in random order: so that jobs of groups, and others, get
 half of the claims each.';
 
 create or replace function pgqueue._note_lanes(queue text, lanes int[], moment timestamptz)
@@ -145,8 +144,8 @@ end;
 $$;
 
 comment on function pgqueue._note_lanes(text, int[], timestamptz) is
-'Lists, for all sessions, the lanes of a queue that have something to do: valid
-for 20 times as long as it took, since moment, to find out.';
+'Lists, for all sessions, the lanes of a queue that have jobs to run: valid for
+20 times as long as it took, since moment, to find out.';
 
 create or replace function pgqueue._noted_lanes(queue text, moment timestamptz)
     returns int[]
@@ -185,7 +184,7 @@ $$;
 
 comment on function pgqueue._noted_lanes(text, timestamptz) is
 'The listed lanes of a queue, always with lane 0, and those of groups, in the
-order of _due_lanes; null where no list is valid.';
+order of _due_lanes; null if no list is valid.';
 
 create or replace function pgqueue._list_lane(queue text, lane int)
     returns void
@@ -201,7 +200,7 @@ declare
     bit bigint := 1::bigint << (abs(priority) - 1) % 50;
     cell regclass;
 begin
-    -- Where no list is valid, the next claim looks for itself.
+    -- If no list is valid, the next claim looks for itself.
     if (noted between now_us and now_us + 60000000) is not true or lane = 0 then
         return;
     elsif is_group and noted & 2 = 0 or priority <> 0 and noted & 1 = 0 then
@@ -226,7 +225,7 @@ end;
 $$;
 
 comment on function pgqueue._list_lane(text, int) is
-'For a job that appears in a lane: lets claims look there at once. A hint, given
+'For a job that appears in a lane: makes claims look there at once. A hint, given
 before the commit; without it they look within 100 ms.';
 
 create or replace function pgqueue._return_position(
@@ -268,7 +267,7 @@ end;
 $$;
 
 comment on function pgqueue._reopen_lane(text, int) is
-'For a job that appears behind the position of its lane: lets the next claim
+'For a job that appears behind the position of its lane: makes the next claim
 walk from the beginning, unless that is expensive. A hint, given before the
 commit.';
 
@@ -303,7 +302,7 @@ end;
 $$;
 
 comment on function pgqueue._position(bigint, timestamptz) is
-'The record of a lane, by its hash, and the position in it: null where none is
+'The record of a lane, by its hash, and the position in it: null if none is
 valid.';
 
 create or replace function pgqueue._leave_place(
@@ -336,4 +335,4 @@ $$;
 
 comment on function pgqueue._leave_place(bigint, int, timestamptz, bigint, timestamptz) is
 'Moves the position of a lane to just before this job, or to this moment; with a
-new validity where a walk began at the beginning, at began.';
+new validity if a walk began at the beginning, at began.';

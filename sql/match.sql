@@ -1,7 +1,7 @@
--- Matches: which rows of an index a statement means.
+-- Matches: conditions that find rows by an index.
 --
 -- Indexes begin with a hash, because names may be long; the names are compared as well, because hashes
--- may be equal. These functions say both. The planner puts them in line, so they cost nothing and find the
+-- may be equal. These functions check both. The planner inlines them, so they cost nothing and find the
 -- index (test_plans): they must stay one expression each, without `set`, that uses columns as they are.
 
 create or replace function pgqueue._is_in_lane(job pgqueue.job, queue text, lane int)
@@ -12,7 +12,7 @@ return hashtext((job).queue) = hashtext(_is_in_lane.queue) and (job).queue = _is
     and ((job).priority + 1000 * num_nonnulls((job).group_key)) = lane;
 
 comment on function pgqueue._is_in_lane(pgqueue.job, text, int) is
-'Whether a job stands in this lane of a queue: its priority, or 1000 more with a
+'Whether a job is in this lane of a queue: its priority, or 1000 more with a
 group.';
 
 create or replace function pgqueue._is_in_group(job pgqueue.job, queue text, group_key text)
@@ -47,7 +47,7 @@ return hashtext((ticket).queue) = hashtext(_is_ticket_in.queue) and (ticket).pri
     and (ticket).queue = _is_ticket_in.queue;
 
 comment on function pgqueue._is_ticket_in(pgqueue.ticket, text, int) is
-'Whether a ticket stands in the lane of groups of this priority.';
+'Whether a ticket is in the lane of groups of this priority.';
 
 create or replace function pgqueue._is_ticket_of(ticket pgqueue.ticket, queue text, group_key text)
     returns boolean
@@ -58,7 +58,7 @@ return hashtextextended((ticket).group_key, hashtext((ticket).queue))
     and (ticket).queue = _is_ticket_of.queue and (ticket).group_key = _is_ticket_of.group_key;
 
 comment on function pgqueue._is_ticket_of(pgqueue.ticket, text, text) is
-'Whether a ticket is of this group.';
+'Whether a ticket belongs to this group.';
 
 create or replace function pgqueue._is_permit_of(permit pgqueue.permit, queue text, kind text, group_key text)
     returns boolean
@@ -72,4 +72,4 @@ return hashtextextended((permit).group_key, hashtextextended((permit).kind, hash
     and (permit).group_key = _is_permit_of.group_key;
 
 comment on function pgqueue._is_permit_of(pgqueue.permit, text, text, text) is
-'Whether a permit is of this kind, or group, of a queue; empty: of all.';
+'Whether a permit belongs to this kind, or group, of a queue; empty: to all.';

@@ -1,7 +1,7 @@
 -- The metrics: what the views say, in the text format of Prometheus (version 0.0.4). Nothing is counted here.
 --
--- All are gauges: the log forgets and a sample may stand for it, so no number here only grows. What is not
--- known has no sample. Names follow the columns, and end in their unit.
+-- All are gauges: the log forgets, and may be sampled, so no number here only grows. What is not known
+-- has no sample. Names follow the columns, and end in their unit.
 
 create or replace function pgqueue._label(name text, value text)
     returns text
@@ -120,4 +120,4 @@ $$;
 
 comment on function pgqueue.metrics() is
 'The numbers of the views queues, schedules and retention, in the text format of
-Prometheus. Costs what these cost: some tens of milliseconds.';
+Prometheus. Costs what these cost: a few tens of milliseconds.';

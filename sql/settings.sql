@@ -1,14 +1,14 @@
 -- Settings: which are in force for a queue, a kind or a group, and what is paused. A setting of a
--- group comes before one of a kind, that before one of the queue, and that before one of all. What holds for
--- a queue is derived when anything is set, so that a call reads one row. And what has ever been used at all,
--- so that plain queues are asked for nothing else.
+-- group comes before one of a kind, that before one of the queue, and that before one of all. What applies to
+-- a queue is derived when anything is set, so that a call reads one row. Also which features have ever been
+-- used at all, so that plain queues pay for no others.
 
 create or replace function pgqueue._use(feature text)
     returns void
     language plpgsql
 as $$
 begin
-    -- Twice does no harm, and a unique index would have one wait for another.
+    -- Two rows do no harm, and a unique index would make one session wait for another.
     if not exists (select from pgqueue.used as u where u.feature = _use.feature) then
         insert into pgqueue.used (feature) values (_use.feature);
     end if;
@@ -27,7 +27,7 @@ begin
     if pg_sequence_last_value('pgqueue.used_seq'::regclass) & bits = bits then
         return;
     end if;
-    -- One at a time; what is rolled back gives the lock back.
+    -- One at a time; a rollback releases the lock.
     lock table pgqueue.used in share update exclusive mode;
     perform setval('pgqueue.used_seq', pg_sequence_last_value('pgqueue.used_seq'::regclass) | bits);
     raise sqlstate 'PQ003';
@@ -51,7 +51,7 @@ $$;
 
 comment on function pgqueue._settings_bits(text) is
 'The bit of used_seq that says that something is set for a queue; all of them for
-an empty name. What is hot writes out the look at it.';
+an empty name. Hot paths inline the check.';
 
 create or replace function pgqueue._look_from_now_on()
     returns void
@@ -86,7 +86,7 @@ end;
 $$;
 
 comment on function pgqueue._defaults() is
-'What holds where nothing was set.';
+'What applies where nothing was set.';
 
 create or replace function pgqueue._resolved(name text)
     returns pgqueue.queue_in_force
@@ -146,7 +146,7 @@ end;
 $$;
 
 comment on function pgqueue._resolved(text) is
-'What is in force for a queue of which anything was set, or (an empty name) for
+'What is in force for a queue for which anything was set, or (an empty name) for
 all others, by the table queue.';
 
 create or replace function pgqueue._resolve(queue text)
@@ -180,7 +180,7 @@ create or replace function pgqueue._repair_settings()
     language plpgsql
 as $$
 begin
-    -- A replica that was made by rows has no sequences.
+    -- A replica that was made by copying rows has no sequences.
     if exists (
         select from pgqueue.queue as q
         where not exists (select from pgqueue.queue_in_force as f where f.queue = q.name)
@@ -197,8 +197,8 @@ end;
 $$;
 
 comment on function pgqueue._repair_settings() is
-'Derives again what is in force, and what is used, where some copy or restore has
-left that out.';
+'Derives again what is in force, and what is used, if a copy or restore has left
+that out.';
 
 create or replace function pgqueue._in_force(queue text, kind text default '', group_key text default '')
     returns pgqueue.queue_in_force
@@ -221,7 +221,7 @@ begin
         end if;
     end if;
     if kind <> '' or group_key <> '' then
-        -- These are not shared: a queue may have its own, beside those of its kinds and groups.
+        -- These are not inherited: a queue may have its own, beside those of its kinds and groups.
         settings.max_running := null;
         settings.rate_limit := null;
         settings.rate_period := '1 second';
@@ -258,8 +258,8 @@ $$;
 
 comment on function pgqueue._in_force(text, text, text) is
 'The settings in force for a queue, or for a kind or group in it (empty or null:
-none), each from the narrowest row that says it: of the group, of the kind, of
-the queue, of all; else the defaults, which are written here.';
+none), each from the most specific row that sets it: of the group, of the kind,
+of the queue, of all; else the defaults, which are written here.';
 
 create or replace function pgqueue._paused(queue text, is_paused boolean)
     returns jsonb
@@ -296,9 +296,8 @@ end;
 $$;
 
 comment on function pgqueue._paused(text, boolean) is
-'What is paused in a queue that is itself paused or not: by group, then kind,
-where an empty one means any; null when no kind or group differs from the
-queue.';
+'What is paused in a queue, which may itself be paused: by group, then kind,
+where an empty one means any; null if no kind or group differs from the queue.';
 
 create or replace function pgqueue._drop_empty_settings(written tid[])
     returns void
@@ -318,15 +317,14 @@ end;
 $$;
 
 comment on function pgqueue._drop_empty_settings(tid[]) is
-'Of the rows that were just written, removes those that say nothing: these are
-no settings.';
+'Removes those of the rows just written that set nothing.';
 
 create or replace function pgqueue._begin_change()
     returns void
     language plpgsql
 as $$
 begin
-    -- What is in force for a queue also follows from what was set for all.
+    -- What is in force for a queue also depends on what was set for all.
     lock table pgqueue.queue in share row exclusive mode;
 end;
 $$;
@@ -456,22 +454,22 @@ comment on function pgqueue.configure(
     text, interval, int, interval, interval, int, int, boolean, boolean, text, text, int, int, text,
     int, int, interval, interval, interval, boolean, interval
 ) is
-'Sets what is named and leaves the rest; reset first forgets all that was set.
-A null queue sets it for every queue that says nothing else; with kind or
-group_key it is set for that kind or group. The narrower wins: group, kind,
+'Changes the given settings and leaves the rest; reset first clears all that was
+set. A null queue sets them for every queue without its own; with kind or
+group_key, for that kind or group. The most specific wins: group, kind,
 queue, all. lease: up to 30 days. max_attempts: from 1. retry_base, retry_cap:
 first and longest delay, up to 1 year. keep_runs: days in run, 0 to 14.
 keep_payloads: whether run keeps what rerun needs. keep_dead: how long dead
-jobs are kept, 1 second to 10 years. max_payload_bytes: from 1. notify (of a
-queue only): may enqueue send NOTIFY.
-Of a queue for each of its groups, or of one group: weight, 1 to 100, how many
+jobs are kept, 1 second to 10 years. max_payload_bytes: from 1. notify (only
+for a queue): may enqueue send NOTIFY.
+For a queue''s groups, or for one group: weight, 1 to 100, how many
 jobs are served for each one of a group of weight 1; group_limit, 1 to 1000;
-group_on_retry, skip or block. Of a queue or a kind: max_running, 1 to 1000
-jobs at once. Of a queue, a kind or a group (* for each group): rate_limit, 1
+group_on_retry, skip or block. For a queue or a kind: max_running, 1 to 1000
+jobs at once. For a queue, a kind or a group (* for each group): rate_limit, 1
 to 1000 jobs that begin in any rate_period, 1 millisecond to 1 day, default 1
-second; these hold beside each other. Of a queue: age_after, 1 second to 1
-year, after each of which a waiting job counts as one priority higher; and
-wait_target, 1 second to 1 year, beyond which health warns of a wait.
+second; all of these apply together. For a queue: age_after, 1 second to 1
+year, for each of which a waiting job counts as one priority higher; and
+wait_target, 1 second to 1 year, beyond which health warns.
 Raises 22023 (bad argument).';
 
 create or replace function pgqueue._set_paused(queue text, kind text, group_key text, paused boolean)
@@ -491,8 +489,8 @@ begin
         )
     then
         raise notice using
-            message = format('there is no job in a queue "%s", and no setting of it', _set_paused.queue),
-            hint = 'Is this its name? select queue from pgqueue.queues lists those that there are.';
+            message = format('queue "%s" has neither jobs nor settings', _set_paused.queue),
+            hint = 'Is the name right? select queue from pgqueue.queues lists existing queues.';
     end if;
     with cleared as (
         update pgqueue.queue as q
@@ -510,7 +508,7 @@ begin
         coalesce(_set_paused.group_key, ''), _set_paused.paused
     )
     on conflict (name, kind, group_key) do update set paused = excluded.paused;
-    -- "Not paused" says something only while something wider is.
+    -- "Not paused" matters only while something wider is paused.
     with cleared as (
         update pgqueue.queue as q
         set paused = null
@@ -528,8 +526,8 @@ end;
 $$;
 
 comment on function pgqueue._set_paused(text, text, text, boolean) is
-'Pauses or resumes a queue, kind or group, where null means all, and overrules
-what was said of anything within.';
+'Pauses or resumes a queue, kind or group, where null means all, and overrides
+earlier calls for anything within.';
 
 create or replace function pgqueue.pause(
     queue text default null, kind text default null, group_key text default null
@@ -548,9 +546,9 @@ end;
 $$;
 
 comment on function pgqueue.pause(text, text, text) is
-'Lets a queue, or all queues, take jobs in but give none out; with kind or
-group_key, only jobs of that kind or group. What runs goes on. Overrules what
-was said of anything within; the narrower wins over what is said of the wider.
+'Lets a queue, or all queues, accept jobs but hand none out; with kind or
+group_key, only jobs of that kind or group. Running jobs go on. Overrides
+earlier calls for anything within; after that the most specific call wins.
 Raises 22023 (bad argument).';
 
 create or replace function pgqueue.resume(
@@ -576,6 +574,6 @@ end;
 $$;
 
 comment on function pgqueue.resume(text, text, text) is
-'Undoes pause, for a queue or for all queues, or for a kind or group; one of
-something wider that is still paused then runs.
+'Undoes pause, for a queue, for all queues, or for a kind or group, which then
+runs even if something wider is still paused.
 Raises 22023 (bad argument).';

@@ -1,8 +1,8 @@
--- The room between producer and worker: who waits, and who wakes them.
+-- The module between producer and worker: which sessions wait, and what wakes them.
 --
--- NOTIFY takes a lock of the whole cluster at commit, so a producer sends it only when
--- somebody waits for it. Two families of advisory locks tell, each folded to 256 keys so
--- that one transaction over many queues cannot fill the lock table:
+-- NOTIFY takes a cluster-wide lock at commit, so a producer sends it only when
+-- somebody waits for it. Two families of advisory locks show that, each folded to 256 keys
+-- so that one transaction over many queues cannot fill the lock table:
 --
 --   7366513 "in flight"  held shared by every enqueue until its transaction ends
 --   7366514 "parked"     held shared by the session of every worker that waits (see rest)
@@ -11,15 +11,15 @@
 -- first parks, then looks whether anything is in flight. So either the producer sees
 -- the worker and notifies, or the worker sees the producer and asks again soon.
 --
--- (7366516 is held by who waits for the end of a job: see module status.)
+-- (7366516 is held by sessions that wait for a job to end: see module status.)
 --
--- A notification says in a word what it is for, and nothing of a job: nothing at all that there may be
--- something to claim, "cancel" that a job was cancelled that runs, "end" that one has ended for whose
--- end somebody waits.
+-- A notification says in one word what it is for, and nothing about a job: empty means that there may be
+-- something to claim, "cancel" that a running job was cancelled, "end" that a job has ended that somebody
+-- waits for.
 --
--- Any role may take any advisory lock, so nobody here waits for one: what cannot be had at
--- once counts as "somebody is there", which costs a needless NOTIFY or another look. And who
--- only looks takes and gives back in one expression: no interrupt falls in between.
+-- Any role may take any advisory lock, so nothing here waits for one: a lock that is not free
+-- counts as "somebody is there", which costs a needless NOTIFY or another look. And a mere look
+-- takes and releases the lock in one expression: no interrupt falls in between.
 
 create or replace function pgqueue._wake(queue text)
     returns void
@@ -38,7 +38,7 @@ begin
         and pg_try_advisory_lock(7366514, fold)
         and pg_advisory_unlock(7366514, fold)
     ) is not true
-        -- A full queue of notifications makes COMMIT fail, and a hint is not worth that.
+        -- A full notification queue makes COMMIT fail, and a hint is not worth that.
         and pg_notification_queue_usage() < 0.5
     then
         perform pg_notify('pgqueue', '');
@@ -61,7 +61,7 @@ begin
     then
         return;
     end if;
-    -- A full queue of notifications makes COMMIT fail, and a hint is not worth that.
+    -- A full notification queue makes COMMIT fail, and a hint is not worth that.
     if pg_notification_queue_usage() < 0.5 then
         perform pg_notify('pgqueue', news);
     end if;
@@ -77,7 +77,7 @@ create or replace function pgqueue._unpark()
     language plpgsql
 as $$
 begin
-    -- Only what this session holds: to unlock anything else raises a warning.
+    -- Only what this session holds: unlocking anything else raises a warning.
     perform pg_advisory_unlock_shared(7366514, l.objid::int)
     from pg_locks as l
     where l.locktype = 'advisory' and l.pid = pg_backend_pid()
@@ -94,7 +94,7 @@ create or replace function pgqueue._unpark_if_busy(moment timestamptz)
     language plpgsql
 as $$
 begin
-    -- As texts of equal length, so that no setting can be one that cannot be read.
+    -- As texts of equal length, so that no setting can be unreadable.
     if current_setting('pgqueue.parked') = 'resting' then
         perform set_config('pgqueue.parked', pgqueue._since_2020(moment)::text, false);
     elsif current_setting('pgqueue.parked')
@@ -132,7 +132,7 @@ end;
 $$;
 
 comment on function pgqueue._park(text[]) is
-'From now on enqueues into these queues notify this session. False when one is
+'From now on enqueues into these queues notify this session. False if one is
 still open, or may be.';
 
 create or replace function pgqueue._until_due(queue text, kinds text[], paused jsonb, moment timestamptz)
@@ -149,7 +149,7 @@ declare
 begin
     for live in select * from pgqueue._live_lanes(queue) loop
         if live.first <= moment and live.lane > 500 then
-            -- It may be alone, and its claim has looked at few of the groups that have lost their tickets.
+            -- It may be alone, and its claim has looked at only a few of the groups that have lost their tickets.
             if not has_swept and not (current_setting('transaction_read_only') = 'on'
                 or pgqueue._sweep_all(clock_timestamp()))
             then
@@ -171,7 +171,7 @@ begin
             end if;
             select
                 min(j.lease_expires_at) filter (where j.lease_expires_at > moment),
-                -- Locked just now. If it is not claimed after all, nobody will say so.
+                -- Locked just now. If it is not claimed after all, nothing will tell.
                 case when bool_or((j.lease_expires_at > moment) is not true)
                     then moment + interval '1 second'
                 end
@@ -197,8 +197,8 @@ end;
 $$;
 
 comment on function pgqueue._until_due(text, text[], jsonb, timestamptz) is
-'How long until a queue has something to claim: zero when it has, else until a
-job is due or a lease ends; null when nothing stands there.';
+'How long until a queue has something to claim: zero if it has, else until a job
+is due or a lease expires; null if there is nothing.';
 
 create or replace function pgqueue.rest(
     queues text[], kinds text[] default null, park boolean default true
@@ -237,13 +237,13 @@ begin
     where not s.paused or p.paused is not null;
     pause := least(pause, pgqueue._until_slot(queues, moment));
     if not is_quiet then
-        -- Not before 40 times what the look took: a twentieth of the time, with a claim.
+        -- Not before 40 times as long as the look took: a twentieth of the time, with a claim.
         pause := least(pause, interval '5 seconds', greatest(
             interval '20 milliseconds', 40 * (clock_timestamp() - moment)
         ));
     end if;
     return pause;
--- Who was not told that it may sleep is not parked.
+-- An interrupted rest() leaves the session unparked.
 exception when query_canceled or lock_not_available or deadlock_detected
     or insufficient_resources or program_limit_exceeded or read_only_sql_transaction
 then
@@ -253,11 +253,11 @@ end;
 $$;
 
 comment on function pgqueue.rest(text[], text[], boolean) is
-'For a session that has said LISTEN pgqueue and whose claim found nothing in
-these queues (of these kinds): says how long it may sleep, unless a
-notification comes before. Zero: claim again at once. Null: until notified.
-Fires the schedules that are due. From now on enqueues into these queues notify
-it; 100 ms of work without a rest end that. NOTIFY is a hint, so look every few
-seconds all the same.
-Behind a transaction pooler nothing can be heard: park => false only looks.
+'For a session that has run LISTEN pgqueue and whose claim found nothing in
+these queues (of these kinds): returns how long it may sleep, unless a
+notification comes first. Zero: claim again at once. Null: until notified.
+Fires due schedules. From now on enqueues into these queues notify it; 100 ms
+of work without a rest end that. NOTIFY is a hint, so look every few seconds
+anyway.
+Behind a transaction pooler none arrive: park => false only looks.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

@@ -31,9 +31,7 @@ class _Options(TypedDict, total=False):
     max_attempts: int | None
     on_duplicate: OnDuplicate | None
     headers: Mapping[str, Any] | None
-    expires_at: (
-        datetime | timedelta | None
-    )  # like run_at; from then on no attempt begins
+    expires_at: datetime | timedelta | None  # like run_at; no attempt begins later
     batch_id: int | None  # what create_batch returned
 
 
@@ -41,9 +39,7 @@ class Options(_Options, total=False):
     """The options of `enqueue`."""
 
     unique_key: str | None
-    unique_for: (
-        timedelta | None
-    )  # for this long at most one job with the key, ended or not
+    unique_for: timedelta | None  # at most one job with the key, ended or not
     group_key: str | None
     after: Sequence[int] | None  # the ids of jobs that have to complete first
     if_dead: Literal["cancel", "run"] | None  # if one of them dies or is cancelled

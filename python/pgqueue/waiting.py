@@ -190,12 +190,8 @@ class _Session:
             yield True
         finally:
             self._conn.remove_notify_handler(self._hear)
-            with suppress(
-                psycopg.OperationalError
-            ):  # a broken connection has already raised
-                if (
-                    not was_listening
-                ):  # first: a role that may not call await() cannot end it
+            with suppress(psycopg.OperationalError):  # a broken one has raised already
+                if not was_listening:  # first: who may not call await() cannot end it
                     await self.fetch("unlisten pgqueue")
                 await self.fetch("select pgqueue.await(null)")
 

@@ -59,7 +59,7 @@ def has_ended(db, count: int) -> Callable[[], bool]:
 
 
 def outcomes(db, queue: str) -> list[tuple]:
-    """What became of each attempt, in the order of the jobs."""
+    """What happened to each attempt, in the order of the jobs."""
     query = """
         select outcome, result, error from pgqueue.run
         where queue = %s order by job_id, attempt

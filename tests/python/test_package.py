@@ -439,9 +439,9 @@ def test_plpgsql_check_finds_nothing_in_any_function(db):
         "plpgsql_check_function(p.oid, coalesce(t.id, 0), security_warnings => true, "
         "extra_warnings => true, oldtable => t.old, newtable => t.new) as c "
         "where p.pronamespace = 'pgqueue'::regnamespace and l.lanname = 'plpgsql' "
-        # Room check: _refuse() is called in an assignment, and raises or does nothing.
+        # Module check: _refuse() is called in an assignment, and raises or does nothing.
         "and c not like '%never read variable \"refused\"' "
-        # Room trigger: an assignment is cheaper than PERFORM.
+        # Module trigger: an assignment is cheaper than PERFORM.
         "and c not like '%never read variable \"enqueued\"' "
         # Which is no fault where a function has other outputs beside it.
         "and c not like '%composite OUT variable%is not single argument'"

@@ -722,7 +722,7 @@ SWEPT = (
         "group_key => '*', rate_limit => 1000, rate_period => '1 ms'",
     ],
 )
-def test_no_verb_reads_more_in_a_long_queue_by_a_session_that_began_in_a_short_one(
+def test_no_function_reads_more_in_a_long_queue_by_a_session_that_began_in_a_short_one(
     db, setting
 ):
     def counts() -> dict[str, int]:

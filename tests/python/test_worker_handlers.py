@@ -293,7 +293,7 @@ def test_a_blocked_maintain_does_not_delay_a_heartbeat(db, workers, connect) -> 
     assert list(workers.notes()) == [job]
 
 
-def test_an_error_that_waiting_cannot_mend_ends_the_worker_with_1(
+def test_an_error_that_waiting_cannot_fix_ends_the_worker_with_1(
     dsn, role, workers
 ) -> None:
     assert workers.start("-q", "x" * 201).wait(20) == 1

@@ -61,7 +61,7 @@ select results_eq(
 );
 select results_eq(
     'select state, completed, dead, cancelled, callback_id from pgqueue.batches',
-    $$ select 'finished', 9::bigint, 1::bigint, 1::bigint, id from pgqueue.job where queue = 'done' $$, 'the view shows what became of it'
+    $$ select 'finished', 9::bigint, 1::bigint, 1::bigint, id from pgqueue.job where queue = 'done' $$, 'the view shows how it ended'
 );
 select is_empty('select from pgqueue.tally', 'the tally is summed up');
 select pgqueue.close_batch(:id);
@@ -119,7 +119,7 @@ select is(
 
 -- What is refused
 
-select throws_ok($$ select pgqueue.enqueue('m', batch_id => 0) $$, 'PQ001', null, 'a batch that there is not is refused');
+select throws_ok($$ select pgqueue.enqueue('m', batch_id => 0) $$, 'PQ001', null, 'a batch that does not exist is refused');
 select throws_ok(
     format($$ select pgqueue.enqueue('m', after => array[%s]) $$, :id), '22023', 'after takes jobs, not batches', 'a batch is no job to wait for'
 );

@@ -166,7 +166,7 @@ select pg_temp.letters('due', repeat('a', 200), run_at => now() + interval '1 ho
 select pg_temp.letters('due', 'bbb', run_at => now() + interval '1 hour');
 update pgqueue.job set run_at = run_at - interval '1 hour' where queue = 'due';
 select pg_temp.pass('due', '1 hour');
-select is(pg_temp.given('due', 50), repeat('a', 47) || 'bbb', 'jobs that have come due together are served by turns');
+select is(pg_temp.given('due', 50), repeat('a', 47) || 'bbb', 'jobs that have come due together are served round-robin');
 
 -- Tables that were changed by hand
 insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload, group_key)

@@ -205,12 +205,12 @@ select pgqueue.resume();
 update pgqueue.job set max_attempts = 2 where id = :id;
 select is(
     pg_temp.why(:id), 'its lease expired at TIME: the next claim moves it to dead_job (worker w3)',
-    'why tells what becomes of a job whose lease expired in its last attempt'
+    'why says what happens to a job whose lease expired in its last attempt'
 );
 update pgqueue.job set cancelled_at = now() where id = :id;
 select is(
     pg_temp.why(:id), 'its lease expired at TIME: the next claim cancels it (worker w3)',
-    'why tells what becomes of a job whose lease expired after it was cancelled'
+    'why says what happens to a job whose lease expired after it was cancelled'
 );
 update pgqueue.job set cancelled_at = null where id = :id;
 select pgqueue.fail(:id, :token, E'ValueError: bad

@@ -96,9 +96,7 @@ def run(worker: Worker, args: argparse.Namespace) -> int:
     if len(signals) > 1:
         code = 128 + signals[-1]
     if any(thread.name.startswith("pgqueue-") for thread in threading.enumerate()):
-        codes.append(
-            code
-        )  # Python's own shutdown crashes when such a thread starts another
+        codes.append(code)  # Python's exit crashes when such a thread starts another
     # And threads that handlers have started may keep Python from ending.
     seconds = min(worker.stop_by - time.monotonic(), worker.shutdown_timeout)
     timer = threading.Timer(max(seconds, 0.1), leave, (code,))
