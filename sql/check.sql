@@ -563,7 +563,7 @@ create or replace function pgqueue._check_pause(queue text, kind text, group_key
 as $$
 begin
     return coalesce(pgqueue._check_scope(queue, kind, group_key), case when group_key = '*' then array[
-        '* cannot be paused or resumed apart from its queue',
+        'group_key * cannot be paused or resumed apart from its queue',
         'The group_key is *.',
         'Omit group_key, or name one group.'
     ] end);

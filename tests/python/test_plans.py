@@ -576,7 +576,7 @@ def test_ten_thousand_jobs_that_are_over_cost_a_claim_no_more_than_a_thousand(db
 def test_an_idle_worker_walks_dead_entries_once_for_a_claim_and_once_for_a_rest(
     db, held_snapshot
 ):
-    """With 500,000 entries and a claim every five seconds, two or three per cent of a core."""
+    """With 500,000 entries and a claim every five seconds, two or three percent of a core."""
     fill(db, 100_000)
     walk = (
         "select from pgqueue.job where hashtext(queue) = hashtext('q') and queue = 'q' "

@@ -1,4 +1,4 @@
-"""The page "When something is wrong": each trouble caused, and fixed by its blocks as written."""
+"""The section "When something is wrong": each problem is caused, and fixed by its blocks."""
 
 import re
 import shutil

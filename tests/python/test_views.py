@@ -580,7 +580,7 @@ def narrowness(scope: Scope) -> tuple[bool, ...]:
 
 
 def say(db: psycopg.Connection, rng: Random) -> Said:
-    """Call configure, pause and resume at random; return what was said of what."""
+    """Call configure, pause and resume at random; return what was set for what."""
     said: Said = defaultdict(dict)
     for _ in range(40):
         verb = rng.choice(["configure", "configure", "pause", "resume"])

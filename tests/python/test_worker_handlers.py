@@ -1,4 +1,4 @@
-"""Whatever a handler does, it harms no job but its own, and not the worker."""
+"""Whatever a handler does, it harms neither other jobs nor the worker."""
 
 import os
 import signal

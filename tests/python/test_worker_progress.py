@@ -1,4 +1,4 @@
-"""What a worker tells and hears of a running job: its progress, and that it was cancelled."""
+"""What a worker reports and learns about a running job: its progress, and a cancel."""
 
 import pgqueue
 import pytest

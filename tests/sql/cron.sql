@@ -1,4 +1,4 @@
--- Cron texts: what is refused, and the rules at clock changes. test_cron.py compares ten years of slots.
+-- Cron expressions: what is refused, and the rules at clock changes. test_cron.py compares ten years of slots.
 begin;
 set local client_min_messages = warning;
 set local timezone = 'UTC';

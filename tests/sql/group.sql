@@ -1,5 +1,5 @@
--- Whose jobs a claim takes: groups are served one after the other, whatever waits in each, and of each
--- so many at once as it may run. What two sessions do at once is in test_races.py, what it costs in test_plans.py.
+-- Whose jobs a claim takes: groups are served round-robin, whatever waits in each, and each runs at most
+-- as many at once as it may. What two sessions do at once is in test_races.py, what it costs in test_plans.py.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;

@@ -1,4 +1,4 @@
--- Permits of groups: which are made, who has them, and when they are free again. Those of queues and kinds are
+-- Permits of groups: which are created, who holds them, and when they are free again. Those of queues and kinds are
 -- in cap.sql; what two sessions do at once is in test_races.py and test_caps.py.
 begin;
 set local client_min_messages = warning;

@@ -1,11 +1,11 @@
--- Schedules: made, changed, paused, and fired by who is awake; test_schedules.py has the races.
+-- Schedules: created, changed, paused, and fired by claims, rests and maintain; test_schedules.py has the races.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
 select plan(55);
 
--- Makes a schedule due, so long ago.
+-- Makes a schedule due, this long ago.
 create function pg_temp.late(name text, by interval)
     returns void
     language sql

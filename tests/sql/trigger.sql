@@ -1,4 +1,4 @@
--- Trigger: enqueue_row makes a job of each change of a table.
+-- Trigger: enqueue_row makes a job from each change of a table.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
