@@ -300,7 +300,7 @@ begin
                 enqueue.unique_key, enqueue.group_key, terms,
                 coalesce(enqueue.payload, '{}'), enqueue.headers
             )
-            -- Waits for a transaction that is just enqueueing, completing or claiming a
+            -- Waits for a transaction that is just enqueuing, completing or claiming a
             -- job with this key.
             on conflict (queue, unique_key) where j.unique_key is not null do nothing
             returning j.id into job_id;
@@ -407,8 +407,8 @@ declare
     );
     added bigint[];
 begin
-    -- Whoever holds several jobs waits for none but in the order of their ids. So lock what is
-    -- there first; what appears meanwhile must be had without waiting, or all begins again.
+    -- A session that holds several jobs may wait only in the order of their ids. So lock the existing
+    -- ones first; what appears meanwhile must be locked without waiting, or all begins again.
     loop
         begin
             perform from pgqueue.job as j

@@ -214,8 +214,8 @@ declare
     today int := floor(date_part('epoch', clock_timestamp()) / 86400)::int;
     forgotten int := 0;
 begin
-    -- The last day of forgetting that each table stood for is one of the 16 before
-    -- today. A row written after that day is kept for a later one, 16 days on.
+    -- The last deletion day of each table is one of the 16 days before today. A row written
+    -- after that day is kept until the next one, 16 days later.
     for day in today - 16 .. today - 1 loop
         continue when not pgqueue._is_over(day);
         forgotten := forgotten + case when is_alone

@@ -160,7 +160,7 @@ begin
     select
         c.queue,
         max(c.ready * c.weight), max(c.scheduled * c.weight),
-        -- What is leased stands in front, and close together: a page of the sample would stand for too many.
+        -- Leased jobs are in front, and close together: a page of the sample would count for too many.
         coalesce(max(c.running) filter (where not c.is_sample and not t.is_busy), max(c.running * c.weight)),
         coalesce(max(c.expired) filter (where not c.is_sample and not t.is_busy), max(c.expired * c.weight))
             + max(c.overdue * c.weight),

@@ -139,7 +139,7 @@ create or replace function pgqueue._pick(
     set enable_indexscan = on
 as $$
 declare
-    -- What others may take must not end up behind a position left by those who pass it over.
+    -- What others may take must not end up behind a position left by claims that pass it over.
     key bigint := hashtextextended(concat(queue, kinds, paused), lane);
     tag bigint := (key >> 20 & 4095) << 51;
     record int := (key & 127) * 5;

@@ -378,7 +378,7 @@ comment on column pgqueue.run.queue is 'The job''s queue.';
 comment on column pgqueue.run.kind is 'The job''s kind.';
 comment on column pgqueue.run.outcome is
 'completed; retry (failed, runs again); dead; cancelled; expired (the worker
-let the lease run out, runs again).';
+let the lease expire, runs again).';
 comment on column pgqueue.run.worker is 'The worker that ran it.';
 comment on column pgqueue.run.result is 'The result given to complete; the reason of a cancelled job.';
 comment on column pgqueue.run.error is 'The first line of the error of an attempt that failed or expired.';

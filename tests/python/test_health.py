@@ -157,7 +157,7 @@ def test_dead_rows_that_nobody_removes_are_reported_and_vacuum_fixes_it(db, conn
     )
 
 
-def test_a_large_and_empty_table_is_told_of_with_its_indexes(db, connect):
+def test_a_large_and_empty_table_is_reported_with_its_indexes(db, connect):
     bury(connect, 40_000)
     db.execute("vacuum pgqueue.job")
     assert found(db, "bloat()") == []
@@ -299,7 +299,7 @@ def test_autovacuum_that_is_off_is_critical_and_can_be_switched_on(server):
         )
 
 
-def test_old_transaction_ids_are_told_of_and_vacuum_freezes_them(server):
+def test_old_transaction_ids_are_reported_and_vacuum_freezes_them(server):
     with psycopg.connect(where(server), autocommit=True) as db:
         for _ in range(200):
             db.execute("select pg_current_xact_id()")
@@ -311,7 +311,7 @@ def test_old_transaction_ids_are_told_of_and_vacuum_freezes_them(server):
         assert hints and "vacuum (freeze)" not in hints
 
 
-def test_newer_files_on_the_server_are_told_of_until_the_extension_is_updated(server):
+def test_newer_files_on_the_server_are_reported_until_the_extension_is_updated(server):
     (folder,) = server.home.glob("server/**/extension")
     control = folder / "pgqueue.control"
     with psycopg.connect(where(server), autocommit=True) as db:

@@ -67,7 +67,7 @@ select is_empty('select from pgqueue.tally', 'the tally is summed up');
 select pgqueue.close_batch(:id);
 select is((select count(*) from pgqueue.job where queue = 'done'), 1::bigint, 'closing it again changes nothing');
 select throws_ok(
-    format($$ select pgqueue.enqueue('m', batch_id => %s) $$, :id), '55000', null, 'a batch that has finished takes no more jobs'
+    format($$ select pgqueue.enqueue('m', batch_id => %s) $$, :id), '55000', null, 'a finished batch accepts no more jobs'
 );
 select throws_ok(
     format($$ select pgqueue.enqueue_many('m', '{1}', batch_id => %s) $$, :id), '55000', null, 'nor from enqueue_many'
@@ -144,7 +144,7 @@ select pg_temp.end_all('last', 'complete');
 select results_eq(
     'select state, completed, problem from pgqueue.batches join pgqueue.batch using (id, completed) where id = ' || :id,
     $$ values ('finished', 1::bigint, 'payload is too large for this queue') $$,
-    'if the limit is lowered later, the batch finishes all the same'
+    'if the limit is lowered later, the batch still finishes'
 );
 select results_eq(
     format('select d.queue, d.group_key, d.error, d.attempt, d.payload -> %L ->> %L from pgqueue.dead_job as d

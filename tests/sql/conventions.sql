@@ -187,12 +187,12 @@ select results_eq(
 );
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '736651[34]' $$,
-    $$ values (array['_park', '_unpark', '_wake', 'enqueue']) $$, 'the numbers of the advisory locks stand in module wake, and in enqueue'
+    $$ values (array['_park', '_unpark', '_wake', 'enqueue']) $$, 'the numbers of the advisory locks are only in module wake, and in enqueue'
 );
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '7366516' $$,
     $$ values (array['_await', '_awaited', '_stop_awaiting', '_tell_end', 'complete', 'complete_many']) $$,
-    'the numbers of the locks of sessions that wait for jobs stand in module status, and where jobs complete'
+    'the numbers of the locks of sessions that wait for jobs are only in module status, and where jobs complete'
 );
 select is_empty(
     $$ select r.name from routine as r where r.prosrc ~ 'paused -> ''''' and r.name <> '_health_waits' $$,

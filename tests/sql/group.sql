@@ -353,7 +353,7 @@ select count(pgqueue.reprioritize(id, 0)) from pgqueue.job where queue = 'behind
 select pgqueue.enqueue('behind', '"free"');
 select is(
     pg_temp.claimed('behind', 1), 'free',
-    'a claim finds what stands behind many jobs of a full group'
+    'a claim finds what is behind many jobs of a full group'
 );
 
 select pgqueue.configure('back', group_limit => 3);

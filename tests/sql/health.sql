@@ -161,7 +161,7 @@ select pgqueue.enqueue_many('full', array_fill('{}'::jsonb, array[3]), group_key
 update pgqueue.permit set token = -1 where token < 0;
 select count(*) from pgqueue.claim('full', 'w', 3);
 update pgqueue.job set run_at = now() - interval '1 day' where queue = 'full' and lease_expires_at is null;
-select alike(pg_temp.found('waits'), 'ok: %', 'nor what stands behind others because its group is full');
+select alike(pg_temp.found('waits'), 'ok: %', 'nor what is behind others because its group is full');
 select pgqueue.enqueue_many('tenants', array_fill('{}'::jsonb, array[50]), group_keys => array(
     select 'g ' || n % 10 from generate_series(1, 50) as n
 ));

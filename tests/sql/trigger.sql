@@ -276,7 +276,7 @@ from (values
 select throws_ok(
     $$ select pg_temp.fire('''queue=q'', ''key=customer''', 'update shop set customer = ''same''; update shop set status = 1',
         'update on shop referencing old table as old_rows new table as new_rows for each statement') $$,
-    '22023', 'the key of a trigger must identify its rows', 'refused: a key that is none'
+    '22023', 'the key of a trigger must identify its rows', 'refused: a key that is not one'
 );
 select throws_ok(
     $$ select pg_temp.fire('''queue=q''', 'truncate shop', 'truncate on shop') $$,

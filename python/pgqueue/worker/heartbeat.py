@@ -115,8 +115,8 @@ class Heartbeat(Service):
         if late > self._lease / 3:
             log.log(
                 self._seldom.level("late"),
-                "heartbeat %.1f s late: the process stood still, or a handler does"
-                " not let go of the interpreter",
+                "heartbeat %.1f s late: the process was stopped, or a handler does"
+                " not release the interpreter",
                 late,
             )
 
