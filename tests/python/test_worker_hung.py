@@ -26,7 +26,7 @@ def test_a_hung_thread_keeps_its_slot_and_the_worker_ends_when_no_slot_is_left(
         "select id, attempt, state from pgqueue.jobs order by id"
     ).fetchall()
     assert rows == [(job, 1, "scheduled") for job in jobs]
-    assert "keeps running in its slot" in workers.log()
+    assert "still runs in its slot" in workers.log()
 
 
 def test_a_timeout_for_all_handlers_can_be_set_on_the_command_line(db, workers) -> None:

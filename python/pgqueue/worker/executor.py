@@ -253,7 +253,7 @@ class Executor:
             attempt.stops_since = now
         if attempt.is_late(patience):
             extra = attempt.fields
-            log.warning("%s timed out, and keeps running in its slot", attempt, extra=extra)
+            log.warning("%s timed out, still runs in its slot", attempt, extra=extra)
             self.end(attempt, judge(attempt, CancelledError()), runs_on=True)
         elif attempt.stops_since and now > attempt.stops_since + REACT:
             attempt.stops_since = now
