@@ -203,8 +203,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--rounds", type=int, default=3)
     add("--scale", type=float, default=1, help="scale of the job counts")
-    add("--limit", type=float, default=40, help="seconds for one drain, which is then cut off")
-    add("--systems", default="", help="comma-separated; default: all", metavar="NAME,...")
+    add("--limit", type=float, default=40, help="seconds until a drain is cut off")
+    add("--systems", default="", help="comma-separated; or all", metavar="NAME,...")
     add("--smoke", action="store_true", help="one round at a fiftieth of the size")
     add("--largest", action="store_true", help="growth up to 10,000,000 jobs")
     add("--write", action="store_true", help="write results.md, README.md and plots")
