@@ -99,9 +99,12 @@ begin
         + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass) - walked - 3 * seen.jobs;
     if known.has_expired or start = first and walked > 200 or start > first and walked > 60 then
         bound := least(bound, moment - interval '10 milliseconds');
-        perform pgqueue._leave_place(
-            key, known.record, least(seen.at, bound), case when (seen.at > bound) is not true then seen.id end,
-            case when start = first then began end
+        perform pgqueue._leave_position(
+            key, known.record, known.reached, pgqueue._since_2020(least(seen.at, bound)),
+            case when (seen.at > bound) is not true then seen.id - 1 end,
+            case when start = first
+                then pgqueue._since_2020(pgqueue._believed_until(began, interval '100 milliseconds'))
+            end
         );
     end if;
     return seen.since;

@@ -1,6 +1,6 @@
 -- The ends of attempts that did not complete: how long to wait, what is kept of the error, and
 -- where the job goes. Only this module moves a job to dead_job or sends it back. Its callers have
--- locked the jobs.
+-- locked the jobs. What follows any end, of a job that completed as well, is _after_end.
 
 create or replace function pgqueue._retry_delay(attempt int, retry_base interval, retry_cap interval)
     returns interval
@@ -83,7 +83,7 @@ begin
             'priority', j.priority, 'max_attempts', j.max_attempts, 'group_key', j.group_key
         )
     ) as kept on settings.keep_payloads and e.outcome in ('completed', 'cancelled')
-    where settings.keep_runs > 0;
+    where settings.keep_runs > 0 and e.outcome <> 'released';
 end;
 $$;
 
@@ -126,8 +126,67 @@ comment on function pgqueue._log_kept(bigint[], bigint[], jsonb[], timestamptz) 
 'Locks jobs that are about to complete and writes them into run, if anything
 sets keep_payloads; else leaves that to the caller, which is faster.';
 
+create or replace function pgqueue._after_end(ended pgqueue._ended[], is_in_chain boolean default false)
+    returns void
+    language plpgsql
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_tidscan = on
+    set enable_nestloop = on
+as $$
+declare
+    given record;
+begin
+    select
+        bool_or(e.permits is not null) as had_permits,
+        array_agg(e.queue) filter (where e.back_at is not null) as queues,
+        array_agg(e.priority) filter (where e.back_at is not null) as priorities,
+        array_agg(e.group_key) filter (where e.back_at is not null) as group_keys,
+        array_agg(e.back_at) filter (where e.back_at is not null) as back_ats,
+        array_agg(e.id) filter (where e.back_at is null) as gone_ids,
+        array_agg(e.queue) filter (where e.back_at is null) as gone_queues,
+        array_agg(e.id) filter (where e.outcome = 'cancelled') as cancelled,
+        array_agg(e.batch_id) filter (where e.back_at is null and e.batch_id is not null) as batches
+    into given
+    from unnest(ended) as e;
+    if given.had_permits then
+        perform pgqueue._return_permits(ended);
+    end if;
+    if given.queues is not null then
+        perform pgqueue._reopened(given.queues, given.priorities, given.group_keys, given.back_ats);
+    end if;
+    if given.gone_ids is null then
+        return;
+    end if;
+    if given.cancelled is not null then
+        perform pgqueue._note_gone(given.cancelled);
+    end if;
+    -- Counted first, because together with those that wait for them their batch may be over.
+    if given.batches is not null then
+        perform pgqueue._count_ends(ended);
+    end if;
+    if not is_in_chain and pg_relation_size('pgqueue.dependency') > 0 then
+        perform pgqueue._cut_ties(given.gone_ids);
+    end if;
+    if given.batches is not null then
+        perform pgqueue._look_at_batches(given.batches);
+    end if;
+    perform pgqueue._tell_end(given.gone_ids, given.gone_queues);
+end;
+$$;
+
+comment on function pgqueue._after_end(pgqueue._ended[], boolean) is
+'What follows the ends of attempts and jobs, whoever ended them, in this order:
+their permits are free, those that go back are found, it is remembered which
+were cancelled, their batches count them, the jobs that wait for them go on or
+are cancelled (unless is_in_chain: by who ends a chain of them), batches that
+are over finish, and who waits for them is told. Only this function does any
+of it; call it when the rows are written.';
+
 create or replace function pgqueue._end(
-    picks tid[], outcomes text[], errors text[], retry_ats timestamptz[], moment timestamptz
+    picks tid[], outcomes text[], errors text[], run_ats timestamptz[], moment timestamptz,
+    is_in_chain boolean default false
 )
     returns void
     language plpgsql
@@ -136,37 +195,22 @@ create or replace function pgqueue._end(
     set enable_nestloop = on
 as $$
 declare
-    of_groups record;
-    kept_ids bigint[];
-    gone record;
-    is_tied boolean;
-    ends text[];
+    ended pgqueue._ended[] := array(
+        select row(
+            j.id, e.outcome, j.queue, j.group_key, (j.terms).batch_id, j.permits, j.priority,
+            case when e.outcome in ('retry', 'expired', 'released') then coalesce(e.run_at, j.run_at) end,
+            case when e.outcome in ('retry', 'expired') and num_nonnulls(j.permits, j.group_key) = 2
+                then (pgqueue._in_force(j.queue, j.kind, j.group_key)).group_on_retry = 'block'
+            end
+        )::pgqueue._ended
+        from unnest(picks, outcomes, run_ats) as e (place, outcome, run_at)
+        join pgqueue.job as j on j.ctid = e.place
+    );
 begin
-    if cardinality(picks) = 0 then
+    if ended = '{}' then
         return;
     end if;
     perform pgqueue._log(picks, outcomes, errors, moment);
-    -- As a condition it would use the index of all jobs that have a group.
-    select
-        array_agg(g.queue) as queues, array_agg(g.group_key) as keys, array_agg(g.priority) as priorities,
-        array_agg(case when g.outcome in ('retry', 'expired') then g.run_at else 'infinity' end) as ats
-    into of_groups
-    from (
-        select j.queue, j.group_key, j.priority, e.outcome, coalesce(e.retry_at, j.run_at) as run_at
-        from unnest(picks, outcomes, retry_ats) as e (place, outcome, retry_at)
-        join pgqueue.job as j on j.ctid = e.place
-        offset 0
-    ) as g
-    where g.group_key is not null;
-    kept_ids := array(
-        select j.id
-        from unnest(picks, outcomes) as e (place, outcome)
-        join pgqueue.job as j on j.ctid = e.place
-        where e.outcome in ('retry', 'expired') and j.permits is not null and case when j.group_key is not null
-            then (pgqueue._in_force(j.queue, j.kind, j.group_key)).group_on_retry = 'block'
-        end
-    );
-    perform pgqueue._return_permits_of(picks, kept_ids);
 
     insert into pgqueue.dead_job (
         id, died_at, enqueued_at, run_at, claimed_at, priority, attempt, max_attempts,
@@ -181,62 +225,34 @@ begin
     join pgqueue.job as j on j.ctid = e.place
     where e.outcome = 'dead';
 
-    with deleted as (
-        delete from pgqueue.job as j
-        where j.ctid = any (array(
-            select e.place
-            from unnest(picks, outcomes) as e (place, outcome)
-            where e.outcome in ('dead', 'cancelled')
-        ))
-        returning j.id, j.queue, (j.terms).batch_id
-    )
-    select array_agg(d.id) as ids, array_agg(d.queue) as queues, array_agg(d.batch_id) as batches
-    into gone
-    from deleted as d;
-    perform pgqueue._tell_end(gone.ids, gone.queues);
-    if 'cancelled' = any (outcomes) then
-        perform pgqueue._note_gone(array(
-            select g.id from unnest(gone.ids) as g (id)
-            where (select true from pgqueue.dead_job as d where d.id = g.id) is not true
-        ));
-    end if;
-    is_tied := pg_relation_size('pgqueue.dependency') > 0;
-    if gone.ids is not null and (is_tied or num_nonnulls(variadic gone.batches) > 0) then
-        ends := array(
-            select case when d.id is null then 'cancelled' else 'dead' end
-            from unnest(gone.ids) with ordinality as g (id, place)
-            left join pgqueue.dead_job as d on d.id = g.id
-            order by g.place
-        );
-        -- First, because a batch counts them if it ends with the jobs that wait for them.
-        perform pgqueue._leave_batches(gone.batches, ends);
-        if is_tied then
-            perform pgqueue._cut_ties(gone.ids);
-        end if;
-    end if;
+    delete from pgqueue.job as j
+    where j.ctid = any (array(
+        select e.place
+        from unnest(picks, outcomes) as e (place, outcome)
+        where e.outcome in ('dead', 'cancelled')
+    ));
 
     update pgqueue.job as j
-    set run_at = coalesce(e.retry_at, j.run_at),
-        permits = case when j.id = any (kept_ids) then j.permits end,
+    set run_at = coalesce(e.run_at, j.run_at),
+        permits = case when j.id = any (array(select k.id from unnest(ended) as k where k.keeps_permit)) then j.permits end,
+        attempt = j.attempt - (e.outcome = 'released')::int,
         token = null,
         claimed_at = null,
         lease_expires_at = null,
         worker = null,
         progress = null,
-        errors = pgqueue._add_error(j, e.error, _end.moment)
-    from unnest(_end.picks, _end.outcomes, _end.errors, _end.retry_ats)
-        as e (place, outcome, error, retry_at)
-    where j.ctid = e.place and e.outcome in ('retry', 'expired');
-    if of_groups.keys is not null then
-        perform pgqueue._insert_tickets(of_groups.queues, of_groups.keys, of_groups.priorities, of_groups.ats);
-    end if;
+        errors = case when e.outcome = 'released' then j.errors else pgqueue._add_error(j, e.error, _end.moment) end
+    from unnest(_end.picks, _end.outcomes, _end.errors, _end.run_ats)
+        as e (place, outcome, error, run_at)
+    where j.ctid = e.place and e.outcome in ('retry', 'expired', 'released');
+    perform pgqueue._after_end(ended, is_in_chain);
 end;
 $$;
 
-comment on function pgqueue._end(tid[], text[], text[], timestamptz[], timestamptz) is
+comment on function pgqueue._end(tid[], text[], text[], timestamptz[], timestamptz, boolean) is
 'Ends the attempts of some locked jobs that did not complete, each by its
-outcome: retry and expired go back to work at retry_at (null: at their old
-place), dead to dead_job, cancelled is gone.';
+outcome: retry, expired and released (whose attempt does not count) go back to
+work at run_at (null: at their place), dead to dead_job, cancelled is gone.';
 
 create or replace function pgqueue._expire(picks tid[], moment timestamptz)
     returns int
@@ -279,7 +295,7 @@ begin
         where j.ctid = any (_expire.picks)
             and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _expire.moment
     ) as e;
-    perform pgqueue._end(coalesce(ended.picks, '{}'), ended.outcomes, ended.errors, null, moment);
+    perform pgqueue._end(ended.picks, ended.outcomes, ended.errors, null, moment);
     return coalesce(cardinality(ended.picks), 0);
 end;
 $$;
@@ -289,43 +305,9 @@ comment on function pgqueue._expire(tid[], timestamptz) is
 leases expired: back to their place, dead if exhausted, gone if cancelled.
 Waiting jobs that may not begin any more: cancelled.';
 
-create or replace function pgqueue._give_back(picks tid[], run_ats timestamptz[])
-    returns void
-    language plpgsql
-    set plan_cache_mode = force_generic_plan
-as $$
-declare
-    back record;
-begin
-    perform pgqueue._return_permits_of(picks);
-    with given_back as (
-        update pgqueue.job as j
-        set run_at = coalesce(e.run_at, j.run_at),
-            permits = null,
-            attempt = j.attempt - 1,
-            token = null,
-            claimed_at = null,
-            lease_expires_at = null,
-            worker = null,
-            progress = null
-        from unnest(picks, run_ats) as e (place, run_at)
-        where j.ctid = e.place
-        returning j.queue, j.priority, j.group_key, j.run_at
-    )
-    select
-        array_agg(g.queue) as queues, array_agg(g.priority) as priorities, array_agg(g.group_key) as keys,
-        array_agg(g.run_at) as run_ats
-    into back
-    from given_back as g;
-    perform pgqueue._reopened(back.queues, back.priorities, back.keys, back.run_ats);
-end;
-$$;
-
-comment on function pgqueue._give_back(tid[], timestamptz[]) is
-'Gives some locked jobs back without counting the attempt, each at its run_at;
-null: at its old place.';
-
-create or replace function pgqueue._release(picks tid[], run_ats timestamptz[])
+create or replace function pgqueue._end_attempts(
+    picks tid[], verbs text[], errors text[], run_ats timestamptz[], moment timestamptz
+)
     returns table (job_id bigint, status text)
     language plpgsql
     set enable_seqscan = off
@@ -336,76 +318,34 @@ declare
     given record;
 begin
     select
-        array_agg(e.place) filter (where j.cancelled_at is null) as picks,
-        array_agg(e.run_at) filter (where j.cancelled_at is null) as run_ats,
-        array_agg(e.place) filter (where j.cancelled_at is not null) as cancelled,
-        array_agg(j.id) as ids,
-        array_agg(case when j.cancelled_at is null then 'released' else 'cancelled' end) as statuses
+        array_agg(o.id) as ids,
+        array_agg(o.place) as picks,
+        array_agg(o.outcome) as outcomes,
+        -- Recording a failure never fails: any text is kept, or its beginning.
+        array_agg(case when o.verb <> 'release' then coalesce(left(o.error, 8000), 'no error text') end) as errors,
+        array_agg(case when o.outcome <> 'retry' or o.run_at is not null then o.run_at else (
+            select _end_attempts.moment + pgqueue._retry_delay(o.attempt, s.retry_base, s.retry_cap)
+            from pgqueue._in_force(o.queue, o.kind, o.group_key) as s
+        ) end) as run_ats
     into given
-    from unnest(picks, run_ats) as e (place, run_at)
-    join pgqueue.job as j on j.ctid = e.place;
-
-    if given.cancelled is not null then
-        perform pgqueue._end(
-            given.cancelled, array_fill('cancelled'::text, array[cardinality(given.cancelled)]),
-            null, null, clock_timestamp()
-        );
-    end if;
-    perform pgqueue._give_back(given.picks, given.run_ats);
-    return query select u.id, u.status from unnest(given.ids, given.statuses) as u (id, status);
-end;
-$$;
-
-comment on function pgqueue._release(tid[], timestamptz[]) is
-'release, for some locked jobs: released or cancelled for each.';
-
-create or replace function pgqueue._fail(
-    picks tid[], errors text[], delays interval[], permanents boolean[], moment timestamptz
-)
-    returns table (job_id bigint, status text)
-    language plpgsql
-    set enable_seqscan = off
-    set enable_tidscan = on
-    set enable_nestloop = on
-as $$
-declare
-    failed record;
-begin
-    select
-        array_agg(j.id) as ids,
-        array_agg(e.place) as picks,
-        array_agg(
+    from (
+        select
+            j.id, j.attempt, j.queue, j.kind, j.group_key, e.*,
             case
                 when j.cancelled_at is not null then 'cancelled'
-                when e.permanent or j.attempt >= j.max_attempts then 'dead'
+                when e.verb = 'release' then 'released'
+                when e.verb = 'reject' or j.attempt >= j.max_attempts then 'dead'
                 else 'retry'
-            end
-        ) as outcomes,
-        -- Recording a failure never fails: any text is kept, or its beginning.
-        array_agg(coalesce(left(e.error, 8000), 'no error text')) as errors,
-        array_agg(_fail.moment + coalesce(
-            e.delay, pgqueue._retry_delay(j.attempt, settings.retry_base, settings.retry_cap)
-        )) as retry_ats,
-        array_agg(j.queue) as queues
-    into failed
-    from unnest(picks, errors, delays, permanents) as e (place, error, delay, permanent)
-    join pgqueue.job as j on j.ctid = e.place
-    cross join lateral pgqueue._in_force(j.queue, j.kind, j.group_key) as settings;
-
-    perform pgqueue._end(
-        coalesce(failed.picks, '{}'), failed.outcomes, failed.errors, failed.retry_ats, moment
-    );
-    -- Sleeping workers must learn of the new run_at.
-    perform pgqueue._wake(f.queue)
-    from (
-        select distinct u.queue
-        from unnest(failed.queues, failed.outcomes) as u (queue, outcome)
-        where u.outcome = 'retry'
-    ) as f;
-    return query select u.id, u.outcome from unnest(failed.ids, failed.outcomes) as u (id, outcome);
+            end as outcome
+        from unnest(picks, verbs, errors, run_ats) as e (place, verb, error, run_at)
+        join pgqueue.job as j on j.ctid = e.place
+    ) as o;
+    perform pgqueue._end(given.picks, given.outcomes, given.errors, given.run_ats, moment);
+    return query select u.id, u.outcome from unnest(given.ids, given.outcomes) as u (id, outcome);
 end;
 $$;
 
-comment on function pgqueue._fail(tid[], text[], interval[], boolean[], timestamptz) is
-'Ends the attempts of some locked jobs that went wrong; retry, dead or
+comment on function pgqueue._end_attempts(tid[], text[], text[], timestamptz[], timestamptz) is
+'Ends the attempts of some locked jobs by fail, reject or release; retry (at
+run_at; null: after the backoff), dead, released (null: where it stands) or
 cancelled for each.';

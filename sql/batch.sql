@@ -62,7 +62,7 @@ create or replace function pgqueue._is_batch_over(batch_id bigint)
     set plan_cache_mode = force_generic_plan
 as $$
 declare
-    cell regclass := ('pgqueue._cell_' || 640 + (batch_id & 31))::regclass;
+    cell regclass := ('pgqueue._cell_batch_' || batch_id % 5)::regclass;
     found_before bigint := pg_sequence_last_value(cell);
     is_untouched boolean;
     last record;
@@ -135,30 +135,24 @@ comment on function pgqueue._look_at_batches(bigint[], boolean) is
 'Looks at batches, and finishes those that are closed and over. At the end of a
 job it is only a hint.';
 
-create or replace function pgqueue._leave_batches(batch_ids bigint[], outcomes text[])
+create or replace function pgqueue._count_ends(ended pgqueue._ended[])
     returns void
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 begin
-    if (num_nonnulls(variadic batch_ids) > 0) is not true then
-        return;
-    end if;
     insert into pgqueue.tally (batch_id, dead, cancelled)
-    select e.id, count(*) filter (where e.outcome = 'dead'), count(*) filter (where e.outcome = 'cancelled')
-    from unnest(batch_ids, outcomes) as e (id, outcome)
-    where (select true from pgqueue.batch as b where b.id = e.id and b.finished_at is null)
-    group by e.id;
-    perform pgqueue._look_at_batches(batch_ids);
+    select
+        e.batch_id, count(*) filter (where e.outcome = 'dead'), count(*) filter (where e.outcome = 'cancelled')
+    from unnest(ended) as e
+    where e.outcome in ('dead', 'cancelled') and e.batch_id is not null
+        and (select true from pgqueue.batch as b where b.id = e.batch_id and b.finished_at is null)
+    group by e.batch_id;
 end;
 $$;
 
-comment on function pgqueue._leave_batches(bigint[], text[]) is
-'For the batches (null: none) of jobs that died or were cancelled, and that this
-transaction has just deleted: counts them, and looks at the batches.';
+comment on function pgqueue._count_ends(pgqueue._ended[]) is
+'Counts, for their batches, the jobs that died or were cancelled and that this
+transaction has deleted. Plans as _after_end sets it.';
 
 create or replace function pgqueue._no_batch(batch_id bigint, is_finished boolean)
     returns text[]

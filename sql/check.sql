@@ -469,6 +469,8 @@ create or replace function pgqueue._check_outcomes(
     language plpgsql
     immutable
 as $$
+declare
+    known constant text[] := array['complete', 'fail', 'reject', 'release'];
 begin
     if cardinality(outcomes) is distinct from cardinality(job_ids)
         or cardinality(texts) <> cardinality(job_ids) or cardinality(delays) <> cardinality(job_ids)
@@ -482,7 +484,7 @@ begin
             ),
             'Omit texts or delays if there are none.'
         ];
-    elsif (outcomes <@ array['complete', 'fail', 'reject', 'release']) is not true then
+    elsif (outcomes <@ known) is not true then
         return (
             select array[
                 'every outcome must be complete, fail, reject or release',
@@ -490,7 +492,7 @@ begin
                 'reject is for permanent errors.'
             ]
             from unnest(outcomes) as o (outcome)
-            where (o.outcome in ('complete', 'fail', 'reject', 'release')) is not true
+            where (o.outcome = any (known)) is not true
             limit 1
         );
     end if;
@@ -572,140 +574,6 @@ $$;
 
 comment on function pgqueue._check_pause(text, text, text) is
 'Refuses arguments that pause and resume cannot take; null, for all, passes.';
-
-create or replace function pgqueue._check_settings(
-    lease interval,
-    max_attempts int,
-    retry_base interval,
-    retry_cap interval,
-    keep_runs int,
-    max_payload_bytes int,
-    weight int,
-    group_limit int,
-    group_on_retry text,
-    max_running int,
-    rate_limit int,
-    rate_period interval,
-    age_after interval,
-    keep_dead interval,
-    wait_target interval
-)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return coalesce(pgqueue._check_lease(lease), (
-        select array[
-            format('%s must be %s', s.name, s.range),
-            format('It is %s.', s.setting),
-            'Omit a setting to keep it as it is.'
-        ]
-        from (
-            values
-                ('max_attempts', max_attempts::text, max_attempts >= 1, 'at least 1'),
-                (
-                    'retry_base', retry_base::text,
-                    retry_base >= '0' and retry_base <= '1 year', '0 to 1 year'
-                ),
-                (
-                    'retry_cap', retry_cap::text,
-                    retry_cap >= '0' and retry_cap <= '1 year', '0 to 1 year'
-                ),
-                ('keep_runs', keep_runs::text, keep_runs between 0 and 14, '0 to 14 days'),
-                ('max_payload_bytes', max_payload_bytes::text, max_payload_bytes >= 1, 'at least 1'),
-                ('weight', weight::text, weight between 1 and 100, '1 to 100'),
-                ('group_limit', group_limit::text, group_limit between 1 and 1000, '1 to 1000'),
-                ('max_running', max_running::text, max_running between 1 and 1000, '1 to 1000'),
-                ('rate_limit', rate_limit::text, rate_limit between 1 and 1000, '1 to 1000'),
-                (
-                    'rate_period', rate_period::text,
-                    rate_period >= '1 millisecond' and rate_period <= '1 day', '1 millisecond to 1 day'
-                ),
-                (
-                    'age_after', age_after::text,
-                    age_after >= '1 second' and age_after <= '1 year', '1 second to 1 year'
-                ),
-                (
-                    'keep_dead', keep_dead::text,
-                    keep_dead >= '1 second' and keep_dead <= '10 years', '1 second to 10 years'
-                ),
-                (
-                    'wait_target', wait_target::text,
-                    wait_target >= '1 second' and wait_target <= '1 year', '1 second to 1 year'
-                ),
-                (
-                    'group_on_retry', '"' || group_on_retry || '"',
-                    group_on_retry in ('skip', 'block'), 'skip or block'
-                )
-        ) as s (name, setting, is_sane, range)
-        where not s.is_sane
-        limit 1
-    ));
-end;
-$$;
-
-comment on function pgqueue._check_settings(
-    interval, int, interval, interval, int, int, int, int, text, int, int, interval, interval, interval,
-    interval
-) is
-'Refuses an absurd setting; null passes.';
-
-create or replace function pgqueue._check_narrow(
-    kind text, group_key text, notify boolean, weight int, group_limit int, group_on_retry text,
-    max_running int, rate_limit int, age_after interval, keep_dead interval, wait_target interval
-)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return case
-        when num_nonnulls(notify, age_after, wait_target) > 0 and num_nonnulls(kind, group_key) > 0 then array[
-            format('%s cannot be set for a kind or a group', case
-                when notify is not null then 'notify'
-                when age_after is not null then 'age_after'
-                else 'wait_target'
-            end),
-            format('It is %s, for %s.', coalesce(notify::text, age_after::text, wait_target::text), coalesce(
-                'kind "' || kind || '"', 'group "' || group_key || '"'
-            )),
-            'Set it for the queue, in a call without kind and group_key.'
-        ]
-        when kind is not null and num_nonnulls(weight, group_limit, group_on_retry) > 0 then array[
-            'weight, group_limit and group_on_retry cannot be set for a kind',
-            format('The kind is "%s".', kind),
-            'Set them for the queue or for one group, in a call without kind.'
-        ]
-        when group_key is not null and max_running is not null then array[
-            'max_running cannot be set for a group',
-            format('The group is "%s".', group_key),
-            'To limit how many jobs of a group run at once, use group_limit.'
-        ]
-        when num_nonnulls(kind, group_key) = 2 and rate_limit is not null then array[
-            'rate_limit cannot be set for a kind and a group together',
-            format('The kind is "%s", the group "%s".', kind, group_key),
-            'Set it for the kind or for the group.'
-        ]
-        when group_key = '*' and num_nonnulls(weight, group_limit, group_on_retry) > 0 then array[
-            'weight, group_limit and group_on_retry of each group are those of the queue',
-            'The group_key is *.',
-            'Leave group_key out.'
-        ]
-        when group_key = '*' and keep_dead is not null then array[
-            'keep_dead cannot be set for each group',
-            'The group_key is *.',
-            'Set it for the queue, for a kind, or for one group.'
-        ]
-    end;
-end;
-$$;
-
-comment on function pgqueue._check_narrow(
-    text, text, boolean, int, int, text, int, int, interval, interval, interval
-) is
-'Refuses a setting of a queue, or of groups, for a kind or group that cannot
-have it.';
 
 create or replace function pgqueue._check_grant(role text, kind text)
     returns text[]

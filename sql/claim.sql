@@ -33,8 +33,7 @@ declare
     settings pgqueue.queue_in_force;
     paused jsonb;
     moment timestamptz := clock_timestamp();
-    key bigint := hashtextextended(queue, 9999);
-    noted bigint;
+    noted int[];
     new_token bigint;
     picks tid[];
     of_lanes record;
@@ -80,14 +79,7 @@ begin
         end if;
     end if;
 
-    noted := pg_sequence_last_value(('pgqueue._cell_' || (key & 127) * 5)::regclass)
-        # ((key >> 20 & 4095) << 51);
-    if is_capped is not true and noted & 3 = 0
-        and noted - (date_part('epoch', moment) * 1000000)::bigint + 1577836800000000
-            between 1 and 60000000
-    then
-        picks := pgqueue._pick(queue, kinds, paused, 0, max_jobs, moment, false);
-    elsif is_capped then
+    if is_capped then
         new_token := nextval('pgqueue.token_seq');
         of_lanes := pgqueue._pick_capped(
             queue, kinds, paused, max_jobs, moment, settings, new_token
@@ -98,12 +90,13 @@ begin
         end if;
         job_of := of_lanes.job_of;
         own_permits := of_lanes.permits;
+    elsif pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
+        picks := pgqueue._pick(queue, kinds, paused, 0, max_jobs, moment, false);
+    else
+        noted := pgqueue._noted_lanes(queue, moment);
     end if;
     if (picks = '{}') is not false then
-        of_lanes := pgqueue._pick_lanes(
-            queue, kinds, paused, max_jobs, moment, pgqueue._noted_lanes(queue, moment),
-            settings, new_token
-        );
+        of_lanes := pgqueue._pick_lanes(queue, kinds, paused, max_jobs, moment, noted, settings, new_token);
         new_token := of_lanes.new_token;
         picks := of_lanes.picks;
         if picks = '{}' then

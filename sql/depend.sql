@@ -178,35 +178,6 @@ $$;
 comment on function pgqueue._free(bigint[]) is
 'Frees locked jobs whose wait is over: they may run from their run_at on.';
 
-create or replace function pgqueue._cancel_waiters(picks tid[], reasons text[])
-    returns bigint[]
-    language plpgsql
-    set enable_tidscan = on
-as $$
-declare
-    outcomes text[] := array_fill('cancelled'::text, array[cardinality(picks)]);
-    gone record;
-begin
-    perform pgqueue._log(picks, outcomes, reasons, clock_timestamp());
-    with deleted as (
-        delete from pgqueue.job as j
-        where j.ctid = any (picks)
-        returning j.id, j.queue, (j.terms).batch_id
-    )
-    select array_agg(d.id) as ids, array_agg(d.queue) as queues, array_agg(d.batch_id) as batches
-    into gone
-    from deleted as d;
-    perform pgqueue._note_gone(gone.ids);
-    perform pgqueue._tell_end(gone.ids, gone.queues);
-    perform pgqueue._leave_batches(gone.batches, outcomes);
-    return gone.ids;
-end;
-$$;
-
-comment on function pgqueue._cancel_waiters(tid[], text[]) is
-'Cancels locked jobs that wait for one that did not complete, and returns their
-ids.';
-
 create or replace function pgqueue._note_gone(job_ids bigint[])
     returns void
     language plpgsql
@@ -297,7 +268,9 @@ begin
         for update skip locked
     );
     is_all := is_all and cardinality(locked) = cardinality(doomed);
-    select array_agg(j.ctid) as picks, array_agg(w.reason) as reasons
+    select
+        array_agg(j.id) as ids, array_agg(j.ctid) as picks, array_agg(w.reason) as reasons,
+        array_agg('cancelled'::text) as outcomes
     into given
     from (
         select h.waiter_id, min(format(
@@ -314,7 +287,8 @@ begin
     if given.picks is null then
         return '{}'::bigint[];
     end if;
-    return pgqueue._cancel_waiters(given.picks, given.reasons);
+    perform pgqueue._end(given.picks, given.outcomes, given.reasons, null, clock_timestamp(), true);
+    return given.ids;
 end;
 $$;
 
@@ -503,7 +477,10 @@ begin
     into living, reason
     from pgqueue._outcomes_of(after) as o;
     if reason is not null and if_dead is distinct from 'run' then
-        perform pgqueue._cancel_waiters(array(select j.ctid from pgqueue.job as j where j.id = job_id), array[reason]);
+        perform pgqueue._end(
+            array(select j.ctid from pgqueue.job as j where j.id = job_id), array['cancelled'], array[reason], null,
+            clock_timestamp()
+        );
     elsif living is null then
         perform pgqueue._free(array[job_id]);
     else

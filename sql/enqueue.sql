@@ -49,7 +49,6 @@ begin
             select j.ctid from pgqueue.job as j where j.id = present.id for update skip locked
         );
         if pgqueue._expire(picks, moment) > 0 then
-            perform pgqueue._wake(queue);
             return null;
         end if;
     elsif present.lease_expires_at is null and on_duplicate <> 'skip' then

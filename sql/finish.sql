@@ -20,6 +20,7 @@ declare
     is_logged boolean;
     done record;
     found_before bigint;
+    is_followed boolean;
     refused boolean;
 begin
     -- Few conditions and variables, because each that a plain job meets costs it half a hundredth.
@@ -43,39 +44,28 @@ begin
         if not found then
             refused := pgqueue._refuse(pgqueue._lost(job_id, token));
         end if;
-        if is_configured is not null then
-            if is_configured then
-                keep_runs := case when is_logged then 0
-                    else (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs
-                end;
-            end if;
-            -- Does anybody wait for it? See module status.
-            if pg_sequence_last_value('pgqueue._cell_awaited')
-                > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
-            and (
-                pg_try_advisory_lock(7366516, (job_id & 255)::int)
-                and pg_advisory_unlock(7366516, (job_id & 255)::int)
-            ) is not true then
-                perform pgqueue._notify(done.queue, 'end');
-            end if;
-            perform from pgqueue.dependency as d where d.job_id = complete.job_id limit 1;
-            if found then
-                perform pgqueue._cut_ties(array[job_id]);
-            end if;
+        if is_configured then
+            keep_runs := case when is_logged then 0
+                else (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs
+            end;
         end if;
-        if done.permits is not null then
-            perform pgqueue._return_permits(
-                array[job_id], done.permits, null, array[done.queue], array[done.group_key]
-            );
-        end if;
-        if done.batch_id is not null then
+        is_followed := done.permits is not null or pg_sequence_last_value('pgqueue._cell_awaited')
+            > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+        if is_followed is not true and done.batch_id is not null then
             -- As in _is_batch_over, written out.
-            found_before := pg_sequence_last_value(('pgqueue._cell_' || 640 + (done.batch_id & 31))::regclass);
+            found_before := pg_sequence_last_value(('pgqueue._cell_batch_' || done.batch_id % 5)::regclass);
             perform from pgqueue.job as j
             where j.id = found_before and (j.terms).batch_id = done.batch_id and j.xmax in ('0'::xid, j.xmin);
-            if not found then
-                perform pgqueue._look_at_batches(array[done.batch_id]);
-            end if;
+            is_followed := not found;
+        end if;
+        if is_followed is not true and is_configured is not null then
+            perform from pgqueue.dependency as d where d.job_id = complete.job_id limit 1;
+            is_followed := found;
+        end if;
+        if is_followed then
+            perform pgqueue._after_end(array[row(
+                job_id, 'completed', done.queue, done.group_key, done.batch_id, done.permits, null, null, null
+            )::pgqueue._ended]);
         end if;
     end if;
     insert into pgqueue.run (
@@ -122,17 +112,16 @@ declare
     ));
     moment timestamptz := clock_timestamp();
     today int := floor(date_part('epoch', moment) / 86400)::int;
-    is_plain boolean := pg_relation_size('pgqueue.used') = 0;
     is_configured boolean;
     is_logged boolean;
-    ended bigint[];
-    holders bigint[];
-    queues text[];
-    group_keys text[];
-    permits tid[];
-    batches bigint[];
+    is_awaited boolean;
+    are_tied boolean;
+    done_ids bigint[];
+    followed pgqueue._ended[];
 begin
-    if not is_plain then
+    if pg_relation_size('pgqueue.used') > 0 then
+        is_awaited := pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(moment);
+        are_tied := pg_relation_size('pgqueue.dependency') > 0;
         is_configured := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
         if is_configured then
             is_logged := pgqueue._log_kept(job_ids, tokens, results, moment);
@@ -174,32 +163,21 @@ begin
         ) as given on given.id = d.id and given.token = d.token
         where d.keep_runs > 0
     )
-    select e.*, h.*
-    into ended, batches, holders, queues, group_keys, permits
-    from (
-        select array_agg(d.id), array_agg(d.batch_id) filter (where d.batch_id is not null) from done as d
-    ) as e
-    cross join (
-        select array_agg(d.id), array_agg(d.queue), array_agg(d.group_key), array_agg(u.tid)
-        from done as d
-        cross join lateral unnest(d.permits) as u (tid)
-        where not is_plain and d.permits is not null
-    ) as h;
-    if holders is not null then
-        perform pgqueue._return_permits(holders, permits, null, queues, group_keys);
+    select
+        array_agg(d.id),
+        array_agg(row(
+            d.id, 'completed', d.queue, d.group_key, d.batch_id, d.permits, null, null, null
+        )::pgqueue._ended) filter (
+            where is_awaited or num_nonnulls(d.batch_id, d.permits) > 0
+                -- A job that begins to wait for one just now leaves a loose end.
+                or are_tied and (select true from pgqueue.dependency as t where t.job_id = d.id limit 1)
+        )
+    into done_ids, followed
+    from done as d;
+    if followed is not null then
+        perform pgqueue._after_end(followed);
     end if;
-    if batches is not null then
-        perform pgqueue._look_at_batches(batches);
-    end if;
-    if not is_plain and ended is not null then
-        if pg_relation_size('pgqueue.dependency') > 0 then
-            perform pgqueue._cut_ties(ended);
-        end if;
-        if (pg_try_advisory_lock(7366516, 256) and pg_advisory_unlock(7366516, 256)) is not true then
-            perform pgqueue._tell_completed(ended, moment);
-        end if;
-    end if;
-    return query select unnest(ended);
+    return query select unnest(done_ids);
 end;
 $$;
 
@@ -225,16 +203,18 @@ declare
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_isolation(), pgqueue._check_delay('retry_in', retry_in)
     ));
+    moment timestamptz := clock_timestamp();
     picks tid[] := pgqueue._lock_held(array[job_id], array[token]);
 begin
     if picks = '{}' then
         refused := pgqueue._refuse(pgqueue._lost(job_id, token));
     end if;
     return (
-        select f.status
-        from pgqueue._fail(
-            picks, array[error], array[retry_in], array[permanent], clock_timestamp()
-        ) as f
+        select e.status
+        from pgqueue._end_attempts(
+            picks, array[case when permanent then 'reject' else 'fail' end], array[error],
+            array[moment + retry_in], moment
+        ) as e
     );
 end;
 $$;
@@ -264,13 +244,15 @@ declare
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_leases(job_ids, tokens), pgqueue._check_run_at(run_at)
     ));
+    picks tid[];
 begin
+    picks := pgqueue._lock_held(job_ids, tokens);
     return query
-    select r.job_id
-    from pgqueue._release(
-        pgqueue._lock_held(job_ids, tokens),
-        array_fill(release.run_at, array[coalesce(cardinality(job_ids), 0)])
-    ) as r;
+    select e.job_id
+    from pgqueue._end_attempts(
+        picks, array_fill('release'::text, array[cardinality(picks)]), null,
+        array_fill(release.run_at, array[cardinality(picks)]), clock_timestamp()
+    ) as e;
 end;
 $$;
 
@@ -342,15 +324,18 @@ begin
 
     for given in
         select
-            case when e.problem is null then e.outcome else 'fail' end as outcome,
+            e.outcome = 'complete' as is_done,
             array_agg(h.id) as ids,
             array_agg(e.token) as tokens,
             array_agg(h.place) as picks,
-            array_agg(coalesce(e.problem, e.said)) as texts,
-            array_agg(e.delay) as delays,
+            array_agg(e.outcome) as outcomes,
+            array_agg(e.said) as texts,
+            array_agg(moment + e.delay) as run_ats,
             array_agg(e.result) as results
         from (
-            select distinct on (u.id, u.token) u.*
+            select distinct on (u.id, u.token)
+                u.id, u.token, u.delay, u.result, coalesce(u.problem, u.said) as said,
+                case when u.problem is null then u.outcome else 'fail' end as outcome
             from unnest(job_ids, tokens, outcomes, texts, delays, results, problems) with ordinality
                 as u (id, token, outcome, said, delay, result, problem, place)
             order by u.id, u.token, u.place
@@ -360,24 +345,13 @@ begin
         ) as h on h.id = e.id and h.token = e.token
         group by 1
     loop
-        if given.outcome = 'complete' then
+        if given.is_done then
             return query
             select c.id, 'completed'
             from pgqueue.complete_many(given.ids, given.tokens, given.results) as c (id);
-        elsif given.outcome = 'release' then
-            return query
-            select r.* from pgqueue._release(
-                given.picks, array(
-                    select moment + d.delay
-                    from unnest(given.delays) with ordinality as d (delay, place) order by d.place
-                )
-            ) as r;
         else
             return query
-            select f.* from pgqueue._fail(
-                given.picks, given.texts, given.delays,
-                array_fill(given.outcome = 'reject', array[cardinality(given.ids)]), moment
-            ) as f;
+            select e.* from pgqueue._end_attempts(given.picks, given.outcomes, given.texts, given.run_ats, moment) as e;
         end if;
     end loop;
 end;

@@ -155,11 +155,7 @@ begin
             from pgqueue.job as j
             where pgqueue._is_in_group(j, _take_free.queue, g.key)
                 and -j.priority = -_take_free.priority
-                and j.run_at between g.start and _take_free.moment
-                and case when has_recovered
-                    then j.lease_expires_at is null and ((j.terms).expires_at <= _take_free.moment) is not true
-                    else (j.lease_expires_at <= _take_free.moment) is not false
-                end
+                and pgqueue._is_ready(j, g.start, _take_free.moment, has_recovered)
                 and pgqueue._is_wanted(j.kind, j.group_key, _take_free.kinds, _take_free.paused)
                 and (taken is null or j.ctid <> all (taken))
             order by j.run_at, j.id
@@ -232,12 +228,7 @@ begin
                     ) as w
                     where pgqueue._is_in_group(j, _take_limited.queue, g.key)
                         and -j.priority = -_take_limited.priority
-                        and j.run_at between g.start and _take_limited.moment
-                        and case when has_recovered
-                            then j.lease_expires_at is null
-                                and ((j.terms).expires_at <= _take_limited.moment) is not true
-                            else (j.lease_expires_at <= _take_limited.moment) is not false
-                        end
+                        and pgqueue._is_ready(j, g.start, _take_limited.moment, has_recovered)
                         -- Only if a limit requires order does a job that is left out hold up the next.
                         and (g.most is not null or w.is_wanted)
                         and (taken is null or j.ctid <> all (taken))
@@ -256,7 +247,7 @@ begin
                     select p.ctid
                     from pgqueue.permit as p
                     where pgqueue._is_permit_of(p, _take_limited.queue, '', g.key)
-                        and not p.is_rate and p.free_at < 'infinity' and p.place <= g.most
+                        and pgqueue._is_free(p, false, g.most, moment)
                         and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
                         and not (has_surplus and pgqueue._has_surplus(_take_limited.queue, '', g.key))
                     order by p.free_at desc
@@ -275,11 +266,7 @@ begin
                         k.ctid as tid, k.id, k.run_at,
                         coalesce(k.lease_expires_at, (k.terms).expires_at) <= _take_limited.moment as is_over
                     from pgqueue.job as k
-                    where k.ctid = u.tid and k.run_at <= _take_limited.moment and case when has_recovered
-                            then k.lease_expires_at is null
-                                and ((k.terms).expires_at <= _take_limited.moment) is not true
-                            else (k.lease_expires_at <= _take_limited.moment) is not false
-                        end
+                    where k.ctid = u.tid and pgqueue._is_ready(k, '-infinity', _take_limited.moment, has_recovered)
                     for update skip locked
                 ) as k
                 limit least(g.give, cardinality(p.permits))
@@ -585,15 +572,13 @@ are no longer full. Plans as _pick_groups sets it.';
 
 create or replace function pgqueue._pause_of_group(served int, gave int)
     returns interval
-    language plpgsql
+    language sql
     immutable
 as $$
-begin
-    return least(
+    select least(
         interval '10 seconds',
         interval '100 milliseconds' * power(4, case when gave > 0 then 0 else least(greatest(-served, 0), 4) end)
-    );
-end;
+    )
 $$;
 
 comment on function pgqueue._pause_of_group(int, int) is
@@ -1049,10 +1034,12 @@ begin
         > 200 + 3 * (looked + cardinality(picks)) or vain > 60
     then
         -- Others continue from a position that a whole walk has not reached yet.
-        perform pgqueue._leave_place(
-            key, known.record,
-            least(greatest(passed_at, known_at), moment - interval '10 milliseconds'), null,
-            case when known_at is null or is_from_start and not is_whole then began end
+        perform pgqueue._leave_position(
+            key, known.record, known.reached,
+            pgqueue._since_2020(least(greatest(passed_at, known_at), moment - interval '10 milliseconds')), null,
+            case when known_at is null or is_from_start and not is_whole
+                then pgqueue._since_2020(pgqueue._believed_until(began, interval '100 milliseconds'))
+            end
         );
     end if;
 end;

@@ -2,36 +2,52 @@
 --
 -- It only saves work. It is kept in cells, sequences that are never incremented: 64 bits
 -- that all sessions share, neither transactional nor versioned, so that no snapshot can bloat
--- them, read with pg_sequence_last_value() and written with setval(). Five make a record:
+-- them, read with pg_sequence_last_value() and written with setval(). Two make a record:
 --
---            of a lane                                of a queue
---   first    tag, valid until (us since 2020)         tag, valid until; 1: other lanes, 2: of groups
---   second   position (us since 2020), check          priorities 1 to 50, a bit each
---   third    id of the last pick, where times tie     priorities 51 to 100
---   fourth                                            priorities -1 to -50
---   fifth                                             priorities -51 to -100
+--            of a lane                          of a queue
+--   first    tag, valid until (us since 2020)   tag, valid until; how its lanes are listed
+--   second   position (us since 2020), check    its highest seven lanes, in nine bits each
 --
--- The jobs of groups have lanes of their own, 1000 + priority, and the position of such a lane is one
--- among its tickets. The record of a queue has the number 9999, which no lane has.
+-- Where times tie, a position needs the id of the last pick as well: in a cell that lanes share, and
+-- for which it has a check.
 --
--- From 640 on each holds a job that a batch still had at the last look (module batch).
+-- Most queues have one lane, 0, and no record: a bit of lanes_seq, for each fold of their names, says
+-- that others have been used. The jobs of groups have lanes of their own, 1000 + priority, and the
+-- position of such a lane is one among its tickets. A queue is hashed with 9999, which is not a lane.
 --
--- The tag says whose record it is; zero means unused. A lane has two records to choose from, by
--- its hash; while others have taken both, it is walked from the beginning. A value from another
--- clock (set back, restored) is ignored.
+-- The tag says whose record it is; zero means unused. There are 16, of which each lane and queue has two
+-- to choose from, by its hash, and takes the one that expired first; while others have both, it is walked
+-- from the beginning. A value from another clock (set back, restored) is ignored.
 
-create or replace function pgqueue._cell(record int, place int)
-    returns regclass
+create or replace function pgqueue._record(
+    key bigint, out record int, out tag bigint, out valid_until bigint
+)
     language plpgsql
-    stable
 as $$
+declare
+    cell int;
+    held bigint;
+    first_end bigint;
 begin
-    return ('pgqueue._cell_' || record * 5 + place)::regclass;
+    tag := (key >> 20 & 4095) << 51;
+    foreach cell in array array[(key & 15) * 2, (key >> 4 & 15) * 2]::int[] loop
+        held := coalesce(pg_sequence_last_value(('pgqueue._cell_' || cell)::regclass), 0);
+        if held > 0 and (held # tag) >> 51 = 0 then
+            record := cell;
+            valid_until := held # tag;
+            return;
+        elsif (held & 2251799813685247 >= first_end) is not true then
+            record := cell;
+            first_end := held & 2251799813685247;
+        end if;
+    end loop;
 end;
 $$;
 
-comment on function pgqueue._cell(int, int) is
-'One cell, 0 to 4, of a record. Hot paths inline this.';
+comment on function pgqueue._record(bigint) is
+'The record of a lane or of a queue, by its hash: the number of its first cell,
+the tag, and until when it is valid; null where it has none, and that is the one
+to take. Hot paths inline the look-up.';
 
 create or replace function pgqueue._since_2020(moment timestamptz)
     returns bigint
@@ -112,115 +128,130 @@ comment on function pgqueue._due_lanes(text, timestamptz) is
 two of one priority in random order: so that jobs of groups, and others, get
 half of the claims each.';
 
+create or replace function pgqueue._use_lanes(queue text)
+    returns void
+    language plpgsql
+as $$
+begin
+    perform pgqueue._mark(1::bigint << (hashtext(queue) & 63), 'pgqueue.lanes_seq');
+end;
+$$;
+
+comment on function pgqueue._use_lanes(text) is
+'Makes claims look, from now on, for lanes of a queue other than 0.';
+
 create or replace function pgqueue._note_lanes(queue text, lanes int[], moment timestamptz)
     returns void
     language plpgsql
 as $$
 declare
-    key bigint := hashtextextended(queue, 9999);
-    record int := key & 127;
-    valid_until bigint := pgqueue._since_2020(pgqueue._believed_until(moment, '100 milliseconds'));
-    has_groups boolean := exists (select from unnest(lanes) as l (lane) where l.lane > 500);
-    priorities int[] := array(
-        select case when l.lane > 500 then l.lane - 1000 else l.lane end from unnest(lanes) as l (lane)
+    own record;
+    codes bigint[] := array(
+        select distinct (l.lane + 101) % 744 as code
+        from unnest(lanes || 0) as l (lane) where l.lane >= -100 order by code
     );
-    has_others boolean := exists (select from unnest(priorities) as p (priority) where p.priority <> 0);
+    -- Only lane 0; a list; 0 and 1000; a list, and more.
+    how int := case
+        when codes = '{101}' then 0 when codes = '{101,357}' then 2 when cardinality(codes) <= 7 then 1 else 3
+    end;
+    valid_until bigint := pgqueue._since_2020(pgqueue._believed_until(moment, '100 milliseconds'));
 begin
-    if has_others then
-        perform setval(pgqueue._cell(record, b.place), b.listed)
+    if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
+        if how = 0 then
+            return;
+        end if;
+        perform pgqueue._use_lanes(queue);
+    end if;
+    own := pgqueue._record(hashtextextended(queue, 9999));
+    if how in (1, 3) then
+        perform setval(('pgqueue._cell_' || own.record + 1)::regclass, bit_or(c.code << 9 * (c.nth - 1)::int))
         from (
-            select b.place, coalesce(bit_or(1::bigint << (abs(p.priority) - 1) % 50), 0) as listed
-            from (values (1, 1, 50), (2, 51, 100), (3, -50, -1), (4, -100, -51))
-                as b (place, lowest, highest)
-            left join unnest(priorities) as p (priority) on p.priority between b.lowest and b.highest
-            group by b.place
-        ) as b;
+            select u.code, row_number() over (order by u.code & 255 desc) as nth from unnest(codes) as u (code)
+        ) as c
+        where c.nth <= 7;
     end if;
     perform setval(
-        pgqueue._cell(record, 0),
-        ((key >> 20 & 4095) << 51) | (valid_until & -4) | has_others::int | (has_groups::int << 1)
+        ('pgqueue._cell_' || own.record)::regclass, own.tag | (valid_until & -4) | how
     );
 end;
 $$;
 
 comment on function pgqueue._note_lanes(text, int[], timestamptz) is
-'Lists, for all sessions, the lanes of a queue that have jobs to run: valid for
-20 times as long as it took, since moment, to find out.';
+'Lists, for all sessions, the lanes of a queue that have jobs to run: valid
+for 20 times as long as it took, since moment, to find out. A lane stands there
+as priority + 101, and 256 more where it is of groups.';
 
 create or replace function pgqueue._noted_lanes(queue text, moment timestamptz)
     returns int[]
     language plpgsql
 as $$
 declare
-    key bigint := hashtextextended(queue, 9999);
-    record int := key & 127;
+    own record;
     now_us bigint := pgqueue._since_2020(moment);
-    noted bigint := pg_sequence_last_value(pgqueue._cell(record, 0)) # ((key >> 20 & 4095) << 51);
-    listed bigint[];
+    list bigint;
 begin
-    if (noted between now_us and now_us + 60000000) is not true then
-        return null;
-    elsif noted & 3 = 0 then
+    if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
         return array[0];
-    elsif noted & 3 = 2 then
-        return case when random() < random() then array[0, 1000] else array[1000, 0] end;
     end if;
-    listed := array(
-        select case when noted & 1 > 0 then pg_sequence_last_value(pgqueue._cell(record, b.place)) end
-        from generate_series(1, 4) as b (place)
-        order by b.place
-    );
+    own := pgqueue._record(hashtextextended(queue, 9999));
+    if (own.valid_until between now_us and now_us + 60000000) is not true then
+        return null;
+    elsif own.valid_until & 3 = 0 then
+        return array[0];
+    elsif own.valid_until & 3 = 2 then
+        return case when random() < 0.5 then array[0, 1000] else array[1000, 0] end;
+    end if;
+    list := pg_sequence_last_value(('pgqueue._cell_' || own.record + 1)::regclass);
     return array(
-        select l.lane + r.of_groups
-        from generate_series(100, -100, -1) as l (lane)
-        cross join generate_series(0, case when noted & 2 > 0 then 1000 else 0 end, 1000) as r (of_groups)
-        where l.lane = 0 or (1::bigint << (abs(l.lane) - 1) % 50) & listed[
-            case when l.lane > 50 then 2 when l.lane > 0 then 1 when l.lane >= -50 then 3 else 4 end
-        ] > 0
-        order by l.lane desc, random()
-    );
+        select (c.code - 101 + case when c.code > 256 then 744 else 0 end)::int
+        from (select list >> 9 * n & 511 as code from generate_series(0, 6) as n) as c
+        where c.code > 0
+        order by c.code & 255 desc, random()
+    ) || case when own.valid_until & 3 = 3 then array[-1000] end;
 end;
 $$;
 
 comment on function pgqueue._noted_lanes(text, timestamptz) is
-'The listed lanes of a queue, always with lane 0, and those of groups, in the
-order of _due_lanes; null if no list is valid.';
+'The listed lanes of a queue, always with lane 0, in the order of _due_lanes, and
+-1000 at the end where it has more than there is room for; null where no list is
+valid.';
 
 create or replace function pgqueue._list_lane(queue text, lane int)
     returns void
     language plpgsql
 as $$
 declare
-    key bigint := hashtextextended(queue, 9999);
-    record int := key & 127;
+    own record;
     now_us bigint := (date_part('epoch', clock_timestamp()) * 1000000)::bigint - 1577836800000000;
-    noted bigint := pg_sequence_last_value(('pgqueue._cell_' || record * 5)::regclass) # ((key >> 20 & 4095) << 51);
-    is_group boolean := lane > 500;
-    priority int := lane - case when is_group then 1000 else 0 end;
-    bit bigint := 1::bigint << (abs(priority) - 1) % 50;
-    cell regclass;
+    list bigint := 357;
+    code int := (lane + 101) % 744;
 begin
+    if lane = 0 then
+        return;
+    elsif pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
+        perform pgqueue._use_lanes(queue);
+    end if;
+    own := pgqueue._record(hashtextextended(queue, 9999));
     -- If no list is valid, the next claim looks for itself.
-    if (noted between now_us and now_us + 60000000) is not true or lane = 0 then
+    if (own.valid_until between now_us and now_us + 60000000) is not true then
         return;
-    elsif is_group and noted & 2 = 0 or priority <> 0 and noted & 1 = 0 then
-        perform pgqueue._note_lanes(
-            queue,
-            array[priority, case when is_group or noted & 2 > 0 then 1000 + priority end]
-                || case when noted & 1 > 0 then pgqueue._noted_lanes(queue, clock_timestamp()) end,
-            clock_timestamp()
-        );
-        return;
-    elsif priority = 0 then
+    elsif own.valid_until & 3 = 0 then
+        list := 0;
+    elsif own.valid_until & 3 <> 2 then
+        list := pg_sequence_last_value(('pgqueue._cell_' || own.record + 1)::regclass);
+    end if;
+    if code in (
+            list & 511, list >> 9 & 511, list >> 18 & 511, list >> 27 & 511,
+            list >> 36 & 511, list >> 45 & 511, list >> 54
+        )
+        -- Below those that there is room for.
+        or own.valid_until & 3 = 3 and code & 255 <= list >> 54 & 255
+    then
         return;
     end if;
-    cell := pgqueue._cell(
-        record,
-        case when priority > 50 then 2 when priority > 0 then 1 when priority >= -50 then 3 else 4 end
+    perform pgqueue._note_lanes(
+        queue, pgqueue._noted_lanes(queue, clock_timestamp()) || lane, clock_timestamp()
     );
-    if pg_sequence_last_value(cell) & bit = 0 then
-        perform setval(cell, pg_sequence_last_value(cell) | bit);
-    end if;
 end;
 $$;
 
@@ -235,14 +266,14 @@ create or replace function pgqueue._return_position(
     language plpgsql
 as $$
 declare
-    key bigint := hashtextextended(concat(queue, kinds, paused), lane);
+    own record := pgqueue._record(hashtextextended(concat(queue, kinds, paused), lane));
+    cell regclass := ('pgqueue._cell_' || own.record + 1)::regclass;
     -- A little before, whatever the id.
     reached bigint := pgqueue._since_2020(at) - 1;
 begin
-    perform setval(pgqueue._cell(r.record, 1), greatest(reached, 0) << 12)
-    from (select distinct u.* from unnest(array[key & 127, key >> 7 & 127]::int[]) as u) as r (record)
-    where (pg_sequence_last_value(pgqueue._cell(r.record, 0)) # ((key >> 20 & 4095) << 51)) >> 51 = 0
-        and pg_sequence_last_value(pgqueue._cell(r.record, 1)) >> 12 > reached;
+    if own.valid_until > 0 and pg_sequence_last_value(cell) >> 12 > reached then
+        perform setval(cell, greatest(reached, 0) << 12);
+    end if;
 end;
 $$;
 
@@ -255,14 +286,13 @@ create or replace function pgqueue._reopen_lane(queue text, lane int)
     language plpgsql
 as $$
 declare
-    key bigint := hashtextextended(queue, lane);
+    own record := pgqueue._record(hashtextextended(queue, lane));
     now_us bigint := pgqueue._since_2020(clock_timestamp());
 begin
     perform pgqueue._list_lane(queue, lane);
-    perform setval(pgqueue._cell(r.record, 0), (key >> 20 & 4095) << 51)
-    from unnest(array[key & 127, key >> 7 & 127]::int[]) as r (record)
-    where (pg_sequence_last_value(pgqueue._cell(r.record, 0)) # ((key >> 20 & 4095) << 51))
-        between now_us and now_us + 100000;
+    if own.valid_until between now_us and now_us + 100000 then
+        perform setval(('pgqueue._cell_' || own.record)::regclass, own.tag);
+    end if;
 end;
 $$;
 
@@ -278,24 +308,20 @@ create or replace function pgqueue._position(
     language plpgsql
 as $$
 declare
-    tag bigint := (key >> 20 & 4095) << 51;
+    own record := pgqueue._record(key);
     now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
-    valid_until bigint;
 begin
-    foreach record in array array[(key & 127) * 5, (key >> 7 & 127) * 5]::int[] loop
-        valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
-        exit when (valid_until >> 51 > 0) is not true;
-    end loop;
+    record := own.record;
     has_expired := false;
-    if valid_until between now_us and now_us + 60000000 then
+    if own.valid_until between now_us and now_us + 60000000 then
         reached := pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass);
-        last_id := pg_sequence_last_value(('pgqueue._cell_' || record + 2)::regclass);
+        last_id := pg_sequence_last_value(('pgqueue._cell_tie_' || (key & 3))::regclass);
         if (last_id % 4095 + 1 = reached & 4095) is not true then
             last_id := 0;
         end if;
-    elsif valid_until between now_us - 1000000 and now_us then
+    elsif own.valid_until between now_us - 1000000 and now_us then
         -- This claim walks from the beginning, the others go on.
-        perform setval(('pgqueue._cell_' || record)::regclass, tag | now_us + 100000);
+        perform setval(('pgqueue._cell_' || record)::regclass, own.tag | now_us + 100000);
         has_expired := true;
     end if;
 end;
@@ -305,34 +331,40 @@ comment on function pgqueue._position(bigint, timestamptz) is
 'The record of a lane, by its hash, and the position in it: null if none is
 valid.';
 
-create or replace function pgqueue._leave_place(
-    key bigint, record int, reached timestamptz, id bigint, began timestamptz
+create or replace function pgqueue._leave_position(
+    key bigint, record int, known bigint, reached bigint, last_id bigint, valid_until bigint
 )
     returns void
     language plpgsql
 as $$
-declare
-    reached_us bigint := pgqueue._since_2020(reached);
-    last_id bigint := coalesce(id - 1, 0);
 begin
-    if reached_us < 0 then
+    record := coalesce(record, (pgqueue._record(key)).record);
+    if reached < 0 then
+        -- A cell holds nothing before 2020: the next claim walks from the beginning.
+        perform setval(('pgqueue._cell_' || record)::regclass, 0);
         return;
     end if;
-    perform setval(('pgqueue._cell_' || record + 2)::regclass, last_id);
-    perform setval(
-        ('pgqueue._cell_' || record + 1)::regclass,
-        reached_us << 12 | case when last_id > 0 then last_id % 4095 + 1 else 0 end
-    );
-    if began is not null then
+    if last_id > 0 then
+        perform setval(('pgqueue._cell_tie_' || (key & 3))::regclass, last_id);
+    end if;
+    -- Back only if something was behind: others may have come further meanwhile.
+    known := case
+        when valid_until is null or reached >= known >> 12
+            then pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass)
+    end;
+    if (reached < known >> 12) is not true then
         perform setval(
-            ('pgqueue._cell_' || record)::regclass,
-            ((key >> 20 & 4095) << 51)
-                | pgqueue._since_2020(pgqueue._believed_until(began, interval '100 milliseconds'))
+            ('pgqueue._cell_' || record + 1)::regclass,
+            reached << 12 | case when last_id > 0 then last_id % 4095 + 1 else 0 end
         );
+    end if;
+    if valid_until is not null then
+        perform setval(('pgqueue._cell_' || record)::regclass, (key >> 20 & 4095) << 51 | valid_until);
     end if;
 end;
 $$;
 
-comment on function pgqueue._leave_place(bigint, int, timestamptz, bigint, timestamptz) is
-'Moves the position of a lane to just before this job, or to this moment; with a
-new validity if a walk began at the beginning, at began.';
+comment on function pgqueue._leave_position(bigint, int, bigint, bigint, bigint, bigint) is
+'Moves the position of a lane, known so far, to what has been reached; with an id
+where times tie. valid_until where the walk began at the beginning of the lane;
+null where it began at the position.';

@@ -15,7 +15,6 @@ declare
     ));
     moment timestamptz := clock_timestamp();
     picks tid[];
-    back record;
 begin
     -- A walk over the whole table: an index on the lease would be written by every claim
     -- and every heartbeat, and claims find most of what is over without one.
@@ -26,13 +25,6 @@ begin
         limit coalesce(reap.max_jobs, 1000)
         for update skip locked
     );
-    select
-        array_agg(j.queue) as queues, array_agg(j.priority) as priorities, array_agg(j.group_key) as keys,
-        array_agg(j.run_at) as run_ats
-    into back
-    from pgqueue.job as j
-    where j.ctid = any (picks) and j.lease_expires_at is not null;
-    perform pgqueue._reopened(back.queues, back.priorities, back.keys, back.run_ats);
     return pgqueue._expire(picks, moment);
 end;
 $$;
@@ -295,6 +287,8 @@ begin
     done := pgqueue._forget_dead();
     return next;
     perform pgqueue._forget_gone(), pgqueue._repair_settings();
+    -- As there: for copies of the rows alone.
+    perform pgqueue._use_lanes(l.queue) from pgqueue._lanes(0) as l where l.lane <> 0;
     task := 'forget batches';
     done := pgqueue._forget_batches();
     return next;

@@ -295,47 +295,38 @@ create or replace function pgqueue.purge(queue text)
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
+    set enable_hashagg = off
 as $$
 declare
     purged record;
+    jobs bigint := 0;
 begin
-    with doomed as (
-        select j.id
-        from pgqueue.job as j
-        where hashtext(j.queue) = hashtext(purge.queue) and j.queue = purge.queue
-            and j.lease_expires_at is null
-        order by j.id
-        for update
-    ), deleted as (
-        delete from pgqueue.job as j
-        using doomed
-        where j.id = doomed.id
-        returning j.id, j.queue, j.group_key, j.permits, (j.terms).batch_id
-    )
-    select
-        array_agg(d.id) as ids, count(*) as jobs,
-        array_agg(d.batch_id) filter (where d.batch_id is not null) as batches,
-        array_agg(d.id) filter (where d.permits is not null) as holders,
-        array_agg(d.queue) filter (where d.permits is not null) as queues,
-        array_agg(d.group_key) filter (where d.permits is not null) as keys,
-        (select array_agg(u.tid) from deleted as h cross join unnest(h.permits) as u (tid)) as permits
-    into purged
-    from deleted as d;
-    if purged.holders is not null then
-        perform pgqueue._return_permits(purged.holders, purged.permits, null, purged.queues, purged.keys);
-    end if;
-    perform pgqueue._note_gone(purged.ids);
-    perform pgqueue._tell_end(array_agg(f.fold), array_agg(purge.queue))
-    from (select distinct d.id & 255 as fold from unnest(purged.ids) as d (id)) as f;
-    if purged.batches is not null then
-        perform pgqueue._leave_batches(
-            purged.batches, array_fill('cancelled'::text, array[cardinality(purged.batches)])
-        );
-    end if;
-    if pg_relation_size('pgqueue.dependency') > 0 and purged.jobs > 0 then
-        perform pgqueue._cut_ties(purged.ids);
-    end if;
-    return purged.jobs;
+    for purged in
+        with doomed as (
+            select j.id
+            from pgqueue.job as j
+            where hashtext(j.queue) = hashtext(purge.queue) and j.queue = purge.queue
+                and j.lease_expires_at is null
+            order by j.id
+            for update
+        ), deleted as (
+            delete from pgqueue.job as j
+            using doomed
+            where j.id = doomed.id
+            returning j.id, j.group_key, j.permits, (j.terms).batch_id
+        )
+        -- Some thousands at a time, because an array holds no more than a gigabyte.
+        select
+            array_agg(row(
+                d.id, 'cancelled', purge.queue, d.group_key, d.batch_id, d.permits, null, null, null
+            )::pgqueue._ended) as ended
+        from (select n.*, row_number() over (order by n.id) / 10000 as part from deleted as n) as d
+        group by d.part
+    loop
+        perform pgqueue._after_end(purged.ended);
+        jobs := jobs + cardinality(purged.ended);
+    end loop;
+    return jobs;
 end;
 $$;
 

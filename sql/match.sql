@@ -8,8 +8,10 @@ create or replace function pgqueue._is_in_lane(job pgqueue.job, queue text, lane
     returns boolean
     language sql
     immutable
-return hashtext((job).queue) = hashtext(_is_in_lane.queue) and (job).queue = _is_in_lane.queue
-    and ((job).priority + 1000 * num_nonnulls((job).group_key)) = lane;
+as $$
+    select hashtext((job).queue) = hashtext(_is_in_lane.queue) and (job).queue = _is_in_lane.queue
+        and ((job).priority + 1000 * num_nonnulls((job).group_key)) = lane
+$$;
 
 comment on function pgqueue._is_in_lane(pgqueue.job, text, int) is
 'Whether a job is in this lane of a queue: its priority, or 1000 more with a
@@ -19,9 +21,11 @@ create or replace function pgqueue._is_in_group(job pgqueue.job, queue text, gro
     returns boolean
     language sql
     immutable
-return hashtextextended((job).group_key, hashtext((job).queue))
-        = hashtextextended(_is_in_group.group_key, hashtext(_is_in_group.queue))
-    and (job).queue = _is_in_group.queue and (job).group_key = _is_in_group.group_key;
+as $$
+    select hashtextextended((job).group_key, hashtext((job).queue))
+            = hashtextextended(_is_in_group.group_key, hashtext(_is_in_group.queue))
+        and (job).queue = _is_in_group.queue and (job).group_key = _is_in_group.group_key
+$$;
 
 comment on function pgqueue._is_in_group(pgqueue.job, text, text) is
 'Whether a job belongs to this group.';
@@ -30,21 +34,42 @@ create or replace function pgqueue._is_wanted(kind text, group_key text, kinds t
     returns boolean
     language sql
     immutable
-return (kinds is null or kind = any (kinds)) and (
-    paused is null or coalesce(
-        paused -> group_key -> kind, paused -> group_key -> '', paused -> '' -> kind, paused -> '' -> ''
-    ) = 'false'
-);
+as $$
+    select (kinds is null or kind = any (kinds)) and (
+        paused is null or coalesce(
+            paused -> group_key -> kind, paused -> group_key -> '', paused -> '' -> kind, paused -> '' -> ''
+        ) = 'false'
+    )
+$$;
 
 comment on function pgqueue._is_wanted(text, text, text[], jsonb) is
 'Whether a claim of these kinds, with these pauses, may take a job.';
+
+create or replace function pgqueue._is_ready(
+    job pgqueue.job, start timestamptz, moment timestamptz, has_recovered boolean
+)
+    returns boolean
+    language sql
+    immutable
+as $$
+    select (job).run_at between start and moment and case
+        when has_recovered then (job).lease_expires_at is null and (((job).terms).expires_at <= moment) is not true
+        else ((job).lease_expires_at <= moment) is not false
+    end
+$$;
+
+comment on function pgqueue._is_ready(pgqueue.job, timestamptz, timestamptz, boolean) is
+'Whether a job is due, from start on, and does not run, or no longer;
+has_recovered: what was over has been ended.';
 
 create or replace function pgqueue._is_ticket_in(ticket pgqueue.ticket, queue text, priority int)
     returns boolean
     language sql
     immutable
-return hashtext((ticket).queue) = hashtext(_is_ticket_in.queue) and (ticket).priority = _is_ticket_in.priority
-    and (ticket).queue = _is_ticket_in.queue;
+as $$
+    select hashtext((ticket).queue) = hashtext(_is_ticket_in.queue) and (ticket).priority = _is_ticket_in.priority
+        and (ticket).queue = _is_ticket_in.queue
+$$;
 
 comment on function pgqueue._is_ticket_in(pgqueue.ticket, text, int) is
 'Whether a ticket is in the lane of groups of this priority.';
@@ -53,9 +78,11 @@ create or replace function pgqueue._is_ticket_of(ticket pgqueue.ticket, queue te
     returns boolean
     language sql
     immutable
-return hashtextextended((ticket).group_key, hashtext((ticket).queue))
-        = hashtextextended(_is_ticket_of.group_key, hashtext(_is_ticket_of.queue))
-    and (ticket).queue = _is_ticket_of.queue and (ticket).group_key = _is_ticket_of.group_key;
+as $$
+    select hashtextextended((ticket).group_key, hashtext((ticket).queue))
+            = hashtextextended(_is_ticket_of.group_key, hashtext(_is_ticket_of.queue))
+        and (ticket).queue = _is_ticket_of.queue and (ticket).group_key = _is_ticket_of.group_key
+$$;
 
 comment on function pgqueue._is_ticket_of(pgqueue.ticket, text, text) is
 'Whether a ticket belongs to this group.';
@@ -64,12 +91,28 @@ create or replace function pgqueue._is_permit_of(permit pgqueue.permit, queue te
     returns boolean
     language sql
     immutable
-return hashtextextended((permit).group_key, hashtextextended((permit).kind, hashtext((permit).queue)))
-        = hashtextextended(
-            _is_permit_of.group_key, hashtextextended(_is_permit_of.kind, hashtext(_is_permit_of.queue))
-        )
-    and (permit).queue = _is_permit_of.queue and (permit).kind = _is_permit_of.kind
-    and (permit).group_key = _is_permit_of.group_key;
+as $$
+    select hashtextextended((permit).group_key, hashtextextended((permit).kind, hashtext((permit).queue)))
+            = hashtextextended(
+                _is_permit_of.group_key, hashtextextended(_is_permit_of.kind, hashtext(_is_permit_of.queue))
+            )
+        and (permit).queue = _is_permit_of.queue and (permit).kind = _is_permit_of.kind
+        and (permit).group_key = _is_permit_of.group_key
+$$;
 
 comment on function pgqueue._is_permit_of(pgqueue.permit, text, text, text) is
 'Whether a permit belongs to this kind, or group, of a queue; empty: to all.';
+
+create or replace function pgqueue._is_free(permit pgqueue.permit, is_rate boolean, most int, moment timestamptz)
+    returns boolean
+    language sql
+    immutable
+as $$
+    select (permit).is_rate = _is_free.is_rate and (permit).place <= most
+        -- For a permit to run the clock means nothing.
+        and (permit).free_at <= case when _is_free.is_rate then moment else 'infinity' end
+        and (permit).free_at < 'infinity'
+$$;
+
+comment on function pgqueue._is_free(pgqueue.permit, boolean, int, timestamptz) is
+'Whether a permit of a cap looks free.';

@@ -351,6 +351,7 @@ declare
     lasts bigint[];
     pages bigint;
     step int;
+    failures text[] := array(select o.name from pgqueue._outcome as o where o.is_failure);
 begin
     select array_agg(p.part), array_agg(p.first), array_agg(p.last), coalesce(sum(p.last - p.first + 1), 0)
     into parts, firsts, lasts, pages
@@ -382,7 +383,7 @@ begin
     )
     select
         a.queue, a.kind, a.worker, a.job_id, a.finished_at, a.waited, a.taken, a.error, a.weight,
-        (a.outcome = 'completed')::int * a.weight, (a.outcome in ('retry', 'expired', 'dead'))::int * a.weight
+        (a.outcome = 'completed')::int * a.weight, (a.outcome = any (failures))::int * a.weight
     from (
         select s.* from sampled as s
         union all

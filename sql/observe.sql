@@ -502,7 +502,7 @@ comment on column pgqueue.stuck.attempt is 'Which attempt this is.';
 comment on column pgqueue.stuck.max_attempts is 'How many there may be.';
 comment on column pgqueue.stuck.last_error is 'Why the last failed attempt failed; null if none has.';
 
--- The defaults once more, because a reader of the view may not call _in_force().
+-- The defaults by the list of settings, because a reader of the view may not call _defaults().
 create or replace view pgqueue.settings as
 select
     nullif(c.name, '') as queue,
@@ -539,17 +539,12 @@ cross join lateral (
             and q.group_key in ('', case when c.group_key <> '' then '*' end, c.group_key)
         union all
         select
-            jsonb_build_object(
-                'paused', false, 'notify', true, 'max_attempts', 20, 'keep_runs', 7,
-                'keep_payloads', false, 'keep_dead', null,
-                'max_payload_bytes', null, 'weight', 1, 'group_limit', null,
-                'max_running', null, 'rate_limit', null, 'rate_period', interval '1 second',
-                'age_after', null, 'wait_target', interval '5 minutes',
-                'lease', interval '30 seconds', 'retry_base', interval '5 seconds',
-                'retry_cap', interval '1 hour', 'group_on_retry', 'skip'
-            ),
+            to_jsonb(d) - '{name,kind,group_key}'::text[],
             'default',
             '{}'
+        from jsonb_populate_record(
+            null::pgqueue.queue, (select jsonb_object_agg(s.name, s.fallback) from pgqueue._setting as s)
+        ) as d
     ) as r (settings, set_for, narrowness)
     cross join lateral jsonb_each_text(r.settings) as e
     where e.value is not null or r.set_for = 'default'
@@ -760,7 +755,9 @@ select
     end as oldest,
     case s.what
         when 'dead jobs' then shared.keep_dead
-        when 'runs' then make_interval(days => coalesce(shared.keep_runs, 7))
+        when 'runs' then make_interval(days => coalesce(
+            shared.keep_runs, (select s.fallback::int from pgqueue._setting as s where s.name = 'keep_runs')
+        ))
     end as kept_for
 from size as s
 left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and shared.group_key = ''

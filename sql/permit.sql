@@ -159,9 +159,7 @@ begin
                 select
                 from pgqueue.permit as p
                 where pgqueue._is_permit_of(p, _count_free.queue, c.kind, c.group_key)
-                    and p.is_rate = c.is_rate and p.place <= c.most
-                    -- For a permit to run the clock means nothing.
-                    and p.free_at <= case when c.is_rate then moment else 'infinity' end and p.free_at < 'infinity'
+                    and pgqueue._is_free(p, c.is_rate, c.most, moment)
                     and (p.taken_at is not null or p.token is distinct from own_token)
                     and not (has_surplus and pgqueue._has_surplus(_count_free.queue, c.kind, c.group_key))
                 -- The last ones given back, behind which some old snapshot may keep others.
@@ -194,8 +192,7 @@ begin
         select p.ctid as tid
         from pgqueue.permit as p
         where pgqueue._is_permit_of(p, _lock_free.queue, c.kind, c.group_key)
-            and p.is_rate = c.is_rate and p.place <= c.most
-            and p.free_at <= case when c.is_rate then moment else 'infinity' end and p.free_at < 'infinity'
+            and pgqueue._is_free(p, c.is_rate, c.most, moment)
             and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
             and not (has_surplus and pgqueue._has_surplus(_lock_free.queue, c.kind, c.group_key))
         order by p.free_at desc
@@ -234,73 +231,52 @@ comment on function pgqueue._give_permits(tid[], bigint[], bigint, timestamptz, 
 'Gives locked permits to jobs that a claim takes, those of rates until free_at;
 returns where they are now. Plans as its callers set it.';
 
-create or replace function pgqueue._return_permits(
-    job_ids bigint[], permits tid[], kept_ids bigint[], queues text[], group_keys text[]
-)
-    returns void
-    language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_tidscan = on
-as $$
-declare
-    are_of_groups boolean;
-begin
-    if not pgqueue._is_lost() then
-        with back as (
-            update pgqueue.permit as p
-            set free_at = clock_timestamp(), job_id = null, is_surplus = false
-            where p.ctid = any (array(
-                select k.ctid
-                from pgqueue.permit as k
-                where k.ctid = any (permits) and k.job_id = any (job_ids) and not k.is_rate
-                    and (kept_ids is null or k.group_key = '' or k.job_id <> all (kept_ids))
-                for update skip locked
-            ))
-            returning p.group_key
-        )
-        select bool_and(b.group_key <> '') into are_of_groups from back as b;
-    end if;
-    if num_nonnulls(variadic group_keys) > 0 then
-        perform pgqueue._wake_groups(queues, group_keys);
-    end if;
-    if are_of_groups then
-        return;
-    elsif queues[1] = all (queues) then
-        perform pgqueue._wake(queues[1]);
-    else
-        perform pgqueue._wake(q.name) from (select distinct u.name from unnest(queues) as u (name)) as q;
-    end if;
-end;
-$$;
-
-comment on function pgqueue._return_permits(bigint[], tid[], bigint[], text[], text[]) is
-'For jobs whose attempts end: gives their permits back, if nobody has them
-locked, except those of their groups that some keep for their retry, and makes
-claims look again at the queues and groups that may have been full.';
-
-create or replace function pgqueue._return_permits_of(picks tid[], kept_ids bigint[] default null)
+create or replace function pgqueue._return_permits(ended pgqueue._ended[])
     returns void
     language plpgsql
 as $$
 declare
-    held record;
+    is_lost boolean := pgqueue._is_lost();
+    given record;
 begin
+    with held as (
+        select e.id, e.queue, e.group_key, e.permits, e.back_at, e.keeps_permit
+        from unnest(ended) as e
+        where e.permits is not null
+    ), back as (
+        update pgqueue.permit as p
+        set free_at = clock_timestamp(), job_id = null, is_surplus = false
+        where not is_lost and p.ctid = any (array(
+            select k.ctid
+            from held as h
+            cross join lateral unnest(h.permits) as u (tid)
+            join pgqueue.permit as k on k.ctid = u.tid
+            where k.job_id = h.id and not k.is_rate and (k.group_key = '' or h.keeps_permit is not true)
+            for update of k skip locked
+        ))
+        returning p.group_key
+    )
+    -- _reopened announces those that go back.
     select
-        array_agg(distinct j.id) as ids, array_agg(u.permit) as permits, array_agg(j.queue) as queues,
-        array_agg(j.group_key) as keys
-    into held
-    from unnest(picks) as k (place)
-    join pgqueue.job as j on j.ctid = k.place
-    cross join lateral unnest(j.permits) as u (permit);
-    if held.ids is not null then
-        perform pgqueue._return_permits(held.ids, held.permits, kept_ids, held.queues, held.keys);
+        array_agg(h.queue) as queues, array_agg(h.group_key) as keys,
+        (select bool_and(b.group_key <> '') from back as b) as are_of_groups
+    into given
+    from held as h
+    where h.back_at is null;
+    if num_nonnulls(variadic given.keys) > 0 then
+        perform pgqueue._wake_groups(given.queues, given.keys);
+    end if;
+    if given.are_of_groups is not true then
+        perform pgqueue._wake(q.name) from (select distinct u.name from unnest(given.queues) as u (name)) as q;
     end if;
 end;
 $$;
 
-comment on function pgqueue._return_permits_of(tid[], bigint[]) is
-'_return_permits for locked jobs. Plans as its callers set it.';
+comment on function pgqueue._return_permits(pgqueue._ended[]) is
+'For jobs whose attempts end: gives their permits back, if nobody has them
+locked, but for those of their groups that some keep for their retry, and lets
+claims look again at the queues and groups that may have been full. Plans as
+_after_end sets it.';
 
 create or replace function pgqueue._review_permits(
     queue text, kind text, group_keys text[], mosts int[], moment timestamptz, new_token bigint
@@ -376,12 +352,10 @@ returns how many.';
 
 create or replace function pgqueue._holds(token bigint, permits tid[], permit_token bigint, group_key text)
     returns boolean
-    language plpgsql
+    language sql
     immutable
 as $$
-begin
-    return token = permit_token or token is null and permits is not null and group_key <> '';
-end;
+    select token = permit_token or token is null and permits is not null and group_key <> ''
 $$;
 
 comment on function pgqueue._holds(bigint, tid[], bigint, text) is
@@ -402,7 +376,6 @@ begin
         from pgqueue.permit as p
         join pgqueue.job as j on j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
         where p.ctid = any (locked) and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _free_lost_permits.moment
-        order by p.job_id
     );
     if expired <> '{}' then
         ended := pgqueue._expire(

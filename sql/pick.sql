@@ -37,7 +37,6 @@ begin
         ),
         moment
     );
-    perform pgqueue._wake(queue);
 end;
 $$;
 
@@ -45,47 +44,6 @@ comment on function pgqueue._recover(text, int, tid[], timestamptz, timestamptz)
 'Ends expired leases and jobs among some picked jobs and the next thousand of
 their lane, from the first on: so that one claim finds all that a dead worker
 held, and no claim has to end ten thousand.';
-
-create or replace function pgqueue._leave_position(
-    record int, known bigint, reached bigint, last_pick tid, valid_until bigint
-)
-    returns void
-    language plpgsql
-as $$
-declare
-    last_id bigint := 0;
-begin
-    if reached < 0 then
-        -- A cell holds nothing before 2020: the next claim walks from the beginning.
-        perform setval(('pgqueue._cell_' || record)::regclass, 0);
-        return;
-    end if;
-    if reached = known >> 12 then
-        select j.id into last_id from pgqueue.job as j where j.ctid = last_pick;
-        perform setval(('pgqueue._cell_' || record + 2)::regclass, last_id);
-    end if;
-    -- Back only if something was behind: others may have come further meanwhile.
-    known := case
-        when valid_until is null or reached >= known >> 12
-            then pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass)
-    end;
-    if (reached < known >> 12) is not true then
-        perform setval(
-            ('pgqueue._cell_' || record + 1)::regclass,
-            reached << 12 | case when last_id > 0 then last_id % 4095 + 1 else 0 end
-        );
-    end if;
-    if valid_until is not null then
-        perform setval(('pgqueue._cell_' || record)::regclass, valid_until);
-    end if;
-end;
-$$;
-
-comment on function pgqueue._leave_position(int, bigint, bigint, tid, bigint) is
-'Moves the position of a lane, known so far, to what has been reached, with this
-as the last of the picks. valid_until, with its tag, if the walk began at the
-beginning of the lane; null if it began at the position. Plans as claim sets
-it.';
 
 create or replace function pgqueue._filtered_walk(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz,
@@ -142,7 +100,7 @@ declare
     -- What others may take must not end up behind a position left by claims that pass it over.
     key bigint := hashtextextended(concat(queue, kinds, paused), lane);
     tag bigint := (key >> 20 & 4095) << 51;
-    record int := (key & 127) * 5;
+    record int := (key & 15) * 2;
     valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
     now_us bigint;
     position bigint;
@@ -151,6 +109,7 @@ declare
     start_id bigint := 0;
     began timestamptz;
     walked bigint;
+    reached bigint;
     picks tid[];
     last timestamptz;
     may_be_over boolean;
@@ -158,13 +117,13 @@ declare
     has_recovered boolean;
 begin
     if valid_until is not null then
-        -- The second record, when the first is somebody else's; either of them, when both are.
+        -- The second record, when the first is somebody else's; none, when both are.
         if valid_until >> 51 > 0 then
-            record := (key >> 7 & 127) * 5;
+            record := (key >> 4 & 15) * 2;
             valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
             if valid_until >> 51 > 0 then
                 valid_until := 0;
-                record := case when random() < 0.5 then record else (key & 127) * 5 end;
+                record := null;
             end if;
         end if;
         if valid_until > 0 then
@@ -175,7 +134,7 @@ begin
             if valid_until between now_us and now_us + 60000000 then
                 start := timestamptz '2020-01-01 00:00 UTC' + (position >> 12) * interval '1 microsecond';
                 if position & 4095 > 0 then
-                    start_id := pg_sequence_last_value(('pgqueue._cell_' || record + 2)::regclass);
+                    start_id := pg_sequence_last_value(('pgqueue._cell_tie_' || (key & 3))::regclass);
                 end if;
                 if (start < moment) is not true then
                     start := first;
@@ -256,12 +215,12 @@ begin
     then
         -- An enqueue that commits within 10 ms is never behind the position.
         last := least(case when cardinality(picks) = wanted then last end, moment - interval '10 milliseconds');
+        reached := (date_part('epoch', last) * 1000000)::bigint - 1577836800000000;
         perform pgqueue._leave_position(
-            record, position,
-            (date_part('epoch', last) * 1000000)::bigint - 1577836800000000,
-            picks[wanted],
+            key, record, position, reached,
+            case when reached = position >> 12 then (select j.id from pgqueue.job as j where j.ctid = picks[wanted]) end,
             case when start = first
-                then tag | pgqueue._since_2020(pgqueue._believed_until(began, interval '100 milliseconds'))
+                then pgqueue._since_2020(pgqueue._believed_until(began, interval '100 milliseconds'))
             end
         );
     end if;
@@ -293,6 +252,10 @@ declare
     of_groups record;
 begin
     picks := '{}';
+    if settings.age_after is not null and -1000 = any (noted) then
+        -- All are to be compared.
+        noted := null;
+    end if;
     if noted is null then
         live := pgqueue._due_lanes(queue, moment);
     end if;
@@ -306,6 +269,7 @@ begin
         lanes := served || coalesce(noted, live);
         for place in 1 .. cardinality(lanes) loop
             lane := lanes[place];
+            exit when lane = -1000;
             wanted := least(shares[place], max_jobs - cardinality(picks));
             -- A lane may have two turns.
             taken := case when served is not null then nullif(picks, '{}') end;
@@ -325,8 +289,16 @@ begin
             end if;
             exit when cardinality(picks) = max_jobs;
         end loop;
-        exit when picks <> '{}' or is_whole;
+        exit when is_whole or cardinality(picks) = max_jobs or picks <> '{}' and (-1000 = any (noted)) is not true;
         live := coalesce(live, pgqueue._due_lanes(queue, moment));
+        if -1000 = any (noted) then
+            -- Those that the list had no room for.
+            noted := array(
+                select l.lane from unnest(live) with ordinality as l (lane, place)
+                where l.lane <> all (noted) order by l.place
+            );
+            continue;
+        end if;
         noted := null;
         served := null;
         shares := null;

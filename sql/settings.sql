@@ -19,25 +19,25 @@ comment on function pgqueue._use(text) is
 'Remembers that a feature has been used, and that completions have to look for it
 from now on.';
 
-create or replace function pgqueue._mark(bits bigint)
+create or replace function pgqueue._mark(bits bigint, mask regclass default 'pgqueue.used_seq')
     returns void
     language plpgsql
 as $$
 begin
-    if pg_sequence_last_value('pgqueue.used_seq'::regclass) & bits = bits then
+    if pg_sequence_last_value(mask) & bits = bits then
         return;
     end if;
     -- One at a time; a rollback releases the lock.
     lock table pgqueue.used in share update exclusive mode;
-    perform setval('pgqueue.used_seq', pg_sequence_last_value('pgqueue.used_seq'::regclass) | bits);
+    perform setval(mask, pg_sequence_last_value(mask) | bits);
     raise sqlstate 'PQ003';
 exception when sqlstate 'PQ003' then
     null;
 end;
 $$;
 
-comment on function pgqueue._mark(bigint) is
-'Sets bits of used_seq, at once.';
+comment on function pgqueue._mark(bigint, regclass) is
+'Sets bits of used_seq, or of lanes_seq, at once.';
 
 create or replace function pgqueue._settings_bits(queue text)
     returns bigint
@@ -70,23 +70,41 @@ create or replace function pgqueue._defaults()
     language plpgsql
     immutable
 as $$
-declare
-    settings pgqueue.queue_in_force;
 begin
-    select
-        ''::text as queue, false as has_narrow, false as has_pauses, false as has_groups, false as has_caps,
-        false as paused, true as notify, false as keep_payloads, 20 as max_attempts, 7 as keep_runs,
-        null::int as max_payload_bytes, 1 as weight, null::int as group_limit, null::int as max_running,
-        null::int as rate_limit, interval '30 seconds' as lease, interval '5 seconds' as retry_base,
-        interval '1 hour' as retry_cap, interval '1 second' as rate_period, null::interval as age_after,
-        null::interval as keep_dead, interval '5 minutes' as wait_target, 'skip'::text as group_on_retry
-    into settings;
-    return settings;
+    return jsonb_populate_record(
+        null::pgqueue.queue_in_force,
+        (select jsonb_object_agg(s.name, s.fallback) from pgqueue._setting as s)
+            || '{"queue": "", "has_narrow": false, "has_pauses": false, "has_groups": false, "has_caps": false}'
+    );
 end;
 $$;
 
 comment on function pgqueue._defaults() is
 'What applies where nothing was set.';
+
+-- One expression, which a hot call can afford.
+do $do$
+begin
+    execute format(
+        $$
+            create or replace function pgqueue._overlaid(settings pgqueue.queue_in_force, said pgqueue.queue)
+                returns pgqueue.queue_in_force
+                language sql
+                immutable
+            as 'select row(
+                settings.queue, settings.has_narrow, settings.has_pauses, settings.has_groups, settings.has_caps, %s
+            )::pgqueue.queue_in_force'
+        $$,
+        (
+            select string_agg(format('coalesce(said.%1$I, settings.%1$I)', s.name), ', ' order by s.place)
+            from pgqueue._setting as s
+        )
+    );
+end;
+$do$;
+
+comment on function pgqueue._overlaid(pgqueue.queue_in_force, pgqueue.queue) is
+'These settings, overridden by what a more specific row sets.';
 
 create or replace function pgqueue._resolved(name text)
     returns pgqueue.queue_in_force
@@ -96,51 +114,39 @@ create or replace function pgqueue._resolved(name text)
     set enable_seqscan = off
 as $$
 declare
-    settings pgqueue.queue_in_force;
+    merged pgqueue.queue_in_force := pgqueue._defaults();
+    said pgqueue.queue;
+    settings record;
 begin
-    select
-        _resolved.name,
-        exists (
-            select from pgqueue.queue as q
-            where q.name in (_resolved.name, '') and (q.kind <> '' or q.group_key <> '')
-        ),
-        exists (
-            select from pgqueue.queue as q
-            where q.name in (_resolved.name, '') and num_nonnulls(q.paused, q.lease) > 0
-                and (q.kind <> '' or q.group_key <> '')
-        ),
-        exists (
-            select from pgqueue.queue as q
-            where q.name in (_resolved.name, '') and q.group_key <> ''
-                and num_nonnulls(q.weight, q.group_limit, q.group_on_retry, q.rate_limit, q.rate_period) > 0
-        ),
-        exists (
-            select from pgqueue.queue as q
-            where q.name in (_resolved.name, '') and left(q.group_key, 1) = ''
-                and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
-        ),
-        coalesce(own.paused, shared.paused, d.paused),
-        coalesce(own.notify, shared.notify, d.notify),
-        coalesce(own.keep_payloads, shared.keep_payloads, d.keep_payloads),
-        coalesce(own.max_attempts, shared.max_attempts, d.max_attempts),
-        coalesce(own.keep_runs, shared.keep_runs, d.keep_runs),
-        coalesce(own.max_payload_bytes, shared.max_payload_bytes),
-        coalesce(own.weight, shared.weight, d.weight),
-        coalesce(own.group_limit, shared.group_limit),
-        coalesce(own.max_running, shared.max_running),
-        coalesce(own.rate_limit, shared.rate_limit),
-        coalesce(own.lease, shared.lease, d.lease),
-        coalesce(own.retry_base, shared.retry_base, d.retry_base),
-        coalesce(own.retry_cap, shared.retry_cap, d.retry_cap),
-        coalesce(own.rate_period, shared.rate_period, d.rate_period),
-        coalesce(own.age_after, shared.age_after),
-        coalesce(own.keep_dead, shared.keep_dead),
-        coalesce(own.wait_target, shared.wait_target, d.wait_target),
-        coalesce(own.group_on_retry, shared.group_on_retry, d.group_on_retry)
-    into settings
-    from pgqueue._defaults() as d
-    left join pgqueue.queue as own on own.name = _resolved.name and own.kind = '' and own.group_key = ''
-    left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and shared.group_key = '';
+    for said in
+        select q.*
+        from pgqueue.queue as q
+        where q.name in (_resolved.name, '') and q.kind = '' and q.group_key = ''
+        order by q.name <> ''
+    loop
+        merged := pgqueue._overlaid(merged, said);
+    end loop;
+    settings := merged;
+    settings.queue := name;
+    settings.has_narrow := exists (
+        select from pgqueue.queue as q
+        where q.name in (_resolved.name, '') and (q.kind <> '' or q.group_key <> '')
+    );
+    settings.has_pauses := exists (
+        select from pgqueue.queue as q
+        where q.name in (_resolved.name, '') and num_nonnulls(q.paused, q.lease) > 0
+            and (q.kind <> '' or q.group_key <> '')
+    );
+    settings.has_groups := exists (
+        select from pgqueue.queue as q
+        where q.name in (_resolved.name, '') and q.group_key <> ''
+            and num_nonnulls(q.weight, q.group_limit, q.group_on_retry, q.rate_limit, q.rate_period) > 0
+    );
+    settings.has_caps := exists (
+        select from pgqueue.queue as q
+        where q.name in (_resolved.name, '') and left(q.group_key, 1) = ''
+            and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
+    );
     return settings;
 end;
 $$;
@@ -208,6 +214,7 @@ create or replace function pgqueue._in_force(queue text, kind text default '', g
 as $$
 declare
     settings record;
+    merged pgqueue.queue_in_force;
     other pgqueue.queue;
 begin
     if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> (hashtext(_in_force.queue) & 255) % 63 & 1 = 0 then
@@ -227,6 +234,7 @@ begin
         settings.rate_period := '1 second';
     end if;
     if (kind <> '' or group_key <> '') and settings.has_narrow then
+        merged := settings;
         for other in
             select q.*
             from pgqueue.queue as q
@@ -235,22 +243,9 @@ begin
                 and (q.kind <> '' or q.group_key <> '')
             order by q.group_key <> '', q.group_key <> '*', q.kind <> '', q.name <> ''
         loop
-            settings.paused := coalesce(other.paused, settings.paused);
-            settings.keep_payloads := coalesce(other.keep_payloads, settings.keep_payloads);
-            settings.max_attempts := coalesce(other.max_attempts, settings.max_attempts);
-            settings.keep_runs := coalesce(other.keep_runs, settings.keep_runs);
-            settings.max_payload_bytes := coalesce(other.max_payload_bytes, settings.max_payload_bytes);
-            settings.weight := coalesce(other.weight, settings.weight);
-            settings.group_limit := coalesce(other.group_limit, settings.group_limit);
-            settings.max_running := coalesce(other.max_running, settings.max_running);
-            settings.rate_limit := coalesce(other.rate_limit, settings.rate_limit);
-            settings.lease := coalesce(other.lease, settings.lease);
-            settings.retry_base := coalesce(other.retry_base, settings.retry_base);
-            settings.retry_cap := coalesce(other.retry_cap, settings.retry_cap);
-            settings.rate_period := coalesce(other.rate_period, settings.rate_period);
-            settings.keep_dead := coalesce(other.keep_dead, settings.keep_dead);
-            settings.group_on_retry := coalesce(other.group_on_retry, settings.group_on_retry);
+            merged := pgqueue._overlaid(merged, other);
         end loop;
+        return merged;
     end if;
     return settings;
 end;
@@ -258,8 +253,8 @@ $$;
 
 comment on function pgqueue._in_force(text, text, text) is
 'The settings in force for a queue, or for a kind or group in it (empty or null:
-none), each from the most specific row that sets it: of the group, of the kind,
-of the queue, of all; else the defaults, which are written here.';
+none), each from the narrowest row that says it: of the group, of the kind, of
+the queue, of all; else the defaults.';
 
 create or replace function pgqueue._paused(queue text, is_paused boolean)
     returns jsonb
@@ -308,11 +303,7 @@ create or replace function pgqueue._drop_empty_settings(written tid[])
 as $$
 begin
     delete from pgqueue.queue as q
-    where q.ctid = any (written) and num_nonnulls(
-        q.paused, q.notify, q.keep_payloads, q.max_attempts, q.keep_runs, q.max_payload_bytes, q.weight,
-        q.group_limit, q.max_running, q.rate_limit, q.lease, q.retry_base, q.retry_cap, q.rate_period,
-        q.age_after, q.keep_dead, q.wait_target, q.group_on_retry
-    ) = 0;
+    where q.ctid = any (written) and jsonb_strip_nulls(to_jsonb(q) - '{name,kind,group_key}'::text[]) = '{}';
 end;
 $$;
 
@@ -331,6 +322,91 @@ $$;
 
 comment on function pgqueue._begin_change() is
 'Waits for others that change settings.';
+
+create or replace function pgqueue._set(queue text, kind text, group_key text, given jsonb, reset boolean)
+    returns void
+    language plpgsql
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+declare
+    scope jsonb := jsonb_build_object('name', queue, 'kind', kind, 'group_key', group_key);
+    before jsonb;
+begin
+    delete from pgqueue.queue as q
+    where q.name = _set.queue and q.kind = _set.kind and q.group_key = _set.group_key
+    returning to_jsonb(q) into before;
+    given := jsonb_strip_nulls(
+        case when reset then jsonb_build_object('paused', before -> 'paused') else coalesce(before, '{}') end
+            || scope || given
+    );
+    -- A row that sets nothing is dropped. Only what an old snapshot cannot see conflicts, and that raises.
+    if given <> scope then
+        insert into pgqueue.queue
+        select q.* from jsonb_populate_record(null::pgqueue.queue, given) as q
+        on conflict do nothing;
+    end if;
+end;
+$$;
+
+comment on function pgqueue._set(text, text, text, jsonb, boolean) is
+'Sets for a queue, kind and group (empty for all) what is given, by name, in
+addition to what was set before, or instead of it, except paused.';
+
+create or replace function pgqueue._check_settings(given jsonb, kind text, group_key text)
+    returns text[]
+    language plpgsql
+    stable
+as $$
+begin
+    return coalesce(
+        (
+            select array[
+                format('%s must be %s', s.name, s.said),
+                format('It is %s.', case when s.type = 'text' then to_json(g.value)::text else g.value end),
+                s.meaning || '. Omit a setting to keep it as it is.'
+            ]
+            from jsonb_each_text(given) as g
+            join pgqueue._setting as s on s.name = g.key
+            where not case s.type
+                when 'int' then g.value::int between s.range[1]::int and coalesce(s.range[2], g.value)::int
+                when 'interval' then g.value::interval between s.range[1]::interval and s.range[2]::interval
+                when 'text' then g.value = any (s.range)
+                else true
+            end
+            order by s.place
+            limit 1
+        ),
+        (
+            select array[
+                format('%s cannot be set for %s', s.name, n.what),
+                format('It is %s, for %s.', g.value, concat_ws(
+                    ' and ', 'kind "' || _check_settings.kind || '"', 'group "' || _check_settings.group_key || '"'
+                )),
+                format('%s. Set it in a call without %s.', s.meaning, case n.what
+                    when 'a kind' then 'kind'
+                    when 'a kind and a group together' then 'one of the two'
+                    else 'group_key'
+                end)
+            ]
+            from jsonb_each_text(given) as g
+            join pgqueue._setting as s on s.name = g.key
+            cross join unnest(s.not_for) as n (what)
+            where case n.what
+                when 'a kind' then _check_settings.kind is not null
+                when 'a group' then _check_settings.group_key is not null
+                when 'each group' then _check_settings.group_key = '*'
+                else num_nonnulls(_check_settings.kind, _check_settings.group_key) = 2
+            end
+            order by s.place
+            limit 1
+        )
+    );
+end;
+$$;
+
+comment on function pgqueue._check_settings(jsonb, text, text) is
+'Refuses a setting outside its range, or for a kind or group that cannot have it.';
 
 create or replace function pgqueue.configure(
     queue text,
@@ -363,76 +439,31 @@ create or replace function pgqueue.configure(
 as $$
 #variable_conflict use_column
 declare
+    given jsonb := jsonb_strip_nulls(jsonb_build_object(
+        'lease', configure.lease, 'max_attempts', configure.max_attempts, 'retry_base', configure.retry_base,
+        'retry_cap', configure.retry_cap, 'keep_runs', configure.keep_runs,
+        'max_payload_bytes', configure.max_payload_bytes, 'notify', configure.notify, 'weight', configure.weight,
+        'group_limit', configure.group_limit, 'group_on_retry', configure.group_on_retry,
+        'max_running', configure.max_running, 'rate_limit', configure.rate_limit,
+        'rate_period', configure.rate_period, 'age_after', configure.age_after, 'keep_dead', configure.keep_dead,
+        'keep_payloads', configure.keep_payloads, 'wait_target', configure.wait_target
+    ));
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_scope(configure.queue, configure.kind, configure.group_key),
-        pgqueue._check_settings(
-            configure.lease, configure.max_attempts, configure.retry_base, configure.retry_cap,
-            configure.keep_runs, configure.max_payload_bytes, configure.weight,
-            configure.group_limit, configure.group_on_retry, configure.max_running,
-            configure.rate_limit, configure.rate_period, configure.age_after, configure.keep_dead,
-            configure.wait_target
-        ),
-        pgqueue._check_narrow(
-            configure.kind, configure.group_key, configure.notify, configure.weight,
-            configure.group_limit, configure.group_on_retry, configure.max_running,
-            configure.rate_limit, configure.age_after, configure.keep_dead, configure.wait_target
-        )
+        pgqueue._check_lease(configure.lease),
+        pgqueue._check_settings(given, configure.kind, configure.group_key)
     ));
-    written tid;
 begin
     perform pgqueue._begin_change();
-    if configure.reset then
-        update pgqueue.queue as q
-        set notify = null, keep_payloads = null, max_attempts = null, keep_runs = null,
-            max_payload_bytes = null, weight = null, group_limit = null, max_running = null,
-            rate_limit = null, lease = null, retry_base = null, retry_cap = null, rate_period = null,
-            age_after = null, keep_dead = null, wait_target = null, group_on_retry = null
-        where q.name = coalesce(configure.queue, '') and q.kind = coalesce(configure.kind, '')
-            and q.group_key = coalesce(configure.group_key, '');
-    end if;
-    insert into pgqueue.queue as q (
-        name, kind, group_key, notify, keep_payloads, max_attempts, keep_runs, max_payload_bytes, weight,
-        group_limit, max_running, rate_limit, lease, retry_base, retry_cap, rate_period, age_after,
-        keep_dead, wait_target, group_on_retry
-    )
-    values (
-        coalesce(configure.queue, ''), coalesce(configure.kind, ''), coalesce(configure.group_key, ''),
-        configure.notify, configure.keep_payloads, configure.max_attempts, configure.keep_runs,
-        configure.max_payload_bytes, configure.weight, configure.group_limit, configure.max_running,
-        configure.rate_limit, configure.lease, configure.retry_base, configure.retry_cap,
-        configure.rate_period, configure.age_after, configure.keep_dead, configure.wait_target,
-        configure.group_on_retry
-    )
-    on conflict (name, kind, group_key) do update set
-        notify = coalesce(excluded.notify, q.notify),
-        keep_payloads = coalesce(excluded.keep_payloads, q.keep_payloads),
-        max_attempts = coalesce(excluded.max_attempts, q.max_attempts),
-        keep_runs = coalesce(excluded.keep_runs, q.keep_runs),
-        max_payload_bytes = coalesce(excluded.max_payload_bytes, q.max_payload_bytes),
-        weight = coalesce(excluded.weight, q.weight),
-        group_limit = coalesce(excluded.group_limit, q.group_limit),
-        max_running = coalesce(excluded.max_running, q.max_running),
-        rate_limit = coalesce(excluded.rate_limit, q.rate_limit),
-        lease = coalesce(excluded.lease, q.lease),
-        retry_base = coalesce(excluded.retry_base, q.retry_base),
-        retry_cap = coalesce(excluded.retry_cap, q.retry_cap),
-        rate_period = coalesce(excluded.rate_period, q.rate_period),
-        age_after = coalesce(excluded.age_after, q.age_after),
-        keep_dead = coalesce(excluded.keep_dead, q.keep_dead),
-        wait_target = coalesce(excluded.wait_target, q.wait_target),
-        group_on_retry = coalesce(excluded.group_on_retry, q.group_on_retry)
-    returning q.ctid into written;
-    perform pgqueue._drop_empty_settings(array[written]);
+    perform pgqueue._set(
+        coalesce(configure.queue, ''), coalesce(configure.kind, ''), coalesce(configure.group_key, ''), given,
+        configure.reset
+    );
     perform pgqueue._resolve(coalesce(configure.queue, ''));
-    if num_nonnulls(configure.keep_runs, configure.keep_payloads) > 0 then
-        perform pgqueue._use('keep');
-    end if;
-    if num_nonnulls(configure.group_limit, configure.max_running, configure.rate_limit) > 0 then
-        perform pgqueue._use('permits');
-    end if;
-    if num_nonnulls(
-        configure.group_limit, configure.max_running, configure.rate_limit, configure.rate_period
-    ) > 0 or configure.reset and pg_relation_size('pgqueue.permit') > 0
+    perform pgqueue._use(s.feature)
+    from (select distinct s.feature from pgqueue._setting as s where given ? s.name and s.feature is not null) as s;
+    if given ?| '{group_limit,max_running,rate_limit,rate_period}'
+        or configure.reset and pg_relation_size('pgqueue.permit') > 0
     then
         if configure.kind is null and (configure.group_key is not null or configure.group_limit is not null or configure.reset)
         then
@@ -450,27 +481,24 @@ begin
 end;
 $$;
 
-comment on function pgqueue.configure(
-    text, interval, int, interval, interval, int, int, boolean, boolean, text, text, int, int, text,
-    int, int, interval, interval, interval, boolean, interval
-) is
-'Changes the given settings and leaves the rest; reset first clears all that was
-set. A null queue sets them for every queue without its own; with kind or
-group_key, for that kind or group. The most specific wins: group, kind,
-queue, all. lease: up to 30 days. max_attempts: from 1. retry_base, retry_cap:
-first and longest delay, up to 1 year. keep_runs: days in run, 0 to 14.
-keep_payloads: whether run keeps what rerun needs. keep_dead: how long dead
-jobs are kept, 1 second to 10 years. max_payload_bytes: from 1. notify (only
-for a queue): may enqueue send NOTIFY.
-For a queue''s groups, or for one group: weight, 1 to 100, how many
-jobs are served for each one of a group of weight 1; group_limit, 1 to 1000;
-group_on_retry, skip or block. For a queue or a kind: max_running, 1 to 1000
-jobs at once. For a queue, a kind or a group (* for each group): rate_limit, 1
-to 1000 jobs that begin in any rate_period, 1 millisecond to 1 day, default 1
-second; all of these apply together. For a queue: age_after, 1 second to 1
-year, for each of which a waiting job counts as one priority higher; and
-wait_target, 1 second to 1 year, beyond which health warns.
-Raises 22023 (bad argument).';
+do $do$
+begin
+    execute format(
+        'comment on function %s is %L',
+        'pgqueue.configure'::regproc::regprocedure,
+        $$Sets what is named and leaves the rest; reset first forgets all that was set.
+A null queue sets it for every queue that says nothing else; with kind or
+group_key it is set for that kind or group (* for each group). The narrower
+wins: group, kind, queue, all; but max_running and rate_limit hold beside each
+other. What is of groups is, set for a queue, that of each of its groups.
+$$ || (
+            select string_agg(format(E'%s (%s):\n  %s.', s.name, s.facts, s.meaning), E'\n' order by s.place)
+            from pgqueue._setting as s
+            where s.name <> 'paused'
+        ) || E'\nRaises 22023 (bad argument).'
+    );
+end;
+$do$;
 
 create or replace function pgqueue._set_paused(queue text, kind text, group_key text, paused boolean)
     returns void
@@ -502,12 +530,10 @@ begin
         returning q.ctid
     )
     select array_agg(c.ctid) into written from cleared as c;
-    insert into pgqueue.queue as q (name, kind, group_key, paused)
-    values (
-        coalesce(_set_paused.queue, ''), coalesce(_set_paused.kind, ''),
-        coalesce(_set_paused.group_key, ''), _set_paused.paused
-    )
-    on conflict (name, kind, group_key) do update set paused = excluded.paused;
+    perform pgqueue._set(
+        coalesce(queue, ''), coalesce(kind, ''), coalesce(group_key, ''),
+        jsonb_build_object('paused', _set_paused.paused), false
+    );
     -- "Not paused" matters only while something wider is paused.
     with cleared as (
         update pgqueue.queue as q

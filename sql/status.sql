@@ -2,11 +2,9 @@
 --
 -- A waiting session listens on the channel pgqueue, and holds shared session locks of the class 7366516:
 -- (7366516, 256) for any job, and (7366516, the job's id modulo 256). The end of jobs first deletes
--- them, then checks whether these locks are free (many jobs: the first of them, and only if that is
--- taken the others), and sends a notification only if not. So nobody pays for it while nobody waits.
---
--- Completions check the locks only if anybody has ever waited (table used), complete() only while a cell
--- says that somebody has within the last minute: await() writes both first of all.
+-- them, then checks whether these locks are free (the first of them, and only if that is taken the
+-- others), and sends a notification only if not. It checks only while a cell says that somebody has waited
+-- within the last minute: await() writes it first of all. So nobody pays for it while nobody waits.
 --
 -- await() takes the locks first, then looks for the job, with a new snapshot. No end is missed:
 --   - An end that checks the locks after that finds them, and its notification comes with its commit.
@@ -324,6 +322,11 @@ as $$
 declare
     ended record;
 begin
+    if (
+        pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(clock_timestamp())
+    ) is not true or pg_try_advisory_lock(7366516, 256) and pg_advisory_unlock(7366516, 256) then
+        return;
+    end if;
     for ended in
         select distinct (e.id & 255)::int as fold, e.queue from unnest(job_ids, queues) as e (id, queue)
     loop
@@ -339,26 +342,4 @@ $$;
 
 comment on function pgqueue._tell_end(bigint[], text[]) is
 'Notifies sessions that wait for one of these jobs, which this transaction has
-deleted, when it commits. Without queues: none of them forbids notifications.';
-
-create or replace function pgqueue._tell_completed(job_ids bigint[], moment timestamptz)
-    returns void
-    language plpgsql
-    set enable_bitmapscan = on
-as $$
-begin
-    if not exists (
-        select from pgqueue.queue as q where q.group_key = '' and q.kind = '' and q.notify = false
-    ) then
-        perform pgqueue._tell_end(job_ids, null);
-        return;
-    end if;
-    -- Their rows are gone; run knows which queues they were in.
-    perform pgqueue._tell_end(array_agg(r.job_id), array_agg(r.queue))
-    from pgqueue.run as r
-    where r.finished_at = _tell_completed.moment and r.job_id = any (_tell_completed.job_ids);
-end;
-$$;
-
-comment on function pgqueue._tell_completed(bigint[], timestamptz) is
-'_tell_end, for the jobs that complete_many has completed at this moment.';
+deleted, when it commits.';

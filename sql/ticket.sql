@@ -202,10 +202,12 @@ create or replace function pgqueue._reopened(
     language plpgsql
 as $$
 begin
-    perform pgqueue._reopen_lane(o.queue, o.lane)
+    perform pgqueue._announce(o.queue, o.lane, o.run_at)
     from (
-        select distinct u.queue, u.priority + 1000 * num_nonnulls(u.key) as lane
-        from unnest(_reopened.queues, _reopened.priorities, _reopened.group_keys) as u (queue, priority, key)
+        select u.queue, u.priority + 1000 * num_nonnulls(u.key) as lane, min(u.run_at) as run_at
+        from unnest(_reopened.queues, _reopened.priorities, _reopened.group_keys, _reopened.run_ats)
+            as u (queue, priority, key, run_at)
+        group by 1, 2
     ) as o;
     if num_nonnulls(variadic group_keys) > 0 then
         perform pgqueue._wake_groups(queues, group_keys);
@@ -440,22 +442,22 @@ declare
     ends int := 1 + coalesce(pg_sequence_last_value('pgqueue._cell_groups_swept') > -9223372036854775808, false)::int;
     pages int := pg_relation_size('pgqueue.permit') / current_setting('block_size')::int;
 begin
-    loop
+    for step in 1 .. 20 loop
         pages := pages - 2;
         perform pgqueue._sweep_permits();
         ends := ends - ((pgqueue._sweep_some(25))[1] < 25)::int;
-        exit when ends <= 0 and pages <= 0;
-        if clock_timestamp() > moment + interval '20 milliseconds' then
-            return false;
+        if ends <= 0 and pages <= 0 then
+            return true;
         end if;
+        exit when clock_timestamp() > moment + interval '20 milliseconds';
     end loop;
-    return true;
+    return false;
 end;
 $$;
 
 comment on function pgqueue._sweep_all(timestamptz) is
-'Sweeps all permits and groups, unless that takes more than 20 ms from this
-moment; returns whether it did.';
+'Sweeps the next 500 groups and 40 pages of permits, or fewer if that takes more
+than 20 ms from this moment; returns whether these are all.';
 
 create or replace function pgqueue._group_tuples()
     returns bigint

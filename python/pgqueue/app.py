@@ -26,6 +26,8 @@ R = TypeVar("R")
 H = TypeVar("H", bound=Callable[..., Any])
 Seconds = float | timedelta
 Middleware = Callable[[Job], AbstractContextManager[Any]]
+# The header of a job that was given more attempts than its handler has.
+MAX_ATTEMPTS = "max_attempts"
 CatchUp = Literal["skip", "one", "all"]
 
 
@@ -153,6 +155,9 @@ class Task(Generic[P, R]):
         """
         payload = self.arguments.payload(args, kwargs)
         options: dict[str, Any] = {"kind": self.kind, **self.options}
+        given, own = options.get("max_attempts"), self.policy.max_attempts
+        if given is not None and own is not None and given > own:
+            options["headers"] = {**(options.get("headers") or {}), MAX_ATTEMPTS: given}
         return enqueue(conn, options.pop("queue"), payload, **options)
 
 

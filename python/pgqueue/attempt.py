@@ -8,8 +8,8 @@ import contextvars
 import json
 import os
 import random
+import re
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,14 +17,25 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from pgqueue import tracing
-from pgqueue.app import App, Middleware, Policy, Reject, Retry, Snooze, Task
+from pgqueue.app import (
+    MAX_ATTEMPTS,
+    App,
+    Middleware,
+    Policy,
+    Reject,
+    Retry,
+    Snooze,
+    Task,
+)
 from pgqueue.client import LeaseLost
 from pgqueue.drivers import run_without_loop
 from pgqueue.job import Job
 from pgqueue.payload import to_json
+from pgqueue.terminal import trace
 
 COMPLETE = "select pgqueue.complete(%s, %s, %s::pg_catalog.jsonb)"
 LARGEST_RESULT = 64_000_000  # bytes; pgqueue.finish() takes no more
+NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # as JSON writes it
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +82,7 @@ class Attempt:
     expires: float = float("inf")  # monotonic, as all moments here
     is_cancelled: bool = False  # an operator asked it to stop
     connection: Any = None
+    waits_since: float = float("inf")  # for the server, by statements of ours
     started: float = 0.0
     stops_since: float = 0.0  # when it had to stop, by a timeout or otherwise
     runs_in: asyncio.Task[None] | None = None  # if async and begun
@@ -164,10 +176,11 @@ async def _run(
         async with connect() as attempt.connection:
             outcome = await _call(attempt, middleware)
             params = attempt.id, attempt.token, outcome.text
+            attempt.waits_since = time.monotonic()
             executed = attempt.connection.execute(COMPLETE, params)
             if attempt.task.is_async:
                 await executed
-        return Outcome("none", outcome.text)
+        return Outcome("none", outcome.text, error=outcome.error)
     except BaseException as error:  # whatever a handler raises fails its job only
         return judge(attempt, error)
     finally:
@@ -209,15 +222,30 @@ def _end_fork(generation: int) -> None:
 
 
 def completed(result: Any) -> Outcome:
-    """Encode a result; raises ValueError or TypeError if it cannot be stored."""
+    """Encode a result; one that cannot be stored is replaced by the reason.
+
+    The work is done: to fail for want of a result would do it again.
+    """
     if result is None:
         return COMPLETED
-    text = to_json(result, "result")
-    if text and len(text) > LARGEST_RESULT:
+    try:
+        return Outcome("complete", _storable_json(result))
+    except Exception as error:  # also what the result's own class raises
+        reason = describe(error).partition("\n")[0]
+        return Outcome("complete", to_json({"not_stored": reason}, ""), error=error)
+
+
+def _storable_json(result: Any) -> str:
+    text = to_json(result, "result") or ""
+    if len(text) > LARGEST_RESULT:
         raise ValueError(
             f"the result has {len(text)} of at most {LARGEST_RESULT} bytes"
         )
-    return Outcome("complete", text)
+    if "\\u0000" in text and NUL.search(text):
+        raise ValueError("the result has a NUL character")
+    if "\\ud" in text:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()  # halves of pairs
+    return text
 
 
 def judge(attempt: Attempt, error: BaseException) -> Outcome:
@@ -243,7 +271,7 @@ def _judge(attempt: Attempt, error: BaseException) -> Outcome:
         if attempt.is_late():
             error = TimeoutError(f"timed out after {attempt.timeout:g} seconds")
     policy = attempt.task.policy
-    is_final = _is_final(error, policy, attempt.number)
+    is_final = _is_final(error, policy, attempt)
     delay = _backoff(policy, attempt.number)
     if isinstance(error, Retry) and error.after is not None:
         delay = error.after
@@ -251,9 +279,12 @@ def _judge(attempt: Attempt, error: BaseException) -> Outcome:
     return Outcome(name, describe(error), delay, error=error)
 
 
-def _is_final(error: BaseException, policy: Policy, number: int) -> bool:
-    if policy.max_attempts is not None and number >= policy.max_attempts:
-        return True
+def _is_final(error: BaseException, policy: Policy, attempt: Attempt) -> bool:
+    if policy.max_attempts is not None and attempt.number >= policy.max_attempts:
+        # The job may have more, which the queue gives to those that do not ask.
+        headers = _decode(attempt.headers)[0] if attempt.headers else {}
+        if not (isinstance(headers, dict) and headers.get(MAX_ATTEMPTS)):
+            return True
     if isinstance(error, Retry):
         return False
     is_given_up = isinstance(error, (Reject, *policy.give_up_on))
@@ -269,15 +300,12 @@ def _backoff(policy: Policy, number: int) -> timedelta | None:
 
 
 def describe(error: BaseException) -> str:
-    """Show an error: in the first line a summary, to find it by; then the traceback.
-
-    The end of a long traceback says the most.
-    """
+    """Show an error: a summary in the first line, by which it is found; then the traceback."""
     try:
-        said = " ".join(str(error).split())
+        said = " ".join(str(error)[:2000].split())
         text = f"{type(error).__name__}: {said[:500]}" if said else type(error).__name__
         if error.__traceback__:
-            text += "\n\n" + "".join(traceback.format_exception(error))[-6000:]
+            text += "\n\n" + trace(error)
     except BaseException as worse:
         text = f"{type(error).__name__}, which raised {type(worse).__name__} when shown"
     return storable(text)

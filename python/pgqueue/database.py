@@ -32,6 +32,7 @@ PATIENCE = {
 }
 ENVIRONMENT = {"PGCONNECT_TIMEOUT": "connect_timeout", "PGAPPNAME": "application_name"}
 
+READ_COMMITTED = psycopg.IsolationLevel.READ_COMMITTED
 SEARCH_PATH = "search_path = pg_catalog, pg_temp"
 
 # What waiting cannot fix: no such schema, or other functions in it.
@@ -71,21 +72,26 @@ def named(dsn: str, name: str) -> str:
 
 
 def connect(dsn: str) -> Connection:
-    """Connect: autocommit, READ COMMITTED, prepared statements unless behind a pooler."""
+    """Connect, and `set_up` the connection."""
     conn = psycopg.connect(dsn, autocommit=True, prepare_threshold=None)
     try:
-        conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
-        if not is_pooled(conn):
-            conn.execute(f"set {SEARCH_PATH}")
-            conn.prepare_threshold = 0
-            conn.execute("set default_transaction_isolation = 'read committed'")
-            # Compiling a plan takes longer than any of our statements.
-            conn.execute("set jit = off")
-            conn.execute("set idle_session_timeout = 0")
+        set_up(conn)
     except BaseException:
         conn.close()
         raise
     return conn
+
+
+def set_up(conn: Connection) -> None:
+    """Have READ COMMITTED and, unless behind a pooler, prepare statements."""
+    conn.isolation_level = READ_COMMITTED
+    if not is_pooled(conn):
+        conn.execute(f"set {SEARCH_PATH}")
+        conn.prepare_threshold = 0
+        conn.execute("set default_transaction_isolation = 'read committed'")
+        # Compiling a plan takes longer than any of our statements.
+        conn.execute("set jit = off")
+        conn.execute("set idle_session_timeout = 0")
 
 
 def transaction(conn: Connection) -> AbstractContextManager[Any]:

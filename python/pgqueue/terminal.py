@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,7 @@ import psycopg
 from psycopg.rows import TupleRow
 
 LINES = "\n\t"
+LONGEST = 2000  # characters that a line of a traceback, or of a log, may have
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -48,6 +50,21 @@ def sentences(said: psycopg.errors.Diagnostic) -> str:
     """Join the server's message without its context, which names SQL functions."""
     parts = said.message_primary, said.message_detail, said.message_hint
     return ". ".join(part.rstrip(".") for part in parts if part)
+
+
+def trace(error: BaseException, most: int = 6000) -> str:
+    """Show an error with its traceback: the end of it, which says most.
+
+    A long message does not push the stack out.
+    """
+    parts = traceback.TracebackException.from_exception(error).format()
+    return "".join(_cut_line(part) for part in parts)[-most:]
+
+
+def _cut_line(line: str) -> str:
+    if len(line) <= LONGEST:
+        return line
+    return f"{line[:LONGEST]}… ({len(line)} characters)\n"
 
 
 def version() -> str:

@@ -144,6 +144,9 @@ def prepare(names: list[str]) -> list[System]:
             system.run("install")
         else:
             reset(system)
+        if system.besides:
+            with session(system.database) as conn:
+                conn.execute(system.besides)
         told = f"{system.name} {system.version}".strip()
         print(f"{told}: {system.settings}", flush=True)
         found.append(system)
@@ -164,11 +167,13 @@ def run(
         for system in measured:
             if not workload.takes(system) or system.name in failed:
                 continue
+            if system.only and workload.name not in system.only:
+                continue
             began = time.monotonic()
             try:
                 one[system.name] = workload.run(system, size)
             except (DriverError, RuntimeError, OSError, psycopg.Error) as error:
-                if system.name == "pgqueue":
+                if system.is_ours:
                     raise
                 failed[system.name] = str(error).strip().partition("\n")[0]
             except subprocess.TimeoutExpired:
@@ -192,7 +197,7 @@ def check(system: System, samples: Samples, violations: Mapping[str, str]) -> No
         if any(wrong.values()):
             text = ", ".join(f"{count} {what}" for what, count in wrong.items())
             print(f"{system.name}, {title}: {text}", file=sys.stderr)
-            if system.name == "pgqueue":
+            if system.is_ours:
                 sys.exit(1)
 
 

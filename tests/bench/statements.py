@@ -84,6 +84,13 @@ PGQUEUE = Statements(
     idle="listen pgqueue; select pgqueue.rest(array['bench'])",
 )
 
+# Every real install has a setting, a schedule and a limit, if of another queue.
+BESIDES = """
+select pgqueue.configure('other', max_attempts => 3, retry_base => '1 second');
+select pgqueue.configure('limited', group_limit => 1, max_running => 10);
+select pgqueue.schedule('nightly', 'other', cron => '0 3 1 1 *');
+"""
+
 PGMQ = Statements(
     depth="select coalesce(sum(queue_length), 0) from pgmq.metrics_all()",
     reset="truncate pgmq.q_bench",

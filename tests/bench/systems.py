@@ -44,6 +44,9 @@ class System:
     slow: int = 1
     groups: str = ""
     purpose: str = ""  # of a second database
+    driver: str = ""  # of another name
+    besides: str = ""  # what else its install is used for
+    only: tuple[str, ...] = ()  # workloads, if not all
     noop: str = ""  # the kind "noop" or "sync", once one has proved to be faster
     command: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
@@ -59,7 +62,11 @@ class System:
 
     @property
     def is_rival(self) -> bool:
-        return self.name != "pgqueue" and bool(self.command)
+        return not self.is_ours and bool(self.command)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name in ("pgqueue", "pgqueue-alone")
 
     def run(self, verb: str, **arguments: Any) -> dict[str, Any]:
         """Do one verb and return its answer."""
@@ -98,13 +105,14 @@ class System:
             self.command = (str(node), str(HERE / "rivals" / f"{self.name}.mjs"))
             self.environment = {"BENCH_NODE_MODULES": str(home)}
         elif self.kind == "pip":
-            home = folder / self.name
+            driver = self.driver or self.name
+            home = folder / driver
             python = str(home / "bin" / "python")
             if not self._mark(home).exists():
                 _quietly(sys.executable, "-m", "venv", str(home))
                 _quietly(python, "-m", "pip", "install", *self.packages)
             # As a module: as a script, NAME.py would hide the package NAME from itself.
-            self.command = (python, "-m", f"bench.rivals.{self.name}")
+            self.command = (python, "-m", f"bench.rivals.{driver}")
             tests = HERE.parent
             paths = f"{tests}{os.pathsep}{tests.parent / 'python'}"
             self.environment = {"PYTHONPATH": paths}
@@ -125,6 +133,17 @@ SYSTEMS = (
         "the worker as it comes (concurrency 10), uvloop; sleeps: 32 at once",
         statements.PGQUEUE,
         groups="group_limit 1, 32 at once",
+        besides=statements.BESIDES,
+    ),
+    System(
+        "pgqueue-alone",
+        "here",
+        "pip",
+        ("psycopg[binary]", "uvloop"),
+        "the same in a database in which nothing else was ever configured",
+        statements.PGQUEUE,
+        driver="pgqueue",
+        only=("enqueue", "drains", "lifecycle"),
     ),
     System(
         "pgmq",

@@ -5,8 +5,8 @@ import ast
 import asyncio
 import json
 import logging
-import os
 import re
+import socket
 import subprocess
 import threading
 import time
@@ -28,7 +28,7 @@ LEVELS = {"warning", "error", "critical", "exception"}
 ENDED = "%s: %s%s"  # how an attempt ended, at a level that depends on it
 NO_RETRY = "select pgqueue.configure(null, retry_base => '1 hour')"
 # At the beginning of a line of text; what is below it is indented.
-STAMP = r"\d{4}-\d\d-\d\d [\d:,]+ \d+ (DEBUG|INFO|WARNING|ERROR) "
+STAMP = r"\d{4}-\d\d-\d\d [\d:,]+[+-]\d{4} \d+ (DEBUG|INFO|WARNING|ERROR) "
 
 
 def logged() -> list[tuple[str, str]]:
@@ -126,6 +126,35 @@ def test_each_attempt_has_one_line_at_its_level_and_one_traceback_if_it_failed(
             assert field in line
 
 
+LONG_ERRORS = """
+import logging.config
+import pgqueue
+logging.config.dictConfig({"version": 1})  # and so disables all loggers that there are
+app = pgqueue.App()
+
+def deep_down():
+    raise ValueError("x" * 100_000_000)
+
+@app.job("long")
+def long():
+    deep_down()
+"""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_an_error_of_any_length_shows_its_stack_in_a_log_of_some_kilobytes(
+    run, db, tmp_path, form
+) -> None:
+    (tmp_path / "long_errors.py").write_text(LONG_ERRORS)
+    pgqueue.enqueue_many(db, QUEUE, [None] * 3, kind="long", max_attempts=1)
+    args = "--app", "long_errors", "-q", QUEUE, "--burst", "--log-format", form
+    log = run("pgqueue.worker", *args).stderr
+    assert len(log) < 30_000
+    assert log.count("in deep_down") == log.count("100000013 characters") == 3
+    for error in db.execute("select error from pgqueue.dead_job"):
+        assert "in deep_down" in error[0]
+
+
 def test_a_job_that_has_not_begun_and_is_given_back_has_no_line(db, workers) -> None:
     jobs = pgqueue.enqueue_many(db, QUEUE, [None] * 3, kind="no such")
     assert workers.start("--burst").wait(30) == 0
@@ -197,7 +226,8 @@ def test_a_child_that_cannot_live_is_restarted_less_and_less_often() -> None:
     parent = supervisor.Supervisor(1, burst=False)
     for _ in range(8):
         process = subprocess.Popen(["false"])
-        child = supervisor.Child(process, os.dup(0), time.monotonic())
+        end, _ = socket.socketpair()
+        child = supervisor.Child(process, end, time.monotonic())
         parent._children.append(child)
         parent._ended(child, process.wait(20))
     began, *later = parent._start_at

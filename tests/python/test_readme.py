@@ -165,7 +165,7 @@ def test_the_scripts_for_psql_run_in_the_clone(db, shell):
 # Defaults
 
 
-def test_the_defaults_of_both_tables_are_those_in_force(db):
+def test_the_defaults_of_the_table_are_those_in_force(db):
     """Forty jobs, so that random delays would leave any other range."""
     db.execute("select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[40]))")
     assert set(column(db, "select max_attempts from pgqueue.jobs")) == {20}
@@ -189,28 +189,6 @@ def test_the_defaults_of_both_tables_are_those_in_force(db):
     )
     assert said["finished attempts"] == "kept for 7 days"
     assert said["priority"].startswith("0, from -100 to 100;")
-    settings = documents.table(
-        documents.sections("sql/README.md")["Settings"], "setting"
-    )
-    assert {row[0].strip("`"): row[1] for row in settings} == {
-        "lease": "30 seconds",
-        "max_attempts": "20",
-        "retry_base": "5 seconds",
-        "retry_cap": "1 hour",
-        "keep_runs": "7",
-        "max_payload_bytes": "no limit",
-        "notify": "true",
-        "weight": "1",
-        "group_limit": "no limit",
-        "group_on_retry": "`skip`",
-        "max_running": "no limit",
-        "rate_limit": "no limit",
-        "rate_period": "1 second",
-        "age_after": "never",
-        "keep_dead": "for ever",
-        "keep_payloads": "false",
-        "wait_target": "5 minutes",
-    }
 
 
 def delays(db: psycopg.Connection) -> list[float]:

@@ -9,6 +9,7 @@ import pytest
 from conftest import column
 from documents import run_sql
 from psycopg import errors
+from psycopg.rows import namedtuple_row
 
 DOCUMENT = "sql/README.md"
 TEXT = documents.text(DOCUMENT)
@@ -128,8 +129,23 @@ def test_a_view_or_table_is_there_with_exactly_its_columns(db, relation):
     assert sorted(said) == sorted(column(db, columns, f"pgqueue.{relation}"))
 
 
+def test_the_outcomes_are_those_of_the_list(db):
+    runs = SECTIONS["Observe"].split("\n### run\n")[1].split("\n### ")[0]
+    (said,) = (
+        row[1] for row in documents.table(runs, "column") if row[0] == "`outcome`"
+    )
+    listed = column(db, "select name from pgqueue._outcome where name is not null")
+    assert documents.quoted(said) == listed
+    asked = documents.table(SECTIONS["Finish"], "outcome", "its text")
+    listed = column(db, "select asked_by from pgqueue._outcome where asked_by > ''")
+    assert sorted(names(asked)) == sorted(listed)
+
+
 def test_every_view_is_there(db):
-    views = column(db, "select viewname from pg_views where schemaname = 'pgqueue'")
+    views = column(
+        db,
+        "select viewname from pg_views where schemaname = 'pgqueue' and viewname !~ '^_'",
+    )
     titles = re.findall(r"^### (\w+)$", SECTIONS["Observe"], re.M)
     assert set(titles) == {*views, "dead_job", "run"}
 
@@ -153,32 +169,76 @@ def test_the_settings_are_the_arguments_of_configure(db):
     ]  # fmt: skip
 
 
-def test_a_setting_outside_its_range_is_refused_and_one_inside_is_not(db):
+def listed(db: psycopg.Connection) -> list:
+    with db.cursor(row_factory=namedtuple_row) as cursor:
+        cursor.execute("select * from pgqueue._setting where name <> 'paused'")
+        return cursor.fetchall()
+
+
+def test_each_setting_is_there_with_its_default_and_range(db):
     rows = documents.table(SECTIONS["Settings"], "setting", "default")
-    for setting, inside, outside in (
-        ("lease", ("'1 us'", "'30 days'"), ("'0'", "'31 days'")),
-        ("max_attempts", ("1",), ("0",)),
-        ("retry_base", ("'0'", "'1 year'"), ("'-1 s'", "'367 days'")),
-        ("retry_cap", ("'0'", "'1 year'"), ("'-1 s'", "'367 days'")),
-        ("keep_runs", ("0", "14"), ("-1", "15")),
-        ("max_payload_bytes", ("1",), ("0",)),
-        ("max_running", ("1", "1000"), ("0", "1001")),
-        ("rate_limit", ("1", "1000"), ("0", "1001")),
-        ("rate_period", ("'1 ms'", "'1 day'"), ("'0'", "'25 hours'")),
-        ("age_after", ("'1 s'", "'1 year'"), ("'0'", "'367 days'")),
-        ("weight", ("1", "100"), ("0", "101")),
-        ("group_limit", ("1", "1000"), ("0", "1001")),
-        ("keep_dead", ("'1 s'", "'10 years'"), ("'0'", "'3651 days 1 year'")),
-        ("wait_target", ("'1 s'", "'1 year'"), ("'0'", "'367 days'")),
-    ):
-        (said,) = (row[2] for row in rows if row[0] == f"`{setting}`")
-        limits = re.findall(r"\d+", " ".join(inside).replace("'1 us'", "0"))
-        assert re.findall(r"\d+", said) == limits
-        for each in inside:
-            db.execute(f"select pgqueue.configure('q', {setting} => {each})")
-        for each in outside:
-            with pytest.raises(errors.InvalidParameterValue):
-                db.execute(f"select pgqueue.configure('q', {setting} => {each})")
+    want = {}
+    for setting in listed(db):
+        default, words = setting.fallback, " to ".join(setting.range or [])
+        if setting.type == "text":
+            default, words = (
+                f"`{default}`",
+                " or ".join(f"`{v}`" for v in setting.range),
+            )
+        elif len(setting.range or []) == 1:
+            words = f"from {words}"
+        want[f"`{setting.name}`"] = [default, words]
+    want["`lease`"][1] = "above 0, to 30 days"
+    for name, default, words, _ in rows:
+        wanted, range_ = want.pop(name)
+        assert default in ([wanted] if wanted else ["no limit", "never", "for ever"])
+        assert words == range_
+    assert not want
+
+
+def test_a_setting_outside_its_range_is_refused_and_one_inside_is_not(db):
+    for setting in listed(db):
+        inside, outside = setting.range or ["true", "false"], []
+        if setting.type == "text":
+            outside = ["nothing like it"]
+        elif setting.range:
+            beyond = "select ({}::{} {})::text"
+            for bound, step in zip(inside, ("-", "+"), strict=False):
+                one_more = {"int": f"{step} 1", "interval": f"{step} interval '1 us'"}
+                query = beyond.format("%s", setting.type, one_more[setting.type])
+                outside += column(db, query, bound)
+        for value in inside:
+            db.execute(f"select pgqueue.configure('q', {setting.name} => %s)", (value,))
+        for value in outside:
+            with pytest.raises(errors.InvalidParameterValue, match=setting.name):
+                db.execute(
+                    f"select pgqueue.configure('q', {setting.name} => %s)", (value,)
+                )
+
+
+def test_a_setting_is_refused_for_what_it_is_not_for_and_for_nothing_else(db):
+    scopes = {
+        "a kind": "kind => 'k'",
+        "a group": "group_key => 'g'",
+        "each group": "group_key => '*'",
+        "a kind and a group together": "kind => 'k', group_key => 'g'",
+    }
+    wider = {
+        "each group": {"a group"},
+        "a kind and a group together": {"a kind", "a group"},
+    }
+    for setting in listed(db):
+        value = (setting.range or ["true"])[0]
+        for scope, named in scopes.items():
+            call = f"select pgqueue.configure('q', {setting.name} => %s, {named})"
+            refusing = {scope, *wider.get(scope, ())} & {*(setting.not_for or ())}
+            if not refusing:
+                db.execute(call, (value,))
+                continue
+            with pytest.raises(errors.InvalidParameterValue) as refused:
+                db.execute(call, (value,))
+            message, _, what = str(refused.value).splitlines()[0].partition(" for ")
+            assert message == f"{setting.name} cannot be set" and what in refusing
 
 
 def test_the_roles_may_do_what_the_page_says_and_no_more(db):

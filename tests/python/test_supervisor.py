@@ -23,6 +23,12 @@ import os, pathlib, time
 pathlib.Path(f"waits.{os.getpid()}").touch()
 time.sleep(300)
 """
+FAILS_LATER = """
+import pathlib
+if pathlib.Path("broken").exists():
+    raise RuntimeError("half deployed")
+from worker_app import app
+"""
 SLOW_START = """
 import os, pathlib, time
 import pgqueue
@@ -215,6 +221,71 @@ def test_a_killed_child_is_replaced(db, workers) -> None:
     assert f"process {before[0]} ended with SIGKILL: restarting" in workers.log()
     assert workers.finish(parent) == 0
     assert left(workers) == []
+
+
+def test_a_killed_child_is_replaced_where_the_parent_ignores_the_ends_of_children(
+    db, workers
+) -> None:
+    prefix = ("sh", "-c", "trap '' CHLD; exec \"$@\"", "sh")
+    parent = workers.start("--processes", "2", prefix=prefix)
+    wait_until(lambda: workers.log().count("works on") == 2)
+    killed = children(parent.pid)[0]
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: workers.log().count("works on") == 3)
+    assert f"process {killed} ended with SIGKILL: restarting" in workers.log()
+    assert workers.finish(parent) == 0
+
+
+@pytest.mark.parametrize("code", [0, 2, 3])
+def test_an_exit_code_that_a_handler_has_made_ends_only_its_child(
+    db, workers, code
+) -> None:
+    parent = workers.start("--processes", "2", "--lease", "1")
+    wait_until(lambda: workers.log().count("works on") == 2)
+    before = set(children(parent.pid))
+    pgqueue.enqueue(db, QUEUE, {"code": code}, kind="exits", max_attempts=1)
+    wait_until(lambda: workers.log().count("works on") == 3)
+    assert f" ended with {code}: restarting" in workers.log()
+    assert len(before & set(children(parent.pid))) == 1
+    pgqueue.enqueue_many(db, QUEUE, [None] * 10, kind="mark")
+    wait_until(lambda: outcomes(db)["completed"] == 10)
+    assert workers.finish(parent) == 0
+
+
+def test_a_burst_goes_on_after_a_handler_that_exits_with_0(db, workers) -> None:
+    pgqueue.enqueue(db, QUEUE, {"code": 0}, kind="exits", max_attempts=1, priority=1)
+    pgqueue.enqueue_many(db, QUEUE, [None] * 10, kind="mark")
+    args = "--processes", "2", "--lease", "1", "--concurrency", "1", "--burst"
+    assert workers.start(*args).wait(30) == 0
+    assert workers.log().count(" ended with 0: restarting") == 1
+    assert outcomes(db)["completed"] == 10
+
+
+def test_an_app_that_can_no_more_be_imported_leaves_the_other_children_alone(
+    db, workers
+) -> None:
+    (workers.folder / "later.py").write_text(FAILS_LATER)
+    parent = workers.start("--app", "later", "--processes", "2")
+    wait_until(lambda: workers.log().count("works on") == 2)
+    pgqueue.enqueue(db, QUEUE, kind="mark")
+    wait_until(lambda: outcomes(db) == {"completed": 1})
+    killed, left_alone = children(parent.pid)
+    broken = workers.folder / "broken"
+    broken.touch()
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: "ended with 2: restarting" in workers.log())
+    assert left_alone in children(parent.pid)
+    broken.unlink()
+    wait_until(lambda: workers.log().count("works on") == 3)
+    assert workers.finish(parent) == 0
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_an_app_that_ends_python_is_wrong_usage(db, workers, processes) -> None:
+    (workers.folder / "quits.py").write_text("raise SystemExit(0)")
+    worker = workers.start("--app", "quits", "--processes", processes)
+    assert worker.wait(30) == 2
+    assert "importing quits ended Python: exit(0)" in workers.log()
 
 
 def test_a_child_whose_handlers_hold_all_slots_is_replaced(db, workers) -> None:

@@ -552,19 +552,12 @@ def test_every_number_of_every_view_is_what_the_tables_say(db, rng) -> None:
 
 # What is set
 
-DEFAULTS = {
-    "paused": "false", "notify": "true", "max_attempts": "20", "keep_runs": "7", "keep_payloads": "false",
-    "keep_dead": None, "max_payload_bytes": None, "weight": "1", "group_limit": None, "max_running": None,
-    "rate_limit": None, "rate_period": "00:00:01", "age_after": None, "wait_target": "00:05:00",
-    "lease": "00:00:30", "retry_base": "00:00:05", "retry_cap": "01:00:00", "group_on_retry": "skip",
-}  # fmt: skip
+# Of any setting of this type that has no list of its own.
 VALUES = {
-    **{name: ["3", "5", "7"] for name in DEFAULTS},
-    **{name: ["true", "false"] for name in ("notify", "keep_payloads")},
-    **{name: ["00:07:00", "1 day"] for name in DEFAULTS if "_dead" in name or "_after" in name},
-    **{name: ["00:00:02", "00:09:00"] for name in ("lease", "retry_base", "retry_cap", "rate_period", "wait_target")},
-    "group_on_retry": ["skip", "block"],
-}  # fmt: skip
+    "boolean": ["true", "false"],
+    "int": ["3", "5", "7"],
+    "interval": ["00:00:02", "00:09:00"],
+}
 CAPS = ("max_running", "rate_limit", "rate_period")
 Scope = tuple[str | None, str | None, str | None]
 Said = dict[Scope, dict[str, str]]
@@ -582,6 +575,10 @@ def narrowness(scope: Scope) -> tuple[bool, ...]:
 def say(db: psycopg.Connection, rng: Random) -> Said:
     """Call configure, pause and resume at random; return what was set for what."""
     said: Said = defaultdict(dict)
+    listed = "select name, type, range from pgqueue._setting where name <> 'paused'"
+    values = {
+        name: VALUES.get(type_, range_) for name, type_, range_ in db.execute(listed)
+    }
     for _ in range(40):
         verb = rng.choice(["configure", "configure", "pause", "resume"])
         scope = tuple(rng.choice([None, *pair]) for pair in ("qr", "kl", "gh"))
@@ -589,8 +586,8 @@ def say(db: psycopg.Connection, rng: Random) -> Said:
         if verb == "configure":
             if rng.random() < 0.1:
                 scope = scope[0], None, "*"
-            names = rng.sample(sorted(DEFAULTS.keys() - {"paused"}), 2)
-            named = {name: rng.choice(VALUES[name]) for name in names}
+            names = rng.sample(sorted(values), 2)
+            named = {name: rng.choice(values[name]) for name in names}
             named["reset"] = str(rng.random() < 0.2)
         args = "".join(f", {name} => %s" for name in named)
         try:
@@ -619,10 +616,10 @@ def say(db: psycopg.Connection, rng: Random) -> Said:
     return {scope: settings for scope, settings in said.items() if settings}
 
 
-def in_force(said: Said) -> dict[tuple, dict[str, Any]]:
+def in_force(said: Said, defaults: dict[str, Any]) -> dict[tuple, dict[str, Any]]:
     found = {}
     for scope in said.keys() | {(None, None, None)}:
-        for name, default in DEFAULTS.items():
+        for name, default in defaults.items():
             row = {"value": default, "set_for": "default"}
             for wider in sorted(said, key=narrowness):
                 queue, kind, group = wider
@@ -645,7 +642,13 @@ def in_force(said: Said) -> dict[tuple, dict[str, Any]]:
 @given(st.randoms(use_true_random=True))
 def test_the_settings_in_force_are_the_narrowest_that_were_said(db, rng) -> None:
     with db.transaction(force_rollback=True):
-        true = in_force(say(db, rng))
+        defaults = dict(
+            db.execute(
+                "select d.key, d.value from pgqueue._setting as s join "
+                "jsonb_each_text(to_jsonb(pgqueue._defaults())) as d on d.key = s.name"
+            ).fetchall()
+        )
+        true = in_force(say(db, rng), defaults)
         said = {
             (row["queue"], row["kind"], row["group_key"], row["setting"]): row
             for row in rows(db, "select * from pgqueue.settings")

@@ -15,11 +15,9 @@ pytest_plugins = ["worker_harness"]
 
 
 @pytest.mark.parametrize("kind", ["bad", "abad"])
-def test_whatever_a_handler_raises_or_returns_fails_only_its_job(
-    db, workers, kind
-) -> None:
+def test_whatever_a_handler_raises_fails_only_its_job(db, workers, kind) -> None:
     db.execute("select pgqueue.configure(null, retry_base => '1 hour')")
-    cases = [*BAD, *UNSTORABLE]
+    cases = list(BAD)
     ids = pgqueue.enqueue_many(db, QUEUE, [{"case": case} for case in cases], kind=kind)
     good = pgqueue.enqueue(db, QUEUE, kind="mark")
     worker = workers.start("--burst", "--concurrency", "2")
@@ -33,6 +31,30 @@ def test_whatever_a_handler_raises_or_returns_fails_only_its_job(
         assert (attempt, state) == (1, "scheduled"), case
         assert 0 < len(error) <= 8000, case
     assert list(workers.notes()) == [good]
+
+
+@pytest.mark.parametrize("kind", ["bad", "abad", "bad_in_transaction"])
+def test_a_job_whose_result_cannot_be_stored_completes_and_says_so(
+    db, workers, kind
+) -> None:
+    payloads = [{"case": case} for case in UNSTORABLE]
+    ids = pgqueue.enqueue_many(db, QUEUE, payloads, kind=kind)
+    assert workers.start("--burst").wait(40) == 0
+    assert outcomes(db) == {"completed": len(UNSTORABLE)}
+    reasons = dict(db.execute("select job_id, result->>'not_stored' from pgqueue.run"))
+    for job_id, case in zip(ids, UNSTORABLE, strict=True):
+        said = (
+            f"job {job_id} {kind!r} of {QUEUE!r}, attempt 1: its result is not stored"
+        )
+        assert "Error: " in reasons[job_id], case
+        assert said in workers.log(), case
+
+
+def test_a_result_may_speak_of_what_cannot_be_stored(db, workers) -> None:
+    result = {"text": "\\u0000 \\ud800", "smile": "\U0001f600"}
+    pgqueue.enqueue(db, QUEUE, {"value": result}, kind="echo")
+    assert workers.start("--burst").wait(40) == 0
+    assert column(db, "select result from pgqueue.run") == [result]
 
 
 def test_each_handler_ends_its_job_with_its_own_outcome_and_result(db, workers) -> None:

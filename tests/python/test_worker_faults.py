@@ -37,6 +37,7 @@ KILL = (
     "select count(pg_terminate_backend(pid)) from pg_stat_activity"
     " where application_name like 'pgqueue %' and datname = current_database()"
 )
+HELD = "select count(*) from pgqueue.job where lease_expires_at is not null"
 QUICK = "select pgqueue.configure(null, retry_base => '100 ms', max_attempts => 1000)"
 # With groups: at most two jobs of each run, six of all, and five of one kind.
 LIMITS = [
@@ -154,6 +155,29 @@ def test_a_job_that_kills_its_worker_ends_dead(db, workers, say) -> None:
     assert column(db, "select id from pgqueue.dead_job") == ids[:1]
     assert one(db, "select attempt from pgqueue.dead_job") == 3
     tally(say, "poison pill", db, workers, ids)
+
+
+def test_no_job_is_dead_that_never_began(db, workers, say) -> None:
+    """Quick jobs are claimed ahead, but not on their last attempt."""
+    ids = pgqueue.enqueue_many(db, QUEUE, [None] * 30_000, kind="noop")
+    ids += pgqueue.enqueue_many(
+        db, QUEUE, [None] * 4000, kind="began", max_attempts=1, priority=-1
+    )
+    worker = workers.start("--lease", "1", "-c", "4")
+    wait_until(lambda: workers.notes("began").total() > 200)
+    worker.kill()
+    worker.wait(20)
+    wait_until(
+        lambda: one(db, "select pgqueue.reap()") is not None and not one(db, HELD)
+    )
+    dead = column(db, "select id from pgqueue.dead_job")
+    began = workers.notes("began")
+    say(f"\nlast attempts, kill -9: {len(began)} begun, {len(dead)} dead")
+    assert len(set(dead) - set(began)) <= 4  # which had a slot each
+    worker = workers.start("--lease", "1")
+    wait_until(lambda: is_empty(db), 60)
+    tally(say, "last attempts", db, workers, ids)
+    assert workers.finish(worker) == 0
 
 
 @pytest.mark.parametrize("kind", ["hold", "ahold", "hold_effect"])

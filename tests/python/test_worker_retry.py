@@ -53,6 +53,15 @@ def test_the_max_attempts_of_a_job_limits_a_handler_that_has_more(db, workers) -
     )
 
 
+@pytest.mark.parametrize(("given", "ends_at"), [(2, 2), (5, 5)])
+def test_the_max_attempts_that_a_job_is_given_win(db, workers, given, ends_at) -> None:
+    from worker_retry_app import app
+
+    few = app.tasks["few"].with_options(queue=QUEUE, max_attempts=given)
+    job = few.enqueue(db, error="ValueError")
+    assert attempts(db, workers, job, 6) == ends_at
+
+
 def test_a_task_enqueues_with_the_max_attempts_of_its_handler(db) -> None:
     from worker_retry_app import app
 

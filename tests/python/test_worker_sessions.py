@@ -1,6 +1,9 @@
 """transaction=True: no job finds in its session what an earlier job left there."""
 
+import contextlib
+
 import pgqueue
+import psycopg
 import pytest
 from conftest import column, one
 from worker_harness import QUEUE, outcomes, wait_until
@@ -32,6 +35,34 @@ def test_a_session_shows_nothing_of_the_previous_job(db, workers, kind) -> None:
     first, *others = column(db, "select result from pgqueue.run order by job_id")
     assert first["settings"]["search_path"] == one(db, "show search_path")
     assert others == [first] * 4
+
+
+@pytest.mark.parametrize("kind", ["effect", "aeffect"])
+def test_other_peoples_sessions_behind_a_pooler_stay_as_they_are(
+    db, workers, pooler, kind
+) -> None:
+    db.execute("create table effect (job_id bigint)")
+    look = (
+        "select pg_backend_pid(), current_setting('their.own', true),"
+        " current_setting('default_transaction_isolation')"
+    )
+
+    def all_backends(statement: str) -> set[tuple[object, ...]]:
+        """Run it on each of the four, by as many transactions at once."""
+        with contextlib.ExitStack() as stack:
+            conns = [stack.enter_context(psycopg.connect(pooler)) for _ in range(4)]
+            return {conn.execute(statement).fetchone() for conn in conns}
+
+    serializable = "set_config('default_transaction_isolation', 'serializable', false)"
+    all_backends(f"select set_config('their.own', 'x', false), {serializable}")
+    before = all_backends(look)
+    assert {row[1:] for row in before} == {("x", "serializable")}
+    worker = workers.start("--poll-interval", "0.5", dsn=pooler)
+    for count in range(10, 40, 10):
+        pgqueue.enqueue_many(db, QUEUE, [None] * 10, kind=kind)
+        wait_until(lambda: outcomes(db) == {"completed": count})  # noqa: B023
+    assert workers.finish(worker) == 0
+    assert all_backends(look) == before
 
 
 HOW = "close copy unread commit rollback terminate abort".split()

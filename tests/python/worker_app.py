@@ -40,6 +40,11 @@ def noop() -> None:
     pass
 
 
+@app.job("began")
+def began(job: pgqueue.Job) -> None:
+    note("began", job.id)
+
+
 @app.job("mark")
 def mark(job: pgqueue.Job) -> None:
     note("ran", job.id)
@@ -91,6 +96,12 @@ async def ahold(job: pgqueue.Job) -> str:
 def hold_effect(job: pgqueue.Job) -> None:
     job.connection.execute("insert into effect values (%s)", (job.id,))
     hold(job)
+
+
+@app.job("ahold_effect", transaction=True)
+async def ahold_effect(job: pgqueue.Job) -> None:
+    await job.connection.execute("insert into effect values (%s)", (job.id,))
+    await ahold.function(job)
 
 
 @app.job("polite")
@@ -147,6 +158,11 @@ async def aslow(job: pgqueue.Job) -> None:
 def suicide(job: pgqueue.Job) -> None:
     note("ran", job.id)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@app.job("exits")
+def exits(code: int) -> None:
+    os._exit(code)
 
 
 @app.job("gil")
@@ -219,6 +235,16 @@ def bad(case: str) -> object:
 @app.job("abad")
 async def abad(case: str) -> object:
     return bad(case)
+
+
+@app.job("bad_in_transaction", transaction=True)
+def bad_in_transaction(case: str) -> object:
+    return bad(case)
+
+
+@app.job("echo")
+def echo(value: object) -> object:
+    return value
 
 
 @app.job("retry")

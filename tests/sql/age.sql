@@ -146,6 +146,7 @@ select
     now() - trunc(random() * 8) * interval '1 hour' - (5 + random() * 50) * interval '1 minute',
     now(), trunc(random() * 5) - 2, 20, 'any', 'k' || n % 2, to_jsonb(n)
 from generate_series(1, 3000) as n;
+select pgqueue._use_lanes('any');
 create function pg_temp.expected(jobs int, kinds text[]) returns bigint[]
     language sql
 as $$

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(6);
+select plan(7);
 
 select is_empty(
     $$ select a.attempt, d.delay
@@ -61,6 +61,79 @@ select results_eq(
 select is(
     (select count(*) from pgqueue.jobs where queue = 'victims' and state = 'ready'), 3::bigint,
     'a claim makes every job with an expired lease ready, also those it does not take'
+);
+
+-- What follows an end
+
+create temporary table ended (how text, job_id bigint, batch_id bigint, waiter_id bigint);
+create function pg_temp.end_by(how text, is_running boolean, call text)
+    returns void
+    language plpgsql
+as $$
+declare
+    batch_id bigint := pgqueue.create_batch('done');
+    predecessor bigint := pgqueue.enqueue('before');
+    job pgqueue.job;
+begin
+    perform pgqueue.configure(how, group_limit => 1, max_running => 1);
+    job.id := pgqueue.enqueue(
+        how, group_key => 'g', batch_id => batch_id, max_attempts => 1, expires_at => now() + interval '1 hour',
+        after => case when how = 'chain' then array[predecessor] end
+    );
+    insert into ended
+    select how, job.id, batch_id, pgqueue.enqueue('after', after => array[job.id]);
+    perform pgqueue.close_batch(batch_id);
+    -- Nobody takes a permit that his own transaction has made.
+    update pgqueue.permit set token = -1 where token < 0;
+    if is_running then
+        job := pgqueue.claim(how, 'w');
+        if not exists (select from pgqueue.permit as p where p.job_id = job.id having count(*) = 2) then
+            raise 'a job that runs holds two permits';
+        end if;
+    end if;
+    execute call using job.id, job.token, how, predecessor;
+end;
+$$;
+create function pg_temp.expire(job_id bigint)
+    returns void
+    language sql
+as $$
+    update pgqueue.job as j
+    set lease_expires_at = j.lease_expires_at - interval '1 day',
+        terms = row(now() - interval '1 minute', (j.terms).run_at, (j.terms).batch_id)
+    where j.id = $1
+$$;
+select pg_temp.end_by(e.how, e.is_running, e.call) from (values
+    ('complete', true, 'select pgqueue.complete($1, $2)'),
+    ('complete_many', true, 'select pgqueue.complete_many(array[$1], array[$2])'),
+    ('finish', true, $$select pgqueue.finish(array[$1], array[$2], '{complete}', '{1}')$$),
+    ('fail', true, $$select pgqueue.fail($1, $2, 'e', permanent => true)$$),
+    ('reject', true, $$select pgqueue.finish(array[$1], array[$2], '{reject}', '{e}')$$),
+    ('reap', true, 'select pgqueue.reap() from pg_temp.expire($1)'),
+    ('claim', true, $$select pgqueue.claim($3, 'w') from pg_temp.expire($1)$$),
+    ('sweep', true, $$select pgqueue._sweep_permits() from pg_temp.expire($1), generate_series(1, 20)$$),
+    ('release', true, 'select pgqueue.release(array[$1], array[$2]) from pgqueue.cancel($1)'),
+    ('cancel', false, 'select pgqueue.cancel($1)'),
+    ('cancel_many', false, 'select pgqueue.cancel_many($3)'),
+    ('late', false, 'select pgqueue.reap() from pg_temp.expire($1)'),
+    ('purge', false, 'select pgqueue.purge($3)'),
+    ('chain', false, 'select pgqueue.cancel($4)')
+) as e (how, is_running, call);
+select results_eq(
+    $$ select
+           e.how, (select count(*) from pgqueue.permit as p where p.job_id is not null and p.queue = e.how),
+           b.completed, b.dead, b.cancelled, (select state from pgqueue.status(e.waiter_id)),
+           b.callback_id is not null
+       from ended as e join pgqueue.batch as b on b.id = e.batch_id $$,
+    $$ select v.how, 0::bigint, v.completed::bigint, v.dead::bigint, v.cancelled::bigint, v.waiter, true
+       from (values
+           ('complete', 1, 0, 0, 'ready'), ('complete_many', 1, 0, 0, 'ready'), ('finish', 1, 0, 0, 'ready'),
+           ('fail', 0, 1, 0, 'cancelled'), ('reject', 0, 1, 0, 'cancelled'), ('reap', 0, 1, 0, 'cancelled'),
+           ('claim', 0, 1, 0, 'cancelled'), ('sweep', 0, 1, 0, 'cancelled'),
+           ('release', 0, 0, 1, 'cancelled'), ('cancel', 0, 0, 1, 'cancelled'), ('cancel_many', 0, 0, 1, 'cancelled'),
+           ('late', 0, 0, 1, 'cancelled'), ('purge', 0, 0, 1, 'cancelled'), ('chain', 0, 0, 1, 'cancelled')
+       ) as v (how, completed, dead, cancelled, waiter) $$,
+    'whatever ends a job, its permits are free, its batch finishes, and what waits for it goes on or is cancelled'
 );
 
 select * from finish();

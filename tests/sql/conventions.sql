@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(33);
+select plan(39);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -119,6 +119,9 @@ select is_empty(
        ))) $$,
     'every table and sequence is marked for pg_dump, but for the cells: what they hold only saves work'
 );
+select ok(
+    (select count(*) <= 60 from relation as r where r.relkind = 'S'), 'there are at most 60 sequences: each takes 11 kB'
+);
 select is_empty(
     $$ select unnest(e.extcondition) as condition from pg_extension as e
        where e.extname = 'pgqueue' except select '' $$,
@@ -186,16 +189,35 @@ select results_eq(
     $$ values (array['_wake', 'enqueue'], 1::bigint) $$, 'enqueue looks for parked workers as the others do'
 );
 select results_eq(
+    $$ select array_agg(r.name collate "default" order by r.name) from routine as r
+       where strpos(r.prosrc, '(key & 15) * 2') > 0 and strpos(r.prosrc, '(key >> 4 & 15) * 2') > 0
+       union all
+       select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '\* 2\M.*_cell_' $$,
+    $$ values (array['_pick', '_record']), (array['_pick', '_record']) $$, 'a claim looks for the records of a lane as the others do'
+);
+select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '736651[34]' $$,
     $$ values (array['_park', '_unpark', '_wake', 'enqueue']) $$, 'the numbers of the advisory locks are only in module wake, and in enqueue'
 );
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '7366516' $$,
-    $$ values (array['_await', '_awaited', '_stop_awaiting', '_tell_end', 'complete', 'complete_many']) $$,
-    'the numbers of the locks of sessions that wait for jobs are only in module status, and where jobs complete'
+    $$ values (array['_await', '_awaited', '_stop_awaiting', '_tell_end']) $$,
+    'the numbers of the locks of sessions that wait for jobs are only in module status'
+);
+select results_eq(
+    $$ select array_agg(r.name collate "default" order by r.name) from routine as r
+       where r.prosrc ~ 'pgqueue\.(_return_permits|_count_ends|_tell_end)\(' $$,
+    $$ values (array['_after_end']) $$, 'what follows an end stands in one function'
+);
+select results_eq(
+    $$ select r.name collate "default", r.prosrc ~ 'pgqueue\._after_end\(' from routine as r
+       where r.prosrc ~ 'delete from pgqueue\.job\M' order by 1 $$,
+    -- Takes back what it has just enqueued.
+    $$ values ('_begin_window', false), ('_end', true), ('complete', true), ('complete_many', true), ('purge', true) $$,
+    'which every function that ends jobs calls'
 );
 select is_empty(
-    $$ select r.name from routine as r where r.prosrc ~ 'paused -> ''''' and r.name <> '_health_waits' $$,
+    $$ select r.name from routine as r where r.prosrc ~ 'paused -> ''''' and r.name not in ('_is_wanted', '_health_waits') $$,
     'which kinds and groups are paused is asked in one place, _is_wanted'
 );
 select is_empty(
@@ -205,6 +227,24 @@ select is_empty(
        where l.lanname = 'sql' and r.name not in ('_is_over', 'version') and (r.provolatile <> 'i' or r.prosecdef or r.proisstrict or r.proconfig is not null) $$,
     'the planner can put functions in SQL in line'
 );
+
+-- The first literals after the name of an outcome, or of many.
+select set_eq(
+    $$ select l.found[1]
+       from pg_temp.written('\m(?:outcomes?|status(?:es)?|known)\M(?: constant text\[\])?\s*(?:=|<>|<@|in|:=)\s*\(?(?:array\[)?((?:''\w+''(?:, )?)+)') as w
+       cross join regexp_matches(w.text, '''(\w+)''', 'g') as l (found) $$,
+    $$ select o.name from pgqueue._outcome as o where o.name is not null
+       union all select o.asked_by from pgqueue._outcome as o where o.asked_by is not null $$,
+    'every outcome that a function asks for is in the list, and every one in the list is asked for'
+);
+select lives_ok(
+    format(
+        'select pgqueue.finish(array_fill(0::bigint, array[%1$s]), array_fill(0::bigint, array[%1$s]), %2$L)',
+        count(o.asked_by), array_agg(o.asked_by) filter (where o.asked_by is not null)
+    ),
+    'finish takes each outcome in the list'
+)
+from pgqueue._outcome as o;
 
 -- The row of a run, and the defaults: what a queue without settings does, beside one whose settings
 -- say nothing.

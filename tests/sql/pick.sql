@@ -6,10 +6,13 @@ create extension if not exists pgtap;
 create extension if not exists pgqueue;
 select plan(43);
 
--- A cell of a lane or a queue, assuming that it got the first of the records it may have.
+-- A cell of a lane or a queue.
+create function pg_temp.place(queue text, seed bigint, place int) returns regclass
+    language sql
+as $$ select ('pgqueue._cell_' || (pgqueue._record(hashtextextended($1, $2))).record + $3)::regclass $$;
 create function pg_temp.cell(queue text, seed bigint, place int) returns bigint
     language sql
-as $$ select pg_sequence_last_value(pgqueue._cell((hashtextextended($1, $2) & 127)::int, $3)) $$;
+as $$ select pg_sequence_last_value(pg_temp.place($1, $2, $3)) $$;
 create function pg_temp.is_positioned(queue text, lane int) returns boolean
     language sql
 as $$
@@ -66,7 +69,7 @@ create function pg_temp.no_walk_before(moment timestamptz) returns bigint
     language sql
 as $$
     select setval(
-        pgqueue._cell((hashtextextended('deep', 0) & 127)::int, 0),
+        pg_temp.place('deep', 0, 0),
         ((hashtextextended('deep', 0) >> 20 & 4095) << 51) | pgqueue._since_2020($1)
     )
 $$;
@@ -114,7 +117,7 @@ select is(
 
 -- Cells written while the clock was a day ahead
 select setval(
-    pgqueue._cell((hashtextextended('deep', 0) & 127)::int, 1),
+    pg_temp.place('deep', 0, 1),
     pgqueue._since_2020(clock_timestamp() + interval '1 day') << 12
 );
 select pg_temp.no_walk_before(clock_timestamp() + interval '30 s');
@@ -150,7 +153,7 @@ select is(
 select count(*) from pgqueue.enqueue('stale', '"high"', priority => 2);
 select pgqueue._note_lanes('stale', array[2], clock_timestamp());
 select setval(
-    pgqueue._cell((hashtextextended('stale', 9999) & 127)::int, 0),
+    pg_temp.place('stale', 9999, 0),
     pg_temp.cell('stale', 9999, 0) - 4 * 300000
 );
 select pgqueue.enqueue('stale', '"low"', priority => -1, group_key => 'a');

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(81);
+select plan(86);
 
 -- What has been used
 
@@ -115,6 +115,61 @@ select is(
     'a pause of a queue leaves no row for groups that have nothing else set'
 );
 select pgqueue.resume('many');
+
+-- The list of settings
+
+select set_eq(
+    $$ select a.attname::text, format_type(a.atttypid, a.atttypmod) from pg_attribute as a
+       where a.attrelid = 'pgqueue.queue'::regclass and a.attnum > 3 and not a.attisdropped $$,
+    $$ select s.name, s.type::regtype::text from pgqueue._setting as s $$, 'the list of settings has every column'
+);
+select set_eq(
+    $$ select a.name, format_type(a.type, null)
+       from pg_proc as p, unnest(p.proargnames, p.proargtypes) as a (name, type)
+       where p.oid = 'pgqueue.configure'::regproc and a.name not in ('queue', 'kind', 'group_key', 'reset') $$,
+    $$ select s.name, s.type::regtype::text from pgqueue._setting as s where s.name <> 'paused' $$,
+    'and every argument of configure, but for its scope'
+);
+-- Its least value, or that which is not the default.
+create temporary table told as
+select s.name, case when s.type = 'boolean' then (not s.fallback::boolean)::text else s.range[1] end as value
+from pgqueue._setting as s
+where s.name <> 'paused';
+create function pg_temp.tell(name text, value text) returns void language plpgsql as $$
+begin
+    execute format('select pgqueue.configure(''told %1$s'', %1$I => %2$L)', name, value);
+end;
+$$;
+select pg_temp.tell(t.name, t.value) from told as t;
+select results_eq(
+    $$ select s.setting, s.value from pgqueue.settings as s
+       where s.queue = 'told ' || s.setting and s.set_for = 'queue' order by s.setting $$,
+    $$ select t.name, to_jsonb(jsonb_populate_record(null::pgqueue.queue, jsonb_build_object(t.name, t.value)))
+           ->> t.name from told as t order by t.name $$,
+    'configure sets each of them'
+);
+select is_empty(
+    $$ select s.queue, s.setting from pgqueue.settings as s
+       where s.queue like 'told %' and s.queue <> 'told ' || s.setting and s.set_for = 'queue' $$,
+    'and no other'
+);
+
+create function pg_temp.kept(style text) returns interval[] language plpgsql as $$
+begin
+    perform set_config('intervalstyle', style, true);
+    perform pgqueue.configure('style ' || style, lease => '2 days -00:00:00.000001', keep_dead => '1 year 1 mon -1 day');
+    perform pgqueue.configure('style ' || style, max_attempts => 3);
+    return (select array[q.lease, q.keep_dead] from pgqueue.queue as q where q.name = 'style ' || style);
+end;
+$$;
+select results_eq(
+    $$ select to_char(k[1], 'DD HH24:MI:SS.US'), to_char(k[2], 'YYYY MM DD')
+       from unnest('{postgres,postgres_verbose,sql_standard,iso_8601}'::text[]) as s (style), pg_temp.kept(s.style) as k $$,
+    $$ select to_char(interval '2 days -00:00:00.000001', 'DD HH24:MI:SS.US'),
+           to_char(interval '1 year 1 mon -1 day', 'YYYY MM DD') from generate_series(1, 4) $$,
+    'an interval stays what it is, in whichever style a session writes it'
+);
+set local intervalstyle = postgres;
 
 -- Settings by kind and group
 
@@ -364,7 +419,7 @@ select ok(
 truncate pgqueue.queue;
 select results_eq(
     'select count(*), count(distinct setting), min(set_for) from pgqueue.settings',
-    $$ values (18::bigint, 18::bigint, 'default') $$, 'settings shows the defaults where nothing was set'
+    $$ select count(*), count(*), 'default' from pgqueue._setting $$, 'settings shows the defaults where nothing was set'
 );
 select pgqueue.configure('p', lease => '1 min', weight => 2);
 select pgqueue.configure(null, kind => 'k', retry_cap => '1 min');

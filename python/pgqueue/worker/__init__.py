@@ -29,6 +29,7 @@ from pgqueue import database
 from pgqueue.app import App
 from pgqueue.attempt import NO_TASK, Attempt, Outcome
 from pgqueue.terminal import version
+from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.dispatcher import Dispatcher, Share
 from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
@@ -44,6 +45,7 @@ __all__ = ["Share", "Worker"]
 log = logging.getLogger("pgqueue")
 
 # Seconds
+SHORTEST = 3.0  # that a call may take, however short the lease
 REPORTING = 0.8  # for the last reports, after the shutdown timeout
 JOINING = 0.1  # for idle threads to end
 
@@ -58,7 +60,7 @@ class Worker:
 
     `queues` maps names to a Share, or to a weight. The other options are those of
     `python -m pgqueue.worker`, with times in seconds. `on_tick` is called some times a
-    second while no part of the worker has died, `on_commit` whenever outcomes have been
+    second while no part of the worker has died or hangs, `on_commit` whenever outcomes have been
     committed.
 
     Raises ValueError for no queue, a concurrency below 1, or only_known without a handler;
@@ -75,6 +77,7 @@ class Worker:
     lease: float | None = None
     timeout: float | None = None
     poll_interval: float = 5.0
+    call_timeout: float | None = None
     shutdown_timeout: float = 30.0
     listen: bool = True
     burst: bool = False
@@ -101,14 +104,16 @@ class Worker:
         # As the view workers expects.
         session = f"pgqueue {re.sub('[^ -~]', '?', self.id[-55:])}"
         dsn, outages = database.named(database.conninfo(self.dsn), session), Outages()
+        beat, call, long = (Deadline(dsn, self._patience, n) for n in (1 / 3, 1, 10))
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
-        around = self.app.middleware
-        self.executor = Executor(dsn, self.concurrency, self._ended, around)
-        self.heartbeat = Heartbeat(dsn, outages, self.executor.cancel)
-        self.dispatcher = Dispatcher(dsn, outages, self)
-        self.finisher = Finisher(dsn, outages, self.prefetch, self._committed)
+        self.executor = Executor(
+            dsn, self.concurrency, self._ended, self.app.middleware, self._patience
+        )
+        self.heartbeat = Heartbeat(beat, outages, self.executor.cancel)
+        self.dispatcher = Dispatcher(call, outages, self)
+        self.finisher = Finisher(call, outages, self.prefetch, self._committed)
         self._services: list[Service] = [self.finisher, self.heartbeat]
-        maintenance = Maintenance(dsn, outages, self.app)
+        maintenance = Maintenance(long, outages, self.app)
         self._services += [maintenance, self.dispatcher]
 
     def stop(self, why: str = "asked to") -> None:
@@ -129,8 +134,10 @@ class Worker:
         lease = f", lease {self.lease:g} s" if self.lease else ""
         terms = f"{self.concurrency} at once{lease}, pgqueue {version()}"
         log.info("%s works on %s, %s", self.id, self.dispatcher.shares(), terms)
+        log.disabled = False  # as dictConfig does to what there is when an app calls it
         try:
             if self._call(self.app.startup):
+                log.disabled = False
                 for service in self._services:
                     service.thread.start()
             while not self._is_over():
@@ -187,15 +194,26 @@ class Worker:
         """Run what was claimed at a moment of the monotonic clock."""
         self.heartbeat.hold(attempts, since)
         self.prefetch.claimed(len(attempts))
+        free = self.concurrency - self.executor.unfinished
+        last = [a for a in attempts if a.number >= a.max_attempts]
+        if last:
+            self.prefetch.saw_last_attempts()
+            attempts = last + [a for a in attempts if a.number < a.max_attempts]
+        not_ahead = set(last[max(0, free) :])
         for attempt in attempts:
-            if self.dispatcher.is_paused:  # meanwhile: leave it to other workers
-                self.finisher.put(attempt)
+            # Claimed meanwhile, or never to wait here: leave it to other workers.
+            if self.dispatcher.is_paused or attempt in not_ahead:
+                self._give_back(attempt)
             elif task := self.app.tasks.get(attempt.kind):
                 attempt.task = task
                 attempt.timeout = task.policy.timeout or self.timeout
             else:
                 self._put_off(attempt)
         self.executor.submit(a for a in attempts if a.task is not NO_TASK)
+
+    def _give_back(self, attempt: Attempt) -> None:
+        self.prefetch.claimed(-1)
+        self.finisher.put(attempt)
 
     def _put_off(self, attempt: Attempt) -> None:
         """Leave a job of an unknown kind to other workers, but not at once."""
@@ -226,6 +244,7 @@ class Worker:
     def _check(self) -> None:
         for service in self._services:
             service.check()
+        answers = [service.deadline.check() for service in self._services]
         self.executor.check()
         self.finisher.count_quick()
         if self._stops and not self.dispatcher.is_paused:
@@ -236,7 +255,12 @@ class Worker:
             self.dispatcher.is_paused = True
         if self._stops or self.prefetch.is_too_much(len(self.executor.waiting)):
             self.executor.release_waiting()
-        self.on_tick()
+        if all(answers):
+            self.on_tick()
+
+    def _patience(self) -> float:
+        """Return for how long a call to the server is of use."""
+        return self.call_timeout or max(self.heartbeat.lease, SHORTEST)
 
     def _is_over(self) -> bool:
         """Whether nothing is left to do, or no time to do it."""

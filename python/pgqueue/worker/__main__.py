@@ -20,13 +20,13 @@ from types import FrameType
 import psycopg
 
 from pgqueue import database
-from pgqueue.app import Middleware
+from pgqueue.app import App, Middleware
 from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging
 from pgqueue.worker.options import load, parse
 from pgqueue.worker.seldom import one_line, unless_from_server
-from pgqueue.worker.supervisor import SIGNALS, Supervisor, listen_to_supervisor
+from pgqueue.worker.supervisor import DONE, FATAL, READY, SIGNALS, Link, Supervisor
 
 log = logging.getLogger("pgqueue")
 
@@ -55,6 +55,7 @@ def main(
     atexit.register(leave_at_last)  # what is registered later is called before
     for number in BOTH:
         signal.signal(number, stop_early)
+    supervisor = Link()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     args = parse(sys.argv[1:] if argv is None else argv)
     set_up_logging(args.log_level, args.log_format)
@@ -64,7 +65,7 @@ def main(
             return check(dsn)
         if args.processes > 1:
             return Supervisor(args.processes, args.burst).run()
-        app = load(args.app)
+        app = import_app(args.app)
         if wrap:
             app.middleware = wrap(app.middleware)
         same = {f.name for f in fields(Worker) if f.kw_only} & set(vars(args))
@@ -72,26 +73,48 @@ def main(
         worker = Worker(app, args.queue, listen=not args.no_listen, **options)
     except (ValueError, psycopg.ProgrammingError) as error:
         say(str(error))
+        supervisor.say(FATAL)
         return 2
-    return run(worker, args)
+    return run(worker, args, supervisor)
 
 
-def run(worker: Worker, args: argparse.Namespace) -> int:
-    is_supervised = stop_by_signal(worker)
+def import_app(path: str) -> App:
+    try:
+        return load(path)
+    except SystemExit as error:
+        if signals:
+            raise
+        raise ValueError(f"importing {path} ended Python: exit({error.code})") from None
+
+
+def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
+    stop_by_signal(worker, supervisor)
     health = Health(args.health_file)
-    worker.on_tick = lambda: health(worker.dispatcher.has_connected)
+    was_ready = False
+
+    def on_tick() -> None:
+        nonlocal was_ready
+        is_ready = worker.dispatcher.is_ready
+        health(is_ready)
+        if is_ready and not was_ready:
+            was_ready = True
+            supervisor.say(READY)
+
+    worker.on_tick = on_tick
     code = 0
     try:
         worker.run()
+        supervisor.say(DONE)
     except database.INCOMPATIBLE as error:
         reason = one_line(error)
         log.error("%s has failed: install or update pgqueue: %s", worker.id, reason)
+        supervisor.say(FATAL)
         code = 3
     except Exception as error:
         trace = unless_from_server(error)
         log.error("%s has failed: %s", worker.id, one_line(error), exc_info=trace)
         code = 1
-    if not is_supervised:
+    if not supervisor:
         notify_systemd("STOPPING=1")
     if len(signals) > 1:
         code = 128 + signals[-1]
@@ -118,10 +141,10 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def stop_by_signal(worker: Worker) -> bool:
+def stop_by_signal(worker: Worker, supervisor: Link) -> None:
     """Stop at signals, also those that came before, and when the supervisor says so.
 
-    Returns whether there is one. A signal that came both ways counts once.
+    A signal that came by both ways counts once.
     """
     relayed = 0  # signals that came from the supervisor
 
@@ -156,7 +179,7 @@ def stop_by_signal(worker: Worker) -> bool:
     )
     for early in before:
         worker.stop(f"told by {signal.Signals(early).name}")
-    return listen_to_supervisor(on_relay)
+    supervisor.listen(on_relay)
 
 
 def check(dsn: str) -> int:

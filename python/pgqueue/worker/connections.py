@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -10,13 +12,14 @@ from typing import Any
 import psycopg
 from psycopg import pq
 
-from pgqueue.attempt import Unready
+from pgqueue import database
+from pgqueue.attempt import Attempt, Unready
 from pgqueue.worker.seldom import Seldom, one_line
 
 log = logging.getLogger("pgqueue")
 
 KEEP = 60.0  # seconds for which an idle session is kept
-RESET = (b"discard all", b"set default_transaction_isolation = 'read committed'")
+NEVER = float("inf")
 # What an object holds once its session has been given to another.
 CLOSED = pq.PGconn.connect_start(b"none")
 CLOSED.finish()
@@ -25,48 +28,64 @@ CLOSED.finish()
 def reset(session: pq.abc.PGconn) -> bool:
     """Reset a session, and return whether it still works."""
     with contextlib.suppress(psycopg.OperationalError):  # libpq knows it is lost
-        results = (session.exec_(command) for command in RESET)
-        return all(result.status == pq.ExecStatus.COMMAND_OK for result in results)
+        return session.exec_(b"discard all").status == pq.ExecStatus.COMMAND_OK
     return False
 
 
 class Connections:
     """Gives each attempt a new connection object over a session that has been reset.
 
-    No setting, row factory or temporary table of one job is left for the next.
+    No setting, row factory or temporary table of one job is left for the next. Behind a pooler
+    a reset might be of a session that others use: there each attempt connects, and all that is
+    set is for one transaction.
     """
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
         # With the moment since which they idle; the latest is used first.
         self._idle: list[tuple[float, pq.abc.PGconn]] = []
+        self._used: dict[Attempt, socket.socket] = {}  # by attempts, to be shut
+        self._is_pooled = False
         self._seldom = Seldom()
 
     @contextlib.asynccontextmanager
-    async def connection(self, is_async: bool) -> AsyncIterator[Any]:
+    async def connection(self, attempt: Attempt) -> AsyncIterator[Any]:
         """Begin a transaction for a handler; it commits unless the handler raises.
 
         For a `def` handler it blocks the thread, and never awaits.
         """
-        if is_async:
-            conn = psycopg.AsyncConnection[Any](await asyncio.to_thread(self._session))
-            with self._kept(conn):
-                async with conn.transaction():
-                    yield conn
-        else:
-            plain = psycopg.Connection[Any](self._session())
-            with self._kept(plain), plain.transaction():
-                yield plain
+        try:
+            if attempt.task.is_async:
+                session = await asyncio.to_thread(self._session, attempt)
+                conn = psycopg.AsyncConnection[Any](session)
+                with self._kept(conn):
+                    await conn.set_isolation_level(database.READ_COMMITTED)
+                    async with conn.transaction():
+                        attempt.waits_since = NEVER
+                        yield conn
+            else:
+                plain = psycopg.Connection[Any](self._session(attempt))
+                plain.isolation_level = database.READ_COMMITTED
+                with self._kept(plain), plain.transaction():
+                    attempt.waits_since = NEVER
+                    yield plain
+        finally:
+            attempt.waits_since = NEVER
+            if way := self._used.pop(attempt, None):
+                way.close()
 
-    def _session(self) -> pq.abc.PGconn:
+    def _session(self, attempt: Attempt) -> pq.abc.PGconn:
         """Reset an idle session that still works; else connect."""
         with contextlib.suppress(IndexError):
             while session := self._idle.pop()[1]:
+                self._watch(attempt, session)
                 if reset(session):
                     return session
                 session.finish()
         try:
-            conn = psycopg.connect(self._dsn)
+            conn = psycopg.connect(self._dsn, autocommit=True)
+            self._watch(attempt, conn.pgconn)
+            self._is_pooled = database.is_pooled(conn)
         except psycopg.Error as error:
             reason = one_line(error)
             level = self._seldom.level(reason)
@@ -74,8 +93,31 @@ class Connections:
             raise Unready(reason) from error
         # The object would warn that nobody closed it.
         session, conn.pgconn = conn.pgconn, CLOSED
-        session.exec_(RESET[-1])
         return session
+
+    def _watch(self, attempt: Attempt, session: pq.abc.PGconn) -> None:
+        """Note what `give_up_late` has to shut, and since when."""
+        if way := self._used.pop(attempt, None):
+            way.close()
+        self._used[attempt] = socket.socket(fileno=os.dup(session.socket))
+        attempt.waits_since = time.monotonic()
+
+    def give_up_late(self, seconds: float) -> None:
+        """Shut the sockets on which our own statements wait for longer than that."""
+        late = time.monotonic() - seconds
+        for attempt, way in list(self._used.items()):
+            if attempt.waits_since >= late:
+                continue
+            log.log(
+                self._seldom.level("late"),
+                "%s: no answer in %g s: its connection is given up",
+                attempt,
+                seconds,
+                extra=attempt.fields,
+            )
+            with contextlib.suppress(OSError):  # it has just been closed
+                way.shutdown(socket.SHUT_RDWR)
+            self.close_idle(after=0)  # which will not be better
 
     @contextlib.contextmanager
     def _kept(
@@ -87,7 +129,8 @@ class Connections:
             yield
         finally:
             session, conn.pgconn = conn.pgconn, CLOSED  # the handler may have kept it
-            if session.transaction_status == pq.TransactionStatus.IDLE:
+            is_idle = session.transaction_status == pq.TransactionStatus.IDLE
+            if is_idle and not self._is_pooled:
                 self._idle.append((time.monotonic(), session))
             else:
                 session.finish()

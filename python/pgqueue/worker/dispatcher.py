@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pgqueue import database
 from pgqueue.worker import protocol
+from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.prefetch import GATHER
 from pgqueue.worker.seldom import Outages
 from pgqueue.worker.service import Service
@@ -47,8 +48,8 @@ class Dispatcher(Service):
 
     name = "dispatcher"
 
-    def __init__(self, dsn: str, outages: Outages, worker: "Worker") -> None:
-        super().__init__(dsn, outages)
+    def __init__(self, deadline: Deadline, outages: Outages, worker: "Worker") -> None:
+        super().__init__(deadline, outages)
         self.is_paused = False  # to drain: it claims no more
         self._worker = worker
         self._queues = {

@@ -46,6 +46,7 @@ class Executor:
         concurrency: int,
         on_end: Callable[[Attempt], None],
         middleware: Middleware | None,
+        patience: Callable[[], float],
     ) -> None:
         self.concurrency = concurrency
         self.loop = EventLoop()
@@ -56,6 +57,7 @@ class Executor:
         self._on_end = on_end
         self._middleware = middleware
         self._connections = Connections(dsn)
+        self._patience = patience  # for the server, in seconds
         self._lock = threading.Lock()  # guards the next three
         self._free = concurrency
         self._threads: list[threading.Thread] = []
@@ -172,12 +174,12 @@ class Executor:
         return True
 
     def _work(self) -> None:
-        connect = partial(self._connections.connection, is_async=False)
-        middleware = self._middleware
+        connection, middleware = self._connections.connection, self._middleware
         try:
             attempt = self._for_threads.get()
             while attempt is not None:
                 if self._begin(attempt):
+                    connect = partial(connection, attempt)
                     self.end(attempt, run(attempt, connect, middleware))
                 attempt = self._next(is_async=False) or self._for_threads.get()
         except BaseException as error:
@@ -191,7 +193,7 @@ class Executor:
     async def _attempt(self, attempt: Attempt) -> None:
         if attempt not in self.running:
             return  # it was released while the loop was blocked
-        connect = partial(self._connections.connection, is_async=True)
+        connect = partial(self._connections.connection, attempt)
         try:
             if self._begin(attempt):
                 self.end(attempt, await run_async(attempt, connect, self._middleware))
@@ -211,6 +213,7 @@ class Executor:
             if attempt.started:
                 self._watch(attempt, now)
         self._connections.close_idle()
+        self._connections.give_up_late(self._patience())
         if now > self._began_at + STALE:
             self.release_waiting()
         self._check_loop()

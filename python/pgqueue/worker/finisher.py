@@ -14,8 +14,9 @@ from pgqueue.app import Retry
 from pgqueue.attempt import LARGEST_RESULT, LOST, Attempt, Outcome
 from pgqueue.terminal import printable
 from pgqueue.worker import protocol
+from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.prefetch import GATHER, Prefetch
-from pgqueue.worker.seldom import Outages
+from pgqueue.worker.seldom import Outages, one_line
 from pgqueue.worker.service import Service
 
 log = logging.getLogger("pgqueue")
@@ -32,12 +33,12 @@ class Finisher(Service):
 
     def __init__(
         self,
-        dsn: str,
+        deadline: Deadline,
         outages: Outages,
         prefetch: Prefetch,
         on_commit: Callable[[list[Attempt], set[str]], None],
     ) -> None:
-        super().__init__(dsn, outages)
+        super().__init__(deadline, outages)
         self.statuses: Counter[str] = Counter()
         self._prefetch = prefetch
         self._on_commit = on_commit
@@ -47,6 +48,12 @@ class Finisher(Service):
         self._counted, self._counted_at = 0, time.monotonic()
 
     def put(self, attempt: Attempt) -> None:
+        outcome = attempt.outcome
+        if outcome.error is not None and outcome.name in ("complete", "none"):
+            reason, extra = one_line(outcome.error), attempt.fields
+            log.warning(
+                "%s: its result is not stored: %s", attempt, reason, extra=extra
+            )
         self._ended.put(attempt)
 
     def wake(self) -> None:
@@ -128,10 +135,12 @@ class Finisher(Service):
         if not log.isEnabledFor(level):
             return
         has_error = outcome.name in ("fail", "reject")
-        summary = (outcome.text or "").partition("\n")[0] if has_error else ""
+        text = (outcome.text or "") if has_error else ""
+        summary, shown = text.partition("\n")[0], text.partition("\n\n")[2]
         if status == "lost":
             summary = "its lease was over"
         why = f": {printable(summary)}" if summary else ""
         error = outcome.error if level > logging.INFO else None
-        fields = attempt.fields
+        # Our formatters need not show the error again, which takes as long as the job.
+        fields = attempt.fields | {"trace": shown if level > logging.INFO else ""}
         log.log(level, "%s: %s%s", attempt, status, why, extra=fields, exc_info=error)

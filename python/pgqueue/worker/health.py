@@ -8,10 +8,9 @@ import pathlib
 import socket
 import textwrap
 import time
-import traceback
 from typing import Any
 
-from pgqueue.terminal import LINES, printable
+from pgqueue.terminal import LINES, LONGEST, printable, trace
 
 log = logging.getLogger("pgqueue")
 
@@ -25,14 +24,14 @@ class Health:
         self._is_ready = False
         self._has_complained = False
 
-    def __call__(self, has_connected: bool) -> None:
+    def __call__(self, is_ready: bool) -> None:
         if time.monotonic() < self._next_at:
             return
         self._next_at = time.monotonic() + 1
         if self._file:
             self._touch(self._file)
         state = "WATCHDOG=1"
-        if has_connected and not self._is_ready:
+        if is_ready and not self._is_ready:
             self._is_ready = True
             state = f"READY=1\n{state}"
         notify_systemd(state)
@@ -70,13 +69,22 @@ class TextLines(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(process)d %(levelname)s %(message)s")
 
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        zone = time.strftime("%z", time.localtime(record.created))
+        return super().formatTime(record, datefmt) + zone
+
     def formatMessage(self, record: logging.LogRecord) -> str:
-        lines = (line.strip() for line in record.message.splitlines())
+        lines = (line.strip() for line in record.message[:LONGEST].splitlines())
         record.message = printable(" ".join(lines))
+        if shown := getattr(record, "trace", ""):
+            record.exc_text = self._indented(shown)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
-        return textwrap.indent(printable(super().formatException(ei), LINES), "    ")
+        return self._indented(trace(ei[1]))
+
+    def _indented(self, text: str) -> str:
+        return textwrap.indent(printable(text.rstrip("\n"), LINES), "    ")
 
 
 class JsonLines(logging.Formatter):
@@ -90,9 +98,10 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "pid": record.process,
-            "message": record.getMessage(),
+            "message": record.getMessage()[:LONGEST],
         }
         line |= {n: getattr(record, n) for n in self.fields if hasattr(record, n)}
-        if record.exc_info:
-            line["error"] = "".join(traceback.format_exception(*record.exc_info))
+        if record.exc_info and record.exc_info[1]:
+            shown = getattr(record, "trace", "") or trace(record.exc_info[1])
+            line["error"] = shown
         return json.dumps(line, default=str)

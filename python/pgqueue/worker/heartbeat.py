@@ -17,6 +17,7 @@ from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.client import LeaseLost
 from pgqueue.worker import protocol
+from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.seldom import Outages, Seldom, one_line
 from pgqueue.worker.service import Service
 
@@ -36,12 +37,12 @@ class Heartbeat(Service):
     name = "heartbeat"
 
     def __init__(
-        self, dsn: str, outages: Outages, on_cancel: Callable[[Attempt], None]
+        self, deadline: Deadline, outages: Outages, on_cancel: Callable[[Attempt], None]
     ) -> None:
-        super().__init__(dsn, outages)
+        super().__init__(deadline, outages)
         self.held: set[Attempt] = set()
         self._on_cancel = on_cancel
-        self._lease = 30.0
+        self.lease = 30.0  # the shortest yet
         self._conn: database.Connection | None = None
         self._lock = threading.Lock()
         self._woken = threading.Event()
@@ -59,8 +60,8 @@ class Heartbeat(Service):
             attempt.extender = self.extend
             attempt.teller = self.tell
             self.held.add(attempt)
-            if attempt.lease < self._lease:
-                self._lease = attempt.lease
+            if attempt.lease < self.lease:
+                self.lease = attempt.lease
                 self.wake()
 
     def extend(self, attempt: Attempt) -> bool:
@@ -68,7 +69,7 @@ class Heartbeat(Service):
         with self._lock:
             conn = self._conn
             if conn is None or conn.closed:
-                with database.connect(self.dsn) as conn:
+                with self.deadline.connect() as conn:
                     self._extend(conn, [attempt], attempt.lease)
             else:
                 self._extend(conn, [attempt], attempt.lease)
@@ -91,13 +92,13 @@ class Heartbeat(Service):
         look_at = tell_at = 0.0
         while not self.over.is_set():
             now = time.monotonic()
-            extend_at = min(extend_at, now + self._lease / 3)  # it may be shorter now
+            extend_at = min(extend_at, now + self.lease / 3)  # it may be shorter now
             looks = self._is_alarmed and now >= look_at
             if looks or now >= extend_at:
                 self._warn_if_late(now - extend_at)
                 self._is_alarmed = False
                 self._extend_all(conn, looks)
-                extend_at = time.monotonic() + self._lease / 3
+                extend_at = time.monotonic() + self.lease / 3
                 # With many cancellations, each may find many jobs here: a fifth of the time.
                 look_at = time.monotonic() + 4 * (time.monotonic() - now)
             if self._told and now >= tell_at:
@@ -112,7 +113,7 @@ class Heartbeat(Service):
                 self._woken.clear()
 
     def _warn_if_late(self, late: float) -> None:
-        if late > self._lease / 3:
+        if late > self.lease / 3:
             log.log(
                 self._seldom.level("late"),
                 "heartbeat %.1f s late: the process was stopped, or a handler does"

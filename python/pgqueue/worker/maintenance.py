@@ -10,6 +10,7 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.app import App
+from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.seldom import Outages
 from pgqueue.worker.service import Service
 
@@ -24,8 +25,8 @@ class Maintenance(Service):
 
     name = "maintenance"
 
-    def __init__(self, dsn: str, outages: Outages, app: App) -> None:
-        super().__init__(dsn, outages)
+    def __init__(self, deadline: Deadline, outages: Outages, app: App) -> None:
+        super().__init__(deadline, outages)
         self._app = app
         self._is_declared = not app.schedules
 

@@ -81,6 +81,7 @@ def options() -> list[tuple[str, str, Any, Any]]:
     forms = "NAME, NAME=WEIGHT, NAME:LIMIT or NAME=WEIGHT:LIMIT"
     dsn = "the database; else DATABASE_URL, else libpq's variables"
     lease = "seconds a dead worker's jobs wait; else the queue's"
+    call = "seconds that a call to the server may take; else the lease"
     stop = "seconds from SIGTERM until what is still running is failed"
     positive = whole_number(1)
     return [
@@ -98,6 +99,7 @@ def options() -> list[tuple[str, str, Any, Any]]:
         ("--lease", lease, None, seconds),
         ("--timeout", "seconds for handlers without their own", None, seconds),
         ("--poll-interval", "seconds between claims", 5.0, seconds),
+        ("--call-timeout", call, None, seconds),
         ("--no-listen", "poll only", False, bool),
         ("--shutdown-timeout", stop, 30.0, seconds),
         ("--burst", "exit when nothing is due", False, bool),

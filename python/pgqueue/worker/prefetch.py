@@ -1,9 +1,13 @@
-"""How many jobs to claim: for the free slots, and ahead of them if jobs are quick."""
+"""How many jobs to claim: for the free slots, and ahead of them if jobs are quick.
+
+None is claimed ahead on its last attempt: if the worker were killed, it would die unrun.
+"""
 
 import time
 
 AHEAD = 0.1  # seconds of work to claim beyond what the free slots take
 PATIENCE = 1.0  # seconds of work that may wait here: other workers get the rest
+LAST_ATTEMPTS = 1.0  # seconds since one was seen
 QUICK = 1000.0  # jobs a second; from here on large batches matter more than latency
 GATHER = 0.003  # seconds in which quick jobs gather for one batch
 MAX_CLAIM = 10_000  # jobs in one claim
@@ -17,6 +21,7 @@ class Prefetch:
         self.batch = batch
         self.left = left  # jobs; None is without limit
         self.rate = 0.0  # jobs finished a second
+        self._none_ahead_until = 0.0
         self._counted, self._counted_at = 0, time.monotonic()
 
     @property
@@ -37,13 +42,18 @@ class Prefetch:
         if self.left is not None:
             self.left -= jobs
 
+    def saw_last_attempts(self) -> None:
+        """Claim none ahead for a while."""
+        self._none_ahead_until = time.monotonic() + LAST_ATTEMPTS
+
     def is_too_much(self, waiting: int) -> bool:
         """Whether this many jobs wait too long: they are slower than those before."""
         return waiting > self.concurrency + self.rate * PATIENCE
 
     def want(self, unfinished: int) -> int:
         """Say how many jobs to claim."""
-        is_fresh = time.monotonic() < self._counted_at + PATIENCE
+        now = time.monotonic()
+        is_fresh = self._none_ahead_until <= now < self._counted_at + PATIENCE
         ahead = min(self.batch, int(self.rate * AHEAD)) if is_fresh else 0
         want = min(self.concurrency + ahead - unfinished, MAX_CLAIM)
         # In thirds: one is being claimed, one is ready, one is running.

@@ -1,6 +1,5 @@
 """A thread of the worker, with a connection that it restores after each outage."""
 
-import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -8,6 +7,7 @@ from abc import ABC, abstractmethod
 import psycopg
 
 from pgqueue import database
+from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.seldom import Outages
 
 
@@ -16,12 +16,12 @@ class Service(ABC):
 
     name: str
 
-    def __init__(self, dsn: str, outages: Outages) -> None:
-        self.dsn = dsn
+    def __init__(self, deadline: Deadline, outages: Outages) -> None:
+        self.deadline = deadline
         self._outages = outages
         self.over = threading.Event()  # it has to end
         self.error: BaseException | None = None  # what ended it
-        self.has_connected = False
+        self.is_ready = False  # the server has answered it
         self._failures = 0
         self.thread = threading.Thread(
             target=self._run, name=f"pgqueue-{self.name}", daemon=True
@@ -60,6 +60,7 @@ class Service(ABC):
 
     def succeeded(self) -> None:
         """Note that the server answers: the next outage starts with short waits."""
+        self.is_ready = True
         if self._failures:
             self._failures = 0
             self._outages.is_over(self.name)
@@ -75,8 +76,7 @@ class Service(ABC):
 
     def _connect_and_work(self) -> None:
         try:
-            with contextlib.closing(database.connect(self.dsn)) as conn:
-                self.has_connected = True
+            with self.deadline.connect() as conn:
                 self.work(conn)
                 self.succeeded()
         except psycopg.Error as error:

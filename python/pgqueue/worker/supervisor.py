@@ -1,14 +1,18 @@
 """The supervisor of several worker processes: starts, restarts and stops them.
 
-Each child reads a pipe: one byte means drain, a second one end at once, and the end of the
-pipe that the supervisor is gone. So a child can tell a signal passed on by the supervisor
-from the same signal sent to the child itself.
+Each child has a socket to it, and hears there: one byte means drain, a second one end at
+once, and the end that the supervisor is gone. So a child can tell a signal that the supervisor
+passes on from the same one sent to the child as well.
+
+By the same socket a child says what its exit code means, which any handler, library or script
+can produce: READY, then DONE; or FATAL, which counts as long as no child was ready.
 """
 
 import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,18 +25,25 @@ from pgqueue.worker.seldom import Seldom
 
 log = logging.getLogger("pgqueue")
 
-FATAL = (2, 3)  # wrong usage, no schema: it would fail again
+READY, DONE, FATAL = b"r", b"d", b"f"  # it works; it has done its work; it cannot
 SHORT_LIFE = 5.0  # seconds; what fails sooner is restarted after a pause
 LONGEST_PAUSE = 30.0  # seconds
-PIPE = "PGQUEUE_SUPERVISOR"  # names the file descriptor
+SOCKET = "PGQUEUE_SUPERVISOR"  # names the file descriptor
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 
 @dataclass
 class Child:
     process: subprocess.Popen[bytes]
-    pipe: int  # to write to
+    socket: socket.socket
     born: float
+    said: bytes = b""
+
+    def hear(self) -> bytes:
+        """Return all that it has said."""
+        with contextlib.suppress(OSError):  # nothing more
+            self.said += self.socket.recv(100, socket.MSG_DONTWAIT)
+        return self.said
 
 
 class Supervisor:
@@ -45,10 +56,12 @@ class Supervisor:
         self._stops: list[int] = []  # the signals
         self._code = 0
         self._short_lives = 0  # in a row
+        self._was_ready = False  # some child
         self._seldom = Seldom()
 
     def run(self) -> int:
         """Run until all have ended, and return the exit code."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or it never hears of an end
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         while self._children or self._start_at:
             next_start = min(self._start_at, default=time.monotonic() + 3600)
@@ -71,20 +84,17 @@ class Supervisor:
         return self._code or (128 + self._stops[-1] if len(self._stops) > 1 else 0)
 
     def _start(self) -> None:
-        reading, writing = os.pipe()
-        try:
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.ExitStack() as on_failure:
+            on_failure.callback(ours.close)
             process = subprocess.Popen(
                 [sys.executable, *sys.orig_argv[1:], "--processes", "1"],
-                env={**os.environ, PIPE: str(reading)},
-                pass_fds=[reading],
+                env={**os.environ, SOCKET: str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        except BaseException:
-            os.close(writing)
-            raise
-        finally:
-            os.close(reading)
-        self._children.append(Child(process, writing, time.monotonic()))
+            on_failure.pop_all()
+        self._children.append(Child(process, ours, time.monotonic()))
 
     def _stop(self, number: int) -> None:
         notify_systemd("STOPPING=1")
@@ -92,25 +102,28 @@ class Supervisor:
         self._start_at.clear()
         for child in self._children:
             with contextlib.suppress(BrokenPipeError):
-                os.write(child.pipe, b".")
+                child.socket.send(b".")
 
     def _ended(self, child: Child, exit_code: int) -> None:
         """Restart a child, unless it was to end or would fail again."""
+        self._was_ready |= any(READY in each.hear() for each in self._children)
         self._children.remove(child)
-        os.close(child.pipe)
-        if self._stops or (self._burst and exit_code == 0):
+        child.socket.close()
+        is_done = DONE in child.said
+        if self._stops or (self._burst and is_done):
             return
-        if exit_code in FATAL:
+        if FATAL in child.said and not self._was_ready:
             self._code = exit_code
             self._stop(signal.SIGTERM)
             return
-        pause = 0.0
-        if exit_code != 0:
+        pid, how, pause = child.process.pid, signal_or_code(exit_code), 0.0
+        if is_done:
+            log.info("process %s has done its work: restarting", pid)
+        else:
             is_short = time.monotonic() < child.born + SHORT_LIFE
             self._short_lives = self._short_lives + 1 if is_short else 0
             if is_short:
                 pause = min(2.0 ** min(self._short_lives - 1, 10), LONGEST_PAUSE)
-            pid, how = child.process.pid, signal_or_code(exit_code)
             log.warning("process %s ended with %s: restarting", pid, how)
         self._start_at.append(time.monotonic() + pause)
 
@@ -121,19 +134,33 @@ def signal_or_code(exit_code: int) -> str:
     return names.get(exit_code, str(exit_code))
 
 
-def listen_to_supervisor(stop: Callable[[str], None]) -> bool:
-    """Call `stop` for each byte from the supervisor, and when it is gone.
+class Link:
+    """A child's way to its supervisor, if there is one."""
 
-    Returns whether there is one.
-    """
-    reading = os.environ.pop(PIPE, None)
-    if reading is None:
-        return False
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        if number := os.environ.pop(SOCKET, None):
+            os.set_inheritable(int(number), False)  # by what handlers start
+            self._socket = socket.socket(fileno=int(number))
 
-    def listen() -> None:
-        while os.read(int(reading), 1):
-            stop("told by its supervisor")
-        stop("without its supervisor")
+    def __bool__(self) -> bool:
+        return self._socket is not None
 
-    threading.Thread(target=listen, name="supervised", daemon=True).start()
-    return True
+    def say(self, word: bytes) -> None:
+        with contextlib.suppress(OSError):  # it is gone
+            if self._socket:
+                self._socket.send(word)
+
+    def listen(self, stop: Callable[[str], None]) -> None:
+        """Call `stop` for each byte from the supervisor, and when it is gone."""
+        if not self._socket:
+            return
+        reading = self._socket
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):  # it was killed
+                while reading.recv(1):
+                    stop("told by its supervisor")
+            stop("without its supervisor")
+
+        threading.Thread(target=listen, name="supervised", daemon=True).start()

@@ -1,0 +1,177 @@
+"""Connections that hang without breaking: the worker gives them up, and says so."""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import pgqueue
+import psycopg
+import pytest
+from conftest import column, one
+from worker_harness import QUEUE, RESTING, is_empty, outcomes, wait_until
+
+pytest_plugins = ["worker_harness"]
+
+SESSIONS = (
+    "select pid from pg_stat_activity where application_name like 'pgqueue %'"
+    " and datname = current_database()"
+)
+GIVEN_UP = "no answer in 1 s: connection given up"
+QUICKLY = ("--call-timeout", "1", "--poll-interval", "0.5")
+
+
+class Proxy:
+    """Passes on what it gets; those connections that it had when it stalled stay open, silent."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._open: list[socket.socket] = []
+        self._stalled: set[socket.socket] = set()
+        self._may_go = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.socket(socket.AF_UNIX)
+            server.connect(self._server)
+            self._open += [client, server]
+            for way in (client, server), (server, client):
+                threading.Thread(target=self._pass_on, args=way, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                if source in self._stalled:
+                    self._may_go.wait()
+                    return
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def stall(self) -> None:
+        self._stalled.update(self._open)
+
+    def close(self) -> None:
+        self._may_go.set()
+        for one_of_us in [self._listener, *self._open]:
+            one_of_us.close()
+
+
+@pytest.fixture
+def proxy(db: psycopg.Connection) -> Iterator[Proxy]:
+    found = Proxy(f"{db.info.host}/.s.PGSQL.{db.info.port}")
+    yield found
+    found.close()
+
+
+def through(proxy: Proxy, db: psycopg.Connection) -> str:
+    info = db.info
+    return f"host=127.0.0.1 port={proxy.port} user={info.user} dbname={info.dbname}"
+
+
+def test_a_worker_gives_up_connections_that_a_proxy_has_forgotten(
+    db, workers, proxy
+) -> None:
+    file = workers.folder / "alive"
+    args = (*QUICKLY, "--lease", "3", "--health-file", str(file))
+    worker = workers.start(*args, dsn=through(proxy, db))
+    wait_until(lambda: one(db, RESTING))
+    held = pgqueue.enqueue(db, QUEUE, kind="hold")
+    workers.began()
+    proxy.stall()
+    after = pgqueue.enqueue_many(db, QUEUE, [None] * 3, kind="mark")
+    wait_until(lambda: set(after) <= set(workers.notes()))
+    wait_until(lambda: workers.log().count("the server answers again"))
+    before = file.stat().st_mtime_ns
+    wait_until(lambda: file.stat().st_mtime_ns > before)
+    workers.let_go()
+    wait_until(lambda: is_empty(db))
+    assert outcomes(db) == {"completed": 4}
+    assert held in workers.notes()
+    assert workers.log().count(GIVEN_UP) == 1
+    assert workers.finish(worker) == 0
+
+
+def test_a_worker_gives_up_backends_that_stand_still(db, workers) -> None:
+    worker = workers.start(*QUICKLY)
+    wait_until(lambda: one(db, RESTING))
+    first = pgqueue.enqueue(db, QUEUE, kind="mark")
+    wait_until(lambda: is_empty(db) and one(db, RESTING))
+    stopped = column(db, SESSIONS)
+    try:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        after = pgqueue.enqueue(db, QUEUE, kind="mark")
+        wait_until(lambda: is_empty(db))
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    assert list(workers.notes()) == [first, after]
+    assert workers.log().count(GIVEN_UP) == 1
+    assert workers.finish(worker) == 0
+
+
+def test_a_worker_is_not_healthy_while_a_call_is_past_its_deadline(db, dsn) -> None:
+    ticks: list[None] = []
+    app = pgqueue.App()
+    worker = pgqueue.Worker(
+        app, {QUEUE: 1}, dsn=dsn, on_tick=lambda: ticks.append(None)
+    )
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        wait_until(lambda: worker.heartbeat.is_ready and ticks)
+        with worker.heartbeat.deadline.connect() as conn:
+            conn.waits_since = 0.0
+            wait_until(lambda: not worker.heartbeat.deadline.check())
+            worker._check()  # that of the other thread may have begun before
+            count = len(ticks)
+            worker._check()
+            assert len(ticks) == count
+        wait_until(lambda: len(ticks) > count)
+    finally:
+        worker.stop()
+        thread.join(30)
+
+
+@pytest.mark.parametrize("kind", ["effect", "aeffect"])
+def test_a_transactional_handler_is_not_hung_by_a_session_that_was_forgotten(
+    db, workers, proxy, kind
+) -> None:
+    db.execute("create table effect (job_id bigint)")
+    worker = workers.start(*QUICKLY, "-c", "1", dsn=through(proxy, db))
+    first = pgqueue.enqueue(db, QUEUE, kind=kind)
+    wait_until(lambda: outcomes(db) == {"completed": 1})
+    wait_until(lambda: one(db, RESTING))
+    proxy.stall()
+    after = pgqueue.enqueue(db, QUEUE, kind=kind)
+    wait_until(lambda: outcomes(db) == {"completed": 2})
+    assert column(db, "select job_id from effect order by 1") == [first, after]
+    assert "its connection is given up" in workers.log()
+    assert workers.finish(worker) == 0
+
+
+@pytest.mark.parametrize("kind", ["hold_effect", "ahold_effect"])
+def test_a_transaction_that_gets_no_answer_at_its_end_fails_its_attempt(
+    db, workers, proxy, kind
+) -> None:
+    db.execute("select pgqueue.configure(null, retry_base => '100 ms')")
+    db.execute("create table effect (job_id bigint)")
+    worker = workers.start(*QUICKLY, "-c", "1", dsn=through(proxy, db))
+    job = pgqueue.enqueue(db, QUEUE, kind=kind)
+    workers.began()
+    proxy.stall()
+    workers.let_go()
+    # The server still holds what the first transaction has written.
+    wait_until(lambda: outcomes(db) == {"retry": 1, "completed": 1})
+    assert column(db, "select job_id from effect") == [job]
+    assert workers.finish(worker) == 0
