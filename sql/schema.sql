@@ -479,7 +479,7 @@ from (
         ),
         (
             'max_running', 'int', null, '{1,1000}', '{a group}', 'permits',
-            'How many jobs of a queue or kind may run at once; for a group, see group_limit'
+            'How many jobs of a queue or kind may run at once; for groups: group_limit'
         ),
         (
             'rate_limit', 'int', null, '{1,1000}', '{a kind and a group together}', 'permits',

@@ -486,11 +486,11 @@ begin
     execute format(
         'comment on function %s is %L',
         'pgqueue.configure'::regproc::regprocedure,
-        $$Sets what is named and leaves the rest; reset first forgets all that was set.
-A null queue sets it for every queue that says nothing else; with kind or
-group_key it is set for that kind or group (* for each group). The narrower
-wins: group, kind, queue, all; but max_running and rate_limit hold beside each
-other. What is of groups is, set for a queue, that of each of its groups.
+        $$Changes the given settings and leaves the rest; reset first clears all that was
+set. A null queue sets them for every queue without its own; with kind or
+group_key, for that kind or group (* for each group). The most specific wins:
+group, kind, queue, all; but all max_running and rate_limit apply together.
+Settings of groups, set for a queue, apply to each of its groups.
 $$ || (
             select string_agg(format(E'%s (%s):\n  %s.', s.name, s.facts, s.meaning), E'\n' order by s.place)
             from pgqueue._setting as s
