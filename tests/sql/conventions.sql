@@ -234,7 +234,8 @@ select set_eq(
        from pg_temp.written('\m(?:outcomes?|status(?:es)?|known)\M(?: constant text\[\])?\s*(?:=|<>|<@|in|:=)\s*\(?(?:array\[)?((?:''\w+''(?:, )?)+)') as w
        cross join regexp_matches(w.text, '''(\w+)''', 'g') as l (found) $$,
     $$ select o.name from pgqueue._outcome as o where o.name is not null
-       union all select o.asked_by from pgqueue._outcome as o where o.asked_by is not null $$,
+       union all select o.asked_by from pgqueue._outcome as o where o.asked_by is not null
+       union all select 'released' $$,
     'every outcome that a function asks for is in the list, and every one in the list is asked for'
 );
 select lives_ok(
