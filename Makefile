@@ -4,13 +4,21 @@
 EXTENSION  = pgqueue
 EXTVERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.control)
 
-# The modules, in the order a job meets them.
-NOUNS = sql/schema.sql
-VERBS = sql/match.sql sql/check.sql sql/settings.sql sql/enqueue.sql sql/trigger.sql sql/wake.sql sql/lane.sql sql/pick.sql \
-        sql/age.sql sql/ticket.sql sql/permit.sql sql/group.sql sql/cap.sql \
-        sql/claim.sql sql/lease.sql sql/attempt.sql sql/finish.sql sql/manage.sql sql/dead.sql \
-        sql/depend.sql sql/batch.sql sql/cron.sql sql/schedule.sql sql/maintain.sql sql/measure.sql \
-        sql/observe.sql sql/metrics.sql sql/why.sql sql/health.sql sql/status.sql sql/access.sql
+# The layers, lowest first: a function calls those of its own file and of files before it, but for
+# the announcements in tests/python/test_layers.py.
+TABLES    = sql/tables/schema.sql
+FUNCTIONS = \
+    sql/base/match.sql sql/base/check.sql sql/base/resolve.sql sql/base/lane.sql sql/base/wake.sql \
+    sql/base/ticket.sql \
+    sql/attempts/lease.sql sql/attempts/attempt.sql \
+    sql/limits/age.sql sql/limits/permit.sql sql/limits/group.sql sql/limits/cap.sql \
+    sql/core/enqueue.sql sql/core/pick.sql sql/core/rest.sql sql/core/claim.sql sql/core/finish.sql \
+    sql/flow/depend.sql sql/flow/batch.sql sql/flow/sweep.sql sql/flow/cron.sql sql/flow/schedule.sql \
+    sql/flow/trigger.sql \
+    sql/operate/settings.sql sql/operate/manage.sql sql/operate/dead.sql sql/operate/maintain.sql \
+    sql/observe/measure.sql sql/observe/observe.sql sql/observe/status.sql sql/observe/metrics.sql \
+    sql/observe/why.sql sql/observe/health.sql \
+    sql/roles/access.sql
 
 # For psql, on call: installed in a folder of their own next to that of the extensions.
 OPS = sql/ops/dead.sql sql/ops/stuck.sql sql/ops/top.sql sql/ops/waits.sql
@@ -144,8 +152,8 @@ clean:
 	rm -f $(DATA_built) $(EXTRA_CLEAN)
 endif
 
-$(SCRIPT): pgqueue.control Makefile $(NOUNS) $(VERBS)
-	@cat $(NOUNS) $(VERBS) | sed 's/@VERSION@/$(EXTVERSION)/g' > $@
+$(SCRIPT): pgqueue.control Makefile $(TABLES) $(FUNCTIONS)
+	@cat $(TABLES) $(FUNCTIONS) | sed 's/@VERSION@/$(EXTVERSION)/g' > $@
 
 # Line 1 is the guard against running the script in psql, which is the point here.
 $(PLAIN): $(SCRIPT)

@@ -5,7 +5,7 @@ The package only calls the SQL functions of the schema pgqueue, which are the qu
 
 from typing import TYPE_CHECKING, Any
 
-from pgqueue.app import App, Reject, Retry, Snooze, Task
+from pgqueue.app import App, Task
 from pgqueue.client import (
     JobNotFound,
     LeaseLost,
@@ -15,6 +15,7 @@ from pgqueue.client import (
     enqueue_many,
 )
 from pgqueue.job import Job
+from pgqueue.policy import Reject, Retry, Snooze
 from pgqueue.waiting import Status, status, wait
 
 if TYPE_CHECKING:

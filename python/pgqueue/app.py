@@ -1,10 +1,9 @@
-"""The handlers of an application, and what they may raise."""
+"""The handlers of an application."""
 
 import inspect
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import (
     Any,
     Concatenate,
@@ -20,75 +19,27 @@ from pgqueue.client import Options, enqueue
 from pgqueue.drivers import AsyncConn
 from pgqueue.job import Job
 from pgqueue.payload import Arguments, to_json
+from pgqueue.policy import (
+    MAX_ATTEMPTS,
+    Exceptions,
+    Middleware,
+    Policy,
+    Seconds,
+    to_seconds,
+    to_timedelta,
+    to_timeout,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Callable[..., Any])
-Seconds = float | timedelta
-Middleware = Callable[[Job], AbstractContextManager[Any]]
-# The header of a job that was given more attempts than its handler has.
-MAX_ATTEMPTS = "max_attempts"
 CatchUp = Literal["skip", "one", "all"]
-
-
-class Retry(Exception):
-    """Fail this attempt and retry: after seconds or a timedelta, or after the backoff."""
-
-    after: timedelta | None = None
-
-    def __init__(self, after: Seconds | None = None, reason: str = "retry") -> None:
-        super().__init__(reason)
-        self.after = None if after is None else _timedelta(after)
-
-
-class Snooze(Exception):
-    """Run again at a datetime, or after seconds or a timedelta; no attempt is counted."""
-
-    until: datetime | timedelta = timedelta()
-
-    def __init__(self, until: datetime | Seconds) -> None:
-        super().__init__(f"snooze until {until}")
-        if isinstance(until, datetime):
-            if until.tzinfo is None:
-                raise ValueError("until must have a time zone")
-            self.until = until
-        else:
-            self.until = _timedelta(until)
-
-
-class Reject(Exception):
-    """Fail the job for good: it goes to the dead letters with this reason."""
-
-
-def _seconds(value: Seconds | None) -> float | None:
-    return None if value is None else _timedelta(value).total_seconds()
-
-
-def _timedelta(value: Seconds) -> timedelta:
-    if isinstance(value, timedelta):
-        return value
-    if isinstance(value, int | float):
-        return timedelta(seconds=value)
-    raise TypeError(f"neither seconds nor a timedelta: {value!r}")
 
 
 class TaskOptions(Options, total=False):
     """What `with_options` takes: the options of `pgqueue.enqueue`, and the queue."""
 
     queue: str
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How a handler runs, and how its failures are retried."""
-
-    timeout: float | None = None  # seconds
-    transaction: bool = False
-    max_attempts: int | None = None
-    retry_base: float | None = None  # seconds
-    retry_cap: float = 3600.0
-    retry_for: tuple[type[BaseException], ...] = (BaseException,)
-    give_up_on: tuple[type[BaseException], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +125,7 @@ class App:
     ) -> None:
         self.tasks: dict[str, Task[Any, Any]] = {}
         self.schedules: dict[str, Schedule] = {}
-        self.timeout = _seconds(timeout)
+        self.timeout = to_timeout(timeout)
         self.middleware = middleware
         self.startup: list[Callable[[], Any]] = []
         self.shutdown: list[Callable[[], Any]] = []
@@ -199,8 +150,8 @@ class App:
         max_attempts: int | None = None,
         retry_base: Seconds | None = None,
         retry_cap: Seconds = 3600.0,
-        retry_for: tuple[type[BaseException], ...] = (BaseException,),
-        give_up_on: tuple[type[BaseException], ...] = (),
+        retry_for: Exceptions = (BaseException,),
+        give_up_on: Exceptions = (),
         group_key: str | None = None,
         headers: Mapping[str, Any] | None = None,
         cron: str | None = None,
@@ -218,7 +169,8 @@ class App:
 
         `queue` is where `.enqueue` puts the job. `timeout` (seconds or timedelta) fails an
         attempt that runs longer: an async one is cancelled; a thread cannot be, so it
-        keeps its slot until it returns, and its result is dropped. With `transaction`,
+        keeps its slot until it returns, and its result is dropped; math.inf is none, also
+        where the app or the worker has one. With `transaction`,
         job.connection is in the transaction that completes the job by pgqueue.complete():
         the handler's writes and the completion commit together, or not at all.
 
@@ -232,16 +184,17 @@ class App:
         pgqueue.schedule(), whose comment explains `timezone`, `catch_up` and `jitter`.
         If you remove them again, call pgqueue.unschedule().
 
-        Raises ValueError for a kind that already has a handler, and TypeError for an
-        annotation that needs pydantic if that is not installed, and for a recurring
-        handler that cannot be called without arguments.
+        Raises ValueError for a kind that has a handler already and for a timeout or
+        max_attempts that is not positive; TypeError for what is no function, for *args and
+        other parameters without a name, for an annotation that needs pydantic where there is
+        none, and for a handler that recurs and cannot be called without arguments.
         """
         policy = Policy(
-            self.timeout if timeout is None else _seconds(timeout),
+            self.timeout if timeout is None else to_timeout(timeout),
             transaction,
             max_attempts,
-            _seconds(retry_base),
-            _timedelta(retry_cap).total_seconds(),
+            to_seconds(retry_base),
+            to_timedelta(retry_cap).total_seconds(),
             retry_for,
             give_up_on,
         )
@@ -254,7 +207,7 @@ class App:
             options["headers"] = headers
         schedule = None
         if cron is not None or every is not None:
-            times = [None if t is None else _timedelta(t) for t in (every, jitter)]
+            times = [None if t is None else to_timedelta(t) for t in (every, jitter)]
             schedule = Schedule(cron, times[0], timezone, catch_up, times[1])
         return Register(self, kind, policy, options, schedule)
 

@@ -98,8 +98,8 @@ def enqueue(
     datetime, UUID, Decimal and Enum. With OpenTelemetry installed, the headers get the
     trace context of the current span, unless they have a `traceparent`.
 
-    Raises TypeError or ValueError for what JSON cannot hold, TypeError for an unknown
-    option, and the driver's own error for what the SQL function refuses: 22023 (bad
+    Raises TypeError or ValueError for what JSON cannot hold, ValueError for a moment without a
+    time zone, TypeError for an unknown option, and the driver's own error for what the SQL function refuses: 22023 (bad
     argument), 22P05 (a NUL character), 54000 (payload too large), 23505 (duplicate, with
     on_duplicate="error").
     """
@@ -182,6 +182,8 @@ def _statement(
             raise TypeError(f"unknown option {name!r}")
         if value is None:
             continue
+        if isinstance(value, datetime) and value.tzinfo is None:
+            raise ValueError(f"{name} must have a time zone")
         is_delay = name in ("run_at", "expires_at") and isinstance(value, timedelta)
         query += f", {name} => {DELAY if is_delay else CASTS.get(name, '%s')}"
         if name == "headers":

@@ -4,6 +4,7 @@ What JSON does not have (datetime, UUID, Decimal, Enum, models) is left to pydan
 it is installed; without it only plain values and flat dataclasses work.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -56,29 +57,48 @@ class Arguments:
     A single parameter annotated with a dataclass or a pydantic model, perhaps `| None`,
     gets the whole payload; others get its keys by name. A parameter named `job` gets the
     Job, and is not part of the payload.
+
+    Raises TypeError for parameters that a payload cannot name, and for what is no function.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        if inspect.isclass(function) or not hasattr(function, "__qualname__"):
+            raise TypeError(f"a handler is a function; put {function!r} into one")
         signature = inspect.signature(function)
         parameters = [p for p in signature.parameters.values() if p.name != "job"]
         self.takes_job = len(parameters) < len(signature.parameters)
         self._signature = signature.replace(parameters=parameters)
-        positional = (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.VAR_POSITIONAL,
-        )
-        self._names = [p.name for p in parameters if p.kind not in positional]
+        for p in signature.parameters.values():
+            if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL):
+                where = function.__qualname__
+                raise TypeError(f"{where}: a payload has no name for {str(p)!r}")
+        self._names = [p.name for p in parameters]
+        self._function = function
+        self._is_prepared = False
+        with contextlib.suppress(NameError):  # of a class that may follow
+            self._prepare()
+
+    def prepare(self) -> None:
+        """Raise TypeError if an annotation names what is not there at run time."""
         try:
-            known = typing.get_type_hints(function)
-        except NameError:  # imported for type checkers only
-            known = {}
-        hints = {n: known[n] for n in self._names if known.get(n, Any) is not Any}
+            self._prepare()
+        except NameError as error:
+            where = self._function.__qualname__
+            text = f"{where}: {error}: is it imported for type checkers only?"
+            raise TypeError(text) from None
+
+    def _prepare(self) -> None:
+        if self._is_prepared:
+            return
+        function, hints = self._function, _hints(self._function, self._names)
         self._is_model = len(self._names) == 1 and _is_model(hints.get(self._names[0]))
         read = _read_plainly if pydantic is None else _read_by_pydantic
         self._read = read(function, self._signature, hints, self._is_model)
+        self._is_prepared = True
 
     def payload(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the payload of a call; raises TypeError for a call that does not bind."""
+        self.prepare()
         bound = self._signature.bind(*args, **kwargs).arguments
         if self._is_model:
             return bound.get(self._names[0])
@@ -89,6 +109,8 @@ class Arguments:
 
     def read(self, payload: Any) -> dict[str, Any]:
         """Make the arguments of a payload; raises ValueError or TypeError for a bad one."""
+        if not self._is_prepared:
+            self.prepare()
         if self._is_model and self._read:
             return {self._names[0]: self._read(payload)}
         if self.takes_job and not self._names:
@@ -101,6 +123,22 @@ class Arguments:
 
 
 Read = Callable[..., Any] | None
+
+
+def _hints(function: Callable[..., Any], names: list[str]) -> dict[str, Any]:
+    """Evaluate the annotations of some parameters, and no others."""
+
+    def annotated() -> None:
+        pass
+
+    given = getattr(function, "__annotations__", {})
+    annotated.__annotations__ = {n: given[n] for n in names if n in given}
+    known = typing.get_type_hints(
+        annotated,
+        getattr(inspect.unwrap(function), "__globals__", {}),
+        include_extras=pydantic is not None,
+    )
+    return {name: hint for name, hint in known.items() if hint is not Any}
 
 
 def _read_by_pydantic(
@@ -142,9 +180,16 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _is_model(annotation: Any) -> bool:
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _is_model(annotation.__origin__)
     if _is_union(annotation):
         inner = [a for a in typing.get_args(annotation) if a is not type(None)]
         return len(inner) == 1 and _is_model(inner[0])
     return isinstance(annotation, type) and (
         dataclasses.is_dataclass(annotation) or hasattr(annotation, "model_validate")
     )
+
+
+def storable(text: str) -> str:
+    """Escape what Postgres cannot store."""
+    return text.replace("\0", "\\0").encode(errors="backslashreplace").decode()

@@ -7,7 +7,7 @@ conventions.
 import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 try:
     from opentelemetry import trace
@@ -21,8 +21,15 @@ try:
 except ImportError:
     tracer = None  # type: ignore[assignment]
 
-if TYPE_CHECKING:
-    from pgqueue.attempt import Attempt
+
+class Claimed(Protocol):
+    """What a span says of an attempt."""
+
+    id: int
+    queue: str
+    kind: str
+    number: int
+    headers: str | None
 
 
 def with_context(headers: Any) -> Any:
@@ -41,8 +48,8 @@ def with_context(headers: Any) -> Any:
     return {**headers, **context}
 
 
-def start_span(attempt: "Attempt") -> "trace.Span | None":
-    """Start the span of an attempt, a child of the one that its headers name.
+def start_span(attempt: Claimed) -> "trace.Span | None":
+    """Start the span of an attempt, a child of what its headers name.
 
     A child, not just a link: a span is for one job, and nothing else could be its parent.
     None if there is neither an SDK nor a parent: usually the API is installed for others.

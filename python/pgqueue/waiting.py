@@ -135,7 +135,10 @@ async def _wait(
             else:
                 has_ended = _as_status(await session.fetch(STATUS, job_id)).has_ended
             if has_ended:
-                return _as_status(await session.fetch(STATUS, job_id))
+                found = _as_status(await session.fetch(STATUS, job_id))
+                if found.has_ended:
+                    return found
+                pause = 0.01  # it was sent back to work meanwhile
             waited = time.monotonic() - began
             if not listens:
                 pause = min(1.0, 0.01 + waited / 10)

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import enum
+import functools
 import math
 import os
 import subprocess
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from typing import Annotated
 
 import pgqueue
 import psycopg
@@ -532,6 +534,89 @@ def test_a_task_enqueues_only_the_arguments_its_handler_takes(db) -> None:
         with pytest.raises(TypeError):
             welcome.enqueue(db, *args, **kwargs)
     assert one(db, JOBS) == 3
+
+
+def test_what_an_annotation_demands_is_checked(db) -> None:
+    app = pgqueue.App()
+
+    @app.job("positive")
+    def positive(n: Annotated[int, pydantic.Field(gt=0)], when: datetime) -> None: ...
+
+    @app.job("parcel")
+    def parcel(parcel: Annotated[Parcel, "to ship"]) -> None: ...
+
+    when = "2026-12-24T00:00:00Z"
+    assert positive.arguments.read({"n": 5, "when": when})["when"].year == 2026
+    with pytest.raises(ValueError, match="greater than 0"):
+        positive.arguments.read({"n": -5, "when": when})
+    read = parcel.arguments.read({"to": {"name": "eve"}, "weight": "1.5"})
+    assert read == {"parcel": Parcel(Person("eve"), Decimal("1.5"))}
+
+
+def test_an_annotation_that_is_only_for_type_checkers_is_refused_where_it_counts(
+    db, dsn
+) -> None:
+    app, namespace = pgqueue.App(), {"pgqueue": pgqueue}
+    exec(
+        "def fine(job: 'Missing', when: 'datetime') -> 'Missing': ...\n"
+        "def later(what: 'Later') -> None: ...\n"
+        "from datetime import datetime\n",
+        namespace,
+    )
+    fine, later = (
+        app.job("fine")(namespace["fine"]),
+        app.job("later")(namespace["later"]),
+    )
+    read = fine.arguments.read({"when": "2026-12-24T00:00:00Z"})
+    assert read["when"] == datetime(2026, 12, 24, tzinfo=UTC)
+    for use in (
+        lambda: later.enqueue(db, what=1),
+        lambda: later.arguments.read({"what": 1}),
+        lambda: pgqueue.Worker(app, {"q": 1}, dsn=dsn),
+    ):
+        with pytest.raises(TypeError, match="'Later' is not defined"):
+            use()
+    namespace["Later"] = int
+    assert later.arguments.read({"what": "1"}) == {"what": 1}
+
+
+class Callable:
+    def __call__(self, to: str) -> None: ...
+
+
+def named(to: str) -> None: ...
+
+
+def gets_positional(to: str, /) -> None: ...
+
+
+def gets_any(*to: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "function",
+    [Callable(), Callable, functools.partial(named), gets_positional, gets_any],
+)
+def test_what_cannot_be_a_handler_is_refused_where_it_is_defined(function) -> None:
+    with pytest.raises(TypeError, match=r"a handler is a function|has no name for"):
+        pgqueue.App().job("x")(function)
+
+
+@pytest.mark.parametrize(
+    "policy", [{"timeout": -1}, {"timeout": 0}, {"max_attempts": 0}]
+)
+def test_limits_that_are_not_positive_are_refused(policy) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        pgqueue.App().job("x", **policy)
+    if "timeout" in policy:
+        with pytest.raises(ValueError, match="must be"):
+            pgqueue.App(**policy)
+
+
+@pytest.mark.parametrize("option", ["run_at", "expires_at"])
+def test_a_moment_without_a_time_zone_is_refused(db, option) -> None:
+    with pytest.raises(ValueError, match=f"{option} must have a time zone"):
+        pgqueue.enqueue(db, "q", **{option: datetime(2026, 12, 24)})
 
 
 def test_pq001_and_pq002_have_exception_classes(db) -> None:

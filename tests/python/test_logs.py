@@ -246,14 +246,16 @@ def test_a_connection_that_a_handler_does_not_get_is_said_and_its_job_put_off(
     db.execute("create table effect (job_id bigint)")
     db.execute("select pgqueue.grant_access(%s, 'worker')", (role,))
     db.execute(f"grant all on effect to {role}")
-    db.execute(f"alter role {role} connection limit 3")  # those of the worker itself
+    db.execute(f"alter role {role} connection limit 3")  # those of a busy worker
     worker = workers.start(dsn=f"{dsn} user={role}")
     parts = "select count(*) from pg_stat_activity where usename = %s"
+    pgqueue.enqueue(db, QUEUE, kind="hold")
     wait_until(lambda: db.execute(parts, (role,)).fetchone() == (3,))
     pgqueue.enqueue(db, QUEUE, kind="effect")
     wait_until(lambda: "no connection for a handler, put off: " in workers.log())
     db.execute(f"alter role {role} connection limit 9")
-    wait_until(lambda: outcomes(db) == {"completed": 1})
+    workers.let_go()
+    wait_until(lambda: outcomes(db) == {"completed": 2})
     assert workers.finish(worker) == 0
     said = Counter(m.partition(":")[0] for m in messages(workers.log(), "WARNING"))
     assert said == {"no connection for a handler, put off": 1}

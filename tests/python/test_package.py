@@ -140,6 +140,21 @@ def test_a_role_with_create_on_the_database_can_install_use_and_drop_the_extensi
         conn.execute("drop role pgqueue_installer")
 
 
+def test_an_empty_install_is_small_and_takes_few_locks(empty):
+    with psycopg.connect(dbname=empty) as conn:
+        before = one(conn, "select pg_database_size(current_database())")
+        conn.execute("create extension pgqueue")
+        # Each takes one of the places that max_locks_per_transaction is about, in whatever modes.
+        locked = one(
+            conn,
+            "select count(distinct (locktype, relation, classid, objid)) from pg_locks"
+            " where pid = pg_backend_pid()",
+        )
+        assert 400 < locked <= 700
+        added = one(conn, "select pg_database_size(current_database())") - before
+        assert 1_000_000 < added <= 4 << 20
+
+
 def test_an_existing_schema_pgqueue_stops_the_install(empty):
     with psycopg.connect(dbname=empty, autocommit=True) as conn:
         conn.execute("create schema pgqueue")

@@ -196,6 +196,16 @@ def test_the_health_file_is_touched_as_long_as_the_worker_runs(
     assert workers.finish(worker) == 0
 
 
+def test_the_health_file_is_touched_while_a_worker_starts(db, workers) -> None:
+    (workers.folder / "hangs.py").write_text(SLOW_START)
+    file = workers.folder / "alive"
+    workers.start("--app", "hangs", "--health-file", str(file))
+    wait_for_waiting(workers, 1)
+    wait_until(file.exists)
+    before = file.stat().st_mtime_ns
+    wait_until(lambda: file.stat().st_mtime_ns > before)
+
+
 def test_a_health_file_that_cannot_be_touched_is_logged_once(
     db, workers, systemd
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pgqueue
 import pytest
 from conftest import column, one
+from pgqueue.worker import prefetch, protocol
 from worker_app import BAD, UNSTORABLE
 from worker_harness import QUEUE, RESTING, is_empty, outcomes, wait_until
 
@@ -55,6 +56,28 @@ def test_a_result_may_speak_of_what_cannot_be_stored(db, workers) -> None:
     pgqueue.enqueue(db, QUEUE, {"value": result}, kind="echo")
     assert workers.start("--burst").wait(40) == 0
     assert column(db, "select result from pgqueue.run") == [result]
+
+
+def test_a_worker_does_not_claim_more_bytes_than_it_can_hold(db, workers) -> None:
+    text = "x" * 1_000_000
+    ids = pgqueue.enqueue_many(db, QUEUE, [{"value": text}] * 40, kind="echo_length")
+    with db.transaction(force_rollback=True):
+        attempts = protocol.claim(db, "w", [QUEUE], 40)
+        sizes = [len(a.payload) for a in attempts]
+        assert len(sizes) == 40
+        assert protocol.MOST_BYTES < sum(sizes) < protocol.MOST_BYTES + 1_100_000
+        assert sizes == sorted(sizes, reverse=True)
+    assert workers.start("--burst", "-c", "30").wait(60) == 0
+    done = db.execute("select job_id, attempt, result from pgqueue.run").fetchall()
+    assert sorted(done) == [(job_id, 1, len(text)) for job_id in ids]
+
+
+def test_large_jobs_are_not_claimed_ahead_by_the_thousand() -> None:
+    sizes = prefetch.Prefetch(10, 5000, None)
+    sizes.rate = 20_000.0
+    assert sizes.want(0) > 600
+    sizes.weigh(10, 10 * 500_000)
+    assert sizes.want(0) <= 10 + protocol.MOST_BYTES / 500_000
 
 
 def test_each_handler_ends_its_job_with_its_own_outcome_and_result(db, workers) -> None:

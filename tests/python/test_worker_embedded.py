@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -170,6 +171,31 @@ def test_run_raises_an_error_that_waiting_cannot_fix(dsn, role) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_ctrl_c_lets_running_jobs_finish_before_run_raises_it(db, dsn) -> None:
+    app, began, may_end = pgqueue.App(), threading.Event(), threading.Event()
+
+    @app.job("waits")
+    def waits() -> bool:
+        began.set()
+        return may_end.wait(30)
+
+    worker = Worker(app, {"q": 1}, dsn=dsn)
+    pgqueue.enqueue(db, "q", kind="waits")
+
+    def interrupt() -> None:
+        assert began.wait(30)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: worker._stops)
+        may_end.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        worker.run()
+    thread.join(30)
+    assert column(db, "select result from pgqueue.run") == [True]
+
+
 def test_running_raises_the_error_that_ended_the_worker(dsn, role) -> None:
     async def serve() -> None:
         before = threads()

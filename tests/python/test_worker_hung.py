@@ -1,6 +1,7 @@
 """A handler that hangs is noticed, logged and failed; when no slot is left, the worker ends."""
 
 import pgqueue
+import pytest
 from conftest import column, one
 from worker_harness import QUEUE, outcomes, wait_until
 
@@ -29,6 +30,25 @@ def test_a_hung_thread_keeps_its_slot_and_the_worker_ends_when_no_slot_is_left(
     assert "still runs in its slot" in workers.log()
 
 
+@pytest.mark.parametrize("kind", ["late_in_group", "late_in_transaction"])
+def test_a_thread_that_timed_out_keeps_its_place_in_the_group_until_it_returns(
+    db, workers, kind
+) -> None:
+    db.execute(NO_RETRY)
+    db.execute("select pgqueue.configure(null, group_limit => 1)")
+    db.execute("create table effect (job_id bigint)")
+    jobs = [pgqueue.enqueue(db, QUEUE, kind=kind, group_key="a") for _ in range(3)]
+    workers.start("--lease", "1")
+    wait_until(lambda: outcomes(db) == {"retry": 3})
+    words = [line.split()[0] for line in workers.ran.read_text().splitlines()]
+    assert words == ["began", "ran"] * 3
+    assert sorted(workers.notes()) == jobs
+    assert set(column(db, "select last_error from pgqueue.jobs")) == {
+        "TimeoutError: timed out after 0.3 seconds"
+    }
+    assert one(db, "select count(*) from effect") == 0
+
+
 def test_a_timeout_for_all_handlers_can_be_set_on_the_command_line(db, workers) -> None:
     db.execute(NO_RETRY)
     pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="ahold")
@@ -50,6 +70,18 @@ def test_an_app_can_set_a_timeout_for_its_handlers(db, workers) -> None:
         "TimeoutError: timed out after 0.5 seconds"
     }
     assert list(workers.notes()) == [longer]
+
+
+def test_a_handler_can_be_exempt_from_the_timeout_of_all_others(db, workers) -> None:
+    db.execute(NO_RETRY)
+    _limited, free = (
+        pgqueue.enqueue(db, QUEUE, {"seconds": 1}, kind=kind)
+        for kind in ("nap", "nap_without_timeout")
+    )
+    workers.start("--timeout", "0.3")
+    wait_until(lambda: outcomes(db) == {"retry": 1, "completed": 1})
+    query = "select job_id from pgqueue.run where outcome = 'completed'"
+    assert column(db, query) == [free]
 
 
 def test_a_cancelled_handler_that_does_not_stop_is_logged(db, workers) -> None:

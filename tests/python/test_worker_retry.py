@@ -111,6 +111,8 @@ def test_a_retry_without_a_delay_takes_the_backoff_of_the_policy(db, workers) ->
         ("not", "LookupError", True),
         ("not", "KeyError", True),
         ("not", "Retry", False),
+        ("bare", "KeyError", True),
+        ("bare", "ValueError", False),
         ("both", "KeyError", True),
         ("both", "LookupError", False),
         ("both", "ValueError", True),

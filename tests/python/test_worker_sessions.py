@@ -1,16 +1,58 @@
-"""transaction=True: no job finds in its session what an earlier job left there."""
+"""How many sessions a worker has, and what jobs find in them.
+
+transaction=True: no job finds in its session what an earlier job left there.
+"""
 
 import contextlib
+import threading
 
 import pgqueue
 import psycopg
 import pytest
 from conftest import column, one
-from worker_harness import QUEUE, outcomes, wait_until
+from pgqueue.worker import finisher, heartbeat
+from worker_harness import QUEUE, RESTING, outcomes, wait_until
 
 pytest_plugins = ["worker_harness"]
 
 NO_RETRY = "select pgqueue.configure(null, retry_base => '1 hour')"
+
+
+SESSIONS = (
+    "select count(*) from pg_stat_activity where application_name like 'pgqueue %%'"
+    " and datname = current_database()"
+)
+
+
+def test_an_idle_worker_has_one_session_and_a_busy_one_three(db, workers) -> None:
+    worker = workers.start()
+    wait_until(lambda: one(db, RESTING))
+    assert one(db, SESSIONS) == 1
+    pgqueue.enqueue(db, QUEUE, kind="hold")
+    workers.began()
+    wait_until(lambda: one(db, SESSIONS) == 3)
+    workers.let_go()
+    wait_until(lambda: outcomes(db) == {"completed": 1})
+    assert workers.finish(worker) == 0
+
+
+def test_sessions_that_are_not_needed_any_more_are_closed(db, dsn, monkeypatch) -> None:
+    for module in finisher, heartbeat:
+        monkeypatch.setattr(module, "KEEP", 0.5)
+    app = pgqueue.App()
+    app.job("noop")(lambda: None)
+    worker = pgqueue.Worker(app, {QUEUE: 1}, dsn=dsn, lease=1.0)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        for count in 1, 2:
+            pgqueue.enqueue(db, QUEUE, kind="noop")
+            wait_until(lambda: outcomes(db) == {"completed": count})  # noqa: B023
+            wait_until(lambda: one(db, SESSIONS) == 1)
+            assert not worker.finisher.is_connected
+    finally:
+        worker.stop()
+        thread.join(30)
 
 
 @pytest.mark.parametrize("kind", ["leaks_into_session", "aleaks_into_session"])

@@ -30,6 +30,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
+        self._servers: list[socket.socket] = []
         self._stalled: set[socket.socket] = set()
         self._may_go = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -43,6 +44,7 @@ class Proxy:
             server = socket.socket(socket.AF_UNIX)
             server.connect(self._server)
             self._open += [client, server]
+            self._servers.append(server)
             for way in (client, server), (server, client):
                 threading.Thread(target=self._pass_on, args=way, daemon=True).start()
 
@@ -59,6 +61,9 @@ class Proxy:
 
     def stall(self) -> None:
         self._stalled.update(self._open)
+
+    def stall_answers(self) -> None:
+        self._stalled.update(self._servers)
 
     def close(self) -> None:
         self._may_go.set()
@@ -129,10 +134,10 @@ def test_a_worker_is_not_healthy_while_a_call_is_past_its_deadline(db, dsn) -> N
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
-        wait_until(lambda: worker.heartbeat.is_ready and ticks)
-        with worker.heartbeat.deadline.connect() as conn:
+        wait_until(lambda: worker.dispatcher.is_ready and ticks)
+        with worker.dispatcher.deadline.connect() as conn:
             conn.waits_since = 0.0
-            wait_until(lambda: not worker.heartbeat.deadline.check())
+            wait_until(lambda: not worker.dispatcher.deadline.check())
             worker._check()  # that of the other thread may have begun before
             count = len(ticks)
             worker._check()
@@ -174,4 +179,21 @@ def test_a_transaction_that_gets_no_answer_at_its_end_fails_its_attempt(
     # The server still holds what the first transaction has written.
     wait_until(lambda: outcomes(db) == {"retry": 1, "completed": 1})
     assert column(db, "select job_id from effect") == [job]
+    assert workers.finish(worker) == 0
+
+
+def test_a_job_whose_completion_arrived_unanswered_is_not_said_to_be_lost(
+    db, workers, proxy
+) -> None:
+    worker = workers.start(*QUICKLY, dsn=through(proxy, db))
+    pgqueue.enqueue(db, QUEUE, kind="mark")
+    wait_until(lambda: ": completed" in workers.log())  # so it has all its sessions
+    job = pgqueue.enqueue(db, QUEUE, kind="hold")
+    workers.began()
+    proxy.stall_answers()
+    workers.let_go()
+    wait_until(lambda: f"job {job} 'hold' of {QUEUE!r}, attempt 1: " in workers.log())
+    assert outcomes(db) == {"completed": 2}
+    said = "attempt 1: reported: the connection broke before the answer"
+    assert said in workers.log()
     assert workers.finish(worker) == 0

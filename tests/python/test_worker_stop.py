@@ -183,3 +183,20 @@ def test_a_second_signal_does_not_wait_for_handlers(db, workers, kind) -> None:
     assert time.monotonic() - began <= GRACE
     assert list(db.execute("select state, attempt from pgqueue.jobs")) == [("ready", 1)]
     assert f"said by {job}" in workers.log()
+
+
+def test_an_async_handler_may_clean_up_when_the_shutdown_timeout_is_over(
+    db, workers
+) -> None:
+    job = pgqueue.enqueue(db, QUEUE, {"seconds": 0.1}, kind="cleans_up")
+    worker = start(workers)
+    workers.began()
+    assert workers.finish(worker) == 0
+    assert workers.notes("cleaned")[job] == 1
+    assert "WorkerStopped" in one(db, "select last_error from pgqueue.jobs")
+
+
+def test_a_burst_that_cannot_connect_ends_with_1(db, workers) -> None:
+    worker = workers.start("--burst", dsn=f"{workers.dsn} dbname=no_such_database")
+    assert worker.wait(30) == 1
+    assert "no_such_database" in workers.log()

@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import contextvars
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
@@ -142,6 +143,23 @@ def nap(job: pgqueue.Job, seconds: float) -> None:
     note("ran", job.id)
 
 
+@app.job("nap_without_timeout", timeout=math.inf)
+def nap_without_timeout(job: pgqueue.Job, seconds: float) -> None:
+    assert job.deadline is None
+    nap.function(job, seconds)
+
+
+@app.job("late_in_group", timeout=0.3)
+def late_in_group(job: pgqueue.Job) -> None:
+    nap.function(job, 1.5)
+
+
+@app.job("late_in_transaction", timeout=0.3, transaction=True)
+def late_in_transaction(job: pgqueue.Job) -> None:
+    job.connection.execute("insert into effect values (%s)", (job.id,))
+    nap.function(job, 1.5)
+
+
 @app.job("slow", timeout=0.5)
 def slow(job: pgqueue.Job) -> None:
     while not may_go():
@@ -245,6 +263,11 @@ def bad_in_transaction(case: str) -> object:
 @app.job("echo")
 def echo(value: object) -> object:
     return value
+
+
+@app.job("echo_length")
+def echo_length(value: str) -> int:
+    return len(value)
 
 
 @app.job("retry")

@@ -28,6 +28,7 @@ POLICIES = {
     "slowly": {"retry_base": 40, "retry_cap": 100},
     "only": {"retry_for": (LookupError, OSError)},
     "not": {"give_up_on": (LookupError, TimeoutError)},
+    "bare": {"retry_for": Exception, "give_up_on": LookupError},
     "both": {"retry_for": (LookupError,), "give_up_on": (KeyError,)},
 }
 for name, policy in POLICIES.items():

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from asgiref.sync import SyncToAsync, ThreadSensitiveContext
 from django.db import close_old_connections, connections
 
-from pgqueue.app import Middleware
 from pgqueue.job import Job
+from pgqueue.policy import Middleware
 from pgqueue.worker import event_loop
 
 

@@ -8,6 +8,7 @@ As a pytest plugin (`pytest_plugins = ["pgqueue.testing"]`) it provides the fixt
 `pgqueue_conn`. (PYTEST_DONT_REWRITE: else pytest warns when tests import it as well.)
 """
 
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -191,7 +192,8 @@ def drain(
             if attempt.kind not in app.tasks:
                 raise LookupError(f"the app has no handler for kind {attempt.kind!r}")
             attempt.task = app.tasks[attempt.kind]
-            attempt.timeout = attempt.task.policy.timeout
+            timeout = attempt.task.policy.timeout
+            attempt.timeout = None if timeout == math.inf else timeout
             ran.append(run_inline(conn, session, app, attempt, raises))
     return ran
 

@@ -14,9 +14,11 @@ from typing import Any
 from psycopg.pq import TransactionStatus
 
 from pgqueue import database
-from pgqueue.app import App, Reject, Retry
-from pgqueue.attempt import LOST, Attempt, Outcome, run, run_async
+from pgqueue.app import App
+from pgqueue.attempt import LOST, Attempt, Outcome
 from pgqueue.job import Job
+from pgqueue.policy import Reject, Retry
+from pgqueue.running import run, run_async
 from pgqueue.testing.sessions import is_in_transaction, savepoint
 from pgqueue.worker import event_loop
 from pgqueue.worker.protocol import finish

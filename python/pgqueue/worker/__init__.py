@@ -1,12 +1,14 @@
 """The worker: claims jobs, runs their handlers, and reports how they ended.
 
     dispatcher   claims jobs for the free slots, and sleeps when none is due
+    intake       says how much to claim, and takes what was claimed
     executor     runs handlers, in threads and on an event loop
+    watch        ends handlers that must not go on
     finisher     reports to the server how attempts ended
     heartbeat    extends the leases of all claimed jobs, and reports their progress
     maintenance  declares schedules, and calls maintain() about once a minute
 
-All but the executor have a thread and a connection of their own. The thread of
+Dispatcher, finisher, heartbeat and maintenance have a thread and a connection of their own. The thread of
 `Worker.run` supervises them: when one of them dies, the worker ends.
 """
 
@@ -17,17 +19,17 @@ import os
 import re
 import secrets
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from pgqueue import database
 from pgqueue.app import App
-from pgqueue.attempt import NO_TASK, Attempt, Outcome
+from pgqueue.attempt import Attempt, Outcome
 from pgqueue.terminal import version
 from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.dispatcher import Dispatcher, Share
@@ -35,10 +37,12 @@ from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
+from pgqueue.worker.intake import Intake
 from pgqueue.worker.maintenance import Maintenance
 from pgqueue.worker.prefetch import Prefetch
-from pgqueue.worker.seldom import Outages, Seldom, one_line, unless_from_server
+from pgqueue.worker.seldom import Outages, one_line, unless_from_server
 from pgqueue.worker.service import Service
+from pgqueue.worker.watch import Watch
 
 __all__ = ["Share", "Worker"]
 
@@ -51,7 +55,6 @@ JOINING = 0.1  # for idle threads to end
 
 STOPPED = Outcome("fail", "WorkerStopped: it ran when its worker ended", timedelta())
 MAY_BE_DUE = {"retry", "released"}
-UNKNOWN_KIND = Outcome("release", delay=timedelta(minutes=1))
 
 
 @dataclass(eq=False, repr=False)
@@ -64,6 +67,7 @@ class Worker:
     committed.
 
     Raises ValueError for no queue, a concurrency below 1, or only_known without a handler;
+    TypeError for a handler whose annotations name what is not there;
     psycopg.ProgrammingError for a dsn that libpq does not understand.
     """
 
@@ -91,6 +95,8 @@ class Worker:
             raise ValueError("a worker needs a queue and a concurrency of 1 at least")
         if self.only_known and not self.app.tasks:
             raise ValueError("only_known, but the app has no handler")
+        for task in self.app.tasks.values():
+            task.arguments.prepare()
         name = (self.name or socket.gethostname()).encode(errors="replace")[:150]
         name_and_pid = f"{name.decode(errors='ignore')}:{os.getpid()}"
         self.id = f"{name_and_pid}:{secrets.token_hex(4)}"
@@ -98,20 +104,29 @@ class Worker:
         self._stops = 0
         self._why = ""  # it stops
         self.stop_by = float("inf")  # in monotonic seconds
-        self._tick = threading.Event()
-        self._seldom = Seldom()
+        # An Event would lock a signal handler out that comes while it is being waited for.
+        self._tick: SimpleQueue[None] = SimpleQueue()
 
         # As the view workers expects.
         session = f"pgqueue {re.sub('[^ -~]', '?', self.id[-55:])}"
         dsn, outages = database.named(database.conninfo(self.dsn), session), Outages()
         beat, call, long = (Deadline(dsn, self._patience, n) for n in (1 / 3, 1, 10))
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
-        self.executor = Executor(
-            dsn, self.concurrency, self._ended, self.app.middleware, self._patience
-        )
+        around = self.app.middleware
+        self.executor = Executor(dsn, self.concurrency, self._ended, around)
+        self.watch = Watch(self.executor, self._patience)
         self.heartbeat = Heartbeat(beat, outages, self.executor.cancel)
         self.dispatcher = Dispatcher(call, outages, self)
         self.finisher = Finisher(call, outages, self.prefetch, self._committed)
+        self.intake = Intake(
+            self.app,
+            self.only_known,
+            self.timeout,
+            self.prefetch,
+            self.executor,
+            self.heartbeat,
+            self.finisher,
+        )
         self._services: list[Service] = [self.finisher, self.heartbeat]
         maintenance = Maintenance(long, outages, self.app)
         self._services += [maintenance, self.dispatcher]
@@ -121,19 +136,20 @@ class Worker:
         self._why = self._why or why
         self._stops += 1
         self.stop_by = time.monotonic() + self.shutdown_timeout * (self._stops == 1)
-        self._tick.set()
+        self._tick.put(None)
 
     def run(self) -> None:
         """Work until stopped, until nothing is due (burst), or for max_jobs jobs.
 
         Waits for the end of an outage. Raises psycopg's errors for what waiting cannot fix,
         such as InvalidSchemaName without pgqueue, or InsufficientPrivilege; RuntimeError
-        when handlers that do not end occupy all slots, or one of its threads has ended; and
-        what a hook raises.
+        when handlers that do not end hold all slots, or one of its threads has ended; what a
+        hook raises; and KeyboardInterrupt, once what runs has ended.
         """
         lease = f", lease {self.lease:g} s" if self.lease else ""
         terms = f"{self.concurrency} at once{lease}, pgqueue {version()}"
         log.info("%s works on %s, %s", self.id, self.dispatcher.shares(), terms)
+        interrupt = None
         log.disabled = False  # as dictConfig does to what there is when an app calls it
         try:
             if self._call(self.app.startup):
@@ -141,11 +157,17 @@ class Worker:
                 for service in self._services:
                     service.thread.start()
             while not self._is_over():
-                self._check()
-                self._tick.wait(TICK)
-                self._tick.clear()
+                try:
+                    self._check()
+                    with contextlib.suppress(Empty):
+                        self._tick.get(timeout=TICK)
+                except KeyboardInterrupt as error:  # a second one ends what runs
+                    interrupt = error
+                    self.stop("told by Ctrl-C")
         finally:
             self._end()
+        if interrupt:
+            raise interrupt
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Worker"]:
@@ -172,55 +194,12 @@ class Worker:
 
     def _call(self, hooks: list[Callable[[], Any]], until: float = 0.0) -> bool:
         """Call hooks, and return whether they ended before the shutdown timeout did."""
-        return self.executor.loop.call(
-            hooks, lambda: time.monotonic() < max(self.stop_by, until)
-        )
 
-    # For the dispatcher
+        def has_time() -> bool:
+            self.on_tick()
+            return time.monotonic() < max(self.stop_by, until)
 
-    def kinds(self) -> list[str] | None:
-        """Return the kinds to claim; None is all."""
-        if self.executor.loop.is_blocked:
-            return [kind for kind, task in self.app.tasks.items() if not task.is_async]
-        return list(self.app.tasks) if self.only_known else None
-
-    def want(self) -> int:
-        """Return how many jobs to claim: 0 while the finisher has fallen behind."""
-        if len(self.heartbeat.held) > 2 * (self.batch + self.concurrency):
-            return 0
-        return self.prefetch.want(self.executor.unfinished)
-
-    def begin(self, attempts: list[Attempt], since: float) -> None:
-        """Run what was claimed at a moment of the monotonic clock."""
-        self.heartbeat.hold(attempts, since)
-        self.prefetch.claimed(len(attempts))
-        free = self.concurrency - self.executor.unfinished
-        last = [a for a in attempts if a.number >= a.max_attempts]
-        if last:
-            self.prefetch.saw_last_attempts()
-            attempts = last + [a for a in attempts if a.number < a.max_attempts]
-        not_ahead = set(last[max(0, free) :])
-        for attempt in attempts:
-            # Claimed meanwhile, or never to wait here: leave it to other workers.
-            if self.dispatcher.is_paused or attempt in not_ahead:
-                self._give_back(attempt)
-            elif task := self.app.tasks.get(attempt.kind):
-                attempt.task = task
-                attempt.timeout = task.policy.timeout or self.timeout
-            else:
-                self._put_off(attempt)
-        self.executor.submit(a for a in attempts if a.task is not NO_TASK)
-
-    def _give_back(self, attempt: Attempt) -> None:
-        self.prefetch.claimed(-1)
-        self.finisher.put(attempt)
-
-    def _put_off(self, attempt: Attempt) -> None:
-        """Leave a job of an unknown kind to other workers, but not at once."""
-        attempt.outcome = UNKNOWN_KIND
-        self.finisher.put(attempt)
-        level, extra = self._seldom.level(attempt.kind), attempt.fields
-        log.log(level, "no handler for the kind of %s: put off", attempt, extra=extra)
+        return self.executor.loop.call(hooks, has_time)
 
     # What the executor and the finisher call
 
@@ -237,7 +216,7 @@ class Worker:
             self.dispatcher.look_again()
         self.dispatcher.slot_freed()
         if not self.heartbeat.held and self._stops:
-            self._tick.set()  # it may have been the last
+            self._tick.put(None)  # it may have been the last
 
     # Supervision
 
@@ -245,7 +224,7 @@ class Worker:
         for service in self._services:
             service.check()
         answers = [service.deadline.check() for service in self._services]
-        self.executor.check()
+        self.watch.check()
         self.finisher.count_quick()
         if self._stops and not self.dispatcher.is_paused:
             left = len(self.heartbeat.held)
@@ -276,10 +255,7 @@ class Worker:
         self.dispatcher.is_paused = True
         self.dispatcher.close()
         self.dispatcher.join(until - REPORTING / 2)  # what it claims now is released
-        if left := list(self.executor.running):
-            log.warning("giving up %s unfinished attempts, for lack of time", len(left))
-        for attempt in left:
-            self.executor.end(attempt, STOPPED, runs_on=True)
+        self.executor.give_up_all(STOPPED)
         self.executor.release_waiting()
         for service in self._services:
             service.close()

@@ -20,7 +20,8 @@ from types import FrameType
 import psycopg
 
 from pgqueue import database
-from pgqueue.app import App, Middleware
+from pgqueue.app import App
+from pgqueue.policy import Middleware
 from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging
@@ -71,7 +72,7 @@ def main(
         same = {f.name for f in fields(Worker) if f.kw_only} & set(vars(args))
         options = {name: getattr(args, name) for name in same} | {"dsn": dsn}
         worker = Worker(app, args.queue, listen=not args.no_listen, **options)
-    except (ValueError, psycopg.ProgrammingError) as error:
+    except (ValueError, TypeError, psycopg.ProgrammingError) as error:
         say(str(error))
         supervisor.say(FATAL)
         return 2

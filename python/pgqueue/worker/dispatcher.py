@@ -44,7 +44,7 @@ class Share:
 
 
 class Dispatcher(Service):
-    """Claims what the worker wants, and passes it to `Worker.begin`."""
+    """Claims what the worker wants, and passes it to `Intake.begin`."""
 
     name = "dispatcher"
 
@@ -83,6 +83,9 @@ class Dispatcher(Service):
             self._lacks_slots = False
             self.wake()
 
+    def may_wait(self) -> bool:
+        return self.is_ready or not self._worker.burst
+
     def shares(self) -> str:
         return ", ".join(f"{name}{share}" for name, share in self._queues.items())
 
@@ -91,9 +94,9 @@ class Dispatcher(Service):
         self._has_news, has_looked = True, False
         while not self.over.is_set():
             self._lacks_slots = True  # before counting them, or one freed now is missed
-            queues, kinds, want = self._open_queues(), self._worker.kinds(), 0
+            queues, kinds, want = self._open_queues(), self._worker.intake.kinds(), 0
             if queues and kinds != [] and not self.is_paused:
-                want = self._worker.want()
+                want = self._worker.intake.want()
             self._lacks_slots = want <= 0
             if want > 0 and not self._is_settled():
                 # When merely polling, only rest() looks: one walk over the queue is enough.
@@ -135,7 +138,7 @@ class Dispatcher(Service):
         )
         if attempts:
             self.succeeded()
-        worker.begin(attempts, now)
+        worker.intake.begin(attempts, now, self.is_paused)
         if attempts and not worker.prefetch.is_quick:
             # A thread can start only when this one releases the interpreter.
             time.sleep(HANDOVER)

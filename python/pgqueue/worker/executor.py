@@ -15,26 +15,18 @@ import contextvars
 import logging
 import threading
 import time
-from asyncio import CancelledError
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from queue import SimpleQueue
 
-from pgqueue.app import Middleware
-from pgqueue.attempt import RELEASED, Attempt, Outcome, judge, run, run_async
+from pgqueue.attempt import RELEASED, Attempt, Outcome
+from pgqueue.policy import Middleware
+from pgqueue.running import run, run_async
 from pgqueue.worker.connections import Connections
 from pgqueue.worker.event_loop import EventLoop
-from pgqueue.worker.seldom import Seldom
 
 log = logging.getLogger("pgqueue")
-
-# Seconds
-REACT = 10.0  # for a handler to stop after a cancellation, before a warning
-DELIVERY = 1.0  # for the event loop to deliver a cancellation
-CLEAN_UP = 30.0  # for an async handler to end after its timeout, before it is given up
-NAMED = 5  # of the handlers that may block the loop
-STALE = 1.0  # without a new attempt: other workers get those that wait
 
 
 class Executor:
@@ -46,7 +38,6 @@ class Executor:
         concurrency: int,
         on_end: Callable[[Attempt], None],
         middleware: Middleware | None,
-        patience: Callable[[], float],
     ) -> None:
         self.concurrency = concurrency
         self.loop = EventLoop()
@@ -56,15 +47,13 @@ class Executor:
         self._error: BaseException | None = None  # what ended a thread
         self._on_end = on_end
         self._middleware = middleware
-        self._connections = Connections(dsn)
-        self._patience = patience  # for the server, in seconds
+        self.connections = Connections(dsn)
         self._lock = threading.Lock()  # guards the next three
         self._free = concurrency
         self._threads: list[threading.Thread] = []
         self._idle_threads = 0
         self._for_threads: SimpleQueue[Attempt | None] = SimpleQueue()
-        self._began_at = time.monotonic()
-        self._seldom = Seldom()
+        self.began_at = time.monotonic()
 
     @property
     def unfinished(self) -> int:
@@ -73,7 +62,7 @@ class Executor:
     def submit(self, attempts: Iterable[Attempt]) -> None:
         """Begin these as slots become free."""
         if not self.waiting:
-            self._began_at = time.monotonic()
+            self.began_at = time.monotonic()
         self.waiting.extend(attempts)
         with self._lock:
             self._fill()
@@ -96,26 +85,59 @@ class Executor:
         except KeyError:
             if attempt in self.given_up:
                 self.given_up.discard(attempt)
-                extra = attempt.fields
-                log.info("%s has returned: its slot is free", attempt, extra=extra)
+                self._say_returned(attempt)
             return
+        if attempt.has_timed_out and not runs_on:
+            self._say_returned(attempt)
         attempt.outcome = outcome if attempt.started else RELEASED
         self._on_end(attempt)
+
+    def _say_returned(self, attempt: Attempt) -> None:
+        extra = attempt.fields
+        log.info("%s has returned: its slot is free", attempt, extra=extra)
+
+    def give_up_all(self, outcome: Outcome) -> None:
+        """End what still runs; async handlers may clean up until `close` has to end."""
+        if left := list(self.running):
+            log.warning("giving up %s unfinished attempts, for lack of time", len(left))
+        for attempt in left:
+            self.end(attempt, outcome, runs_on=True)
+            if attempt.runs_in:
+                self.loop.get().call_soon_threadsafe(attempt.runs_in.cancel)
+
+    def take_back(self, attempt: Attempt) -> None:
+        """Leave to other workers what has a slot and has not begun."""
+        self.end(attempt, RELEASED)
+        with self._lock:
+            self._free += 1
+
+    def check(self) -> None:
+        """Raise RuntimeError when a thread has ended."""
+        if self._error or not all(thread.is_alive() for thread in self._threads):
+            raise RuntimeError("a thread of handlers has ended") from self._error
+
+    def stop(self, attempt: Attempt) -> None:
+        """Cancel an async handler, once: a second time would interrupt its clean-up."""
+        self.loop.get().call_soon_threadsafe(self._cancel, attempt)
 
     def cancel(self, attempt: Attempt) -> None:
         """Cancel an async handler now, not at the next check; from any thread."""
         if attempt.started and attempt.task.is_async:
-            self.loop.get().call_soon_threadsafe(self._cancel, attempt)
+            self.stop(attempt)
 
     def close(self, until: float) -> None:
         """End idle threads and the loop; a handler that runs on is left to itself.
 
         Threads that end while Python does may crash it, so wait for those that can end.
         """
+        while time.monotonic() < until and any(
+            a.task.is_async for a in list(self.given_up)
+        ):
+            time.sleep(0.01)
         runs_on = self.running | self.given_up
         for _ in self._threads:
             self._for_threads.put(None)
-        self._connections.close_idle(after=0)
+        self.connections.close_idle(after=0)
         if not any(a.task.is_async for a in runs_on):
             self.loop.close(until)
         for thread in [] if runs_on else self._threads:
@@ -170,11 +192,11 @@ class Executor:
             self.end(attempt, RELEASED)
         if attempt not in self.running:
             return False
-        attempt.started = self._began_at = now
+        attempt.started = self.began_at = now
         return True
 
     def _work(self) -> None:
-        connection, middleware = self._connections.connection, self._middleware
+        connection, middleware = self.connections.connection, self._middleware
         try:
             attempt = self._for_threads.get()
             while attempt is not None:
@@ -193,7 +215,7 @@ class Executor:
     async def _attempt(self, attempt: Attempt) -> None:
         if attempt not in self.running:
             return  # it was released while the loop was blocked
-        connect = partial(self._connections.connection, attempt)
+        connect = partial(self.connections.connection, attempt)
         try:
             if self._begin(attempt):
                 self.end(attempt, await run_async(attempt, connect, self._middleware))
@@ -201,74 +223,7 @@ class Executor:
             if following := self._next(is_async=True):
                 self._start_task(following)
 
-    # Supervision
-
-    def check(self) -> None:
-        """Stop what must not go on; to be called several times a second. It needs no server.
-
-        Raises RuntimeError when a thread has ended, or no slot can work any more.
-        """
-        now = time.monotonic()
-        for attempt in list(self.running):
-            if attempt.started:
-                self._watch(attempt, now)
-        self._connections.close_idle()
-        self._connections.give_up_late(self._patience())
-        if now > self._began_at + STALE:
-            self.release_waiting()
-        self._check_loop()
-        if self._error or not all(thread.is_alive() for thread in self._threads):
-            raise RuntimeError("a thread of handlers has ended") from self._error
-        if self._is_stuck():
-            raise RuntimeError("handlers that do not end occupy all slots or the loop")
-
-    def _check_loop(self) -> None:
-        """Leave to other workers what a blocked event loop does not begin."""
-        on_loop = [a for a in list(self.running) if a.task.is_async]
-        if self.loop.probe():
-            began = [a for a in on_loop if a.started]
-            names = "; ".join(map(str, began[:NAMED])) + "; …" * (len(began) > NAMED)
-            level = self._seldom.level("blocks")
-            log.log(level, "a handler blocks the event loop: one of %s", names)
-        if self.loop.is_blocked:
-            for attempt in on_loop:
-                if not attempt.started:
-                    self.end(attempt, RELEASED)
-                    with self._lock:
-                        self._free += 1
-            self.submit(())
-
-    def _is_stuck(self) -> bool:
-        if self.loop.is_blocked and any(a.task.is_async for a in self.given_up):
-            return True
-        if self.loop.is_dead and not any(a.task.is_async for a in list(self.running)):
-            return True
-        return len(self.given_up) >= self.concurrency
-
-    def _watch(self, attempt: Attempt, now: float) -> None:
-        must_stop = attempt.is_cancelled or now >= attempt.expires
-        patience = 0.0
-        if attempt.task.is_async:
-            patience = CLEAN_UP if attempt.stops_since else DELIVERY
-            if not attempt.stops_since and (must_stop or attempt.is_late()):
-                self.loop.get().call_soon_threadsafe(self._cancel, attempt)
-        elif must_stop and not attempt.stops_since:
-            attempt.stops_since = now
-        if attempt.is_late(patience):
-            extra = attempt.fields
-            log.warning("%s timed out, still runs in its slot", attempt, extra=extra)
-            self.end(attempt, judge(attempt, CancelledError()), runs_on=True)
-        elif attempt.stops_since and now > attempt.stops_since + REACT:
-            attempt.stops_since = now
-            level, extra = self._seldom.level(attempt.id), attempt.fields
-            log.log(
-                level, "%s was told to stop and does not react", attempt, extra=extra
-            )
-            if attempt.is_cancelled:
-                self.end(attempt, judge(attempt, CancelledError()), runs_on=True)
-
     def _cancel(self, attempt: Attempt) -> None:
-        # Only once: a second time would interrupt its clean-up.
         if attempt in self.running and not attempt.stops_since and attempt.runs_in:
             attempt.stops_since = time.monotonic()
             attempt.runs_in.cancel()

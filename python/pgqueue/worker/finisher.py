@@ -10,14 +10,14 @@ from queue import Empty, SimpleQueue
 import psycopg
 
 from pgqueue import database
-from pgqueue.app import Retry
 from pgqueue.attempt import LARGEST_RESULT, LOST, Attempt, Outcome
+from pgqueue.policy import Retry
 from pgqueue.terminal import printable
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.prefetch import GATHER, Prefetch
 from pgqueue.worker.seldom import Outages, one_line
-from pgqueue.worker.service import Service
+from pgqueue.worker.service import KEEP, Service
 
 log = logging.getLogger("pgqueue")
 
@@ -44,6 +44,7 @@ class Finisher(Service):
         self._on_commit = on_commit
         self._ended: SimpleQueue[Attempt | None] = SimpleQueue()
         self._batch: list[Attempt] = []  # taken, and not yet reported
+        self._is_unsure = False  # whether it was reported, as the connection broke
         self._quick = 0  # jobs that completed without a line each
         self._counted, self._counted_at = 0, time.monotonic()
 
@@ -59,11 +60,26 @@ class Finisher(Service):
     def wake(self) -> None:
         self._ended.put(None)
 
+    def is_needed(self) -> bool:
+        if not self._batch and (first := self._ended.get()):
+            self._batch.append(first)
+        return bool(self._batch) or not self.over.is_set()
+
+    def has_left(self) -> bool:
+        return not self._failures and not (self._ended.empty() and not self._batch)
+
     def work(self, conn: database.Connection) -> None:
+        """Report until it is over, or nothing has ended for a while."""
+        used_at = time.monotonic()
         while self._batch or not (self.over.is_set() and self._ended.empty()):
             self._gather()
+            if not self._batch and time.monotonic() > used_at + KEEP:
+                return
             if self._batch:
-                self._report(conn, self._batch)
+                used_at = time.monotonic()
+                is_again, self._is_unsure = self._is_unsure, True
+                self._report(conn, self._batch, is_again)
+                self._is_unsure = False
                 self._batch = []
 
     def _gather(self) -> None:
@@ -71,7 +87,11 @@ class Finisher(Service):
         batch, before = self._batch, len(self._batch)
         if not batch:
             self.succeeded()
-        if not batch and (first := self._ended.get()):
+        first = None
+        if not batch:
+            with suppress(Empty):
+                first = self._ended.get(timeout=KEEP)
+        if first:
             batch.append(first)
             if self._prefetch.is_quick and not self.over.is_set():
                 time.sleep(GATHER)
@@ -84,9 +104,15 @@ class Finisher(Service):
                     size += len(attempt.outcome.text or "")
         self._prefetch.count(len(batch) - before)
 
-    def _report(self, conn: database.Connection, batch: list[Attempt]) -> None:
+    def _report(
+        self, conn: database.Connection, batch: list[Attempt], is_again: bool
+    ) -> None:
         to_finish = [a for a in batch if a.outcome.name != "none"]
         statuses = self._finish(conn, to_finish) if to_finish else {}
+        if is_again:  # those that are lost now may have ended by the first report
+            statuses = {
+                i: "reported" if s == "lost" else s for i, s in statuses.items()
+            }
         statuses |= {a.id: "lost" for a in batch if a.outcome is LOST}
         ended = Counter(statuses.get(a.id, "completed") for a in batch)
         self.statuses.update(ended)
@@ -139,6 +165,8 @@ class Finisher(Service):
         summary, shown = text.partition("\n")[0], text.partition("\n\n")[2]
         if status == "lost":
             summary = "its lease was over"
+        elif status == "reported":
+            summary = "the connection broke before the answer"
         why = f": {printable(summary)}" if summary else ""
         error = outcome.error if level > logging.INFO else None
         # Our formatters need not show the error again, which takes as long as the job.

@@ -19,7 +19,7 @@ from pgqueue.client import LeaseLost
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.seldom import Outages, Seldom, one_line
-from pgqueue.worker.service import Service
+from pgqueue.worker.service import KEEP, Service
 
 log = logging.getLogger("pgqueue")
 
@@ -60,6 +60,8 @@ class Heartbeat(Service):
             attempt.extender = self.extend
             attempt.teller = self.tell
             self.held.add(attempt)
+            if not self.is_connected:
+                self.wake()
             if attempt.lease < self.lease:
                 self.lease = attempt.lease
                 self.wake()
@@ -86,12 +88,24 @@ class Heartbeat(Service):
         self._is_alarmed = True
         self.wake()
 
+    def is_needed(self) -> bool:
+        while not (self.held or self._told or self.over.is_set()):
+            self._woken.wait()
+            self._woken.clear()
+        return not self.over.is_set()
+
     def work(self, conn: database.Connection) -> None:
+        """Extend until it is over, or nothing was held for a while."""
         self._conn = conn
+        used_at = time.monotonic()
         extend_at = time.monotonic()  # after an outage it is overdue
         look_at = tell_at = 0.0
         while not self.over.is_set():
             now = time.monotonic()
+            if self.held:
+                used_at = now
+            elif now > used_at + KEEP:
+                return
             extend_at = min(extend_at, now + self.lease / 3)  # it may be shorter now
             looks = self._is_alarmed and now >= look_at
             if looks or now >= extend_at:

@@ -5,6 +5,8 @@ None is claimed ahead on its last attempt: if the worker were killed, it would d
 
 import time
 
+from pgqueue.worker.protocol import MOST_BYTES
+
 AHEAD = 0.1  # seconds of work to claim beyond what the free slots take
 PATIENCE = 1.0  # seconds of work that may wait here: other workers get the rest
 LAST_ATTEMPTS = 1.0  # seconds since one was seen
@@ -22,6 +24,7 @@ class Prefetch:
         self.left = left  # jobs; None is without limit
         self.rate = 0.0  # jobs finished a second
         self._none_ahead_until = 0.0
+        self._size = 0.0  # bytes of a job, of late
         self._counted, self._counted_at = 0, time.monotonic()
 
     @property
@@ -42,6 +45,10 @@ class Prefetch:
         if self.left is not None:
             self.left -= jobs
 
+    def weigh(self, jobs: int, size: int) -> None:
+        """Note how many bytes the payloads of some jobs have."""
+        self._size = size / jobs
+
     def saw_last_attempts(self) -> None:
         """Claim none ahead for a while."""
         self._none_ahead_until = time.monotonic() + LAST_ATTEMPTS
@@ -55,6 +62,7 @@ class Prefetch:
         now = time.monotonic()
         is_fresh = self._none_ahead_until <= now < self._counted_at + PATIENCE
         ahead = min(self.batch, int(self.rate * AHEAD)) if is_fresh else 0
+        ahead = min(ahead, int(MOST_BYTES / max(self._size, 1)))
         want = min(self.concurrency + ahead - unfinished, MAX_CLAIM)
         # In thirds: one is being claimed, one is ready, one is running.
         third = ahead // 3

@@ -9,15 +9,21 @@ from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.client import to_array
 
+# Of payloads it sends so many bytes, and one more; after that, empty texts.
 CLAIM = (
-    "select id, token, kind, queue, attempt, max_attempts,"
-    " payload::pg_catalog.text, headers::pg_catalog.text,"
-    " extract(epoch from lease_expires_at operator(pg_catalog.-) claimed_at)::float,"
-    " (terms).batch_id"
+    "select id, token, kind, queue, attempt, max_attempts, case when coalesce("
+    "pg_catalog.sum(pg_catalog.octet_length(payload)) over ("
+    "rows between unbounded preceding and 1 preceding), 0)"
+    " operator(pg_catalog.<) %s::bigint then payload else '' end, headers, seconds, batch_id"
+    " from (select id, token, kind, queue, attempt, max_attempts,"
+    " payload::pg_catalog.text as payload, headers::pg_catalog.text as headers,"
+    " extract(epoch from lease_expires_at operator(pg_catalog.-) claimed_at)::float"
+    " as seconds, (terms).batch_id as batch_id"
     " from pgqueue.claim_from(%s::pg_catalog.text[], %s, %s,"
     " pg_catalog.make_interval(secs => %s::float),"
-    " %s::pg_catalog.text[], %s::int[], %s::int[])"
+    " %s::pg_catalog.text[], %s::int[], %s::int[]) offset 0) as c"
 )
+MOST_BYTES = 16_000_000  # of the payloads that a worker claims at once
 EXTEND = (
     "select status from pgqueue.extend("
     "%s::bigint[], %s::bigint[], pg_catalog.make_interval(secs => %s::float))"
@@ -61,8 +67,11 @@ def claim(
     weights: Sequence[int] | None = None,
     limits: Sequence[int | None] | None = None,
 ) -> list[Attempt]:
-    """Claim by pgqueue.claim_from(); the lease is in seconds."""
-    params = (queues, worker, max_jobs, lease, kinds, weights, limits)
+    """Claim by pgqueue.claim_from(); the lease is in seconds.
+
+    Those without a payload are too much at once, and to be given back.
+    """
+    params = (MOST_BYTES, queues, worker, max_jobs, lease, kinds, weights, limits)
     return [Attempt(*row) for row in _call(conn, CLAIM, params)]
 
 

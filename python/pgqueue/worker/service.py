@@ -1,4 +1,7 @@
-"""A thread of the worker, with a connection that it restores after each outage."""
+"""A thread of the worker, with a connection that it makes when it is needed.
+
+It makes it again after each outage.
+"""
 
 import threading
 import time
@@ -9,6 +12,8 @@ import psycopg
 from pgqueue import database
 from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.seldom import Outages
+
+KEEP = 60.0  # seconds for which a connection is kept that is not needed
 
 
 class Service(ABC):
@@ -22,6 +27,7 @@ class Service(ABC):
         self.over = threading.Event()  # it has to end
         self.error: BaseException | None = None  # what ended it
         self.is_ready = False  # the server has answered it
+        self.is_connected = False
         self._failures = 0
         self.thread = threading.Thread(
             target=self._run, name=f"pgqueue-{self.name}", daemon=True
@@ -36,6 +42,18 @@ class Service(ABC):
 
     def ended(self) -> None:  # noqa: B027, not all of them have something to close
         """Clean up; the last thing its thread does."""
+
+    def is_needed(self) -> bool:
+        """Wait until it needs a connection, or has to end; and say which."""
+        return True
+
+    def may_wait(self) -> bool:
+        """Whether to wait for the end of an outage."""
+        return True
+
+    def has_left(self) -> bool:
+        """Whether it has something to do before it ends."""
+        return False
 
     def pause(self) -> float:
         """Return for how many seconds it needs no connection."""
@@ -67,8 +85,9 @@ class Service(ABC):
 
     def _run(self) -> None:
         try:
-            while not self.over.wait(self.pause()):
-                self._connect_and_work()
+            while not self.over.wait(self.pause()) or self.has_left():
+                if self._failures or self.is_needed():
+                    self._connect_and_work()
         except BaseException as error:
             self.error = error
         finally:
@@ -77,11 +96,15 @@ class Service(ABC):
     def _connect_and_work(self) -> None:
         try:
             with self.deadline.connect() as conn:
+                self.is_connected = True
                 self.work(conn)
                 self.succeeded()
         except psycopg.Error as error:
-            if not database.is_outage(error):
+            if not database.is_outage(error) or not self.may_wait():
                 raise
             self._failures += 1
             self._outages.failed(self.name, error)
+            self.is_connected = False
             self.over.wait(database.backoff(self._failures))
+        finally:
+            self.is_connected = False

@@ -1,298 +1,5 @@
--- Settings: which are in force for a queue, a kind or a group, and what is paused. A setting of a
--- group comes before one of a kind, that before one of the queue, and that before one of all. What applies to
--- a queue is derived when anything is set, so that a call reads one row. Also which features have ever been
--- used at all, so that plain queues pay for no others.
-
-create or replace function pgqueue._use(feature text)
-    returns void
-    language plpgsql
-as $$
-begin
-    -- Two rows do no harm, and a unique index would make one session wait for another.
-    if not exists (select from pgqueue.used as u where u.feature = _use.feature) then
-        insert into pgqueue.used (feature) values (_use.feature);
-    end if;
-end;
-$$;
-
-comment on function pgqueue._use(text) is
-'Remembers that a feature has been used, and that completions have to look for it
-from now on.';
-
-create or replace function pgqueue._mark(bits bigint, mask regclass default 'pgqueue.used_seq')
-    returns void
-    language plpgsql
-as $$
-begin
-    if pg_sequence_last_value(mask) & bits = bits then
-        return;
-    end if;
-    -- One at a time; a rollback releases the lock.
-    lock table pgqueue.used in share update exclusive mode;
-    perform setval(mask, pg_sequence_last_value(mask) | bits);
-    raise sqlstate 'PQ003';
-exception when sqlstate 'PQ003' then
-    null;
-end;
-$$;
-
-comment on function pgqueue._mark(bigint, regclass) is
-'Sets bits of used_seq, or of lanes_seq, at once.';
-
-create or replace function pgqueue._settings_bits(queue text)
-    returns bigint
-    language plpgsql
-    immutable
-as $$
-begin
-    return case when queue = '' then 9223372036854775807 else 1::bigint << (hashtext(queue) & 255) % 63 end;
-end;
-$$;
-
-comment on function pgqueue._settings_bits(text) is
-'The bit of used_seq that says that something is set for a queue; all of them for
-an empty name. Hot paths inline the check.';
-
-create or replace function pgqueue._look_from_now_on()
-    returns void
-    language plpgsql
-as $$
-begin
-    perform pgqueue._mark(1::bigint << 63);
-end;
-$$;
-
-comment on function pgqueue._look_from_now_on() is
-'Lets claims look for schedules, batches and ties from now on.';
-
-create or replace function pgqueue._defaults()
-    returns pgqueue.queue_in_force
-    language plpgsql
-    immutable
-as $$
-begin
-    return jsonb_populate_record(
-        null::pgqueue.queue_in_force,
-        (select jsonb_object_agg(s.name, s.fallback) from pgqueue._setting as s)
-            || '{"queue": "", "has_narrow": false, "has_pauses": false, "has_groups": false, "has_caps": false}'
-    );
-end;
-$$;
-
-comment on function pgqueue._defaults() is
-'What applies where nothing was set.';
-
--- One expression, which a hot call can afford.
-do $do$
-begin
-    execute format(
-        $$
-            create or replace function pgqueue._overlaid(settings pgqueue.queue_in_force, said pgqueue.queue)
-                returns pgqueue.queue_in_force
-                language sql
-                immutable
-            as 'select row(
-                settings.queue, settings.has_narrow, settings.has_pauses, settings.has_groups, settings.has_caps, %s
-            )::pgqueue.queue_in_force'
-        $$,
-        (
-            select string_agg(format('coalesce(said.%1$I, settings.%1$I)', s.name), ', ' order by s.place)
-            from pgqueue._setting as s
-        )
-    );
-end;
-$do$;
-
-comment on function pgqueue._overlaid(pgqueue.queue_in_force, pgqueue.queue) is
-'These settings, overridden by what a more specific row sets.';
-
-create or replace function pgqueue._resolved(name text)
-    returns pgqueue.queue_in_force
-    language plpgsql
-    stable
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-as $$
-declare
-    merged pgqueue.queue_in_force := pgqueue._defaults();
-    said pgqueue.queue;
-    settings record;
-begin
-    for said in
-        select q.*
-        from pgqueue.queue as q
-        where q.name in (_resolved.name, '') and q.kind = '' and q.group_key = ''
-        order by q.name <> ''
-    loop
-        merged := pgqueue._overlaid(merged, said);
-    end loop;
-    settings := merged;
-    settings.queue := name;
-    settings.has_narrow := exists (
-        select from pgqueue.queue as q
-        where q.name in (_resolved.name, '') and (q.kind <> '' or q.group_key <> '')
-    );
-    settings.has_pauses := exists (
-        select from pgqueue.queue as q
-        where q.name in (_resolved.name, '') and num_nonnulls(q.paused, q.lease) > 0
-            and (q.kind <> '' or q.group_key <> '')
-    );
-    settings.has_groups := exists (
-        select from pgqueue.queue as q
-        where q.name in (_resolved.name, '') and q.group_key <> ''
-            and num_nonnulls(q.weight, q.group_limit, q.group_on_retry, q.rate_limit, q.rate_period) > 0
-    );
-    settings.has_caps := exists (
-        select from pgqueue.queue as q
-        where q.name in (_resolved.name, '') and left(q.group_key, 1) = ''
-            and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
-    );
-    return settings;
-end;
-$$;
-
-comment on function pgqueue._resolved(text) is
-'What is in force for a queue for which anything was set, or (an empty name) for
-all others, by the table queue.';
-
-create or replace function pgqueue._resolve(queue text)
-    returns void
-    language plpgsql
-    set enable_seqscan = off
-as $$
-begin
-    delete from pgqueue.queue_in_force as f
-    where _resolve.queue in ('', f.queue) and (
-        f is distinct from pgqueue._resolved(f.queue)
-        or not exists (select from pgqueue.queue as q where q.name = f.queue)
-    );
-    insert into pgqueue.queue_in_force
-    select r.*
-    from (select distinct q.name from pgqueue.queue as q where _resolve.queue in ('', q.name)) as n
-    cross join lateral pgqueue._resolved(n.name) as r
-    where not exists (select from pgqueue.queue_in_force as f where f.queue = n.name);
-    perform pgqueue._mark(pgqueue._settings_bits(f.queue))
-    from pgqueue.queue_in_force as f
-    where _resolve.queue in ('', f.queue);
-end;
-$$;
-
-comment on function pgqueue._resolve(text) is
-'After a change of what was set for a queue, or (an empty name) for all: derives
-what is in force.';
-
-create or replace function pgqueue._repair_settings()
-    returns void
-    language plpgsql
-as $$
-begin
-    -- A replica that was made by copying rows has no sequences.
-    if exists (
-        select from pgqueue.queue as q
-        where not exists (select from pgqueue.queue_in_force as f where f.queue = q.name)
-            or ~pg_sequence_last_value('pgqueue.used_seq'::regclass) & pgqueue._settings_bits(q.name) <> 0
-    ) then
-        perform pgqueue._begin_change(), pgqueue._resolve('');
-    end if;
-    if exists (select from pgqueue.schedule) or exists (select from pgqueue.batch)
-        or exists (select from pgqueue.dependency)
-    then
-        perform pgqueue._look_from_now_on();
-    end if;
-end;
-$$;
-
-comment on function pgqueue._repair_settings() is
-'Derives again what is in force, and what is used, if a copy or restore has left
-that out.';
-
-create or replace function pgqueue._in_force(queue text, kind text default '', group_key text default '')
-    returns pgqueue.queue_in_force
-    language plpgsql
-    stable
-    set jit = off
-as $$
-declare
-    settings record;
-    merged pgqueue.queue_in_force;
-    other pgqueue.queue;
-begin
-    if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> (hashtext(_in_force.queue) & 255) % 63 & 1 = 0 then
-        return pgqueue._defaults();
-    end if;
-    select f.* into settings from pgqueue.queue_in_force as f where f.queue = _in_force.queue collate "default";
-    if not found then
-        select f.* into settings from pgqueue.queue_in_force as f where f.queue = '';
-        if not found then
-            return pgqueue._defaults();
-        end if;
-    end if;
-    if kind <> '' or group_key <> '' then
-        -- These are not inherited: a queue may have its own, beside those of its kinds and groups.
-        settings.max_running := null;
-        settings.rate_limit := null;
-        settings.rate_period := '1 second';
-    end if;
-    if (kind <> '' or group_key <> '') and settings.has_narrow then
-        merged := settings;
-        for other in
-            select q.*
-            from pgqueue.queue as q
-            where q.name in ('', _in_force.queue) and q.kind in ('', _in_force.kind)
-                and q.group_key in ('', case when _in_force.group_key <> '' then '*' end, _in_force.group_key)
-                and (q.kind <> '' or q.group_key <> '')
-            order by q.group_key <> '', q.group_key <> '*', q.kind <> '', q.name <> ''
-        loop
-            merged := pgqueue._overlaid(merged, other);
-        end loop;
-        return merged;
-    end if;
-    return settings;
-end;
-$$;
-
-comment on function pgqueue._in_force(text, text, text) is
-'The settings in force for a queue, or for a kind or group in it (empty or null:
-none), each from the narrowest row that says it: of the group, of the kind, of
-the queue, of all; else the defaults.';
-
-create or replace function pgqueue._paused(queue text, is_paused boolean)
-    returns jsonb
-    language plpgsql
-    stable
-as $$
-begin
-    return (
-        select case when bool_or(g.has_others) then
-            jsonb_object_agg(g.group_key, g.kinds) || case when bool_and(g.group_key <> '')
-                then jsonb_build_object('', jsonb_build_object('', is_paused))
-                else '{}'
-            end
-        end
-        from (
-            select
-                s.group_key,
-                jsonb_object_agg(s.kind, s.paused) || case when s.group_key = ''
-                    then jsonb_build_object('', is_paused)
-                    else '{}'
-                end as kinds,
-                bool_or(s.paused <> is_paused) as has_others
-            from (
-                select distinct on (q.group_key, q.kind) q.group_key, q.kind, q.paused
-                from pgqueue.queue as q
-                where q.name in ('', _paused.queue) and num_nonnulls(q.paused, q.lease) > 0
-                    and (q.kind <> '' or q.group_key <> '') and q.paused is not null
-                order by q.group_key, q.kind, q.name <> '' desc
-            ) as s
-            group by s.group_key
-        ) as g
-    );
-end;
-$$;
-
-comment on function pgqueue._paused(text, boolean) is
-'What is paused in a queue, which may itself be paused: by group, then kind,
-where an empty one means any; null if no kind or group differs from the queue.';
+-- What an operator sets: settings of all queues, of one, of a kind or a group, and pauses. How they are read is
+-- in module resolve.
 
 create or replace function pgqueue._drop_empty_settings(written tid[])
     returns void
@@ -603,3 +310,28 @@ comment on function pgqueue.resume(text, text, text) is
 'Undoes pause, for a queue, for all queues, or for a kind or group, which then
 runs even if something wider is still paused.
 Raises 22023 (bad argument).';
+
+create or replace function pgqueue._repair_settings()
+    returns void
+    language plpgsql
+as $$
+begin
+    -- A replica that was made by copying rows has no sequences.
+    if exists (
+        select from pgqueue.queue as q
+        where not exists (select from pgqueue.queue_in_force as f where f.queue = q.name)
+            or ~pg_sequence_last_value('pgqueue.used_seq'::regclass) & pgqueue._settings_bits(q.name) <> 0
+    ) then
+        perform pgqueue._begin_change(), pgqueue._resolve('');
+    end if;
+    if exists (select from pgqueue.schedule) or exists (select from pgqueue.batch)
+        or exists (select from pgqueue.dependency)
+    then
+        perform pgqueue._look_from_now_on();
+    end if;
+end;
+$$;
+
+comment on function pgqueue._repair_settings() is
+'Derives again what is in force, and what is used, if a copy or restore has left
+that out.';

@@ -109,6 +109,51 @@ comment on function pgqueue._live_lanes(text) is
 'The lanes in which a queue has any job, lowest first, and the first run_at of
 each: one index descent per lane.';
 
+create or replace function pgqueue._lanes(budget int)
+    returns table (hash int, queue text, lane int, first timestamptz, first_id bigint, most bigint)
+    language plpgsql
+    stable
+    set enable_sort = off
+    set enable_bitmapscan = off
+as $$
+begin
+    return query
+    with recursive lanes (hash, queue, lane, first, first_id) as (
+        values (-2147483648, '', -2147483648, null::timestamptz, null::bigint)
+        union all
+        select n.*
+        from lanes as l
+        cross join lateral (
+            select hashtext(j.queue), j.queue, j.priority + 1000 * num_nonnulls(j.group_key), j.run_at, j.id
+            from pgqueue.job as j
+            -- A condition on the queue that cannot be left out, for the predicate of the index.
+            where (hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key))) > (l.hash, l.lane) and j.queue >= ''
+            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
+            limit 1
+        ) as n
+    )
+    select
+        l.*, case when s.is_long then greatest(budget / count(*) filter (where s.is_long) over (), 100) else 100 end
+    from lanes as l
+    cross join lateral (
+        select budget > 0 and exists (
+            select from pgqueue.job as j
+            where hashtext(j.queue) = l.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane and j.queue >= ''
+                and (j.run_at, j.id) >= (l.first, l.first_id)
+            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
+            offset 100
+        ) as is_long
+        offset 0
+    ) as s
+    where l.first is not null;
+end;
+$$;
+
+comment on function pgqueue._lanes(int) is
+'The lanes that have any job, where each begins, and how many of its jobs to
+read: 100, or its share of a budget among those with more. Two index descents
+per lane.';
+
 create or replace function pgqueue._due_lanes(queue text, moment timestamptz)
     returns int[]
     language plpgsql
@@ -368,3 +413,20 @@ comment on function pgqueue._leave_position(bigint, int, bigint, bigint, bigint,
 'Moves the position of a lane, known so far, to what has been reached; with an id
 where times tie. valid_until where the walk began at the beginning of the lane;
 null where it began at the position.';
+
+create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz)
+    returns void
+    language plpgsql
+as $$
+begin
+    if run_at <= clock_timestamp() then
+        perform pgqueue._reopen_lane(queue, coalesce(priority, 0));
+    elsif priority <> 0 then
+        perform pgqueue._list_lane(queue, priority);
+    end if;
+end;
+$$;
+
+comment on function pgqueue._announce(text, int, timestamptz) is
+'Lets claims know of a new job where they would not look at once: outside lane
+0, or in the past.';

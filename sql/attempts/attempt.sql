@@ -126,6 +126,69 @@ comment on function pgqueue._log_kept(bigint[], bigint[], jsonb[], timestamptz) 
 'Locks jobs that are about to complete and writes them into run, if anything
 sets keep_payloads; else leaves that to the caller, which is faster.';
 
+create or replace function pgqueue._return_permits(ended pgqueue._ended[])
+    returns void
+    language plpgsql
+as $$
+declare
+    is_lost boolean := pgqueue._is_lost();
+    given record;
+begin
+    with held as (
+        select e.id, e.queue, e.group_key, e.permits, e.back_at, e.keeps_permit
+        from unnest(ended) as e
+        where e.permits is not null
+    ), back as (
+        update pgqueue.permit as p
+        set free_at = clock_timestamp(), job_id = null, is_surplus = false
+        where not is_lost and p.ctid = any (array(
+            select k.ctid
+            from held as h
+            cross join lateral unnest(h.permits) as u (tid)
+            join pgqueue.permit as k on k.ctid = u.tid
+            where k.job_id = h.id and not k.is_rate and (k.group_key = '' or h.keeps_permit is not true)
+            for update of k skip locked
+        ))
+        returning p.group_key
+    )
+    -- _reopened announces those that go back.
+    select
+        array_agg(h.queue) as queues, array_agg(h.group_key) as keys,
+        (select bool_and(b.group_key <> '') from back as b) as are_of_groups
+    into given
+    from held as h
+    where h.back_at is null;
+    if num_nonnulls(variadic given.keys) > 0 then
+        perform pgqueue._wake_groups(given.queues, given.keys);
+    end if;
+    if given.are_of_groups is not true then
+        perform pgqueue._wake(q.name) from (select distinct u.name from unnest(given.queues) as u (name)) as q;
+    end if;
+end;
+$$;
+
+comment on function pgqueue._return_permits(pgqueue._ended[]) is
+'For jobs whose attempts end: gives their permits back, if nobody has them
+locked, but for those of their groups that some keep for their retry, and lets
+claims look again at the queues and groups that may have been full. Plans as
+_after_end sets it.';
+
+create or replace function pgqueue._note_gone(job_ids bigint[])
+    returns void
+    language plpgsql
+as $$
+begin
+    insert into pgqueue.gone (part, ids, ended_at)
+    select u.id >> 6, bit_or(1::bigint << (u.id & 63)::int), clock_timestamp()
+    from unnest(job_ids) as u (id)
+    group by u.id >> 6;
+end;
+$$;
+
+comment on function pgqueue._note_gone(bigint[]) is
+'Records that jobs, which this transaction has just deleted, did not complete.
+Otherwise what is enqueued after them would run.';
+
 create or replace function pgqueue._after_end(ended pgqueue._ended[], is_in_chain boolean default false)
     returns void
     language plpgsql
@@ -349,3 +412,37 @@ comment on function pgqueue._end_attempts(tid[], text[], text[], timestamptz[], 
 'Ends the attempts of some locked jobs by fail, reject or release; retry (at
 run_at; null: after the backoff), dead, released (null: where it stands) or
 cancelled for each.';
+
+create or replace function pgqueue._recover(
+    queue text, lane int, picks tid[], first timestamptz, moment timestamptz
+)
+    returns void
+    language plpgsql
+as $$
+declare
+    near tid[] := array(
+        select j.ctid
+        from pgqueue.job as j
+        where pgqueue._is_in_lane(j, _recover.queue, _recover.lane)
+            and j.run_at between _recover.first and _recover.moment
+        order by j.run_at, j.id
+        limit 1000
+    );
+begin
+    perform pgqueue._expire(
+        array(
+            select j.ctid
+            from pgqueue.job as j
+            where j.ctid = any (_recover.picks || near)
+                and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _recover.moment
+            for update skip locked
+        ),
+        moment
+    );
+end;
+$$;
+
+comment on function pgqueue._recover(text, int, tid[], timestamptz, timestamptz) is
+'Ends expired leases and jobs among some picked jobs and the next thousand of
+their lane, from the first on: so that one claim finds all that a dead worker
+held, and no claim has to end ten thousand.';

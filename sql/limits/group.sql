@@ -868,6 +868,53 @@ comment on function pgqueue._pick_plain_groups(text, text[], jsonb, int, int, ti
 wanted of each, and none that is over, in two statements; returns whether that
 was so, or else all has to be done again. Plans as _pick_groups sets it.';
 
+create or replace function pgqueue._sweep_groups_if_due(moment timestamptz, new_token bigint)
+    returns void
+    language plpgsql
+as $$
+declare
+    now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+    due_us bigint := pg_sequence_last_value('pgqueue._cell_groups_due'::regclass);
+begin
+    -- Or it is from another clock.
+    if (due_us between now_us and now_us + 60000000) is not true then
+        perform setval('pgqueue._cell_groups_due', now_us + 50000);
+        perform pgqueue._sweep_permits(new_token), pgqueue._sweep_groups();
+        now_us := pgqueue._since_2020(pgqueue._believed_until(moment, '50 milliseconds'));
+        perform setval('pgqueue._cell_groups_due', now_us);
+    end if;
+end;
+$$;
+
+comment on function pgqueue._sweep_groups_if_due(timestamptz, bigint) is
+'_sweep_permits and _sweep_groups each 50 ms, or a twentieth of the time.';
+
+create or replace function pgqueue._sweep_all(moment timestamptz)
+    returns boolean
+    language plpgsql
+as $$
+declare
+    -- It continues where the last one stopped, to the end, and from the beginning to the end.
+    ends int := 1 + coalesce(pg_sequence_last_value('pgqueue._cell_groups_swept') > -9223372036854775808, false)::int;
+    pages int := pg_relation_size('pgqueue.permit') / current_setting('block_size')::int;
+begin
+    for step in 1 .. 20 loop
+        pages := pages - 2;
+        perform pgqueue._sweep_permits();
+        ends := ends - ((pgqueue._sweep_some(25))[1] < 25)::int;
+        if ends <= 0 and pages <= 0 then
+            return true;
+        end if;
+        exit when clock_timestamp() > moment + interval '20 milliseconds';
+    end loop;
+    return false;
+end;
+$$;
+
+comment on function pgqueue._sweep_all(timestamptz) is
+'Sweeps the next 500 groups and 40 pages of permits, or fewer if that takes more
+than 20 ms from this moment; returns whether these are all.';
+
 create or replace function pgqueue._pick_groups(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean, is_top boolean,
     shared pgqueue.queue_in_force, taken tid[], inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]

@@ -11,40 +11,6 @@
 -- leases, claims that were rolled back. A claim that finds nothing behind the position walks from
 -- the beginning before it says so. Positions are kept in the cells of module lane.
 
-create or replace function pgqueue._recover(
-    queue text, lane int, picks tid[], first timestamptz, moment timestamptz
-)
-    returns void
-    language plpgsql
-as $$
-declare
-    near tid[] := array(
-        select j.ctid
-        from pgqueue.job as j
-        where pgqueue._is_in_lane(j, _recover.queue, _recover.lane)
-            and j.run_at between _recover.first and _recover.moment
-        order by j.run_at, j.id
-        limit 1000
-    );
-begin
-    perform pgqueue._expire(
-        array(
-            select j.ctid
-            from pgqueue.job as j
-            where j.ctid = any (_recover.picks || near)
-                and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _recover.moment
-            for update skip locked
-        ),
-        moment
-    );
-end;
-$$;
-
-comment on function pgqueue._recover(text, int, tid[], timestamptz, timestamptz) is
-'Ends expired leases and jobs among some picked jobs and the next thousand of
-their lane, from the first on: so that one claim finds all that a dead worker
-held, and no claim has to end ten thousand.';
-
 create or replace function pgqueue._filtered_walk(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz,
     start timestamptz, start_id bigint, taken tid[], has_recovered boolean,
@@ -316,3 +282,72 @@ comment on function pgqueue._pick_lanes(text, text[], jsonb, int, timestamptz, i
 '_pick, or _pick_groups, in the listed lanes of a queue, by age and highest
 first, then, if nothing was found or no list is valid, from the beginning of all
 that have a job due.';
+
+create or replace function pgqueue._pick_capped(
+    queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, settings pgqueue.queue_in_force,
+    new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
+)
+    language plpgsql
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
+as $$
+declare
+    caps pgqueue._cap[] := pgqueue._caps(queue, kinds);
+    wanted int := max_jobs;
+    room record;
+    passed jsonb;
+    found_jobs record;
+    next record;
+    full_kinds text[] := '{}'::text[];
+begin
+    picks := '{}';
+    perform pgqueue._sweep_groups_if_due(moment, new_token);
+    loop
+        room := pgqueue._room(queue, caps, wanted, moment);
+        if room.full_caps is not null and pgqueue._review_caps(queue, caps, room.full_caps, moment, new_token) then
+            room := pgqueue._room(queue, caps, wanted, moment);
+        end if;
+        exit when room.jobs <= 0;
+        passed := pgqueue._without(paused, room.full_kinds || full_kinds);
+        found_jobs := pgqueue._pick_lanes(
+            queue, kinds, passed, coalesce(room.jobs, wanted), moment, pgqueue._noted_lanes(queue, moment), settings,
+            new_token
+        );
+        exit when found_jobs.picks = '{}';
+        next := pgqueue._take_permits(
+            queue, found_jobs.picks, found_jobs.job_of, caps, new_token, moment, settings.age_after
+        );
+        if next.refused = '{}' then
+            picks := picks || found_jobs.picks;
+        else
+            perform pgqueue._put_back(queue, kinds, passed, next.refused, found_jobs.permits);
+            perform pgqueue._merge_permits(queue, r.kind, array['']::text[]) from unnest(next.refusing) as r;
+        end if;
+        job_of := job_of || found_jobs.job_of || next.job_of;
+        permits := permits || found_jobs.permits || next.permits;
+        exit when next.refused = '{}';
+        with leased as (
+            update pgqueue.job as j
+            -- Until claim() gives it its lease.
+            set token = new_token, lease_expires_at = 'infinity'
+            where j.ctid = any (found_jobs.picks) and j.id <> all (next.refused)
+            returning j.ctid as tid
+        )
+        select _pick_capped.picks || coalesce(array_agg(l.tid), '{}'::tid[]) into picks from leased as l;
+        full_kinds := full_kinds || array(select r.kind from unnest(next.refusing) as r where r.kind <> '');
+        wanted := max_jobs - cardinality(picks);
+        exit when exists (select from unnest(next.refusing) as r where r.kind = '')
+            -- The next claim continues.
+            or clock_timestamp() > moment + interval '100 milliseconds';
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._pick_capped(
+    text, text[], jsonb, int, timestamptz, pgqueue.queue_in_force, bigint
+) is
+'_pick_lanes under the caps of a queue: as many jobs as there are permits for, by
+the claim with this token; returns which job has which permit.';

@@ -71,29 +71,6 @@ an open transaction has locked the job it does nothing.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
 argument).';
 
-create or replace function pgqueue._last_run(job_id bigint)
-    returns pgqueue.run
-    language plpgsql
-    stable
-    set plan_cache_mode = force_generic_plan
-    set enable_bitmapscan = on
-as $$
-declare
-    last pgqueue.run;
-begin
-    select r.* into last
-    from pgqueue.run as r
-    where r.job_id = _last_run.job_id
-    -- A claim may end the lease and, past expires_at, the job at the same moment.
-    order by r.finished_at desc, r.attempt desc, r.outcome = 'expired'
-    limit 1;
-    return last;
-end;
-$$;
-
-comment on function pgqueue._last_run(bigint) is
-'The last finished attempt of a job, as far as run remembers; else nulls.';
-
 create or replace function pgqueue.status(job_id bigint)
     returns table (
         id bigint, queue text, kind text, state text,
@@ -314,32 +291,3 @@ may await several jobs. NOTIFY is a hint, so look again when the time is over.
 Behind a transaction pooler no notification arrives, and the locks that this
 takes would be left behind: poll status instead.
 Raises PQ001 (nothing is known about it), 25001 outside READ COMMITTED.';
-
-create or replace function pgqueue._tell_end(job_ids bigint[], queues text[])
-    returns void
-    language plpgsql
-as $$
-declare
-    ended record;
-begin
-    if (
-        pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(clock_timestamp())
-    ) is not true or pg_try_advisory_lock(7366516, 256) and pg_advisory_unlock(7366516, 256) then
-        return;
-    end if;
-    for ended in
-        select distinct (e.id & 255)::int as fold, e.queue from unnest(job_ids, queues) as e (id, queue)
-    loop
-        if (
-            pg_try_advisory_lock(7366516, ended.fold)
-            and pg_advisory_unlock(7366516, ended.fold)
-        ) is not true then
-            perform pgqueue._notify(ended.queue, 'end');
-        end if;
-    end loop;
-end;
-$$;
-
-comment on function pgqueue._tell_end(bigint[], text[]) is
-'Notifies sessions that wait for one of these jobs, which this transaction has
-deleted, when it commits.';

@@ -7,51 +7,6 @@
 -- The log is read in the order of its pages, which is nearly that of time: the first page of a period is found
 -- by bisection, and if there are many pages, only every nth is read.
 
-create or replace function pgqueue._lanes(budget int)
-    returns table (hash int, queue text, lane int, first timestamptz, first_id bigint, most bigint)
-    language plpgsql
-    stable
-    set enable_sort = off
-    set enable_bitmapscan = off
-as $$
-begin
-    return query
-    with recursive lanes (hash, queue, lane, first, first_id) as (
-        values (-2147483648, '', -2147483648, null::timestamptz, null::bigint)
-        union all
-        select n.*
-        from lanes as l
-        cross join lateral (
-            select hashtext(j.queue), j.queue, j.priority + 1000 * num_nonnulls(j.group_key), j.run_at, j.id
-            from pgqueue.job as j
-            -- A condition on the queue that cannot be left out, for the predicate of the index.
-            where (hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key))) > (l.hash, l.lane) and j.queue >= ''
-            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
-            limit 1
-        ) as n
-    )
-    select
-        l.*, case when s.is_long then greatest(budget / count(*) filter (where s.is_long) over (), 100) else 100 end
-    from lanes as l
-    cross join lateral (
-        select budget > 0 and exists (
-            select from pgqueue.job as j
-            where hashtext(j.queue) = l.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane and j.queue >= ''
-                and (j.run_at, j.id) >= (l.first, l.first_id)
-            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
-            offset 100
-        ) as is_long
-        offset 0
-    ) as s
-    where l.first is not null;
-end;
-$$;
-
-comment on function pgqueue._lanes(int) is
-'The lanes that have any job, where each begins, and how many of its jobs to
-read: 100, or its share of a budget among those with more. Two index descents
-per lane.';
-
 create or replace function pgqueue._count_jobs()
     returns table (
         queue text, ready bigint, scheduled bigint, running bigint, expired bigint, blocked bigint,
@@ -434,3 +389,26 @@ $$;
 comment on function pgqueue._error_like(text) is
 'The first line of an error with % for quoted text, addresses, paths and anything
 with a digit: the same for errors of one cause, and an argument for redrive.';
+
+create or replace function pgqueue._last_run(job_id bigint)
+    returns pgqueue.run
+    language plpgsql
+    stable
+    set plan_cache_mode = force_generic_plan
+    set enable_bitmapscan = on
+as $$
+declare
+    last pgqueue.run;
+begin
+    select r.* into last
+    from pgqueue.run as r
+    where r.job_id = _last_run.job_id
+    -- A claim may end the lease and, past expires_at, the job at the same moment.
+    order by r.finished_at desc, r.attempt desc, r.outcome = 'expired'
+    limit 1;
+    return last;
+end;
+$$;
+
+comment on function pgqueue._last_run(bigint) is
+'The last finished attempt of a job, as far as run remembers; else nulls.';

@@ -179,22 +179,21 @@ comment on function pgqueue._begin_window(text, text, text, bigint, timestamptz)
 has begun one and ended since we looked, undoes the new one, and returns the id
 of the other.';
 
-create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz)
+create or replace function pgqueue._join_batch(job_ids bigint[], batch_id bigint)
     returns void
     language plpgsql
+    set plan_cache_mode = force_generic_plan
+    set jit = off
+    set enable_seqscan = off
+    set enable_indexscan = on
 as $$
 begin
-    if run_at <= clock_timestamp() then
-        perform pgqueue._reopen_lane(queue, coalesce(priority, 0));
-    elsif priority <> 0 then
-        perform pgqueue._list_lane(queue, priority);
-    end if;
+    insert into pgqueue.tally (batch_id, part, jobs)
+    select _join_batch.batch_id, j.id >> 10, count(*) from unnest(job_ids) as j (id) group by j.id >> 10;
 end;
 $$;
 
-comment on function pgqueue._announce(text, int, timestamptz) is
-'Lets claims know of a new job where they would not look at once: outside lane
-0, or in the past.';
+comment on function pgqueue._join_batch(bigint[], bigint) is 'Makes new jobs part of a batch that _lock_batch has locked.';
 
 create or replace function pgqueue.enqueue(
     queue text,

@@ -1,9 +1,9 @@
 -- Caps of queues and kinds: how many of their jobs run at once (max_running), and how many begin in any
 -- period (rate_limit). Those of groups are in module group.
 --
--- A claim under caps first counts the free permits, and passes over the kinds that have none. It picks,
--- takes the permits, and puts back the jobs that did not get all of theirs, whose kinds it then passes
--- over, until it has what it wants.
+-- A claim under caps (_pick_capped) looks first how many permits are free, and passes over the kinds that have none. It
+-- picks, takes the permits, and puts back the jobs that got not all of theirs, of which it then passes
+-- over the kind, until it has what it wants.
 
 create or replace function pgqueue._caps(queue text, kinds text[])
     returns pgqueue._cap[]
@@ -253,75 +253,6 @@ comment on function pgqueue._put_back(text, text[], jsonb, bigint[], tid[]) is
 'Leaves picked jobs that got no permit to the next claim, with the permits of
 their groups.';
 
-create or replace function pgqueue._pick_capped(
-    queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, settings pgqueue.queue_in_force,
-    new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
-)
-    language plpgsql
-    set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
-as $$
-declare
-    caps pgqueue._cap[] := pgqueue._caps(queue, kinds);
-    wanted int := max_jobs;
-    room record;
-    passed jsonb;
-    found_jobs record;
-    next record;
-    full_kinds text[] := '{}'::text[];
-begin
-    picks := '{}';
-    perform pgqueue._sweep_groups_if_due(moment, new_token);
-    loop
-        room := pgqueue._room(queue, caps, wanted, moment);
-        if room.full_caps is not null and pgqueue._review_caps(queue, caps, room.full_caps, moment, new_token) then
-            room := pgqueue._room(queue, caps, wanted, moment);
-        end if;
-        exit when room.jobs <= 0;
-        passed := pgqueue._without(paused, room.full_kinds || full_kinds);
-        found_jobs := pgqueue._pick_lanes(
-            queue, kinds, passed, coalesce(room.jobs, wanted), moment, pgqueue._noted_lanes(queue, moment), settings,
-            new_token
-        );
-        exit when found_jobs.picks = '{}';
-        next := pgqueue._take_permits(
-            queue, found_jobs.picks, found_jobs.job_of, caps, new_token, moment, settings.age_after
-        );
-        if next.refused = '{}' then
-            picks := picks || found_jobs.picks;
-        else
-            perform pgqueue._put_back(queue, kinds, passed, next.refused, found_jobs.permits);
-            perform pgqueue._merge_permits(queue, r.kind, array['']::text[]) from unnest(next.refusing) as r;
-        end if;
-        job_of := job_of || found_jobs.job_of || next.job_of;
-        permits := permits || found_jobs.permits || next.permits;
-        exit when next.refused = '{}';
-        with leased as (
-            update pgqueue.job as j
-            -- Until claim() gives it its lease.
-            set token = new_token, lease_expires_at = 'infinity'
-            where j.ctid = any (found_jobs.picks) and j.id <> all (next.refused)
-            returning j.ctid as tid
-        )
-        select _pick_capped.picks || coalesce(array_agg(l.tid), '{}'::tid[]) into picks from leased as l;
-        full_kinds := full_kinds || array(select r.kind from unnest(next.refusing) as r where r.kind <> '');
-        wanted := max_jobs - cardinality(picks);
-        exit when exists (select from unnest(next.refusing) as r where r.kind = '')
-            -- The next claim continues.
-            or clock_timestamp() > moment + interval '100 milliseconds';
-    end loop;
-end;
-$$;
-
-comment on function pgqueue._pick_capped(
-    text, text[], jsonb, int, timestamptz, pgqueue.queue_in_force, bigint
-) is
-'_pick_lanes under the caps of a queue: as many jobs as there are permits for, by
-the claim with this token; returns which job has which permit.';
-
 create or replace function pgqueue._review_caps(
     queue text, caps pgqueue._cap[], full_caps int[], moment timestamptz, new_token bigint
 )
@@ -352,51 +283,6 @@ $$;
 comment on function pgqueue._review_caps(text, pgqueue._cap[], int[], timestamptz, bigint) is
 'Checks whether some caps that look full are full, and have all their permits;
 returns whether any permit was freed. Plans as _pick_capped sets it.';
-
-create or replace function pgqueue._until_room(
-    queue text, kinds text[], paused jsonb, moment timestamptz
-)
-    returns interval
-    language plpgsql
-as $$
-declare
-    caps pgqueue._cap[];
-    room record;
-    until interval;
-begin
-    if not (pgqueue._in_force(queue)).has_caps then
-        return pgqueue._until_due(queue, kinds, paused, moment);
-    end if;
-    caps := pgqueue._caps(queue, kinds);
-    room := pgqueue._room(queue, caps, 1, moment);
-    if room.full_caps is not null then
-        until := (
-            -- The next claim creates permits that do not exist yet.
-            select min(f.at) from (
-                select case when count(*) < (caps[f.cap]).most then moment
-                    else min(case
-                        when p.is_held then p.free_at
-                        -- The next claim finds out that a job beyond the cap is gone.
-                        when p.place <= (caps[f.cap]).most then moment + interval '100 milliseconds'
-                    end)
-                end as at
-                from unnest(room.full_caps) as f (cap)
-                left join lateral pgqueue._permits(queue, caps[f.cap], moment) as p on true
-                group by f.cap
-            ) as f
-        ) - moment;
-    end if;
-    if (room.jobs = 0) is not true then
-        until := least(
-            until, pgqueue._until_due(queue, kinds, pgqueue._without(paused, room.full_kinds), moment)
-        );
-    end if;
-    return case when until < '0' then '0' else until end;
-end;
-$$;
-
-comment on function pgqueue._until_room(text, text[], jsonb, timestamptz) is
-'_until_due under the caps of a queue: also until a full one has a permit again.';
 
 create or replace function pgqueue._apply_limits(queue text, group_key text)
     returns void

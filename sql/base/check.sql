@@ -599,3 +599,83 @@ $$;
 
 comment on function pgqueue._check_grant(text, text) is
 'Refuses an unknown kind, and a role that does not exist (42704).';
+
+create or replace function pgqueue._no_batch(batch_id bigint, is_finished boolean)
+    returns text[]
+    language plpgsql
+    immutable
+as $$
+begin
+    return case when is_finished then array[
+        format('batch %s has finished', batch_id),
+        'Its callback has been enqueued.',
+        'Add jobs before close_batch, or from a running job of the batch.',
+        '55000'
+    ] else pgqueue._not_found(
+        'batch', batch_id, 'create_batch returns its id; a finished batch is forgotten after 14 days.'
+    )
+    end;
+end;
+$$;
+
+comment on function pgqueue._no_batch(bigint, boolean) is
+'What is wrong with a batch that has finished (55000), or does not exist (PQ001).';
+
+create or replace function pgqueue._lock_batch(batch_id bigint)
+    returns text[]
+    language plpgsql
+    set enable_seqscan = off
+    set enable_indexscan = on
+as $$
+declare
+    batch pgqueue.batch;
+begin
+    select b.* into batch from pgqueue.batch as b where b.id = _lock_batch.batch_id for key share;
+    return case when batch.id is null or batch.finished_at is not null
+        then pgqueue._no_batch(batch_id, batch.finished_at is not null)
+    end;
+end;
+$$;
+
+comment on function pgqueue._lock_batch(bigint) is
+'Keeps a batch from finishing before this transaction ends. Refuses one that does
+not exist (PQ001), or has finished (55000).';
+
+create or replace function pgqueue._check_after(after bigint[], if_dead text)
+    returns text[]
+    language plpgsql
+as $$
+declare
+    last_id bigint := coalesce(pg_sequence_last_value('pgqueue.job_id_seq'::regclass), 0);
+    unknown bigint := (select max(a.id) from unnest(after) as a (id) where a.id not between 1 and last_id);
+begin
+    return case
+        when if_dead not in ('cancel', 'run') then array[
+            'if_dead must be cancel or run',
+            format('It is "%s".', if_dead),
+            'Omit it to have the job cancelled when one that it waits for dies.'
+        ]
+        when cardinality(after) > 10000 or num_nulls(variadic after) > 0 then array[
+            'after must be up to 10000 ids of jobs',
+            case when cardinality(after) > 10000
+                then format('It has %s.', cardinality(after))
+                else 'One of them is null.'
+            end,
+            'To wait for many jobs, use a batch.'
+        ]
+        when unknown is not null
+            then pgqueue._not_found('job', unknown, 'after takes ids that enqueue has returned.')
+        when pg_relation_size('pgqueue.batch') > 0 and cardinality(after) > 0
+            and exists (select from pgqueue.batch as b where b.id = any (after))
+            then array[
+                'after takes jobs, not batches',
+                format('%s is a batch.', (select min(b.id) from pgqueue.batch as b where b.id = any (after))),
+                'The callback of the batch can enqueue what comes after it.'
+            ]
+    end;
+end;
+$$;
+
+comment on function pgqueue._check_after(bigint[], text) is
+'Refuses ids of jobs that never existed (PQ001), batches, too many, and an
+unknown if_dead; null passes.';

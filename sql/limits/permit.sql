@@ -231,53 +231,6 @@ comment on function pgqueue._give_permits(tid[], bigint[], bigint, timestamptz, 
 'Gives locked permits to jobs that a claim takes, those of rates until free_at;
 returns where they are now. Plans as its callers set it.';
 
-create or replace function pgqueue._return_permits(ended pgqueue._ended[])
-    returns void
-    language plpgsql
-as $$
-declare
-    is_lost boolean := pgqueue._is_lost();
-    given record;
-begin
-    with held as (
-        select e.id, e.queue, e.group_key, e.permits, e.back_at, e.keeps_permit
-        from unnest(ended) as e
-        where e.permits is not null
-    ), back as (
-        update pgqueue.permit as p
-        set free_at = clock_timestamp(), job_id = null, is_surplus = false
-        where not is_lost and p.ctid = any (array(
-            select k.ctid
-            from held as h
-            cross join lateral unnest(h.permits) as u (tid)
-            join pgqueue.permit as k on k.ctid = u.tid
-            where k.job_id = h.id and not k.is_rate and (k.group_key = '' or h.keeps_permit is not true)
-            for update of k skip locked
-        ))
-        returning p.group_key
-    )
-    -- _reopened announces those that go back.
-    select
-        array_agg(h.queue) as queues, array_agg(h.group_key) as keys,
-        (select bool_and(b.group_key <> '') from back as b) as are_of_groups
-    into given
-    from held as h
-    where h.back_at is null;
-    if num_nonnulls(variadic given.keys) > 0 then
-        perform pgqueue._wake_groups(given.queues, given.keys);
-    end if;
-    if given.are_of_groups is not true then
-        perform pgqueue._wake(q.name) from (select distinct u.name from unnest(given.queues) as u (name)) as q;
-    end if;
-end;
-$$;
-
-comment on function pgqueue._return_permits(pgqueue._ended[]) is
-'For jobs whose attempts end: gives their permits back, if nobody has them
-locked, but for those of their groups that some keep for their retry, and lets
-claims look again at the queues and groups that may have been full. Plans as
-_after_end sets it.';
-
 create or replace function pgqueue._review_permits(
     queue text, kind text, group_keys text[], mosts int[], moment timestamptz, new_token bigint
 )

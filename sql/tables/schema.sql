@@ -20,12 +20,24 @@
 --
 -- Every finished attempt is a row in run, for the metrics.
 --
--- The modules after this one, in the order in which a job meets them: check (arguments), settings,
--- enqueue (producer), trigger (a job for each changed row), wake (who sleeps), lane, pick and age (which
--- jobs are due), ticket, permit and group (groups), cap (queues and kinds), claim, lease, attempt and
--- finish (worker), manage and dead (operator), depend and batch (what waits for ends), cron and schedule
--- (recurring jobs), maintain, measure, observe and metrics (views), why, health, status (one job), access
--- (roles).
+-- The house, a folder for each layer, from the ground up. A function calls its own module and those before it:
+--
+--   tables    schema: this one
+--   base      match (which rows an index holds), check (arguments), resolve (settings in force), lane (what
+--             claims leave for each other), wake (who sleeps), ticket (which groups have something to do)
+--   attempts  lease (who holds a job), attempt (how that ends, and what follows)
+--   limits    age, permit, group, cap: which of the jobs that are due may run
+--   core      enqueue, pick, rest, claim, finish: what producers and workers call
+--   flow      depend and batch (what waits for ends), sweep, cron and schedule (recurring jobs), trigger
+--   operate   settings, manage, dead, maintain
+--   observe   measure, observe, status (one job), metrics, why, health
+--   roles     access: who may call what
+--
+-- The path of one job: enqueue inserts it, and wakes a worker if one sleeps. claim has it found in its lane by
+-- _pick, in a group by _pick_groups with the tickets, under caps by _pick_capped with permits, and leases it.
+-- complete deletes it and logs the run; any other end is written by _end. Then _after_end gives its permits
+-- back and says upwards that it has ended. Only two others call upwards, to announce something: enqueue a
+-- job that waits for others, and _look_around, for a claim or rest, that schedules may be due.
 -- Every function sets for itself how names are found and statements planned (claim says why), so
 -- the same lines are above most bodies; filters and options are in each signature.
 

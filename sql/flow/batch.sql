@@ -154,63 +154,6 @@ comment on function pgqueue._count_ends(pgqueue._ended[]) is
 'Counts, for their batches, the jobs that died or were cancelled and that this
 transaction has deleted. Plans as _after_end sets it.';
 
-create or replace function pgqueue._no_batch(batch_id bigint, is_finished boolean)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return case when is_finished then array[
-        format('batch %s has finished', batch_id),
-        'Its callback has been enqueued.',
-        'Add jobs before close_batch, or from a running job of the batch.',
-        '55000'
-    ] else pgqueue._not_found(
-        'batch', batch_id, 'create_batch returns its id; a finished batch is forgotten after 14 days.'
-    )
-    end;
-end;
-$$;
-
-comment on function pgqueue._no_batch(bigint, boolean) is
-'What is wrong with a batch that has finished (55000), or does not exist (PQ001).';
-
-create or replace function pgqueue._join_batch(job_ids bigint[], batch_id bigint)
-    returns void
-    language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_indexscan = on
-as $$
-begin
-    insert into pgqueue.tally (batch_id, part, jobs)
-    select _join_batch.batch_id, j.id >> 10, count(*) from unnest(job_ids) as j (id) group by j.id >> 10;
-end;
-$$;
-
-comment on function pgqueue._join_batch(bigint[], bigint) is 'Makes new jobs part of a batch that _lock_batch has locked.';
-
-create or replace function pgqueue._lock_batch(batch_id bigint)
-    returns text[]
-    language plpgsql
-    set enable_seqscan = off
-    set enable_indexscan = on
-as $$
-declare
-    batch pgqueue.batch;
-begin
-    select b.* into batch from pgqueue.batch as b where b.id = _lock_batch.batch_id for key share;
-    return case when batch.id is null or batch.finished_at is not null
-        then pgqueue._no_batch(batch_id, batch.finished_at is not null)
-    end;
-end;
-$$;
-
-comment on function pgqueue._lock_batch(bigint) is
-'Keeps a batch from finishing before this transaction ends. Refuses one that does
-not exist (PQ001), or has finished (55000).';
-
 create or replace function pgqueue._with_counts(
     payload jsonb, batch_id bigint, completed bigint, dead bigint, cancelled bigint
 )

@@ -1,0 +1,82 @@
+"""How a handler runs and is retried, and what it may raise."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from pgqueue.job import Job
+
+Seconds = float | timedelta
+Exceptions = tuple[type[BaseException], ...]  # a single class works, too
+Middleware = Callable[[Job], AbstractContextManager[Any]]
+# The header of a job that was given more attempts than its handler has.
+MAX_ATTEMPTS = "max_attempts"
+
+
+class Retry(Exception):
+    """Fail this attempt and retry: after seconds or a timedelta, or after the backoff."""
+
+    after: timedelta | None = None
+
+    def __init__(self, after: Seconds | None = None, reason: str = "retry") -> None:
+        super().__init__(reason)
+        self.after = None if after is None else to_timedelta(after)
+
+
+class Snooze(Exception):
+    """Run again at a datetime, or after seconds or a timedelta; no attempt is counted."""
+
+    until: datetime | timedelta = timedelta()
+
+    def __init__(self, until: datetime | Seconds) -> None:
+        super().__init__(f"snooze until {until}")
+        if isinstance(until, datetime):
+            if until.tzinfo is None:
+                raise ValueError("until must have a time zone")
+            self.until = until
+        else:
+            self.until = to_timedelta(until)
+
+
+class Reject(Exception):
+    """Fail the job for good: it goes to the dead letters with this reason."""
+
+
+def to_seconds(value: Seconds | None) -> float | None:
+    return None if value is None else to_timedelta(value).total_seconds()
+
+
+def to_timeout(value: Seconds | None) -> float | None:
+    """Read a timeout; math.inf is none at all."""
+    seconds = math.inf if value == math.inf else to_seconds(value)
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"a timeout must be positive, not {value!r}")
+    return seconds
+
+
+def to_timedelta(value: Seconds) -> timedelta:
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, int | float):
+        return timedelta(seconds=value)
+    raise TypeError(f"neither seconds nor a timedelta: {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a handler runs, and how its failures are retried."""
+
+    timeout: float | None = None  # seconds
+    transaction: bool = False
+    max_attempts: int | None = None
+    retry_base: float | None = None  # seconds
+    retry_cap: float = 3600.0
+    retry_for: Exceptions = (BaseException,)
+    give_up_on: Exceptions = ()
+
+    def __post_init__(self) -> None:
+        if self.max_attempts is not None and self.max_attempts < 1:
+            raise ValueError("max_attempts must be 1 at least")

@@ -1,0 +1,112 @@
+"""Runs the handler of an attempt, with its middleware, transaction and span.
+
+The worker and pgqueue.testing share it. It never raises: at most the job fails.
+"""
+
+import contextvars
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any
+
+from pgqueue import tracing
+from pgqueue.attempt import COMPLETED, LOST, RELEASED, Attempt, Outcome, decode
+from pgqueue.client import LeaseLost
+from pgqueue.drivers import run_without_loop
+from pgqueue.judge import completed, judge
+from pgqueue.policy import Middleware
+
+COMPLETE = "select pgqueue.complete(%s, %s, %s::pg_catalog.jsonb)"
+NO_MIDDLEWARE: Any = nullcontext()
+Connect = Callable[[], AbstractAsyncContextManager[Any]]
+
+
+def run(attempt: Attempt, connect: Connect, middleware: Middleware | None) -> Outcome:
+    """Run a `def` handler in this thread, in a context of its own, and judge it."""
+    running = run_async(attempt, connect, middleware)
+    return contextvars.Context().run(run_without_loop, running)
+
+
+async def run_async(
+    attempt: Attempt, connect: Connect, middleware: Middleware | None
+) -> Outcome:
+    """Run a handler in this task, which runs nothing else, and judge it."""
+    try:
+        span = None if tracing.tracer is None else tracing.start_span(attempt)
+        if span is None:
+            return await _run(attempt, connect, middleware)
+        with tracing.current(span):
+            outcome = await _run(attempt, connect, middleware)
+            is_given_up = attempt.outcome is not RELEASED  # and what it returns dropped
+            tracing.conclude(span, *_told(attempt.outcome if is_given_up else outcome))
+        return outcome
+    except BaseException as error:  # raised by a sampler or a processor of spans
+        return judge(attempt, error)
+
+
+def _told(outcome: Outcome) -> tuple[str, str | None]:
+    """Name an outcome as pgqueue.finish() does, or `lost`, and the error if there is one."""
+    if outcome is LOST:
+        return "lost", LeaseLost.__name__
+    if outcome.name in ("fail", "reject"):
+        return outcome.name, outcome.text
+    return "complete" if outcome.name == "none" else outcome.name, None
+
+
+async def _run(
+    attempt: Attempt, connect: Connect, middleware: Middleware | None
+) -> Outcome:
+    """Run a handler, in a transaction if it wants one, and judge it."""
+    generation = _forks
+    try:
+        if not attempt.task.policy.transaction:
+            return await _call(attempt, middleware)
+        async with connect() as attempt.connection:
+            outcome = await _call(attempt, middleware)
+            params = attempt.id, attempt.token, outcome.text
+            attempt.waits_since = time.monotonic()
+            executed = attempt.connection.execute(COMPLETE, params)
+            if attempt.task.is_async:
+                await executed
+        return Outcome("none", outcome.text, error=outcome.error)
+    except BaseException as error:  # whatever a handler raises fails its job only
+        return judge(attempt, error)
+    finally:
+        _end_fork(generation)
+
+
+async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
+    """Call the handler with its arguments, and the middleware around it."""
+    payload, _ = decode(attempt.payload)
+    arguments, around = attempt.task.arguments.read(payload), NO_MIDDLEWARE
+    if attempt.task.arguments.takes_job or middleware:
+        job = attempt.as_job(payload)
+        if attempt.task.arguments.takes_job:
+            arguments = {**arguments, "job": job}
+        if middleware:
+            around = middleware(job)
+    outcome = COMPLETED  # also if the middleware swallows what the handler raises
+    with around:
+        result = attempt.task.function(**arguments)
+        outcome = completed(await result if attempt.task.is_async else result)
+        if attempt.has_timed_out:
+            raise attempt.timeout_error()
+    return outcome
+
+
+_forks = 0  # between the first process and this one; getpid() takes longer
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _end_fork(generation: int) -> None:
+    """End this process if the handler forked it and then returned in it, too."""
+    if _forks != generation:
+        os._exit(0)

@@ -1,0 +1,91 @@
+"""What the worker claims, and what it begins of that."""
+
+import logging
+import math
+from datetime import timedelta
+
+from pgqueue.app import App
+from pgqueue.attempt import NO_TASK, Attempt, Outcome
+from pgqueue.worker.executor import Executor
+from pgqueue.worker.finisher import Finisher
+from pgqueue.worker.heartbeat import Heartbeat
+from pgqueue.worker.prefetch import Prefetch
+from pgqueue.worker.seldom import Seldom
+
+log = logging.getLogger("pgqueue")
+
+UNKNOWN_KIND = Outcome("release", delay=timedelta(minutes=1))
+
+
+class Intake:
+    """Says to the dispatcher what to claim, and takes it."""
+
+    def __init__(
+        self,
+        app: App,
+        only_known: bool,
+        timeout: float | None,
+        prefetch: Prefetch,
+        executor: Executor,
+        heartbeat: Heartbeat,
+        finisher: Finisher,
+    ) -> None:
+        self._app = app
+        self._only_known = only_known
+        self._timeout = timeout  # for handlers without one of their own
+        self.prefetch = prefetch
+        self._executor = executor
+        self._heartbeat = heartbeat
+        self._finisher = finisher
+        self._seldom = Seldom()
+
+    def kinds(self) -> list[str] | None:
+        """Return the kinds to claim; None is all."""
+        if self._executor.loop.is_blocked:
+            return [kind for kind, task in self._app.tasks.items() if not task.is_async]
+        return list(self._app.tasks) if self._only_known else None
+
+    def want(self) -> int:
+        """Return how many jobs to claim: 0 while the finisher has fallen behind."""
+        if len(self._heartbeat.held) > 2 * (
+            self.prefetch.batch + self.prefetch.concurrency
+        ):
+            return 0
+        return self.prefetch.want(self._executor.unfinished)
+
+    def begin(self, attempts: list[Attempt], since: float, is_paused: bool) -> None:
+        """Run what was claimed at a moment of the monotonic clock; not if it is paused."""
+        self._heartbeat.hold(attempts, since)
+        self.prefetch.claimed(len(attempts))
+        free = self.prefetch.concurrency - self._executor.unfinished
+        last = [a for a in attempts if a.number >= a.max_attempts]
+        if last:
+            self.prefetch.saw_last_attempts()
+            attempts = last + [a for a in attempts if a.number < a.max_attempts]
+        not_ahead = set(last[max(0, free) :])
+        if payloads := [len(a.payload) for a in attempts if a.payload]:
+            self.prefetch.weigh(len(payloads), sum(payloads))
+        if attempts and not self._finisher.is_connected:
+            self._finisher.wake()  # it will be needed
+        for attempt in attempts:
+            # Claimed meanwhile, or never to wait here: leave it to other workers.
+            if is_paused or attempt in not_ahead or not attempt.payload:
+                self._give_back(attempt)
+            elif task := self._app.tasks.get(attempt.kind):
+                attempt.task = task
+                timeout = task.policy.timeout or self._timeout
+                attempt.timeout = None if timeout == math.inf else timeout
+            else:
+                self._put_off(attempt)
+        self._executor.submit(a for a in attempts if a.task is not NO_TASK)
+
+    def _give_back(self, attempt: Attempt) -> None:
+        self.prefetch.claimed(-1)
+        self._finisher.put(attempt)
+
+    def _put_off(self, attempt: Attempt) -> None:
+        """Leave a job of an unknown kind to other workers, but not at once."""
+        attempt.outcome = UNKNOWN_KIND
+        self._finisher.put(attempt)
+        level, extra = self._seldom.level(attempt.kind), attempt.fields
+        log.log(level, "no handler for the kind of %s: put off", attempt, extra=extra)

@@ -1,0 +1,107 @@
+"""Watches over handlers: ends what must not go on, and says what does not react."""
+
+import logging
+import time
+from asyncio import CancelledError
+from collections.abc import Callable
+
+from pgqueue.attempt import Attempt
+from pgqueue.judge import judge
+from pgqueue.worker.executor import Executor
+from pgqueue.worker.seldom import Seldom
+
+log = logging.getLogger("pgqueue")
+
+# Seconds
+REACT = 10.0  # for a handler to stop after a cancellation, before a warning
+DELIVERY = 1.0  # for the event loop to deliver a cancellation
+RETURN = 10.0  # for a thread to return after its timeout: so long it keeps its lease
+CLEAN_UP = 30.0  # for an async handler to end after its timeout, before it is given up
+NAMED = 5  # of the handlers that may block the loop
+STALE = 1.0  # without a new attempt: other workers get those that wait
+
+
+class Watch:
+    """Watches an executor, and its connections for at most `patience()` seconds a call."""
+
+    def __init__(self, executor: Executor, patience: Callable[[], float]) -> None:
+        self._executor = executor
+        self._patience = patience
+        self._seldom = Seldom()
+
+    def check(self) -> None:
+        """Stop what must not go on; to be called several times a second. It needs no server.
+
+        Raises RuntimeError when a thread has ended, or no slot can work any more.
+        """
+        now = time.monotonic()
+        executor = self._executor
+        for attempt in list(executor.running):
+            if attempt.started:
+                self._watch(attempt, now)
+        executor.connections.close_idle()
+        executor.connections.give_up_late(self._patience())
+        if now > executor.began_at + STALE:
+            executor.release_waiting()
+        self._check_loop()
+        executor.check()
+        if self._is_stuck():
+            raise RuntimeError("handlers that do not end occupy all slots or the loop")
+
+    def _check_loop(self) -> None:
+        """Leave to other workers what a blocked event loop does not begin."""
+        executor = self._executor
+        on_loop = [a for a in list(executor.running) if a.task.is_async]
+        if executor.loop.probe():
+            began = [a for a in on_loop if a.started]
+            names = "; ".join(map(str, began[:NAMED])) + "; …" * (len(began) > NAMED)
+            level = self._seldom.level("blocks")
+            log.log(level, "a handler blocks the event loop: one of %s", names)
+        if executor.loop.is_blocked:
+            for attempt in on_loop:
+                if not attempt.started:
+                    executor.take_back(attempt)
+            executor.submit(())
+
+    def _is_stuck(self) -> bool:
+        executor = self._executor
+        if executor.loop.is_blocked and any(a.task.is_async for a in executor.given_up):
+            return True
+        if executor.loop.is_dead and not any(
+            a.task.is_async for a in list(executor.running)
+        ):
+            return True
+        return len(executor.given_up) >= executor.concurrency
+
+    def _watch(self, attempt: Attempt, now: float) -> None:
+        must_stop = attempt.is_cancelled or now >= attempt.expires
+        patience = 0.0
+        if attempt.task.is_async:
+            patience = CLEAN_UP if attempt.stops_since else DELIVERY
+            if not attempt.stops_since and (must_stop or attempt.is_late()):
+                self._executor.stop(attempt)
+        else:
+            patience = RETURN
+            if must_stop and not attempt.stops_since:
+                attempt.stops_since = now
+        is_over = attempt.is_late(patience)
+        if is_over or (attempt.is_late() and not attempt.task.is_async):
+            self._say_late(attempt)
+        if is_over:
+            self._executor.end(attempt, judge(attempt, CancelledError()), runs_on=True)
+        elif attempt.stops_since and now > attempt.stops_since + REACT:
+            attempt.stops_since = now
+            level, extra = self._seldom.level(attempt.id), attempt.fields
+            log.log(
+                level, "%s was told to stop and does not react", attempt, extra=extra
+            )
+            if attempt.is_cancelled:
+                self._executor.end(
+                    attempt, judge(attempt, CancelledError()), runs_on=True
+                )
+
+    def _say_late(self, attempt: Attempt) -> None:
+        if not attempt.has_timed_out:
+            attempt.has_timed_out = True
+            extra = attempt.fields
+            log.warning("%s timed out, and runs on in its slot", attempt, extra=extra)

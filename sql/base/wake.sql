@@ -1,0 +1,165 @@
+-- The module between producer and worker: which sessions wait, and what wakes them.
+--
+-- NOTIFY takes a cluster-wide lock at commit, so a producer sends it only when
+-- somebody waits for it. Two families of advisory locks show that, each folded to 256 keys
+-- so that one transaction over many queues cannot fill the lock table:
+--
+--   7366513 "in flight"  held shared by every enqueue until its transaction ends
+--   7366514 "parked"     held shared by the session of every worker that waits (see rest)
+--
+-- A producer first takes "in flight", then looks whether anybody is parked. A worker
+-- first parks, then looks whether anything is in flight. So either the producer sees
+-- the worker and notifies, or the worker sees the producer and asks again soon.
+--
+-- (7366516 is held by who waits for the end of a job: see module status, and _tell_end.)
+--
+-- A notification says in one word what it is for, and nothing about a job: empty means that there may be
+-- something to claim, "cancel" that a running job was cancelled, "end" that a job has ended that somebody
+-- waits for.
+--
+-- Any role may take any advisory lock, so nothing here waits for one: a lock that is not free
+-- counts as "somebody is there", which costs a needless NOTIFY or another look. And a mere look
+-- takes and releases the lock in one expression: no interrupt falls in between.
+
+create or replace function pgqueue._wake(queue text)
+    returns void
+    language plpgsql
+as $$
+declare
+    fold int := hashtext(_wake.queue) & 255;
+begin
+    if current_setting('pgqueue.notify', true) = 'off'
+        or not (pgqueue._in_force(queue)).notify
+    then
+        return;
+    end if;
+    if (
+        pg_try_advisory_xact_lock_shared(7366513, fold)
+        and pg_try_advisory_lock(7366514, fold)
+        and pg_advisory_unlock(7366514, fold)
+    ) is not true
+        -- A full notification queue makes COMMIT fail, and a hint is not worth that.
+        and pg_notification_queue_usage() < 0.5
+    then
+        perform pg_notify('pgqueue', '');
+    end if;
+end;
+$$;
+
+comment on function pgqueue._wake(text) is
+'Notifies the workers parked on a queue, if any, when this transaction commits.
+SET pgqueue.notify = off, or configure(notify => false), switches it off, as
+PREPARE TRANSACTION needs.';
+
+create or replace function pgqueue._notify(queue text, news text)
+    returns void
+    language plpgsql
+as $$
+begin
+    if current_setting('pgqueue.notify', true) = 'off'
+        or not (pgqueue._in_force(queue)).notify
+    then
+        return;
+    end if;
+    -- A full notification queue makes COMMIT fail, and a hint is not worth that.
+    if pg_notification_queue_usage() < 0.5 then
+        perform pg_notify('pgqueue', news);
+    end if;
+end;
+$$;
+
+comment on function pgqueue._notify(text, text) is
+'Sends a notification about a queue when this transaction commits, if it may:
+see _wake.';
+
+create or replace function pgqueue._unpark()
+    returns void
+    language plpgsql
+as $$
+begin
+    -- Only what this session holds: unlocking anything else raises a warning.
+    perform pg_advisory_unlock_shared(7366514, l.objid::int)
+    from pg_locks as l
+    where l.locktype = 'advisory' and l.pid = pg_backend_pid()
+        and l.database = (select d.oid from pg_database as d where d.datname = current_database())
+        and l.classid = 7366514 and l.objsubid = 2 and l.mode = 'ShareLock';
+    perform set_config('pgqueue.parked', '', false);
+end;
+$$;
+
+comment on function pgqueue._unpark() is 'Ends what _park began. Harmless when not parked.';
+
+create or replace function pgqueue._unpark_if_busy(moment timestamptz)
+    returns void
+    language plpgsql
+as $$
+begin
+    -- As texts of equal length, so that no setting can be unreadable.
+    if current_setting('pgqueue.parked') = 'resting' then
+        perform set_config('pgqueue.parked', pgqueue._since_2020(moment)::text, false);
+    elsif current_setting('pgqueue.parked')
+        < pgqueue._since_2020(moment - interval '100 milliseconds')::text
+    then
+        perform pgqueue._unpark();
+    end if;
+end;
+$$;
+
+comment on function pgqueue._unpark_if_busy(timestamptz) is
+'For a claim that found work: a session that has worked for 100 ms without a
+rest needs no notifications.';
+
+create or replace function pgqueue._park(queues text[])
+    returns boolean
+    language plpgsql
+as $$
+declare
+    fold int;
+    is_quiet boolean := true;
+begin
+    perform pgqueue._unpark();
+    perform set_config('pgqueue.parked', 'resting', false);
+    for fold in
+        select distinct hashtext(q.name) & 255 from unnest(queues) as q (name) order by 1
+    loop
+        is_quiet := pg_try_advisory_lock_shared(7366514, fold)
+            and pg_try_advisory_lock(7366513, fold)
+            and pg_advisory_unlock(7366513, fold)
+            and is_quiet;
+    end loop;
+    return is_quiet;
+end;
+$$;
+
+comment on function pgqueue._park(text[]) is
+'From now on enqueues into these queues notify this session. False if one is
+still open, or may be.';
+
+create or replace function pgqueue._tell_end(job_ids bigint[], queues text[])
+    returns void
+    language plpgsql
+as $$
+declare
+    ended record;
+begin
+    if (
+        pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(clock_timestamp())
+    ) is not true or pg_try_advisory_lock(7366516, 256) and pg_advisory_unlock(7366516, 256) then
+        return;
+    end if;
+    for ended in
+        select distinct (e.id & 255)::int as fold, e.queue from unnest(job_ids, queues) as e (id, queue)
+    loop
+        if (
+            pg_try_advisory_lock(7366516, ended.fold)
+            and pg_advisory_unlock(7366516, ended.fold)
+        ) is not true then
+            perform pgqueue._notify(ended.queue, 'end');
+        end if;
+    end loop;
+end;
+$$;
+
+comment on function pgqueue._tell_end(bigint[], text[]) is
+'Notifies sessions that wait for one of these jobs, which this transaction has
+deleted, when it commits.';

@@ -1,0 +1,290 @@
+-- Rest: how long a worker that found nothing may sleep. And what is done beside claims and rests, so that no
+-- daemon is needed. How sleepers are woken is in module wake.
+
+create or replace function pgqueue._until_due(queue text, kinds text[], paused jsonb, moment timestamptz)
+    returns interval
+    language plpgsql
+    set enable_sort = off
+as $$
+declare
+    live record;
+    lease_ends_at timestamptz;
+    unlocked_at timestamptz;
+    has_swept boolean := false;
+    until timestamptz;
+begin
+    for live in select * from pgqueue._live_lanes(queue) loop
+        if live.first <= moment and live.lane > 500 then
+            -- It may be alone, and its claim has looked at only a few of the groups that have lost their tickets.
+            if not has_swept and not (current_setting('transaction_read_only') = 'on'
+                or pgqueue._sweep_all(clock_timestamp()))
+            then
+                until := moment + interval '1 second';
+            end if;
+            has_swept := true;
+            until := least(until, pgqueue._until_ticket(
+                queue, kinds, paused, live.lane, (pgqueue._in_force(queue)).group_limit is not null, moment
+            ));
+        elsif live.first <= moment then
+            perform from pgqueue.job as j
+            where pgqueue._is_in_lane(j, _until_due.queue, live.lane) and j.run_at <= moment
+                and (j.lease_expires_at is null or j.lease_expires_at <= moment)
+                and pgqueue._is_wanted(j.kind, j.group_key, _until_due.kinds, _until_due.paused)
+            limit 1
+            for update skip locked;
+            if found then
+                return interval '0';
+            end if;
+            select
+                min(j.lease_expires_at) filter (where j.lease_expires_at > moment),
+                -- Locked just now. If it is not claimed after all, nothing will tell.
+                case when bool_or((j.lease_expires_at > moment) is not true)
+                    then moment + interval '1 second'
+                end
+            into lease_ends_at, unlocked_at
+            from pgqueue.job as j
+            where pgqueue._is_in_lane(j, _until_due.queue, live.lane) and j.run_at <= moment
+                and pgqueue._is_wanted(j.kind, j.group_key, _until_due.kinds, _until_due.paused);
+            until := least(until, lease_ends_at, unlocked_at);
+        end if;
+        until := least(until, (
+            select j.run_at
+            from pgqueue.job as j
+            where pgqueue._is_in_lane(j, _until_due.queue, live.lane)
+                and j.run_at > moment and j.run_at < 'infinity'
+                and j.lease_expires_at is null
+                and pgqueue._is_wanted(j.kind, j.group_key, _until_due.kinds, _until_due.paused)
+            order by j.run_at, j.id
+            limit 1
+        ));
+    end loop;
+    return until - moment;
+end;
+$$;
+
+comment on function pgqueue._until_due(text, text[], jsonb, timestamptz) is
+'How long until a queue has something to claim: zero if it has, else until a job
+is due or a lease expires; null if there is nothing.';
+
+create or replace function pgqueue._until_room(
+    queue text, kinds text[], paused jsonb, moment timestamptz
+)
+    returns interval
+    language plpgsql
+as $$
+declare
+    caps pgqueue._cap[];
+    room record;
+    until interval;
+begin
+    if not (pgqueue._in_force(queue)).has_caps then
+        return pgqueue._until_due(queue, kinds, paused, moment);
+    end if;
+    caps := pgqueue._caps(queue, kinds);
+    room := pgqueue._room(queue, caps, 1, moment);
+    if room.full_caps is not null then
+        until := (
+            -- The next claim creates permits that do not exist yet.
+            select min(f.at) from (
+                select case when count(*) < (caps[f.cap]).most then moment
+                    else min(case
+                        when p.is_held then p.free_at
+                        -- The next claim finds out that a job beyond the cap is gone.
+                        when p.place <= (caps[f.cap]).most then moment + interval '100 milliseconds'
+                    end)
+                end as at
+                from unnest(room.full_caps) as f (cap)
+                left join lateral pgqueue._permits(queue, caps[f.cap], moment) as p on true
+                group by f.cap
+            ) as f
+        ) - moment;
+    end if;
+    if (room.jobs = 0) is not true then
+        until := least(
+            until, pgqueue._until_due(queue, kinds, pgqueue._without(paused, room.full_kinds), moment)
+        );
+    end if;
+    return case when until < '0' then '0' else until end;
+end;
+$$;
+
+comment on function pgqueue._until_room(text, text[], jsonb, timestamptz) is
+'_until_due under the caps of a queue: also until a full one has a permit again.';
+
+create or replace function pgqueue._until_loose_end(moment timestamptz)
+    returns interval
+    language plpgsql
+as $$
+begin
+    if pg_relation_size('pgqueue.loose_end') = 0 then
+        return null;
+    end if;
+    -- A due one that is locked is just being looked at.
+    if current_setting('transaction_read_only') = 'off' then
+        perform from pgqueue.loose_end as l where l.look_at <= moment limit 1 for update skip locked;
+        if found then
+            return interval '0';
+        end if;
+    end if;
+    return (
+        select greatest(min(first.look_at) - moment, interval '200 milliseconds')
+        from (values (false), (true)) as n (is_new)
+        cross join lateral (
+            select l.look_at
+            from pgqueue.loose_end as l
+            where (l.what = 'new') = n.is_new
+            order by l.look_at
+            limit 1
+        ) as first
+        having count(*) > 0
+    );
+end;
+$$;
+
+comment on function pgqueue._until_loose_end(timestamptz) is
+'How long until the next loose end is due; null for never.';
+
+create or replace function pgqueue._until_slot(queues text[], moment timestamptz)
+    returns interval
+    language plpgsql
+    set enable_sort = off
+as $$
+begin
+    return least(pgqueue._until_loose_end(moment), (
+        -- One that is due and was not fired is just being fired.
+        select case when min(d.due_at) <= moment then interval '50 milliseconds' else min(d.due_at) - moment end
+        from unnest(queues) as q (name)
+        cross join lateral (
+            select s.due_at
+            from pgqueue.schedule as s
+            where s.queue = q.name and s.due_at < 'infinity'
+            order by s.due_at
+            limit 1
+        ) as d
+    ));
+end;
+$$;
+
+comment on function pgqueue._until_slot(text[], timestamptz) is
+'How long until a schedule of one of these queues, or a loose end, is due; null
+for never.';
+
+create or replace function pgqueue._look_around(moment timestamptz, most int)
+    returns void
+    language plpgsql
+as $$
+declare
+    is_all boolean;
+    is_used boolean := greatest(
+        pg_relation_size('pgqueue.dependency'), pg_relation_size('pgqueue.batch')
+    ) > 0;
+begin
+    -- rest() may be called in a read-only transaction, too.
+    if current_setting('transaction_read_only') = 'on' then
+        return;
+    end if;
+    perform pgqueue._fire_due(moment, most);
+    if is_used then
+        is_all := pgqueue._tie_loose_ends(10 * most, clock_timestamp()) < 10 * most;
+        perform setval('pgqueue._cell_due', least(
+            pgqueue._since_2020(pgqueue._believed_until(
+                moment, case when is_all then interval '200 milliseconds' else interval '0' end
+            )),
+            case when pg_relation_size('pgqueue.schedule') > 0
+                then pg_sequence_last_value('pgqueue._cell_due'::regclass)
+            end
+        ));
+    elsif pg_relation_size('pgqueue.schedule') = 0 then
+        perform setval('pgqueue._cell_due', pgqueue._since_2020(moment + interval '1 second'));
+    end if;
+end;
+$$;
+
+comment on function pgqueue._look_around(timestamptz, int) is
+'Does due work other than claims: at most this many schedules, and ten times as
+many loose ends, or a part of the sweep. Records in the cell when to look again.';
+
+create or replace function pgqueue._look_around_if_due(moment timestamptz)
+    returns timestamptz
+    language plpgsql
+as $$
+begin
+    -- A statement that begins its transaction starts within the time of its planning.
+    if pg_sequence_last_value('pgqueue._cell_due'::regclass) > pgqueue._since_2020(
+        moment - case when statement_timestamp() > now() + interval '200 microseconds'
+            then interval '1 second' else interval '0'
+        end
+    ) then
+        return moment;
+    end if;
+    -- Few, or a claim under a short timeout is cut off each time, and nothing is ever fired.
+    perform pgqueue._look_around(moment, 10);
+    return clock_timestamp();
+end;
+$$;
+
+comment on function pgqueue._look_around_if_due(timestamptz) is
+'_look_around for a claim, if it is time; returns the moment as of which to
+claim, so that the claim gets what has become due.';
+
+create or replace function pgqueue.rest(
+    queues text[], kinds text[] default null, park boolean default true
+)
+    returns interval
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_indexscan = on
+    set enable_nestloop = on
+as $$
+declare
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_queues(queues), pgqueue._check_isolation()
+    ));
+    moment timestamptz := clock_timestamp();
+    is_quiet boolean := true;
+    pause interval;
+begin
+    perform pgqueue._look_around(moment, 100);
+    if park is not false then
+        is_quiet := pgqueue._park(queues);
+    end if;
+    moment := clock_timestamp();
+    select min(least(
+        pgqueue._until_room(q.name, rest.kinds, p.paused, moment),
+        case when not s.notify then interval '5 seconds' end
+    ))
+    into pause
+    from unnest(queues) as q (name)
+    cross join lateral pgqueue._in_force(q.name) as s
+    cross join lateral pgqueue._paused(q.name, s.paused) as p (paused)
+    where not s.paused or p.paused is not null;
+    pause := least(pause, pgqueue._until_slot(queues, moment));
+    if not is_quiet then
+        -- Not before 40 times as long as the look took: a twentieth of the time, with a claim.
+        pause := least(pause, interval '5 seconds', greatest(
+            interval '20 milliseconds', 40 * (clock_timestamp() - moment)
+        ));
+    end if;
+    return pause;
+-- An interrupted rest() leaves the session unparked.
+exception when query_canceled or lock_not_available or deadlock_detected
+    or insufficient_resources or program_limit_exceeded or read_only_sql_transaction
+then
+    perform pgqueue._unpark();
+    raise;
+end;
+$$;
+
+comment on function pgqueue.rest(text[], text[], boolean) is
+'For a session that has run LISTEN pgqueue and whose claim found nothing in
+these queues (of these kinds): returns how long it may sleep, unless a
+notification comes first. Zero: claim again at once. Null: until notified.
+Fires due schedules. From now on enqueues into these queues notify it; 100 ms
+of work without a rest end that. NOTIFY is a hint, so look every few seconds
+anyway.
+Behind a transaction pooler none arrive: park => false only looks.
+Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

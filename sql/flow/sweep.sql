@@ -1,0 +1,103 @@
+-- The sweep: looks again at jobs that wait for others, and at batches, first where a loose end says that there
+-- is something to do. Modules depend and batch say what leaves one.
+
+create or replace function pgqueue._sweep(most int)
+    returns int
+    language plpgsql
+as $$
+declare
+    start bigint := coalesce(pg_sequence_last_value('pgqueue._cell_swept'), 0);
+    ids bigint[];
+begin
+    ids := array(
+        with recursive swept (id) as (
+            values (start)
+            union all
+            select least((
+                select d.job_id from pgqueue.dependency as d where d.job_id > s.id order by d.job_id limit 1
+            ), (
+                select b.id
+                from pgqueue.batch as b
+                where b.finished_at is null and b.id > s.id
+                order by b.id
+                limit 1
+            ))
+            from swept as s
+            where s.id is not null
+        )
+        select s.id from swept as s where s.id > start limit most
+    );
+    if start > 0 or ids <> '{}' then
+        perform setval('pgqueue._cell_swept', case when cardinality(ids) = most then ids[most] else 0 end);
+    end if;
+    perform pgqueue._look_at_batches(array(
+        select u.id from unnest(ids) as u (id)
+        where (select b.closed_at is not null from pgqueue.batch as b where b.id = u.id)
+    ), false);
+    return pgqueue._cut_ties(ids, most);
+end;
+$$;
+
+comment on function pgqueue._sweep(int) is
+'Continues through the ids of jobs that have ties and of batches, at most this
+many: finds whatever no loose end pointed to.';
+
+create or replace function pgqueue._tie_loose_ends(most int, until timestamptz default 'infinity')
+    returns bigint
+    language plpgsql
+    set plan_cache_mode = force_generic_plan
+    set enable_indexscan = on
+    set enable_bitmapscan = off
+    set enable_tidscan = on
+    set enable_seqscan = off
+    set enable_sort = off
+    set enable_nestloop = on
+    set enable_hashjoin = off
+    set enable_mergejoin = off
+as $$
+declare
+    picked record;
+    done bigint := 0;
+begin
+    if pg_relation_size('pgqueue.loose_end') > 0 then
+        with dropped as (
+            delete from pgqueue.loose_end as l
+            where l.ctid = any (array(
+                select p.ctid
+                from pgqueue.loose_end as p
+                where p.look_at <= until
+                order by p.what = 'new', p.look_at
+                limit most
+                for update skip locked
+            ))
+            returning l.id, l.what
+        )
+        select
+            array_agg(distinct d.id) filter (where d.what = 'ended') as ended,
+            array_agg(distinct d.id) filter (where d.what in ('waiter', 'new')) as waiters,
+            array_agg(distinct d.id) filter (where d.what = 'batch') as batches,
+            count(*) as ends
+        into picked
+        from dropped as d;
+        done := picked.ends;
+        if picked.ended is not null then
+            done := done + pgqueue._cut_ties(picked.ended, most);
+        end if;
+        if picked.waiters is not null then
+            done := done + pgqueue._look_at_waiters(picked.waiters, most);
+        end if;
+        if picked.batches is not null then
+            perform pgqueue._look_at_batches(picked.batches, false);
+        end if;
+    end if;
+    if done < most then
+        done := done + pgqueue._sweep(most);
+    end if;
+    return done;
+end;
+$$;
+
+comment on function pgqueue._tie_loose_ends(int, timestamptz) is
+'Looks at the loose ends that are due by then, the urgent ones first, and cuts
+ties, at most this many of each; with less to do it continues the sweep.
+Returns how many looks and ties.';
