@@ -104,4 +104,4 @@ class Watch:
         if not attempt.has_timed_out:
             attempt.has_timed_out = True
             extra = attempt.fields
-            log.warning("%s timed out, and runs on in its slot", attempt, extra=extra)
+            log.warning("%s timed out, still runs in its slot", attempt, extra=extra)
