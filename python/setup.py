@@ -1,4 +1,4 @@
-"""Puts the SQL into the wheel and the source distribution; all else is in pyproject.toml."""
+"""Puts the SQL into the wheel and the source distribution; the rest is in pyproject.toml."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ OPS = Path("pgqueue", "ops")
 
 
 def write_sql(folder: Path) -> None:
-    """Build the plain script in a clone; a source distribution has all already."""
+    """Build the plain script in a clone; a source distribution already has it."""
     if (CLONE / "Makefile").exists():
         subprocess.run(["make", "-s", "-C", str(CLONE), "plain"], check=True)
         (script,) = (CLONE / "sql").glob("pgqueue--*.plain.sql")

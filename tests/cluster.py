@@ -62,7 +62,7 @@ def find_bindir() -> Path:
 
 
 class Cluster:
-    """One server in a temporary folder; a context manager, and fault tests may hurt it.
+    """One server in a temporary folder; a context manager, and fault tests may break it.
 
     The server's own files are copied too, below `home` but otherwise under the paths
     they have, because they find each other by relative path. So the extension goes into
@@ -141,7 +141,7 @@ class Cluster:
                 conf.write(f"{name} = '{value}'\n")
 
     def start(self, timeout: float = 60) -> None:
-        """Start the server and wait until it takes connections."""
+        """Start the server and wait until it accepts connections."""
         deadline = time.monotonic() + timeout
         pidfile = self.data / "postmaster.pid"
         self._server = self._spawn("postgres", "-D", str(self.data))
@@ -172,7 +172,7 @@ class Cluster:
         self.start()
 
     def kill(self) -> None:
-        """SIGKILL the server and all its sessions at once: the power cut."""
+        """SIGKILL the server and all its sessions at once: a power cut."""
         if self._server is None:
             return
         pid = self._server.pid
@@ -238,7 +238,7 @@ class Cluster:
             share = Path(_output(tool, "--sharedir"))
             if prefix in (Path("/usr"), Path("/usr/local")):
                 lib = Path(_output(tool, "--pkglibdir"))
-        except OSError:  # some builds bring no pg_config
+        except OSError:  # some builds have no pg_config
             found = (prefix / "share/postgresql", prefix / "share")
             share = next(path for path in found if path.exists())
         bundled = prefix.parent.parent.glob("*pgserver.libs")
@@ -290,7 +290,7 @@ def _temp() -> str:
 
 
 def _has_memory() -> bool:
-    """Whether the tests' data fit into memory three times. To make a database there is quick."""
+    """Whether the tests' data fit into memory three times. Making a database there is quick."""
     with contextlib.suppress(OSError):
         free = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
         return (

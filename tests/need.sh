@@ -56,7 +56,7 @@ if ! command -v apt-get >/dev/null || [ "$(id -u)" != 0 ]; then
 fi
 
 # Debian's server package makes and starts a cluster "main", and others start their servers.
-# Nobody asked us for that, so they are told not to, for the time of this install only.
+# Nobody asked us for that, so we prevent it, during this install only.
 mute=/etc/postgresql-common/createcluster.d/pgqueue.conf
 policy=/usr/sbin/policy-rc.d
 [ ! -e "$policy" ] || policy=  # somebody else's

@@ -54,7 +54,7 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 
 
 def work(conn: Connection, *options: str) -> Iterator[int]:
-    """Run a worker until no job waits or runs; say how many do, ten times a second."""
+    """Run a worker until no job waits or runs; yield how many do, ten times a second."""
     command = [sys.executable, "-m", "pgqueue.worker", "--app", "demo.app", *options]
     # A failed attempt would be a line on stderr: the tables show it.
     worker = subprocess.Popen([*command, "--log-level", "critical"])
@@ -116,7 +116,7 @@ def count_functions(conn: Connection) -> None:
 def sum_lines(conn: Connection) -> None:
     paths = sources()[0][:-3]
     print(
-        f"One long job, which tells how far it is: sum the lines of {len(paths)} files"
+        f"One long job that reports its progress: sum the lines of {len(paths)} files"
     )
     job_id = pgqueue.enqueue(conn, "sums", {"paths": paths}, kind="sum_lines")
     with tqdm(total=len(paths), ncols=80, file=sys.stdout, disable=None) as bar:

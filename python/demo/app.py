@@ -14,7 +14,7 @@ warnings.simplefilter("ignore")  # old sources have old escapes in their strings
 
 @app.job("ping", queue="quick")
 def ping() -> None:
-    """Do nothing: what a run takes is then the queue's own work."""
+    """Do nothing: all the time it takes is the queue's own work."""
 
 
 def count_source(job: pgqueue.Job, path: str) -> None:
@@ -34,7 +34,7 @@ def count_source(job: pgqueue.Job, path: str) -> None:
 
 @app.job("sum_lines", queue="sums")
 def sum_lines(job: pgqueue.Job, paths: list[str]) -> dict[str, int]:
-    """Tell how far it is while it reads, for who watches or waits."""
+    """Report progress while reading, for those who watch or wait."""
     lines = 0
     for done, path in enumerate(paths):
         job.progress(done, len(paths), Path(path).name)

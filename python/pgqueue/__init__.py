@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load the worker when it is first used: producers do without."""
+    """Load the worker when it is first used: producers do not need it."""
     if name in ("Share", "Worker"):
         from pgqueue import worker
 

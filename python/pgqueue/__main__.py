@@ -1,6 +1,6 @@
 """python -m pgqueue: enqueue jobs and manage queues from a shell.
 
-Each command is a call or a query or two that psql can do as well. Exit codes: 0 done, 1
+Each command is a function call or a query or two that psql can run as well. Exit codes: 0 done, 1
 failed, 2 wrong usage, 3 no pgqueue in the database or one of another version, 130 Ctrl-C.
 Those of health are for monitoring: 0 ok, 1 warning, 2 critical, 3 unknown.
 """
@@ -38,7 +38,7 @@ RUNNING = (
     "select id, queue, kind, worker, running_for, lease_left, attempt"
     " from pgqueue.running order by running_for desc limit 10"
 )
-# Without a total what is done stands there alone.
+# Without a total, the number done is shown alone.
 PROGRESS = (
     "select id, kind, coalesce(rpad(repeat('#', least(20, floor(20 * done / total))::int), 20, '.')"
     " || ' ' || floor(100 * done / total) || ' %', done::text) as progress,"
@@ -71,13 +71,13 @@ REDRIVE = (
 VERBS = {
     "pause": (
         ["queue?", "--kind", "--group-key"],
-        "let a queue, kind or group give out no jobs; all, where none is named",
+        "stop a queue, kind or group from handing out jobs; all if none is named",
     ),
     "resume": (["queue?", "--kind", "--group-key"], "undo pause"),
-    "cancel": (["id", "--reason"], "stop a job that waits or runs"),
-    "why": (["id"], "say why a job is not running, or what became of it"),
-    "discard": (["id"], "drop a dead job for good"),
-    "purge": (["queue"], "drop all jobs of a queue that wait; prints how many"),
+    "cancel": (["id", "--reason"], "stop a waiting or running job"),
+    "why": (["id"], "say why a job is not running, or what happened to it"),
+    "discard": (["id"], "delete a dead job for good"),
+    "purge": (["queue"], "delete all waiting jobs of a queue; prints how many"),
 }
 # The others need an operator.
 ROLES = {
@@ -110,7 +110,7 @@ def main() -> int:
         say(f"install or update the extension: {explain(error)}")
         return 3
     except BrokenPipeError:
-        # Nobody reads on; when it ends, Python would try to write again.
+        # Nobody reads any more; at exit, Python would try to write again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return failed
     except (psycopg.Error, ValueError, TypeError, LookupError, OSError) as error:
@@ -148,31 +148,36 @@ def make_parser() -> argparse.ArgumentParser:
     for name in "priority", "max-attempts":
         command.add_argument(f"--{name}", type=integer)
 
-    command = commands.add_parser("install", help="bring pgqueue into the database")
+    command = commands.add_parser("install", help="install pgqueue in the database")
     command.add_argument("--plain", action="store_true", help="not as an extension")
     commands.add_parser("metrics", help="the queues, in the text format of Prometheus")
-    commands.add_parser("status", help="the queues, and how far long jobs are")
+    commands.add_parser("status", help="the queues, and the progress of long jobs")
     command = commands.add_parser(
         "health",
-        help="what is wrong, and what mends it",
+        help="what is wrong, and what fixes it",
         description="Exit codes: 0 ok, 1 warning, 2 critical, 3 unknown.",
     )
-    command.add_argument("--all", action="store_true", help="and what is well")
+    command.add_argument("--all", action="store_true", help="also what is fine")
     command = commands.add_parser("top", help="queues and running jobs, live")
     command.add_argument("--every", type=float, default=2.0, help="seconds")
-    command.add_argument("--times", type=int, help="end after so many")
+    command.add_argument("--times", type=int, help="exit after this many")
 
-    command = commands.add_parser("dashboard", help="serve a page for who is on call")
+    command = commands.add_parser(
+        "dashboard", help="serve a page for whoever is on call"
+    )
     command.add_argument("--host", default="127.0.0.1", help="else %(default)s")
     command.add_argument("--port", type=port, default=7070, help="else %(default)s")
     command.add_argument("--allow-actions", action="store_true", help="not read-only")
     command.add_argument(
-        "--allow-host", action="append", default=[], help="a name that a proxy asks for"
+        "--allow-host",
+        action="append",
+        default=[],
+        help="a name that a proxy passes on",
     )
 
     dead = commands.add_parser("dead", help="the latest dead letters")
     command = commands.add_parser(
-        "error", help="one job that failed: its payload, runs and whole error"
+        "error", help="one failed job: its payload, runs and whole error"
     )
     command.add_argument("id", type=bigint)
     redrive = commands.add_parser(
@@ -240,7 +245,7 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
 
 
 def health(conn: database.Connection, is_all: bool) -> int:
-    """Print what is wrong, the worst first, each with its hint; return how bad it is."""
+    """Print what is wrong, the worst first, each with its hint; return the exit code."""
     rows = database.execute(conn, HEALTH).fetchall()
     worst = max(STATUSES.index(status) for status, *_ in rows)
     if not worst:
@@ -254,7 +259,7 @@ def health(conn: database.Connection, is_all: bool) -> int:
 
 
 def serve(dsn: str, args: argparse.Namespace) -> int:
-    """Serve the dashboard until Ctrl-C; it connects by itself, for each page."""
+    """Serve the dashboard until Ctrl-C; it opens its own connection for each page."""
     try:
         from pgqueue.dashboard import serve
     except ImportError as error:
@@ -265,7 +270,7 @@ def serve(dsn: str, args: argparse.Namespace) -> int:
 
 
 def redrive(conn: database.Connection, options: dict[str, Any]) -> None:
-    """Send dead jobs back, and say when the limit left some behind."""
+    """Send dead jobs back, and say so if the limit left some behind."""
     done = database.execute(conn, REDRIVE, options).fetchall()
     for (job_id,) in done:
         print(job_id)
@@ -280,7 +285,7 @@ def redrive(conn: database.Connection, options: dict[str, Any]) -> None:
 
 
 def top(conn: database.Connection, every: float, times: int | None) -> None:
-    """Show queues and running jobs again and again; on a terminal in one place."""
+    """Show queues and running jobs, refreshed; on a terminal in place."""
     while times is None or times > 0:
         if sys.stdout.isatty():
             print("\033[2J\033[H", end="")
@@ -294,7 +299,7 @@ def top(conn: database.Connection, every: float, times: int | None) -> None:
 
 
 def say_notice(notice: psycopg.errors.Diagnostic) -> None:
-    """Pass on a notice of the server: the counts of a dry run, an unknown queue."""
+    """Print a notice from the server: the counts of a dry run, an unknown queue."""
     say(sentences(notice))
 
 

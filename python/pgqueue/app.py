@@ -44,7 +44,7 @@ class TaskOptions(Options, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When jobs of a kind recur; its name is the kind."""
+    """When jobs of a kind recur; the schedule is named after the kind."""
 
     cron: str | None
     every: timedelta | None
@@ -53,7 +53,7 @@ class Schedule:
     jitter: timedelta | None
 
     def declare(self, conn: Any, task: "Task[..., Any]") -> None:
-        """Make or change the schedule of a task by pgqueue.schedule()."""
+        """Create or change the schedule of a task by pgqueue.schedule()."""
         conn.execute(
             "select pgqueue.schedule(%s, %s, %s, %s, %s::pg_catalog.jsonb, %s, timezone => %s,"
             " catch_up => %s, jitter => %s, max_attempts => %s,"
@@ -77,7 +77,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Task(Generic[P, R]):
-    """A handler: call it like the function that it is, or enqueue a job for it."""
+    """A handler: call it like the plain function, or enqueue a job for it."""
 
     kind: str
     function: Callable[..., R]
@@ -115,9 +115,9 @@ class Task(Generic[P, R]):
 class App:
     """The handlers of a worker, by kind.
 
-    `timeout` (seconds or timedelta) is for handlers without one of their own. `middleware`
+    `timeout` (seconds or timedelta) applies to handlers without their own. `middleware`
     is called with the Job, and returns a context manager that is entered around the attempt,
-    in its thread or task; what the handler raises passes through it.
+    in its thread or task; exceptions of the handler pass through it.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class App:
         """Make the decorated function, `def` or `async def`, the handler of a kind.
 
         A parameter named `job` gets the Job; the others get the payload's keys. A single
-        one whose annotation is a dataclass or a pydantic model gets the payload as that.
+        parameter annotated with a dataclass or a pydantic model gets the whole payload.
         Returning completes the job and stores the result, which must be JSON; raising
-        fails it; for all else raise Retry, Snooze or Reject. A `def` runs in a thread.
+        fails it; otherwise raise Retry, Snooze or Reject. A `def` runs in a thread.
 
         `queue` is where `.enqueue` puts the job. `timeout` (seconds or timedelta) fails an
         attempt that runs longer: an async one is cancelled; a thread cannot be, so it
@@ -176,13 +176,13 @@ class App:
 
         `max_attempts`, and `retry_base` doubled with each attempt up to `retry_cap` (seconds
         or timedelta), apply instead of the queue's. Only exceptions of `retry_for` are
-        retried, and those of `give_up_on` never. `group_key` and `headers` are those of its
+        retried, and those of `give_up_on` never. `group_key` and `headers` apply to its
         jobs, unless `with_options` says otherwise.
 
         With `cron` or `every` (seconds or timedelta) a job without arguments recurs: a
-        worker's start makes or changes the schedule that has the name of the kind, by
-        pgqueue.schedule(), which says what `timezone`, `catch_up` and `jitter` mean.
-        Whoever takes them away again calls pgqueue.unschedule().
+        worker creates or changes the schedule named after the kind when it starts, by
+        pgqueue.schedule(), whose comment explains `timezone`, `catch_up` and `jitter`.
+        If you remove them again, call pgqueue.unschedule().
 
         Raises ValueError for a kind that has a handler already and for a timeout or
         max_attempts that is not positive; TypeError for what is no function, for *args and
@@ -228,7 +228,7 @@ class Register:
     def __call__(self, function: Callable[P, R]) -> Task[P, R]: ...
     def __call__(self, function: Callable[..., Any]) -> Task[Any, Any]:
         if self.kind in self.app.tasks:
-            raise ValueError(f"the kind {self.kind!r} has a handler already")
+            raise ValueError(f"the kind {self.kind!r} already has a handler")
         if isinstance(function, Task):  # the handler of another kind, too
             function = function.function
         task = Task[Any, Any](

@@ -40,7 +40,7 @@ class Unready(Exception):
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """What was claimed, and how far the worker has come with it."""
+    """What was claimed, and its state in the worker."""
 
     id: int
     token: int
@@ -94,7 +94,7 @@ class Attempt:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a line of the log in JSON says of it besides the message."""
+        """What a JSON log line says about it besides the message."""
         taken = time.monotonic() - self.started if self.started else 0.0
         return {
             "job_id": self.id,

@@ -15,7 +15,7 @@ OnDuplicate = Literal["skip", "replace", "postpone", "error"]
 
 # The code registers a class with psycopg, which then raises it for that SQLSTATE.
 class JobNotFound(psycopg.DatabaseError, code="PQ001", name="JOB_NOT_FOUND"):
-    """There is no such job, or dead job (SQLSTATE PQ001)."""
+    """The job, or dead job, does not exist (SQLSTATE PQ001)."""
 
 
 class LeaseLost(psycopg.DatabaseError, code="PQ002", name="LEASE_LOST"):
@@ -23,7 +23,7 @@ class LeaseLost(psycopg.DatabaseError, code="PQ002", name="LEASE_LOST"):
 
 
 class _Options(TypedDict, total=False):
-    """What both functions take; None, or nothing, is the default of the queue."""
+    """What both functions take; None, or omitted, means the queue's default."""
 
     kind: str | None
     priority: int | None  # a larger one runs first
@@ -31,7 +31,7 @@ class _Options(TypedDict, total=False):
     max_attempts: int | None
     on_duplicate: OnDuplicate | None
     headers: Mapping[str, Any] | None
-    expires_at: datetime | timedelta | None  # like run_at; from then on none begins
+    expires_at: datetime | timedelta | None  # like run_at; no attempt begins later
     batch_id: int | None  # what create_batch returned
 
 
@@ -39,7 +39,7 @@ class Options(_Options, total=False):
     """The options of `enqueue`."""
 
     unique_key: str | None
-    unique_for: timedelta | None  # so long at most one job with the key, ended or not
+    unique_for: timedelta | None  # at most one job with the key, ended or not
     group_key: str | None
     after: Sequence[int] | None  # the ids of jobs that have to complete first
     if_dead: Literal["cancel", "run"] | None  # if one of them dies or is cancelled
@@ -94,7 +94,7 @@ def enqueue(
     Workers see the job when the caller commits; nothing here commits. `conn` is a
     connection or cursor of psycopg 3, psycopg 2 or Django, a connection or session of
     SQLAlchemy 2, or a connection of asyncpg; if it is async, await the result. `payload`
-    is anything that JSON can hold, or a dataclass; with pydantic also its models,
+    is anything that JSON can hold, or a dataclass; with pydantic also models,
     datetime, UUID, Decimal and Enum. With OpenTelemetry installed, the headers get the
     trace context of the current span, unless they have a `traceparent`.
 
@@ -144,9 +144,9 @@ def create_batch(
 def create_batch(
     conn: Any, queue: str, payload: Any = None, **options: Unpack[BatchOptions]
 ) -> Any:
-    """Make a batch by pgqueue.create_batch(), and return its id, for `batch_id`.
+    """Create a batch by pgqueue.create_batch(), and return its id, for `batch_id`.
 
-    Its callback is enqueued into this queue, once, when close_batch was called and all its
+    Its callback is enqueued into this queue, once, after close_batch, when all its
     jobs have ended. `payload` is a JSON object, to which their counts are added.
     """
     text = to_json(payload, "payload")
@@ -161,9 +161,9 @@ def close_batch(conn: AsyncConn, batch_id: int) -> Coroutine[Any, Any, None]: ..
 @overload
 def close_batch(conn: Any, batch_id: int) -> None: ...
 def close_batch(conn: Any, batch_id: int) -> Any:
-    """Say by pgqueue.close_batch() that all jobs of a batch have been enqueued.
+    """Declare by pgqueue.close_batch() that all jobs of a batch have been enqueued.
 
-    Its jobs may add others while they run. Raises JobNotFound if there is no such batch.
+    Its jobs may add others while they run. Raises JobNotFound if it does not exist.
     """
     query = "select pgqueue.close_batch((%s)::bigint)"
     return call(conn, query, (batch_id,), lambda _: None)
@@ -179,7 +179,7 @@ def _statement(
         options = {**options, "headers": headers}
     for name, value in options.items():
         if name not in known.__annotations__:
-            raise TypeError(f"there is no option {name!r}")
+            raise TypeError(f"unknown option {name!r}")
         if value is None:
             continue
         if isinstance(value, datetime) and value.tzinfo is None:
@@ -206,5 +206,5 @@ def to_array(texts: Iterable[str | None]) -> str:
 
 def _quoted(text: str) -> str:
     if not isinstance(text, str):
-        raise TypeError(f"a key is a str or None, not {type(text).__name__}")
+        raise TypeError(f"a key must be a str or None, not {type(text).__name__}")
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,9 +1,9 @@
 """Connections of the worker and the command line: their address, settings and errors.
 
-No statement of this package may run what a stranger has put into a schema where names are
-found. Those that are sent on somebody else's connection, or behind a pooler, name the schema
-of each function, operator and type: `a operator(pg_catalog.=) b`. So do those of the worker,
-of which its own sessions take care as well. `execute` is for all others.
+No statement of this package may run what a stranger has created in a schema of the search
+path. Statements sent on somebody else's connection, or behind a pooler, qualify each
+function, operator and type: `a operator(pg_catalog.=) b`. So do the worker's, although its
+own sessions pin the path as well. All others go through `execute`.
 """
 
 import os
@@ -19,7 +19,7 @@ from psycopg.rows import TupleRow
 
 Connection = psycopg.Connection[TupleRow]
 
-# A cut network is noticed within 15 seconds: by keepalives on an idle connection, by
+# A broken network is noticed within 15 seconds: by keepalives on an idle connection, by
 # tcp_user_timeout while something is being sent.
 PATIENCE = {
     "connect_timeout": 10,
@@ -35,9 +35,9 @@ ENVIRONMENT = {"PGCONNECT_TIMEOUT": "connect_timeout", "PGAPPNAME": "application
 READ_COMMITTED = psycopg.IsolationLevel.READ_COMMITTED
 SEARCH_PATH = "search_path = pg_catalog, pg_temp"
 
-# What waiting cannot cure: no such schema, or other functions in it.
+# What waiting cannot fix: no such schema, or other functions in it.
 INCOMPATIBLE = (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction)
-# SQLSTATEs, or classes of them, of what may soon be over: connection, rollback, resources,
+# SQLSTATEs, or classes of them, that may soon pass: connection, rollback, resources,
 # operator, system, internal; read-only (a standby), lock not available.
 OUTAGES = ("08", "40", "53", "57", "58", "XX", "25006", "25P03", "25P04", "55P03")
 
@@ -65,7 +65,7 @@ def conninfo(dsn: str | None, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def named(dsn: str, name: str) -> str:
-    """Have sessions bear this name, unless they have one; Postgres keeps 63 bytes of it."""
+    """Name the sessions, unless they have a name; Postgres keeps 63 bytes of it."""
     if conninfo_to_dict(dsn).get("application_name") != PATIENCE["application_name"]:
         return dsn
     return make_conninfo(dsn, application_name=name)
@@ -102,18 +102,18 @@ def transaction(conn: Connection) -> AbstractContextManager[Any]:
 def execute(
     conn: Connection, query: str, params: Mapping[str, Any] | None = None
 ) -> psycopg.Cursor[TupleRow]:
-    """Run a statement in a transaction of its own, in which no stranger's names are found."""
+    """Run a statement in a transaction of its own, with a search path free of strangers."""
     with conn.transaction():
         conn.execute(f"set local {SEARCH_PATH}")
         return conn.execute(query, params)
 
 
 def is_pooled(conn: Connection) -> bool:
-    """Whether a pooler answers: it does not pass on the process id of the backend."""
+    """Whether a pooler answers: it does not reveal the backend's process id."""
     row = conn.execute("select pg_catalog.pg_backend_pid()").fetchone()
     return row is None or row[0] != conn.info.backend_pid
 
 
 def backoff(failures: int) -> float:
-    """Return how many seconds to wait after so many failures in a row: 30 at most."""
+    """Return how many seconds to wait after this many failures in a row: 30 at most."""
     return min(30.0, 0.1 * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0)

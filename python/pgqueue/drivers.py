@@ -1,4 +1,4 @@
-"""Runs a query on the connection that a producer has, whichever driver it is from."""
+"""Runs a query on the producer's connection, whichever driver it is from."""
 
 import inspect
 from collections.abc import Callable, Coroutine, Mapping
@@ -53,13 +53,13 @@ def rows(
     params: tuple[Any, ...],
     shape: Callable[[list[tuple[Any, ...]]], Any],
 ) -> Any:
-    """Do as `call`, with all columns."""
+    """Like `call`, with all columns."""
     fetched = _fetch(conn, query, params)
     return _then(fetched, lambda rows: shape([_values(row) for row in rows]))
 
 
 def run_without_loop(running: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that awaits nothing to its end."""
+    """Run a coroutine that awaits nothing to completion."""
     try:
         running.send(None)
     except StopIteration as end:
@@ -69,7 +69,7 @@ def run_without_loop(running: Coroutine[Any, Any, T]) -> T:
 
 
 def _fetch(conn: Any, query: str, params: tuple[Any, ...]) -> Any:
-    """Return the rows of a query, or what gives them when awaited."""
+    """Return the rows of a query, or an awaitable of them."""
     if isinstance(conn, psycopg.Cursor | psycopg.AsyncCursor):
         conn = conn.connection  # a cursor of our own leaves the caller's rows alone
     if isinstance(conn, psycopg.Connection | psycopg.AsyncConnection):

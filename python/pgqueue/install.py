@@ -37,10 +37,10 @@ def install(conn: Any, plain: bool = False) -> str:
     without the script.
     """
     cursor = conn.cursor(row_factory=tuple_row)
-    cursor.execute(LOCK)  # of two migrations at once, the second finds it installed
+    cursor.execute(LOCK)  # if two migrations run at once, the second finds it installed
     if cursor.execute(INSTALLED).fetchone() == (True,):
         (version,) = cursor.execute("select pgqueue.version()").fetchone()
-        return f"pgqueue {version} is there already"
+        return f"pgqueue {version} is already installed"
     available = None if plain else cursor.execute(AVAILABLE).fetchone()
     if available:
         cursor.execute("create extension pgqueue")

@@ -23,7 +23,7 @@ class Lease(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A job, and the attempt at it that runs now."""
+    """A job, and its running attempt."""
 
     id: int
     queue: str
@@ -33,7 +33,7 @@ class Job:
     payload: Any  # decoded JSON
     headers: Any  # likewise; None without headers
     deadline: datetime | None  # the end of its timeout, in UTC; None without one
-    batch_id: int | None  # the batch that it is part of; None for none
+    batch_id: int | None  # the batch it is part of; None for none
     _lease: Lease = field(repr=False)
 
     @property
@@ -43,13 +43,13 @@ class Job:
 
     @property
     def lost(self) -> bool:
-        """Whether the lease is over, as the server or this machine's clock says."""
+        """Whether the lease is lost, according to the server or this machine's clock."""
         return time.monotonic() >= self._lease.expires
 
     def extend(self) -> bool:
         """Extend the lease now by pgqueue.extend(), and return whether to go on.
 
-        The worker does so by itself every third of the lease. This call blocks for a round
+        The worker does so automatically every third of the lease. This call blocks for a round
         trip (async: `await asyncio.to_thread(job.extend)`) and may raise psycopg.Error.
         """
         return self._lease.extend()
@@ -60,10 +60,10 @@ class Job:
         total: float | Decimal | None = None,
         message: str | None = None,
     ) -> None:
-        """Tell how far it is by pgqueue.progress(), for others to see.
+        """Report progress by pgqueue.progress(), for others to see.
 
         It costs next to nothing: the worker sends the latest about once a second, in a thread
-        of its own. Only the log tells of numbers that Postgres refuses.
+        of its own. Numbers that Postgres refuses only show up in the log.
         """
         self._lease.tell(done, total, message)
 

@@ -99,7 +99,7 @@ def _is_final(error: BaseException, policy: Policy, attempt: Attempt) -> bool:
 
 
 def _backoff(policy: Policy, number: int) -> timedelta | None:
-    """Double with each attempt, then take off up to half; None leaves it to the queue."""
+    """Double with each attempt, then subtract up to half; None leaves it to the queue."""
     if policy.retry_base is None:
         return None
     seconds = min(policy.retry_cap, policy.retry_base * 2.0 ** min(number - 1, 60))

@@ -1,7 +1,7 @@
 """Payloads and results: to JSON that Postgres can store, and back to arguments.
 
-What JSON does not have (datetime, UUID, Decimal, Enum, models) is pydantic's work, where
-it is installed; without it there are plain values and flat dataclasses.
+What JSON does not have (datetime, UUID, Decimal, Enum, models) is left to pydantic, if
+it is installed; without it only plain values and flat dataclasses work.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def to_json(value: Any, name: str) -> str | None:
     """Encode a value as JSON; None stays None.
 
     Raises ValueError, or TypeError for a type that JSON does not have. NUL characters and
-    halves of surrogate pairs are the server's to refuse.
+    lone surrogates are left for the server to refuse.
     """
     if value is None:
         return None
@@ -40,12 +40,12 @@ def to_json(value: Any, name: str) -> str | None:
 
 
 def _as_plain(value: Any) -> Any:
-    """Turn what json does not know into what it knows."""
+    """Turn a value that json does not know into one that it knows."""
     if pydantic is not None:
         return to_jsonable_python(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
-    raise TypeError(f"{type(value).__name__} is not a type of JSON (pydantic has more)")
+    raise TypeError(f"{type(value).__name__} is not a JSON type (pydantic knows more)")
 
 
 _encode = json.JSONEncoder(allow_nan=False, default=_as_plain).encode
@@ -54,9 +54,9 @@ _encode = json.JSONEncoder(allow_nan=False, default=_as_plain).encode
 class Arguments:
     """How the parameters of a handler become a payload, and a payload the parameters.
 
-    A single parameter whose annotation is a dataclass or a pydantic model, perhaps `| None`,
-    gets the payload as that; others get its keys by name. A parameter named `job` gets the
-    Job, and is no part of the payload.
+    A single parameter annotated with a dataclass or a pydantic model, perhaps `| None`,
+    gets the whole payload; others get its keys by name. A parameter named `job` gets the
+    Job, and is not part of the payload.
 
     Raises TypeError for parameters that a payload cannot name, and for what is no function.
     """
@@ -97,7 +97,7 @@ class Arguments:
         self._is_prepared = True
 
     def payload(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the payload of a call; raises TypeError for one that does not bind."""
+        """Make the payload of a call; raises TypeError for a call that does not bind."""
         self.prepare()
         bound = self._signature.bind(*args, **kwargs).arguments
         if self._is_model:
@@ -117,7 +117,7 @@ class Arguments:
             return {}
         if not isinstance(payload, dict):
             kind = type(payload).__name__
-            raise TypeError(f"the payload is no JSON object but {kind}")
+            raise TypeError(f"the payload is not a JSON object but {kind}")
         arguments: dict[str, Any] = self._read(**payload) if self._read else payload
         return arguments
 
@@ -163,7 +163,7 @@ def _read_by_pydantic(
 def _read_plainly(
     function: Any, signature: inspect.Signature, hints: dict[str, Any], is_model: bool
 ) -> Read:
-    """Take values as JSON has them; raises TypeError where the annotations want more."""
+    """Take values as JSON has them; raises TypeError if the annotations want more."""
     model = next(iter(hints.values())) if is_model else None
     if dataclasses.is_dataclass(model):
         hints = typing.get_type_hints(model)

@@ -17,7 +17,7 @@ MAX_ATTEMPTS = "max_attempts"
 
 
 class Retry(Exception):
-    """Fail this attempt and retry: after seconds or a timedelta, else after the backoff."""
+    """Fail this attempt and retry: after seconds or a timedelta, or after the backoff."""
 
     after: timedelta | None = None
 
@@ -62,7 +62,7 @@ def to_timedelta(value: Seconds) -> timedelta:
         return value
     if isinstance(value, int | float):
         return timedelta(seconds=value)
-    raise TypeError(f"not seconds nor a timedelta: {value!r}")
+    raise TypeError(f"neither seconds nor a timedelta: {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

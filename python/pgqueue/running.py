@@ -1,6 +1,6 @@
 """Runs the handler of an attempt, with its middleware, transaction and span.
 
-The worker and pgqueue.testing share it. It never raises: only the job fails.
+The worker and pgqueue.testing share it. It never raises: at most the job fails.
 """
 
 import contextvars

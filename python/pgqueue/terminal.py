@@ -37,7 +37,7 @@ def say(text: str) -> None:
 
 
 def explain(error: BaseException, role: str | None = None) -> str:
-    """Return what went wrong and, if a right is missing, the grant that gives it."""
+    """Return what went wrong and, if a right is missing, the grant that provides it."""
     text = str(error)
     if isinstance(error, psycopg.Error):
         text = sentences(error.diag) or text
@@ -47,7 +47,7 @@ def explain(error: BaseException, role: str | None = None) -> str:
 
 
 def sentences(said: psycopg.errors.Diagnostic) -> str:
-    """Join what the server says, without the context, which names SQL functions."""
+    """Join the server's message without its context, which names SQL functions."""
     parts = said.message_primary, said.message_detail, said.message_hint
     return ". ".join(part.rstrip(".") for part in parts if part)
 
@@ -77,7 +77,7 @@ def version() -> str:
 def refuse_other_than_utf8(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> None:
-    """Refuse bytes that Python reads as halves of surrogate pairs: Postgres would, too."""
+    """Refuse bytes that Python reads as lone surrogates: Postgres would, too."""
     values = (v for name, v in os.environ.items() if name.startswith("PGQUEUE_"))
     for text in (*argv, *values):
         if any("\ud800" <= c <= "\udfff" for c in text):
@@ -91,7 +91,9 @@ def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
         try:
             number = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number"
+            ) from None
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"{number} is out of range")
         return number
@@ -137,13 +139,13 @@ def show(cursor: psycopg.Cursor[TupleRow]) -> None:
 
 
 def show_record(cursor: psycopg.Cursor[TupleRow]) -> None:
-    """Print all of one row, a line or more for each column that has something in it.
+    """Print one row in full, a line or more for each column that is not empty.
 
-    Raises LookupError when there is none.
+    Raises LookupError if there is no row.
     """
     row = cursor.fetchone()
     if row is None:
-        raise LookupError("no such job waits, runs or is dead")
+        raise LookupError("no such job is waiting, running or dead")
     for column, value in zip(cursor.description or (), row, strict=True):
         if value is not None:
             print(f"{column.name}: {printable(str(value), keep=LINES)}")

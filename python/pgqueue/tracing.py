@@ -1,7 +1,7 @@
-"""OpenTelemetry, where it is installed: a job's trace context, and the spans of its attempts.
+"""OpenTelemetry, if it is installed: a job's trace context, and the spans of its attempts.
 
-The only module that imports it; `tracer` is None without it. Names follow its conventions
-for messaging.
+The only module that imports it; `tracer` is None without it. Names follow its messaging
+conventions.
 """
 
 import json
@@ -16,7 +16,7 @@ try:
     )
 
     tracer = trace.get_tracer("pgqueue")
-    # Whatever is configured for HTTP: the headers are stored, and baggage may be private.
+    # Not what is configured for HTTP: the headers are stored, and baggage may be private.
     W3C = TraceContextTextMapPropagator()
 except ImportError:
     tracer = None  # type: ignore[assignment]
@@ -35,7 +35,7 @@ class Claimed(Protocol):
 def with_context(headers: Any) -> Any:
     """Add the context of the current span, if there is one, to headers without any.
 
-    A span of its own would say that the job was sent; the caller may still roll back.
+    A span of its own would claim that the job was sent; the caller may still roll back.
     """
     context: dict[str, str] = {}
     W3C.inject(context)
@@ -51,13 +51,13 @@ def with_context(headers: Any) -> Any:
 def start_span(attempt: Claimed) -> "trace.Span | None":
     """Start the span of an attempt, a child of what its headers name.
 
-    A child, not only linked: a span is for one job, and nothing else could be its parent.
-    None if there is neither an SDK nor a parent: most who have the API have it for others.
+    A child, not just a link: a span is for one job, and nothing else could be its parent.
+    None if there is neither an SDK nor a parent: usually the API is installed for others.
     """
     texts: dict[str, str] = {}
     if attempt.headers is not None:
         headers = json.loads(attempt.headers)
-        # The propagator ignores a malformed text, and raises for what is none.
+        # The propagator ignores malformed text, and raises for what is not text.
         texts = {n: headers[n] for n in W3C.fields if isinstance(headers.get(n), str)}
     span = tracer.start_span(
         f"process {attempt.queue}",
@@ -77,12 +77,12 @@ def start_span(attempt: Claimed) -> "trace.Span | None":
 
 
 def current(span: "trace.Span") -> AbstractContextManager[Any]:
-    """Make a span the current one, and end it afterwards."""
+    """Make a span current, and end it afterwards."""
     return trace.use_span(span, end_on_exit=True)
 
 
 def conclude(span: "trace.Span", outcome: str, error: str | None) -> None:
-    """Say in its span how an attempt ended, and if it failed, what is kept of the error."""
+    """Record in the span how an attempt ended and, if it failed, what is kept of the error."""
     span.set_attribute("messaging.pgqueue.outcome", outcome)
     if error is None:
         return
@@ -90,6 +90,6 @@ def conclude(span: "trace.Span", outcome: str, error: str | None) -> None:
     kind, _, message = summary.partition(": ")
     span.set_attribute("error.type", kind)
     span.set_status(trace.StatusCode.ERROR, summary)
-    # Not record_exception, which raises what the exception's own methods raise.
+    # Not record_exception, which lets errors of the exception's own methods through.
     said = {"type": kind, "message": message, "stacktrace": stack}
     span.add_event("exception", {f"exception.{n}": text for n, text in said.items()})

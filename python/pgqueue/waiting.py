@@ -1,4 +1,4 @@
-"""What became of a job: ask for it, or wait for the end."""
+"""What happened to a job: ask, or wait for its end."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from pgqueue.drivers import AsyncConn, run_without_loop
 
 ENDS = ("completed", "dead", "cancelled", "gone")
 AWAIT = "select extract(epoch from pgqueue.await(%s))::float"
-# A pooler does not pass on the process id of the backend, and a standby cannot listen.
+# A pooler does not reveal the backend's process id, and a standby cannot listen.
 SESSION = (
     "select pg_catalog.pg_backend_pid(), not pg_catalog.pg_is_in_recovery() and"
     " pg_catalog.current_setting('transaction_isolation')"
@@ -31,7 +31,7 @@ SESSION = (
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A row of pgqueue.status(); None for what is not known, or does not apply."""
+    """A row of pgqueue.status(); None for what is unknown, or does not apply."""
 
     id: int
     queue: str
@@ -80,10 +80,10 @@ def status(conn: AsyncConn, job_id: int) -> Coroutine[Any, Any, Status]: ...
 @overload
 def status(conn: Any, job_id: int) -> Status: ...
 def status(conn: Any, job_id: int) -> Any:
-    """Return what is known of a job: pgqueue.status().
+    """Return what is known about a job: pgqueue.status().
 
     `conn` is as for `enqueue`; if it is async, await the status. Raises JobNotFound, or the
-    driver's own error for PQ001, when nothing is known of the job.
+    driver's own error for PQ001, if nothing is known about the job.
     """
     return drivers.rows(conn, STATUS, (job_id,), _as_status)
 
@@ -109,13 +109,13 @@ def wait(
 ) -> Any:
     """Wait until a job has completed, died or been cancelled, and return its status.
 
-    `conn` is a connection of psycopg 3 in no transaction, which nobody else uses meanwhile; if
+    `conn` is a psycopg 3 connection outside a transaction, which nothing else uses meanwhile; if
     it is async, await the status. It sleeps until pgqueue notifies it. Behind a pooler, on a
     standby, outside READ COMMITTED, or with `listen` false, it polls: at first after
     milliseconds, then every second.
 
-    Raises TimeoutError after so many seconds, ValueError in a transaction or pipeline, and
-    JobNotFound when nothing is known of the job: run remembers none that ended with keep_runs 0.
+    Raises TimeoutError after `timeout` seconds, ValueError in a transaction or pipeline, and
+    JobNotFound if nothing is known about the job, as after an end with keep_runs 0.
     """
     waiting = _wait(_Session(conn), job_id, timeout, listen)
     if isinstance(conn, psycopg.AsyncConnection):
@@ -146,7 +146,7 @@ async def _wait(
                 if waited >= timeout:
                     raise TimeoutError(f"job {job_id} has not ended in {timeout:g} s")
                 pause = min(pause, timeout - waited)
-            # Mostly it is the end of another job, which all who wait hear of.
+            # Mostly it is another job's end: all waiting sessions are notified.
             await session.sleep(pause, deaf=min(pause, 0.1, waited / 10))
 
 
@@ -182,7 +182,7 @@ class _Session:
 
     @asynccontextmanager
     async def listening(self, wanted: bool) -> AsyncIterator[bool]:
-        """Listen, if it can be heard; leave the session as it was."""
+        """Listen, if notifications can arrive; leave the session as it was."""
         ((pid, may_listen, was_listening),) = await self.fetch(SESSION)
         if not (wanted and may_listen) or pid != self._conn.info.backend_pid:
             yield False
@@ -193,7 +193,7 @@ class _Session:
             yield True
         finally:
             self._conn.remove_notify_handler(self._hear)
-            with suppress(psycopg.OperationalError):  # a broken connection has told so
+            with suppress(psycopg.OperationalError):  # a broken one has raised already
                 if not was_listening:  # first: who may not call await() cannot end it
                     await self.fetch("unlisten pgqueue")
                 await self.fetch("select pgqueue.await(null)")
@@ -203,7 +203,7 @@ class _Session:
             self._has_heard = True
 
     async def sleep(self, seconds: float, deaf: float) -> None:
-        """Sleep so long, or until the end of some job is heard, but for `deaf` seconds at least."""
+        """Sleep this long, or until notified that a job ended, but at least `deaf` seconds."""
         began = time.monotonic()
         while (
             left := began + (deaf if self._has_heard else seconds) - time.monotonic()
@@ -230,7 +230,7 @@ class _Session:
             loop.remove_reader(self._conn.fileno())
 
     def _receive(self) -> None:
-        """Pass what has arrived to the handlers, the caller's own among them."""
+        """Pass notifications to the handlers, including the caller's own."""
         pgconn = self._conn.pgconn
         pgconn.consume_input()
         while notify := pgconn.notifies():

@@ -1,5 +1,5 @@
 -- The ends of attempts that did not complete: how long to wait, what is kept of the error, and
--- where the job goes. Only this room moves a job to dead_job or sends it back. Its callers have
+-- where the job goes. Only this module moves a job to dead_job or sends it back. Its callers have
 -- locked the jobs. What follows any end, of a job that completed as well, is _after_end.
 
 create or replace function pgqueue._retry_delay(attempt int, retry_base interval, retry_cap interval)
@@ -33,7 +33,7 @@ end;
 $$;
 
 comment on function pgqueue._summary(text) is
-'The first line of an error, by which errors are found, counted and logged.';
+'The first line of an error, used to find, count and log it.';
 
 create or replace function pgqueue._add_error(job pgqueue.job, error text, moment timestamptz)
     returns jsonb
@@ -49,7 +49,7 @@ end;
 $$;
 
 comment on function pgqueue._add_error(pgqueue.job, text, timestamptz) is
-'A job''s errors with one more, the last 10.';
+'A job''s errors and a new one, the last 10.';
 
 create or replace function pgqueue._log(
     picks tid[], outcomes text[], errors text[], moment timestamptz, results jsonb[] default null
@@ -88,7 +88,7 @@ end;
 $$;
 
 comment on function pgqueue._log(tid[], text[], text[], timestamptz, jsonb[]) is
-'Writes the present attempts of some locked jobs into run.';
+'Writes the current attempts of some locked jobs into run.';
 
 create or replace function pgqueue._log_kept(
     job_ids bigint[], tokens bigint[], results jsonb[], moment timestamptz
@@ -151,7 +151,7 @@ begin
         ))
         returning p.group_key
     )
-    -- Of those that go back _reopened tells.
+    -- _reopened announces those that go back.
     select
         array_agg(h.queue) as queues, array_agg(h.group_key) as keys,
         (select bool_and(b.group_key <> '') from back as b) as are_of_groups
@@ -168,7 +168,7 @@ end;
 $$;
 
 comment on function pgqueue._return_permits(pgqueue._ended[]) is
-'For jobs whose attempts end: gives their permits back, where nobody has them
+'For jobs whose attempts end: gives their permits back, if nobody has them
 locked, but for those of their groups that some keep for their retry, and lets
 claims look again at the queues and groups that may have been full. Plans as
 _after_end sets it.';
@@ -186,8 +186,8 @@ end;
 $$;
 
 comment on function pgqueue._note_gone(bigint[]) is
-'Remembers that jobs, which this transaction has just deleted, did not complete.
-Else what is enqueued after them would run.';
+'Records that jobs, which this transaction has just deleted, did not complete.
+Otherwise what is enqueued after them would run.';
 
 create or replace function pgqueue._after_end(ended pgqueue._ended[], is_in_chain boolean default false)
     returns void
@@ -225,7 +225,7 @@ begin
     if given.cancelled is not null then
         perform pgqueue._note_gone(given.cancelled);
     end if;
-    -- Counted first, because with those that wait for them their batch may be over.
+    -- Counted first, because together with those that wait for them their batch may be over.
     if given.batches is not null then
         perform pgqueue._count_ends(ended);
     end if;
@@ -315,7 +315,7 @@ $$;
 comment on function pgqueue._end(tid[], text[], text[], timestamptz[], timestamptz, boolean) is
 'Ends the attempts of some locked jobs that did not complete, each by its
 outcome: retry, expired and released (whose attempt does not count) go back to
-work at run_at (null: where they stand), dead to dead_job, cancelled is gone.';
+work at run_at (null: at their place), dead to dead_job, cancelled is gone.';
 
 create or replace function pgqueue._expire(picks tid[], moment timestamptz)
     returns int
@@ -332,13 +332,13 @@ begin
         array_agg(case
             when e.late_since is not null
                 then format('expired at %s UTC', to_char(e.late_since at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS'))
-            -- Who held many did not fail because of each of them; who held one, perhaps.
+            -- A worker that held many did not fail because of each of them; one that held one, perhaps.
             else format(
                 'the lease expired: worker %s stopped extending it (%s)',
                 e.worker,
                 case e.held
-                    when 1 then 'the only lease of it that was found expired'
-                    else format('one of %s leases of it that were found expired together', e.held)
+                    when 1 then 'its only expired lease'
+                    else format('one of its %s leases that expired together', e.held)
                 end
             )
         end) as errors
@@ -365,8 +365,8 @@ $$;
 
 comment on function pgqueue._expire(tid[], timestamptz) is
 'Ends what is over among some locked jobs, and returns how many. Attempts whose
-leases expired: back where they stood, dead when exhausted, gone when cancelled.
-Jobs that wait and may not begin any more: cancelled.';
+leases expired: back to their place, dead if exhausted, gone if cancelled.
+Waiting jobs that may not begin any more: cancelled.';
 
 create or replace function pgqueue._end_attempts(
     picks tid[], verbs text[], errors text[], run_ats timestamptz[], moment timestamptz
@@ -384,7 +384,7 @@ begin
         array_agg(o.id) as ids,
         array_agg(o.place) as picks,
         array_agg(o.outcome) as outcomes,
-        -- Recording a failure never fails: whatever text came is kept, or its beginning.
+        -- Recording a failure never fails: any text is kept, or its beginning.
         array_agg(case when o.verb <> 'release' then coalesce(left(o.error, 8000), 'no error text') end) as errors,
         array_agg(case when o.outcome <> 'retry' or o.run_at is not null then o.run_at else (
             select _end_attempts.moment + pgqueue._retry_delay(o.attempt, s.retry_base, s.retry_cap)
@@ -443,6 +443,6 @@ end;
 $$;
 
 comment on function pgqueue._recover(text, int, tid[], timestamptz, timestamptz) is
-'Ends what is over, leases and jobs, among some jobs that were picked and the
-next thousand of their lane, from the first on: so that one claim finds all
-that a dead worker held, and no claim has to end ten thousand.';
+'Ends expired leases and jobs among some picked jobs and the next thousand of
+their lane, from the first on: so that one claim finds all that a dead worker
+held, and no claim has to end ten thousand.';

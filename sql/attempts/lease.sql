@@ -1,8 +1,8 @@
--- Leases: who holds a job, and for how long. A lease is held by (id, token), and no verb but
--- claim touches a job that is not leased under the token it is given.
+-- Leases: who holds a job, and for how long. A lease is held by (id, token), and no function
+-- but claim touches a job that is not leased under the token it is given.
 --
--- Locks: claim, reap and extend skip what is locked and never wait. The verbs that end attempts
--- lock jobs in the order of their ids. So no two of them wait for each other.
+-- Locks: claim, reap and extend skip what is locked and never wait. The functions that end
+-- attempts lock jobs in the order of their ids. So no two of them wait for each other.
 
 create or replace function pgqueue._lock_held(job_ids bigint[], tokens bigint[])
     returns tid[]
@@ -50,7 +50,7 @@ declare
     picks tid[];
 begin
     -- A heartbeat never waits: a handler that has completed its job and not yet committed
-    -- holds the row, and the leases of all the other jobs would run out behind it.
+    -- holds the row, and the leases of all the other jobs would expire behind it.
     picks := array(
         select j.ctid
         from pgqueue.job as j
@@ -69,7 +69,7 @@ begin
         end
     where j.ctid = any (picks);
 
-    -- What somebody else has locked is held as long as the lease it had before.
+    -- What another session has locked is held for as long as its previous lease.
     return query
     select
         h.id,
@@ -90,10 +90,10 @@ end;
 $$;
 
 comment on function pgqueue.extend(bigint[], bigint[], interval) is
-'The heartbeat: lets leases last for another lease from now (without one: for
-the default, but never shorter than before), and says of each job whether it
-is held, cancelled (stop working, then call fail or release) or lost (stop
-working, report nothing). A lease that expired but that nobody recovered is
-held again. This never waits: a job that an open transaction has locked keeps
-the lease that it had, held while that lasts and lost after it.
+'The heartbeat: extends leases for another lease from now (without one: for the
+default, but never shorter than before), and says for each job whether it is
+held, cancelled (stop working, then call fail or release) or lost (stop
+working, report nothing). A lease that has expired but that nobody has
+recovered is held again. This never waits: a job that an open transaction has
+locked keeps its present lease, held while that lasts and lost after it.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

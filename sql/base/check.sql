@@ -1,6 +1,6 @@
--- What an argument must be, and how a call is refused.
+-- Checks of arguments, and how a call is refused.
 --
--- A check returns what is wrong (message, detail, hint, and the SQLSTATE where it is not 22023),
+-- A check returns what is wrong (message, detail, hint, and the SQLSTATE if it is not 22023),
 -- or null. _refuse() raises it. Public functions call that in an assignment, which adds no line of
 -- its own to the CONTEXT of the error: psql shows two, "_refuse" and the function that was
 -- called. So a list of checks reads
@@ -26,7 +26,7 @@ end;
 $$;
 
 comment on function pgqueue._refuse(text[]) is
-'Raises what a check has found; for null, nothing.';
+'Raises the error that a check has found; null raises nothing.';
 
 create or replace function pgqueue._bad_name(what text, name text)
     returns text[]
@@ -37,7 +37,7 @@ begin
     return array[
         format('%s must be a text of 1 to 200 bytes', what),
         coalesce('It has ' || octet_length(name) || ' bytes.', 'It is null.'),
-        'Use a short name; content belongs into the payload.'
+        'Use a short name; content belongs in the payload.'
     ];
 end;
 $$;
@@ -79,7 +79,7 @@ begin
     return case when priority not between -100 and 100 then array[
         'priority must be -100 to 100',
         format('It is %s.', priority),
-        'Larger runs first; the default is 0. Use run_at or another queue for finer orders.'
+        'Larger runs first; the default is 0. Use run_at or another queue for finer ordering.'
     ] end;
 end;
 $$;
@@ -93,9 +93,9 @@ create or replace function pgqueue._check_run_at(run_at timestamptz)
 as $$
 begin
     return case when run_at not between '1970-01-01' and '9998-12-31' then array[
-        'run_at must lie between the years 1970 and 9998',
+        'run_at must be between the years 1970 and 9998',
         format('It is %s.', run_at),
-        'Leave run_at out for a job that is due at once.'
+        'Omit run_at for a job that is due at once.'
     ] end;
 end;
 $$;
@@ -135,27 +135,27 @@ begin
         when on_duplicate not in ('skip', 'replace', 'postpone', 'error') then array[
             'on_duplicate must be skip, replace, postpone or error',
             format('It is "%s".', on_duplicate),
-            'Leave it out to skip: the id of the job that is already there is returned.'
+            'Omit it to skip: the id of the existing job is returned.'
         ]
         when jsonb_typeof(headers) <> 'object' then array[
             'headers must be a JSON object',
             format('It is a JSON %s.', jsonb_typeof(headers)),
-            'Put other content into the payload.'
+            'Put other content in the payload.'
         ]
         when unique_for <= '0' or unique_for > '1 year' then array[
-            'unique_for must be longer than nothing and at most 1 year',
+            'unique_for must be more than 0 and at most 1 year',
             format('It is %s.', unique_for),
-            'Leave it out to have a unique_key hold only while its job waits or runs.'
+            'Omit it if the unique_key is to hold only while its job waits or runs.'
         ]
         when unique_for is not null and unique_key is null then array[
             'unique_for needs a unique_key',
             'unique_key is null.',
-            'Name what may be enqueued only once in that time.'
+            'Give a key for what may be enqueued only once in that time.'
         ]
         when expires_at not between '1970-01-01' and '9998-12-31' then array[
-            'expires_at must lie between the years 1970 and 9998',
+            'expires_at must be between the years 1970 and 9998',
             format('It is %s.', expires_at),
-            'Leave it out for a job that may begin at any time.'
+            'Omit it for a job that may begin at any time.'
         ]
         when num_nonnulls(priority, run_at) > 0
             then coalesce(pgqueue._check_priority(priority), pgqueue._check_run_at(run_at))
@@ -166,7 +166,7 @@ $$;
 comment on function pgqueue._check_job(
     text, text, int, timestamptz, int, text, text, text, jsonb, interval, timestamptz
 ) is
-'Refuses what enqueue cannot take; null passes, but for the queue.';
+'Refuses arguments that enqueue cannot take; null passes, except for the queue.';
 
 create or replace function pgqueue._check_payload(payload jsonb, max_bytes int)
     returns text[]
@@ -177,7 +177,7 @@ begin
     return case when pg_column_size(payload) > max_bytes then array[
         'payload is too large for this queue',
         format('It has %s bytes of at most %s.', pg_column_size(payload), max_bytes),
-        'Store large content elsewhere and enqueue where it lies, or configure max_payload_bytes.',
+        'Store large content elsewhere and enqueue its location, or configure max_payload_bytes.',
         '54000'
     ] end;
 end;
@@ -232,7 +232,7 @@ end;
 $$;
 
 comment on function pgqueue._check_many(jsonb[], text[], text[], int[]) is
-'Refuses what enqueue_many cannot take in its arrays.';
+'Refuses arrays that enqueue_many cannot take.';
 
 create or replace function pgqueue._wrong_isolation()
     returns text[]
@@ -250,7 +250,7 @@ end;
 $$;
 
 comment on function pgqueue._wrong_isolation() is
-'What is wrong with another level (25001). claim and complete test it
+'What is wrong with another level (25001). claim and complete check it
 themselves: a call costs more.';
 
 create or replace function pgqueue._check_isolation()
@@ -277,7 +277,7 @@ begin
         'cannot claim in a read-only transaction',
         case when pg_is_in_recovery()
             then 'This server is a standby.'
-            else 'This transaction is READ ONLY, or the default of this session or server is.'
+            else 'This transaction is READ ONLY, or this session or server is by default.'
         end,
         'Work on the primary, in a transaction that may write.',
         '25006'
@@ -286,8 +286,7 @@ end;
 $$;
 
 comment on function pgqueue._read_only() is
-'What is wrong where nothing could be claimed (25006): an empty answer would
-hide it.';
+'What is wrong if nothing can be claimed (25006): an empty answer would hide it.';
 
 create or replace function pgqueue._check_max_jobs(max_jobs int)
     returns text[]
@@ -296,7 +295,7 @@ create or replace function pgqueue._check_max_jobs(max_jobs int)
 as $$
 begin
     return case when max_jobs < 1 then array[
-        'max_jobs must be at least 1', format('It is %s.', max_jobs), 'Leave it out for 1000.'
+        'max_jobs must be at least 1', format('It is %s.', max_jobs), 'Omit it for 1000.'
     ] end;
 end;
 $$;
@@ -310,9 +309,9 @@ create or replace function pgqueue._check_lease(lease interval)
 as $$
 begin
     return case when lease <= '0' or lease > '30 days' then array[
-        'lease must be longer than nothing and at most 30 days',
+        'lease must be more than 0 and at most 30 days',
         format('It is %s.', lease),
-        'Take a short lease and extend it while the job runs.'
+        'Use a short lease and extend it while the job runs.'
     ] end;
 end;
 $$;
@@ -341,8 +340,8 @@ end;
 $$;
 
 comment on function pgqueue._check_claim(text, text, int, interval) is
-'Refuses what claim cannot take, another level than READ COMMITTED (25001), and
-a transaction that may not write (25006).';
+'Refuses arguments that claim cannot take, a level other than READ COMMITTED
+(25001), and a transaction that may not write (25006).';
 
 create or replace function pgqueue._check_shares(queues text[], weights int[], limits int[])
     returns text[]
@@ -358,19 +357,19 @@ begin
                     'There are %s queues, %s weights and %s limits.', cardinality(queues),
                     coalesce(cardinality(weights), 0), coalesce(cardinality(limits), 0)
                 ),
-                'Leave them out for equal shares without limits; a null in them is the default.'
+                'Omit them for equal shares without limits; a null in them is the default.'
             ]
         when 1 > any (weights) or 0 > any (limits) then array[
             'every weight must be at least 1, every limit at least 0',
             format('Weights are %s, limits %s.', weights, limits),
-            'A queue of twice the weight gets twice the share.'
+            'A queue with twice the weight gets twice the share.'
         ]
     end;
 end;
 $$;
 
 comment on function pgqueue._check_shares(text[], int[], int[]) is
-'Refuses what claim_from cannot take beyond what claim cannot.';
+'Refuses arguments that claim_from cannot take, beside those of claim.';
 
 create or replace function pgqueue._check_leases(job_ids bigint[], tokens bigint[])
     returns text[]
@@ -394,7 +393,7 @@ end;
 $$;
 
 comment on function pgqueue._check_leases(bigint[], bigint[]) is
-'Refuses arrays of unequal length, and another level than READ COMMITTED (25001).';
+'Refuses arrays of unequal length, and a level other than READ COMMITTED (25001).';
 
 create or replace function pgqueue._lost(job_id bigint, token bigint)
     returns text[]
@@ -405,13 +404,13 @@ begin
     return array[
         format('the lease on job %s is lost', coalesce(job_id::text, 'null')),
         format('It is not held under token %s.', coalesce(token::text, 'null')),
-        'The lease expired, or the attempt has ended already. Discard the result: the job may be running elsewhere.',
+        'The lease expired, or the attempt has already ended. Discard the result: the job may be running elsewhere.',
         'PQ002'
     ];
 end;
 $$;
 
-comment on function pgqueue._lost(bigint, bigint) is 'What is wrong when nobody holds this lease (PQ002).';
+comment on function pgqueue._lost(bigint, bigint) is 'What is wrong if nobody holds this lease (PQ002).';
 
 create or replace function pgqueue._check_progress(done numeric, total numeric)
     returns text[]
@@ -422,13 +421,13 @@ begin
     return case when (done between 0 and 1e18) is not true or total <= 0 or total > 1e18 then array[
         'done must be 0 to 1e18, and total more than 0',
         format('done is %s, total is %s.', coalesce(done::text, 'null'), coalesce(total::text, 'null')),
-        'Leave total out where it is not known.'
+        'Omit total if it is not known.'
     ] end;
 end;
 $$;
 
 comment on function pgqueue._check_progress(numeric, numeric) is
-'Refuses what is no progress; a null total passes.';
+'Refuses bad progress; a null total passes.';
 
 create or replace function pgqueue._check_delay(what text, delay interval)
     returns text[]
@@ -439,7 +438,7 @@ begin
     return case when delay < '0' or delay > '1000 years' then array[
         format('%s must be finite and not negative', what),
         format('It is %s.', delay),
-        'Leave it out for the delay that the queue''s settings give.'
+        'Omit it for the delay that the queue''s settings give.'
     ] end;
 end;
 $$;
@@ -483,14 +482,14 @@ begin
                 coalesce(cardinality(job_ids), 0), coalesce(cardinality(outcomes), 0),
                 coalesce(cardinality(texts), 0), coalesce(cardinality(delays), 0)
             ),
-            'Leave texts or delays out where there are none.'
+            'Omit texts or delays if there are none.'
         ];
     elsif (outcomes <@ known) is not true then
         return (
             select array[
                 'every outcome must be complete, fail, reject or release',
                 coalesce('One is "' || o.outcome || '".', 'One is null.'),
-                'reject is for what no retry can mend.'
+                'reject is for permanent errors.'
             ]
             from unnest(outcomes) as o (outcome)
             where (o.outcome = any (known)) is not true
@@ -507,7 +506,7 @@ end;
 $$;
 
 comment on function pgqueue._check_outcomes(bigint[], text[], text[], interval[]) is
-'Refuses what finish cannot take.';
+'Refuses arguments that finish cannot take.';
 
 create or replace function pgqueue._not_found(what text, id bigint, hint text)
     returns text[]
@@ -525,7 +524,7 @@ end;
 $$;
 
 comment on function pgqueue._not_found(text, bigint, text) is
-'What is wrong with an id that nothing has (PQ001).';
+'What is wrong with an id that does not exist (PQ001).';
 
 create or replace function pgqueue._unknown(job_id bigint)
     returns text[]
@@ -534,13 +533,13 @@ create or replace function pgqueue._unknown(job_id bigint)
 as $$
 begin
     return pgqueue._not_found(
-        'job', job_id, 'Only jobs that wait, run or are dead are known, and those that run remembers.'
+        'job', job_id, 'Only jobs that wait, run or are dead are known, and those that are still in run.'
     );
 end;
 $$;
 
 comment on function pgqueue._unknown(bigint) is
-'What is wrong with a job of which nothing is known any more (PQ001).';
+'What is wrong with a job about which nothing is known any more (PQ001).';
 
 create or replace function pgqueue._check_scope(queue text, kind text, group_key text)
     returns text[]
@@ -566,15 +565,15 @@ create or replace function pgqueue._check_pause(queue text, kind text, group_key
 as $$
 begin
     return coalesce(pgqueue._check_scope(queue, kind, group_key), case when group_key = '*' then array[
-        'each group cannot be paused or resumed apart from its queue',
+        'group_key * cannot be paused or resumed apart from its queue',
         'The group_key is *.',
-        'Leave group_key out, or name one group.'
+        'Omit group_key, or name one group.'
     ] end);
 end;
 $$;
 
 comment on function pgqueue._check_pause(text, text, text) is
-'Refuses what pause and resume cannot take; null, which means all, passes.';
+'Refuses arguments that pause and resume cannot take; null, for all, passes.';
 
 create or replace function pgqueue._check_grant(role text, kind text)
     returns text[]
@@ -586,11 +585,11 @@ begin
         when (kind in ('producer', 'worker', 'operator', 'reader')) is not true then array[
             'kind must be producer, worker, operator or reader',
             coalesce('It is "' || kind || '".', 'It is null.'),
-            'A role may have several kinds: call once for each.'
+            'A role may have several kinds of access: call once for each.'
         ]
         when not exists (select from pg_roles as r where r.rolname = role) then array[
             format('role "%s" does not exist', role),
-            'Roles belong to the whole cluster, and pgqueue makes none.',
+            'Roles belong to the whole cluster, and pgqueue creates none.',
             'CREATE ROLE makes one.',
             '42704'
         ]
@@ -599,7 +598,7 @@ end;
 $$;
 
 comment on function pgqueue._check_grant(text, text) is
-'Refuses an unknown kind, and a role that there is not (42704).';
+'Refuses an unknown kind, and a role that does not exist (42704).';
 
 create or replace function pgqueue._no_batch(batch_id bigint, is_finished boolean)
     returns text[]
@@ -610,18 +609,17 @@ begin
     return case when is_finished then array[
         format('batch %s has finished', batch_id),
         'Its callback has been enqueued.',
-        'Only a job of a batch that runs, or who has not called close_batch yet, can be sure that it has not.',
+        'Add jobs before close_batch, or from a running job of the batch.',
         '55000'
     ] else pgqueue._not_found(
-        'batch', batch_id, 'create_batch returns its id; one that has finished is forgotten after some days.'
+        'batch', batch_id, 'create_batch returns its id; a finished batch is forgotten after 14 days.'
     )
     end;
 end;
 $$;
 
 comment on function pgqueue._no_batch(bigint, boolean) is
-'What is wrong with a batch that has finished (55000), or that there is not
-(PQ001).';
+'What is wrong with a batch that has finished (55000), or does not exist (PQ001).';
 
 create or replace function pgqueue._lock_batch(batch_id bigint)
     returns text[]
@@ -640,8 +638,8 @@ end;
 $$;
 
 comment on function pgqueue._lock_batch(bigint) is
-'Sees to it that a batch does not finish before this transaction ends. Refuses
-one that there is not (PQ001), or that has finished (55000).';
+'Keeps a batch from finishing before this transaction ends. Refuses one that does
+not exist (PQ001), or has finished (55000).';
 
 create or replace function pgqueue._check_after(after bigint[], if_dead text)
     returns text[]
@@ -655,7 +653,7 @@ begin
         when if_dead not in ('cancel', 'run') then array[
             'if_dead must be cancel or run',
             format('It is "%s".', if_dead),
-            'Leave it out to have the job cancelled when one that it waits for dies.'
+            'Omit it to have the job cancelled when one that it waits for dies.'
         ]
         when cardinality(after) > 10000 or num_nulls(variadic after) > 0 then array[
             'after must be up to 10000 ids of jobs',
@@ -663,7 +661,7 @@ begin
                 then format('It has %s.', cardinality(after))
                 else 'One of them is null.'
             end,
-            'For the end of many jobs make a batch.'
+            'To wait for many jobs, use a batch.'
         ]
         when unknown is not null
             then pgqueue._not_found('job', unknown, 'after takes ids that enqueue has returned.')
@@ -672,12 +670,12 @@ begin
             then array[
                 'after takes jobs, not batches',
                 format('%s is a batch.', (select min(b.id) from pgqueue.batch as b where b.id = any (after))),
-                'The callback of the batch can enqueue what is to come after it.'
+                'The callback of the batch can enqueue what comes after it.'
             ]
     end;
 end;
 $$;
 
 comment on function pgqueue._check_after(bigint[], text) is
-'Refuses ids of jobs that never were (PQ001), batches, too many, and an unknown
-if_dead; null passes.';
+'Refuses ids of jobs that never existed (PQ001), batches, too many, and an
+unknown if_dead; null passes.';

@@ -1,6 +1,6 @@
--- What claims remember for each other, and which lanes of a queue have something to do.
+-- What claims remember for each other, and which lanes of a queue have jobs to run.
 --
--- It only saves work. It is kept in cells, sequences that are never counted up: 64 bits
+-- It only saves work. It is kept in cells, sequences that are never incremented: 64 bits
 -- that all sessions share, neither transactional nor versioned, so that no snapshot can bloat
 -- them, read with pg_sequence_last_value() and written with setval(). Two make a record:
 --
@@ -13,11 +13,11 @@
 --
 -- Most queues have one lane, 0, and no record: a bit of lanes_seq, for each fold of their names, says
 -- that others have been used. The jobs of groups have lanes of their own, 1000 + priority, and the
--- position of such a lane is one among its tickets. A queue is hashed with 9999, which is no lane.
+-- position of such a lane is one among its tickets. A queue is hashed with 9999, which is not a lane.
 --
--- The tag says whose record it is; zero is nobody's. There are 16, of which each lane and queue has two
--- to choose from, by its hash, and takes the one that ran out first; while others have both, it is walked
--- from the beginning. A value from another clock (set back, restored) is no value.
+-- The tag says whose record it is; zero means unused. There are 16, of which each lane and queue has two
+-- to choose from, by its hash, and takes the one that expired first; while others have both, it is walked
+-- from the beginning. A value from another clock (set back, restored) is ignored.
 
 create or replace function pgqueue._record(
     key bigint, out record int, out tag bigint, out valid_until bigint
@@ -47,7 +47,7 @@ $$;
 comment on function pgqueue._record(bigint) is
 'The record of a lane or of a queue, by its hash: the number of its first cell,
 the tag, and until when it is valid; null where it has none, and that is the one
-to take. What is hot writes the look out.';
+to take. Hot paths inline the look-up.';
 
 create or replace function pgqueue._since_2020(moment timestamptz)
     returns bigint
@@ -60,8 +60,7 @@ end;
 $$;
 
 comment on function pgqueue._since_2020(timestamptz) is
-'Microseconds since 2020: 51 bits hold them until 2091. What is hot writes this
-out.';
+'Microseconds since 2020: 51 bits hold them until 2091. Hot paths inline this.';
 
 create or replace function pgqueue._believed_until(began timestamptz, at_least interval)
     returns timestamptz
@@ -75,7 +74,7 @@ end;
 $$;
 
 comment on function pgqueue._believed_until(timestamptz, interval) is
-'Until when to believe what a walk found that began then: so that walks take a
+'How long the result of a walk that began then stays valid: so that walks take a
 twentieth of the time.';
 
 create or replace function pgqueue._live_lanes(queue text)
@@ -107,8 +106,8 @@ end;
 $$;
 
 comment on function pgqueue._live_lanes(text) is
-'The lanes in which a queue holds any job, lowest first, and the first run_at of
-each: one descent of the index for each.';
+'The lanes in which a queue has any job, lowest first, and the first run_at of
+each: one index descent per lane.';
 
 create or replace function pgqueue._lanes(budget int)
     returns table (hash int, queue text, lane int, first timestamptz, first_id bigint, most bigint)
@@ -151,9 +150,9 @@ end;
 $$;
 
 comment on function pgqueue._lanes(int) is
-'The lanes that hold any job, where each begins, and how many of its jobs to
-read: 100, or its share of a budget among those with more. Two descents of the
-index for each.';
+'The lanes that have any job, where each begins, and how many of its jobs to
+read: 100, or its share of a budget among those with more. Two index descents
+per lane.';
 
 create or replace function pgqueue._due_lanes(queue text, moment timestamptz)
     returns int[]
@@ -170,8 +169,8 @@ end;
 $$;
 
 comment on function pgqueue._due_lanes(text, timestamptz) is
-'The lanes of a queue in which any job is due or runs, highest priority first; of
-two of one priority either by chance: so that jobs of groups, and others, have
+'The lanes of a queue in which any job is due or runs, highest priority first;
+two of one priority in random order: so that jobs of groups, and others, get
 half of the claims each.';
 
 create or replace function pgqueue._use_lanes(queue text)
@@ -184,7 +183,7 @@ end;
 $$;
 
 comment on function pgqueue._use_lanes(text) is
-'Lets claims look, from now on, for other lanes of a queue than 0.';
+'Makes claims look, from now on, for lanes of a queue other than 0.';
 
 create or replace function pgqueue._note_lanes(queue text, lanes int[], moment timestamptz)
     returns void
@@ -223,7 +222,7 @@ end;
 $$;
 
 comment on function pgqueue._note_lanes(text, int[], timestamptz) is
-'Lists, for all sessions, the lanes of a queue that have something to do: valid
+'Lists, for all sessions, the lanes of a queue that have jobs to run: valid
 for 20 times as long as it took, since moment, to find out. A lane stands there
 as priority + 101, and 256 more where it is of groups.';
 
@@ -278,7 +277,7 @@ begin
         perform pgqueue._use_lanes(queue);
     end if;
     own := pgqueue._record(hashtextextended(queue, 9999));
-    -- Where no list is valid, the next claim looks for itself.
+    -- If no list is valid, the next claim looks for itself.
     if (own.valid_until between now_us and now_us + 60000000) is not true then
         return;
     elsif own.valid_until & 3 = 0 then
@@ -302,7 +301,7 @@ end;
 $$;
 
 comment on function pgqueue._list_lane(text, int) is
-'For a job that appears in a lane: lets claims look there at once. A hint, given
+'For a job that appears in a lane: makes claims look there at once. A hint, given
 before the commit; without it they look within 100 ms.';
 
 create or replace function pgqueue._return_position(
@@ -343,7 +342,7 @@ end;
 $$;
 
 comment on function pgqueue._reopen_lane(text, int) is
-'For a job that appears behind the position of its lane: lets the next claim
+'For a job that appears behind the position of its lane: makes the next claim
 walk from the beginning, unless that is expensive. A hint, given before the
 commit.';
 
@@ -374,7 +373,7 @@ end;
 $$;
 
 comment on function pgqueue._position(bigint, timestamptz) is
-'The record of a lane, by its hash, and the position in it: null where none is
+'The record of a lane, by its hash, and the position in it: null if none is
 valid.';
 
 create or replace function pgqueue._leave_position(
@@ -393,7 +392,7 @@ begin
     if last_id > 0 then
         perform setval(('pgqueue._cell_tie_' || (key & 3))::regclass, last_id);
     end if;
-    -- Back only if something stood behind: others may have come further meanwhile.
+    -- Back only if something was behind: others may have come further meanwhile.
     known := case
         when valid_until is null or reached >= known >> 12
             then pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass)
@@ -429,5 +428,5 @@ end;
 $$;
 
 comment on function pgqueue._announce(text, int, timestamptz) is
-'Lets claims know of a new job where they would not look at once: beside lane
+'Lets claims know of a new job where they would not look at once: outside lane
 0, or in the past.';

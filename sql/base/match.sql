@@ -1,7 +1,7 @@
--- Matches: which rows of an index a statement means.
+-- Matches: conditions that find rows by an index.
 --
 -- Indexes begin with a hash, because names may be long; the names are compared as well, because hashes
--- may be equal. These functions say both. The planner puts them in line, so they cost nothing and find the
+-- may be equal. These functions check both. The planner inlines them, so they cost nothing and find the
 -- index (test_plans): they must stay one expression each, without `set`, that uses columns as they are.
 
 create or replace function pgqueue._is_in_lane(job pgqueue.job, queue text, lane int)
@@ -14,7 +14,7 @@ as $$
 $$;
 
 comment on function pgqueue._is_in_lane(pgqueue.job, text, int) is
-'Whether a job stands in this lane of a queue: its priority, or 1000 more with a
+'Whether a job is in this lane of a queue: its priority, or 1000 more with a
 group.';
 
 create or replace function pgqueue._is_in_group(job pgqueue.job, queue text, group_key text)
@@ -72,7 +72,7 @@ as $$
 $$;
 
 comment on function pgqueue._is_ticket_in(pgqueue.ticket, text, int) is
-'Whether a ticket stands in the lane of groups of this priority.';
+'Whether a ticket is in the lane of groups of this priority.';
 
 create or replace function pgqueue._is_ticket_of(ticket pgqueue.ticket, queue text, group_key text)
     returns boolean
@@ -85,7 +85,7 @@ as $$
 $$;
 
 comment on function pgqueue._is_ticket_of(pgqueue.ticket, text, text) is
-'Whether a ticket is of this group.';
+'Whether a ticket belongs to this group.';
 
 create or replace function pgqueue._is_permit_of(permit pgqueue.permit, queue text, kind text, group_key text)
     returns boolean
@@ -101,7 +101,7 @@ as $$
 $$;
 
 comment on function pgqueue._is_permit_of(pgqueue.permit, text, text, text) is
-'Whether a permit is of this kind, or group, of a queue; empty: of all.';
+'Whether a permit belongs to this kind, or group, of a queue; empty: to all.';
 
 create or replace function pgqueue._is_free(permit pgqueue.permit, is_rate boolean, most int, moment timestamptz)
     returns boolean
@@ -109,7 +109,7 @@ create or replace function pgqueue._is_free(permit pgqueue.permit, is_rate boole
     immutable
 as $$
     select (permit).is_rate = _is_free.is_rate and (permit).place <= most
-        -- Of one to run the clock says nothing.
+        -- For a permit to run the clock means nothing.
         and (permit).free_at <= case when _is_free.is_rate then moment else 'infinity' end
         and (permit).free_at < 'infinity'
 $$;

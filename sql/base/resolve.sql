@@ -1,14 +1,14 @@
 -- Settings: which are in force for a queue, a kind or a group, and what is paused. A setting of a
--- group comes before one of a kind, that before one of the queue, and that before one of all. What holds for
--- a queue is derived when anything is set, so that a call reads one row. And what has ever been used at all,
--- so that plain queues are asked for nothing else.
+-- group comes before one of a kind, that before one of the queue, and that before one of all. What applies to
+-- a queue is derived when anything is set, so that a call reads one row. Also which features have ever been
+-- used at all, so that plain queues pay for no others.
 
 create or replace function pgqueue._use(feature text)
     returns void
     language plpgsql
 as $$
 begin
-    -- Twice does no harm, and a unique index would have one wait for another.
+    -- Two rows do no harm, and a unique index would make one session wait for another.
     if not exists (select from pgqueue.used as u where u.feature = _use.feature) then
         insert into pgqueue.used (feature) values (_use.feature);
     end if;
@@ -27,7 +27,7 @@ begin
     if pg_sequence_last_value(mask) & bits = bits then
         return;
     end if;
-    -- One at a time; what is rolled back gives the lock back.
+    -- One at a time; a rollback releases the lock.
     lock table pgqueue.used in share update exclusive mode;
     perform setval(mask, pg_sequence_last_value(mask) | bits);
     raise sqlstate 'PQ003';
@@ -51,7 +51,7 @@ $$;
 
 comment on function pgqueue._settings_bits(text) is
 'The bit of used_seq that says that something is set for a queue; all of them for
-an empty name. What is hot writes out the look at it.';
+an empty name. Hot paths inline the check.';
 
 create or replace function pgqueue._look_from_now_on()
     returns void
@@ -80,7 +80,7 @@ end;
 $$;
 
 comment on function pgqueue._defaults() is
-'What holds where nothing was set.';
+'What applies where nothing was set.';
 
 -- One expression, which a hot call can afford.
 do $do$
@@ -104,7 +104,7 @@ end;
 $do$;
 
 comment on function pgqueue._overlaid(pgqueue.queue_in_force, pgqueue.queue) is
-'These settings, and what a narrower row says.';
+'These settings, overridden by what a more specific row sets.';
 
 create or replace function pgqueue._resolved(name text)
     returns pgqueue.queue_in_force
@@ -152,7 +152,7 @@ end;
 $$;
 
 comment on function pgqueue._resolved(text) is
-'What is in force for a queue of which anything was set, or (an empty name) for
+'What is in force for a queue for which anything was set, or (an empty name) for
 all others, by the table queue.';
 
 create or replace function pgqueue._resolve(queue text)
@@ -203,7 +203,7 @@ begin
         end if;
     end if;
     if kind <> '' or group_key <> '' then
-        -- These are not shared: a queue may have its own, beside those of its kinds and groups.
+        -- These are not inherited: a queue may have its own, beside those of its kinds and groups.
         settings.max_running := null;
         settings.rate_limit := null;
         settings.rate_period := '1 second';
@@ -266,6 +266,5 @@ end;
 $$;
 
 comment on function pgqueue._paused(text, boolean) is
-'What is paused in a queue that is itself paused or not: by group, then kind,
-where an empty one means any; null when no kind or group differs from the
-queue.';
+'What is paused in a queue, which may itself be paused: by group, then kind,
+where an empty one means any; null if no kind or group differs from the queue.';

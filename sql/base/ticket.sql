@@ -1,15 +1,15 @@
--- Tickets: which groups have something to do.
+-- Tickets: which groups have jobs to run.
 --
--- Jobs of groups stand in lanes of their own, which no claim walks. A group that has something to run at
--- some priority has a ticket, a small row that says from when on to look at it. A claim takes the tickets
--- that are due, the earliest first, each group gives a job and its ticket goes to the end: so groups are
--- served round-robin, whatever waits in each, and an enqueue has nothing to compute.
+-- Jobs of groups are in lanes of their own, which no claim walks. A group that has something to run at
+-- some priority has a ticket, a small row that says when to look at it next. A claim takes the due tickets,
+-- the earliest first, each group gives a job and its ticket goes to the end: so groups are served
+-- round-robin, whatever waits in each, and an enqueue has nothing to compute.
 --
--- Tickets are hints. Who enqueues inserts one if it sees none, and changes none, so that an open
--- transaction holds up nobody; who ends an attempt makes that of a full group due; nobody waits for a
--- lock. Two of one group do no harm. What is missing is found by the sweep, which goes from group to
--- group, 50 in 50 ms: nothing depends on a ticket that may get lost. The setting pgqueue.lose_hints, a
--- part of 1, loses them at random, for tests.
+-- Tickets are hints. An enqueue inserts one if it sees none, and changes none, so that an open
+-- transaction holds up nobody; the end of an attempt makes the ticket of a full group due; nothing waits
+-- for a lock. Two tickets of one group do no harm. The sweep, which goes from group to group, 50 in 50 ms,
+-- finds what is missing: nothing depends on a ticket that may get lost. The setting pgqueue.lose_hints, a
+-- fraction from 0 to 1, loses them at random, for tests.
 
 create or replace function pgqueue._is_lost()
     returns boolean
@@ -43,7 +43,7 @@ begin
     where pgqueue._is_ticket_of(t, _insert_ticket.queue, _insert_ticket.group_key)
         and t.priority = _insert_ticket.priority
         and (t.at <= moment or t.is_blocked)
-        -- Who has this one locked may be deleting it; who has changed it has left its own lock.
+        -- A session that has this one locked may be deleting it; one that has changed it has left its own lock.
         and t.xmax in ('0'::xid, t.xmin)
     limit 1;
     if found then
@@ -64,8 +64,8 @@ end;
 $$;
 
 comment on function pgqueue._insert_ticket(text, text, int, timestamptz) is
-'Lets claims look at a group from this moment on, unless they do so anyway;
-whether it had no ticket.';
+'Makes claims look at a group from this moment on, unless they do so anyway;
+returns whether it had no ticket.';
 
 create or replace function pgqueue._insert_tickets(
     queues text[], group_keys text[], priorities int[], ats timestamptz[]
@@ -114,7 +114,7 @@ end;
 $$;
 
 comment on function pgqueue._insert_tickets(text[], text[], int[], timestamptz[]) is
-'_insert_ticket for many; null among the groups is none.';
+'_insert_ticket for many; null among the groups means none.';
 
 create or replace function pgqueue._wake_groups(queues text[], group_keys text[])
     returns void
@@ -158,7 +158,7 @@ begin
     );
     update pgqueue.ticket as t set at = moment, served = 0, is_blocked = false, is_full = false where t.ctid = any (locked);
     if cardinality(locked) < cardinality(blocked.tids) then
-        -- Somebody looks at these just now, and may see the group as it was.
+        -- Another session is just looking at these, and may see the group as it was.
         insert into pgqueue.ticket (at, priority, queue, group_key)
         select moment, b.priority, b.queue, b.key
         from unnest(blocked.tids, blocked.priorities, blocked.all_queues, blocked.keys)
@@ -170,8 +170,8 @@ end;
 $$;
 
 comment on function pgqueue._wake_groups(text[], text[]) is
-'For groups in which an attempt has ended: where they could give no more, claims
-look at them again at once.';
+'For groups in which an attempt has ended: if they could give no more jobs, makes
+claims look at them again at once.';
 
 create or replace function pgqueue._unblock_groups(queue text, group_key text)
     returns void
@@ -192,8 +192,8 @@ end;
 $$;
 
 comment on function pgqueue._unblock_groups(text, text) is
-'After a change of settings: lets claims look again at the groups, of all queues
-where it is null, that could give no more.';
+'After a change of settings: makes claims look again at the groups (of all queues
+if it is null) that could give no more jobs.';
 
 create or replace function pgqueue._reopened(
     queues text[], priorities int[], group_keys text[], run_ats timestamptz[]
@@ -220,7 +220,7 @@ $$;
 
 comment on function pgqueue._reopened(text[], int[], text[], timestamptz[]) is
 'For jobs that come back to their old place in a lane, or to a new one in its
-midst: lets claims find them at once, and wakes who waits.';
+middle: makes claims find them at once, and wakes waiting workers.';
 
 create or replace function pgqueue._until_ticket(
     queue text, kinds text[], paused jsonb, lane int, is_strict boolean, moment timestamptz
@@ -230,14 +230,14 @@ create or replace function pgqueue._until_ticket(
     set enable_bitmapscan = off
 as $$
 declare
-    -- A ticket that is due, and that a claim has left, is of jobs that it may not take.
+    -- A due ticket that a claim has left is for jobs that it may not take.
     first_at timestamptz := (
         select min(greatest(t.at, j.run_at))
         from (
             select t.at, t.priority, t.group_key
             from pgqueue.ticket as t
             where pgqueue._is_ticket_in(t, _until_ticket.queue, lane - 1000)
-                -- Who ends an attempt or a pause tells of it, if it knew of this one.
+                -- The end of an attempt or a pause announces itself, if it knew of this one.
                 and (not t.is_blocked or t.served > -3)
             order by t.at
             limit case when num_nonnulls(kinds, paused) = 0 then 1 else 1000 end
@@ -275,7 +275,7 @@ $$;
 
 comment on function pgqueue._until_ticket(text, text[], jsonb, int, boolean, timestamptz) is
 'When a claim should look at a lane of groups again: at its next ticket, or when
-one of its first leases ends; null for never. is_strict: the first job of a
+one of its first leases expires; null for never. is_strict: the first job of a
 group holds up the others.';
 
 create or replace function pgqueue._group_lanes(start bigint, most int)
@@ -303,8 +303,8 @@ end;
 $$;
 
 comment on function pgqueue._group_lanes(bigint, int) is
-'The next groups, from this hash on, and the priorities at which they hold any
-job: one descent of the index for each.';
+'The next groups, from this hash on, and the priorities at which they have any
+job: one index descent for each.';
 
 create or replace function pgqueue._sweep_some(most int)
     returns int[]
@@ -340,7 +340,7 @@ begin
         order by j.run_at, j.id
         limit 1
     ) as f on true;
-    -- From the last group again, of which it may have met a part.
+    -- From the last group again, of which it may have seen only a part.
     if cardinality(lanes.hashes) = most then
         perform setval('pgqueue._cell_groups_swept', lanes.hashes[most]);
     elsif start > -9223372036854775808 then
@@ -362,7 +362,7 @@ begin
                 from pgqueue.permit as p
                 where pgqueue._is_permit_of(p, l.queue, '', l.key) and p.free_at <= moment
             )), false) as is_known,
-            -- Or somebody has it locked for long.
+            -- Or another session keeps it locked.
             count(*) > 1 or min(t.at) < moment - interval '1 second' as is_doubtful,
             array_to_string(array_agg(t.ctid), ' ') as tids
         from pgqueue.ticket as t
@@ -404,9 +404,9 @@ end;
 $$;
 
 comment on function pgqueue._sweep_some(int) is
-'Goes on through the groups, up to so many at each of their priorities: gives a
-ticket to those that have something to run and none, and drops copies. Returns
-how many it looked at, and how many it gave.';
+'Continues through the groups, at most this many, at each of their priorities:
+gives a ticket to those that have jobs to run but no ticket, and drops copies.
+Returns how many it looked at, and how many it gave.';
 
 create or replace function pgqueue._sweep_groups(most int default 50)
     returns int
@@ -422,7 +422,7 @@ begin
         swept := pgqueue._sweep_some(25);
         looked := looked + swept[1];
         given := given + swept[2];
-        -- Or it comes round, or many finished jobs stand in its way that some old snapshot keeps.
+        -- Or it wraps around, or many finished jobs are in its way that some old snapshot keeps.
         exit when looked >= most or swept[1] < 25 or pgqueue._group_tuples() > walked + 5000 + 10 * most;
     end loop;
     return given;
@@ -430,8 +430,8 @@ end;
 $$;
 
 comment on function pgqueue._sweep_groups(int) is
-'_sweep_some for so many, or fewer where that would take long; returns how many
-tickets it gave.';
+'_sweep_some for at most this many, or fewer if that would take long; returns how
+many tickets it gave.';
 
 create or replace function pgqueue._group_tuples()
     returns bigint
@@ -444,4 +444,4 @@ end;
 $$;
 
 comment on function pgqueue._group_tuples() is
-'How many entries of the indexes of groups this transaction has read.';
+'How many index entries of groups this transaction has read.';

@@ -1,8 +1,8 @@
--- The room between producer and worker: who waits, and who wakes them.
+-- The module between producer and worker: which sessions wait, and what wakes them.
 --
--- NOTIFY takes a lock of the whole cluster at commit, so a producer sends it only when
--- somebody waits for it. Two families of advisory locks tell, each folded to 256 keys so
--- that one transaction over many queues cannot fill the lock table:
+-- NOTIFY takes a cluster-wide lock at commit, so a producer sends it only when
+-- somebody waits for it. Two families of advisory locks show that, each folded to 256 keys
+-- so that one transaction over many queues cannot fill the lock table:
 --
 --   7366513 "in flight"  held shared by every enqueue until its transaction ends
 --   7366514 "parked"     held shared by the session of every worker that waits (see rest)
@@ -13,13 +13,13 @@
 --
 -- (7366516 is held by who waits for the end of a job: see module status, and _tell_end.)
 --
--- A notification says in a word what it is for, and nothing of a job: nothing at all that there may be
--- something to claim, "cancel" that a job was cancelled that runs, "end" that one has ended for whose
--- end somebody waits.
+-- A notification says in one word what it is for, and nothing about a job: empty means that there may be
+-- something to claim, "cancel" that a running job was cancelled, "end" that a job has ended that somebody
+-- waits for.
 --
--- Any role may take any advisory lock, so nobody here waits for one: what cannot be had at
--- once counts as "somebody is there", which costs a needless NOTIFY or another look. And who
--- only looks takes and gives back in one expression: no interrupt falls in between.
+-- Any role may take any advisory lock, so nothing here waits for one: a lock that is not free
+-- counts as "somebody is there", which costs a needless NOTIFY or another look. And a mere look
+-- takes and releases the lock in one expression: no interrupt falls in between.
 
 create or replace function pgqueue._wake(queue text)
     returns void
@@ -38,7 +38,7 @@ begin
         and pg_try_advisory_lock(7366514, fold)
         and pg_advisory_unlock(7366514, fold)
     ) is not true
-        -- A full queue of notifications makes COMMIT fail, and a hint is not worth that.
+        -- A full notification queue makes COMMIT fail, and a hint is not worth that.
         and pg_notification_queue_usage() < 0.5
     then
         perform pg_notify('pgqueue', '');
@@ -61,7 +61,7 @@ begin
     then
         return;
     end if;
-    -- A full queue of notifications makes COMMIT fail, and a hint is not worth that.
+    -- A full notification queue makes COMMIT fail, and a hint is not worth that.
     if pg_notification_queue_usage() < 0.5 then
         perform pg_notify('pgqueue', news);
     end if;
@@ -77,7 +77,7 @@ create or replace function pgqueue._unpark()
     language plpgsql
 as $$
 begin
-    -- Only what this session holds: to unlock anything else raises a warning.
+    -- Only what this session holds: unlocking anything else raises a warning.
     perform pg_advisory_unlock_shared(7366514, l.objid::int)
     from pg_locks as l
     where l.locktype = 'advisory' and l.pid = pg_backend_pid()
@@ -94,7 +94,7 @@ create or replace function pgqueue._unpark_if_busy(moment timestamptz)
     language plpgsql
 as $$
 begin
-    -- As texts of equal length, so that no setting can be one that cannot be read.
+    -- As texts of equal length, so that no setting can be unreadable.
     if current_setting('pgqueue.parked') = 'resting' then
         perform set_config('pgqueue.parked', pgqueue._since_2020(moment)::text, false);
     elsif current_setting('pgqueue.parked')
@@ -132,7 +132,7 @@ end;
 $$;
 
 comment on function pgqueue._park(text[]) is
-'From now on enqueues into these queues notify this session. False when one is
+'From now on enqueues into these queues notify this session. False if one is
 still open, or may be.';
 
 create or replace function pgqueue._tell_end(job_ids bigint[], queues text[])
@@ -161,5 +161,5 @@ end;
 $$;
 
 comment on function pgqueue._tell_end(bigint[], text[]) is
-'Notifies who waits for one of these jobs, which this transaction has deleted,
-when it commits.';
+'Notifies sessions that wait for one of these jobs, which this transaction has
+deleted, when it commits.';

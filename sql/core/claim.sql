@@ -1,13 +1,13 @@
--- Claims: which jobs a worker gets, under which lease. Room pick finds and locks them.
+-- Claims: which jobs a worker gets, under which lease. Module pick finds and locks them.
 --
--- What runs stays in its lane, leased, so claim() meets expired leases where it looks for
+-- Running jobs stay in their lane, leased, so claim() finds expired leases where it looks for
 -- work and ends those attempts itself: recovery needs no daemon.
 --
--- Plans, here and in the rooms around: a statement is planned once for a session, with the
+-- Plans, here and in the modules around: a statement is planned once for a session, with the
 -- statistics of that moment, and a plan made while job is small would go on reading all of it.
 -- Hence the settings on the functions: jobs are found by ctid or by primary key, never by a scan,
--- whatever the caller has switched off. JIT is off because a path that is disabled and taken
--- nevertheless looks expensive enough to compile, which takes longer than the rest of the call.
+-- whatever the caller has switched off. JIT is off because a path that is disabled but taken
+-- anyway looks expensive enough to compile, which takes longer than the rest of the call.
 --
 -- claim, _pick and enqueue are longer than a screen: every function that one of them calls costs
 -- 2 % of a claim (6 us of 240, 20,000 claims of one job).
@@ -45,7 +45,7 @@ declare
     refused boolean;
 begin
     -- Three shortcuts for the plain call: its arguments are checked in one expression,
-    -- settings are read only where there are any, and so are lanes.
+    -- settings are read only if there are any, and so are lanes.
     if (
         octet_length(queue) between 1 and 200 and octet_length(worker) between 1 and 200
         and max_jobs between 1 and 10000 and lease is null
@@ -59,7 +59,7 @@ begin
         if used < 0 and pg_sequence_last_value('pgqueue._cell_due'::regclass)
             <= (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
         then
-            moment := pgqueue._look_around_by_the_way(moment);
+            moment := pgqueue._look_around_if_due(moment);
         end if;
         if used >> (hashtext(queue) & 255) % 63 & 1 = 1 then
             settings := pgqueue._in_force(queue);
@@ -183,12 +183,12 @@ end;
 $$;
 
 comment on function pgqueue.claim(text, text, int, interval, text[]) is
-'Takes up to max_jobs due jobs of a queue (only of these kinds, if given) and
+'Takes at most max_jobs due jobs of a queue (only of these kinds, if given) and
 returns them in the order in which to run them: highest priority, which rises
-with the wait where age_after is set, then run_at, then id. Each counts one
-attempt and is leased under its token until lease_expires_at; recovers expired
-leases on the way; never waits. A claim counts from its commit: one that is
-rolled back, or that a crash cuts off, never happened.
+with the wait if age_after is set, then run_at, then id. Each counts one
+attempt and is leased under its token until lease_expires_at. As a side effect
+recovers expired leases. Never waits. A claim counts from its commit: one that
+is rolled back, or cut off by a crash, never happened.
 Raises 25001 outside READ COMMITTED, 25006 (the transaction is read-only, or
 the server a standby), 22023 (bad argument).';
 
@@ -199,7 +199,7 @@ as $$
 declare
     start float8 := random();
 begin
-    -- Rounded up or down at random, so that shares are right on average also where each is less
+    -- Rounded up or down at random, so that shares are right on average even if each is less
     -- than one job (systematic sampling, Madow 1949); the order is drawn by weight (Efraimidis
     -- and Spirakis 2006).
     return query
@@ -251,7 +251,7 @@ declare
     rest_of text[] := '{}'::text[];
     rest_limits int[] := '{}'::int[];
 begin
-    -- Twice round: first each queue up to its share, then those that had more.
+    -- Two rounds: first each queue up to its share, then those that had more.
     for turn in select s.* from pgqueue._shares(queues, weights, limits, wanted) as s loop
         share := least(turn.share, turn.most, wanted);
         found_jobs := 0;
@@ -276,9 +276,9 @@ end;
 $$;
 
 comment on function pgqueue.claim_from(text[], text, int, interval, text[], int[], int[]) is
-'claim over several queues in one call: up to max_jobs in all, shared by weight
+'claim over several queues in one call: at most max_jobs in all, shared by weight
 (default 1 each), at most limits[i] of queues[i] (null: no limit). What a
 queue leaves of its share goes to those that have more, so a full queue
-starves no other and an empty one costs nothing. Returns the jobs of one queue
-after those of another, each in the order of claim.
+starves no other and an empty one costs nothing. Returns the jobs queue by
+queue, each in the order of claim.
 Raises 25001 outside READ COMMITTED, 25006 (read-only), 22023 (bad argument).';

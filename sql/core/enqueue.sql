@@ -1,11 +1,11 @@
--- The producer's room.
+-- The producer's module.
 --
 -- enqueue() is part of the caller's transaction: workers see the job when it commits,
--- and it never was when it rolls back. Whether anybody must be woken is in room wake.
+-- and it never existed if it rolls back. Whom to wake is in module wake.
 --
--- The arguments of a function have the collation of what the caller gives, such as a column of names. An index
--- is of the default one, and so must be what is looked for in it, and the order in which keys are taken: one
--- explicit collation in a call is that of all arguments.
+-- The arguments of a function have the collation of what the caller passes, such as a column of names. An index
+-- has the default one, and so must what is looked for in it, and the order in which keys are taken: one
+-- explicit collation in a call applies to all arguments.
 
 create or replace function pgqueue._on_duplicate(
     queue text,
@@ -37,14 +37,14 @@ begin
     end if;
 
     if present.lease_expires_at is null and present.is_late then
-        -- It will never run, and must not stand in for one that may.
+        -- It will never run, and must not replace one that may.
         picks := array(select j.ctid from pgqueue.job as j where j.id = present.id for update);
         perform pgqueue._expire(picks, moment);
         return null;
     elsif on_duplicate = 'error' then
         return present.id;
     elsif present.lease_expires_at <= moment then
-        -- Its worker is dead, and so is perhaps the job: end that attempt, and look again.
+        -- Its worker is dead, and perhaps so is the job: end that attempt, and look again.
         picks := array(
             select j.ctid from pgqueue.job as j where j.id = present.id for update skip locked
         );
@@ -85,16 +85,16 @@ begin
                 array[queue], array[changed.priority], array[changed.group_key], array[changed.run_at]
             );
         end if;
-        -- Null when the job was claimed, or ended, while the update waited for it.
+        -- Null if the job was claimed, or ended, while the update waited for it.
         return changed.id;
     end if;
 
-    -- A job that runs keeps what its worker has read.
+    -- A running job keeps what its worker has read.
     if present.lease_expires_at is not null then
         raise notice using
             message = format('job %s with this unique_key is running and stays as it is', present.id),
-            detail = 'Nothing was enqueued, and nothing replaced.',
-            hint = 'To run once more after it, enqueue without a unique_key, or with one of its own.';
+            detail = 'Nothing was enqueued or replaced.',
+            hint = 'To run again after it, enqueue without a unique_key, or with a different one.';
     end if;
     return present.id;
 end;
@@ -103,11 +103,11 @@ $$;
 comment on function pgqueue._on_duplicate(
     text, text, text, jsonb, int, timestamptz, timestamptz
 ) is
-'Treats an enqueue whose key is taken as on_duplicate says; the id of the job
-that has the key, null if one must look again.';
+'Handles an enqueue whose key is taken as on_duplicate says; returns the id of
+the job that has the key, null if the caller must look again.';
 
 -- The window of a key, its unique_for, begins with a job and outlives it. While that job waits or
--- runs its key is taken as any other: only when it has ended does the table recent_key decide.
+-- runs its key is taken like any other: only when it has ended does the table recent_key decide.
 create or replace function pgqueue._recent_job(queue text, unique_key text, on_duplicate text)
     returns bigint
     language plpgsql
@@ -130,15 +130,15 @@ begin
             errcode = 'unique_violation',
             message = 'a job with this unique_key was enqueued within its unique_for',
             detail = format('It was job %s.', job_id),
-            hint = 'Enqueue without unique_for to have another one, or with another on_duplicate to get this id.';
+            hint = 'Enqueue without unique_for to add another one, or with another on_duplicate to get this id.';
     end if;
     return job_id;
 end;
 $$;
 
 comment on function pgqueue._recent_job(text, text, text) is
-'The job that has ended, but whose window has not: null if there is none.
-Raises 23505 if there is, with on_duplicate error.';
+'The job that has ended, but whose window has not; null if there is none.
+Raises 23505 if there is one, with on_duplicate error.';
 
 create or replace function pgqueue._begin_window(
     queue text, unique_key text, on_duplicate text, job_id bigint, expires_at timestamptz
@@ -176,8 +176,8 @@ $$;
 
 comment on function pgqueue._begin_window(text, text, text, bigint, timestamptz) is
 'Begins the window of a new job and returns its id. If another job with the key
-has begun one and ended since we looked, takes the new one back, and returns
-the id of the other.';
+has begun one and ended since we looked, undoes the new one, and returns the id
+of the other.';
 
 create or replace function pgqueue._join_batch(job_ids bigint[], batch_id bigint)
     returns void
@@ -230,7 +230,7 @@ declare
 begin
     -- Four shortcuts for the plain call, which may name a kind or a group; each saves up to a tenth: options
     -- are checked only where there are any, settings are read only where there are any,
-    -- the INSERT has no conflicts and no defaults to think of, and _wake() is written out.
+    -- the INSERT has no conflicts and no defaults to handle, and _wake() is written out.
     if num_nonnulls(
             priority, run_at, max_attempts, unique_key, on_duplicate, headers, unique_for,
             expires_at, batch_id, after, if_dead
@@ -298,7 +298,7 @@ begin
                 enqueue.unique_key, enqueue.group_key, terms,
                 coalesce(enqueue.payload, '{}'), enqueue.headers
             )
-            -- Waits for a transaction that is just enqueueing, completing or claiming a
+            -- Waits for a transaction that is just enqueuing, completing or claiming a
             -- job with this key.
             on conflict (queue, unique_key) where j.unique_key is not null do nothing
             returning j.id into job_id;
@@ -313,7 +313,7 @@ begin
             if on_duplicate = 'error' and job_id is not null then
                 raise exception using
                     errcode = 'unique_violation',
-                    message = 'a job with this unique_key already waits or runs',
+                    message = 'a job with this unique_key is already waiting or running',
                     detail = format('It is job %s.', job_id),
                     hint = 'Choose another on_duplicate to get its id instead of this error.';
             end if;
@@ -350,7 +350,7 @@ begin
         end if;
     end if;
 
-    -- Whoever can have the second lock exclusively knows that nobody is parked.
+    -- Whoever can get the second lock exclusively knows that nobody is parked.
     if settings.notify is not false
         and current_setting('pgqueue.notify', true) is distinct from 'off'
         and (
@@ -373,16 +373,16 @@ comment on function pgqueue.enqueue(
 the id of the job that has the unique_key. Larger priority (-100 to 100) runs
 first; kind defaults to the queue''s name. An enqueue whose key is taken by an
 open transaction waits for its end, then does as on_duplicate says: skip
-(default), replace or postpone a job that is not running, or error; one that
-runs stays as it is, which a NOTICE tells. With unique_for the key is taken for
-so long, up to 1 year, whatever becomes of the job: at most one in that time.
-From expires_at on no attempt begins, and a job that still waits is cancelled.
+(default), replace or postpone a job that is not running, or error; a running
+job stays as it is, and a NOTICE says so. With unique_for the key is taken for
+that long, up to 1 year, whatever happens to the job: at most one in that time.
+From expires_at on no attempt begins, and a job still waiting is cancelled.
 batch_id makes the job part of a batch.
 With after it is blocked until these jobs have completed; if one of them dies
 or is cancelled it is cancelled, or with if_dead run it need not wait for it.
 An enqueue that adds no job joins no batch and waits for nothing.
 Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with
-on_duplicate error), PQ001 (no such batch, or a job in after that never was),
+on_duplicate error), PQ001 (no such batch, or an unknown job in after),
 55000 (the batch has finished).';
 
 create or replace function pgqueue._insert_keyed(
@@ -399,14 +399,14 @@ as $$
 declare
     is_locking boolean := coalesce(on_duplicate in ('replace', 'postpone'), false);
     -- Ids are drawn in the order of the input, rows are written in the order of the keys:
-    -- two calls with the same keys then wait for each other, and never in a circle.
+    -- two calls with the same keys then wait for each other, but never in a circle.
     ids bigint[] := array(
         select nextval('pgqueue.job_id_seq') from generate_series(1, cardinality(payloads))
     );
     added bigint[];
 begin
-    -- Whoever holds several jobs waits for none but in the order of their ids. So lock what is
-    -- there first; what appears meanwhile must be had without waiting, or all begins again.
+    -- A session that holds several jobs may wait only in the order of their ids. So lock the existing
+    -- ones first; what appears meanwhile must be locked without waiting, or all begins again.
     loop
         begin
             perform from pgqueue.job as j
@@ -470,7 +470,7 @@ comment on function pgqueue._insert_keyed(
     pgqueue._terms
 ) is
 'Adds the jobs whose keys are free and returns their ids, null for the others,
-whose jobs it locks where they are to be replaced or postponed.';
+whose jobs it locks if they are to be replaced or postponed.';
 
 create or replace function pgqueue._settings_of_groups(
     queue text, kind text, group_keys text[], out max_attempts int[], out max_bytes int[]
@@ -624,8 +624,8 @@ comment on function pgqueue.enqueue_many(
     text, jsonb[], text, int, timestamptz, int, text[], text, text[], jsonb, timestamptz, bigint
 ) is
 'Adds one job for each payload, all or none, and returns their ids in the order
-of the input. unique_keys and group_keys, where given, are as long as
-payloads; a null in them means none. A key that occurs twice, or is taken, is
-treated by on_duplicate as in enqueue; so are expires_at and batch_id.
+of the input. unique_keys and group_keys, if given, are as long as payloads; a
+null in them means none. on_duplicate treats a key that occurs twice, or is
+taken, as in enqueue; expires_at and batch_id are as in enqueue.
 Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with
 on_duplicate error), PQ001 (no such batch), 55000 (the batch has finished).';

@@ -1,9 +1,9 @@
 -- How a worker ends attempts: complete, fail and release, and finish for many, each by its own
--- outcome. What becomes of a job that did not complete is in room attempt.
+-- outcome. What happens to a job that did not complete is in module attempt.
 
 -- The columns of _log() once more, here and in complete_many: this is the hottest path of
--- all, and to lock the jobs first, as the other verbs do, costs half as much again. For one
--- job two plain statements are the cheapest, for many one with two parts.
+-- all, and locking the jobs first, as the other functions do, costs half as much again. For one
+-- job two plain statements are cheapest, for many one with two parts.
 create or replace function pgqueue.complete(job_id bigint, token bigint, result jsonb default null)
     returns void
     language plpgsql
@@ -15,7 +15,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     keep_runs int;
-    -- Null where nothing that it has to look for has ever been used.
+    -- Null if nothing that it has to look for has ever been used.
     is_configured boolean;
     is_logged boolean;
     done record;
@@ -82,7 +82,7 @@ end;
 $$;
 
 comment on function pgqueue.complete(bigint, bigint, jsonb) is
-'Finishes a job. Call it in the transaction of the handler''s own writes and
+'Completes a job. Call it in the transaction of the handler''s own writes, and
 they commit together; without the lease both roll back.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED.';
 
@@ -170,7 +170,7 @@ begin
             d.id, 'completed', d.queue, d.group_key, d.batch_id, d.permits, null, null, null
         )::pgqueue._ended) filter (
             where is_awaited or num_nonnulls(d.batch_id, d.permits) > 0
-                -- Who begins to wait for one just now leaves a loose end.
+                -- A job that begins to wait for one just now leaves a loose end.
                 or are_tied and (select true from pgqueue.dependency as t where t.job_id = d.id limit 1)
         )
     into done_ids, followed
@@ -183,7 +183,7 @@ end;
 $$;
 
 comment on function pgqueue.complete_many(bigint[], bigint[], jsonb[]) is
-'Finishes many jobs, with their results if there are any, and returns the ids
+'Completes many jobs, with their results if there are any, and returns the ids
 of those whose lease was held; the others were lost, and stay as they are.
 Raises 25001 outside READ COMMITTED, 22023 (arrays of unequal length).';
 
@@ -224,9 +224,9 @@ comment on function pgqueue.fail(bigint, bigint, text, interval, boolean) is
 'Ends an attempt that went wrong. Returns retry (the job runs again after
 retry_in, or after the queue''s backoff: least(retry_cap, retry_base *
 2^(attempt - 1)) times a random 0.5 to 1), dead (attempts used up, or
-permanent) or cancelled (an operator asked for it). Keeps the first 8000
+permanent) or cancelled (an operator cancelled it). Keeps the first 8000
 characters of the error; its first line is its summary ("TimeoutError: ..."),
-by which it is found and logged.
+used to find and log it.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
 argument).';
 
@@ -258,9 +258,9 @@ end;
 $$;
 
 comment on function pgqueue.release(bigint[], bigint[], timestamptz) is
-'Gives jobs back unharmed: the attempt is not counted, and each keeps its place
-in its lane, or runs again at run_at (a snooze). One that was cancelled is
-gone. Returns the ids whose lease was held.
+'Gives jobs back: the attempt is not counted, and each keeps its place in its
+lane, or runs again at run_at (a snooze). A cancelled job is gone. Returns the
+ids whose lease was held.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
 create or replace function pgqueue._to_results(texts text[], out results jsonb[], out problems text[])
@@ -282,7 +282,7 @@ begin
             order by t.place
         );
     exception when data_exception or program_limit_exceeded then
-        -- One by one, so that a bad one spoils no other.
+        -- One by one, so that a bad one does not affect the others.
         results := array_fill(null::jsonb, array[cardinality(texts)]);
         for place in 1 .. cardinality(texts) loop
             begin
@@ -298,7 +298,7 @@ end;
 $$;
 
 comment on function pgqueue._to_results(text[]) is
-'Reads results in JSON, and says of each that Postgres cannot hold what is
+'Parses results in JSON, and says for each that Postgres cannot store what is
 wrong with it.';
 
 create or replace function pgqueue._finish_each(
@@ -404,8 +404,8 @@ $$;
 comment on function pgqueue.finish(bigint[], bigint[], text[], text[], interval[]) is
 'Ends many attempts in one call, each by its own outcome: complete (text: the
 result in JSON), fail (text: the error; delay: instead of the queue''s
-backoff), reject (an error that no retry can mend: dead at once) or release
-(given back uncounted; delay: not before then). Returns in the order of the
-input completed, retry, dead, cancelled, released or lost. A result that is no
-JSON, or above 64 MB, becomes a failed attempt of that job alone.
+backoff), reject (a permanent error: dead at once) or release (given back
+uncounted; delay: not before then). Returns in the order of the input
+completed, retry, dead, cancelled, released or lost. A result that is not
+JSON, or above 64 MB, fails the attempt of that job alone.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

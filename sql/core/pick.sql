@@ -1,15 +1,15 @@
 -- The pick: which jobs are due, in order, locked, however deep the queue, for claim().
 --
--- A lane is walked from its beginning. In front of the jobs that are ready stand those that
--- run, those that others are just claiming, and index entries of finished jobs that some old
+-- A lane is walked from its beginning. In front of the ready jobs are those that are running,
+-- those that others are just claiming, and index entries of finished jobs that some old
 -- snapshot keeps from being removed. While these are few nothing else happens. A walk that has
--- met many of them leaves a position for all sessions: the run_at up to which the jobs of the
+-- crossed many of them leaves a position for all sessions: the run_at up to which the jobs of the
 -- lane have been taken. From then on claims start there and move it to their last pick at once,
--- before they commit, so that the next meets none of their rows; a claim of one only where its
+-- before they commit, so that the next crosses none of their rows; a claim of one only if its
 -- walk was longer than usual. After 100 ms, or 20 times the duration of that walk, one claim
--- walks from the beginning again and finds what stands behind: late commits, releases, expired
+-- walks from the beginning again and finds what is behind: late commits, releases, expired
 -- leases, claims that were rolled back. A claim that finds nothing behind the position walks from
--- the beginning before it says so. Positions are kept in the cells of room lane.
+-- the beginning before it says so. Positions are kept in the cells of module lane.
 
 create or replace function pgqueue._filtered_walk(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz,
@@ -31,7 +31,7 @@ begin
         where pgqueue._is_in_lane(j, _filtered_walk.queue, _filtered_walk.lane)
             and j.run_at <= _filtered_walk.moment
             and (j.run_at, j.id) > (start, start_id)
-            -- Of what is over, once it was ended: only leases that it was not, whose jobs come back.
+            -- Once what is over was ended: no leases that just expired, since their jobs come back.
             and case
                 when coalesce(j.lease_expires_at, (j.terms).expires_at) <= _filtered_walk.moment
                     then has_recovered is not true or j.lease_expires_at is not null
@@ -50,8 +50,8 @@ $$;
 comment on function pgqueue._filtered_walk(
     text, text[], jsonb, int, int, timestamptz, timestamptz, bigint, tid[], boolean
 ) is
-'The walk of _pick once more where it has to leave something out. Apart, because
-its conditions, which are prepared for each call, cost a plain claim a tenth.';
+'The walk of _pick again, for when it has to leave something out. Separate,
+because its conditions, prepared for each call, cost a plain claim a tenth.';
 
 create or replace function pgqueue._pick(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean,
@@ -63,7 +63,7 @@ create or replace function pgqueue._pick(
     set enable_indexscan = on
 as $$
 declare
-    -- What others may take must not be behind the position of those who pass it over.
+    -- What others may take must not end up behind a position left by claims that pass it over.
     key bigint := hashtextextended(concat(queue, kinds, paused), lane);
     tag bigint := (key >> 20 & 4095) << 51;
     record int := (key & 15) * 2;
@@ -120,7 +120,7 @@ begin
         began := clock_timestamp();
         walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
             + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass);
-        -- The same walk twice, plain only in the second place: see _filtered_walk.
+        -- The same walk twice, only the second one plain: see _filtered_walk.
         if has_recovered or num_nonnulls(paused, taken) > 0 then
             select w.* into picks, last, may_be_over
             from pgqueue._filtered_walk(
@@ -134,7 +134,7 @@ begin
                 select
                     j.ctid as tid,
                     j.run_at,
-                    -- A comparison would cost each claim of one job half a per cent.
+                    -- A comparison would cost each claim of one job half a percent.
                     j.lease_expires_at is not null or (j.terms).expires_at is not null as may_be_over
                 from pgqueue.job as j
                 where pgqueue._is_in_lane(j, _pick.queue, lane)
@@ -153,20 +153,20 @@ begin
             where j.ctid = any (picks)
                 and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _pick.moment;
             if over_at is not null then
-                -- Those that come back are found where they stood.
+                -- Those that come back are found where they were.
                 perform pgqueue._recover(queue, lane, picks, over_at, moment);
                 has_recovered := true;
                 continue;
             end if;
         end if;
         exit when start = first or cardinality(picks) = wanted or picks is null
-            -- Short, where a walk from the beginning is expensive.
+            -- Short if a walk from the beginning is expensive.
             or valid_until > now_us + 100000;
         start := first;
         start_id := 0;
     end loop;
 
-    -- Entries that it met, and pages: a measure that depends neither on the machine nor on the
+    -- Entries that it crossed, and pages: a measure that depends neither on the machine nor on the
     -- moment.
     walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
         + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass) - walked;
@@ -195,10 +195,10 @@ end;
 $$;
 
 comment on function pgqueue._pick(text, text[], jsonb, int, int, timestamptz, boolean, tid[]) is
-'Locks up to so many due jobs of one lane and returns where they are, in the
-order in which they run, without those that were taken before; ends on the way
-what is over. Only from the beginning (is_whole) does "none" mean that there is
-none. Plans as claim sets it.';
+'Locks at most the wanted number of due jobs of one lane and returns where they
+are, in the order in which they run, without those taken before; as a side
+effect ends what is over. Only from the beginning (is_whole) does "none" mean
+that there is none. Plans as claim sets it.';
 
 create or replace function pgqueue._pick_lanes(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, noted int[],
@@ -281,7 +281,7 @@ $$;
 comment on function pgqueue._pick_lanes(text, text[], jsonb, int, timestamptz, int[], pgqueue.queue_in_force, bigint) is
 '_pick, or _pick_groups, in the listed lanes of a queue, by age and highest
 first, then, if nothing was found or no list is valid, from the beginning of all
-that have something due.';
+that have a job due.';
 
 create or replace function pgqueue._pick_capped(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, settings pgqueue.queue_in_force,
@@ -340,7 +340,7 @@ begin
         full_kinds := full_kinds || array(select r.kind from unnest(next.refusing) as r where r.kind <> '');
         wanted := max_jobs - cardinality(picks);
         exit when exists (select from unnest(next.refusing) as r where r.kind = '')
-            -- The next claim goes on.
+            -- The next claim continues.
             or clock_timestamp() > moment + interval '100 milliseconds';
     end loop;
 end;
@@ -350,4 +350,4 @@ comment on function pgqueue._pick_capped(
     text, text[], jsonb, int, timestamptz, pgqueue.queue_in_force, bigint
 ) is
 '_pick_lanes under the caps of a queue: as many jobs as there are permits for, by
-the claim that has this token; which job has which permit.';
+the claim with this token; returns which job has which permit.';

@@ -15,7 +15,7 @@ declare
 begin
     for live in select * from pgqueue._live_lanes(queue) loop
         if live.first <= moment and live.lane > 500 then
-            -- It may be alone, and its claim has looked at few of the groups that have lost their tickets.
+            -- It may be alone, and its claim has looked at only a few of the groups that have lost their tickets.
             if not has_swept and not (current_setting('transaction_read_only') = 'on'
                 or pgqueue._sweep_all(clock_timestamp()))
             then
@@ -37,7 +37,7 @@ begin
             end if;
             select
                 min(j.lease_expires_at) filter (where j.lease_expires_at > moment),
-                -- Locked just now. If it is not claimed after all, nobody will say so.
+                -- Locked just now. If it is not claimed after all, nothing will tell.
                 case when bool_or((j.lease_expires_at > moment) is not true)
                     then moment + interval '1 second'
                 end
@@ -63,8 +63,8 @@ end;
 $$;
 
 comment on function pgqueue._until_due(text, text[], jsonb, timestamptz) is
-'How long until a queue has something to claim: zero when it has, else until a
-job is due or a lease ends; null when nothing stands there.';
+'How long until a queue has something to claim: zero if it has, else until a job
+is due or a lease expires; null if there is nothing.';
 
 create or replace function pgqueue._until_room(
     queue text, kinds text[], paused jsonb, moment timestamptz
@@ -84,7 +84,7 @@ begin
     room := pgqueue._room(queue, caps, 1, moment);
     if room.full_caps is not null then
         until := (
-            -- Permits that do not exist yet are made by the next claim.
+            -- The next claim creates permits that do not exist yet.
             select min(f.at) from (
                 select case when count(*) < (caps[f.cap]).most then moment
                     else min(case
@@ -119,7 +119,7 @@ begin
     if pg_relation_size('pgqueue.loose_end') = 0 then
         return null;
     end if;
-    -- One that is due, and that somebody has locked, is just being looked at.
+    -- A due one that is locked is just being looked at.
     if current_setting('transaction_read_only') = 'off' then
         perform from pgqueue.loose_end as l where l.look_at <= moment limit 1 for update skip locked;
         if found then
@@ -142,7 +142,7 @@ end;
 $$;
 
 comment on function pgqueue._until_loose_end(timestamptz) is
-'How long until a loose end is to be looked at; null for never.';
+'How long until the next loose end is due; null for never.';
 
 create or replace function pgqueue._until_slot(queues text[], moment timestamptz)
     returns interval
@@ -166,8 +166,8 @@ end;
 $$;
 
 comment on function pgqueue._until_slot(text[], timestamptz) is
-'How long until a schedule of one of these queues is due, or a loose end has to
-be looked at; null for never.';
+'How long until a schedule of one of these queues, or a loose end, is due; null
+for never.';
 
 create or replace function pgqueue._look_around(moment timestamptz, most int)
     returns void
@@ -201,10 +201,10 @@ end;
 $$;
 
 comment on function pgqueue._look_around(timestamptz, int) is
-'Does what is due beside claims: so many schedules, and ten times as many loose
-ends, or a part of the sweep. Says in the cell when to look again.';
+'Does due work other than claims: at most this many schedules, and ten times as
+many loose ends, or a part of the sweep. Records in the cell when to look again.';
 
-create or replace function pgqueue._look_around_by_the_way(moment timestamptz)
+create or replace function pgqueue._look_around_if_due(moment timestamptz)
     returns timestamptz
     language plpgsql
 as $$
@@ -217,15 +217,15 @@ begin
     ) then
         return moment;
     end if;
-    -- Few, or a claim that may not take long is cut off each time, and nothing is ever fired.
+    -- Few, or a claim under a short timeout is cut off each time, and nothing is ever fired.
     perform pgqueue._look_around(moment, 10);
     return clock_timestamp();
 end;
 $$;
 
-comment on function pgqueue._look_around_by_the_way(timestamptz) is
+comment on function pgqueue._look_around_if_due(timestamptz) is
 '_look_around for a claim, if it is time; returns the moment as of which to
-claim, so that it gets what has become due.';
+claim, so that the claim gets what has become due.';
 
 create or replace function pgqueue.rest(
     queues text[], kinds text[] default null, park boolean default true
@@ -264,13 +264,13 @@ begin
     where not s.paused or p.paused is not null;
     pause := least(pause, pgqueue._until_slot(queues, moment));
     if not is_quiet then
-        -- Not before 40 times what the look took: a twentieth of the time, with a claim.
+        -- Not before 40 times as long as the look took: a twentieth of the time, with a claim.
         pause := least(pause, interval '5 seconds', greatest(
             interval '20 milliseconds', 40 * (clock_timestamp() - moment)
         ));
     end if;
     return pause;
--- Who was not told that it may sleep is not parked.
+-- An interrupted rest() leaves the session unparked.
 exception when query_canceled or lock_not_available or deadlock_detected
     or insufficient_resources or program_limit_exceeded or read_only_sql_transaction
 then
@@ -280,11 +280,11 @@ end;
 $$;
 
 comment on function pgqueue.rest(text[], text[], boolean) is
-'For a session that has said LISTEN pgqueue and whose claim found nothing in
-these queues (of these kinds): says how long it may sleep, unless a
-notification comes before. Zero: claim again at once. Null: until notified.
-Fires the schedules that are due. From now on enqueues into these queues notify
-it; 100 ms of work without a rest end that. NOTIFY is a hint, so look every few
-seconds all the same.
-Behind a transaction pooler nothing can be heard: park => false only looks.
+'For a session that has run LISTEN pgqueue and whose claim found nothing in
+these queues (of these kinds): returns how long it may sleep, unless a
+notification comes first. Zero: claim again at once. Null: until notified.
+Fires due schedules. From now on enqueues into these queues notify it; 100 ms
+of work without a rest end that. NOTIFY is a hint, so look every few seconds
+anyway.
+Behind a transaction pooler none arrive: park => false only looks.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

@@ -1,18 +1,18 @@
--- Batches: a callback job when all the jobs of a batch have ended.
+-- Batches: a callback job once all jobs of a batch have ended.
 --
 -- A job knows its batch (terms), and a row in tally says among which ids a batch has jobs. No row is
--- written when a job completes: who ends one only looks whether the batch has another.
---   - One that nobody has touched since it was written (xmax): it ends later, and its end will look.
+-- written when a job completes: its end only checks whether the batch has another.
+--   - One that nobody has touched since it was written (xmax): it ends later, and its end will check.
 --   - None: the batch is over.
---   - Only such as others are just deleting, or writing: perhaps those have looked before, and have seen
---     ours. Then nobody would notice, so it leaves a loose end, as in room depend.
--- So of all ends the one that looks last either finishes the batch or leaves a loose end. Who ends a job of
--- a batch that it sees open need not look: close_batch leaves a loose end, which is seen when it commits.
--- As in room depend these are hints, and the sweep looks at every batch that is closed and has not finished.
+--   - Only ones that others are just deleting, or writing: perhaps those have checked before, and have seen
+--     ours. Then nobody would notice, so it leaves a loose end, as in module depend.
+-- So the end that checks last either finishes the batch or leaves a loose end. The end of a job of a batch
+-- that it sees open need not check: close_batch leaves a loose end, which is visible once it commits.
+-- As in module depend these are hints, and the sweep looks at every batch that is closed but not finished.
 --
--- A batch closes when nobody will add any job from outside; its jobs may add others while they run. Whoever
--- adds one has the row of the batch locked for others to read, and who finishes it has it for himself, or
--- leaves a loose end: so none is added to a batch that is finished.
+-- A batch is closed when nobody will add jobs from outside; its jobs may add others while they run. Adding
+-- one takes a shared lock on the row of the batch, and finishing it an exclusive one, or else leaves a loose
+-- end: so no job is added to a finished batch.
 
 create or replace function pgqueue._last_job(batch_id bigint, below bigint, out id bigint, out touched bigint)
     language plpgsql
@@ -67,7 +67,7 @@ declare
     is_untouched boolean;
     last record;
 begin
-    -- Most still have the job that the last look has found.
+    -- Most still have the job that the last look found.
     select j.xmax in ('0'::xid, j.xmin) into is_untouched
     from pgqueue.job as j
     where j.id = found_before and (j.terms).batch_id = _is_batch_over.batch_id;
@@ -91,8 +91,8 @@ end;
 $$;
 
 comment on function pgqueue._is_batch_over(bigint) is
-'Whether a batch has no job left that waits or runs; null if only such as others
-are perhaps just ending.';
+'Whether a batch has no waiting or running job left; null if only some that
+others are perhaps just ending.';
 
 create or replace function pgqueue._look_at_batches(batch_ids bigint[], is_hint boolean default true)
     returns void
@@ -107,7 +107,7 @@ declare
     batch_id bigint;
     is_over boolean;
 begin
-    -- An old snapshot does not say whether they have been closed.
+    -- An old snapshot does not show whether they have been closed.
     if current_setting('transaction_isolation') <> 'read committed' then
         perform pgqueue._leave_loose_ends(looked_at, 'batch');
         return;
@@ -132,8 +132,8 @@ end;
 $$;
 
 comment on function pgqueue._look_at_batches(bigint[], boolean) is
-'Looks at batches, and finishes those that are closed and over. From who just
-ends the jobs that is a hint.';
+'Looks at batches, and finishes those that are closed and over. At the end of a
+job it is only a hint.';
 
 create or replace function pgqueue._count_ends(ended pgqueue._ended[])
     returns void
@@ -151,7 +151,7 @@ end;
 $$;
 
 comment on function pgqueue._count_ends(pgqueue._ended[]) is
-'Counts for their batches the jobs that died or were cancelled, which this
+'Counts, for their batches, the jobs that died or were cancelled and that this
 transaction has deleted. Plans as _after_end sets it.';
 
 create or replace function pgqueue._with_counts(
@@ -195,7 +195,7 @@ declare
             format('It is a JSON %s.', jsonb_typeof(payload)),
             'The callback gets it with the counts of the batch added, under the key batch.'
         ] end,
-        -- With the longest counts that there can be.
+        -- With the longest possible counts.
         pgqueue._check_payload(
             pgqueue._with_counts(
                 payload, 9223372036854775807, 9223372036854775807, 9223372036854775807, 9223372036854775807
@@ -219,12 +219,12 @@ end;
 $$;
 
 comment on function pgqueue.create_batch(text, jsonb, text, int, int, jsonb, text) is
-'Makes a batch and returns its id, for enqueue(..., batch_id => ...). When
+'Creates a batch and returns its id, for enqueue(..., batch_id => ...). Once
 close_batch has been called, and all jobs of the batch have completed, died or
 been cancelled, its callback is enqueued, once: a job with this queue, payload,
 kind, priority, max_attempts, headers and group_key. Its payload has one more
 key, batch:
-{"id", "completed", "dead", "cancelled"}. A callback that cannot be enqueued by
+{"id", "completed", "dead", "cancelled"}. A callback that cannot be enqueued
 then becomes a dead job.
 Raises 22023 (bad argument), 54000 (payload too large, with that key).';
 
@@ -242,8 +242,8 @@ declare
     refused boolean;
 begin
     if current_setting('transaction_isolation') = 'read committed' and pgqueue._is_batch_over(batch_id) then
-        -- From the version on that all see: else who joins might wait for the next one, and if that is rolled
-        -- back, and made anew, be given this one.
+        -- From the version that all see: otherwise a session that joins might wait for the next one and, if that
+        -- is rolled back, and made anew, get this one.
         perform from pgqueue.batch as b where b.id = close_batch.batch_id for update skip locked;
         is_alone := found;
     end if;
@@ -261,8 +261,8 @@ end;
 $$;
 
 comment on function pgqueue.close_batch(bigint) is
-'Says that all jobs of a batch have been enqueued, but for those that its own
-jobs add: when these have ended, at once if there are none, its callback is
+'Declares that all jobs of a batch have been enqueued, except those that its own
+jobs add: once they have ended, at once if there are none, its callback is
 enqueued. Closing it again changes nothing.
 Raises PQ001 (no such batch).';
 
@@ -305,7 +305,7 @@ declare
     failure text;
 begin
     select b.* into batch from pgqueue.batch as b where b.id = _finish_batch.batch_id for update skip locked;
-    -- Else somebody adds a job. Now nobody can.
+    -- Otherwise a job is just being added. Now none can be.
     is_over := case when batch.id is not null then pgqueue._is_batch_over(batch_id) end;
     if is_over is null then
         perform pgqueue._leave_loose_ends(
@@ -343,7 +343,7 @@ end;
 $$;
 
 comment on function pgqueue._finish_batch(bigint) is
-'Enqueues the callback of a batch that is closed and has no job left, once.';
+'Enqueues the callback of a batch that is closed and has no jobs left, once.';
 
 create or replace function pgqueue._rejoin_batches(job_ids bigint[])
     returns void
@@ -366,8 +366,8 @@ end;
 $$;
 
 comment on function pgqueue._rejoin_batches(bigint[]) is
-'Makes jobs that are redriven part of their batches again, where these have not
-finished: they do not count as dead any more.';
+'Makes redriven jobs part of their batches again, if these have not finished:
+they no longer count as dead.';
 
 create or replace function pgqueue._forget_batches()
     returns bigint
@@ -393,5 +393,5 @@ end;
 $$;
 
 comment on function pgqueue._forget_batches() is
-'Drops up to 10,000 batches that finished more than 14 days ago; returns how
+'Deletes at most 10,000 batches that finished more than 14 days ago; returns how
 many.';

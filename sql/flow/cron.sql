@@ -1,13 +1,13 @@
--- Cron: what a text such as "30 2 * * mon-fri" means, and when it is due next.
+-- Cron: what an expression such as "30 2 * * mon-fri" means, and when it is due next.
 --
 -- The fields are those of Debian's cron, and a sixth for seconds may follow: minute, hour, day of the month,
 -- month, weekday, second. Where both days are restricted either is enough; a field that begins with *
 -- restricts nothing, also with a step.
 --
--- A slot is a local time. When the clocks go forward, the slots that they leave out are due at the
--- moment of the change, as one. When they go back, a slot that comes twice is due the first time. But
--- where every hour is listed the hours that really pass count: none is left out or made up for, and
--- one that comes twice counts twice.
+-- A slot is a local time. When the clocks go forward, the slots that they skip are due at the
+-- moment of the change, as one. When they go back, a slot that occurs twice is due the first time. But
+-- if every hour is listed the hours that really pass count: none is skipped or made up for, and
+-- one that occurs twice counts twice.
 --
 -- No walk over minutes: a day is found month by month, at most 40 years of those that are named (a 29
 -- February that must be a Sunday), and the time of day by the least number that is large enough.
@@ -50,8 +50,8 @@ end;
 $$;
 
 comment on function pgqueue._cron_values(text, int, int, text[]) is
-'What a field of a cron text lists: *, numbers or names, ranges, steps, with
-commas between them; null if it cannot be read.';
+'What a field of a cron expression lists: *, numbers or names, ranges, steps,
+separated by commas; null if it cannot be parsed.';
 
 create or replace function pgqueue._cron_fields(cron text)
     returns text[]
@@ -76,7 +76,7 @@ end;
 $$;
 
 comment on function pgqueue._cron_fields(text) is
-'The fields of a cron text, or of what @daily and the like stand for.';
+'The fields of a cron expression, or of what @daily and the like stand for.';
 
 create or replace function pgqueue._read_cron(cron text)
     returns pgqueue._cron
@@ -104,7 +104,7 @@ end;
 $$;
 
 comment on function pgqueue._read_cron(text) is
-'What a cron text lists, field by field; null for a field that cannot be read.';
+'What a cron expression lists, field by field; null if one cannot be parsed.';
 
 create or replace function pgqueue._check_cron(cron text)
     returns text[]
@@ -131,7 +131,7 @@ begin
         select array[
             format('the %s of cron cannot be read', f.name),
             format('"%s" is not made of %s.', f.field, f.range),
-            'Write *, or numbers, ranges such as 1-5 and steps such as */10, with commas between them.'
+            'Write *, or numbers, ranges such as 1-5 and steps such as */10, separated by commas.'
         ]
         from (
             values
@@ -148,7 +148,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_cron(text) is 'Refuses a cron text that cannot be read.';
+comment on function pgqueue._check_cron(text) is 'Refuses a cron expression that cannot be parsed.';
 
 create or replace function pgqueue._check_cron_comes(cron text)
     returns text[]
@@ -170,7 +170,7 @@ end;
 $$;
 
 comment on function pgqueue._check_cron_comes(text) is
-'Refuses a cron text that can be read, but names only days such as 30 February.';
+'Refuses a cron expression that names only days such as 30 February.';
 
 create or replace function pgqueue._check_timezone(timezone text)
     returns text[]
@@ -185,14 +185,14 @@ begin
     then array[
         'timezone must be the name of a time zone',
         format('"%s" is none.', timezone),
-        'Write a name such as Europe/Berlin, as select name from pg_timezone_names lists them.'
+        'Write a name such as Europe/Berlin: select name from pg_timezone_names lists them.'
     ] end;
 end;
 $$;
 
 comment on function pgqueue._check_timezone(text) is
-'Refuses what is not the full name of a time zone: an offset or abbreviation
-knows nothing of clock changes; null passes.';
+'Refuses what is not the full name of a time zone, since an offset or an
+abbreviation knows no clock changes; null passes.';
 
 create or replace function pgqueue._check_slots(after timestamptz, slots int)
     returns text[]
@@ -202,9 +202,9 @@ as $$
 begin
     return case
         when after not between '1970-01-01' and '9998-12-31' then array[
-            'after must lie between the years 1970 and 9998',
+            'after must be between the years 1970 and 9998',
             format('It is %s.', after),
-            'Leave it out for now.'
+            'Omit it for the current time.'
         ]
         when slots not between 1 and 10000 then array[
             'slots must be 1 to 10000',
@@ -216,7 +216,7 @@ end;
 $$;
 
 comment on function pgqueue._check_slots(timestamptz, int) is
-'Refuses what next_slots cannot take beside its cron text; null passes.';
+'Refuses other arguments that next_slots cannot take; null passes.';
 
 create or replace function pgqueue._at_least(listed int[], bound int)
     returns int
@@ -228,7 +228,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._at_least(int[], int) is 'The least of some numbers from a bound on.';
+comment on function pgqueue._at_least(int[], int) is 'The least of some numbers that is not below a bound.';
 
 create or replace function pgqueue._cron_day(cron pgqueue._cron, from_day date)
     returns date
@@ -267,7 +267,7 @@ end;
 $$;
 
 comment on function pgqueue._cron_day(pgqueue._cron, date) is
-'The first day from this one on that a cron text names; null after the year
+'The first day from this one on that a cron expression names; null after the year
 9998.';
 
 create or replace function pgqueue._local_slot_after(cron pgqueue._cron, here timestamp)
@@ -300,7 +300,7 @@ end;
 $$;
 
 comment on function pgqueue._local_slot_after(pgqueue._cron, timestamp) is
-'The first slot of a cron text after a local time, as local time.';
+'The first slot of a cron expression after a local time, as local time.';
 
 create or replace function pgqueue._ahead_of_utc(moment timestamptz, timezone text)
     returns interval
@@ -342,8 +342,8 @@ end;
 $$;
 
 comment on function pgqueue._clock_change(text, timestamptz, timestamptz) is
-'When between two moments the clocks of a time zone change; null if the offset
-is the same at both.';
+'When the clocks of a time zone change between two moments; null if the offset is
+the same at both.';
 
 create or replace function pgqueue._slot_at(local timestamp, timezone text)
     returns timestamptz
@@ -351,8 +351,8 @@ create or replace function pgqueue._slot_at(local timestamp, timezone text)
     stable
 as $$
 declare
-    -- Of a time that comes twice Postgres takes the second; one that never comes it counts on from
-    -- before the change.
+    -- For a time that occurs twice Postgres takes the second; one that never occurs it counts on
+    -- from before the change.
     moment timestamptz := local at time zone timezone;
     before timestamptz := moment - interval '24 hours';
     change timestamptz := pgqueue._clock_change(timezone, before, moment);
@@ -383,7 +383,7 @@ declare
     slot timestamptz;
 begin
     if change is not null then
-        -- What came already before the clocks went back.
+        -- What already occurred before the clocks went back.
         local := greatest(
             local, (change at time zone timezone) + (pgqueue._ahead_of_utc(before, timezone)
                 - pgqueue._ahead_of_utc(after, timezone)) - interval '1 microsecond'
@@ -399,7 +399,8 @@ end;
 $$;
 
 comment on function pgqueue._fixed_slot_after(pgqueue._cron, text, timestamptz) is
-'The first slot after a moment of a cron text that does not list every hour.';
+'The first slot after a moment of a cron expression that does not list every
+hour.';
 
 create or replace function pgqueue._hourly_slot_after(cron pgqueue._cron, timezone text, after timestamptz)
     returns timestamptz
@@ -433,8 +434,8 @@ end;
 $$;
 
 comment on function pgqueue._hourly_slot_after(pgqueue._cron, text, timestamptz) is
-'The first slot after a moment of a cron text that lists every hour: from hour to
-hour as they pass, whatever the clocks show.';
+'The first slot after a moment of a cron expression that lists every hour: from
+hour to hour as they pass, whatever the clocks show.';
 
 create or replace function pgqueue._slot_after(cron pgqueue._cron, timezone text, after timestamptz)
     returns timestamptz
@@ -450,7 +451,7 @@ end;
 $$;
 
 comment on function pgqueue._slot_after(pgqueue._cron, text, timestamptz) is
-'The first slot of a cron text after a moment; null after the year 9998.';
+'The first slot of a cron expression after a moment; null after the year 9998.';
 
 create or replace function pgqueue.next_slots(
     cron text, timezone text default 'UTC', after timestamptz default null, slots int default 1
@@ -478,11 +479,11 @@ end;
 $$;
 
 comment on function pgqueue.next_slots(text, text, timestamptz, int) is
-'The next slots of a cron text after a moment (default: now), 1 to 10,000 of
-them: minute, hour, day of the month, month, weekday and, if there is a sixth
-field, second, by the clocks of a time zone. Numbers, names, *, ranges, steps
-and lists; where both days are restricted either is enough; @yearly, @monthly,
-@weekly, @daily, @hourly. A local time that the clocks leave out is due when
-they change, one that comes twice the first time; where every hour is listed,
-every hour that passes counts.
+'The next slots of a cron expression after a moment (default: now), 1 to 10,000
+of them: minute, hour, day of the month, month, weekday and, if there is a
+sixth field, second, in a time zone. Numbers, names, *, ranges, steps and
+lists; if both days are restricted either is enough; @yearly, @monthly,
+@weekly, @daily, @hourly. A local time that the clocks skip is due when they
+change, one that occurs twice the first time; if every hour is listed, every
+hour that passes counts.
 Raises 22023 (bad argument).';

@@ -1,26 +1,26 @@
--- Jobs that wait for the end of others: those that were enqueued with "after".
+-- Jobs that wait for others to end: those that were enqueued with "after".
 --
 -- Each wait is a row in dependency, a tie, and the ties are the whole truth: a job is blocked as long as it
--- has one, and a tie to a job that has ended is work that is left. How that one ended is seen from where it
+-- has one, and a tie to a job that has ended is work left to do. How that job ended is seen from where it
 -- is: in dead_job, in gone, or nowhere, which means that it completed.
 --
--- Who ends a job cuts its ties, up to some hundred, and no counter is written by all: for each job that waits
--- it looks whether another holds that up.
---   - One that nobody has touched since it was written (xmax): it ends later, and its end will look. So this
+-- The end of a job cuts its ties, up to a few hundred, and there is no counter that all write: for each waiting
+-- job it checks whether another one holds that up.
+--   - One that nobody has touched since it was written (xmax): it ends later, and its end will check. So this
 --     tie is cut.
---   - None: the wait is over. Whoever gets the row of the job locked frees it, with its last ties.
---   - Only such as others are just deleting, or writing: perhaps those have looked before, and have seen
+--   - None: the wait is over. Whoever gets a lock on the job's row frees it, with its last ties.
+--   - Only ones that others are just deleting, or writing: perhaps those have checked before, and have seen
 --     ours. So this tie stays.
--- A tie stays as well where there are too many for one call, where somebody has locked the job, where an end
--- has an old snapshot (REPEATABLE READ), and where it did not see a job that was just being enqueued after
--- it. Nobody waits for anybody here: a later look finds such ties.
+-- A tie also stays if there are too many for one call, if another session has locked the job, if the end has an
+-- old snapshot (REPEATABLE READ), or if it did not see a job that was just being enqueued after it. Nothing
+-- here waits for anything: a later look finds such ties.
 --
 -- Claims, rests and maintain look, a bounded number at a time. A row in loose_end says where to look first;
 -- it is a hint, and may be lost: the sweep finds all ties and batches in the order of the ids, from where the
--- last one stopped. Who ends a job gives one, too: that it looks at once saves the time until the sweep comes
--- by. (See pgqueue.lose_hints in room ticket.)
+-- last one stopped. The check at the end of a job is a hint, too: it saves the time until the sweep gets there.
+-- (See pgqueue.lose_hints in module ticket.)
 --
--- Who claims a job locks it first, and leaves the new version with an xmax that equals its xmin.
+-- A claim locks a job first, and leaves the new version with an xmax that equals its xmin.
 
 create or replace function pgqueue._leave_loose_ends(
     ids bigint[], what text, look_at timestamptz default clock_timestamp()
@@ -42,19 +42,19 @@ end;
 $$;
 
 comment on function pgqueue._leave_loose_ends(bigint[], text, timestamptz) is
-'Has somebody look soon, when this has committed, at the ties of jobs that have
+'Makes others look soon, once this has committed, at the ties of jobs that have
 ended (ended), or of jobs that wait (waiter; new, less urgent), or at batches
-(batch). A hint: the sweep comes there as well.';
+(batch). A hint: the sweep gets there as well.';
 
 create or replace function pgqueue._is_left_alone(job_id bigint)
     returns boolean
     language plpgsql
 as $$
 begin
-    -- For key share it would wait for who just updates it, in spite of skip locked.
+    -- For key share it would wait for a session that is just updating it, despite skip locked.
     perform from pgqueue.job as j where j.id = _is_left_alone.job_id for update skip locked;
     if found then
-        -- Gives the lock back.
+        -- Releases the lock.
         raise sqlstate 'PQ000';
     end if;
     return false;
@@ -65,7 +65,7 @@ $$;
 
 comment on function pgqueue._is_left_alone(bigint) is
 'Whether a job waits or runs, and nobody is just writing or ending it. Its row
-alone does not tell: who wrote there may have rolled back.';
+alone does not tell: a transaction that wrote it may have rolled back.';
 
 create or replace function pgqueue._held_up(waiter_ids bigint[])
     returns table (waiter_id bigint, is_held_up boolean, touched bigint)
@@ -73,7 +73,7 @@ create or replace function pgqueue._held_up(waiter_ids bigint[])
     set enable_sort = off
 as $$
 declare
-    -- From anywhere: at one end of the index there may be only dead entries.
+    -- From any place: at one end of the index there may be only dead entries.
     start int := ((random() - 0.5) * 4294967294)::int;
 begin
     return query
@@ -100,14 +100,14 @@ begin
         where d.waiter_id = w.id
         limit 1
     )
-    -- "exists" would make a hash of all.
+    -- "exists" would hash all of them.
     from unnest(waiter_ids) as w (id);
 end;
 $$;
 
 comment on function pgqueue._held_up(bigint[]) is
-'Whether jobs that wait have one left to wait for that nobody is just writing or
-deleting, and else one that somebody is.';
+'Whether waiting jobs have one left to wait for that nobody is just writing or
+deleting; if not, whether they have one that somebody is.';
 
 create or replace function pgqueue._free(job_ids bigint[])
     returns void
@@ -137,7 +137,7 @@ end;
 $$;
 
 comment on function pgqueue._free(bigint[]) is
-'Lets locked jobs run whose wait is over, from their run_at on.';
+'Frees locked jobs whose wait is over: they may run from their run_at on.';
 
 create or replace function pgqueue._forget_gone()
     returns bigint
@@ -163,14 +163,14 @@ end;
 $$;
 
 comment on function pgqueue._forget_gone() is
-'Drops up to 100,000 rows of gone that are older than 14 days; returns how many.';
+'Deletes at most 100,000 rows of gone older than 14 days; returns how many.';
 
 create or replace function pgqueue._outcomes_of(job_ids bigint[])
     returns table (id bigint, outcome text)
     language plpgsql
 as $$
 begin
-    -- In one statement, or one that is redriven meanwhile would be nowhere.
+    -- In one statement, or a job redriven meanwhile would be nowhere.
     return query
     select u.id, case
         when (select true from pgqueue.job as j where j.id = u.id) then null
@@ -189,7 +189,7 @@ $$;
 
 comment on function pgqueue._outcomes_of(bigint[]) is
 'How jobs have ended: completed, dead or cancelled (or purged, or discarded);
-null for one that waits or runs. One of which nothing is known has completed.';
+null for one that waits or runs. If nothing is known, it has completed.';
 
 create or replace function pgqueue._doom(hand pgqueue._tie[], is_all boolean, ended bigint[], outcomes text[])
     returns bigint[]
@@ -224,7 +224,7 @@ begin
         )) as reason
         from unnest(hand) as h
         left join unnest(ended, outcomes) as e (id, outcome) on e.id = h.job_id
-        -- One further down the chain may have lost its reason.
+        -- A job further down the chain may have lost its reason.
         where h.is_doomed and h.waiter_id = any (locked) and (is_all or h.is_first)
         group by h.waiter_id
     ) as w
@@ -238,8 +238,8 @@ end;
 $$;
 
 comment on function pgqueue._doom(pgqueue._tie[], boolean, bigint[], text[]) is
-'Cancels who waits, by these ties, for a job that did not complete, where nobody
-else has it locked, and returns their ids.';
+'Cancels the jobs that wait, by these ties, for a job that did not complete,
+unless another session has them locked, and returns their ids.';
 
 create or replace function pgqueue._cut_ties(job_ids bigint[], most int default null, is_choosy boolean default false)
     returns int
@@ -268,7 +268,7 @@ declare
     cut int;
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
-        -- An old snapshot does not say who waits.
+        -- An old snapshot does not show who waits.
         perform pgqueue._leave_loose_ends(job_ids, 'ended');
         return 0;
     end if;
@@ -292,7 +292,7 @@ begin
         return 0;
     end if;
 
-    -- Who waits for a job that will be cancelled here will be, too: a chain of them in one go.
+    -- Jobs that wait for one to be cancelled here are cancelled, too: a whole chain in one go.
     found := array(
         with recursive chain (job_id, waiter_id, is_doomed, is_first) as (
             select d.job_id, d.waiter_id, e.outcome <> 'completed' and not d.runs_if_dead, true
@@ -373,7 +373,7 @@ begin
             or (select j.run_at = 'infinity' from pgqueue.job as j where j.id = h.waiter_id) is not true
     ));
     get diagnostics cut = row_count;
-    -- Somebody has locked most of those that came first.
+    -- Another session has locked most of those that came first.
     if cardinality(found) = most and cut < most / 2 and not is_choosy then
         return cut + pgqueue._cut_ties(ended, most, true);
     end if;
@@ -389,10 +389,10 @@ end;
 $$;
 
 comment on function pgqueue._cut_ties(bigint[], int, boolean) is
-'Cuts at most so many ties of jobs that have ended: frees those whose wait is
+'Cuts at most this many ties of jobs that have ended: frees those whose wait is
 over, and cancels those that will not run without them, a chain at once.
-Returns how many. is_choosy passes over those that somebody may have locked.
-Who just ends the jobs does not say how many: 200, and that is a hint.';
+Returns how many. is_choosy passes over those that others may have locked. The
+end of a job gives no number: 200, and only as a hint.';
 
 create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_dead text)
     returns void
@@ -412,7 +412,7 @@ declare
     reason text;
 begin
     perform pgqueue._use('after'), pgqueue._look_from_now_on();
-    -- An old snapshot does not say what has ended.
+    -- An old snapshot does not show what has ended.
     select
         array_agg(distinct o.id) filter (where o.outcome is null or not is_current),
         min(format(
@@ -432,7 +432,7 @@ begin
         insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
         select l.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
         from unnest(living) as l (id);
-        -- Who ends one of them meanwhile does not see that. Those of this transaction nobody can end.
+        -- If one of them ends meanwhile, its end does not see this. Nobody can end those of this transaction.
         perform pgqueue._leave_loose_ends(array[job_id], 'new', clock_timestamp() + interval '1 second')
         where exists (
             select from unnest(living) as l (id)
@@ -445,7 +445,7 @@ end;
 $$;
 
 comment on function pgqueue._wait_for(bigint, bigint[], text) is
-'Lets a new job wait for others. One that has ended already counts as it ended.';
+'Makes a new job wait for others. One that has already ended counts as it ended.';
 
 create or replace function pgqueue._look_at_waiters(waiter_ids bigint[], most int)
     returns int
@@ -489,5 +489,5 @@ end;
 $$;
 
 comment on function pgqueue._look_at_waiters(bigint[], int) is
-'Looks for what jobs wait for that ended unseen, and cuts up to so many ties to
-it. Leaves a loose end where somebody is perhaps just ending one.';
+'Looks for jobs that have ended unseen while these wait for them, and cuts at
+most this many ties to them. Leaves a loose end if one may just be ending.';

@@ -1,14 +1,14 @@
--- Recurring jobs: a schedule has slots, by a cron text or an interval, and each slot makes one job.
+-- Recurring jobs: a schedule has slots, by a cron expression or an interval, and each slot makes one job.
 --
--- A slot is fired in one transaction: the job is enqueued, and the row of the schedule, locked, goes on to
+-- A slot is fired in one transaction: the job is enqueued, and the row of the schedule, locked, advances to
 -- the next slot. So there is one job for it, whoever fires, and if that transaction rolls back the
--- slot is still due. No slot comes back when the clock does, because the row never goes back.
+-- slot is still due. No slot comes back when the clock is set back, because the row never goes back.
 --
--- Who is awake fires: maintain(), rest() before it says how long to sleep, and a claim. In the midst of a
--- longer transaction a claim waits a second for others to do it, because nobody could see the job
--- before that transaction ends. What a claim pays is a look at one cell, which says when the next
--- schedule is due, but never more than a second ahead: whoever writes it cannot see a schedule that
--- has not been committed.
+-- Slots are fired by maintain(), by rest() before it returns how long to sleep, and by claims. In the middle
+-- of a longer transaction a claim leaves it to others for a second, because nobody could see the job
+-- before that transaction ends. A claim pays for a look at one cell, which says when the next schedule
+-- is due, but never more than a second ahead: whoever writes it cannot see a schedule that has not
+-- been committed.
 
 create or replace function pgqueue._check_schedule(
     name text, queue text, cron text, every interval, kind text, priority int,
@@ -36,12 +36,12 @@ begin
         when catch_up not in ('skip', 'one', 'all') then array[
             'catch_up must be skip, one or all',
             format('It is "%s".', catch_up),
-            'one, the default, makes one job for all the slots that were missed.'
+            'one, the default, makes one job for all missed slots.'
         ]
         when jitter < '0' or jitter > '1 day' then array[
-            'jitter must be nothing to 1 day',
+            'jitter must be 0 to 1 day',
             format('It is %s.', jitter),
-            'It spreads the jobs of schedules that have the same slots.'
+            'It spreads out the jobs of schedules that have the same slots.'
         ]
         else pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, group_key, headers)
     end;
@@ -51,7 +51,7 @@ $$;
 comment on function pgqueue._check_schedule(
     text, text, text, interval, text, int, text, interval, int, jsonb, text
 ) is
-'Refuses what schedule cannot take, but for its cron text and time zone.';
+'Refuses arguments that schedule cannot take, except cron and time zone.';
 
 create or replace function pgqueue._next_slot(
     cron pgqueue._cron, every interval, timezone text, after timestamptz
@@ -63,7 +63,7 @@ as $$
 begin
     return case when every is null
         then pgqueue._slot_after(cron, timezone, after)
-        -- From a Monday on, so that weeks begin with it.
+        -- From a Monday, so that weeks begin on Mondays.
         else date_bin(every, after, '1970-01-05 00:00 UTC') + every
     end;
 end;
@@ -86,7 +86,7 @@ declare
     middle float8;
     other timestamptz;
 begin
-    -- By halves: is there another slot in the later one?
+    -- By bisection: is there another slot in the later half?
     while high - low >= 1 loop
         middle := (low + high) / 2;
         other := pgqueue._next_slot(cron, schedule.every, schedule.timezone, to_timestamp(middle));
@@ -115,7 +115,7 @@ end;
 $$;
 
 comment on function pgqueue._share_of_jitter(text, interval) is
-'By how much a schedule fires its slots late: always the same, by its name.';
+'How late a schedule fires its slots: always the same for its name.';
 
 create or replace function pgqueue._slots_to_fire(
     schedule pgqueue.schedule, cron pgqueue._cron, following timestamptz, upto timestamptz
@@ -146,9 +146,9 @@ $$;
 comment on function pgqueue._slots_to_fire(
     pgqueue.schedule, pgqueue._cron, timestamptz, timestamptz
 ) is
-'The slots of a schedule that is due, from next_slot and the one following it
-on, for which to make a job, as catch_up says: the last one, unless (skip) it
-is more than two minutes late; or all, at most 1000.';
+'The slots of a due schedule, from next_slot and the one after it, for which to
+make a job, as catch_up says: the last one, unless (skip) it is more than two
+minutes late; or all, at most 1000.';
 
 create or replace function pgqueue._fire(schedule pgqueue.schedule, moment timestamptz)
     returns int
@@ -185,7 +185,7 @@ begin
         problem = null
     where s.name = schedule.name;
     return cardinality(slots);
--- A schedule that cannot be fired must hold up neither the others nor the claim.
+-- A schedule that cannot be fired must block neither the others nor the claim.
 exception when data_exception or program_limit_exceeded then
     update pgqueue.schedule as s
     set due_at = moment + interval '1 minute', problem = sqlerrm
@@ -195,9 +195,9 @@ end;
 $$;
 
 comment on function pgqueue._fire(pgqueue.schedule, timestamptz) is
-'Enqueues the jobs of a schedule that is locked and due, and lets it go on to
-its next slot. Returns how many. What enqueue refuses (the payload is too large
-by now) is noted as its problem.';
+'Enqueues the jobs of a locked, due schedule, and advances it to its next slot.
+Returns how many. If enqueue refuses (the payload is now too large), that is
+recorded as its problem.';
 
 create or replace function pgqueue._fire_due(moment timestamptz, most int)
     returns int
@@ -216,7 +216,7 @@ begin
     if pg_relation_size('pgqueue.schedule') = 0 then
         return 0;
     end if;
-    -- Others go on meanwhile.
+    -- Others continue meanwhile.
     perform setval('pgqueue._cell_due', pgqueue._since_2020(moment + interval '1 second'));
     picks := array(
         select s
@@ -244,8 +244,8 @@ end;
 $$;
 
 comment on function pgqueue._fire_due(timestamptz, int) is
-'Fires up to so many schedules that are due, the longest due first, and says in
-the cell when to look again. Returns how many jobs that made.';
+'Fires at most this many due schedules, the longest due first, and records in the
+cell when to look again. Returns how many jobs that made.';
 
 create or replace function pgqueue._slot_of(schedule pgqueue.schedule, after timestamptz)
     returns timestamptz
@@ -289,7 +289,7 @@ begin
             due.next_slot := old.next_slot;
             due.last_slot := old.last_slot;
             due.last_job_id := old.last_job_id;
-            -- The second where the server no longer knows the first.
+            -- The second if the server no longer knows the first.
             foreach due.timezone in array array[old.timezone, given.timezone] loop
                 perform pgqueue._fire(due, moment);
                 exit when (select s.problem is null from pgqueue.schedule as s where s.name = old.name);
@@ -318,8 +318,8 @@ end;
 $$;
 
 comment on function pgqueue._change_schedule(pgqueue.schedule, pgqueue.schedule) is
-'Changes a schedule that is locked to what schedule was given. With another rule
-it first fires what is due by the old one, without its jitter, and goes on with
+'Changes a locked schedule to what schedule() was given. With another rule it
+first fires what is due by the old one, without its jitter, and continues with
 the first slot of the new one.';
 
 create or replace function pgqueue.schedule(
@@ -391,7 +391,7 @@ begin
         insert into pgqueue.schedule values (given.*) on conflict do nothing;
         exit when found;
         select s.* into old from pgqueue.schedule as s where s.name = given.name for update;
-        -- Else somebody has just ended it.
+        -- Otherwise it has just been ended.
         exit when found;
     end loop;
     if old.name is not null then
@@ -405,17 +405,17 @@ $$;
 comment on function pgqueue.schedule(
     text, text, text, interval, jsonb, text, int, text, text, interval, int, jsonb, text
 ) is
-'Makes, or changes, the recurring job of this name: at each slot a job with
+'Creates or changes the recurring job of this name: at each slot a job with
 this queue, payload, kind, priority, max_attempts, group_key and headers (to
 which the name, schedule, and the slot are added) is enqueued, once. Slots
-are those of cron (see next_slots) by the clocks of timezone, or lie every so
-far apart, 1 second to 3650 days, from Monday, 1970-01-05 00:00 UTC, on. jitter,
-up to 1 day: later by a share of it that is always the same for a name.
-catch_up, for slots that nobody could fire in time: skip (those that are more
-than two minutes late), one (default: one job, for the last of them) or all
-(the first 1000). Calling it again changes only what differs, and fires no
-slot twice; one that is paused stays paused. With other slots it first makes the
-jobs, as they are now to be, for those of the old ones that are due.
+are those of cron (see next_slots) in the time zone timezone, or come at the
+interval every, 1 second to 3650 days, from Monday, 1970-01-05 00:00 UTC.
+jitter, up to 1 day: later by a fraction of it, always the same for a name.
+catch_up, for missed slots: skip (those that are more than two minutes late),
+one (default: one job, for the last of them) or all (the first 1000). Calling
+it again changes only what differs, and fires no slot twice; a paused schedule
+stays paused. With a new rule it first enqueues the jobs of those old slots
+that are due, with the new arguments.
 Raises 22023 (bad argument), 54000 (payload too large).';
 
 create or replace function pgqueue._no_schedule(name text)
@@ -427,14 +427,14 @@ begin
     return array[
         format('schedule "%s" not found', name),
         'No schedule has this name.',
-        'select name from pgqueue.schedules lists those that there are.',
+        'select name from pgqueue.schedules lists existing schedules.',
         'PQ001'
     ];
 end;
 $$;
 
 comment on function pgqueue._no_schedule(text) is
-'What is wrong with the name of a schedule that nothing has (PQ001).';
+'What is wrong with the name of a schedule that does not exist (PQ001).';
 
 create or replace function pgqueue.unschedule(name text)
     returns void
@@ -481,8 +481,8 @@ end;
 $$;
 
 comment on function pgqueue.pause_schedule(text) is
-'Lets a recurring job make no jobs until resume_schedule; its slots until then
-are not made up for.
+'Stops a recurring job from enqueuing jobs until resume_schedule; its slots until
+then are not made up for.
 Raises PQ001 (no such schedule).';
 
 create or replace function pgqueue.resume_schedule(name text)
@@ -504,7 +504,7 @@ begin
     if not found then
         refused := pgqueue._refuse(pgqueue._no_schedule(name));
     elsif old.is_paused then
-        -- Not before: whoever had it locked may have given it another rule.
+        -- Not earlier: whoever had it locked may have given it another rule.
         moment := clock_timestamp();
         slot := pgqueue._slot_of(old, moment);
         update pgqueue.schedule as s

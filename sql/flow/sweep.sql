@@ -39,8 +39,8 @@ end;
 $$;
 
 comment on function pgqueue._sweep(int) is
-'Goes on through the ids of jobs that have ties and of batches, up to so many:
-whatever no loose end told of is found here.';
+'Continues through the ids of jobs that have ties and of batches, at most this
+many: finds whatever no loose end pointed to.';
 
 create or replace function pgqueue._tie_loose_ends(most int, until timestamptz default 'infinity')
     returns bigint
@@ -99,5 +99,5 @@ $$;
 
 comment on function pgqueue._tie_loose_ends(int, timestamptz) is
 'Looks at the loose ends that are due by then, the urgent ones first, and cuts
-ties, at most so many of each; with less to do it goes on with the sweep.
+ties, at most this many of each; with less to do it continues the sweep.
 Returns how many looks and ties.';

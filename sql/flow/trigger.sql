@@ -1,12 +1,12 @@
--- A job for each change of a table: enqueue_row() is the function of a trigger, and the arguments of that say what
--- to enqueue. It has the rights of who writes the row, who may call enqueue but nothing private: so it is all one
--- function. Where the columns of the table are in scope no variable is named, because they may have any name.
+-- A job for each change of a table: enqueue_row() is a trigger function, and the trigger's arguments say what to
+-- enqueue. It has the rights of the role that writes the row, which may call enqueue but nothing private: so it is
+-- all one function. Where the table's columns are in scope no variable is named, because they may have any name.
 
 create or replace function pgqueue.enqueue_row()
     returns trigger
     language plpgsql
     set search_path = pg_catalog, pg_temp
-    -- What is in a payload or a key does not depend on who writes the row.
+    -- What is in a payload or a key does not depend on the session that writes the row.
     set timezone = 'UTC'
     set datestyle = 'ISO, YMD'
     set intervalstyle = 'postgres'
@@ -43,7 +43,7 @@ declare
 begin
     foreach argument in array coalesce(tg_argv, '{}') loop
         name := split_part(argument, '=', 1);
-        -- What comes twice, or is no name and a value, has the name ''.
+        -- What comes twice, or is not a name and a value, has the name ''.
         name := case when strpos(argument, '=') in (0, length(argument)) or options ? name then '' else name end;
         options[name] := to_jsonb(substr(argument, strpos(argument, '=') + 1));
     end loop;
@@ -59,7 +59,7 @@ begin
     problem := case
         when tg_when <> 'AFTER' or tg_op = 'TRUNCATE' then array[
             'enqueue_row needs a trigger AFTER INSERT, UPDATE or DELETE', format('This one fires %s %s.', tg_when, tg_op),
-            'What comes first may still change, or never happen; TRUNCATE does not tell which rows go.'
+            'Before it, the change may still be altered or skipped; TRUNCATE does not say which rows go.'
         ]
         when not options ? 'queue' or options - '{queue,kind,columns,when_changed,key,unique_key,on_duplicate}'::text[]
             - '{group_key,priority,run_in}'::text[] <> '{}' then array[
@@ -72,24 +72,24 @@ begin
         ]
         when run_in not between '0' and '1000 years' then array[
             'run_in must be an interval from 0 to 1000 years', format('It is "%s".', options ->> 'run_in'),
-            'Write ''run_in=5 minutes'', or leave it out for a job that is due at once.'
+            'Write ''run_in=5 minutes'', or omit it for a job that is due at once.'
         ]
         when tg_level = 'STATEMENT' and tg_op = 'UPDATE' and watched is not null and key is null then array[
-            'when_changed needs a key in a trigger for each statement',
-            'It is not told which old row has become which new one.',
+            'when_changed needs a key in a statement trigger',
+            'Such a trigger does not know which old row has become which new one.',
             'Add ''key=id'', with the columns of the primary key.'
         ]
         when not has_schema_privilege('pgqueue', 'usage')
             or not has_function_privilege(to_regproc('pgqueue.enqueue'), 'execute') then array[
-                format('role %I may not enqueue, and so not change %s', current_user, relation),
-                format('Trigger %I of the table enqueues with the rights of who changes a row.', tg_name),
-                format('Let the role be a producer: select pgqueue.grant_access(%L, ''producer'').', current_user),
+                format('role %I may not enqueue, and so may not change %s', current_user, relation),
+                format('Trigger %I of the table enqueues with the rights of the role that changes a row.', tg_name),
+                format('Make the role a producer: select pgqueue.grant_access(%L, ''producer'').', current_user),
                 '42501'
             ]
     end;
     if tg_level = 'STATEMENT' and problem is null then
         select array[
-            'enqueue_row does not find the rows of the statement',
+            'enqueue_row cannot find the rows of the statement',
             format('Its tables are %s.', coalesce(nullif(concat_ws(', ', t.tgoldtable, t.tgnewtable), ''), 'missing')),
             'Write "referencing old table as old_rows new table as new_rows", or "for each row".'
         ]
@@ -145,7 +145,7 @@ begin
                     'Write names as the catalog has them, without quotes, separated by commas.'
                 ]
             when place = last_place then array[
-                'the key of a trigger must tell its rows apart',
+                'the key of a trigger must identify its rows',
                 format('Two rows of %s have the same %s.', relation, options ->> 'key'),
                 'Name the columns of the primary key.'
             ]
@@ -191,10 +191,10 @@ $$;
 
 comment on function pgqueue.enqueue_row() is
 'For a trigger AFTER INSERT, UPDATE or DELETE: a job for each changed row, in its
-transaction, with the rights of who changes it. Arguments: queue=, and perhaps
+transaction, with the rights of the changing role. Arguments: queue=, optionally
 kind=, priority=, run_in=, on_duplicate=, columns= (those in the payload, else
 all), when_changed= (an UPDATE counts only if one of these changes), unique_key=
 and group_key= (a column each). Payload: table, op, new and old, null for none.
-For each statement it needs the tables old_rows and new_rows, and for old rows
-of an UPDATE key= (its primary key). What enqueue refuses undoes the change.
-Raises 22023 (bad argument or trigger), 42501 (who changes it is no producer).';
+A statement trigger needs the tables old_rows and new_rows, and for old rows of
+an UPDATE key= (its primary key). If enqueue refuses, the change fails.
+Raises 22023 (bad argument or trigger), 42501 (the role is not a producer).';

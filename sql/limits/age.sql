@@ -1,9 +1,9 @@
--- Ageing: after each age_after a waiting job counts as one priority higher, so that none starves.
+-- Ageing: for each age_after a waiting job counts as one priority higher, so that none starves.
 --
--- Nothing is written for it: within a lane the order stays, so only the lanes are to be compared. A
--- claim looks, without a lock, at the first jobs of each, from the position that room pick has left;
--- lower lanes only as far back as a job must have waited to come before those of the lanes above. Then
--- each lane has its share of the claim, and _pick takes it. Where others took some of them meanwhile, it
+-- Nothing is written for it: within a lane the order stays, so only the lanes have to be compared. A
+-- claim looks, without a lock, at the first jobs of each, from the position that module pick has left;
+-- at lower lanes only as far as a job must have waited to come before those of the lanes above. Then
+-- each lane has its share of the claim, and _pick takes it. If others took some of them meanwhile, it
 -- takes the next of the same lane, and the rest by priority.
 --
 -- In a lane of groups a job is served when it is the turn of its group: it counts as waiting since the
@@ -24,8 +24,8 @@ end;
 $$;
 
 comment on function pgqueue._aged(int, timestamptz, timestamptz, interval) is
-'The priority as which a job counts that has been due since run_at; its own
-where nothing ages.';
+'The effective priority of a job that has been due since run_at; its own if
+nothing ages.';
 
 create or replace function pgqueue._due_by(
     priority int, other int, run_at timestamptz, moment timestamptz, age_after interval
@@ -50,7 +50,7 @@ $$;
 
 comment on function pgqueue._due_by(int, int, timestamptz, timestamptz, interval) is
 'By when a job of a priority must have been due to be served before, or with,
-one of another priority that is due since run_at.';
+one of another priority that has been due since run_at.';
 
 create or replace function pgqueue._look(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, bound timestamptz
@@ -112,9 +112,9 @@ end;
 $$;
 
 comment on function pgqueue._look(text, text[], jsonb, int, int, timestamptz, timestamptz) is
-'Since when the first jobs of a lane, up to so many, wait that a claim may take,
-without those that come after a bound; null for none. Locks nothing. Plans as
-claim sets it.';
+'Since when the first jobs of a lane that a claim may take, at most the wanted
+number, have been waiting, without those after a bound; null for none. Locks
+nothing. Plans as claim sets it.';
 
 create or replace function pgqueue._look_at_groups(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, bound timestamptz
@@ -239,4 +239,4 @@ comment on function pgqueue._share_by_age(
     text, text[], jsonb, int, timestamptz, interval, int[]
 ) is
 'How many of its jobs a claim has to take from each lane, by age, and in which
-order; null where that makes no difference.';
+order; null if that makes no difference.';

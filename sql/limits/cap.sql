@@ -36,8 +36,8 @@ end;
 $$;
 
 comment on function pgqueue._caps(text, text[]) is
-'The caps in force for some kinds (null: all) and then for the queue itself. A
-rate_period that nobody says is a second, as in _in_force().';
+'The caps in force for some kinds (null: all) and then for the queue itself. The
+default rate_period is a second, as in _in_force().';
 
 create or replace function pgqueue._make_permits_for(queue text, kinds text[])
     returns void
@@ -62,8 +62,8 @@ end;
 $$;
 
 comment on function pgqueue._make_permits_for(text, text[]) is
-'Makes the permits of a queue and some of its kinds (null: all) where settings of
-all queues ask for any, and there are none.';
+'Creates the permits of a queue and some of its kinds (null: all) if settings of
+all queues require any, and there are none.';
 
 create or replace function pgqueue._room(
     queue text, caps pgqueue._cap[], wanted int, moment timestamptz, out jobs int, out full_kinds text[],
@@ -84,8 +84,9 @@ end;
 $$;
 
 comment on function pgqueue._room(text, pgqueue._cap[], int, timestamptz) is
-'How many more jobs of a queue, up to so many, may begin as far as its own caps
-say; which of its kinds are full, and which caps. Plans as _pick_capped sets it.';
+'How many more jobs of a queue, at most the wanted number, may begin according to
+its own caps; which of its kinds and caps are full. Plans as _pick_capped sets
+it.';
 
 create or replace function pgqueue._without(paused jsonb, kinds text[])
     returns jsonb
@@ -163,7 +164,7 @@ begin
     ), passed as (
         select l.id from lacks as l
         union
-        -- Where a group has a limit none may overtake another.
+        -- If a group has a limit, none may overtake another.
         select o.id
         from (
             select
@@ -198,8 +199,8 @@ comment on function pgqueue._take_permits(
     text, tid[], bigint[], pgqueue._cap[], bigint, timestamptz, interval
 ) is
 'Takes a permit of each of its caps for every picked job: which job has which.
-Names the jobs that did not get all of theirs, and have none, with those of
-limited groups that stand behind them, and the caps that refused them.';
+Names the jobs that did not get all of theirs, and have none, with those behind
+them in limited groups, and the caps that refused them.';
 
 create or replace function pgqueue._put_back(
     queue text, kinds text[], paused jsonb, job_ids bigint[], group_permits tid[]
@@ -233,7 +234,7 @@ begin
     where p.ctid = any (group_permits) and p.job_id = any (back.ids) and not exists (
         select from pgqueue.job as j where j.id = p.job_id and j.permits is not null
     );
-    -- The turn of their groups comes next.
+    -- Their groups' turn comes next.
     update pgqueue.ticket as t
     set at = moment - interval '1 minute', served = 0, is_blocked = false, is_full = false
     where t.ctid = any (array(
@@ -249,8 +250,8 @@ end;
 $$;
 
 comment on function pgqueue._put_back(text, text[], jsonb, bigint[], tid[]) is
-'Leaves jobs that were picked, and found no permit, to the next claim, with the
-permits of their groups.';
+'Leaves picked jobs that got no permit to the next claim, with the permits of
+their groups.';
 
 create or replace function pgqueue._review_caps(
     queue text, caps pgqueue._cap[], full_caps int[], moment timestamptz, new_token bigint
@@ -270,7 +271,7 @@ begin
     if freed > 0 then
         return true;
     end if;
-    -- For the next claim: what this one makes it may not take.
+    -- For the next claim: this one may not take what it creates.
     perform pgqueue._make_permits(
         queue, array_agg(caps[f.cap]), array_agg((caps[f.cap]).most), 1000
     )
@@ -280,8 +281,8 @@ end;
 $$;
 
 comment on function pgqueue._review_caps(text, pgqueue._cap[], int[], timestamptz, bigint) is
-'Looks whether some caps that look full are so, and have all their permits;
-whether any permit has been freed. Plans as _pick_capped sets it.';
+'Checks whether some caps that look full are full, and have all their permits;
+returns whether any permit was freed. Plans as _pick_capped sets it.';
 
 create or replace function pgqueue._apply_limits(queue text, group_key text)
     returns void
@@ -334,8 +335,8 @@ end;
 $$;
 
 comment on function pgqueue._apply_limits(text, text) is
-'After a change of limits or rates of groups: counts what runs, and lets claims
-look again at groups that could give no more.';
+'After a change of limits or rates of groups: counts what runs, and makes claims
+look again at groups that could give no more jobs.';
 
 create or replace function pgqueue._apply_caps(queue text, kind text)
     returns void
@@ -372,5 +373,5 @@ end;
 $$;
 
 comment on function pgqueue._apply_caps(text, text) is
-'After a change of the caps of a queue or kind, or of all queues: makes or drops
-permits, and counts what runs.';
+'After a change of the caps of a queue or kind, or of all queues: creates or
+drops permits, and counts what runs.';

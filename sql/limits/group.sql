@@ -1,16 +1,16 @@
 -- Groups: whose jobs a claim takes, and how many of each.
 --
--- A claim takes the tickets that are due, the earliest first, and each group gives as many jobs as its
--- weight says; where there are fewer groups than jobs wanted, so many times as many. Its ticket then goes
--- to the end. That of a group that gave fewer is settled by what the group still has: nothing, and the
--- ticket is gone; something for later, and it stands there until then; something due that it cannot give,
--- because it is full, at its rate or paused, and the ticket is blocked: whoever ends an attempt or changes
--- a setting makes it due, and so does time, first after 100 ms, in the end after 10 s.
+-- A claim takes the due tickets, the earliest first, and each group gives as many jobs as its weight
+-- says, or a multiple of that if there are fewer groups than jobs wanted. Its ticket then goes to the
+-- end. The ticket of a group that gave fewer is settled by what the group still has: nothing, and the
+-- ticket is dropped; something for later, and it is set to that time; something due that it cannot give,
+-- because it is full, at its rate or paused, and the ticket is blocked: the end of an attempt or a change
+-- of settings makes it due, and so does time, first after 100 ms, in the end after 10 s.
 --
 -- A job of a group with a limit or a rate (group_limit, rate_limit) is taken with a permit of each, which
--- is locked before the job. Where the limit is 1 no job overtakes another; where it is n, at most n - 1 do.
+-- is locked before the job. If the limit is 1 no job overtakes another; if it is n, at most n - 1 do.
 --
--- While somebody else holds a ticket, its group is served without it: an open transaction holds up nobody.
+-- While another session holds a ticket, its group is served without it: an open transaction holds up nobody.
 
 create or replace function pgqueue._group_settings(
     queue text, group_keys text[], shared pgqueue.queue_in_force, out weights int[], out limits int[], out rates int[],
@@ -49,7 +49,7 @@ begin
         from (
             select
                 n.nth, q.weight, q.group_limit, q.group_on_retry,
-                -- Those of the queue are no rates of its groups.
+                -- Rates of the queue are not rates of its groups.
                 case when n.key <> '' then q.rate_limit end as rate_limit,
                 case when n.key <> '' then q.rate_period end as rate_period
             from (
@@ -70,9 +70,9 @@ end;
 $$;
 
 comment on function pgqueue._group_settings(text, text[], pgqueue.queue_in_force) is
-'The weight, limit and rate in force for each of some groups; null instead of
-limits or rates where none is set. As _in_force, for many. may_keep: whether a
-job of any may keep its permit for its retry.';
+'The weight, limit and rate in force for each of some groups; null for limits or
+rates if none is set. Like _in_force, for many. may_keep: whether any job may
+keep its permit for its retry.';
 
 create or replace function pgqueue._group_caps(
     group_keys text[], limits int[], rates int[], periods interval[], wanted int[],
@@ -99,8 +99,8 @@ end;
 $$;
 
 comment on function pgqueue._group_caps(text[], int[], int[], interval[], int[]) is
-'The caps of some groups, the number of the group for each, and how many permits
-of it are wanted.';
+'The caps of some groups, the group''s number for each, and how many of its
+permits are wanted.';
 
 create or replace function pgqueue._make_group_permits(queue text, group_keys text[], shared pgqueue.queue_in_force)
     returns void
@@ -131,8 +131,8 @@ end;
 $$;
 
 comment on function pgqueue._make_group_permits(text, text[], pgqueue.queue_in_force) is
-'Makes permits for groups that have a limit or a rate, one for each time that one
-is named, and at least four, unless they have as many.';
+'Creates permits for groups that have a limit or a rate: one for each time that a
+group is listed, and at least four, unless they already have as many.';
 
 create or replace function pgqueue._take_free(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], starts timestamptz[],
@@ -171,9 +171,9 @@ $$;
 comment on function pgqueue._take_free(
     text, text[], jsonb, int, text[], int[], timestamptz[], int, timestamptz, tid[], boolean
 ) is
-'Locks due jobs of groups that have no cap, of each up to so many, and in all;
-says of which group each is, and since when any is over. Plans as _pick_groups
-sets it.';
+'Locks due jobs of groups without caps, of each at most as many as it gives, and
+in all as many as wanted; says to which group each belongs, and since when any
+is over. Plans as _pick_groups sets it.';
 
 create or replace function pgqueue._has_higher(
     queue text, group_key text, priority int, moment timestamptz
@@ -194,8 +194,8 @@ end;
 $$;
 
 comment on function pgqueue._has_higher(text, text, int, timestamptz) is
-'Whether a job of a group waits that is due and has a higher priority. Plans as
-_pick_groups sets it.';
+'Whether a group has a due job of a higher priority. Plans as _pick_groups sets
+it.';
 
 create or replace function pgqueue._take_limited(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], limits int[],
@@ -229,7 +229,7 @@ begin
                     where pgqueue._is_in_group(j, _take_limited.queue, g.key)
                         and -j.priority = -_take_limited.priority
                         and pgqueue._is_ready(j, g.start, _take_limited.moment, has_recovered)
-                        -- Only where a limit asks for order does a job that is left out hold up the next.
+                        -- Only if a limit requires order does a job that is left out hold up the next.
                         and (g.most is not null or w.is_wanted)
                         and (taken is null or j.ctid <> all (taken))
                         and (is_top or g.most is distinct from 1
@@ -281,8 +281,8 @@ $$;
 comment on function pgqueue._take_limited(
     text, text[], jsonb, int, text[], int[], int[], timestamptz[], int, int, timestamptz, tid[], boolean, boolean
 ) is
-'_take_free where groups may have a limit: locks permits, and as many due jobs,
-in order, of which it passes over up to so many extra that others have locked.
+'_take_free for groups that may have a limit: locks permits, and as many due
+jobs, in order; of those that others have locked it passes over at most extra.
 is_top: none of these groups has anything of a higher priority. Plans as
 _pick_groups sets it.';
 
@@ -323,7 +323,7 @@ $$;
 
 comment on function pgqueue._take_kept(text, text[], jsonb, int, text[], int[], int[], int, timestamptz) is
 'Locks jobs whose retries are due and that have kept the permits of their
-groups; left_over: what their groups may give beside them. Plans as _pick_groups
+groups; left_over: what their groups may give in addition. Plans as _pick_groups
 sets it.';
 
 create or replace function pgqueue._rate_gives(
@@ -346,7 +346,7 @@ end;
 $$;
 
 comment on function pgqueue._rate_gives(text, text[], int[], int[], interval[], timestamptz) is
-'How many jobs some groups may give as far as their rates say. Plans as
+'How many jobs some groups may give according to their rates. Plans as
 _pick_groups sets it.';
 
 create or replace function pgqueue._take_rates(
@@ -382,7 +382,8 @@ $$;
 
 comment on function pgqueue._take_rates(text, text[], int[], interval[], int[], timestamptz) is
 'Locks a permit to begin for each picked job whose group has a rate, the groups
-by their numbers; which of the jobs get none. Plans as _pick_groups sets it.';
+given by their numbers; returns which jobs get none. Plans as _pick_groups sets
+it.';
 
 create or replace function pgqueue._visit_groups(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], limits int[], rates int[],
@@ -427,7 +428,7 @@ begin
     groups := visit.groups;
     run_ats := visit.run_ats;
     over_at := visit.over_at;
-    -- What some old snapshot keeps stands in the way: finished jobs, and permits that were taken.
+    -- Finished jobs and taken permits, kept by some old snapshot, are in the way.
     if pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass)
         + pg_stat_get_xact_tuples_returned('pgqueue.permit_scope_idx'::regclass) - walked
         > (25 + extra) * cardinality(group_keys) + 6 * coalesce(cardinality(picks), 0)
@@ -441,7 +442,7 @@ begin
     if limits is not null and may_keep then
         picks := kept.picks || picks;
         groups := kept.groups || groups;
-        -- A retry that comes first says nothing of those behind it.
+        -- A retry that comes first says nothing about those behind it.
         run_ats := array_fill('-infinity'::timestamptz, array[coalesce(cardinality(kept.picks), 0)]) || run_ats;
         job_of := kept.ids || job_of;
         permits := kept.permits || permits;
@@ -483,11 +484,11 @@ comment on function pgqueue._visit_groups(
     text, text[], jsonb, int, text[], int[], int[], int[], interval[], boolean, timestamptz[], int, int, timestamptz,
     tid[], boolean, boolean, bigint
 ) is
-'Takes jobs of some groups, of each up to so many, and in all: which, and of
-which group each is; with permits where they need any, given to the claim of
-this token, which it draws if it is null: which job has which. Until when to
-believe that nothing stands before them, where the walk was long; or since when
-anything there is over, and then all is to be done again.';
+'Takes jobs of some groups, of each at most as many as it gives, and in all as
+many as wanted: which, and of which group; with permits if they need any, for
+the claim of this token, drawn here if null: which job has which. How long it
+stays valid that nothing is before them, if the walk was long; or since when
+anything there is over: then all has to be done again.';
 
 create or replace function pgqueue._look_for_permits(
     queue text, group_keys text[], gives int[], limits int[], rates int[], periods interval[], groups int[],
@@ -537,7 +538,7 @@ begin
         );
         return;
     end if;
-    -- Full, and it gives nothing: do all that hold the permits still run?
+    -- Full, and it gives nothing: are all holders of the permits still running?
     if vain_keys is not null and pgqueue._review_permits(queue, '', vain_keys, vain_limits, moment, new_token)
         + pgqueue._forget_future(queue, '', case when rates is not null then vain_keys end, moment) > 0
     then
@@ -547,7 +548,7 @@ begin
         );
         return;
     end if;
-    -- For the next claim: what this one makes it may not take.
+    -- For the next claim: this one may not take what it creates.
     select
         array_agg(g.key) as keys, array_agg(g.most) as limits, array_agg(g.rate) as rates,
         array_agg(g.period) as periods, array_agg(g.give) as gives
@@ -565,9 +566,9 @@ $$;
 comment on function pgqueue._look_for_permits(
     text, text[], int[], int[], int[], interval[], int[], timestamptz, bigint
 ) is
-'Of some groups that gave fewer jobs than asked, which are short of permits, and
-of these which will have more. again: what to ask once more of those that were
-full, and are no longer. Plans as _pick_groups sets it.';
+'Of some groups that gave fewer jobs than asked for: which are short of permits,
+and which of these will have more. again: what to ask once more of those that
+are no longer full. Plans as _pick_groups sets it.';
 
 create or replace function pgqueue._pause_of_group(served int, gave int)
     returns interval
@@ -581,8 +582,8 @@ as $$
 $$;
 
 comment on function pgqueue._pause_of_group(int, int) is
-'For how long nobody looks at a group that can give no more, if nobody says that
-it can: longer each time, from 100 ms to 10 s.';
+'How long not to look at a group that can give no more jobs, unless a hint says
+that it can: longer each time, from 100 ms to 10 s.';
 
 create or replace function pgqueue._settle_tickets(
     queue text, priority int, tickets tid[], group_keys text[], gives int[], limits int[], has_enough boolean,
@@ -595,7 +596,7 @@ as $$
 declare
     -- Read once, because their order counts.
     last timestamptz := clock_timestamp();
-    -- Then to look at one that is full is dear.
+    -- Then looking at a full one is expensive.
     is_slow boolean := coalesce(
         pg_sequence_last_value('pgqueue._cell_groups_slow') > pgqueue._since_2020(moment), false
     );
@@ -622,13 +623,13 @@ begin
                 when g.gave = g.most and is_slow then 'full'
                 when g.is_lacking then 'tail'
                 when g.is_short then 'blocked'
-                -- Of a group that is not paused as a whole, and asks for no order, another job may come.
+                -- A group that is not paused as a whole, and needs no order, may have another job.
                 when is_filtered or paused is not null and g.most is null and paused -> g.key <> '{"": true}' is not false
                     then 'same'
                 else 'blocked'
             end as state,
             left_job.run_at as next_at,
-            -- A rate says when.
+            -- A rate tells when.
             case when g.is_short then (
                 select min(p.free_at)
                 from pgqueue.permit as p
@@ -692,9 +693,9 @@ comment on function pgqueue._settle_tickets(
     text, int, tid[], text[], int[], int[], boolean, int[], timestamptz[], int[], int[], timestamptz[],
     timestamptz, jsonb, boolean, tid[], timestamptz
 ) is
-'Says of the groups that a claim came to when each is looked at next: see above.
-has_enough: the claim, before the turn of the last was over perhaps. Plans as
-_pick_groups sets it.';
+'Sets when to look next at each of the groups that a claim came to: see above.
+has_enough: the claim has enough, perhaps before the last turn was over. Plans
+as _pick_groups sets it.';
 
 create or replace function pgqueue._next_tickets(
     queue text, priority int, start timestamptz, upto timestamptz, most int, may_hold boolean, moment timestamptz,
@@ -736,7 +737,7 @@ begin
     from (
         select
             t.ctid as tid, t.group_key, t.served, t.at,
-            -- A time of another clock is none.
+            -- A time from another clock is ignored.
             coalesce(
                 case when t.start_until between moment and moment + interval '1 minute' then t.start_at end,
                 '-infinity'
@@ -778,9 +779,9 @@ end;
 $$;
 
 comment on function pgqueue._next_tickets(text, int, timestamptz, timestamptz, int, boolean, timestamptz) is
-'Locks the next tickets of a lane that are due, and drops copies; where these
-are few, says how many others have locked. Or, where it may hold none, returns
-those. Plans as _pick_groups sets it.';
+'Locks the next due tickets of a lane, and drops copies; if these are few, says
+how many others have locked. Or, if it may hold none, returns those. Plans as
+_pick_groups sets it.';
 
 create or replace function pgqueue._gives(weights int[], limits int[], served int[], others int, wanted int)
     returns int[]
@@ -800,7 +801,7 @@ $$;
 
 comment on function pgqueue._gives(int[], int[], int[], int, int) is
 'How many jobs each of some groups may give, by its weight, to a claim that wants
-so many, and that has not met so many others.';
+this many, and has not come to this many others.';
 
 create or replace function pgqueue._pick_plain_groups(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, start timestamptz,
@@ -863,9 +864,9 @@ end;
 $$;
 
 comment on function pgqueue._pick_plain_groups(text, text[], jsonb, int, int, timestamptz, timestamptz) is
-'_pick_groups where groups have neither weights nor caps and hold as many jobs as
-are wanted of each, and none is over, in two statements; says whether that was
-so, or else all is to be done again. Plans as _pick_groups sets it.';
+'_pick_groups for groups that have neither weights nor caps, as many jobs as are
+wanted of each, and none that is over, in two statements; returns whether that
+was so, or else all has to be done again. Plans as _pick_groups sets it.';
 
 create or replace function pgqueue._sweep_groups_if_due(moment timestamptz, new_token bigint)
     returns void
@@ -875,7 +876,7 @@ declare
     now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
     due_us bigint := pg_sequence_last_value('pgqueue._cell_groups_due'::regclass);
 begin
-    -- Or it is of another clock.
+    -- Or it is from another clock.
     if (due_us between now_us and now_us + 60000000) is not true then
         perform setval('pgqueue._cell_groups_due', now_us + 50000);
         perform pgqueue._sweep_permits(new_token), pgqueue._sweep_groups();
@@ -893,7 +894,7 @@ create or replace function pgqueue._sweep_all(moment timestamptz)
     language plpgsql
 as $$
 declare
-    -- It goes on where the last one stopped, to the end, and from the beginning to the end.
+    -- It continues where the last one stopped, to the end, and from the beginning to the end.
     ends int := 1 + coalesce(pg_sequence_last_value('pgqueue._cell_groups_swept') > -9223372036854775808, false)::int;
     pages int := pg_relation_size('pgqueue.permit') / current_setting('block_size')::int;
 begin
@@ -911,8 +912,8 @@ end;
 $$;
 
 comment on function pgqueue._sweep_all(timestamptz) is
-'Sweeps the next 500 groups and 40 pages of permits, or fewer where that takes
-more than 20 ms from this moment; whether these are all.';
+'Sweeps the next 500 groups and 40 pages of permits, or fewer if that takes more
+than 20 ms from this moment; returns whether these are all.';
 
 create or replace function pgqueue._pick_groups(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean, is_top boolean,
@@ -930,7 +931,7 @@ declare
     own_priority int := lane - 1000;
     key bigint := hashtextextended(concat(queue, kinds, paused), lane);
     known record := pgqueue._position(key, moment);
-    -- What a claim with other kinds, or when a cap is not full, may take.
+    -- What a claim may take with other kinds, or when a cap is not full.
     is_filtered boolean := kinds is not null or paused is not null and new_token is not null;
     start timestamptz := '-infinity'::timestamptz;
     -- Under caps this may be a second pick, and the turns of the first are over.
@@ -981,13 +982,13 @@ begin
         met := pgqueue._next_tickets(queue, own_priority, start, upto, batch, not is_guest, moment);
         are_locked := are_locked or met.others > 0;
         if met.keys is null and are_locked and picks <> '{}' then
-            -- Those that others just serve have their share as well.
+            -- Those that others are just serving have their share as well.
             are_locked := false;
             is_guest := true;
             start := '-infinity'::timestamptz;
             continue;
         elsif met.keys is null and may_give_more then
-            -- All have been looked at: once more at those that gave what was asked.
+            -- All have been looked at: look again at those that gave what was asked.
             may_give_more := false;
             is_guest := false;
             start := upto;
@@ -1072,14 +1073,14 @@ begin
         exit when looked > 1000 and clock_timestamp() > moment + interval '100 milliseconds';
         start := met.ats[cardinality(met.ats)];
         may_give_more := may_give_more or visit.picks is not null;
-        -- As many as will give the rest, if they are as these.
+        -- As many as will give the rest, if they are like these.
         batch := least(300, greatest(wanted - cardinality(picks), 20)
             * batch / greatest(coalesce(cardinality(visit.picks), 0), batch / 4, 1));
     end loop;
     if pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass) - walked
         > 200 + 3 * (looked + cardinality(picks)) or vain > 60
     then
-        -- Others go on from a position that a whole walk has not reached yet.
+        -- Others continue from a position that a whole walk has not reached yet.
         perform pgqueue._leave_position(
             key, known.record, known.reached,
             pgqueue._since_2020(least(greatest(passed_at, known_at), moment - interval '10 milliseconds')), null,
@@ -1094,5 +1095,5 @@ $$;
 comment on function pgqueue._pick_groups(
     text, text[], jsonb, int, int, timestamptz, boolean, boolean, pgqueue.queue_in_force, tid[], bigint
 ) is
-'_pick for the lanes of groups: locks up to so many due jobs, of the groups whose
-turn it is, with permits where they need any: which job has which.';
+'_pick for the lanes of groups: locks at most the wanted number of due jobs, of
+the groups whose turn it is, with permits if they need any: which job has which.';

@@ -1,19 +1,19 @@
--- Permits: to run, or to begin, is what a job needs one for of each of its caps.
+-- Permits: to run, or to begin, a job needs one permit of each of its caps.
 --
--- They are rows that persist, made as they are needed, up to as many as the cap says; each says from when on
--- it may be taken: never while it is held, or, of a rate, when its period is over. Who takes one locks it, and
--- what the locked row says holds, whatever his snapshot: so a look-up by index is enough, the last that was
--- given back comes first, and what others have locked is passed over: no claim waits.
+-- They are persistent rows, created as needed, at most as many as the cap says; each says when it may be
+-- taken: never while it is held or, for a rate, when its period is over. To take one is to lock it, and what
+-- the locked row says holds, whatever the snapshot: so an index look-up is enough, the last one given back
+-- comes first, and what others have locked is passed over: no claim waits.
 --
--- What ends an attempt gives its permits back, unless somebody has them locked: no end waits either. Such a
--- permit is held by a job that is gone. A claim that finds a cap full looks whether those that hold its
--- permits still run, at some of them; the sweep, which goes through the pages of the table, finds the others.
+-- The end of an attempt gives its permits back, unless somebody has them locked: no end waits either. Such a
+-- permit is then held by a job that is gone. A claim that finds a cap full checks whether the holders of some
+-- of its permits still run; the sweep, which goes through the pages of the table, finds the others.
 --
--- Two sessions that do not see each other may make a permit twice. So nobody takes one that his own
--- transaction made, which no one else can see, and copies of one that was never taken are merged first.
+-- Two sessions that do not see each other may create a permit twice. So no transaction takes a permit that it
+-- created, which nobody else can see, and copies of one that was never taken are merged first.
 --
--- When a cap is lowered, those that are held move to the lowest places, and those that are held beyond it are
--- surplus: while there is any nobody takes another.
+-- When a cap is lowered, the held permits move to the lowest places, and those held beyond it are surplus:
+-- while there is any, no other is taken.
 
 create or replace function pgqueue._make_permits(
     queue text, caps pgqueue._cap[], wanted int[], enough int default null
@@ -62,9 +62,9 @@ end;
 $$;
 
 comment on function pgqueue._make_permits(text, pgqueue._cap[], int[], int) is
-'Makes more permits of each cap, as many as are wanted, unless there are enough
-(null: as many as are wanted), or all; of which groups. They can be taken from
-the commit on.';
+'Creates more permits of each cap, as many as are wanted, unless there are enough
+(null: as many as are wanted), or all; returns for which groups. They can be
+taken once this has committed.';
 
 create or replace function pgqueue._is_double(permit pgqueue.permit)
     returns boolean
@@ -81,7 +81,7 @@ end;
 $$;
 
 comment on function pgqueue._is_double(pgqueue.permit) is
-'Whether a permit was made twice. Plans as its callers set it.';
+'Whether a permit was created twice. Plans as its callers set it.';
 
 create or replace function pgqueue._has_surplus(queue text, kind text, group_key text)
     returns boolean
@@ -98,8 +98,8 @@ end;
 $$;
 
 comment on function pgqueue._has_surplus(text, text, text) is
-'Whether more jobs of a queue, kind or group run than its cap says. Plans as its
-callers set it.';
+'Whether more jobs of a queue, kind or group run than its cap allows. Plans as
+its callers set it.';
 
 create or replace function pgqueue._merge_permits(queue text, kind text, group_keys text[])
     returns int
@@ -115,7 +115,7 @@ declare
     );
     merged int;
 begin
-    -- One that is held, or the last that was taken, stays; where others have a copy locked, all stay.
+    -- One that is held, or was taken last, stays; if others have a copy locked, all stay.
     delete from pgqueue.permit as p
     where p.ctid = any (array(
         select c.ctid
@@ -141,7 +141,7 @@ end;
 $$;
 
 comment on function pgqueue._merge_permits(text, text, text[]) is
-'Where two sessions have made permits twice: drops all copies but one; returns
+'If two sessions have created permits twice: drops all copies but one; returns
 how many.';
 
 create or replace function pgqueue._count_free(queue text, caps pgqueue._cap[], wanted int[], moment timestamptz)
@@ -162,7 +162,7 @@ begin
                     and pgqueue._is_free(p, c.is_rate, c.most, moment)
                     and (p.taken_at is not null or p.token is distinct from own_token)
                     and not (has_surplus and pgqueue._has_surplus(_count_free.queue, c.kind, c.group_key))
-                -- The last that were given back, behind which some old snapshot may keep others.
+                -- The last ones given back, behind which some old snapshot may keep others.
                 order by p.free_at desc
                 limit wanted[c.nth]
             ) as free
@@ -174,7 +174,7 @@ end;
 $$;
 
 comment on function pgqueue._count_free(text, pgqueue._cap[], int[], timestamptz) is
-'How many permits of each cap look free, no more than wanted. Plans as its
+'How many permits of each cap look free, at most as many as wanted. Plans as its
 callers set it.';
 
 create or replace function pgqueue._lock_free(
@@ -203,8 +203,8 @@ end;
 $$;
 
 comment on function pgqueue._lock_free(text, pgqueue._cap[], int[], timestamptz) is
-'Locks free permits of some caps, of each as many as are wanted, and returns them
-in the order of the caps. Plans as its callers set it.';
+'Locks free permits of some caps, of each at most as many as wanted, and returns
+them in the order of the caps. Plans as its callers set it.';
 
 create or replace function pgqueue._give_permits(
     permits tid[], job_ids bigint[], new_token bigint, moment timestamptz, free_ats timestamptz[] default null
@@ -228,8 +228,8 @@ end;
 $$;
 
 comment on function pgqueue._give_permits(tid[], bigint[], bigint, timestamptz, timestamptz[]) is
-'Hands locked permits to jobs that a claim takes, of rates until free_at; returns
-where they are now. Plans as its callers set it.';
+'Gives locked permits to jobs that a claim takes, those of rates until free_at;
+returns where they are now. Plans as its callers set it.';
 
 create or replace function pgqueue._review_permits(
     queue text, kind text, group_keys text[], mosts int[], moment timestamptz, new_token bigint
@@ -271,10 +271,9 @@ end;
 $$;
 
 comment on function pgqueue._review_permits(text, text, text[], int[], timestamptz, bigint) is
-'For caps that are full, of a kind or of groups: looks whether the jobs still run
-that hold their permits, but for those that the claim of this token took, ends
-those whose leases have expired, and merges copies. Returns 0 where nothing has
-changed.';
+'For full caps, of a kind or of groups: checks whether the jobs that hold their
+permits still run, except those that the claim of this token took, ends those
+whose leases have expired, and merges copies. Returns 0 if nothing has changed.';
 
 create or replace function pgqueue._forget_future(
     queue text, kind text, group_keys text[], moment timestamptz
@@ -301,7 +300,7 @@ end;
 $$;
 
 comment on function pgqueue._forget_future(text, text, text[], timestamptz) is
-'Frees permits of rates that were taken by a clock that was set back since;
+'Frees permits of rates that were taken by a clock that has been set back since;
 returns how many.';
 
 create or replace function pgqueue._holds(token bigint, permits tid[], permit_token bigint, group_key text)
@@ -314,7 +313,7 @@ $$;
 
 comment on function pgqueue._holds(bigint, tid[], bigint, text) is
 'Whether a job, by its token and permits, holds a permit that it took last, by
-the token and group of that: it runs, or keeps that of its group for its retry.';
+the permit''s token and group: it runs, or keeps its group''s for its retry.';
 
 create or replace function pgqueue._free_lost_permits(locked tid[], moment timestamptz)
     returns int
@@ -336,7 +335,7 @@ begin
             array(select j.ctid from pgqueue.job as j where j.id = any (expired) for update skip locked), moment
         );
     end if;
-    -- Also what could not tell, or lost the hint.
+    -- Also those that could not announce it, or whose hint was lost.
     update pgqueue.permit as p
     set free_at = _free_lost_permits.moment, job_id = null, is_surplus = false
     where p.ctid = any (locked) and not exists (
@@ -350,8 +349,8 @@ end;
 $$;
 
 comment on function pgqueue._free_lost_permits(tid[], timestamptz) is
-'Frees those of some locked permits whose jobs run no more, and ends the attempts
-whose leases have expired; returns how many.';
+'Frees those of some locked permits whose jobs no longer run, and ends the
+attempts whose leases have expired; returns how many.';
 
 create or replace function pgqueue._fit_permits(
     queue text, cap pgqueue._cap, moment timestamptz, new_token bigint default null
@@ -368,7 +367,7 @@ declare
             and p.is_rate = cap.is_rate and (new_token is null or p.token is distinct from new_token)
         for update skip locked
     );
-    -- An attempt that is just ending holds one beyond the cap, and may go on: until that is known nobody takes any.
+    -- An attempt that is just ending holds one beyond the cap, and may go on: until that is known, none is taken.
     is_unsure boolean := not cap.is_rate and exists (
         select
         from pgqueue.permit as p
@@ -407,7 +406,7 @@ begin
         job_id = case when f.is_held then p.job_id end,
         is_surplus = is_unsure or not cap.is_rate and f.is_held and f.new_place > cap.most
     from fitted as f
-    -- What stays as it is stays where it is, or its job would not find it.
+    -- An unchanged permit stays where it is, or its job would not find it.
     where p.ctid = f.tid and (
         p.place <> f.new_place or p.is_surplus or is_unsure or not cap.is_rate and f.is_held and f.new_place > cap.most
         or f.is_held is distinct from (p.free_at > _fit_permits.moment) or f.ends_at <> p.free_at
@@ -416,9 +415,9 @@ end;
 $$;
 
 comment on function pgqueue._fit_permits(text, pgqueue._cap, timestamptz, bigint) is
-'Moves the permits of a cap that are held, of a rate the last that were taken, to
-the lowest places, and marks as surplus those that are held beyond it. Leaves
-those that the claim of this token took.';
+'Moves the held permits of a cap (for a rate, the last ones taken) to the lowest
+places, and marks as surplus those held beyond it. Leaves alone those that the
+claim of this token took.';
 
 create or replace function pgqueue._count_running(queue text, cap pgqueue._cap)
     returns void
@@ -450,7 +449,7 @@ begin
         where not exists (select from known as k where k.job_id = j.id and k.token = j.token)
         returning permit.job_id, permit.ctid as tid
     )
-    -- What is just ending has no need to know.
+    -- A job that is just ending need not know.
     update pgqueue.job as j
     set permits = j.permits || m.tid
     from made as m
@@ -461,7 +460,7 @@ end;
 $$;
 
 comment on function pgqueue._count_running(text, pgqueue._cap) is
-'Gives permits of a cap that is new to the jobs that run, beyond the others.';
+'Gives permits of a new cap to the running jobs, beyond the others.';
 
 create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment timestamptz)
     returns table (place int, is_held boolean, free_at timestamptz, is_usable boolean, holder bigint)
@@ -486,7 +485,7 @@ begin
         from pgqueue.permit as p
         left join pgqueue.job as j on j.id = p.job_id
             and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
-            -- One that is kept for a retry that is due may be taken.
+            -- A permit kept for a retry that is due may be taken.
             and (j.token is not null or j.run_at > _permits.moment)
         where pgqueue._is_permit_of(p, _permits.queue, cap.kind, cap.group_key)
             and p.is_rate = cap.is_rate
@@ -496,7 +495,7 @@ $$;
 
 comment on function pgqueue._permits(text, pgqueue._cap, timestamptz) is
 'The permits of a cap: which are held, until when at the latest (the end of the
-lease, or of the period), which may be taken, and which job has them.';
+lease, or of the period), which may be taken, and which job holds them.';
 
 create or replace function pgqueue._sweep_permits(new_token bigint default null)
     returns int
@@ -532,9 +531,8 @@ end;
 $$;
 
 comment on function pgqueue._sweep_permits(bigint) is
-'Looks at the next two pages of permits for those that are held by jobs that run
-no more, but for those that the claim of this token took; returns how many it
-freed.';
+'Looks at the next two pages of permits for those held by jobs that no longer
+run, except those that the claim of this token took; returns how many it freed.';
 
 create or replace function pgqueue._drop_permits()
     returns bigint
@@ -570,7 +568,7 @@ begin
             for update skip locked
         ) as p
     );
-    -- All of a group or none: places without gaps are what more are made behind.
+    -- All of a group or none: new ones are added after places without gaps.
     delete from pgqueue.permit as p
     where p.ctid = any (array(
         select unnest(g.tids)
@@ -588,5 +586,5 @@ end;
 $$;
 
 comment on function pgqueue._drop_permits() is
-'Drops the permits of up to 1000 groups that have had no job for a day; returns
+'Drops the permits of at most 1000 groups that have had no job for a day; returns
 how many.';

@@ -1,8 +1,8 @@
--- Health: what is wrong or will be soon, and the SQL that mends it.
+-- Health: what is wrong or will be soon, and the SQL that fixes it.
 --
--- There is a function for each check, which returns a row for each thing that it finds and takes its
--- thresholds as arguments; what is four times beyond one is critical. All only read, work on a
--- standby, and look at catalogs, at the fronts of lanes and at the view queues, never at all jobs.
+-- There is a function for each check, which returns a row for each finding and takes its thresholds as
+-- arguments; what is four times beyond one is critical. All of them only read, work on a standby,
+-- and look at catalogs, at the fronts of lanes and at the view queues, never at all jobs.
 
 -- What waits
 
@@ -34,7 +34,7 @@ declare
     reason text;
 begin
     for oldest in
-        -- What is paused apart, or it would stand before what should run.
+        -- Paused jobs separately, or they would come before what should run.
         select distinct on (w.queue, p.is_paused) w.queue, w.id, moment - w.run_at as wait, p.is_paused
         from pgqueue._fronts(moment) as f
         cross join lateral (select s.paused as is_paused, s.has_pauses from pgqueue._in_force(f.queue) as s offset 0) as q
@@ -101,7 +101,7 @@ $$;
 
 comment on function pgqueue._health_waits() is
 'Each queue whose oldest ready job waits beyond its wait_target, by the first of
-each lane. What is paused comes apart, and is never critical.';
+each lane. Paused jobs are reported separately, and never critical.';
 
 create or replace function pgqueue._health_leases(patience interval default '3 minutes')
     returns table (status text, detail text, hint text)
@@ -140,7 +140,7 @@ $$;
 
 comment on function pgqueue._health_leases(interval) is
 'Each queue in which leases expired that long ago and nobody has recovered the
-jobs, among the first hundred of each lane, where they come to stand.';
+jobs, among the first hundred of each lane, where such jobs end up.';
 
 create or replace function pgqueue._health_schedules(patience interval default '2 minutes')
     returns table (status text, detail text, hint text)
@@ -218,7 +218,7 @@ comment on function pgqueue._health_batches(interval) is
 'Batches whose callback could not be enqueued, and, of the first 1000 that have
 not finished, those that nobody has closed for that long.';
 
--- What becomes of it
+-- How work goes
 
 create or replace function pgqueue._health_queues(
     patience interval default '2 minutes', target_times int default 12, share numeric default 0.2,
@@ -233,10 +233,10 @@ begin
     return query
     select f.*
     from pgqueue.queues as q
-    -- The view has another collation, in which no index of names is.
+    -- The view has another collation, which no index of names has.
     cross join lateral (values (q.queue collate "default")) as n (name)
     cross join lateral (select pgqueue._in_force(n.name) as settings offset 0) as t
-    -- Perhaps all that waits is paused.
+    -- Perhaps all waiting jobs are paused.
     cross join lateral (
         select q.oldest_wait > patience and not exists (
             select from pgqueue.queue as s
@@ -248,11 +248,11 @@ begin
         select
             'workers', case when q.oldest_wait > 4 * patience then 'critical' else 'warning' end,
             format(
-                'queue %s has %s ready jobs, the oldest due for %s, and nobody works it', q.queue,
+                'queue %s has %s ready jobs, the oldest due for %s, and no worker serves it', q.queue,
                 to_char(q.ready, 'FM999,999,999,999'), date_trunc('second', q.oldest_wait)
             ),
             'select * from pgqueue.workers'
-        -- Without runs nobody knows, and jobs may begin rarely.
+        -- Without runs this is unknown, and jobs may begin rarely.
         where l.is_late and q.workers = 0 and q.parked = 0 and (t.settings).keep_runs > 0 and not exists (
             select from pgqueue.queue as s
             where s.name in ('', n.name) and num_nonnulls(s.max_running, s.rate_limit, s.rate_period) > 0
@@ -269,7 +269,7 @@ begin
                 q.rate_5m, q.workers
             ),
             format('select * from pgqueue.kinds where queue = %L', q.queue)
-        -- Of a burst that has just begun the rate is not known yet.
+        -- The rate of a burst that has just begun is not known yet.
         where l.is_late and q.time_to_empty > target_times * (t.settings).wait_target
         union all
         select
@@ -288,10 +288,10 @@ end;
 $$;
 
 comment on function pgqueue._health_queues(interval, int, numeric, int) is
-'Each queue whose jobs have waited that long while nobody works it, or will take
-so many times its wait_target at the present rate; or of whose attempts that
-share failed, and so many in an hour. Where a kind or group is paused only
-failures are looked at; where the queue is, nothing.';
+'Each queue whose jobs have waited that long while no worker serves it, or will
+take target_times its wait_target at the current rate; or that share of whose
+attempts failed, and that many in an hour. If a kind or group is paused only
+failures are checked; if the queue is, nothing.';
 
 create or replace function pgqueue._health_dead(deaths int default 10)
     returns table (status text, detail text, hint text)
@@ -327,8 +327,8 @@ end;
 $$;
 
 comment on function pgqueue._health_dead(int) is
-'Each queue of which so many jobs died in the last hour, counted up to 1,000 of a
-kind.';
+'Each queue of which this many jobs died in the last hour, counted up to 1,000 of
+a kind.';
 
 -- What VACUUM needs
 
@@ -343,7 +343,7 @@ end;
 $$;
 
 comment on function pgqueue._in_database(name) is
-'What a hint begins with, if it has to be run in another database.';
+'The beginning of a hint that has to be run in another database.';
 
 create or replace function pgqueue._health_horizon(
     patience interval default '15 minutes', transactions bigint default 100000, dead_rows bigint default 20000
@@ -424,9 +424,9 @@ end;
 $$;
 
 comment on function pgqueue._health_horizon(interval, bigint, bigint) is
-'Who holds a snapshot for that long, while so many dead rows lie in the tables of
-pgqueue: sessions, prepared transactions, replication slots, standbys. Without a
-time, who holds it for so many transactions.';
+'Who has held a snapshot for that long, while the tables of pgqueue have that
+many dead rows: sessions, prepared transactions, replication slots, standbys.
+If the time is unknown, who has held it for that many transactions.';
 
 create or replace function pgqueue._health_wal(bytes bigint default 1073741824)
     returns table (status text, detail text, hint text)
@@ -439,7 +439,7 @@ begin
     select
         case when reached - s.restart_lsn > 4 * bytes then 'critical' else 'warning' end,
         format(
-            'replication slot %s, which nobody uses, keeps %s of WAL on the disk', s.slot_name,
+            'the unused replication slot %s keeps %s of WAL on the disk', s.slot_name,
             pg_size_pretty(reached - s.restart_lsn)
         ),
         format('select pg_drop_replication_slot(%L)', s.slot_name)
@@ -449,7 +449,7 @@ end;
 $$;
 
 comment on function pgqueue._health_wal(bigint) is
-'Replication slots that nobody uses and that keep so much WAL.';
+'Unused replication slots that keep that much WAL.';
 
 create or replace function pgqueue._health_vacuum(patience interval default '10 minutes', times int default 10)
     returns table (status text, detail text, hint text)
@@ -457,7 +457,7 @@ create or replace function pgqueue._health_vacuum(patience interval default '10 
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    -- Before that nobody remembers a VACUUM.
+    -- Before that, no VACUUM is on record.
     counted_since timestamptz := greatest(
         pg_postmaster_start_time(),
         (select pg_stat_get_db_stat_reset_time(d.oid) from pg_database as d where d.datname = current_database())
@@ -497,7 +497,7 @@ end;
 $$;
 
 comment on function pgqueue._health_vacuum(interval, int) is
-'Tables with so many times the dead rows that autovacuum is told to leave, for
+'Tables with that many times the dead rows at which autovacuum should start, for
 which no VACUUM has ended for that long.';
 
 create or replace function pgqueue._health_autovacuum()
@@ -531,7 +531,7 @@ create or replace function pgqueue._health_bloat(bytes bigint default 1073741824
 as $$
 begin
     return query
-    -- relpages, because to ask for the size waits for whoever has locked the table.
+    -- relpages, because asking for the size waits for whoever has locked the table.
     select
         'warning',
         format(
@@ -555,8 +555,8 @@ end;
 $$;
 
 comment on function pgqueue._health_bloat(bigint) is
-'Tables and indexes that are larger, and have more than 20 pages for each row: a
-row needs one at most. reap reads all of the table job.';
+'Tables and indexes that are larger, and have more than 20 pages per row: a row
+needs one at most. reap reads all of the table job.';
 
 create or replace function pgqueue._health_wraparound(
     ids bigint default greatest(400000000, current_setting('autovacuum_freeze_max_age')::bigint * 11 / 10),
@@ -609,7 +609,7 @@ begin
     limit 1;
     status := case when used > 4 * share then 'critical' else 'warning' end;
     detail := format(
-        'the notification queue of the server is %s %% full: a session that listens is in a transaction%s; once it is '
+        'the notification queue of the server is %s %% full: a listening session is in a transaction%s; once it is '
         'full, NOTIFY fails', (100 * used)::numeric(9, 5),
         concat(
             ', perhaps ' || holder.pid, ' in database ' || holder.datname,
@@ -626,8 +626,8 @@ end;
 $$;
 
 comment on function pgqueue._health_notifications(float8) is
-'Whether the notification queue is full to that share, and who is in a
-transaction for longest.';
+'Whether the notification queue is full to that share, and which session has been
+in a transaction for longest.';
 
 create or replace function pgqueue._health_sequences(share float8 default 0.2)
     returns table (status text, detail text, hint text)
@@ -638,7 +638,7 @@ create or replace function pgqueue._health_sequences(share float8 default 0.2)
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    -- Before the sequences are read: what comes in between is above.
+    -- Before the sequences are read: what is added in between is above.
     last_id bigint := greatest(
         (select j.id from pgqueue.job as j order by j.id desc limit 1),
         (select d.id from pgqueue.dead_job as d order by d.id desc limit 1),
@@ -668,7 +668,7 @@ begin
                 'no worker runs', s.name, s.last
             )
         end,
-        -- Well ahead, as some in use may not have been looked at.
+        -- Well ahead, as some in use may not have been seen.
         format('select setval(%L, %s)', 'pgqueue.' || s.name, coalesce(s.highest, 0) + 1000000)
     from (
         values
@@ -709,7 +709,7 @@ begin
         end
     from pg_locks as l
     left join pg_stat_activity as a on a.pid = l.pid
-    -- Only the lock that it has of itself says which prepared transaction it is.
+    -- Only the lock on its own id says which prepared transaction it is.
     left join (
         pg_locks as own
         join pg_prepared_xacts as p on p.transaction = own.transactionid
@@ -720,7 +720,7 @@ end;
 $$;
 
 comment on function pgqueue._lock_holders() is
-'Who else has or awaits locks of tables in this database, and what ends them.';
+'Who else holds or awaits table locks in this database, and what ends them.';
 
 create or replace function pgqueue._health_runs()
     returns table (status text, detail text, hint text)
@@ -735,7 +735,7 @@ begin
     select
         case when today - o.day > 4 then 'critical' else 'warning' end,
         format(
-            'table run_%s holds runs that were to be forgotten on %s: %s', o.day % 16,
+            'table run_%s holds runs that were due for deletion on %s: %s', o.day % 16,
             to_char(date '1970-01-01' + o.day + 1, 'YYYY-MM-DD'),
             coalesce(h.holder, 'nobody uses it, and nobody has called maintain()')
         ),
@@ -753,8 +753,8 @@ end;
 $$;
 
 comment on function pgqueue._health_runs() is
-'Tables of the ring run that should have been emptied a day ago, and who keeps
-maintain from it.';
+'Tables of the ring run that should have been emptied a day ago, and what keeps
+maintain from doing it.';
 
 create or replace function pgqueue._health_version()
     returns table (status text, detail text, hint text)
@@ -838,14 +838,14 @@ begin
             ('failures', 'no queue fails much'),
             ('dead', 'few jobs died in the last hour'),
             ('horizon', 'nobody keeps VACUUM from removing dead rows'),
-            ('wal', 'no replication slot that nobody uses keeps much WAL'),
+            ('wal', 'no unused replication slot keeps much WAL'),
             ('vacuum', 'VACUUM keeps up with the dead rows'),
             ('autovacuum', 'autovacuum is on'),
             ('bloat', 'no table or index is much too large'),
             ('wraparound', 'old transaction ids are frozen in time'),
             ('notifications', 'the notification queue is nearly empty'),
             ('sequences', 'sequences are ahead of what they have handed out'),
-            ('runs', 'old runs are forgotten'),
+            ('runs', 'old runs are deleted'),
             ('version', 'all parts are of version ' || pgqueue.version())
     ) as c (name, fine)
     left join found as f on f.name = c.name
@@ -873,6 +873,6 @@ $$;
 comment on function pgqueue.health() is
 'Checks what is wrong or soon will be. A row for each finding, the worst first:
 the check, its status (warning, critical), what was found, and as hint the SQL
-that mends it. A row with the status ok for each check that found nothing. Reads
-only, works on a standby, and counts nothing whole. The query of a session is
-shown to members of pg_read_all_stats.';
+that fixes it. A row with the status ok for each check that found nothing. Only
+reads, works on a standby, and counts nothing in full. The query of a session
+is shown to members of pg_read_all_stats.';

@@ -1,11 +1,11 @@
--- How much there is, for the views: counted where that is cheap, else estimated.
+-- How much there is, for the views: counted if that is cheap, else estimated.
 --
--- A table of up to 16 MB is read whole. Of a larger one the jobs are counted along their lanes, so that a file
--- which a burst has left behind costs nothing; what a lane of thousands has beyond those is estimated from a
--- sample of pages. What runs stands at the beginning of its lane, and is counted there.
+-- A table of up to 16 MB is read whole. In a larger one the jobs are counted along their lanes, so that a file
+-- left large by a burst costs nothing; what a lane has beyond some thousands is estimated from a sample of
+-- pages. Running jobs are at the beginning of their lanes, and are counted there.
 --
 -- The log is read in the order of its pages, which is nearly that of time: the first page of a period is found
--- by bisection, and of many pages every so many are read.
+-- by bisection, and if there are many pages, only every nth is read.
 
 create or replace function pgqueue._count_jobs()
     returns table (
@@ -115,7 +115,7 @@ begin
     select
         c.queue,
         max(c.ready * c.weight), max(c.scheduled * c.weight),
-        -- What is leased stands in front, and close together: a page of the sample would stand for too many.
+        -- Leased jobs are in front, and close together: a page of the sample would count for too many.
         coalesce(max(c.running) filter (where not c.is_sample and not t.is_busy), max(c.running * c.weight)),
         coalesce(max(c.expired) filter (where not c.is_sample and not t.is_busy), max(c.expired * c.weight))
             + max(c.overdue * c.weight),
@@ -131,10 +131,10 @@ end;
 $$;
 
 comment on function pgqueue._count_jobs() is
-'The jobs of each queue by their state; since when the first, and the first
-hundredth, of those that are ready were due; and who holds those that run.
-Above 16 MB an estimate for a queue with a lane of more than 4,000 jobs, divided
-by the number of lanes with more than 100.';
+'The jobs of each queue by state; since when the first, and the first hundredth,
+of the ready ones have been due; and which workers hold the running ones. Above
+16 MB an estimate for a queue with a lane of more than 4,000 jobs, divided by
+the number of lanes with more than 100.';
 
 create or replace function pgqueue._count_dead()
     returns table (queue text, dead bigint, is_estimate boolean)
@@ -199,7 +199,7 @@ create or replace function pgqueue._dead_errors()
 as $$
 declare
     pages float8 := pg_relation_size('pgqueue.dead_job') / 8192;
-    -- Few on many pages are all read: a sample would have none of them.
+    -- A few on many pages are all read: a sample would have none of them.
     are_many boolean := (select count(*) > 20000 from (select from pgqueue.dead_job limit 20001) as d);
     sampled float8 := case when pages > 2048 and are_many then 512 / pages else 1 end;
 begin
@@ -213,8 +213,8 @@ end;
 $$;
 
 comment on function pgqueue._dead_errors() is
-'The dead jobs by the first line of their error. Of more than 20,000, above
-16 MB, an estimate from a sample of 512 pages.';
+'The dead jobs by the first line of their error. Beyond 20,000, above 16 MB, an
+estimate from a sample of 512 pages.';
 
 create or replace function pgqueue._leased()
     returns setof bigint
@@ -250,8 +250,8 @@ end;
 $$;
 
 comment on function pgqueue._leased() is
-'The jobs that are leased. Above 16 MB those among the first 50,000 of each lane,
-divided by the number of lanes with more than 100: others stand there only where
+'The leased jobs. Above 16 MB only those among the first 50,000 of each lane,
+divided by the number of lanes with more than 100: there are others only if
 claims by kind have passed over as many.';
 
 create or replace function pgqueue._page_since(part int, since timestamptz)
@@ -352,9 +352,9 @@ end;
 $$;
 
 comment on function pgqueue._recent_runs(timestamptz, int) is
-'The attempts that have finished since then; where they fill more than so many
-pages, those on a quarter to a half as many, of every weight-th page, and up to
-twice as many pages all those of the queues that have none there. done and
+'The attempts that have finished since then; if they fill more than this many
+pages, those on a quarter to half as many, every weight-th page, and, up to
+twice as many pages, all those of the queues that have none there. done and
 failed are the weight of one that completed, or that failed or expired, else 0.';
 
 create or replace function pgqueue._error_like(error text)
@@ -387,8 +387,8 @@ end;
 $$;
 
 comment on function pgqueue._error_like(text) is
-'The first line of an error with % for quoted text, addresses, paths and whatever
-has a digit: the same for errors of one cause, and an argument for redrive.';
+'The first line of an error with % for quoted text, addresses, paths and anything
+with a digit: the same for errors of one cause, and an argument for redrive.';
 
 create or replace function pgqueue._last_run(job_id bigint)
     returns pgqueue.run

@@ -1,7 +1,7 @@
 -- The metrics: what the views say, in the text format of Prometheus (version 0.0.4). Nothing is counted here.
 --
--- All are gauges: the log forgets and a sample may stand for it, so no number here only grows. What is not
--- known has no sample. Names follow the columns, and end in their unit.
+-- All are gauges: the log forgets, and may be sampled, so no number here only grows. What is not known
+-- has no sample. Names follow the columns, and end in their unit.
 
 create or replace function pgqueue._label(name text, value text)
     returns text
@@ -28,18 +28,18 @@ begin
     from (select v.*, pgqueue._label('queue', v.queue) as label from pgqueue.queues as v offset 0) as q
     cross join lateral (
         values
-            ('jobs', 'Jobs that wait or run.', 'state="ready"', q.ready::numeric),
-            ('jobs', 'Jobs that wait or run.', 'state="scheduled"', q.scheduled),
-            ('jobs', 'Jobs that wait or run.', 'state="running"', q.running),
-            ('jobs', 'Jobs that wait or run.', 'state="expired"', q.expired),
-            ('jobs', 'Jobs that wait or run.', 'state="blocked"', q.blocked),
+            ('jobs', 'Waiting and running jobs.', 'state="ready"', q.ready::numeric),
+            ('jobs', 'Waiting and running jobs.', 'state="scheduled"', q.scheduled),
+            ('jobs', 'Waiting and running jobs.', 'state="running"', q.running),
+            ('jobs', 'Waiting and running jobs.', 'state="expired"', q.expired),
+            ('jobs', 'Waiting and running jobs.', 'state="blocked"', q.blocked),
             ('dead_jobs', 'Dead jobs.', null, q.dead),
-            ('is_estimate', '1 if a number of jobs is an estimate.', null, q.is_estimate::int),
-            ('paused', '1 if claims are given nothing.', null, q.paused::int),
+            ('is_estimate', '1 if a job count is an estimate.', null, q.is_estimate::int),
+            ('paused', '1 if claims get nothing.', null, q.paused::int),
             ('workers', 'Workers that hold a job, or ended one in 5 minutes.', null, q.workers),
-            ('parked', 'Sessions that sleep until they are told of a job.', null, q.parked),
+            ('parked', 'Sessions that sleep until notified of a job.', null, q.parked),
             (
-                'oldest_wait_seconds', 'For how long the oldest ready job has been due.', null,
+                'oldest_wait_seconds', 'How long the oldest ready job has been due.', null,
                 extract(epoch from q.oldest_wait)
             ),
             (
@@ -47,25 +47,25 @@ begin
                 extract(epoch from q.p99_wait)
             ),
             (
-                'p50_wait_last_hour_seconds', 'Half of the attempts of the last hour waited at most so long.', null,
+                'p50_wait_last_hour_seconds', 'Half of the attempts of the last hour waited at most this long.', null,
                 extract(epoch from q.p50_wait_last_hour)
             ),
             (
-                'p99_wait_last_hour_seconds', '99 % of the attempts of the last hour waited at most so long.', null,
+                'p99_wait_last_hour_seconds', '99 % of the attempts of the last hour waited at most this long.', null,
                 extract(epoch from q.p99_wait_last_hour)
             ),
             (
-                'time_to_empty_seconds', 'How long the ready jobs take at the rate of 5 minutes.', null,
+                'time_to_empty_seconds', 'How long the ready jobs take at the rate of the last 5 minutes.', null,
                 extract(epoch from q.time_to_empty)
             ),
             ('finished_last_hour', 'Attempts completed in the last hour.', null, q.finished_last_hour),
             ('failed_last_hour', 'Attempts failed or expired in the last hour.', null, q.failed_last_hour),
-            ('rate_1m_per_second', 'Jobs completed in a second, over 1 minute.', null, q.rate_1m),
-            ('rate_5m_per_second', 'Jobs completed in a second, over 5 minutes.', null, q.rate_5m),
-            ('rate_1h_per_second', 'Jobs completed in a second, over 1 hour.', null, q.rate_1h),
-            ('failure_rate_1m_ratio', 'Failed or expired attempts of all, over 1 minute.', null, q.failure_rate_1m),
-            ('failure_rate_5m_ratio', 'Failed or expired attempts of all, over 5 minutes.', null, q.failure_rate_5m),
-            ('failure_rate_1h_ratio', 'Failed or expired attempts of all, over 1 hour.', null, q.failure_rate_1h)
+            ('rate_1m_per_second', 'Jobs completed per second, over 1 minute.', null, q.rate_1m),
+            ('rate_5m_per_second', 'Jobs completed per second, over 5 minutes.', null, q.rate_5m),
+            ('rate_1h_per_second', 'Jobs completed per second, over 1 hour.', null, q.rate_1h),
+            ('failure_rate_1m_ratio', 'Share of failed or expired attempts, over 1 minute.', null, q.failure_rate_1m),
+            ('failure_rate_5m_ratio', 'Share of failed or expired attempts, over 5 minutes.', null, q.failure_rate_5m),
+            ('failure_rate_1h_ratio', 'Share of failed or expired attempts, over 1 hour.', null, q.failure_rate_1h)
     ) as s (name, help, label, value);
 end;
 $$;
@@ -87,7 +87,7 @@ begin
         select s.* from pgqueue._queue_samples() as s
         union all
         select
-            'schedule_late_seconds', 'For how long its next slot, with jitter, has been due.',
+            'schedule_late_seconds', 'How long the next slot, plus jitter, has been due.',
             pgqueue._label('queue', c.queue) || ',' || pgqueue._label('schedule', c.name),
             greatest(extract(epoch from clock_timestamp() - c.next_slot - coalesce(c.jitter, '0')), 0)
         from pgqueue.schedules as c
@@ -120,4 +120,4 @@ $$;
 
 comment on function pgqueue.metrics() is
 'The numbers of the views queues, schedules and retention, in the text format of
-Prometheus. Costs what these cost: some tens of milliseconds.';
+Prometheus. Costs what these cost: a few tens of milliseconds.';

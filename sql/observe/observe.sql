@@ -1,5 +1,5 @@
--- The views: what dashboards and people on call read. No payload is in them, they take no locks and work on
--- a standby. How much there is is in room measure. The clock is clock_timestamp(), read once for a query:
+-- The views: what dashboards and people on call read. They have no payloads, take no locks and work on a
+-- standby. Counts and estimates are in module measure. The clock is clock_timestamp(), read once for a query:
 -- now() stands still in a long transaction, and its own jobs would look scheduled.
 
 create or replace view pgqueue.jobs as
@@ -36,7 +36,7 @@ select
     (j.progress).total,
     (j.progress).message,
     round((j.progress).done / nullif(extract(epoch from (j.progress).told_at - j.claimed_at), 0), 3) as rate,
-    -- Before a hundred thousandth is done nobody knows.
+    -- Unknown before a hundred thousandth is done.
     case when (j.progress).total < (j.progress).done * 100000 then greatest(
         ((j.progress).told_at - j.claimed_at) * ((j.progress).total / (j.progress).done - 1)::float8
             - (c.moment - (j.progress).told_at),
@@ -47,38 +47,38 @@ from (select clock_timestamp() as moment) as c
 cross join pgqueue.job as j;
 
 comment on view pgqueue.jobs is
-'Every job that waits or runs, without its payload: state is scheduled, ready
-(due, paused or not), running, expired (its worker let the lease run out, or
-nobody began it by its expires_at; a claim or maintain ends that) or blocked
-(it waits for other jobs, or its group is full or at its rate). One id is found
-by an index; without it the whole table is read.';
+'Every waiting or running job, without its payload: state is scheduled, ready
+(due, paused or not), running, expired (its lease has expired, or nobody began
+it by its expires_at; a claim or maintain ends that) or blocked (it waits for
+other jobs, or its group is full or at its rate). One id is found by an index;
+without it the whole table is read.';
 comment on column pgqueue.jobs.id is 'The job''s id.';
 comment on column pgqueue.jobs.queue is 'The queue it waits in.';
 comment on column pgqueue.jobs.kind is 'Which handler runs it.';
 comment on column pgqueue.jobs.state is
 'scheduled, ready, running, expired or blocked, by the clock of this query.';
 comment on column pgqueue.jobs.priority is 'Larger runs first.';
-comment on column pgqueue.jobs.run_at is 'Not before this moment; null while it waits for other jobs.';
+comment on column pgqueue.jobs.run_at is 'The job runs no earlier; null while it waits for other jobs.';
 comment on column pgqueue.jobs.enqueued_at is 'When enqueue was called.';
 comment on column pgqueue.jobs.attempt is 'Attempts begun since it was enqueued or redriven.';
-comment on column pgqueue.jobs.max_attempts is 'With this many attempts used up the job is dead.';
-comment on column pgqueue.jobs.worker is 'Who runs it, or did when the lease ran out; null when it waits.';
-comment on column pgqueue.jobs.claimed_at is 'When the present attempt began; null when it waits.';
+comment on column pgqueue.jobs.max_attempts is 'After this many attempts the job is dead.';
+comment on column pgqueue.jobs.worker is 'The worker that runs it, or did when the lease expired; null while it waits.';
+comment on column pgqueue.jobs.claimed_at is 'When the current attempt began; null while it waits.';
 comment on column pgqueue.jobs.lease_expires_at is
-'Until when its worker must extend or end it; null when it waits.';
+'Until when its worker must extend or end it; null while it waits.';
 comment on column pgqueue.jobs.cancelled_at is 'When an operator asked it to stop.';
 comment on column pgqueue.jobs.unique_key is 'At most one job of the queue with this key waits or runs.';
 comment on column pgqueue.jobs.group_key is 'The entity or tenant it belongs to.';
-comment on column pgqueue.jobs.last_error is 'Why the last attempt that failed did; null if none did.';
+comment on column pgqueue.jobs.last_error is 'Why the last failed attempt failed; null if none has.';
 comment on column pgqueue.jobs.done is
-'How much the present attempt says it has done; null if it says nothing.';
-comment on column pgqueue.jobs.total is 'How much it says there is to do.';
-comment on column pgqueue.jobs.message is 'What it says it is doing.';
+'How much the current attempt has reported as done; null if nothing.';
+comment on column pgqueue.jobs.total is 'How much there is to do, as reported.';
+comment on column pgqueue.jobs.message is 'What it is doing, as reported.';
 comment on column pgqueue.jobs.rate is
-'How much it has done in a second, from its claim to its last word.';
-comment on column pgqueue.jobs.time_left is 'How long it takes from now on at that rate.';
+'How much it has done per second, from its claim to its last report.';
+comment on column pgqueue.jobs.time_left is 'How much longer it takes at that rate.';
 comment on column pgqueue.jobs.expires_at is
-'From then on no attempt begins; null for no such end.';
+'From then on no attempt begins; null for never.';
 
 -- Whether a queue is paused is found by a join: a reader of the view may not call _in_force().
 create or replace view pgqueue.queues as
@@ -173,45 +173,45 @@ left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and s
 comment on view pgqueue.queues is
 'One row for each queue that has jobs, dead jobs, settings, schedules, or runs in
 the last hour. Counts while the table of jobs is small (16 MB), else reads an
-index and estimates (see is_estimate); of more than 400 pages of runs, some
-26,000, a sample is read, and with more than 800 pages a queue that has few of
-them may be missing. Some tens of milliseconds, however many jobs there are;
-with 30,000 queues half a second.';
+index and estimates (see is_estimate); beyond 400 pages of runs, some 26,000,
+only a sample is read, and beyond 800 pages a queue that has few of them may be
+missing. Takes a few tens of milliseconds, however many jobs there are; with
+30,000 queues half a second.';
 comment on column pgqueue.queues.queue is 'The queue.';
 comment on column pgqueue.queues.ready is 'Jobs that are due, paused or not.';
-comment on column pgqueue.queues.scheduled is 'Jobs whose time has not come, retries among them.';
+comment on column pgqueue.queues.scheduled is 'Jobs that are not due yet, including retries.';
 comment on column pgqueue.queues.running is 'Jobs under a valid lease.';
 comment on column pgqueue.queues.expired is
-'Jobs whose worker let the lease run out, or that were not begun in time. Alert
-when this stays above 0.';
+'Jobs whose lease has expired, or that were not begun in time. Alert if this
+stays above 0.';
 comment on column pgqueue.queues.blocked is 'Jobs that wait for something other than time.';
-comment on column pgqueue.queues.dead is 'Dead jobs. Alert when this grows.';
+comment on column pgqueue.queues.dead is 'Dead jobs. Alert if this grows.';
 comment on column pgqueue.queues.is_estimate is
-'Whether any of the numbers of jobs is an estimate.';
+'Whether any of the job counts is an estimate.';
 comment on column pgqueue.queues.oldest_wait is
-'How long the oldest ready job has been due; null when none is. Alert on this.';
+'How long the oldest ready job has been due; null if none is. Alert on this.';
 comment on column pgqueue.queues.p99_wait is 'The wait that 1 % of the ready jobs exceed.';
 comment on column pgqueue.queues.paused is
-'Whether claims are given nothing, but for kinds or groups that were resumed;
-what is paused by kind or group is in the view settings.';
+'Whether claims get nothing, except kinds or groups that were resumed; what is
+paused by kind or group is in the view settings.';
 comment on column pgqueue.queues.workers is
-'Workers that hold a job of it, or held one that ended in the last five minutes.';
+'Workers that hold one of its jobs, or held one that ended in the last 5 minutes.';
 comment on column pgqueue.queues.parked is
-'Sessions that sleep until they are told of its jobs. One in 256 other queues
-counts them, too.';
+'Sessions that sleep until notified of its jobs. One in 256 other queues counts
+them, too.';
 comment on column pgqueue.queues.time_to_empty is
 'How long the ready jobs take at the rate of the last five minutes, if none are
 added; null if none completed.';
 comment on column pgqueue.queues.p50_wait_last_hour is
-'Half of the attempts of the last hour began at most so long after they were due.';
+'Half of the attempts of the last hour began at most this long after being due.';
 comment on column pgqueue.queues.p99_wait_last_hour is '99 % of them did. Alert on this.';
 comment on column pgqueue.queues.finished_last_hour is 'Attempts completed in the last hour.';
 comment on column pgqueue.queues.failed_last_hour is 'Attempts failed or expired in the last hour.';
-comment on column pgqueue.queues.rate_1m is 'Jobs completed in a second, over the last minute.';
+comment on column pgqueue.queues.rate_1m is 'Jobs completed per second, over the last minute.';
 comment on column pgqueue.queues.rate_5m is 'The same over five minutes.';
 comment on column pgqueue.queues.rate_1h is 'The same over an hour.';
 comment on column pgqueue.queues.failure_rate_1m is
-'Which part of the attempts of the last minute failed or expired, 0 to 1; null
+'The fraction of attempts of the last minute that failed or expired, 0 to 1; null
 if none ended.';
 comment on column pgqueue.queues.failure_rate_5m is 'The same over five minutes.';
 comment on column pgqueue.queues.failure_rate_1h is 'The same over an hour.';
@@ -240,12 +240,12 @@ order by j.claimed_at;
 comment on view pgqueue.running is
 'The leased jobs, the longest-running first. Reads them all while the table of
 jobs is small (16 MB), else the first 50,000 jobs of each lane, divided by the
-number of lanes with more than 100: there they stand, unless claims by kind have
+number of lanes with more than 100: all are there, unless claims by kind have
 passed over more.';
 comment on column pgqueue.running.id is 'The job''s id.';
 comment on column pgqueue.running.queue is 'The job''s queue.';
 comment on column pgqueue.running.kind is 'The job''s kind.';
-comment on column pgqueue.running.worker is 'Who runs it.';
+comment on column pgqueue.running.worker is 'The worker that runs it.';
 comment on column pgqueue.running.running_for is 'Time since it was claimed.';
 comment on column pgqueue.running.lease_left is
 'Time until the lease expires; negative once it has, and the worker is probably
@@ -253,12 +253,12 @@ dead.';
 comment on column pgqueue.running.attempt is 'Which attempt this is.';
 comment on column pgqueue.running.max_attempts is 'How many there may be.';
 comment on column pgqueue.running.cancelled_at is 'When an operator asked it to stop.';
-comment on column pgqueue.running.done is 'How much it says it has done; null if it says nothing.';
-comment on column pgqueue.running.total is 'How much it says there is to do.';
-comment on column pgqueue.running.message is 'What it says it is doing.';
+comment on column pgqueue.running.done is 'How much it has reported as done; null if nothing.';
+comment on column pgqueue.running.total is 'How much there is to do, as reported.';
+comment on column pgqueue.running.message is 'What it is doing, as reported.';
 comment on column pgqueue.running.rate is
-'How much it has done in a second, from its claim to its last word.';
-comment on column pgqueue.running.time_left is 'How long it takes from now on at that rate.';
+'How much it has done per second, from its claim to its last report.';
+comment on column pgqueue.running.time_left is 'How much longer it takes at that rate.';
 
 create or replace view pgqueue.workers as
 with held as (
@@ -317,22 +317,21 @@ comment on view pgqueue.workers is
 'The workers that hold jobs, held one that ended in the last hour, or are
 connected. Reads what running reads, and as many runs as queues.';
 comment on column pgqueue.workers.worker is
-'The name that it claims with. Workers in Python are connected under it:
-their application_name is pgqueue and its last 55 characters, with ? for what is
-not ASCII.';
-comment on column pgqueue.workers.queues is 'Of which queues it holds or held these jobs.';
+'The name it claims with. Python workers connect under it: their application_name
+is pgqueue and its last 55 characters, with ? for what is not ASCII.';
+comment on column pgqueue.workers.queues is 'The queues of these jobs.';
 comment on column pgqueue.workers.held is 'How many jobs it holds, under a valid lease.';
 comment on column pgqueue.workers.longest is 'How long it has held the first of them.';
 comment on column pgqueue.workers.last_claimed_at is
-'When it last claimed one of these.';
-comment on column pgqueue.workers.last_finished_at is 'When the last one ended, in the last hour; also when the lease of a dead worker
-was found expired.';
+'When it last claimed one of them.';
+comment on column pgqueue.workers.last_finished_at is
+'When the last one ended, in the last hour; including by an expired lease.';
 comment on column pgqueue.workers.finished_last_hour is 'Attempts completed in the last hour.';
 comment on column pgqueue.workers.failed_last_hour is
 'Attempts failed or expired in the last hour.';
 comment on column pgqueue.workers.sessions is
-'Connections to this database under its name; on a standby those to the standby.';
-comment on column pgqueue.workers.parked is 'Whether one of them sleeps until it is told of jobs.';
+'Connections to this database under its name; on a standby, those to the standby.';
+comment on column pgqueue.workers.parked is 'Whether one of them sleeps until it is notified of jobs.';
 
 create or replace view pgqueue.kinds as
 select
@@ -348,9 +347,9 @@ where r.done + r.failed > 0
 group by r.queue, r.kind;
 
 comment on view pgqueue.kinds is
-'What each kind of job did in each queue, over all the days that run remembers.
-Of more than 2,000 pages of runs, some 130,000, a sample is read: a kind that
-ran seldom may be missing.';
+'What each kind of job did in each queue, over all the days that run covers.
+Beyond 2,000 pages of runs, some 130,000, only a sample is read: a kind that
+rarely ran may be missing.';
 comment on column pgqueue.kinds.queue is 'The queue.';
 comment on column pgqueue.kinds.kind is 'The kind.';
 comment on column pgqueue.kinds.runs is 'Attempts that completed, failed or expired.';
@@ -377,14 +376,14 @@ order by 1, 2;
 
 comment on view pgqueue.throughput is
 'What each queue did in each of the last 60 minutes in which it did anything; the
-present minute is not over. Of more than 2,000 pages of runs, some 130,000, a
+current minute is not over. Beyond 2,000 pages of runs, some 130,000, only a
 sample is read.';
 comment on column pgqueue.throughput.minute is 'When the minute began.';
 comment on column pgqueue.throughput.queue is 'The queue.';
 comment on column pgqueue.throughput.finished is 'Attempts completed.';
 comment on column pgqueue.throughput.failed is 'Attempts failed or expired.';
 comment on column pgqueue.throughput.p50_waited is
-'Half of them began at most so long after they were due.';
+'Half of them began at most this long after they were due.';
 comment on column pgqueue.throughput.p99_waited is '99 % of them did.';
 comment on column pgqueue.throughput.p50_taken is 'Half of them took at most this long.';
 comment on column pgqueue.throughput.p99_taken is '99 % of them did.';
@@ -413,17 +412,17 @@ order by failures desc, f.queue, f.kind, f.error_like;
 
 comment on view pgqueue.failures is
 'The attempts that failed or expired in the last day, by kind and error, the most
-frequent first. Of more than 1,000 pages of runs, some 65,000, a sample is
-read: what is rare may be missing.';
+frequent first. Beyond 1,000 pages of runs, some 65,000, only a sample is read:
+rare errors may be missing.';
 comment on column pgqueue.failures.queue is 'The queue.';
 comment on column pgqueue.failures.kind is 'The kind.';
 comment on column pgqueue.failures.error_like is
 'The first line of the errors, with % where they differ: numbers, ids, quoted
 text, addresses and paths.';
-comment on column pgqueue.failures.failures is 'How many attempts ended so.';
+comment on column pgqueue.failures.failures is 'How many attempts ended like this.';
 comment on column pgqueue.failures.first_at is 'When the first did, in the last day.';
 comment on column pgqueue.failures.last_at is 'When the last did.';
-comment on column pgqueue.failures.sample_id is 'A job to which it happened.';
+comment on column pgqueue.failures.sample_id is 'One of these jobs.';
 comment on column pgqueue.failures.sample_error is 'The first line of such an error.';
 
 create or replace view pgqueue.dead as
@@ -442,16 +441,16 @@ group by e.queue, e.kind, e.error_like
 order by jobs desc, e.queue, e.kind, e.error_like;
 
 comment on view pgqueue.dead is
-'The dead jobs by kind and error, the most frequent first. Of more than 20,000,
-above 16 MB, a sample of 512 pages is read.';
+'The dead jobs by kind and error, the most frequent first. Beyond 20,000, above
+16 MB, only a sample of 512 pages is read.';
 comment on column pgqueue.dead.queue is 'The queue.';
 comment on column pgqueue.dead.kind is 'The kind.';
 comment on column pgqueue.dead.error_like is
 'The first line of the errors, with % where they differ: an argument for redrive
 and discard_many.';
-comment on column pgqueue.dead.jobs is 'How many died so.';
+comment on column pgqueue.dead.jobs is 'How many died like this.';
 comment on column pgqueue.dead.is_estimate is
-'Whether a sample was read: jobs is an estimate, and what is rare is missing.';
+'Whether only a sample was read: jobs is an estimate, rare errors are missing.';
 comment on column pgqueue.dead.first_died_at is 'When the first did.';
 comment on column pgqueue.dead.last_died_at is 'When the last did.';
 comment on column pgqueue.dead.sample_id is 'One of them.';
@@ -472,7 +471,7 @@ from pgqueue._leased() as l (id)
 join pgqueue.jobs as j on j.id = l.id
 left join pgqueue.kinds as k on k.queue = j.queue and k.kind = j.kind
 cross join lateral (
-    -- The first that holds.
+    -- The first that applies.
     select c.problem, c.since
     from (
         values
@@ -488,20 +487,20 @@ order by stuck_for desc;
 
 comment on view pgqueue.stuck is
 'The leased jobs that need a look, the longest first. Reads what running reads,
-and as many runs as kinds. Why a job that waits does not run, why() tells.';
+and as many runs as kinds. For waiting jobs, why() says why they do not run.';
 comment on column pgqueue.stuck.id is 'The job''s id.';
 comment on column pgqueue.stuck.queue is 'The job''s queue.';
 comment on column pgqueue.stuck.kind is 'The job''s kind.';
-comment on column pgqueue.stuck.worker is 'Who runs it, or did.';
+comment on column pgqueue.stuck.worker is 'The worker that runs it, or did.';
 comment on column pgqueue.stuck.problem is
-'expired: its lease ran out more than a minute ago, and nobody has claimed or
+'expired: its lease expired more than a minute ago, and nobody has claimed or
 called maintain since. cancelling: it was asked to stop more than a minute ago.
 slow: it has run for ten minutes, and ten times as long as 99 % of its kind.';
 comment on column pgqueue.stuck.stuck_for is
-'Since its lease ran out, it was asked to stop, or it was claimed.';
+'Time since its lease expired, it was asked to stop, or it was claimed.';
 comment on column pgqueue.stuck.attempt is 'Which attempt this is.';
 comment on column pgqueue.stuck.max_attempts is 'How many there may be.';
-comment on column pgqueue.stuck.last_error is 'Why the last attempt that failed did; null if none did.';
+comment on column pgqueue.stuck.last_error is 'Why the last failed attempt failed; null if none has.';
 
 -- The defaults by the list of settings, because a reader of the view may not call _defaults().
 create or replace view pgqueue.settings as
@@ -523,7 +522,7 @@ cross join lateral (
         select
             to_jsonb(q) - '{name,kind,group_key}'::text[]
                 - case when q.kind || q.group_key = '' and c.kind || c.group_key <> ''
-                    -- What a queue has beside those of its kinds and groups.
+                    -- What a queue has besides those of its kinds and groups.
                     then '{max_running,rate_limit,rate_period}'::text[]
                     else '{}'
                 end,
@@ -555,8 +554,8 @@ order by c.name, c.group_key, c.kind, s.setting;
 
 comment on view pgqueue.settings is
 'Every setting in force for all queues (the first rows, where queue is null) and
-for each queue, kind or group of which anything was said, and where it was
-said. Of what is not here the wider holds. Reads a small table.';
+for each queue, kind or group with settings of its own, and where it was set.
+For what is not listed the wider level applies. Reads a small table.';
 comment on column pgqueue.settings.queue is 'The queue; null for all.';
 comment on column pgqueue.settings.kind is 'The kind; null for all.';
 comment on column pgqueue.settings.group_key is 'The group; null for all.';
@@ -564,8 +563,8 @@ comment on column pgqueue.settings.setting is
 'The setting, as an argument of configure, or paused.';
 comment on column pgqueue.settings.value is 'What is in force; null for no limit.';
 comment on column pgqueue.settings.set_for is
-'The narrowest for which it was set: kind and group, group, kind (each of this
-queue, or followed by "in all queues"), queue, all queues or default.';
+'The most specific level at which it was set: kind and group, group, kind (each
+of this queue, or followed by "in all queues"), queue, all queues or default.';
 
 create or replace view pgqueue.batches as
 select
@@ -602,8 +601,8 @@ left join lateral (
 order by b.id;
 
 comment on view pgqueue.batches is
-'The batches, for 14 days after they have finished, and how their jobs stand:
-those of a batch that has not finished are counted.';
+'The batches, for 14 days after they have finished, and the states of their jobs:
+those of an unfinished batch are counted.';
 comment on column pgqueue.batches.id is 'What create_batch returned.';
 comment on column pgqueue.batches.queue is 'The queue of its callback.';
 comment on column pgqueue.batches.kind is 'The kind of its callback.';
@@ -613,7 +612,7 @@ been enqueued.';
 comment on column pgqueue.batches.created_at is 'When create_batch was called.';
 comment on column pgqueue.batches.closed_at is 'When close_batch was called.';
 comment on column pgqueue.batches.finished_at is 'When its callback was enqueued.';
-comment on column pgqueue.batches.age is 'How long ago it was created; of a finished one how long it took.';
+comment on column pgqueue.batches.age is 'How long ago it was created; for a finished one, how long it took.';
 comment on column pgqueue.batches.waiting is 'Jobs that wait.';
 comment on column pgqueue.batches.running is 'Jobs that are leased.';
 comment on column pgqueue.batches.completed is 'Jobs that completed.';
@@ -623,7 +622,7 @@ comment on column pgqueue.batches.callback_id is 'Its callback, once it has fini
 comment on column pgqueue.batches.group_key is 'The group of its callback; null for none.';
 comment on column pgqueue.batches.headers is 'The headers of its callback; null for none.';
 
--- A function, because it is stable: a query that leaves out last_state does not look for it.
+-- A function, because it is stable: a query without last_state does not look for it.
 create or replace function pgqueue._last_state(job_id bigint)
     returns text
     language plpgsql
@@ -646,8 +645,8 @@ end;
 $$;
 
 comment on function pgqueue._last_state(bigint) is
-'The state of a job that waits or runs, dead, or its outcome in run; null if
-nobody remembers it.';
+'The state of a waiting or running job, dead, or its outcome in run; null if it
+is no longer known.';
 
 create or replace view pgqueue.schedules as
 select
@@ -671,29 +670,29 @@ from pgqueue.schedule as s
 order by s.name;
 
 comment on view pgqueue.schedules is
-'The recurring jobs, with the last and the next slot of each. last_state takes a
-look into an index, of run if the job has ended; leave it out of thousands.';
-comment on column pgqueue.schedules.name is 'Names the schedule.';
+'The recurring jobs, with the last and the next slot of each. last_state costs an
+index look-up, in run if the job has ended; omit it for thousands.';
+comment on column pgqueue.schedules.name is 'The name of the schedule.';
 comment on column pgqueue.schedules.queue is 'The queue of its jobs.';
 comment on column pgqueue.schedules.kind is 'The kind of its jobs.';
-comment on column pgqueue.schedules.cron is 'The slots, as a cron text; null with every.';
-comment on column pgqueue.schedules.every is 'Slots lie so far apart; null with cron.';
-comment on column pgqueue.schedules.timezone is 'By which clocks cron is read.';
+comment on column pgqueue.schedules.cron is 'The slots, as a cron expression; null with every.';
+comment on column pgqueue.schedules.every is 'The interval between slots; null with cron.';
+comment on column pgqueue.schedules.timezone is 'The time zone of the cron expression.';
 comment on column pgqueue.schedules.catch_up is
-'What becomes of slots that nobody could fire in time: skip, one or all.';
+'What happens to missed slots: skip, one or all.';
 comment on column pgqueue.schedules.jitter is
-'Over how long schedules with the same slots are spread; null for not at all.';
-comment on column pgqueue.schedules.paused is 'Whether it makes no jobs.';
+'The time over which schedules with the same slots are spread; null for none.';
+comment on column pgqueue.schedules.paused is 'Whether it enqueues no jobs.';
 comment on column pgqueue.schedules.next_slot is
-'The next slot; null when it is paused. In the past for longer than jitter: it
-has a problem, or nobody is awake, neither a worker nor maintain.';
+'The next slot; null when it is paused. If it is in the past by more than jitter,
+there is a problem, or neither a worker nor maintain is running.';
 comment on column pgqueue.schedules.last_slot is 'The last slot that has a job; null for none.';
 comment on column pgqueue.schedules.last_job_id is 'The job of last_slot.';
 comment on column pgqueue.schedules.last_state is
-'What became of that job: its state in jobs while it waits or runs, dead, or its
-outcome in run; null if nobody remembers it.';
+'What happened to that job: its state in jobs while it waits or runs, dead, or
+its outcome in run; null if it is no longer known.';
 comment on column pgqueue.schedules.problem is
-'Why the next slot could not be fired; it is tried again each minute.';
+'Why the next slot could not be fired; it is tried again every minute.';
 comment on column pgqueue.schedules.group_key is 'The group of its jobs; null for none.';
 comment on column pgqueue.schedules.headers is
 'The headers of its jobs, without schedule and slot; null for none.';
@@ -723,7 +722,7 @@ with recursive dead as (
         t.what,
         sum(pg_total_relation_size(c.oid)) as bytes,
         sum(pg_relation_size(c.oid)) > 8388608 as is_large,
-        -- As the planner does it: as many rows in a page as at the last ANALYZE, of any part.
+        -- As the planner does it: as many rows per page as at the last ANALYZE, of any part.
         (sum(pg_relation_size(c.oid)) / 8192
             * sum(c.reltuples) filter (where c.relpages > 0) / nullif(sum(c.relpages), 0))::bigint as estimate
     from (
@@ -748,7 +747,7 @@ select
     case s.what
         when 'jobs' then (select j.enqueued_at from pgqueue.job as j order by j.id limit 1)
         when 'dead jobs' then (select min(d.died_at) from dead as d)
-        -- What was rolled back leaves pages without rows.
+        -- Rollbacks leave pages without rows.
         when 'runs' then case when s.is_large
             then (select min(r.finished_at) from pgqueue.run as r where r.ctid < '(64,0)')
             else (select min(r.finished_at) from (select r.finished_at from pgqueue.run as r limit 300000) as r)

@@ -1,21 +1,21 @@
--- One job: how far it is, what became of it, and to wait for its end.
+-- One job: its progress, what happened to it, and waiting for its end.
 --
--- Whoever waits listens on the channel pgqueue, and holds shared session locks of the class 7366516:
--- (7366516, 256) for any job, and (7366516, the job's id modulo 256). Whoever ends jobs first deletes
--- them, then looks whether these locks can be had (the first of them, and only if it is taken the
--- others), and sends a notification only if not. They look only while a cell says that somebody has waited
+-- A waiting session listens on the channel pgqueue, and holds shared session locks of the class 7366516:
+-- (7366516, 256) for any job, and (7366516, the job's id modulo 256). The end of jobs first deletes
+-- them, then checks whether these locks are free (the first of them, and only if that is taken the
+-- others), and sends a notification only if not. It checks only while a cell says that somebody has waited
 -- within the last minute: await() writes it first of all. So nobody pays for it while nobody waits.
 --
 -- await() takes the locks first, then looks for the job, with a new snapshot. No end is missed:
---   - Who looks for locks after that finds them, and its notification comes with its commit.
---   - Who had looked before had deleted before. If that has committed, the job is gone. If not, the
---     version that is still seen has been deleted, or updated before the last one was deleted: its
---     xmax is set, by another transaction than the one that made it. (A claim locks what it updates,
---     and leaves the new version with an xmax equal to its xmin.) Then await() says to look again soon.
---     So it does after a mere lock, or what was rolled back, which costs some looks.
--- What is left is a hint that got lost, because notifications are off or too many: hence two seconds.
+--   - An end that checks the locks after that finds them, and its notification comes with its commit.
+--   - One that checked before had deleted before. If that has committed, the job is gone. If not, the
+--     version still visible has been deleted, or updated before the last one was deleted: its xmax
+--     is set, by a transaction other than the one that made it. (A claim locks what it updates, and
+--     leaves the new version with an xmax equal to its xmin.) Then await() says to look again soon.
+--     It also does so after a mere lock, or a rollback, which costs some looks.
+-- What remains is a hint that got lost, because notifications are off or too many: hence two seconds.
 --
--- As in room wake nobody waits for a lock, and a stranger who holds one causes needless notifications,
+-- As in module wake nothing waits for a lock, and a stranger who holds one causes needless notifications,
 -- or looks. A session that ends leaves none behind.
 
 create or replace function pgqueue.progress(
@@ -53,7 +53,7 @@ begin
         where l.id = progress.job_id and l.token = progress.token
         for update skip locked
     ));
-    -- One whose end has not committed yet is locked, and still held.
+    -- A job whose end has not committed yet is locked, and still held.
     if not found and not exists (
         select from pgqueue.job as j where j.id = progress.job_id and j.token = progress.token
     ) then
@@ -63,11 +63,11 @@ end;
 $$;
 
 comment on function pgqueue.progress(bigint, bigint, numeric, numeric, text) is
-'Tells how far an attempt is: so much done (0 to 1e18, in units of your own),
-of so much in total, and in a line what it is doing. Each call replaces what
-the last one said; the end of the attempt forgets it. The views jobs and
-running show it, with the rate and the time left. This never waits: while an
-open transaction has locked the job it does nothing.
+'Reports the progress of an attempt: how much is done (0 to 1e18, in units of
+your own), of how much in total, and in a line what it is doing. Each call
+replaces the previous report; the end of the attempt discards it. The views jobs
+and running show it, with the rate and the time left. This never waits: while
+an open transaction has locked the job it does nothing.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
 argument).';
 
@@ -132,12 +132,13 @@ end;
 $$;
 
 comment on function pgqueue.status(bigint) is
-'What is known of a job, in one row. Its state is that of the view jobs while
+'What is known about a job, in one row. Its state is that of the view jobs while
 it waits or runs, then dead, completed, cancelled, or gone (discarded or
 purged: the row is that of its last attempt). A job that has ended is looked
-for in run, which knows neither its priority, when it was enqueued nor its
-expires_at; null there. last_error of a cancelled job is the reason. Reads only.
-Raises PQ001 (nothing is known of it).';
+up in run, which knows neither its priority, when it was enqueued nor its
+expires_at: these are null. last_error of a cancelled job is the reason. Only
+reads.
+Raises PQ001 (nothing is known about it).';
 
 create or replace function pgqueue.result(job_id bigint)
     returns jsonb
@@ -167,9 +168,9 @@ end;
 $$;
 
 comment on function pgqueue.result(bigint) is
-'What complete was given for a job. Null if that was nothing, while the job
-waits or runs, and for one that is dead, cancelled or gone: ask status.
-Raises PQ001 (nothing is known of it).';
+'The result given to complete for a job. Null if there was none, while the job
+waits or runs, and if it is dead, cancelled or gone: ask status.
+Raises PQ001 (nothing is known about it).';
 
 create or replace function pgqueue._awaited()
     returns setof int
@@ -185,7 +186,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._awaited() is 'Which of its locks the session holds that waits for jobs.';
+comment on function pgqueue._awaited() is 'Which locks a session that waits for jobs holds.';
 
 create or replace function pgqueue._await(job_id bigint)
     returns boolean
@@ -206,12 +207,12 @@ begin
         perform pgqueue._use('await');
         perform setval('pgqueue._cell_awaited', pgqueue._since_2020(clock_timestamp() + interval '1 minute'));
     end if;
-    -- Saves a look into pg_locks, most of the cost. A rollback may bring back the note of what was given
-    -- back since: then no notification comes, and a look every two seconds finds the end.
+    -- Saves a look into pg_locks, most of the cost. A rollback may bring back the note of locks that were
+    -- released since: then no notification comes, and a look every two seconds finds the end.
     if position(note in noted) > 0 then
         return true;
     end if;
-    -- Each once, because each has to be given back as often as it was taken.
+    -- Each once, because each has to be released as often as it was taken.
     select bool_and(case when a.key is null then pg_try_advisory_lock_shared(7366516, k.key) else true end)
     into is_heard
     from unnest(array[256, (job_id & 255)::int]) as k (key)
@@ -224,8 +225,8 @@ end;
 $$;
 
 comment on function pgqueue._await(bigint) is
-'From now on the end of this job notifies this session. False when somebody
-else has the locks for himself.';
+'From now on the end of this job notifies this session. False if another session
+holds the locks exclusively.';
 
 create or replace function pgqueue._stop_awaiting()
     returns void
@@ -272,7 +273,7 @@ begin
         refused := pgqueue._refuse(pgqueue._unknown(job_id));
     end if;
     return interval '0';
--- Who was not told that it may sleep does not wait.
+-- An interrupted await() leaves the session not waiting.
 exception when query_canceled or lock_not_available or insufficient_resources
     or program_limit_exceeded
 then
@@ -282,11 +283,11 @@ end;
 $$;
 
 comment on function pgqueue.await(bigint) is
-'For a session that has said LISTEN pgqueue and waits for the end of a job:
-says how long it may sleep, unless the notification "end" comes before; then
-call it again. Zero: the job has completed, died, been cancelled or removed.
-From now on the ends of such jobs notify this session, until it says
-await(null); it may await several jobs. NOTIFY is a hint, so look again when
-the time is over. Behind a transaction pooler nothing can be heard, and the
-locks that this takes would stay behind: call status now and then instead.
-Raises PQ001 (nothing is known of it), 25001 outside READ COMMITTED.';
+'For a session that has run LISTEN pgqueue and waits for a job to end: returns
+how long it may sleep, unless the notification "end" comes first; then call it
+again. Zero: the job has completed, died, been cancelled or removed. From now
+on the ends of such jobs notify this session, until it calls await(null); it
+may await several jobs. NOTIFY is a hint, so look again when the time is over.
+Behind a transaction pooler no notification arrives, and the locks that this
+takes would be left behind: poll status instead.
+Raises PQ001 (nothing is known about it), 25001 outside READ COMMITTED.';

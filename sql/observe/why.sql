@@ -1,5 +1,5 @@
 -- Why a job is not running. There is a function for each place where it may be, and why() asks the
--- right one; a further reason is a further line in one of them. All read only, and lock nothing.
+-- right one; a further reason is a further line in one of them. All of them only read, and lock nothing.
 
 create or replace function pgqueue._written(moment timestamptz)
     returns text
@@ -12,7 +12,7 @@ end;
 $$;
 
 comment on function pgqueue._written(timestamptz) is
-'A moment as a sentence has it: in the time zone of the session, whatever its
+'A moment as text for a sentence: in the time zone of the session, whatever its
 DateStyle.';
 
 create or replace function pgqueue._why_paused(job pgqueue.job)
@@ -31,7 +31,7 @@ end;
 $$;
 
 comment on function pgqueue._why_paused(pgqueue.job) is
-'What of a job is paused: its queue, kind or group; null for nothing.';
+'What keeps a job paused: its queue, kind or group; null for nothing.';
 
 create or replace function pgqueue._why_full(job pgqueue.job)
     returns text
@@ -71,7 +71,7 @@ end;
 $$;
 
 comment on function pgqueue._why_full(pgqueue.job) is
-'By what the group of a job is kept busy, if it has a limit and is full.';
+'What keeps the group of a job busy, if it has a limit and is full.';
 
 create or replace function pgqueue._why_capped(job pgqueue.job, moment timestamptz)
     returns text
@@ -143,7 +143,7 @@ end;
 $$;
 
 comment on function pgqueue._why_leased(pgqueue.job, timestamptz) is
-'why, of a job that a worker holds, or held until its lease expired.';
+'why, for a job that a worker holds, or held until its lease expired.';
 
 create or replace function pgqueue._why_blocked(job_id bigint)
     returns text
@@ -164,7 +164,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._why_blocked(bigint) is 'why, of a job that waits for others.';
+comment on function pgqueue._why_blocked(bigint) is 'why, for a job that waits for others.';
 
 create or replace function pgqueue._why_later(job pgqueue.job)
     returns text
@@ -184,7 +184,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._why_later(pgqueue.job) is 'why, of a job that is not due yet.';
+comment on function pgqueue._why_later(pgqueue.job) is 'why, for a job that is not due yet.';
 
 create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestamptz)
     returns bigint
@@ -228,8 +228,7 @@ end;
 $$;
 
 comment on function pgqueue._count_ahead(pgqueue.job, timestamptz) is
-'How many ready jobs claims meet before this one; beyond 10,000 it stops
-counting.';
+'How many ready jobs are ahead of this one; beyond 10,000 it stops counting.';
 
 create or replace function pgqueue._unclaimed(queue text, moment timestamptz)
     returns text
@@ -243,7 +242,7 @@ declare
         select max(f.claimed_at)
         from pgqueue._live_lanes(queue) as l
         cross join lateral (
-            -- What runs stands where it stood, near the beginning.
+            -- Running jobs keep their places, near the beginning.
             select j.claimed_at
             from pgqueue.job as j
             where pgqueue._is_in_lane(j, _unclaimed.queue, l.lane)
@@ -253,7 +252,7 @@ declare
     );
 begin
     return case
-        -- Without runs nobody knows.
+        -- Without runs this is unknown.
         when (pgqueue._in_force(queue)).keep_runs = 0 or last_claim > lately or exists (
             select from pgqueue.run as r
             where r.finished_at > lately and r.queue = _unclaimed.queue and r.worker is not null
@@ -267,8 +266,8 @@ end;
 $$;
 
 comment on function pgqueue._unclaimed(text, timestamptz) is
-'Tells that nobody has claimed from a queue for a while, by the jobs that run
-and the runs of the last ten minutes; null if somebody has.';
+'Says that nobody has claimed from a queue for a while, judging by the running
+jobs and the runs of the last ten minutes; null if somebody has.';
 
 create or replace function pgqueue._why_ready(job pgqueue.job, moment timestamptz)
     returns text
@@ -298,7 +297,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._why_ready(pgqueue.job, timestamptz) is 'why, of a job that is due.';
+comment on function pgqueue._why_ready(pgqueue.job, timestamptz) is 'why, for a job that is due.';
 
 create or replace function pgqueue._why_waits(job pgqueue.job, moment timestamptz)
     returns text
@@ -322,7 +321,7 @@ end;
 $$;
 
 comment on function pgqueue._why_waits(pgqueue.job, timestamptz) is
-'why, of a job that nobody holds, and until when it may begin.';
+'why, for a job that nobody holds, and until when it may begin.';
 
 create or replace function pgqueue._why_dead(dead pgqueue.dead_job)
     returns text
@@ -337,7 +336,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._why_dead(pgqueue.dead_job) is 'why, of a dead job.';
+comment on function pgqueue._why_dead(pgqueue.dead_job) is 'why, for a dead job.';
 
 create or replace function pgqueue._why_gone(job_id bigint)
     returns text
@@ -364,8 +363,8 @@ end;
 $$;
 
 comment on function pgqueue._why_gone(bigint) is
-'why, of a job that is neither in job nor in dead_job, as far as run remembers;
-null if it does not.';
+'why, for a job that is neither in job nor in dead_job, as far as run knows; null
+if it does not.';
 
 create or replace function pgqueue.why(job_id bigint)
     returns text
@@ -401,6 +400,6 @@ end;
 $$;
 
 comment on function pgqueue.why(bigint) is
-'Says in one sentence why a job is not running, or what became of it. Reads
-only; for a job that has ended it looks through run.
+'Says in one sentence why a job is not running, or what happened to it. Only
+reads; for a job that has ended it looks through run.
 Raises PQ001 (no such job).';

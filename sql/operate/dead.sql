@@ -1,4 +1,4 @@
--- Dead jobs: sent back to work, or dropped. Only here a row leaves dead_job.
+-- Dead jobs: sent back to work, or deleted. Rows leave dead_job only here.
 
 create or replace function pgqueue._redrive(dead_ids bigint[])
     returns setof bigint
@@ -91,9 +91,9 @@ $$;
 comment on function pgqueue._find_dead(
     text, text, text, timestamptz, timestamptz, int, text, boolean
 ) is
-'Locks the dead jobs that pass these filters, oldest id first, and returns
+'Locks the dead jobs that match these filters, lowest id first, and returns
 their ids; to redrive only those whose unique_key no living job has. For a dry
-run it tells what they are.';
+run it reports what they are.';
 
 create or replace function pgqueue.redrive(
     queue text default null,
@@ -128,13 +128,13 @@ $$;
 comment on function pgqueue.redrive(
     text, text, text, timestamptz, timestamptz, int, boolean
 ) is
-'Sends dead jobs back to work, oldest id first, and returns their ids: same id,
-errors kept, due now, attempts counted from 0 again, without an expires_at. One
-of a batch that has not finished counts for that again. Filters by queue, kind,
+'Sends dead jobs back to work, lowest id first, and returns their ids: same id,
+errors kept, due now, attempts counted from 0 again, without an expires_at. A
+job of an unfinished batch belongs to it again. Filters by queue, kind,
 pattern of the first line of the last error (ILIKE), and time of death (from
 died_after, before died_before); null does not filter. A job whose unique_key
-is taken by a living one stays dead. dry_run only returns the ids, and tells
-in NOTICEs how many there are of each error.
+is taken by a living one stays dead. dry_run only returns the ids, and reports
+in NOTICEs how often each error occurs.
 Raises 22023 (bad argument).';
 
 create or replace function pgqueue.redrive_job(dead_id bigint, payload jsonb default null)
@@ -166,8 +166,8 @@ $$;
 
 comment on function pgqueue.redrive_job(bigint, jsonb) is
 'Sends one dead job back to work as redrive does, with another payload if one
-is given. Returns its id; null when its unique_key is taken by a living job,
-and it stays dead (with the new payload).
+is given. Returns its id, or null if its unique_key is taken by a living job:
+then it stays dead (with the new payload).
 Raises PQ001 (no such dead job), 54000 (the new payload is too large).';
 
 create or replace function pgqueue.discard_many(
@@ -204,7 +204,7 @@ $$;
 comment on function pgqueue.discard_many(
     text, text, text, timestamptz, timestamptz, int, boolean
 ) is
-'Drops dead jobs for good, oldest id first, and returns their ids; filters and
+'Deletes dead jobs for good, lowest id first, and returns their ids; filters and
 dry_run are those of redrive.
 Raises 22023 (bad argument).';
 
@@ -229,11 +229,11 @@ end;
 $$;
 
 comment on function pgqueue.discard(bigint) is
-'Drops a dead job for good.
+'Deletes a dead job for good.
 Raises PQ001 (no such dead job).';
 
 -- keep_dead. The kinds of each queue, and of each group with a setting of its own, are looked up one by
--- one in an index, and of each only what is over is read: dead jobs that stay cost nothing, but for
+-- one in an index, and of each only what is over is read: dead jobs that stay cost nothing, except
 -- those of a group that keeps them for longer than their kind does.
 create or replace function pgqueue._dead_kinds()
     returns table (queue text, kind text, oldest timestamptz)
@@ -308,8 +308,7 @@ end;
 $$;
 
 comment on function pgqueue._dead_kinds_of_groups() is
-'The same of the groups of which something says how long their dead jobs are
-kept.';
+'The same for the groups with a setting of how long their dead jobs are kept.';
 
 create or replace function pgqueue._pick_over(
     queue text, kind text, group_key text, died_by timestamptz, max_jobs bigint
@@ -350,7 +349,7 @@ $$;
 
 comment on function pgqueue._pick_over(text, text, text, timestamptz, bigint) is
 'Locks dead jobs of a kind, or of a kind and a group, that died by then, the
-oldest first. Those of a group with a setting of its own are not of the kind.';
+oldest first. Those of a group with its own setting do not count for the kind.';
 
 create or replace function pgqueue._forget_dead()
     returns bigint
@@ -375,7 +374,7 @@ begin
             union all
             select g.* from pgqueue._dead_kinds_of_groups() as g
         ) as u
-        -- The settings are asked only where something may be over.
+        -- The settings are read only if something may be over.
         where u.oldest <= greatest(
             (
                 select max(moment - q.keep_dead)
@@ -407,5 +406,5 @@ end;
 $$;
 
 comment on function pgqueue._forget_dead() is
-'Drops up to 10,000 dead jobs that have been kept for keep_dead, of each kind
-the oldest first; returns how many. One that somebody has locked is put off.';
+'Deletes at most 10,000 dead jobs that have been kept for keep_dead, of each kind
+the oldest first; returns how many. A locked one is put off.';

@@ -1,4 +1,4 @@
--- Maintenance: what must happen from time to time, and holds up nobody.
+-- Maintenance: periodic work that holds up nobody.
 
 create or replace function pgqueue.reap(max_jobs int default 1000)
     returns int
@@ -30,10 +30,10 @@ end;
 $$;
 
 comment on function pgqueue.reap(int) is
-'Ends what is over, up to max_jobs jobs, and returns how many. One whose lease
-expired goes back where it stood in its lane, or to dead_job when its attempts
-are used up; one that waits and that nobody began by its expires_at is
-cancelled. Claims do this for what they meet in their own queue; any number of
+'Ends what is over, at most max_jobs jobs, and returns how many. A job whose
+lease expired goes back to its place in its lane, or to dead_job if its attempts
+are used up; a waiting one that nobody began by its expires_at is cancelled.
+Claims do this for what they come across in their own queue; any number of
 reaps may run at once.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
@@ -65,8 +65,8 @@ end;
 $$;
 
 comment on function pgqueue._lock_run(int) is
-'Locks one table of the ring run, or raises 55P03 when somebody is using it:
-nobody waits behind us behind a long SELECT.';
+'Locks one table of the ring run, or raises 55P03 if it is in use: so nobody
+queues up behind us behind a long SELECT.';
 
 create or replace function pgqueue._empty_run(slot int)
     returns void
@@ -91,7 +91,7 @@ begin
         when 14 then truncate pgqueue.run_14;
         when 15 then truncate pgqueue.run_15;
     end case;
-    -- See room schema.
+    -- See module schema.
     perform brin_desummarize_range(i.indexrelid, 0)
     from pg_index as i
     where i.indrelid = ('pgqueue.run_' || slot)::regclass;
@@ -99,8 +99,8 @@ end;
 $$;
 
 comment on function pgqueue._empty_run(int) is
-'Empties one table of the ring run, or raises 55006 when a cursor of this
-session is reading it.';
+'Empties one table of the ring run, or raises 55006 if a cursor of this session
+is reading it.';
 
 create or replace function pgqueue._is_over(day int)
     returns boolean
@@ -116,8 +116,8 @@ as $$
 $$;
 
 comment on function pgqueue._is_over(int) is
-'Whether the table of the ring run that stands for a day of forgetting holds
-runs, and none that ended after that day.';
+'Whether the table of the ring run that is due for deletion on a day holds runs,
+and none that ended after that day.';
 
 create or replace function pgqueue._is_alone(callers text)
     returns boolean
@@ -125,7 +125,7 @@ create or replace function pgqueue._is_alone(callers text)
     stable
 as $$
 begin
-    -- A function that called us may go on for as long as it likes.
+    -- A function that called us may continue for as long as it likes.
     return strpos(callers, E'\n') = 0 and (
         -- The message began the transaction, and has nothing after us.
         now() = statement_timestamp() and strpos(rtrim(current_query(), E'; \t\r\n'), ';') = 0
@@ -139,10 +139,10 @@ end;
 $$;
 
 comment on function pgqueue._is_alone(text) is
-'Whether the transaction is certain to end with the call of a function, whose
-PG_CONTEXT this is. There is no way to ask, but a transaction that BEGIN, or
-another statement, began is older than our message. A statement that is parsed
-and executed in one go looks as if it were not alone.';
+'Whether the transaction is certain to end with the call of the function whose
+PG_CONTEXT this is. There is no way to ask, but a transaction begun by BEGIN, or
+by another statement, is older than our message. A statement that is parsed and
+executed in one go looks as if it were not alone.';
 
 create or replace function pgqueue._empty_runs(day int)
     returns boolean
@@ -152,7 +152,7 @@ create or replace function pgqueue._empty_runs(day int)
 as $$
 begin
     perform pgqueue._lock_run(day % 16);
-    -- Somebody may have written into it since. By the index: now others wait.
+    -- Others may have written to it since. By the index: now others wait.
     if exists (
         select from pgqueue.run as r
         where r.slot = day % 16 and r.finished_at >= to_timestamp((day + 1) * 86400::float8)
@@ -169,7 +169,7 @@ $$;
 
 comment on function pgqueue._empty_runs(int) is
 'Empties the table of the ring run of a day that is over, unless it is in use;
-says whether it did. Nobody can read run until the transaction ends.';
+returns whether it did. Nobody can read run until the transaction ends.';
 
 create or replace function pgqueue._delete_runs(day int, most int)
     returns int
@@ -194,7 +194,7 @@ end;
 $$;
 
 comment on function pgqueue._delete_runs(int, int) is
-'Deletes runs of a day that is over, at most so many, and returns how many.
+'Deletes runs of a day that is over, at most this many, and returns how many.
 Nobody waits for it, but VACUUM has to follow.';
 
 create or replace function pgqueue._forget_runs(is_alone boolean)
@@ -206,8 +206,8 @@ declare
     today int := floor(date_part('epoch', clock_timestamp()) / 86400)::int;
     forgotten int := 0;
 begin
-    -- The last day of forgetting that each table stood for is one of the 16 before
-    -- today. A row written after that day is kept for a later one, 16 days on.
+    -- The last deletion day of each table is one of the 16 days before today. A row written
+    -- after that day is kept until the next one, 16 days later.
     for day in today - 16 .. today - 1 loop
         continue when not pgqueue._is_over(day);
         forgotten := forgotten + case when is_alone
@@ -218,9 +218,9 @@ end;
 $$;
 
 comment on function pgqueue._forget_runs(boolean) is
-'Empties the tables of the ring run whose day is over, but for one in use, and
-returns how many; or, in a transaction that may go on, deletes their rows, up to
-100,000, and returns how many.';
+'Empties the tables of the ring run whose day is over, except those in use, and
+returns how many; or, in a transaction that may continue, deletes at most
+100,000 of their rows, and returns how many.';
 
 create or replace function pgqueue._forget_keys()
     returns int
@@ -248,7 +248,7 @@ end;
 $$;
 
 comment on function pgqueue._forget_keys() is
-'Drops up to 100,000 windows of unique_for that have ended; returns how many.';
+'Deletes at most 100,000 unique_for windows that have ended; returns how many.';
 
 create or replace function pgqueue.maintain()
     returns table (task text, done bigint)
@@ -300,18 +300,18 @@ end;
 $$;
 
 comment on function pgqueue.maintain() is
-'Everything that must happen from time to time: recovers expired leases and
-cancels jobs that may not begin any more, up to 1000 in all (done: jobs); fires
-up to 100 schedules that are due (done: jobs); looks again at jobs and batches
-that may not have to wait any more, 1000 of each (done: looks); looks for
-groups that have something to run and no ticket, among the next 1000 (done:
-groups); drops the permits of groups that have had no job for a day (done:
-permits), up to 100,000 windows of unique_for that have ended (done: windows),
-and up to 10,000 dead jobs that have been kept for keep_dead (done: jobs) and
-batches that finished 14 days ago (done: batches); forgets the ids of jobs that
-were cancelled, purged or discarded 14 days ago; empties the tables of run whose
-days are over (done: tables). Call it every minute or so, from a worker, cron or
-psql, as a statement of its own: in a transaction that may go on it deletes old
-runs instead, up to 100,000 (done: runs), which locks nobody out but leaves work
-to VACUUM. Any number may run at once.
+'Does all periodic work: recovers expired leases and cancels jobs that may not
+begin any more, at most 1000 in all (done: jobs); fires at most 100 schedules
+that are due (done: jobs); looks again at jobs and batches that may not have to
+wait any more, 1000 of each (done: looks); looks for groups that have jobs to
+run but no ticket, among the next 1000 (done: groups); drops the permits of
+groups that have had no job for a day (done: permits); deletes at most 100,000
+unique_for windows that have ended (done: windows), and at most 10,000 dead jobs
+that have been kept for keep_dead (done: jobs) and batches that finished 14 days
+ago (done: batches); forgets the ids of jobs that were cancelled, purged or
+discarded 14 days ago; empties the tables of run whose days are over (done:
+tables). Call it every minute or so, from a worker, cron or psql, as a statement
+of its own: in a transaction that may continue it deletes old runs instead, at
+most 100,000 (done: runs), which locks nobody out but leaves work to VACUUM. Any
+number may run at once.
 Raises 25001 outside READ COMMITTED.';

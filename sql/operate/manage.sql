@@ -1,4 +1,4 @@
--- What an operator does to jobs that wait, run or have ended, from psql. No worker needs to be running.
+-- What an operator does to waiting, running or ended jobs, from psql. No worker needs to be running.
 
 create or replace function pgqueue.cancel(job_id bigint, reason text default null)
     returns text
@@ -23,7 +23,7 @@ begin
     returning j.ctid, j.queue, j.lease_expires_at > moment into pick, queue, is_running;
     if not found then
         refused := pgqueue._refuse(pgqueue._not_found(
-            'job', job_id, 'It may have finished, or be dead: look into pgqueue.run and pgqueue.dead_job.'
+            'job', job_id, 'It may have finished, or be dead: look in pgqueue.run and pgqueue.dead_job.'
         ));
     end if;
 
@@ -37,9 +37,9 @@ end;
 $$;
 
 comment on function pgqueue.cancel(bigint, text) is
-'Stops a job. One that waits is gone at once: cancelled. The worker of one that
-runs hears of it by a notification, or at its next heartbeat: cancelling; if
-that worker is dead the job ends when its lease does. It never runs again.
+'Stops a job. A waiting job is gone at once: cancelled. The worker of a running
+one learns of it by a notification, or at its next heartbeat: cancelling; if
+that worker is dead the job ends with its lease. It never runs again.
 Raises PQ001 (no such job).';
 
 create or replace function pgqueue._tell_counts(what text, summaries text[])
@@ -62,7 +62,7 @@ end;
 $$;
 
 comment on function pgqueue._tell_counts(text, text[]) is
-'For a dry run: tells how many there are of each error, in NOTICEs, the 20 most
+'For a dry run: reports how often each error occurs, in NOTICEs, the 20 most
 frequent.';
 
 create or replace function pgqueue.cancel_many(
@@ -113,7 +113,7 @@ begin
             from pgqueue.job as j where j.id = any (job_ids)
         ));
     else
-        -- At once, because a job that waits for another of them is cancelled with that one.
+        -- All at once, because a job that waits for another of them is cancelled with that one.
         with asked as (
             update pgqueue.job as j
             set cancelled_at = moment, cancel_reason = coalesce(left(cancel_many.reason, 8000), j.cancel_reason)
@@ -137,11 +137,11 @@ $$;
 comment on function pgqueue.cancel_many(
     text, text, text, timestamptz, timestamptz, int, boolean, text
 ) is
-'Cancels jobs that wait or run, oldest id first, and returns their ids. Filters
+'Cancels waiting or running jobs, lowest id first, and returns their ids. Filters
 by queue, kind, pattern of the first line of the last error (ILIKE) and time
 of enqueue (from enqueued_after, before enqueued_before); null does not
-filter. dry_run only returns the ids, and tells in NOTICEs how many there are
-of each error.
+filter. dry_run only returns the ids, and reports in NOTICEs how often each
+error occurs.
 Raises 22023 (bad argument).';
 
 create or replace function pgqueue.run_now(job_id bigint)
@@ -173,8 +173,8 @@ end;
 $$;
 
 comment on function pgqueue.run_now(bigint) is
-'Makes a scheduled job, or one that waits for its retry, due at once; one that
-runs, or is blocked, is left alone.
+'Makes a scheduled job, or one that waits for its retry, due at once; a running
+or blocked job is left alone.
 Raises PQ001 (no such job).';
 
 create or replace function pgqueue.reprioritize(job_id bigint, priority int)
@@ -198,15 +198,15 @@ begin
     where j.id = reprioritize.job_id
     returning j.queue, j.group_key, j.run_at into moved;
     if not found then
-        refused := pgqueue._refuse(pgqueue._not_found('job', job_id, 'Only a job that waits or runs has a priority.'));
+        refused := pgqueue._refuse(pgqueue._not_found('job', job_id, 'Only a waiting or running job has a priority.'));
     end if;
     perform pgqueue._reopened(array[moved.queue], array[priority], array[moved.group_key], array[moved.run_at]);
 end;
 $$;
 
 comment on function pgqueue.reprioritize(bigint, int) is
-'Gives a job another priority, -100 to 100; larger runs first. For one that
-runs it counts from the next attempt.
+'Gives a job another priority, -100 to 100; larger runs first. For a running job
+it takes effect at the next attempt.
 Raises PQ001 (no such job), 22023 (bad argument).';
 
 create or replace function pgqueue._no_rerun(job_id bigint, is_living boolean, is_dead boolean, is_logged boolean)
@@ -218,7 +218,7 @@ begin
     return case
         when is_living then array[
             format('job %s has not ended', job_id),
-            'It waits or runs.',
+            'It is waiting or running.',
             format('why(%s) says what it waits for, run_now(%1$s) makes it due.', job_id)
         ]
         when is_dead then array[
@@ -230,7 +230,7 @@ begin
         else array[
             format('job %s cannot be run again', coalesce(job_id::text, 'null')),
             'The log has no payload of a job with this id.',
-            'With keep_payloads set for its queue, the log keeps those of jobs that end from then on.',
+            'If keep_payloads is set for its queue, the log keeps the payloads of jobs that end from then on.',
             'PQ001'
         ]
     end;
@@ -238,8 +238,8 @@ end;
 $$;
 
 comment on function pgqueue._no_rerun(bigint, boolean, boolean, boolean) is
-'What is wrong with running a job again: it has not ended, or is dead, or is
-unknown (PQ001).';
+'Why a job cannot be run again: it has not ended, or is dead, or is unknown
+(PQ001).';
 
 create or replace function pgqueue.rerun(job_id bigint)
     returns bigint
@@ -282,10 +282,10 @@ end;
 $$;
 
 comment on function pgqueue.rerun(bigint) is
-'Enqueues a job that completed or was cancelled once more, due now, and returns
+'Enqueues once more a job that completed or was cancelled, due now, and returns
 the new id: queue, kind, payload, priority, max_attempts, group and headers are
 the old ones, with the old id as the header rerun_of; a unique_key is not
-taken over. The log must have kept the payload: see keep_payloads.
+copied. The log must have kept the payload: see keep_payloads.
 Raises PQ001 (no such job, or no payload of it), 22023 (it has not ended, or is
 dead), 54000 (payload too large).';
 
@@ -331,5 +331,5 @@ end;
 $$;
 
 comment on function pgqueue.purge(text) is
-'Drops all jobs of a queue that wait, without a trace in run; what runs, and
-what is dead, stays. Returns how many.';
+'Deletes all waiting jobs of a queue, without a trace in run; running and dead
+jobs stay. Returns how many.';

@@ -15,15 +15,14 @@ end;
 $$;
 
 comment on function pgqueue._drop_empty_settings(tid[]) is
-'Of the rows that were just written, removes those that say nothing: these are
-no settings.';
+'Removes those of the rows just written that set nothing.';
 
 create or replace function pgqueue._begin_change()
     returns void
     language plpgsql
 as $$
 begin
-    -- What is in force for a queue also follows from what was set for all.
+    -- What is in force for a queue also depends on what was set for all.
     lock table pgqueue.queue in share row exclusive mode;
 end;
 $$;
@@ -48,7 +47,7 @@ begin
         case when reset then jsonb_build_object('paused', before -> 'paused') else coalesce(before, '{}') end
             || scope || given
     );
-    -- A row that says nothing is no setting. Only what an old snapshot cannot see conflicts, and that raises.
+    -- A row that sets nothing is dropped. Only what an old snapshot cannot see conflicts, and that raises.
     if given <> scope then
         insert into pgqueue.queue
         select q.* from jsonb_populate_record(null::pgqueue.queue, given) as q
@@ -58,8 +57,8 @@ end;
 $$;
 
 comment on function pgqueue._set(text, text, text, jsonb, boolean) is
-'Sets for a queue, kind and group (empty for all) what is given, by name, beside
-what was set before, or instead of it, but for paused.';
+'Sets for a queue, kind and group (empty for all) what is given, by name, in
+addition to what was set before, or instead of it, except paused.';
 
 create or replace function pgqueue._check_settings(given jsonb, kind text, group_key text)
     returns text[]
@@ -72,7 +71,7 @@ begin
             select array[
                 format('%s must be %s', s.name, s.said),
                 format('It is %s.', case when s.type = 'text' then to_json(g.value)::text else g.value end),
-                s.meaning || '. Leave a setting out to keep it as it is.'
+                s.meaning || '. Omit a setting to keep it as it is.'
             ]
             from jsonb_each_text(given) as g
             join pgqueue._setting as s on s.name = g.key
@@ -114,7 +113,7 @@ end;
 $$;
 
 comment on function pgqueue._check_settings(jsonb, text, text) is
-'Refuses a setting out of its range, or for a kind or group that cannot have it.';
+'Refuses a setting outside its range, or for a kind or group that cannot have it.';
 
 create or replace function pgqueue.configure(
     queue text,
@@ -194,11 +193,11 @@ begin
     execute format(
         'comment on function %s is %L',
         'pgqueue.configure'::regproc::regprocedure,
-        $$Sets what is named and leaves the rest; reset first forgets all that was set.
-A null queue sets it for every queue that says nothing else; with kind or
-group_key it is set for that kind or group (* for each group). The narrower
-wins: group, kind, queue, all; but max_running and rate_limit hold beside each
-other. What is of groups is, set for a queue, that of each of its groups.
+        $$Changes the given settings and leaves the rest; reset first clears all that was
+set. A null queue sets them for every queue without its own; with kind or
+group_key, for that kind or group (* for each group). The most specific wins:
+group, kind, queue, all; but all max_running and rate_limit apply together.
+Settings of groups, set for a queue, apply to each of its groups.
 $$ || (
             select string_agg(format(E'%s (%s):\n  %s.', s.name, s.facts, s.meaning), E'\n' order by s.place)
             from pgqueue._setting as s
@@ -225,8 +224,8 @@ begin
         )
     then
         raise notice using
-            message = format('there is no job in a queue "%s", and no setting of it', _set_paused.queue),
-            hint = 'Is this its name? select queue from pgqueue.queues lists those that there are.';
+            message = format('queue "%s" has neither jobs nor settings', _set_paused.queue),
+            hint = 'Is the name right? select queue from pgqueue.queues lists existing queues.';
     end if;
     with cleared as (
         update pgqueue.queue as q
@@ -242,7 +241,7 @@ begin
         coalesce(queue, ''), coalesce(kind, ''), coalesce(group_key, ''),
         jsonb_build_object('paused', _set_paused.paused), false
     );
-    -- "Not paused" says something only while something wider is.
+    -- "Not paused" matters only while something wider is paused.
     with cleared as (
         update pgqueue.queue as q
         set paused = null
@@ -260,8 +259,8 @@ end;
 $$;
 
 comment on function pgqueue._set_paused(text, text, text, boolean) is
-'Pauses or resumes a queue, kind or group, where null means all, and overrules
-what was said of anything within.';
+'Pauses or resumes a queue, kind or group, where null means all, and overrides
+earlier calls for anything within.';
 
 create or replace function pgqueue.pause(
     queue text default null, kind text default null, group_key text default null
@@ -280,9 +279,9 @@ end;
 $$;
 
 comment on function pgqueue.pause(text, text, text) is
-'Lets a queue, or all queues, take jobs in but give none out; with kind or
-group_key, only jobs of that kind or group. What runs goes on. Overrules what
-was said of anything within; the narrower wins over what is said of the wider.
+'Lets a queue, or all queues, accept jobs but hand none out; with kind or
+group_key, only jobs of that kind or group. Running jobs go on. Overrides
+earlier calls for anything within; after that the most specific call wins.
 Raises 22023 (bad argument).';
 
 create or replace function pgqueue.resume(
@@ -308,8 +307,8 @@ end;
 $$;
 
 comment on function pgqueue.resume(text, text, text) is
-'Undoes pause, for a queue or for all queues, or for a kind or group; one of
-something wider that is still paused then runs.
+'Undoes pause, for a queue, for all queues, or for a kind or group, which then
+runs even if something wider is still paused.
 Raises 22023 (bad argument).';
 
 create or replace function pgqueue._repair_settings()
@@ -317,7 +316,7 @@ create or replace function pgqueue._repair_settings()
     language plpgsql
 as $$
 begin
-    -- A replica that was made by rows has no sequences.
+    -- A replica that was made by copying rows has no sequences.
     if exists (
         select from pgqueue.queue as q
         where not exists (select from pgqueue.queue_in_force as f where f.queue = q.name)
@@ -334,5 +333,5 @@ end;
 $$;
 
 comment on function pgqueue._repair_settings() is
-'Derives again what is in force, and what is used, where some copy or restore has
-left that out.';
+'Derives again what is in force, and what is used, if a copy or restore has left
+that out.';

@@ -1,10 +1,10 @@
--- What does not move: leased jobs that need a look, and of each queue the job that has been due for longest, with
--- why() it does not run; and the call that mends it, for an operator. For a reader, also on a standby.
+-- What does not move: leased jobs that need a look, and for each queue the job that has been due for longest, with
+-- why() it does not run; and the call that fixes it, for an operator. For a reader, also on a standby.
 --
 --     psql -Xf stuck.sql
---     psql -X -v queue=emails -f stuck.sql   of one queue
+--     psql -X -v queue=emails -f stuck.sql   for one queue
 --
--- Of more than 50,000 jobs it looks for the one that is due among those enqueued first.
+-- If there are more than 50,000 jobs, it looks for the due one among those enqueued first.
 \set QUIET on
 \set ON_ERROR_STOP on
 \if :{?queue}
@@ -12,7 +12,7 @@
     \set queue ''
 \endif
 
--- Nobody's function in the search_path is meant, whoever calls.
+-- Whoever calls, no function of a stranger in the search_path may run.
 set local search_path = pg_catalog, pg_temp\; set local jit = off\;
 -- One snapshot, or why() might not know a job that has just ended.
 set transaction isolation level repeatable read, read only\;
@@ -27,8 +27,8 @@ with leased as (
         case s.problem
             when 'expired' then 'select * from pgqueue.maintain();'
             when 'slow' then format('select pgqueue.cancel(%s, ''too slow'');', s.id)
-            else 'end its worker: when the lease has run out, the next claim cancels the job'
-        end as mend
+            else 'end its worker: when the lease has expired, the next claim cancels the job'
+        end as fix
     from pgqueue.stuck as s
     where :'queue' in ('', s.queue)
     order by place
@@ -45,9 +45,9 @@ with leased as (
     ) as d
 )
 select
-    l.id, left(l.queue, 40) as queue, left(l.kind, 40) as kind, l.problem, l.mend
+    l.id, left(l.queue, 40) as queue, left(l.kind, 40) as kind, l.problem, l.fix
 from (
-    select l.id, l.queue, l.kind, l.place, l.problem, l.mend from leased as l
+    select l.id, l.queue, l.kind, l.place, l.problem, l.fix from leased as l
     union all
     select
         w.id, w.queue, w.kind, w.place, w.problem,

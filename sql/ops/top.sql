@@ -1,10 +1,10 @@
 -- The whole service on one screen: queues with what they completed in each of the last 30 minutes, the jobs
--- that have run for longest, and what health() does not like. For a reader, also on a standby.
+-- that have been running for longest, and the findings of health(). For a reader, also on a standby.
 --
 --     psql -Xf top.sql               once
 --     psql -X -v every=2 -f top.sql  again every 2 seconds, until Ctrl-C
 --
--- One query, because \watch repeats only one. Its lines are printed as they are, so control characters in
+-- One query, because \watch repeats only one. Its lines are printed unchanged, so control characters in
 -- names and errors become dots, and names that are too long end in ~.
 \set QUIET on
 \set ON_ERROR_STOP on
@@ -20,7 +20,7 @@ select :'ENCODING' = 'UTF8' and current_setting('server_encoding') = 'UTF8' as i
 \else
     \set health '(select null, null, null, null where false)'
 \endif
--- On a screen that is drawn again each line clears what stood behind it, and the last one what stood below.
+-- On a redrawn screen each line clears what was after it, and the last one what was below.
 \set home ''
 \set line_end ''
 \set end ''
@@ -30,7 +30,7 @@ select :'ENCODING' = 'UTF8' and current_setting('server_encoding') = 'UTF8' as i
     \set end '\033[J'
 \endif
 
--- Nobody's function in the search_path is meant, whoever calls.
+-- Whoever calls, no function of a stranger in the search_path may run.
 set local search_path = pg_catalog, pg_temp\; set local jit = off\;
 with minute as (
     select t.queue, (extract(epoch from date_trunc('minute', clock_timestamp()) - t.minute) / 60)::int as ago,
@@ -107,7 +107,7 @@ with minute as (
         4, row_number() over (order by h.status <> 'critical', h.name)::int,
         left(format('%s %s: %s', rpad(h.status, 8), h.name, h.more || h.detail), 100)
     from (
-        -- Of each check its worst finding.
+        -- The worst finding of each check.
         select distinct on (h.name)
             h.status, h.name, h.detail,
             coalesce('1 of ' || nullif(count(*) over (partition by h.name), 1) || ', ', '') as more

@@ -2,10 +2,10 @@
 -- queue. For a reader, also on a standby.
 --
 --     psql -Xf waits.sql
---     psql -X -v queue=emails -f waits.sql   of one queue
+--     psql -X -v queue=emails -f waits.sql   for one queue
 --
--- Waits that grow while the work takes as long as ever: too few workers. Work that takes longer: the handlers, or
--- what they call.
+-- Waits grow while jobs take as long as ever: too few workers. Jobs take longer: the handlers, or what they call,
+-- are slow.
 \set QUIET on
 \set ON_ERROR_STOP on
 \if :{?queue}
@@ -13,7 +13,7 @@
     \set queue ''
 \endif
 
--- Nobody's function in the search_path is meant, whoever calls.
+-- Whoever calls, no function of a stranger in the search_path may run.
 set local search_path = pg_catalog, pg_temp\; set local jit = off\;
 with step as (
     select

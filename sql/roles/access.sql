@@ -1,5 +1,5 @@
--- Who may do what. PUBLIC may do nothing. Nobody but the owner touches a table: the
--- functions are security definer, so a role needs only to be allowed to call them. Roles
+-- Which role may do what. PUBLIC may do nothing. Only the owner touches tables: the
+-- functions are security definer, so a role only needs the right to call them. Roles
 -- belong to the cluster, so the extension creates none; it grants to yours.
 
 create or replace function pgqueue._grants(kind text)
@@ -25,7 +25,7 @@ as $$
         ]
     end || case when _grants.kind in ('operator', 'reader') then array[
         'next_slots', 'why', 'health', 'metrics', 'version',
-        -- What the views call, they call as their reader.
+        -- The views call these as their reader.
         '_count_jobs', '_count_dead', '_leased', '_recent_runs', '_dead_errors', '_error_like',
         '_last_state'
     ] end) as f (name)
@@ -63,7 +63,7 @@ begin
             execute format('revoke select on pgqueue.%I from %I', change.object, role);
         end if;
     end loop;
-    -- A role that may do nothing any more does not see the schema either.
+    -- A role that may no longer do anything does not see the schema either.
     if not is_granted and not exists (
         select from (
             select p.proacl from pg_proc as p where p.pronamespace = 'pgqueue'::regnamespace
@@ -116,8 +116,8 @@ end;
 $$;
 
 comment on function pgqueue.revoke_access(text, text) is
-'Undoes grant_access; what the role may also do as another kind must be granted
-again.
+'Undoes grant_access; rights that the role also has through another kind must be
+granted again.
 Raises 22023 (unknown kind), 42704 (no such role).';
 
 revoke all on schema pgqueue from public;

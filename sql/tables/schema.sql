@@ -4,10 +4,10 @@
 --
 -- A producer calls enqueue() in its own transaction and a row appears in job. From
 -- run_at on the job is ready. A worker calls claim(): the row gets a token, a lease
--- and one attempt more, and runs. While it works it calls extend(), its heartbeat.
--- It ends the attempt with one of three verbs: complete() removes the row, fail()
+-- and one more attempt, and runs. While it works it calls extend(), its heartbeat.
+-- It ends the attempt with one of three functions: complete() removes the row, fail()
 -- sends it back with a later run_at or, when its attempts are used up, to dead_job,
--- and release() gives it back unharmed. A worker that dies calls nothing: its lease
+-- and release() gives it back uncounted. A worker that dies calls nothing: its lease
 -- expires, and the next claim() or reap() ends the attempt in its place.
 --
 -- Only (id, token) can end or extend an attempt. The token comes from a sequence, so
@@ -38,34 +38,34 @@
 -- complete deletes it and logs the run; any other end is written by _end. Then _after_end gives its permits
 -- back and says upwards that it has ended. Only two others call upwards, to announce something: enqueue a
 -- job that waits for others, and _look_around, for a claim or rest, that schedules may be due.
--- Every function says for itself how names are found and statements planned (claim says why), so
--- the same lines stand above most bodies; filters and options stand in each signature.
+-- Every function sets for itself how names are found and statements planned (claim says why), so
+-- the same lines are above most bodies; filters and options are in each signature.
 
--- CREATE EXTENSION has set this already; the plain install has not.
+-- CREATE EXTENSION has already set this; the plain install has not.
 set local search_path = pg_catalog, pg_temp;
 
--- Without "if not exists": a schema that somebody else put here must stop the install.
+-- Without "if not exists": a schema that somebody else created must stop the install.
 create schema pgqueue;
 comment on schema pgqueue is
 'A job queue. Producers call enqueue, workers claim and complete, operators
 read the views.';
 
--- One type, because each column of job costs an enqueue 0.7 %, also where it is null.
+-- One type, because each column of job costs an enqueue 0.7 %, even when it is null.
 create type pgqueue._progress as (told_at timestamptz, done numeric, total numeric, message text);
 comment on type pgqueue._progress is
-'How far an attempt is, and when it said so: so much done of a total, in units
-of its own, and what it is doing.';
+'The progress of an attempt, and when it was reported: how much is done of a
+total, in units of its own, and what it is doing.';
 
 create type pgqueue._terms as (expires_at timestamptz, run_at timestamptz, batch_id bigint);
 comment on type pgqueue._terms is
-'On which terms a job runs, where there are any: not begun after expires_at;
-run_at, once nothing holds it up any more (null: at once); part of a batch.';
+'The terms on which a job runs, if there are any: not begun after expires_at;
+run_at, once nothing blocks it any more (null: at once); part of a batch.';
 
 -- Fixed-width columns first, so that the ones every claim compares are found without
 -- walking over text; the wide ones that only a handler reads come last.
 --
 -- job, recent_key and run have no CHECK: Postgres parses each one anew for every statement, and three
--- of them were a sixth of the cost of an enqueue. The functions, the only door, refuse.
+-- of them were a sixth of the cost of an enqueue. The functions, the only way in, check instead.
 create table pgqueue.job (
     id bigint generated always as identity,
     run_at timestamptz not null,
@@ -96,50 +96,49 @@ create table pgqueue.job (
     -- update HOT.
     fillfactor = 45,
     -- A queue makes garbage at the rate of its work whatever its length, so vacuum
-    -- by count, at full speed, and before the planner's picture is far off.
+    -- by count, at full speed, and before the planner's statistics are far off.
     autovacuum_vacuum_scale_factor = 0,
     autovacuum_vacuum_threshold = 20000,
     autovacuum_vacuum_cost_delay = 0,
     autovacuum_analyze_scale_factor = 0,
     autovacuum_analyze_threshold = 50000,
-    -- Dead index entries cost every claim, and giving the empty end of the file back
+    -- Dead index entries slow every claim, and returning the empty end of the file
     -- to the system would lock everybody out for space that the next burst needs.
     vacuum_index_cleanup = on,
     vacuum_truncate = off
 );
 
 comment on table pgqueue.job is
-'Every job that waits or runs. Read it through the view jobs; change it through
+'Every waiting or running job. Read it through the view jobs; change it through
 the functions.';
-comment on column pgqueue.job.id is 'Names the job for ever, also as a dead job and after a redrive.';
+comment on column pgqueue.job.id is 'Identifies the job for ever, also as a dead job and after a redrive.';
 comment on column pgqueue.job.run_at is
-'Not before this moment; infinity while the job waits for something other than
-time.';
+'The job runs no earlier; infinity while it waits for something other than time.';
 comment on column pgqueue.job.enqueued_at is 'When enqueue was called.';
 comment on column pgqueue.job.token is
-'Proof, with the id, of the present lease: the number of its claim, from a
+'Proof, with the id, of the current lease: the number of its claim, from a
 sequence that never repeats what was committed; null when not leased.';
-comment on column pgqueue.job.claimed_at is 'When the present attempt began; null when not leased.';
+comment on column pgqueue.job.claimed_at is 'When the current attempt began; null when not leased.';
 comment on column pgqueue.job.lease_expires_at is
 'From then on anyone may recover the job; null when not leased.';
 comment on column pgqueue.job.cancelled_at is
-'When an operator asked the running attempt to stop; null if nobody did.';
+'When an operator asked the running attempt to stop; null if none did.';
 comment on column pgqueue.job.priority is 'Larger runs first; -100 to 100.';
 comment on column pgqueue.job.attempt is
 'Attempts begun since the job was enqueued or redriven; counted at claim.';
-comment on column pgqueue.job.max_attempts is 'With this many attempts used up the job is dead.';
+comment on column pgqueue.job.max_attempts is 'After this many attempts the job is dead.';
 comment on column pgqueue.job.queue is 'The queue it waits in.';
 comment on column pgqueue.job.kind is 'Which handler runs it.';
 comment on column pgqueue.job.unique_key is
 'At most one job of a queue with this key waits or runs; null for no such rule.';
 comment on column pgqueue.job.group_key is 'The entity or tenant it belongs to; null for none.';
-comment on column pgqueue.job.worker is 'The name that the claiming worker gave; null when not leased.';
-comment on column pgqueue.job.cancel_reason is 'What the operator said when cancelling.';
+comment on column pgqueue.job.worker is 'The name given by the claiming worker; null when not leased.';
+comment on column pgqueue.job.cancel_reason is 'The reason that the operator gave when cancelling.';
 comment on column pgqueue.job.permits is
-'Where the permits to run are that it holds, a hint; while it waits, that it
-keeps that of its group for its retry. Null for none.';
-comment on column pgqueue.job.progress is 'How far the present attempt says it is; null if it says nothing.';
-comment on column pgqueue.job.terms is 'Its batch, its end, and what it waits for, if there are any.';
+'A hint: where the permits to run are that it holds; while it waits, that it
+keeps its group''s permit for its retry. Null for none.';
+comment on column pgqueue.job.progress is 'The reported progress of the current attempt; null if none was reported.';
+comment on column pgqueue.job.terms is 'Its batch, its expiry, and what it waits for, if there are any.';
 comment on column pgqueue.job.payload is 'The content, for the handler.';
 comment on column pgqueue.job.headers is 'An object of metadata, such as a trace id; null for none.';
 comment on column pgqueue.job.errors is 'The last 10 failures, oldest first: attempt, at, worker, error.';
@@ -148,8 +147,8 @@ comment on column pgqueue.job.errors is 'The last 10 failures, oldest first: att
 -- walks one lane at a time, so that run_at is a bound of the scan: with a range over
 -- all priorities, jobs scheduled at a high priority would be walked by every claim.
 -- Jobs of groups have lanes of their own, 1000 above: no claim walks these, see ticket.
--- By the hash of the queue, because a page of numbers is read, and an entry is found its
--- place, in half the time of a page that begins with texts; queries ask for both.
+-- By the hash of the queue, because reading a page of numbers, and finding the place of an
+-- entry, takes half the time of a page that begins with texts; queries ask for both.
 -- Half full, because a claim of one job reads a whole page. The predicate is true for every
 -- row, but only a query that names a queue can know it: without it, a session that plans
 -- after an idle hour, when job looks empty, reads this whole index to find jobs by id.
@@ -168,7 +167,7 @@ comment on index pgqueue.job_group_idx is 'Which is the first job of a group? Wh
 
 create unique index job_unique_key_idx on pgqueue.job (queue, unique_key)
 where unique_key is not null;
-comment on index pgqueue.job_unique_key_idx is 'Does a job with this key wait or run?';
+comment on index pgqueue.job_unique_key_idx is 'Is a job with this key waiting or running?';
 
 create sequence pgqueue.token_seq;
 comment on sequence pgqueue.token_seq is
@@ -194,29 +193,28 @@ create table pgqueue.ticket (
 );
 alter table pgqueue.ticket replica identity full;
 comment on table pgqueue.ticket is
-'Which groups have something to do: from at on, a claim looks at the jobs of this
-group. Hints, safe to lose.';
-comment on column pgqueue.ticket.at is 'When the group is next looked at; the earliest comes first.';
+'Which groups have jobs that may run: from at on, a claim looks at the jobs of
+this group. Hints, safe to lose.';
+comment on column pgqueue.ticket.at is 'When to look at the group next; the earliest comes first.';
 comment on column pgqueue.ticket.start_at is
-'Until start_until, its first job is due from here on: it saves a long walk over
+'Until start_until, its first job is due no earlier: this saves a long walk over
 finished jobs.';
-comment on column pgqueue.ticket.start_until is 'Until when start_at is believed; null for never.';
+comment on column pgqueue.ticket.start_until is 'How long start_at stays valid; null for never.';
 comment on column pgqueue.ticket.priority is 'For its jobs of this priority.';
 comment on column pgqueue.ticket.served is
 'How many jobs it has given in this turn, where its weight allows more than one;
-below 0: how many times in a row it could give none, and nobody knows until
-when.';
+below 0: how many times in a row it could give none, for an unknown time.';
 comment on column pgqueue.ticket.is_blocked is
-'Whether it could give no more: it is full, at its rate, or paused.';
+'Whether it could give no more jobs: it is full, at its rate, or paused.';
 comment on column pgqueue.ticket.is_full is 'Whether that is because the group is full, or at its rate.';
 comment on column pgqueue.ticket.queue is 'The queue.';
 comment on column pgqueue.ticket.group_key is 'The group.';
 create index ticket_lane_idx on pgqueue.ticket (hashtext(queue), priority, at);
-comment on index pgqueue.ticket_lane_idx is 'Which groups are to be looked at next?';
--- The latest first: what stands behind it is dead, and kept by some old snapshot.
+comment on index pgqueue.ticket_lane_idx is 'Which groups come next?';
+-- The latest first: what is behind it is dead, and kept by some old snapshot.
 create index ticket_group_idx on pgqueue.ticket (hashtextextended(group_key, hashtext(queue)), priority, at desc)
 with (deduplicate_items = off);
-comment on index pgqueue.ticket_group_idx is 'Which tickets has a group?';
+comment on index pgqueue.ticket_group_idx is 'Which tickets does a group have?';
 
 -- A permit to run is held until the attempt of its job ends; one to begin, for the period after that.
 create table pgqueue.permit (
@@ -243,18 +241,17 @@ comment on table pgqueue.permit is
 'How many jobs of a queue, kind or group may run at once, or begin in a period:
 one row for each.';
 comment on column pgqueue.permit.free_at is
-'From when on it may be taken; infinity while it is held by a job that runs, or
-waits for its retry.';
-comment on column pgqueue.permit.taken_at is 'When it was taken last; null for never, or before there was a cap.';
-comment on column pgqueue.permit.job_id is 'The job that holds it, or of a rate, that took it last; null for none.';
+'When it may be taken; infinity while it is held by a job that runs, or waits
+for its retry.';
+comment on column pgqueue.permit.taken_at is 'When it was last taken; null for never, or before there was a cap.';
+comment on column pgqueue.permit.job_id is 'The job that holds it or, for a rate, last took it; null for none.';
 comment on column pgqueue.permit.token is
-'The token of the claim that took it last; before that, below 0, the transaction
-that made it, which must not take it.';
-comment on column pgqueue.permit.place is 'Which permit of its cap it is, from 1.';
+'The token of the claim that last took it; before that, below 0, the transaction
+that created it, which must not take it.';
+comment on column pgqueue.permit.place is 'Its number among the permits of its cap, from 1.';
 comment on column pgqueue.permit.is_rate is 'Whether it is a permit to begin, not to run.';
 comment on column pgqueue.permit.is_surplus is
-'Whether it is held beyond a cap that was lowered: until that ends nobody takes
-another.';
+'Whether it is held beyond a lowered cap: until that ends, no other is taken.';
 comment on column pgqueue.permit.queue is 'The queue.';
 comment on column pgqueue.permit.kind is 'The kind; empty for all.';
 comment on column pgqueue.permit.group_key is 'The group; empty for all.';
@@ -264,16 +261,16 @@ create index permit_scope_idx on pgqueue.permit
 with (deduplicate_items = off)
 where queue is not null;
 comment on index pgqueue.permit_scope_idx is 'Which permits of a queue, kind or group are free?';
--- Its first row brings a second page: what is hot asks for the size before it looks.
+-- Its first row brings a second page: hot paths check the size before they look.
 create index permit_surplus_idx
 on pgqueue.permit (hashtextextended(group_key, hashtextextended(kind, hashtext(queue))))
 where is_surplus;
-comment on index pgqueue.permit_surplus_idx is 'Do more jobs run than a cap says?';
+comment on index pgqueue.permit_surplus_idx is 'Are more jobs running than a cap allows?';
 
 create type pgqueue._cap as (kind text, group_key text, is_rate boolean, most int, period interval);
 comment on type pgqueue._cap is
-'A cap of a queue, of a kind or of a group: so many jobs run at once, or, of a
-rate, begin in any period.';
+'A cap of a queue, of a kind or of a group: at most this many jobs run at once
+or, for a rate, begin in any period.';
 
 create type pgqueue._ended as (
     id bigint, outcome text, queue text, group_key text, batch_id bigint, permits tid[],
@@ -307,8 +304,8 @@ create table pgqueue.dead_job (
     constraint dead_job_attempts_in_range check (attempt >= 0 and max_attempts >= 1)
 );
 comment on table pgqueue.dead_job is
-'Dead letters: jobs whose attempts are used up or that were failed for good.
-redrive sends them back, discard drops them.';
+'Dead letters: jobs whose attempts are used up, or that failed for good.
+redrive sends them back, discard deletes them.';
 comment on column pgqueue.dead_job.id is 'The id it had as a job.';
 comment on column pgqueue.dead_job.died_at is 'When the last attempt ended.';
 comment on column pgqueue.dead_job.enqueued_at is 'When enqueue was called.';
@@ -321,8 +318,8 @@ comment on column pgqueue.dead_job.queue is 'The queue it waited in.';
 comment on column pgqueue.dead_job.kind is 'Which handler ran it.';
 comment on column pgqueue.dead_job.unique_key is 'Its key; free for other jobs while this one is dead.';
 comment on column pgqueue.dead_job.group_key is 'The entity or tenant it belongs to; null for none.';
-comment on column pgqueue.dead_job.worker is 'Who ran the last attempt.';
-comment on column pgqueue.dead_job.terms is 'Its batch, and its end, if there are any.';
+comment on column pgqueue.dead_job.worker is 'The worker of the last attempt.';
+comment on column pgqueue.dead_job.terms is 'Its batch, and its expiry, if there are any.';
 comment on column pgqueue.dead_job.error is 'The last error.';
 comment on column pgqueue.dead_job.payload is 'The content, for the handler.';
 comment on column pgqueue.dead_job.headers is 'An object of metadata; null for none.';
@@ -330,11 +327,11 @@ comment on column pgqueue.dead_job.errors is
 'The last 10 failures, oldest first: attempt, at, worker, error.';
 
 create index dead_job_kind_idx on pgqueue.dead_job (queue, kind, died_at);
-comment on index pgqueue.dead_job_kind_idx is 'What died in this queue, of which kind, and when?';
+comment on index pgqueue.dead_job_kind_idx is 'Which jobs of this queue and kind died, and when?';
 
 create index dead_job_group_idx on pgqueue.dead_job (group_key, queue, kind, died_at)
 where group_key is not null;
-comment on index pgqueue.dead_job_group_idx is 'What died of this group, and when?';
+comment on index pgqueue.dead_job_group_idx is 'Which jobs of this group died, and when?';
 
 -- The windows of unique_for. A row outlives its job, so it is not in job; it is written by no
 -- enqueue without unique_for.
@@ -345,7 +342,7 @@ create table pgqueue.recent_key (
     unique_key text not null,
     constraint recent_key_pkey primary key (queue, unique_key)
 ) with (
-    -- Like job: rows go at the rate at which they come, however many there are.
+    -- Like job: rows leave at the rate at which they come, however many there are.
     autovacuum_vacuum_scale_factor = 0,
     autovacuum_vacuum_threshold = 20000,
     autovacuum_vacuum_cost_delay = 0,
@@ -366,7 +363,7 @@ create index recent_key_expires_idx on pgqueue.recent_key (expires_at);
 comment on index pgqueue.recent_key_expires_idx is 'Which windows have ended?';
 
 -- Every way in which an attempt can end. No column has a CHECK for them, see job; a test compares
--- what functions write and ask for with this list.
+-- what functions write and expect with this list.
 create view pgqueue._outcome as
 select * from (
     values
@@ -374,20 +371,20 @@ select * from (
         ('retry', 'fail', true, true, 'failed, runs again'),
         ('dead', 'reject', false, true, 'failed for good'),
         ('cancelled', null, false, false, 'an operator or a dependency ended it'),
-        ('expired', null, true, true, 'the worker let the lease run out, runs again'),
+        ('expired', null, true, true, 'the worker let the lease expire, runs again'),
         (null, 'release', true, false, 'given back, uncounted')
 ) as o (name, asked_by, runs_again, is_failure, meaning);
 comment on view pgqueue._outcome is 'How attempts end.';
-comment on column pgqueue._outcome.name is 'As run has it; null where it is not logged.';
-comment on column pgqueue._outcome.asked_by is 'What finish is asked for it; null for nothing.';
-comment on column pgqueue._outcome.runs_again is 'Whether the job waits then.';
+comment on column pgqueue._outcome.name is 'As in run; null if it is not logged.';
+comment on column pgqueue._outcome.asked_by is 'The outcome passed to finish for it; null for none.';
+comment on column pgqueue._outcome.runs_again is 'Whether the job then waits again.';
 comment on column pgqueue._outcome.is_failure is 'Whether it counts as a failed attempt.';
 comment on column pgqueue._outcome.meaning is 'What happened.';
 
 -- A ring of sixteen tables. A row goes to the table of the day on which it may be
--- forgotten, so that one TRUNCATE forgets a day: no mass DELETE, no new tables, and
+-- deleted, so that one TRUNCATE deletes a day: no mass DELETE, no new tables, and
 -- nothing left for VACUUM. Two weeks at most are kept, which leaves a table that is
--- certainly over. maintain() empties it; in a transaction that may go on, where the lock
+-- certainly over. maintain() empties it; in a transaction that may continue, where the lock
 -- of a TRUNCATE would stay, it deletes the rows. Only then pages are filled for a second
 -- time, no longer in the order of time, which the index below counts on.
 create table pgqueue.run (
@@ -403,7 +400,7 @@ create table pgqueue.run (
     worker text,
     result jsonb,
     error text,
-    -- Few, because each column costs a completion something, also where it is null.
+    -- Few, because each column slows completions a little, even when it is null.
     payload jsonb,
     headers jsonb,
     options jsonb
@@ -427,8 +424,8 @@ begin
     );
 end;
 $$;
-comment on column pgqueue.run.worker is 'Who ran it.';
-comment on column pgqueue.run.result is 'What complete was given; the reason of a cancelled job.';
+comment on column pgqueue.run.worker is 'The worker that ran it.';
+comment on column pgqueue.run.result is 'The result given to complete; the reason of a cancelled job.';
 comment on column pgqueue.run.error is 'The first line of the error of an attempt that failed or expired.';
 comment on column pgqueue.run.payload is
 'The content of a job that completed or was cancelled; null without
@@ -441,7 +438,7 @@ begin
     for slot in 0 .. 15 loop
         execute format('create table pgqueue.run_%s partition of pgqueue.run for values in (%1$s)', slot);
         execute format(
-            'comment on table pgqueue.run_%s is ''Runs to forget on the days that are %1$s modulo 16.''', slot
+            'comment on table pgqueue.run_%s is ''Runs to delete on the days that are %1$s modulo 16.''', slot
         );
     end loop;
 end;
@@ -450,17 +447,17 @@ $$;
 -- Rows arrive in the order of their time, so a few bytes a megabyte find an hour, and nearly in that
 -- of their jobs. Two such indexes would cost a completion twice as much as one of two columns.
 create index run_finished_idx on pgqueue.run using brin (finished_at, job_id) with (autosummarize);
-comment on index pgqueue.run_finished_idx is 'What finished since then? What became of this job?';
+comment on index pgqueue.run_finished_idx is 'What has finished since then? What happened to this job?';
 -- The index of an empty table has a summary of the first megabyte, which all completions would take
 -- turns to write. A range without one is read whole, and gets it when it is full.
 select brin_desummarize_range(i.inhrelid, 0)
 from pg_inherits as i
 where i.inhparent = 'pgqueue.run_finished_idx'::regclass;
 
--- Every setting, and all that is known of it: its column in the two tables below, with comment and
--- check, its default, what configure refuses, and the view settings follow from this list.
--- A range is the lowest and the highest value, or of a text all; null for any. not_for: where it cannot be
--- set. feature: what a completion has to look for from then on, see used.
+-- Every setting, with all its facts: its column in the two tables below, with comment and check, its
+-- default, what configure refuses, and the view settings follow from this list.
+-- A range is the lowest and the highest value or, for a text, all values; null for any. not_for: where it
+-- cannot be set. feature: what a completion has to look for from then on, see used.
 create view pgqueue._setting as
 select
     row_number() over () as place, s.name, s.type, s.fallback, r.range, n.not_for, s.feature, s.meaning, r.said,
@@ -469,7 +466,7 @@ select
     ) as facts
 from (
     values
-        ('paused', 'boolean', 'false', null, null, null, 'Takes jobs in and gives none out'),
+        ('paused', 'boolean', 'false', null, null, null, 'Accepts jobs and hands none out'),
         (
             'notify', 'boolean', 'true', null, '{a kind,a group}', null,
             'Whether enqueue may send NOTIFY to parked workers'
@@ -478,10 +475,10 @@ from (
             'keep_payloads', 'boolean', 'false', null, null, 'keep',
             'Whether run keeps the payloads of jobs that are gone'
         ),
-        ('max_attempts', 'int', '20', '{1}', null, null, 'Attempts of a job that names no number'),
+        ('max_attempts', 'int', '20', '{1}', null, null, 'Attempts of a job that gives no number'),
         (
             'keep_runs', 'int', '7', '{0,14}', null, 'keep',
-            'Days to keep finished attempts in run; with 0 none is recorded'
+            'Days to keep finished attempts in run; with 0 none are recorded'
         ),
         ('max_payload_bytes', 'int', null, '{1}', null, null, 'Largest payload, as Postgres holds it uncompressed'),
         (
@@ -494,7 +491,7 @@ from (
         ),
         (
             'max_running', 'int', null, '{1,1000}', '{a group}', 'permits',
-            'How many jobs of a queue or kind may run at once; of a group, see group_limit'
+            'How many jobs of a queue or kind may run at once; for groups: group_limit'
         ),
         (
             'rate_limit', 'int', null, '{1,1000}', '{a kind and a group together}', 'permits',
@@ -502,7 +499,7 @@ from (
         ),
         (
             'lease', 'interval', '30 seconds', '{1 microsecond,30 days}', null, null,
-            'Lease of a claim that names none'
+            'Lease of a claim that gives none'
         ),
         (
             'retry_base', 'interval', '5 seconds', '{0,1 year}', null, null,
@@ -512,16 +509,16 @@ from (
         ('rate_period', 'interval', '1 second', '{1 millisecond,1 day}', null, null, 'The period of rate_limit'),
         (
             'age_after', 'interval', null, '{1 second,1 year}', '{a kind,a group}', null,
-            'After each such time a waiting job counts as one priority higher'
+            'For each such interval a waiting job counts as one priority higher'
         ),
         ('keep_dead', 'interval', null, '{1 second,10 years}', '{each group}', null, 'How long a dead job is kept'),
         (
             'wait_target', 'interval', '5 minutes', '{1 second,1 year}', '{a kind,a group}', null,
-            'How long a job should wait at most: health warns beyond'
+            'How long a job should wait at most, or health warns'
         ),
         (
             'group_on_retry', 'text', 'skip', '{skip,block}', '{a kind,each group}', null,
-            'What a job that waits for its retry means for its group'
+            'Whether a job that waits for its retry blocks its group'
         )
 ) as s (name, type, fallback, range, not_for, feature, meaning)
 cross join lateral (select s.not_for::text[]) as n (not_for)
@@ -535,18 +532,18 @@ comment on view pgqueue._setting is 'The settings: what configure can set, and p
 comment on column pgqueue._setting.place is 'Its place among the columns.';
 comment on column pgqueue._setting.name is 'The argument of configure.';
 comment on column pgqueue._setting.type is 'Its type.';
-comment on column pgqueue._setting.fallback is 'What holds where nothing was set; null for no limit.';
+comment on column pgqueue._setting.fallback is 'What applies if nothing was set; null for no limit.';
 comment on column pgqueue._setting.range is
-'The lowest and the highest value, where there is one; of a text, every value.
+'The lowest and the highest value, if there is one; for a text, every value.
 null for any.';
-comment on column pgqueue._setting.not_for is 'For what it cannot be set; null for nothing.';
+comment on column pgqueue._setting.not_for is 'What it cannot be set for; null for nothing.';
 comment on column pgqueue._setting.feature is 'What is used once it is set, as in the table used.';
 comment on column pgqueue._setting.meaning is 'What it does.';
 comment on column pgqueue._setting.said is 'The range in words.';
-comment on column pgqueue._setting.facts is 'Range, default and for what not, in words.';
+comment on column pgqueue._setting.facts is 'Range, default and what it cannot be set for, in words.';
 
--- A queue needs no row here. An empty name, kind or group_key speaks for every one, and a null
--- says nothing; which row wins is in _in_force(). Calls that are hot read the table queue_in_force instead.
+-- A queue needs no row here. An empty name, kind or group_key stands for every one, and a null
+-- sets nothing; _in_force() says which row wins. Hot calls read the table queue_in_force instead.
 create table pgqueue.queue (
     name text,
     kind text not null default '',
@@ -558,13 +555,13 @@ create table pgqueue.queue (
     )
 );
 comment on table pgqueue.queue is
-'Settings that configure and pause made. An empty name, kind or group_key means
-every one; the narrower row wins. The view settings shows what is in force.';
+'Settings made by configure and pause. An empty name, kind or group_key means
+every one; the most specific row wins. The view settings shows what is in force.';
 comment on column pgqueue.queue.name is 'The queue; empty for all.';
 comment on column pgqueue.queue.kind is 'The kind for which this is set; empty for all.';
 comment on column pgqueue.queue.group_key is 'The group for which this is set; empty for all.';
 
--- Derived from the table queue whenever that changes, so that a call finds what holds in one row, or
+-- Derived from the table queue whenever that changes, so that a call finds what applies in one row, or
 -- learns from used_seq that there is none.
 create table pgqueue.queue_in_force (
     queue text not null,
@@ -575,11 +572,11 @@ create table pgqueue.queue_in_force (
     constraint queue_in_force_pkey primary key (queue)
 );
 comment on table pgqueue.queue_in_force is
-'What holds for each queue of which anything was set, and (an empty name) for all
-others, if anything was set for all.';
+'What applies to each queue for which anything was set, and (an empty name) to
+all others, if anything was set for all.';
 comment on column pgqueue.queue_in_force.queue is 'The queue; empty for those without a row.';
 comment on column pgqueue.queue_in_force.has_narrow is 'Whether anything is set for kinds or groups.';
-comment on column pgqueue.queue_in_force.has_pauses is 'Whether kinds or groups are paused, or not, or have leases.';
+comment on column pgqueue.queue_in_force.has_pauses is 'Whether pauses, resumes or leases are set for kinds or groups.';
 comment on column pgqueue.queue_in_force.has_groups is 'Whether groups have weights, limits or rates of their own.';
 comment on column pgqueue.queue_in_force.has_caps is 'Whether the queue, or a kind in it, has a cap.';
 
@@ -625,7 +622,7 @@ where num_nonnulls(max_running, rate_limit, rate_period) > 0;
 comment on index pgqueue.queue_cap_idx is 'Which caps are set for a queue, its kinds and groups?';
 
 create index queue_keep_idx on pgqueue.queue (name) where num_nonnulls(keep_runs, keep_payloads) > 0;
-comment on index pgqueue.queue_keep_idx is 'Does anything say what the log keeps, and how long?';
+comment on index pgqueue.queue_keep_idx is 'Which settings say what the log keeps, and how long?';
 
 create index queue_dead_idx on pgqueue.queue (name, left(group_key, 1)) where keep_dead is not null;
 comment on index pgqueue.queue_dead_idx is 'How long are the dead jobs of a queue kept?';
@@ -633,18 +630,18 @@ comment on index pgqueue.queue_dead_idx is 'How long are the dead jobs of a queu
 create index queue_narrow_idx on pgqueue.queue (name, (num_nonnulls(paused, lease) > 0))
 where kind <> '' or group_key <> '';
 comment on index pgqueue.queue_narrow_idx is
-'Is anything set for kinds or groups, and what of it must a claim know?';
+'Which settings of kinds or groups must a claim know?';
 
 create index queue_group_idx on pgqueue.queue (name)
 where group_key <> '' and num_nonnulls(weight, group_limit, group_on_retry, rate_limit, rate_period) > 0;
-comment on index pgqueue.queue_group_idx is 'Is anything set for the groups of a queue that a claim must know?';
+comment on index pgqueue.queue_group_idx is 'Which settings of the groups of a queue must a claim know?';
 
--- What is used, so that nobody pays for what others use. Bits are only ever set, at once, whatever becomes of
+-- What is used, so that nobody pays for what others use. Bits are only ever set, at once, whatever happens to
 -- the transaction: they may say too much, never too little.
 create sequence pgqueue.used_seq minvalue -9223372036854775808 start 0;
 comment on sequence pgqueue.used_seq is
-'Bits: in which of 63 folds of queues something is set; below 0 where a schedule,
-a batch or a dependency was ever made, so that claims have to look around.';
+'Bits: in which of 63 folds of queues something is set; below 0 if a schedule,
+a batch or a dependency was ever created, so that claims have to look around.';
 select setval('pgqueue.used_seq', 0);
 
 create sequence pgqueue.lanes_seq minvalue -9223372036854775808 start 0;
@@ -684,30 +681,29 @@ create table pgqueue.schedule (
 );
 comment on table pgqueue.schedule is
 'Recurring jobs. A slot is a moment at which one is due by its rule. schedule
-makes a row; read it through the view schedules.';
+creates a row; read it through the view schedules.';
 comment on column pgqueue.schedule.due_at is
-'When next_slot is fired: later than it by the share of jitter that is this
-schedule''s; infinity while it is paused.';
+'When next_slot is fired: later than it by this schedule''s share of jitter;
+infinity while it is paused.';
 comment on column pgqueue.schedule.next_slot is 'The first slot that has no job yet.';
 comment on column pgqueue.schedule.last_slot is 'The last slot that has a job; null for none.';
 comment on column pgqueue.schedule.last_job_id is 'The job of last_slot.';
-comment on column pgqueue.schedule.every is 'Slots lie so far apart; null with cron.';
+comment on column pgqueue.schedule.every is 'The interval between slots; null with cron.';
 comment on column pgqueue.schedule.jitter is
-'Over how long the jobs of schedules with the same slots are spread; null for not
-at all.';
+'The time over which schedules with the same slots are spread; null for none.';
 comment on column pgqueue.schedule.priority is 'The priority of its jobs; null for the default.';
 comment on column pgqueue.schedule.max_attempts is 'The max_attempts of its jobs; null for the default.';
-comment on column pgqueue.schedule.is_paused is 'Whether it makes no jobs until it is resumed.';
-comment on column pgqueue.schedule.name is 'Names the schedule.';
+comment on column pgqueue.schedule.is_paused is 'Whether it enqueues no jobs until it is resumed.';
+comment on column pgqueue.schedule.name is 'The name of the schedule.';
 comment on column pgqueue.schedule.queue is 'The queue of its jobs.';
 comment on column pgqueue.schedule.kind is 'The kind of its jobs; null for the default.';
 comment on column pgqueue.schedule.group_key is 'The group of its jobs; null for none.';
-comment on column pgqueue.schedule.cron is 'The slots, as a cron text; null with every.';
-comment on column pgqueue.schedule.timezone is 'By which clocks cron is read.';
+comment on column pgqueue.schedule.cron is 'The slots, as a cron expression; null with every.';
+comment on column pgqueue.schedule.timezone is 'The time zone of the cron expression.';
 comment on column pgqueue.schedule.catch_up is
-'What becomes of slots that nobody could fire in time: skip, one or all.';
+'What happens to missed slots: skip, one or all.';
 comment on column pgqueue.schedule.problem is
-'Why next_slot could not be fired; it is tried again each minute. null: it could.';
+'Why next_slot could not be fired; it is retried every minute. null: no problem.';
 comment on column pgqueue.schedule.payload is 'The payload of its jobs.';
 comment on column pgqueue.schedule.headers is
 'The headers of its jobs, to which schedule and slot are added; null for none.';
@@ -727,10 +723,10 @@ create type pgqueue._cron as (
     is_either boolean
 );
 comment on type pgqueue._cron is
-'What a cron text lists, each in order, and whether either of the two days is
-enough.';
+'What a cron expression lists, each in order, and whether either of the two days
+is enough.';
 
--- What waits for the end of jobs. No row is ever written again: room depend says who deletes it.
+-- What waits for the end of jobs. No row is ever updated: module depend says who deletes it.
 create table pgqueue.dependency (
     job_id bigint not null,
     waiter_id bigint not null,
@@ -744,37 +740,37 @@ create table pgqueue.dependency (
 );
 comment on table pgqueue.dependency is
 'Which jobs wait for which. A job is blocked as long as it has a row here; a row
-of a job that has ended is work that is left.';
+of a job that has ended is work left to do.';
 comment on column pgqueue.dependency.job_id is 'The job that has to end.';
 comment on column pgqueue.dependency.waiter_id is 'The job that waits for it.';
 comment on column pgqueue.dependency.runs_if_dead is
-'Whether any end will do; else the job that waits is cancelled unless this one
+'Whether any end will do; otherwise the waiting job is cancelled unless this one
 completes.';
--- By a hash, so that a look at any of them may begin anywhere.
+-- By a hash, so that looking for any of them may begin anywhere.
 create index dependency_waiter_idx on pgqueue.dependency (waiter_id, hashint8(job_id));
-comment on index pgqueue.dependency_waiter_idx is 'Does it wait for anything still?';
+comment on index pgqueue.dependency_waiter_idx is 'Does it still wait for anything?';
 
--- One look at a size tells a completion that there is nothing of the kind. No row is ever deleted.
+-- A completion sees by the size of the table that nothing is used. No row is ever deleted.
 create table pgqueue.used (
     feature varchar(7) not null
 );
 alter table pgqueue.used replica identity full;
 comment on table pgqueue.used is
-'What has ever been used here that completions have to look for.';
+'Which features have ever been used that completions have to look for.';
 comment on column pgqueue.used.feature is
 'permits, keep (settings of what run keeps), after (jobs that wait for others) or
-await (sessions that do).';
+await (sessions that wait for jobs).';
 create index used_by_one_idx on pgqueue.used (feature) where feature <> 'permits';
 comment on index pgqueue.used_by_one_idx is
-'Has anything ever been used that the completion of one job has to look for?';
+'Has any feature ever been used that the completion of one job has to look for?';
 
--- How a tie looks to who cuts it.
+-- A tie, as seen by whoever cuts it.
 create type pgqueue._tie as (place tid, job_id bigint, waiter_id bigint, is_doomed boolean, is_first boolean);
 comment on type pgqueue._tie is
-'A row of dependency: where it is; whether the job that waits is to be cancelled;
+'A row of dependency: where it is; whether the waiting job is to be cancelled;
 and whether the one that it waits for has ended, or is to be cancelled as well.';
 
--- By 64 ids, so that a purge leaves few rows. A part may have several: no row is ever written again.
+-- By 64 ids, so that a purge leaves few rows. A part may have several: no row is ever updated.
 create table pgqueue.gone (
     part bigint not null,
     ids bigint not null,
@@ -782,9 +778,9 @@ create table pgqueue.gone (
 );
 alter table pgqueue.gone replica identity full;
 comment on table pgqueue.gone is
-'The ids of jobs that were cancelled, purged or discarded: what is enqueued after
+'The ids of jobs that were cancelled, purged or discarded: jobs enqueued after
 one of them must not run. Kept for 14 days.';
-comment on column pgqueue.gone.part is 'Among which 64 ids they are: id >> 6.';
+comment on column pgqueue.gone.part is 'Which 64 ids they are among: id >> 6.';
 comment on column pgqueue.gone.ids is 'Which of these they are: a bit for each, 1 << (id & 63).';
 comment on column pgqueue.gone.ended_at is 'When they ended.';
 create index gone_part_idx on pgqueue.gone (part);
@@ -804,14 +800,14 @@ create table pgqueue.loose_end (
 );
 alter table pgqueue.loose_end replica identity full;
 comment on table pgqueue.loose_end is
-'Where ties or batches are to be looked at before the sweep comes there: hints,
-safe to lose.';
+'Which ties or batches to look at before the sweep gets there: hints, safe to
+lose.';
 comment on column pgqueue.loose_end.look_at is 'Not before this moment.';
 comment on column pgqueue.loose_end.id is 'A job, or a batch.';
 comment on column pgqueue.loose_end.what is
-'ended: a job for which others may wait still; waiter: a job that nothing may
-hold up any more; new: the same, of a job that was just enqueued, after all
-others; batch: a batch that may be over.';
+'ended: a job that others may still wait for; waiter: a job that may have nothing
+left to wait for; new: the same for a job just enqueued, after all others;
+batch: a batch that may be over.';
 create index loose_end_look_idx on pgqueue.loose_end ((what = 'new'), look_at);
 comment on index pgqueue.loose_end_look_idx is 'Where to look next?';
 
@@ -837,10 +833,10 @@ create table pgqueue.batch (
 comment on table pgqueue.batch is
 'Batches, and the callback that each enqueues when its jobs have ended. Read them
 through the view batches.';
-comment on column pgqueue.batch.id is 'Names the batch; no job has the same id.';
+comment on column pgqueue.batch.id is 'Identifies the batch; no job has the same id.';
 comment on column pgqueue.batch.created_at is 'When create_batch was called.';
-comment on column pgqueue.batch.closed_at is 'When close_batch was called; null if it was not.';
-comment on column pgqueue.batch.finished_at is 'When its callback was enqueued; null if it was not.';
+comment on column pgqueue.batch.closed_at is 'When close_batch was called; null if not yet.';
+comment on column pgqueue.batch.finished_at is 'When its callback was enqueued; null if not yet.';
 comment on column pgqueue.batch.callback_id is 'Its callback; with a problem, its id as a dead job.';
 comment on column pgqueue.batch.completed is 'How many of its jobs completed, once it has finished.';
 comment on column pgqueue.batch.dead is 'How many died.';
@@ -852,9 +848,9 @@ comment on column pgqueue.batch.kind is 'The kind of the callback; null for the 
 comment on column pgqueue.batch.group_key is 'The group of the callback; null for none.';
 comment on column pgqueue.batch.payload is 'The payload of the callback, to which the counts are added.';
 comment on column pgqueue.batch.headers is 'The headers of the callback.';
-comment on column pgqueue.batch.problem is 'Why its callback could not be enqueued; null: it could.';
--- Unique, which makes finished_at a key: else who locks the row to add a job (for key share) while another
--- finishes the batch might be given the version before.
+comment on column pgqueue.batch.problem is 'Why its callback could not be enqueued; null: no problem.';
+-- Unique, which makes finished_at a key: otherwise a session that locks the row to add a job (for key share)
+-- while another finishes the batch might get the version before.
 create unique index batch_finished_idx on pgqueue.batch (finished_at, id);
 comment on index pgqueue.batch_finished_idx is 'Which batches can be forgotten?';
 create index batch_open_idx on pgqueue.batch (id) where finished_at is null;
@@ -871,19 +867,19 @@ create table pgqueue.tally (
 );
 alter table pgqueue.tally replica identity full;
 comment on table pgqueue.tally is
-'What has come to batches that have not finished, and how it has ended: a row
-for each call that enqueued jobs of one, or ended some otherwise than by
-completing them. The others completed.';
+'How many jobs were added to unfinished batches, and how they ended: a row for
+each call that enqueued jobs of one, or ended some other than by completing
+them. The others completed.';
 comment on column pgqueue.tally.batch_id is 'The batch.';
-comment on column pgqueue.tally.part is 'Which 1,024 ids those that came are among: id >> 10.';
-comment on column pgqueue.tally.jobs is 'How many came.';
-comment on column pgqueue.tally.dead is 'How many died; less than 0 where some were redriven.';
+comment on column pgqueue.tally.part is 'Which 1,024 ids the added jobs are among: id >> 10.';
+comment on column pgqueue.tally.jobs is 'How many were added.';
+comment on column pgqueue.tally.dead is 'How many died; negative if some were redriven.';
 comment on column pgqueue.tally.cancelled is 'How many were cancelled.';
 create index tally_batch_idx on pgqueue.tally (batch_id, part);
 comment on index pgqueue.tally_batch_idx is 'Where are the jobs of a batch, and how have they ended?';
 
 -- What claims and enqueues remember for each other; module lane says what is in them. Sequences,
--- because these can be shared and written without a version of a row. Each takes 11 kB of every database,
+-- because these can be shared and written without creating row versions. Each takes 11 kB of every database,
 -- and a comment on it would be another lock that CREATE EXTENSION takes.
 do $$
 declare
@@ -908,13 +904,13 @@ create sequence pgqueue._cell_groups_swept minvalue -9223372036854775808;
 create sequence pgqueue._cell_permits_swept minvalue 0;
 -- When a claim has to look for groups without a ticket.
 create sequence pgqueue._cell_groups_due minvalue 0;
--- Until when enqueues tell claims where a group begins, because many finished jobs stood in their way.
+-- Until when enqueues tell claims where a group begins, because many finished jobs were in their way.
 create sequence pgqueue._cell_groups_slow minvalue 0;
--- When a claim has to look for schedules that are due, for ties and for batches.
+-- When a claim has to look for due schedules, for ties and for batches.
 create sequence pgqueue._cell_due minvalue 0;
 
--- Marks for pg_dump: all rows of all tables, and the sequences that count, or a restored
--- queue would hand out ids and tokens for a second time. The plain install needs no marks.
+-- Marks for pg_dump: all rows of all tables, and the counting sequences, or a restored
+-- queue would hand out ids and tokens a second time. The plain install needs no marks.
 do $$
 declare
     relation regclass;

@@ -1,4 +1,4 @@
-"""Measure pgqueue beside its rivals, in turn, on the cluster of PGHOST, PGPORT ...
+"""Measure pgqueue and its rivals, in turn, on the cluster of PGHOST, PGPORT ...
 
     make bench                                  everything, three rounds
     make bench ARGS='--rounds 5 enqueue drains' some of it
@@ -207,9 +207,9 @@ def parse() -> argparse.Namespace:
     known = [workload.name for workload in WORKLOADS] + ["growth"]
     add = parser.add_argument
     add("--rounds", type=int, default=3)
-    add("--scale", type=float, default=1, help="of the numbers of jobs")
-    add("--limit", type=float, default=40, help="seconds for one drain; then it is cut")
-    add("--systems", default="", help="by commas; else all", metavar="NAME,...")
+    add("--scale", type=float, default=1, help="scale of the job counts")
+    add("--limit", type=float, default=40, help="seconds until a drain is cut off")
+    add("--systems", default="", help="comma-separated; or all", metavar="NAME,...")
     add("--smoke", action="store_true", help="one round at a fiftieth of the size")
     add("--largest", action="store_true", help="growth up to 10,000,000 jobs")
     add("--write", action="store_true", help="write results.md, README.md and plots")

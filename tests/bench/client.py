@@ -42,7 +42,7 @@ def drain(
     workers: int = 1,
     **how: Any,
 ) -> Sample:
-    """Let worker processes do so many jobs, or what time allows."""
+    """Let worker processes do this many jobs, or what time allows."""
 
     def run() -> Sample:
         twice = ledger.twice
@@ -246,7 +246,7 @@ def deep(system: System, size: Size) -> Samples:
 
 
 def filled(system: System, conn: Session, jobs: int, tomorrow: bool) -> None:
-    """Leave so many jobs in its tables, and perhaps as many for tomorrow."""
+    """Leave this many jobs in its tables, and perhaps as many for tomorrow."""
     reset(system)
     system.run("bulk", jobs=1)  # for what else a first job makes
     reset(system)

@@ -28,7 +28,7 @@ Run = tuple[int, float, float]  # a job's number, when it began and when it ende
 
 @dataclass(frozen=True)
 class Load:
-    """One group of `busy` jobs, enqueued first, and so many small ones, a job of each in turn."""
+    """One group of `busy` jobs, enqueued first, and this many small ones, a job of each in turn."""
 
     busy: int
     groups: int
@@ -192,7 +192,7 @@ def overtook(began: dict[int, float], load: Load) -> int:
 
 
 def most(begins: Sequence[float], seconds: float) -> int:
-    """The most that began in any stretch of so many seconds, of times in order."""
+    """The most that began in any stretch of this many seconds, of times in order."""
     return max(
         (
             place + 1 - bisect_left(begins, begin - seconds)

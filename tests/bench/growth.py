@@ -52,7 +52,7 @@ Cost = tuple[float, float]  # buffers and CPU µs for each job
 
 
 def cost(system: System, script: str, jobs: int, runs: int, clients: int = 1) -> Cost:
-    """Run a script so many times; each does so many jobs."""
+    """Run a script this many times; each does this many jobs."""
     with session(system.database) as conn:
         before = number(conn, BUFFERS)
 

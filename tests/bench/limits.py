@@ -19,7 +19,7 @@ FEW = "drain by 50, 100 groups, one job of each at a time"
 
 @dataclass(frozen=True)
 class Case:
-    """A queue with these settings, so many groups (0: none), and groups that are full in front of them."""
+    """a queue with these settings, this many groups (0: none), and groups that are full in front of them."""
 
     title: str
     beside: str
@@ -85,7 +85,7 @@ def drained(system: System, size: Size, case: Case) -> Sample:
 
 
 def fill_up(conn: Session, groups: int) -> None:
-    """In each of so many groups one job runs, and one waits."""
+    """In each of this many groups one job runs, and one waits."""
     enqueue(conn, 2 * groups, "full", groups)
     conn.execute(
         "select count(*) from pgqueue.claim('bench', 'bench', %s, lease => '1 hour')",

@@ -64,7 +64,7 @@ def reset(system: System) -> None:
 
 
 def refill(system: System, jobs: int) -> None:
-    """Leave so many jobs there, and the planner's statistics of them."""
+    """Leave this many jobs there, and the planner's statistics of them."""
     reset(system)
     with session(system.database) as conn:
         for place in range(0, jobs, MOST):
@@ -73,7 +73,7 @@ def refill(system: System, jobs: int) -> None:
 
 
 def filled_queues(conn: Session, system: System, count: int, each: int) -> None:
-    """Leave so many jobs in each of the queues q1, q2 ..., and statistics of them."""
+    """Leave this many jobs in each of the queues q1, q2 ..., and statistics of them."""
     bulk = of(sized(system.sql.bulk, each), "'q' || g.q")
     conn.execute(f"select ({bulk}) from generate_series(1, {count}) as g (q)")
     conn.execute("vacuum analyze")
@@ -104,7 +104,7 @@ class Drain:
         self.seen: set[Any] = set()
 
     def run(self, jobs: int, limit: float, queues: Sequence[str] = ()) -> Sample:
-        """Do so many jobs, of each queue in turn if there are several, or what time allows.
+        """Do this many jobs, of each queue in turn if there are several, or what time allows.
 
         Of `more`: p99, of a claim in ms.
         """

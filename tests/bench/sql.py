@@ -192,7 +192,7 @@ def each_second(call: Callable[[], object]) -> Iterator[None]:
 
 
 def found_lost(sample: Sample, jobs: int, left: int) -> Sample:
-    """Note what of so many jobs was neither done nor is left."""
+    """Note what of this many jobs was neither done nor is left."""
     sample.lost = max(0, jobs - sample.jobs - left)
     return sample
 

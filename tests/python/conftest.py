@@ -133,7 +133,7 @@ class Unhinted(psycopg.Connection):
 
 @pytest.fixture
 def lost_hints(request: pytest.FixtureRequest) -> float:
-    """How many hints get lost, a part of 1."""
+    """How many hints get lost, a fraction from 0 to 1."""
     return getattr(request, "param", 0)
 
 
@@ -146,7 +146,7 @@ def dsn(template: str, lost_hints: float) -> Iterator[str]:
 
 
 def lose_hints(dsn: str, part: float) -> None:
-    """Lose so many hints of all sessions that begin from now on."""
+    """Lose this share of the hints of all sessions that begin from now on."""
     with psycopg.connect(dsn, autocommit=True) as conn:
         name = sql.Identifier(conn.info.dbname)
         query = sql.SQL("alter database {} set pgqueue.lose_hints = {}")
@@ -215,7 +215,7 @@ def blocked(connect: Connect) -> Callable[[psycopg.Connection], None]:
 
 
 def soon(look: Callable[[], Found], timeout: float = 15) -> Found:
-    """Look again until there is something, and return what is there in the end."""
+    """Look again until there is something, and return it."""
     deadline = time.monotonic() + timeout
     while not (found := look()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -223,7 +223,7 @@ def soon(look: Callable[[], Found], timeout: float = 15) -> Found:
 
 
 def url(db: psycopg.Connection, driver: str) -> str:
-    """Say where SQLAlchemy finds the database of a test."""
+    """Return where SQLAlchemy finds the database of a test."""
     info = db.info
     where = f"host={info.host}&port={info.port}"
     return f"postgresql+{driver}://{info.user}@/{info.dbname}?{where}"

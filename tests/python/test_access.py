@@ -138,7 +138,7 @@ def test_a_role_that_is_producer_and_worker_needs_no_table(db, connect: Connect,
         worker.execute("select payload from pgqueue.job")
 
 
-def test_a_caller_cannot_shadow_the_tables_functions_or_operators_of_a_verb(
+def test_a_caller_cannot_shadow_the_tables_functions_or_operators_of_a_function(
     db, connect: Connect, role
 ):
     for kind in ("producer", "worker", "operator"):

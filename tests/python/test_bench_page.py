@@ -1,4 +1,4 @@
-"""The benchmark's page, which says what its results say and nothing else."""
+"""The benchmark's page says what its results say and nothing else."""
 
 import re
 

@@ -162,7 +162,7 @@ def test_a_cap_that_is_set_beside_an_open_claim_holds_for_later_claims(
 @pytest.mark.needs_hints  # without them each claim comes twice, and what one has made the next uses
 @scopes
 def test_a_cap_of_all_queues_holds_where_two_sessions_meet_it_first(db, connect, scope):
-    """Neither sees the permits that the other makes."""
+    """Neither sees the permits that the other creates."""
     other = connect()
     enqueue(db, 6)
     # As if they had been enqueued before, and committed after it was set.

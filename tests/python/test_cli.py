@@ -82,7 +82,7 @@ def test_a_json_log_line_names_the_job_it_is_about(run, db) -> None:
         (["--app", "worker_app", "--dsn", "nonsense"], "connection info string"),
         (["--app", "worker_app:empty", "--only-known"], "the app has no handler"),
         (["--app", "worker_app", "--queue", ","], "--queue names no queue"),
-        (["--app", "worker_app", "--queue", "=3"], "a queue has a name"),
+        (["--app", "worker_app", "--queue", "=3"], "a queue needs a name"),
         *(
             (["--app", "worker_app", "--queue", f"b,{bad}"], f"{bad!r}: weights")
             for bad in ("a=0", "a=x", "a=", "a=1000000", "a=1:0", "a:0", "a:-1")
@@ -167,7 +167,7 @@ def test_an_error_in_the_app_module_is_shown_with_file_and_line(
     [
         ("worker_app:nothing", "there is no 'nothing' in "),
         ("command_line", "there is no 'app' in "),
-        ("worker_app:note", "'note' in {} is no pgqueue.App but a function"),
+        ("worker_app:note", "'note' in {} is not a pgqueue.App but a function"),
     ],
 )
 def test_an_app_name_that_is_no_app_is_reported_with_its_file(run, app, said) -> None:
@@ -266,7 +266,7 @@ def test_install_called_twice_installs_once(run, db, how) -> None:
     assert how in done.stdout
     found = one(db, "select count(*) from pg_extension where extname = 'pgqueue'")
     assert found == (how == "extension")
-    assert "there already" in run(*args).stdout
+    assert "already installed" in run(*args).stdout
     job = pgqueue.enqueue(db, "q")
     assert column(db, "select id from pgqueue.claim('q', 'w')") == [job]
 
@@ -284,4 +284,6 @@ def test_of_two_concurrent_installs_the_second_waits_and_installs_nothing(
             second = pool.submit(run, "pgqueue", "install", "--plain")
             wait_until(lambda: one(db, waits) == 1 or second.done())
         done = second.result()
-    assert (done.returncode, "there already" in done.stdout) == (0, True), done.stderr
+    assert (done.returncode, "already installed" in done.stdout) == (0, True), (
+        done.stderr
+    )

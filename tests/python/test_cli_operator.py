@@ -52,7 +52,7 @@ def test_enqueue_adds_a_job_and_prints_its_id(run, db) -> None:
         (["enqueue", "q", "--unique-for", "1 hour"], 1, "needs a unique_key"),
         (["dead", "--limit", "99999999999"], 2, "out of range"),
         (["cancel", "9" * 20], 2, "out of range"),
-        (["cancel", "one"], 2, "no whole number"),
+        (["cancel", "one"], 2, "not a whole number"),
         (["cancel", "1"], 1, "job 1 not found"),
         (["discard", "1"], 1, "dead job 1 not found"),
         (["why", "1"], 1, "job 1 not found"),
@@ -174,7 +174,7 @@ def test_pause_and_resume_work_on_one_queue_or_on_all(run, db) -> None:
     assert run("pgqueue", "resume", "--group-key", "g").returncode == 0
     assert db.execute(said).fetchall() == []
     # A notice of the server is passed on: the name may be a typing error.
-    assert 'no job in a queue "emial"' in run("pgqueue", "pause", "emial").stderr
+    assert 'queue "emial" has neither jobs' in run("pgqueue", "pause", "emial").stderr
 
 
 def test_cancel_discard_and_purge_do_what_the_sql_functions_do(run, db) -> None:

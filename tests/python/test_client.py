@@ -358,7 +358,7 @@ def test_enqueue_many_stores_any_key_unchanged(db) -> None:
     query = "select {} from pgqueue.job order by id"
     assert column(db, query.format("unique_key")) == keys
     assert column(db, query.format("group_key")) == keys
-    with pytest.raises(TypeError, match="a key is a str or None, not int"):
+    with pytest.raises(TypeError, match="a key must be a str or None, not int"):
         pgqueue.enqueue_many(db, "emails", [None], unique_keys=[5])
     with pytest.raises(psycopg.DataError):
         pgqueue.enqueue_many(db, "emails", [None], unique_keys=["\0"])

@@ -1,4 +1,4 @@
-"""Cron texts, checked against cronsim: ten years of hundreds of them, and clock changes.
+"""Cron expressions, checked against cronsim: ten years of hundreds of them, and clock changes.
 
 cronsim has the second in front and follows Debian's cron, which differs from pgqueue near a clock
 change only: there a restricted hour with minutes that begin with *, and an hour that begins with *
@@ -82,7 +82,7 @@ def field(draw: random.Random, low: int, high: int) -> str:
 
 
 def drawn(count: int) -> Iterator[str]:
-    """Draw cron texts whose days come."""
+    """Draw cron expressions whose days come."""
     draw = random.Random(14)
     while count:
         days = field(draw, 1, 28)
@@ -131,7 +131,7 @@ def local_slots(cron: str, after: datetime, until: datetime) -> Iterator[datetim
 
 
 def expected(cron: str, name: str, after: datetime, until: datetime) -> list[datetime]:
-    """What is due after a moment and up to another, in UTC, by the rules of pgqueue."""
+    """What is due between two moments, in UTC, by the rules of pgqueue."""
     zone = ZoneInfo(name)
     day = timedelta(days=1)
     start = (after - day).astimezone(zone).replace(tzinfo=None)

@@ -469,7 +469,7 @@ def test_a_standby_shows_every_page_and_offers_no_action(serve) -> None:
                 assert answer.status == 200, path
                 assert Found(answer.text).posts == []
             answer = page.post("/action/pause", {"of": json.dumps({"queue": "q"})})
-            assert answer.status == 503 and "A standby only reads" in answer.text
+            assert answer.status == 503 and "A standby is read-only" in answer.text
 
 
 def test_it_works_behind_a_pooler_and_leaves_no_setting_there(

@@ -58,7 +58,7 @@ def look(chromium):
 
 
 def hostile(db: psycopg.Connection) -> None:
-    """Put a script into every text that there is, and a very long word into some."""
+    """Put a script into every text, and a very long word into some."""
     for text in (NASTY, LONG):
         db.execute(
             "select pgqueue.enqueue(%(t)s, to_jsonb(%(t)s::text), kind => %(t)s,"

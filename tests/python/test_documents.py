@@ -1,4 +1,4 @@
-"""What holds for all documents: nothing said twice, and nothing named that is not there."""
+"""What holds for all documents: nothing is said twice, and nothing named that does not exist."""
 
 import re
 from collections import Counter

@@ -159,7 +159,7 @@ def _quietly(connect: Callable[[], psycopg.Connection], query: str):
 
 
 def test_a_claim_cut_off_by_a_crash_never_happened(server):
-    """Its token may be drawn again: nobody was told that the claim had committed."""
+    """Its token may be drawn again: nobody knew that the claim had committed."""
     with psycopg.connect(where(server), autocommit=True) as db:
         id = one(db, "select pgqueue.enqueue('cut')")
         db.execute("select pgqueue.enqueue('other')")

@@ -63,7 +63,7 @@ def serve(
     jobs: int,
     claim: Callable[[psycopg.Connection, int], list[str]] = claim,
 ) -> list[list[str]]:
-    """Let all sessions claim at once until so many jobs were served, or none is left."""
+    """Let all sessions claim at once until this many jobs were served, or none is left."""
     served: list[list[str]] = []
 
     def work(conn: psycopg.Connection) -> None:

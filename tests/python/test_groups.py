@@ -124,7 +124,7 @@ class Model:
         return [job for job in self.jobs.values() if job.group == group]
 
     def end(self, job: Job, to: str) -> None:
-        """End an attempt. Cancelled jobs go, whatever was said; dead ones are kept elsewhere."""
+        """End an attempt. Cancelled jobs are gone in any case; dead ones are kept elsewhere."""
         to = "gone" if job.is_cancelled else to
         job.token, job.is_expired = None, False
         if to in ("gone", "dead"):
@@ -739,7 +739,7 @@ def test_what_was_rolled_back_costs_its_group_nothing(db):
 
 
 def test_a_claim_is_full_while_other_sessions_make_tickets_twice(db, connect):
-    """Two of one group do no harm."""
+    """Two tickets of one group do no harm."""
     others = [connect() for _ in range(3)]
     for size in (1, 2, 10, 60):
         with ExitStack() as stack:
@@ -852,7 +852,7 @@ BLOCKED = {
 @pytest.mark.waits_for_sweeps
 @pytest.mark.parametrize("case", BLOCKED)
 def test_who_finds_nothing_in_groups_may_rest_until_there_is_something(db, case):
-    """Not for no time, which would be a busy loop, and not for ever."""
+    """Not for zero time, which would be a busy loop, and not for ever."""
     steps, kinds, is_awaited = BLOCKED[case]
     for step in steps:
         db.execute(step)

@@ -1,4 +1,4 @@
-"""health(): what only a second session, or a setting of the server, can cause, and that its hints mend it."""
+"""health(): what only a second session, or a setting of the server, can cause, and that its hints fix it."""
 
 import contextlib
 import subprocess
@@ -28,7 +28,7 @@ def found(db: psycopg.Connection, check: str) -> list[Row]:
     return db.execute(f"select status, detail, hint from {source}").fetchall()
 
 
-def mend(db: psycopg.Connection, check: str) -> str:
+def fix(db: psycopg.Connection, check: str) -> str:
     """Run the hints of what a check finds until it finds nothing; return what it found."""
     wait_until(lambda: found(db, check))
     rows = found(db, check)
@@ -58,7 +58,7 @@ def test_a_session_that_keeps_vacuum_from_its_work_is_named_and_can_be_ended(
     check = "horizon('50 ms')"
     assert found(db, check) == []
     bury(connect, 21_000)
-    detail = mend(db, check)
+    detail = fix(db, check)
     assert f"session {holder.info.backend_pid} (" in detail
     assert "report, idle in transaction" in detail
     assert detail.endswith(": select 'a long report'")
@@ -147,21 +147,21 @@ def test_an_owner_who_may_see_little_still_finds_the_holder(db, connect, role):
 # What VACUUM needs
 
 
-def test_dead_rows_that_nobody_removes_are_told_of_and_vacuum_mends_it(db, connect):
+def test_dead_rows_that_nobody_removes_are_reported_and_vacuum_fixes_it(db, connect):
     db.execute("alter table pgqueue.job set (autovacuum_enabled = off)")
     bury(connect, 21_000)
     assert found(db, "vacuum('0')") == [], "as many come before autovacuum can"
-    detail = mend(db, "vacuum('0', 1)")
+    detail = fix(db, "vacuum('0', 1)")
     assert detail.startswith(
         "table job has 21,000 dead rows, and no VACUUM has ended for"
     )
 
 
-def test_a_large_and_empty_table_is_told_of_with_its_indexes(db, connect):
+def test_a_large_and_empty_table_is_reported_with_its_indexes(db, connect):
     bury(connect, 40_000)
     db.execute("vacuum pgqueue.job")
     assert found(db, "bloat()") == []
-    said = mend(db, "bloat(1000000)").splitlines()
+    said = fix(db, "bloat(1000000)").splitlines()
     assert {detail.split(" takes ")[0] for detail in said} >= {
         "table job",
         "index job_lane_idx",
@@ -171,14 +171,12 @@ def test_a_large_and_empty_table_is_told_of_with_its_indexes(db, connect):
     assert found(db, "bloat(1000000)") == [], "a full one is not too large"
 
 
-def test_a_replication_slot_that_nobody_uses_is_told_of(db):
+def test_an_unused_replication_slot_is_reported(db):
     slot = f"left behind {db.info.dbname}".replace(" ", "_")
     db.execute("select pg_create_physical_replication_slot(%s, true)", (slot,))
     db.execute("select pgqueue.enqueue('q')")
     assert found(db, "wal()") == []
-    assert mend(db, "wal(1)").startswith(
-        f"replication slot {slot}, which nobody uses, keeps "
-    )
+    assert fix(db, "wal(1)").startswith(f"the unused replication slot {slot} keeps ")
 
 
 # What must not run out
@@ -192,7 +190,7 @@ def test_a_listener_that_fills_the_notification_queue_can_be_ended(db, connect):
         "select pg_notify('anything', repeat('x', 7000) || n) from generate_series(1, 200) as n"
     )
     assert found(db, "notifications()") == []
-    assert f"perhaps {listener.info.backend_pid} in database " in mend(
+    assert f"perhaps {listener.info.backend_pid} in database " in fix(
         db, "notifications(0)"
     )
 
@@ -220,7 +218,7 @@ def test_who_keeps_old_runs_from_being_forgotten_is_named(db, connect):
     ((_, detail, hint),) = found(db, "runs")
     assert detail.endswith(": prepared transaction read it has used it")
     run_hint(db, hint)
-    assert "nobody uses it" in mend(db, "runs")
+    assert "nobody uses it" in fix(db, "runs")
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])
@@ -243,7 +241,7 @@ def test_who_waits_for_a_lock_and_lets_nobody_pass_is_named(db, connect):
     reader.execute("select from pgqueue.job")
     other = connect()
     other.pgconn.send_query(b"begin; lock table pgqueue.job")
-    detail = mend(db, "waits")
+    detail = fix(db, "waits")
     assert f"{other.info.backend_pid} has waited for it since " in detail
 
 
@@ -296,12 +294,12 @@ def test_autovacuum_that_is_off_is_critical_and_can_be_switched_on(server):
     with psycopg.connect(where(server), autocommit=True) as db:
         assert [row[0] for row in found(db, "autovacuum")] == ["critical"]
         assert (
-            mend(db, "autovacuum")
+            fix(db, "autovacuum")
             == "autovacuum is off on this server: dead rows pile up"
         )
 
 
-def test_old_transaction_ids_are_told_of_and_vacuum_freezes_them(server):
+def test_old_transaction_ids_are_reported_and_vacuum_freezes_them(server):
     with psycopg.connect(where(server), autocommit=True) as db:
         for _ in range(200):
             db.execute("select pg_current_xact_id()")
@@ -313,7 +311,7 @@ def test_old_transaction_ids_are_told_of_and_vacuum_freezes_them(server):
         assert hints and "vacuum (freeze)" not in hints
 
 
-def test_newer_files_on_the_server_are_told_of_until_the_extension_is_updated(server):
+def test_newer_files_on_the_server_are_reported_until_the_extension_is_updated(server):
     (folder,) = server.home.glob("server/**/extension")
     control = folder / "pgqueue.control"
     with psycopg.connect(where(server), autocommit=True) as db:
@@ -327,7 +325,7 @@ def test_newer_files_on_the_server_are_told_of_until_the_extension_is_updated(se
         assert [row[0] for row in found(db, "version")] == ["critical"]
         db.execute("rollback")
         assert [row[0] for row in found(db, "version")] == ["warning"]
-        assert mend(db, "version") == (
+        assert fix(db, "version") == (
             f"the extension is of version {version}, its functions of {version}, the files on the server of 9.9.9"
         )
 

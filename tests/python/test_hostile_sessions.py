@@ -1,4 +1,4 @@
-"""Whatever a session has set, each verb gives the same answer at the same cost.
+"""Whatever a session has set, each function gives the same answer at the same cost.
 
 All sessions start with the same deep queue and roll back what they did to it.
 """
@@ -432,7 +432,7 @@ def run(
     prepare: Callable[[psycopg.Connection], object] = lambda db: None,
     changing: Iterable[str] = (),
 ) -> Session:
-    """Call each verb in a fresh session, with these settings, and roll back."""
+    """Call each function in a fresh session, with these settings, and roll back."""
     session, changes = Session(), iter(changing)
     with (
         psycopg.connect(deep, autocommit=True) as other,
@@ -592,7 +592,9 @@ def test_no_planner_switch_changes_an_answer_or_its_cost(deep, usual):
 
 
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
-def test_only_verbs_that_deal_with_leases_refuse_an_older_snapshot(deep, usual, level):
+def test_only_functions_that_deal_with_leases_refuse_an_older_snapshot(
+    deep, usual, level
+):
     session = run(deep, f"default_transaction_isolation = '{level}'")
     refused = {name for name, rows in session.answers.items() if rows == "25001"}
     assert refused == {name for name in CALLS if name.split()[0] in LEASING}

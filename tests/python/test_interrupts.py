@@ -11,7 +11,7 @@ from conftest import Connect, column, one
 from psycopg import errors
 from psycopg.conninfo import make_conninfo
 
-# For each verb, until either limit is reached.
+# For each function, until either limit is reached.
 ATTEMPTS = 300
 SECONDS = 2
 

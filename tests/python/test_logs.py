@@ -284,7 +284,7 @@ def test_the_slot_of_a_handler_that_returns_after_its_timeout_is_said_to_be_free
     free = f"job {job} 'late' of {QUEUE!r}, attempt 1 has returned: its slot is free"
     wait_until(lambda: free in messages(workers.log(), "INFO"))
     said = messages(workers.log(), "WARNING")
-    assert [text for text in said if text.endswith("runs on in its slot")] == said[:1]
+    assert [text for text in said if text.endswith("runs in its slot")] == said[:1]
 
 
 def test_attempts_that_are_given_up_and_why_the_worker_stops_are_said(

@@ -275,6 +275,6 @@ def test_a_celery_task_that_others_wait_for_is_refused(db, server, tmp_path, mad
     project = Project(tmp_path, PGDATABASE=db.info.dbname, PYTHONPATH=f"{PACKAGE}:{os.pathsep.join(sys.path)}")  # fmt: skip
     (recipe,) = documents.blocks(SECTIONS["Celery on Redis"], "python")
     project.write("move_celery.py", recipe.text)
-    with pytest.raises(AssertionError, match="belongs to others"):
+    with pytest.raises(AssertionError, match="is part of a workflow"):
         project.run("move_celery.py", f"unix://{server}", "celery")
     assert one(db, "select count(*) from pgqueue.job") == 0

@@ -222,7 +222,7 @@ def test_no_script_sends_the_terminal_what_others_have_named(db, run):
     assert max(map(len, run("top").splitlines())) <= 100
 
 
-def test_stuck_brings_what_mends_it(db, run):
+def test_stuck_prints_the_calls_that_fix_it(db, run):
     do(
         db,
         "select pgqueue.enqueue(q) from unnest(array['expired', 'slow', 'paused', 'kind', 'group', 'idle']) as q",
@@ -235,17 +235,17 @@ def test_stuck_brings_what_mends_it(db, run):
         "select pgqueue.pause('group', group_key => 'it''s')",
     )
     said = run("stuck")
-    assert calls(said, "mend") == [
+    assert calls(said, "fix") == [
         "select * from pgqueue.maintain();",
         "select pgqueue.cancel(2, 'too slow');",
         "select pgqueue.resume('paused');",
         "select pgqueue.resume('kind', kind => 'kind');",
         "select pgqueue.resume('group', group_key => 'it''s');",
     ]
-    assert said.rstrip().endswith("mend    start a worker")
-    do(db, *calls(said, "mend"))
+    assert said.rstrip().endswith("fix     start a worker")
+    do(db, *calls(said, "fix"))
     queues = "array['paused', 'kind', 'group', 'idle']"
     claimed = column(db, f"select queue from pgqueue.claim_from({queues}, 'w', 9)")
     assert len(claimed) == 4
-    mended = run("stuck")
-    assert re.findall("^queue +(.*)$", mended, re.M) == ["slow", "expired"]
+    fixed = run("stuck")
+    assert re.findall("^queue +(.*)$", fixed, re.M) == ["slow", "expired"]

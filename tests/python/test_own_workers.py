@@ -59,7 +59,7 @@ def has_ended(db, count: int) -> Callable[[], bool]:
 
 
 def outcomes(db, queue: str) -> list[tuple]:
-    """What became of each attempt, in the order of the jobs."""
+    """What happened to each attempt, in the order of the jobs."""
     query = """
         select outcome, result, error from pgqueue.run
         where queue = %s order by job_id, attempt
@@ -137,7 +137,7 @@ def test_a_job_whose_worker_of_psycopg_is_killed_is_run_by_another(db, work):
     wait_until(has_ended(db, 2))
     who = column(db, "select worker from pgqueue.run order by attempt")
     assert who[0] == f"pid {first.pid}"
-    why = f"the lease expired: worker {who[0]} stopped extending it (the only lease of it that was found expired)"
+    why = f"the lease expired: worker {who[0]} stopped extending it (its only expired lease)"
     assert [(outcome, error) for outcome, _, error in outcomes(db, "a")] == [
         ("expired", why),
         ("completed", None),

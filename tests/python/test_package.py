@@ -415,7 +415,7 @@ def test_the_installed_command_installs_the_sql(wheel, empty, tmp_path):
     command = str(tmp_path / "bin" / "pgqueue")
     env = {k: v for k, v in os.environ.items() if "PGQUEUE" not in k}
     env |= {"PGDATABASE": empty, "PYTHONPATH": str(tmp_path)}
-    for said in ("ran the plain script", "there already"):
+    for said in ("ran the plain script", "already installed"):
         done = client(command, "install", "--plain", env=env, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         assert said in done.stdout
@@ -427,7 +427,7 @@ def test_install_rolls_back_with_its_transaction_and_works_with_any_row_factory(
     with psycopg.connect(dbname=empty, row_factory=dict_row) as conn:
         for plain, said in ((True, "ran the plain script"), (False, "created the ext")):
             assert said in install(conn, plain)
-            assert "there already" in install(conn, plain)
+            assert "already installed" in install(conn, plain)
             conn.rollback()
         found = conn.execute("select to_regnamespace('pgqueue') as there").fetchone()
         assert found == {"there": None}
@@ -454,9 +454,9 @@ def test_plpgsql_check_finds_nothing_in_any_function(db):
         "plpgsql_check_function(p.oid, coalesce(t.id, 0), security_warnings => true, "
         "extra_warnings => true, oldtable => t.old, newtable => t.new) as c "
         "where p.pronamespace = 'pgqueue'::regnamespace and l.lanname = 'plpgsql' "
-        # Room check: _refuse() is called in an assignment, and raises or does nothing.
+        # Module check: _refuse() is called in an assignment, and raises or does nothing.
         "and c not like '%never read variable \"refused\"' "
-        # Room trigger: an assignment is cheaper than PERFORM.
+        # Module trigger: an assignment is cheaper than PERFORM.
         "and c not like '%never read variable \"enqueued\"' "
         # Which is no fault where a function has other outputs beside it.
         "and c not like '%composite OUT variable%is not single argument'"

@@ -578,7 +578,7 @@ def test_ten_thousand_jobs_that_are_over_cost_a_claim_no_more_than_a_thousand(db
 def test_an_idle_worker_walks_dead_entries_once_for_a_claim_and_once_for_a_rest(
     db, held_snapshot
 ):
-    """With 500,000 entries and a claim every five seconds, two or three per cent of a core."""
+    """With 500,000 entries and a claim every five seconds, two or three percent of a core."""
     fill(db, 100_000)
     walk = (
         "select from pgqueue.job where hashtext(queue) = hashtext('q') and queue = 'q' "
@@ -724,7 +724,7 @@ SWEPT = (
         "group_key => '*', rate_limit => 1000, rate_period => '1 ms'",
     ],
 )
-def test_no_verb_reads_more_in_a_long_queue_by_a_session_that_began_in_a_short_one(
+def test_no_function_reads_more_in_a_long_queue_by_a_session_that_began_in_a_short_one(
     db, setting
 ):
     def counts() -> dict[str, int]:

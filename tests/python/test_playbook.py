@@ -1,4 +1,4 @@
-"""The page "When something is wrong": each trouble caused, and mended by its blocks as written."""
+"""The section "When something is wrong": each problem is caused, and fixed by its blocks."""
 
 import re
 import shutil
@@ -76,7 +76,7 @@ def test_jobs_pile_up(db, dsn):
 
 
 def test_nothing_moves(db, dsn):
-    look, mend = ENTRIES["Nothing moves"]
+    look, fix = ENTRIES["Nothing moves"]
     for queue in "emails", "hung", "lost":
         db.execute("select pgqueue.enqueue(%s)", (queue,))
     db.execute("select pgqueue.pause('emails')")
@@ -89,7 +89,7 @@ def test_nothing_moves(db, dsn):
     said = psql(look, dsn)
     assert "hung|slow|01:00:" in said and "lost|expired|00:03:" in said
     assert said.endswith("\nits queue is paused\n")
-    psql(mend, dsn)
+    psql(fix, dsn)
     waiting = "select queue from pgqueue.claim_from(array['emails', 'lost'], 'w', 9)"
     assert sorted(column(db, waiting)) == ["emails", "lost"]
     db.execute(LOSE_LEASES)  # that worker was ended
@@ -116,7 +116,7 @@ def test_everything_is_slow(db, dsn, connect):
 
 
 def test_one_job_kills_its_workers(db, dsn):
-    look, mend = ENTRIES["One job kills its workers"]
+    look, fix = ENTRIES["One job kills its workers"]
     killer = one(db, "select pgqueue.enqueue('emails', '{\"n\": 1}', kind => 'k')")
     db.execute(
         "select pgqueue.enqueue('emails', kind => 'fine') from generate_series(1, 3)"
@@ -131,14 +131,14 @@ def test_one_job_kills_its_workers(db, dsn):
         db.execute("select pgqueue.maintain()")
     found = psql(look, dsn).splitlines()
     assert len(found) == 4 and found[0].startswith(f"{killer}|k|3|the lease expired: ")
-    psql(mend.replace("4711", str(killer)), dsn)
+    psql(fix.replace("4711", str(killer)), dsn)
     assert column(db, "select distinct kind from pgqueue.job") == ["fine"]
     again = one(db, "select pgqueue.rerun(%s)", killer)
     assert one(db, "select payload from pgqueue.job where id = %s", again) == {"n": 1}
 
 
 def test_a_batch_never_calls_back(db, dsn):
-    look, mend = ENTRIES["A batch never calls back"]
+    look, fix = ENTRIES["A batch never calls back"]
     batches = [
         one(db, """select pgqueue.create_batch('mail', '{"subject": "hello"}')""")
         for _ in "abc"
@@ -151,7 +151,7 @@ def test_a_batch_never_calls_back(db, dsn):
         str(id) for id in batches[:2]
     ]
     db.execute("select pgqueue.configure('mail', reset => true)")
-    psql(mend, dsn)
+    psql(fix, dsn)
     called = "select payload -> 'batch' ->> 'id' from pgqueue.job where queue = 'mail'"
     assert {int(id) for id in column(db, called)} == {batches[0], batches[2]}
 

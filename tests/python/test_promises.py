@@ -104,7 +104,7 @@ def test_a_claim_in_a_read_only_transaction_is_refused(db, number):
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_no_verb_waits_for_the_advisory_locks_of_another_session(
+def test_no_function_waits_for_the_advisory_locks_of_another_session(
     db, connect, is_shared
 ):
     stranger = connect()

@@ -277,7 +277,7 @@ def test_a_token_is_not_valid_again_after_a_redrive(db):
         "maintain()",
     ],
 )
-def test_verbs_that_deal_with_leases_are_refused_outside_read_committed(
+def test_functions_that_deal_with_leases_are_refused_outside_read_committed(
     db, level, call
 ):
     db.isolation_level = level
@@ -587,7 +587,7 @@ def test_a_parked_session_that_dies_leaves_no_lock_behind(db, connect, listener)
         "select pgqueue.reap()",
     ],
 )
-def test_every_verb_that_makes_a_job_ready_notifies_a_parked_session(
+def test_every_function_that_makes_a_job_ready_notifies_a_parked_session(
     db, listener, verb
 ):
     dead_id, dead_token = claimed(db)
@@ -898,7 +898,7 @@ def test_a_run_that_commits_while_its_table_is_emptied_is_kept(db, connect):
 # Everything at once
 
 
-def test_no_two_verbs_deadlock(db, connect, pool):
+def test_no_two_functions_deadlock(db, connect, pool):
     db.execute(
         "select pgqueue.configure('q', max_attempts => 1000, retry_base => '0', lease => '50 ms')"
     )
@@ -984,7 +984,7 @@ SCOPES = {"kind": "kind => 'a'", "group": "group_key => 'a'"}
 
 
 def fill_ab(db: psycopg.Connection, scope: str, jobs: int) -> None:
-    """Enqueue jobs of two kinds or groups, by turns."""
+    """Enqueue jobs of two kinds or groups, alternately."""
     for n in range(jobs):
         named = SCOPES[scope].replace("'a'", f"'{'ab'[n % 2]}'")
         db.execute(f"select pgqueue.enqueue('q', {named})")

@@ -1,4 +1,4 @@
-"""sql/README.md against the catalog: what it says is there, and what is there it says."""
+"""sql/README.md against the catalog, both ways: what it says exists, and it says what exists."""
 
 import re
 import subprocess

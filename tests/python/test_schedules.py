@@ -145,7 +145,7 @@ def test_a_schedule_that_is_resumed_while_its_rule_changes_fires_at_the_new_slot
 def test_two_sessions_that_make_a_schedule_at_once_make_one(
     db, connect, blocked, ending
 ):
-    """The second gets what it said, whatever the first one does with its own."""
+    """The second one's change holds, whatever the first one does with its own."""
     first, second = connect(autocommit=False), connect()
     if ending == "unschedule":
         db.execute("select pgqueue.schedule('s', 'q', every => '1 hour')")

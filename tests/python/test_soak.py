@@ -72,7 +72,7 @@ class Session:
         return self.rng.sample(ids, min(most, len(ids)))
 
     def grow_old(self) -> None:
-        """Have a snapshot that is older than what is to be done, now and then."""
+        """Now and then, have a snapshot that is older than the work to do."""
         if self.rng.random() < 0.15:
             self.conn.execute("set transaction isolation level repeatable read")
             self.conn.execute("select 1")
@@ -184,12 +184,12 @@ class Session:
         self.conn.execute(self.rng.choice([MAINTAIN, "select pgqueue.reap()"]))
 
     def meddle(self) -> None:
-        """Lock what waits or runs, for no reason that the others could know."""
+        """Lock what waits or runs, for no reason that the others could know of."""
         for id in self.some("select id from pgqueue.job"):
             self.conn.execute("select pgqueue.reprioritize(%s, 1)", [id])
 
     def lose_hints(self) -> None:
-        """Whatever no loose end tells of, the sweep finds."""
+        """The sweep finds whatever no loose end points to."""
         self.conn.execute(
             "delete from pgqueue.loose_end where ctid = any (array("
             "select ctid from pgqueue.loose_end where random() < 0.5 for update skip locked))"

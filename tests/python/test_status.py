@@ -514,7 +514,7 @@ RACERS.pop("cancel")
 def test_a_cancel_that_was_answered_holds_whoever_comes_between(
     db, connect, pool, verb, is_first, commits, state
 ):
-    """Each verb begins before the cancel or after it, and commits or rolls back."""
+    """Each function begins before the cancel or after it, and commits or rolls back."""
     lease = claimed(db)
     if state == "ready":
         db.execute(ENDS["release"], lease)

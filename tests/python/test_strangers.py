@@ -1,4 +1,4 @@
-"""No statement of the package runs what a stranger has put where names are found.
+"""No statement of the package runs what a stranger has created in the search path.
 
 Here that is all that pg_catalog has: traps of the same names and types, in a schema that
 comes before it in the search_path. So a name without a schema leads into one of them,

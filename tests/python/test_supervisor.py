@@ -362,7 +362,7 @@ def test_a_child_that_cannot_be_started_is_tried_again(db, workers) -> None:
     assert workers.finish(parent) == 0
 
 
-def test_systemd_hears_of_the_end_only_from_the_supervisor(
+def test_systemd_learns_of_the_end_only_from_the_supervisor(
     db, workers, systemd
 ) -> None:
     parent = workers.start("--processes", "2", "--max-jobs", "1", env=systemd.env)

@@ -573,7 +573,7 @@ def narrowness(scope: Scope) -> tuple[bool, ...]:
 
 
 def say(db: psycopg.Connection, rng: Random) -> Said:
-    """Call configure, pause and resume at random; return what was said of what."""
+    """Call configure, pause and resume at random; return what was set for what."""
     said: Said = defaultdict(dict)
     listed = "select name, type, range from pgqueue._setting where name <> 'paused'"
     values = {

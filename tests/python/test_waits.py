@@ -1,4 +1,4 @@
-"""What waits for the ends of jobs, decided between two sessions: each wait ends, and once."""
+"""Waiting for jobs to end, decided between two sessions: each wait ends, exactly once."""
 
 import contextlib
 import threading
@@ -754,7 +754,7 @@ def test_the_last_two_ends_that_meet_are_found_without_a_loose_end(db, connect, 
 
 
 def test_the_sweep_goes_on_where_it_stopped_and_comes_round(db, connect):
-    """400 jobs are waited for. The last has ended, and nobody knows."""
+    """A job waits for 400 jobs. The last has ended, and nobody knows."""
     with db.transaction():
         ids = [one(db, "select pgqueue.enqueue('first')") for _ in range(400)]
         waiters = [one(db, AFTER, id) for id in ids]

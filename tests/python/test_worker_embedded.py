@@ -164,7 +164,7 @@ def test_one_worker_ends_while_another_in_the_process_works_on(db, dsn) -> None:
     asyncio.run(serve())
 
 
-def test_run_raises_an_error_that_waiting_cannot_mend(dsn, role) -> None:
+def test_run_raises_an_error_that_waiting_cannot_fix(dsn, role) -> None:
     worker = Worker(make_app(), {"default": 1}, dsn=f"{dsn} user={role}")
     with pytest.raises(psycopg.errors.InsufficientPrivilege):
         worker.run()

@@ -1,4 +1,4 @@
-"""Whatever a handler does, it harms no job but its own, and not the worker."""
+"""Whatever a handler does, it harms neither other jobs nor the worker."""
 
 import os
 import signal
@@ -135,7 +135,7 @@ def test_a_blocked_event_loop_holds_no_other_jobs_and_its_handler_times_out(
     # Async handlers hold all its slots and the event loop is blocked: it ends, to be restarted.
     assert blocked.wait(20) == 1
     assert "blocks the event loop" in workers.log()
-    assert "hold all slots" in workers.log()
+    assert "occupy all slots" in workers.log()
 
 
 def test_jobs_claimed_behind_a_blocked_event_loop_go_to_other_workers(
@@ -293,7 +293,7 @@ def test_a_blocked_maintain_does_not_delay_a_heartbeat(db, workers, connect) -> 
     assert list(workers.notes()) == [job]
 
 
-def test_an_error_that_waiting_cannot_mend_ends_the_worker_with_1(
+def test_an_error_that_waiting_cannot_fix_ends_the_worker_with_1(
     dsn, role, workers
 ) -> None:
     assert workers.start("-q", "x" * 201).wait(20) == 1

@@ -27,7 +27,7 @@ def test_a_hung_thread_keeps_its_slot_and_the_worker_ends_when_no_slot_is_left(
         "select id, attempt, state from pgqueue.jobs order by id"
     ).fetchall()
     assert rows == [(job, 1, "scheduled") for job in jobs]
-    assert "runs on in its slot" in workers.log()
+    assert "still runs in its slot" in workers.log()
 
 
 @pytest.mark.parametrize("kind", ["late_in_group", "late_in_transaction"])
@@ -110,7 +110,7 @@ def test_a_worker_whose_slots_are_all_hung_stops_touching_its_health_file(
         db, "select extract(epoch from max(finished_at))::float8 from pgqueue.run"
     )
     assert last <= ended + 1
-    assert "handlers that do not end hold all slots" in workers.log()
+    assert "handlers that do not end occupy all slots" in workers.log()
 
 
 def test_every_child_is_replaced_when_all_its_slots_are_hung(db, workers) -> None:
@@ -140,4 +140,4 @@ def test_a_dead_event_loop_ends_the_worker_even_without_a_job_on_it(
     pgqueue.enqueue(db, QUEUE, kind="leaves_loop_blocked")
     worker = workers.start()
     assert worker.wait(60) == 1
-    assert "hold all slots or the loop" in workers.log()
+    assert "occupy all slots or the loop" in workers.log()

@@ -1,4 +1,4 @@
-"""What a worker tells and hears of a running job: its progress, and that it was cancelled."""
+"""What a worker reports and learns about a running job: its progress, and a cancel."""
 
 import pgqueue
 import pytest
@@ -41,7 +41,7 @@ def test_progress_that_is_refused_is_logged_and_that_of_a_lost_job_spoils_nothin
     wait_until(lambda: outcomes(db) == {"completed": 3})
 
 
-def test_a_busy_worker_hears_of_a_cancel_at_once(db, workers) -> None:
+def test_a_busy_worker_learns_of_a_cancel_at_once(db, workers) -> None:
     kinds = ("ahold", "attentive")
     ids = [pgqueue.enqueue(db, QUEUE, kind=kind) for kind in kinds]
     workers.start("--lease", NOW_AND_THEN, "--concurrency", "2")
@@ -50,7 +50,7 @@ def test_a_busy_worker_hears_of_a_cancel_at_once(db, workers) -> None:
     wait_until(lambda: outcomes(db) == {"cancelled": 2})
 
 
-def test_a_worker_that_cannot_listen_hears_of_a_cancel_at_its_next_heartbeat(
+def test_a_worker_that_cannot_listen_learns_of_a_cancel_at_its_next_heartbeat(
     db, workers
 ) -> None:
     job = pgqueue.enqueue(db, QUEUE, kind="attentive")
@@ -60,7 +60,7 @@ def test_a_worker_that_cannot_listen_hears_of_a_cancel_at_its_next_heartbeat(
     wait_until(lambda: outcomes(db) == {"cancelled": 1})
 
 
-def test_an_idle_worker_that_hears_of_a_cancel_does_not_look_for_jobs(
+def test_an_idle_worker_that_learns_of_a_cancel_does_not_look_for_jobs(
     db, workers
 ) -> None:
     held = pgqueue.enqueue(db, QUEUE, kind="ahold")

@@ -1,4 +1,4 @@
-"""The retry policy of a handler, and what becomes of a job that fails under it."""
+"""The retry policy of a handler, and what happens to a job that fails under it."""
 
 import pgqueue
 import pytest

@@ -217,7 +217,7 @@ def tally(
     workers: Workers,
     ids: list[int],
 ) -> int:
-    """Say what became of the jobs; none may be lost. Return how many ran twice."""
+    """Say what happened to the jobs; none may be lost. Return how many ran twice."""
     there = {
         row[0]
         for row in db.execute(

@@ -44,7 +44,7 @@ update pgqueue.job set lease_expires_at = now() - interval '1 second' where id =
 select pgqueue.claim('alone', 'quick');
 select is(
     (select last_error from pgqueue.jobs where id = :id),
-    'the lease expired: worker slow stopped extending it (the only lease of it that was found expired)',
+    'the lease expired: worker slow stopped extending it (its only expired lease)',
     'an expired lease is an error of the job and names the worker'
 );
 select pgqueue.enqueue_many('victims', array['1', '2', '3', '4']::jsonb[]);
@@ -54,8 +54,8 @@ select count(*) from pgqueue.claim('victims', 'w');
 select results_eq(
     $$ select error, count(*) from pgqueue.run where queue = 'victims' group by 1 order by 1 $$,
     $$ values
-        ('the lease expired: worker many stopped extending it (one of 3 leases of it that were found expired together)', 3::bigint),
-        ('the lease expired: worker single stopped extending it (the only lease of it that was found expired)', 1) $$,
+        ('the lease expired: worker many stopped extending it (one of its 3 leases that expired together)', 3::bigint),
+        ('the lease expired: worker single stopped extending it (its only expired lease)', 1) $$,
     'the error of an expired lease says how many leases of that worker expired with it'
 );
 select is(

@@ -61,13 +61,13 @@ select results_eq(
 );
 select results_eq(
     'select state, completed, dead, cancelled, callback_id from pgqueue.batches',
-    $$ select 'finished', 9::bigint, 1::bigint, 1::bigint, id from pgqueue.job where queue = 'done' $$, 'the view shows what became of it'
+    $$ select 'finished', 9::bigint, 1::bigint, 1::bigint, id from pgqueue.job where queue = 'done' $$, 'the view shows how it ended'
 );
 select is_empty('select from pgqueue.tally', 'the tally is summed up');
 select pgqueue.close_batch(:id);
 select is((select count(*) from pgqueue.job where queue = 'done'), 1::bigint, 'closing it again changes nothing');
 select throws_ok(
-    format($$ select pgqueue.enqueue('m', batch_id => %s) $$, :id), '55000', null, 'a batch that has finished takes no more jobs'
+    format($$ select pgqueue.enqueue('m', batch_id => %s) $$, :id), '55000', null, 'a finished batch accepts no more jobs'
 );
 select throws_ok(
     format($$ select pgqueue.enqueue_many('m', '{1}', batch_id => %s) $$, :id), '55000', null, 'nor from enqueue_many'
@@ -119,7 +119,7 @@ select is(
 
 -- What is refused
 
-select throws_ok($$ select pgqueue.enqueue('m', batch_id => 0) $$, 'PQ001', null, 'a batch that there is not is refused');
+select throws_ok($$ select pgqueue.enqueue('m', batch_id => 0) $$, 'PQ001', null, 'a batch that does not exist is refused');
 select throws_ok(
     format($$ select pgqueue.enqueue('m', after => array[%s]) $$, :id), '22023', 'after takes jobs, not batches', 'a batch is no job to wait for'
 );
@@ -144,7 +144,7 @@ select pg_temp.end_all('last', 'complete');
 select results_eq(
     'select state, completed, problem from pgqueue.batches join pgqueue.batch using (id, completed) where id = ' || :id,
     $$ values ('finished', 1::bigint, 'payload is too large for this queue') $$,
-    'if the limit is lowered later, the batch finishes all the same'
+    'if the limit is lowered later, the batch still finishes'
 );
 select results_eq(
     format('select d.queue, d.group_key, d.error, d.attempt, d.payload -> %L ->> %L from pgqueue.dead_job as d

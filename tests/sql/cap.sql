@@ -147,7 +147,7 @@ select ok(
 select pg_temp.pass('r', '31 s');
 select is(pg_temp.claimed('r', 10), 'a3', 'as many begin as began a period ago');
 select pgqueue.release(array[id], array[token]) from pgqueue.job where queue = 'r' and token is not null;
-select is(pg_temp.claimed('r', 10), '', 'a job that was released has begun all the same');
+select is(pg_temp.claimed('r', 10), '', 'a released job still counts as begun');
 select pgqueue.configure('r', rate_limit => 6);
 select is(pg_temp.claimed('r', 10), 'a1', 'a higher rate counts what began before');
 select pgqueue.configure('r', rate_limit => 2);
@@ -262,11 +262,11 @@ select pgqueue.configure('why', max_running => 1);
 select is(pg_temp.claimed('why', 1), 'a1', 'one of two jobs runs');
 select id as waits from pgqueue.job where queue = 'why' and token is null \gset
 select is(
-    pgqueue.why(:waits), 'its queue runs as many jobs as it may, 1', 'why tells that a queue is at its cap'
+    pgqueue.why(:waits), 'its queue runs as many jobs as it may, 1', 'why says that a queue is at its cap'
 );
 select pgqueue.configure('why', kind => 'a', max_running => 1);
 select is(
-    pgqueue.why(:waits), 'its kind a runs as many jobs as it may, 1', 'why tells that a kind is at its cap'
+    pgqueue.why(:waits), 'its kind a runs as many jobs as it may, 1', 'why says that a kind is at its cap'
 );
 select pgqueue.configure('why', kind => 'a', rate_limit => 1, rate_period => '1 minute', reset => true);
 select pgqueue.configure('why', reset => true);
@@ -274,7 +274,7 @@ select is(pg_temp.claimed('why', 1), 'a1', 'the other runs');
 select pgqueue.release(array[id], array[token]) from pgqueue.job where id = :waits;
 select matches(
     pgqueue.why(:waits), '^rate limited until 2.*: its kind a begins at most 1 job in 00:01:00$',
-    'why tells that the rate of a kind is used up, and until when'
+    'why says that the rate of a kind is used up, and until when'
 );
 select pgqueue.enqueue('gap', group_key => 'a') as id \gset
 select is((select state from pgqueue.jobs where id = :id), 'ready', 'a job of a group is ready');
@@ -285,7 +285,7 @@ select is(
 select matches(
     (select pgqueue.why(id) from pgqueue.job where queue = 'gap' and worker is null),
     '^rate limited until 2.*: its group a begins at most 1 job in 00:01:00$',
-    'why tells that the rate of a group is used up, and until when'
+    'why says that the rate of a group is used up, and until when'
 );
 
 -- Jobs that may not begin any more

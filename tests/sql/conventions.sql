@@ -62,7 +62,7 @@ select is_empty(
 select is_empty(
     $$ select r.name from routine as r
        where not r.is_private and not r.prosecdef and r.name not in ('version', 'enqueue_row') $$,
-    'every public verb but the function of a trigger is security definer, so that no role needs the tables'
+    'every public function but that of a trigger is security definer, so that no role needs the tables'
 );
 select is_empty(
     $$ select r.name from routine as r
@@ -78,7 +78,7 @@ select is_empty(
 select is_empty(
     $$ select r.name from routine as r
        where not r.is_private and r.provolatile <> 'v' and r.name <> 'version' $$,
-    'every verb is volatile'
+    'every public function but version is volatile'
 );
 select is_empty(
     $$ select r.name, a.name from routine as r, unnest(r.proargnames) as a (name)
@@ -197,7 +197,7 @@ select results_eq(
 );
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '736651[34]' $$,
-    $$ values (array['_park', '_unpark', '_wake', 'enqueue']) $$, 'the numbers of the advisory locks stand in room wake, and in enqueue'
+    $$ values (array['_park', '_unpark', '_wake', 'enqueue']) $$, 'the numbers of the advisory locks are only in module wake, and in enqueue'
 );
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '7366516' $$,

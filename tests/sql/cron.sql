@@ -1,4 +1,4 @@
--- Cron texts: what is refused, and the rules at clock changes. test_cron.py compares ten years of slots.
+-- Cron expressions: what is refused, and the rules at clock changes. test_cron.py compares ten years of slots.
 begin;
 set local client_min_messages = warning;
 set local timezone = 'UTC';
@@ -122,7 +122,7 @@ select is(
         ]) as c (cron)
         where pg_temp.refusal(c.cron) <> 'the minute of cron cannot be read'
     ),
-    null, 'a minute that is none is refused'
+    null, 'an invalid minute is refused'
 );
 select is(pg_temp.refusal('* 24 * * *'), 'the hour of cron cannot be read', 'so is an hour');
 select is(pg_temp.refusal('* * 0 * *'), 'the day of the month of cron cannot be read', 'so is a day');

@@ -1,4 +1,4 @@
--- Dead jobs: redrive sends them back to work, discard drops them, one by one or by filter.
+-- Dead jobs: redrive sends them back to work, discard deletes them, one by one or by filter.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;

@@ -84,7 +84,7 @@ select is(pg_temp.state(:d), 'ready', 'with if_dead run it runs');
 select pgqueue.enqueue('c', after => array[:a]) as e \gset
 select is(pg_temp.state(:e), 'cancelled', 'one that waits for a job that is dead already is cancelled at once');
 select pgqueue.enqueue('c', after => array[:b], if_dead => 'run') as e \gset
-select is(pg_temp.state(:e), 'ready', 'unless it runs all the same');
+select is(pg_temp.state(:e), 'ready', 'unless it runs anyway');
 select pgqueue.enqueue('a') as a \gset
 select pgqueue.enqueue('c', after => array[:a]) as b \gset
 select pgqueue.cancel(:a);
@@ -148,12 +148,12 @@ select pgqueue.enqueue('b', after => array[:a]) as b \gset
 select pgqueue.enqueue('c', after => array[:b]) as c \gset
 select pgqueue.enqueue('c', after => array[:b], if_dead => 'run') as d \gset
 select pg_temp.end_one('a', 'complete');
-select is(pg_temp.state(:b), 'blocked', 'with lose_hints an end does not tell who waits');
+select is(pg_temp.state(:b), 'blocked', 'with lose_hints an end does not tell the waiting jobs');
 select pgqueue._tie_loose_ends(1000);
 select is(pg_temp.state(:b), 'ready', 'the sweep finds that it is over');
 select pg_temp.end_one('b', 'dead');
 select pgqueue.enqueue('c', after => array[:b]) as e \gset
-select is(pg_temp.state(:e), 'cancelled', 'who is enqueued after it knows, because that is no hint');
+select is(pg_temp.state(:e), 'cancelled', 'a job enqueued after it knows, because that is not a hint');
 select is(pg_temp.state(:c), 'blocked', 'nor does one that is dead');
 select pgqueue._tie_loose_ends(1000);
 select is(pg_temp.state(:c) || ', ' || pg_temp.state(:d), 'cancelled, ready', 'the sweep finds that, too');

@@ -1,5 +1,5 @@
--- Whose jobs a claim takes: groups are served one after the other, whatever waits in each, and of each
--- so many at once as it may run. What two sessions do at once is in test_races.py, what it costs in test_plans.py.
+-- Whose jobs a claim takes: groups are served round-robin, whatever waits in each, and each runs at most
+-- as many at once as it may. What two sessions do at once is in test_races.py, what it costs in test_plans.py.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
@@ -166,7 +166,7 @@ select pg_temp.letters('due', repeat('a', 200), run_at => now() + interval '1 ho
 select pg_temp.letters('due', 'bbb', run_at => now() + interval '1 hour');
 update pgqueue.job set run_at = run_at - interval '1 hour' where queue = 'due';
 select pg_temp.pass('due', '1 hour');
-select is(pg_temp.given('due', 50), repeat('a', 47) || 'bbb', 'jobs that have come due together are served by turns');
+select is(pg_temp.given('due', 50), repeat('a', 47) || 'bbb', 'jobs that have come due together are served round-robin');
 
 -- Tables that were changed by hand
 insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload, group_key)
@@ -353,7 +353,7 @@ select count(pgqueue.reprioritize(id, 0)) from pgqueue.job where queue = 'behind
 select pgqueue.enqueue('behind', '"free"');
 select is(
     pg_temp.claimed('behind', 1), 'free',
-    'a claim finds what stands behind many jobs of a full group'
+    'a claim finds what is behind many jobs of a full group'
 );
 
 select pgqueue.configure('back', group_limit => 3);

@@ -40,14 +40,14 @@ select is(
     'health returns a row for each check'
 );
 
--- What becomes of jobs
+-- How work goes
 
 select pgqueue.enqueue_many('h q', array_fill('{}'::jsonb, array[70]), max_attempts => 1);
 select pg_temp.pass('110 seconds');
 select alike(pg_temp.found('workers'), 'ok: %', 'a job may be due for two minutes while nobody works its queue');
 select pg_temp.pass('20 seconds');
 select matches(
-    pg_temp.found('workers'), '^warning: queue h q has 70 ready jobs, the oldest due for 00:02:1\d, and nobody works it$',
+    pg_temp.found('workers'), '^warning: queue h q has 70 ready jobs, the oldest due for 00:02:1\d, and no worker serves it$',
     'then a worker is missing'
 );
 select pg_temp.pass('7 minutes');
@@ -161,7 +161,7 @@ select pgqueue.enqueue_many('full', array_fill('{}'::jsonb, array[3]), group_key
 update pgqueue.permit set token = -1 where token < 0;
 select count(*) from pgqueue.claim('full', 'w', 3);
 update pgqueue.job set run_at = now() - interval '1 day' where queue = 'full' and lease_expires_at is null;
-select alike(pg_temp.found('waits'), 'ok: %', 'nor what stands behind others because its group is full');
+select alike(pg_temp.found('waits'), 'ok: %', 'nor what is behind others because its group is full');
 select pgqueue.enqueue_many('tenants', array_fill('{}'::jsonb, array[50]), group_keys => array(
     select 'g ' || n % 10 from generate_series(1, 50) as n
 ));
@@ -189,7 +189,7 @@ select matches(
     'one that nobody recovers is told of'
 );
 select pg_temp.hint('leases') \gexec
-select alike(pg_temp.found('leases'), 'ok: %', 'reap mends it');
+select alike(pg_temp.found('leases'), 'ok: %', 'reap fixes it');
 truncate pgqueue.job;
 
 -- Schedules
@@ -207,7 +207,7 @@ select matches(
 select pg_temp.hint('schedules') \gexec
 select is(
     (select count(*) from pgqueue.job) || pg_temp.found('schedules'), '2ok: schedules are fired in time',
-    'maintain mends it'
+    'maintain fixes it'
 );
 select pgqueue.configure('q', max_payload_bytes => 10);
 update pgqueue.schedule
@@ -237,7 +237,7 @@ select is(
     'a sequence that was set back is told of'
 );
 select h.hint from pgqueue.health() as h where h.check = 'sequences' \gexec
-select alike(pg_temp.found('sequences'), 'ok: %', 'setting it forward mends it');
+select alike(pg_temp.found('sequences'), 'ok: %', 'setting it forward fixes it');
 select cmp_ok(
     (select max(j.token) from pgqueue.job as j), '<', nextval('pgqueue.token_seq'), 'beyond all that are in use'
 );
@@ -252,11 +252,11 @@ insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queu
 select (floor(extract(epoch from now()) / 86400)::int - 2) % 16, 1, 1, now() - interval '9 days', '0', '0', 'q', 'k', 'completed';
 select matches(
     pg_temp.found('runs'),
-    '^warning: table run_\d+ holds runs that were to be forgotten on [-\d]+: nobody uses it, and nobody has called maintain',
+    '^warning: table run_\d+ holds runs that were due for deletion on [-\d]+: nobody uses it, and nobody has called maintain',
     'those that nobody forgets are told of'
 );
 select pg_temp.hint('runs') \gexec
-select alike(pg_temp.found('runs'), 'ok: %', 'maintain mends it');
+select alike(pg_temp.found('runs'), 'ok: %', 'maintain fixes it');
 
 -- Autovacuum of a table
 
@@ -266,7 +266,7 @@ select is(
     'a table without autovacuum is told of'
 );
 select pg_temp.hint('autovacuum') \gexec
-select alike(pg_temp.found('autovacuum'), 'ok: %', 'resetting the option mends it');
+select alike(pg_temp.found('autovacuum'), 'ok: %', 'resetting the option fixes it');
 
 -- Batches
 
@@ -284,7 +284,7 @@ select pgqueue.create_batch('h b');
 update pgqueue.batch set created_at = created_at - interval '4 days';
 select alike(pg_temp.found('batches'), 'critical: %; so have 1 more', 'after four days it is critical');
 select pgqueue.close_batch(id) from pgqueue.batch;
-select alike(pg_temp.found('batches'), 'ok: %', 'closing them mends it');
+select alike(pg_temp.found('batches'), 'ok: %', 'closing them fixes it');
 select pgqueue.create_batch('h b', jsonb_build_object('text', repeat('x', 1000))) as large \gset
 select pgqueue.configure('h b', max_payload_bytes => 500);
 select pgqueue.close_batch(:large);
@@ -298,7 +298,7 @@ select is(
 );
 select pgqueue.configure('h b', reset => true);
 select h.hint from pgqueue.health() as h where h.check = 'batches' \gexec
-select alike(pg_temp.found('batches'), 'ok: %', 'sending it back to work mends it');
+select alike(pg_temp.found('batches'), 'ok: %', 'sending it back to work fixes it');
 select is(
     (select j.payload -> 'batch' ->> 'id' from pgqueue.job as j where j.queue = 'h b' and j.payload ? 'text'), :'large',
     'and it has the counts'

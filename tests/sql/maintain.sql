@@ -1,4 +1,4 @@
--- Upkeep: reap ends attempts whose lease expired, maintain does that and forgets old runs.
+-- Maintenance: reap ends attempts whose lease expired, maintain does that and deletes old runs.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;

@@ -90,11 +90,11 @@ select is(
     'why tells the time of a scheduled job in a paused queue, too'
 );
 select pgqueue.enqueue('w') as ready \gset
-select is(pg_temp.why(:ready), 'its queue is paused', 'why tells of a ready job that its queue is paused');
+select is(pg_temp.why(:ready), 'its queue is paused', 'why describes a ready job that its queue is paused');
 select pgqueue.resume('w');
 select is(
     pg_temp.why(:ready), 'ready: next in its queue; no worker has claimed from it that it remembers',
-    'why tells of a ready job in a queue from which nobody ever claimed'
+    'why describes a ready job in a queue from which nobody ever claimed'
 );
 select pgqueue.configure('w', keep_runs => 0);
 select is(
@@ -131,23 +131,23 @@ select is(
     pg_temp.why(:ready),
     'ready: waits behind more than 10,000 jobs of higher priority or earlier turn in its queue; '
     'no worker has claimed from it for 10 minutes',
-    'why tells when the last job that was claimed has run for ten minutes'
+    'why says when the last job that was claimed has run for ten minutes'
 );
 select pgqueue.cancel(:running, 'reason');
 select is(
-    pg_temp.why(:running), 'its worker w3 was asked to stop at TIME: cancelling', 'why tells of a job that is being cancelled'
+    pg_temp.why(:running), 'its worker w3 was asked to stop at TIME: cancelling', 'why describes a job that is being cancelled'
 );
 select pgqueue.release(array[:running], array[:token]);
-select is(pg_temp.why(:running), 'cancelled at TIME: reason', 'why tells when and why a job was cancelled');
+select is(pg_temp.why(:running), 'cancelled at TIME: reason', 'why says when and why a job was cancelled');
 select pgqueue.cancel(:second);
-select is(pg_temp.why(:second), 'cancelled at TIME', 'why tells when a job was cancelled without a reason');
+select is(pg_temp.why(:second), 'cancelled at TIME', 'why says when a job was cancelled without a reason');
 update pgqueue.run set finished_at = finished_at - interval '11 minutes' where queue = 'w';
 select matches(
     pg_temp.why(:ready), '; no worker has claimed from it for 10 minutes$',
-    'why tells when the last job of a queue that any worker held has ended ten minutes ago'
+    'why says when the last job of a queue that any worker held has ended ten minutes ago'
 );
 update pgqueue.job set run_at = 'infinity' where id = :ready;
-select matches(pgqueue.why(:ready), '^blocked: its wait is over', 'why tells that a job is blocked, and nothing holds it up');
+select matches(pgqueue.why(:ready), '^blocked: its wait is over', 'why says that a job is blocked, and nothing holds it up');
 
 select pgqueue.configure('full', group_limit => 2, group_on_retry => 'block');
 select pgqueue.enqueue_many('full', array_fill('{}'::jsonb, array[3]), group_keys => '{invoice 7,invoice 7,invoice 7}');
@@ -170,12 +170,12 @@ select is(
     'why tells for whose retry a group waits'
 );
 select pgqueue.pause('full', group_key => 'invoice 7');
-select is(pg_temp.why(:waits), 'its group is paused', 'why tells that its group is paused');
+select is(pg_temp.why(:waits), 'its group is paused', 'why says that its group is paused');
 select pgqueue.pause('full', kind => 'full');
 select pgqueue.resume('full', group_key => 'invoice 7');
 select pgqueue.pause('x', kind => 'x');
 select pgqueue.enqueue('x') as id \gset
-select is(pg_temp.why(:id), 'its kind is paused', 'why tells that its kind is paused');
+select is(pg_temp.why(:id), 'its kind is paused', 'why says that its kind is paused');
 select pgqueue.resume('x', kind => 'x');
 select token from pgqueue.claim('x', 'w3') \gset
 select pgqueue.release(array[:id], array[:token], '2100-01-01 00:00 UTC');
@@ -194,23 +194,23 @@ select token from pgqueue.claim('x', 'w3') \gset
 update pgqueue.job set lease_expires_at = now() where id = :id;
 select is(
     pg_temp.why(:id), 'its lease expired at TIME: the next claim recovers it (worker w3)',
-    'why tells that a lease has expired'
+    'why says that a lease has expired'
 );
 select pgqueue.pause();
 select is(
     pg_temp.why(:id), 'its lease expired at TIME: the next maintain() recovers it (worker w3)',
-    'why tells that no claim recovers a job of a paused queue'
+    'why says that no claim recovers a job of a paused queue'
 );
 select pgqueue.resume();
 update pgqueue.job set max_attempts = 2 where id = :id;
 select is(
     pg_temp.why(:id), 'its lease expired at TIME: the next claim moves it to dead_job (worker w3)',
-    'why tells what becomes of a job whose lease expired in its last attempt'
+    'why says what happens to a job whose lease expired in its last attempt'
 );
 update pgqueue.job set cancelled_at = now() where id = :id;
 select is(
     pg_temp.why(:id), 'its lease expired at TIME: the next claim cancels it (worker w3)',
-    'why tells what becomes of a job whose lease expired after it was cancelled'
+    'why says what happens to a job whose lease expired after it was cancelled'
 );
 update pgqueue.job set cancelled_at = null where id = :id;
 select pgqueue.fail(:id, :token, E'ValueError: bad
@@ -222,14 +222,14 @@ select is(
 select pgqueue.discard(:id);
 select is(
     pg_temp.why(:id), 'gone; its attempt 2 failed at TIME: ValueError: bad',
-    'why tells what is known of a job that was discarded'
+    'why says what is known of a job that was discarded'
 );
 select pgqueue.enqueue('x') as id \gset
 select token from pgqueue.claim('x', 'w3') \gset
 select pgqueue.fail(:id, :token, 'e', '0');
 select token from pgqueue.claim('x', 'w3') \gset
 select pgqueue.complete(:id, :token, '"secret"');
-select is(pg_temp.why(:id), 'completed at TIME on attempt 2', 'why tells when a job completed');
+select is(pg_temp.why(:id), 'completed at TIME on attempt 2', 'why says when a job completed');
 select pgqueue.enqueue('last');
 select pgqueue.enqueue('x', run_at => now() + interval '1 hour', expires_at => now() + interval '1 day') as ends \gset
 select is(
@@ -239,7 +239,7 @@ select is(
 update pgqueue.job set attempt = 1, terms.expires_at = now() where id = :ends;
 select is(
     pg_temp.why(:ends), 'expired at TIME, not begun again by then: the next claim or maintain() cancels it',
-    'why tells that it may not begin any more'
+    'why says that it may not begin any more'
 );
 select pgqueue.reap();
 select is(
@@ -251,7 +251,7 @@ select pgqueue.claim('both', 'w3');
 update pgqueue.job set lease_expires_at = now(), terms.expires_at = now() where id = :both;
 select pgqueue.claim('both', 'w3');
 select matches(
-    pg_temp.why(:both), '^cancelled at', 'why tells what came last, where a claim met both a lease and a job that were over'
+    pg_temp.why(:both), '^cancelled at', 'why says what came last, where a claim met both a lease and a job that were over'
 );
 select throws_ok('select pgqueue.why(-1)', 'PQ001', null, 'why refuses an id that nothing remembers');
 

@@ -1,4 +1,4 @@
--- Permits of groups: which are made, who has them, and when they are free again. Those of queues and kinds are
+-- Permits of groups: which are created, who holds them, and when they are free again. Those of queues and kinds are
 -- in cap.sql; what two sessions do at once is in test_races.py and test_caps.py.
 begin;
 set local client_min_messages = warning;
@@ -197,7 +197,7 @@ select pg_temp.complete('lower', 'a1'), pg_temp.complete('lower', 'a2');
 select is(pg_temp.claimed('lower', 9), '', 'with a limit of two, and two that run above it, no place is free');
 select is(
     (select count(*) from pgqueue.permit where queue = 'lower' and is_surplus), 0::bigint,
-    'those that run have the places that there are'
+    'those that run have the existing places'
 );
 select pg_temp.complete('lower', 'a4');
 select is(pg_temp.claimed('lower', 9), 'a5', 'with one that runs above it, one is');

@@ -1,11 +1,11 @@
--- Schedules: made, changed, paused, and fired by who is awake; test_schedules.py has the races.
+-- Schedules: created, changed, paused, and fired by claims, rests and maintain; test_schedules.py has the races.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
 select plan(55);
 
--- Makes a schedule due, so long ago.
+-- Makes a schedule due, this long ago.
 create function pg_temp.late(name text, by interval)
     returns void
     language sql
@@ -270,7 +270,7 @@ select pg_temp.late('large', '5 seconds');
 select pg_temp.fired();
 select pgqueue.configure('small', reset => true);
 update pgqueue.schedule set due_at = now() - interval '1 second' where name = 'large';
-select is(pg_temp.fired(), 1::bigint, 'its slot is fired when that is mended');
+select is(pg_temp.fired(), 1::bigint, 'its slot is fired once that is fixed');
 select is((select count(*) from pgqueue.schedules where problem is not null), 0::bigint, 'and the problem is gone');
 select throws_ok(
     $$ select pgqueue.configure('q', max_payload_bytes => 1), pgqueue.schedule('s', 'q', '@daily', payload => '{"a": 1}') $$,

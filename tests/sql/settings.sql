@@ -333,8 +333,8 @@ select is(
     2::bigint, 'claim_from passes over a paused kind'
 );
 select lives_ok($$ select pgqueue.enqueue('n', '"new"', kind => 'a') $$, 'a paused kind takes jobs in');
-select is(pgqueue.rest(array['n'], '{a}', false), null, 'who waits for nothing but a paused kind may sleep');
-select is(pgqueue.rest(array['n'], park => false), interval '0', 'and who waits for others also, may not');
+select is(pgqueue.rest(array['n'], '{a}', false), null, 'a worker that waits only for a paused kind may sleep');
+select is(pgqueue.rest(array['n'], park => false), interval '0', 'and one that also waits for others may not');
 select pgqueue.resume('n', kind => 'a');
 select is(pg_temp.taken('n'), 'a ag ah b bg new', 'resume lets the next claim find all of them');
 select ok(

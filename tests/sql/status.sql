@@ -37,7 +37,7 @@ select is((select time_left from pgqueue.jobs where id = :id), interval '0', 'wh
 select pgqueue.progress(:id, :token, 0, 100);
 select results_eq(
     $$ select rate, time_left from pgqueue.jobs where queue = 'p' $$, $$ values (0::numeric, null::interval) $$,
-    'who has done nothing has no time left to tell'
+    'an attempt that has done nothing has no time left to show'
 );
 select pgqueue.progress(:id, :token, 1e-6, 1e18, repeat('long ', 1000));
 select is((select length(message) from pgqueue.running where id = :id), 500, 'of a long message 500 characters are kept');

@@ -1,4 +1,4 @@
--- Tickets: which groups have something to do, and from when on a claim looks at them. What two sessions do at
+-- Tickets: which groups have jobs to run, and when a claim looks at them. What two sessions do at
 -- once is in test_races.py.
 begin;
 set local client_min_messages = warning;

@@ -1,4 +1,4 @@
--- Trigger: enqueue_row makes a job of each change of a table.
+-- Trigger: enqueue_row makes a job from each change of a table.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
@@ -269,14 +269,14 @@ from (values
     ('''queue=q'', ''run_in=soon''', null, 'run_in must be an interval from 0 to 1000 years'),
     ('''queue=q'', ''run_in=-1 s''', null, 'run_in must be an interval from 0 to 1000 years'),
     ('''queue=q'', ''on_duplicate=merge''', null, 'on_duplicate must be skip, replace, postpone or error'),
-    ('''queue=q''', 'insert on shop for each statement', 'enqueue_row does not find the rows of the statement'),
+    ('''queue=q''', 'insert on shop for each statement', 'enqueue_row cannot find the rows of the statement'),
     ('''queue=q''', 'insert on shop referencing new table as fresh for each statement',
-        'enqueue_row does not find the rows of the statement')
+        'enqueue_row cannot find the rows of the statement')
 ) as c (arguments, how, message);
 select throws_ok(
     $$ select pg_temp.fire('''queue=q'', ''key=customer''', 'update shop set customer = ''same''; update shop set status = 1',
         'update on shop referencing old table as old_rows new table as new_rows for each statement') $$,
-    '22023', 'the key of a trigger must tell its rows apart', 'refused: a key that is none'
+    '22023', 'the key of a trigger must identify its rows', 'refused: a key that is not one'
 );
 select throws_ok(
     $$ select pg_temp.fire('''queue=q''', 'truncate shop', 'truncate on shop') $$,

@@ -18,8 +18,8 @@ Asked = Mapping[str, str]
 
 SHOWN = 200  # rows of a list that may be long
 
-# Nobody's settings change what is read; a page that takes longer is worth no more load. A laptop
-# that is shut while it reads must not hold a snapshot, for which VACUUM would wait.
+# No role's settings change what is read; a page that takes longer is worth no more load. A laptop
+# that is closed while it reads must not hold a snapshot that VACUUM would wait for.
 SESSION = """
 set local search_path = pg_catalog, pg_temp;
 set local statement_timeout = '5s';
@@ -109,7 +109,7 @@ select errors, case when %(payload)s then left(jsonb_pretty(payload), 20000) end
     case when %(payload)s then left(headers::text, 20000) end as headers
 from pgqueue.{} where id = %(id)s
 """
-# What is said of a job, by whichever of the two tells it.
+# What is known about a job, from whichever of the two knows it.
 FACTS = dict.fromkeys(
     (
         "queue",
@@ -159,7 +159,7 @@ ORDERS = {
 
 
 class NotFound(Exception):
-    """There is nothing of that name."""
+    """Nothing has that name."""
 
 
 @dataclass
@@ -203,7 +203,7 @@ def queues(reading: Reading) -> Page:
         found = [row for row in found if part.lower() in row["queue"].lower()]
     order = reading.asked.get("order", "")
     if order in ORDERS - {"queue"}:
-        # Those of which nothing is known come last.
+        # Those about which nothing is known come last.
         found = sorted(
             found, key=lambda row: (row[order] is not None, row[order]), reverse=True
         )
@@ -222,7 +222,7 @@ def queues(reading: Reading) -> Page:
 
 
 def health(reading: Reading) -> list[list[Row]]:
-    """What is wrong, the worst first, and together what one check says."""
+    """What is wrong, the worst first, the findings of a check together."""
     wrong = itertools.groupby(
         reading.rows(HEALTH), key=lambda row: (row["status"], row["check"])
     )
@@ -233,7 +233,9 @@ def queue(reading: Reading) -> Page:
     name = reading.asked.get("name", "")
     found = reading.row(QUEUE, queue=name)
     if found is None:
-        raise NotFound(f"No queue is called {name[:200]!r}, or nothing is known of it.")
+        raise NotFound(
+            f"No queue is called {name[:200]!r}, or nothing is known about it."
+        )
     # Without statistics a bitmap of all its jobs would be made for the first of them.
     reading.conn.execute("set local enable_bitmapscan = off")
     context = {
@@ -276,7 +278,7 @@ def batches(reading: Reading) -> Page:
 
 
 def job(reading: Reading) -> Page:
-    """One job's life. A reader of the views is told why, and what waits or runs."""
+    """The life of a job. A reader of the views sees why(), and what waits or runs."""
     id, wants_payload = job_id(reading.asked.get("id", "")), "payload" in reading.asked
     why = reading.row("select pgqueue.why(%(id)s) as why", id=id) or {}
     live = reading.row(LIVE, id=id)
@@ -314,14 +316,14 @@ def job_id(text: str) -> int:
         id = int(text)
     except ValueError:
         raise NotFound(
-            f"{text[:100]!r} is no job's id: that is a whole number."
+            f"{text[:100]!r} is not a job's id, which is a whole number."
         ) from None
     if not -(2**63) <= id < 2**63:
-        raise NotFound("No job has so large an id.")
+        raise NotFound("No job has an id that large.")
     return id
 
 
-# What an operator may do: a call of the SQL function of that name, and where its effect is seen.
+# What an operator may do: a call of the SQL function of that name, and where to see its effect.
 CALLS = {
     "pause": ("select pgqueue.pause(%(queue)s::text)", "/queue?name={queue}"),
     "resume": ("select pgqueue.resume(%(queue)s::text)", "/queue?name={queue}"),

@@ -67,9 +67,9 @@ def as_json(value: Any) -> str:
 def outline(
     ago: Iterable[int], values: Sequence[Any], height: int, most: Any = None
 ) -> str:
-    """The path around what was in each of the last 60 minutes, the present one at the right.
+    """The path around the value of each of the last 60 minutes, the current one at the right.
 
-    Each is one wide. What is more than nothing can be seen.
+    Each is one wide. Any value above zero is visible.
     """
     most = max(values, default=0) if most is None else most
     heights = [0] * 60

@@ -1,7 +1,7 @@
-"""The ASGI app: routes, who may ask for them, and what is said when something is wrong.
+"""The ASGI app: routes, who may request them, and what is said when something is wrong.
 
-Starlette routes and Jinja2 escapes; uvicorn serves. Nothing here is in anyone's account: put
-a proxy that asks for a password before it wherever more than this machine can reach it.
+Starlette routes and Jinja2 escapes; uvicorn serves. There are no accounts here: put a proxy
+that asks for a password in front wherever other machines can reach it.
 """
 
 import functools
@@ -47,7 +47,7 @@ HEADERS = {
     ),
     "X-Frame-Options": "DENY",
     "X-Content-Type-Options": "nosniff",
-    # With no-referrer a browser says of our own forms, too, that their origin is null.
+    # With no-referrer a browser sends "null" as the origin of our own forms, too.
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -56,7 +56,7 @@ HEADERS = {
 MISSING = (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable)
 UNSAID = {
     HTTPStatus.NOT_FOUND: "The dashboard has no such page.",
-    HTTPStatus.METHOD_NOT_ALLOWED: "Only a button of a page does that: go back, and press it.",
+    HTTPStatus.METHOD_NOT_ALLOWED: "Only a button on a page does that: go back, and press it.",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "No form of the dashboard is that large.",
 }
 PAGES: dict[str, Callable[[Reading], Page]] = {
@@ -78,23 +78,23 @@ def app(
 ) -> "Dashboard":
     """Make the app. It answers only to these names in the Host header, "*" being any.
 
-    Without that check a page from elsewhere could have its name lead to this machine, and
-    read. Give the names that your users see when you mount it.
+    Without that check a foreign page could point its name to this machine, and read (DNS
+    rebinding). When you mount it, give the names that your users see.
     """
     return Dashboard(dsn, allow_actions, hosts)
 
 
 class Dashboard:
-    """The ASGI app: refuses other names of this machine, has the same headers on every answer."""
+    """The ASGI app: refuses other names of this machine, sends the same headers on every answer."""
 
     def __init__(
         self, dsn: str | None, allow_actions: bool, hosts: Collection[str]
     ) -> None:
-        # Not as a worker's would be.
+        # Not named as a worker's would be.
         self.dsn = database.named(database.conninfo(dsn), "pgqueue-dashboard")
         self.allow_actions = allow_actions
         self.hosts = {host.lower() for host in hosts}
-        # Threads of our own: those of the app that we are mounted in have other things to do.
+        # Our own threads: those of the app that we are mounted in have other things to do.
         self.limiter = anyio.CapacityLimiter(CONNECTIONS)
         self.templates = jinja2.Environment(
             loader=jinja2.FileSystemLoader(HERE / "templates"),
@@ -170,7 +170,7 @@ class Dashboard:
     async def answer(
         self, request: Request, work: Callable[[], Page | str], role: str
     ) -> Response:
-        """Do what takes time in a thread, and make an answer of it or of its error."""
+        """Do what takes time in a thread, and turn its result or error into an answer."""
 
         def answer() -> Response:
             try:
@@ -205,7 +205,7 @@ class Dashboard:
         if isinstance(error, MISSING):
             text = f"Install or update pgqueue in this database: {text}"
         if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
-            text = f"A standby only reads; ask the primary: {text}"
+            text = f"A standby is read-only; ask the primary: {text}"
         return self.say(request, status_of(error), text)
 
     def say(self, request: Request, status: HTTPStatus, text: str) -> Response:
@@ -246,12 +246,12 @@ async def read_form(request: Request) -> dict[str, str]:
 def is_from_here(request: Request) -> bool:
     """Whether a browser says that a page of this site asks.
 
-    Every browser says one of the two, and lets no page choose what. The first only where the
+    Every browser sends one of the two, and lets no page choose it. The first only where the
     connection is trusted: https, or this machine.
     """
     headers = request.headers
     if "sec-fetch-site" in headers:
         return headers["sec-fetch-site"] == "same-origin"
-    # The scheme is another one behind a proxy that ends TLS.
+    # The scheme differs behind a proxy that terminates TLS.
     _, _, name = headers.get("origin", "").partition("://")
     return name != "" and name == headers.get("host")

@@ -1,4 +1,4 @@
-"""Gives jobs the care for database connections that Django gives to requests."""
+"""Handles database connections around jobs as Django does around requests."""
 
 import contextlib
 from collections.abc import Iterator
@@ -37,12 +37,12 @@ def _in_this_thread() -> Iterator[None]:
 def _in_own_thread() -> Iterator[None]:
     """Give an async attempt a thread for the ORM, as Django gives one to each request.
 
-    Its connection is closed at the end. All attempts would else share one thread and the
-    connection there.
+    Its connection is closed at the end. Otherwise all attempts would share one thread and
+    its connection.
     """
     context = ThreadSensitiveContext()
     # This is what `async with context` does, which a plain `with` cannot. It is not reset, as
-    # each attempt has contextvars of its own.
+    # each attempt has its own contextvars.
     SyncToAsync.thread_sensitive_context.set(context)
     try:
         yield

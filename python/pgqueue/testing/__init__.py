@@ -48,8 +48,8 @@ ENQUEUED = """
     order by id
 """
 # A visible row whose writer is still in progress was written by this transaction: itself, or
-# a savepoint of it, whose id is greater. So nobody else's row is touched or locked. (xmin
-# lacks the upper half of an id.)
+# one of its savepoints, whose id is greater. So no other session's row is touched or locked.
+# (xmin lacks the upper half of an id.)
 CANDIDATE = """
     from (
         select pg_catalog.pg_current_xact_id_if_assigned()::pg_catalog.text::bigint,
@@ -72,7 +72,7 @@ NEXT = f"""
     order by pg_catalog.array_position(%(queues)s, j.queue), j.priority desc, j.run_at, j.id
     limit 1
 """
-# Due now, in their order.
+# Make them due now, in their order.
 MAKE_DUE = f"""
     update pgqueue.job
     set run_at = due.moment
@@ -93,7 +93,7 @@ MOVE = (
 
 @dataclass(frozen=True)
 class Enqueued:
-    """A job that waits or runs."""
+    """A waiting or running job."""
 
     id: int
     queue: str
@@ -110,7 +110,7 @@ class Enqueued:
 def enqueued(
     conn: Any, queue: str | None = None, kind: str | None = None
 ) -> list[Enqueued]:
-    """List the jobs that wait or run, oldest first; reads the table pgqueue.job."""
+    """List the waiting and running jobs, oldest first; reads the table pgqueue.job."""
     with lent(conn) as session:
         rows = session.execute(ENQUEUED, {"queue": queue, "kind": kind}).fetchall()
     return [Enqueued(*row) for row in rows]
@@ -158,7 +158,7 @@ def drain(
 ) -> list[Ran]:
     """Run the due jobs that this transaction has enqueued, and those that they enqueue.
 
-    Returns what became of each, in the order in which a worker would begin them. `queues`
+    Returns what happened to each, in the order in which a worker would begin them. `queues`
     are emptied one after the other; None is all of them at once. With `scheduled`, jobs that
     are due later run as well, once: what is put off or enqueued for later meanwhile waits
     for the next drain.
@@ -168,9 +168,9 @@ def drain(
     ValueError unless a transaction is open.
 
     One job runs at a time, whatever the limits, rates and pauses of its queue, its kind there
-    or its group. Raises RuntimeError where max_running, a rate or a pause of all queues
-    (`configure(null, ...)`) keeps a job from running: nobody may use the permits that his own
-    transaction has made.
+    or its group. Raises RuntimeError if max_running, a rate or a pause of all queues
+    (`configure(null, ...)`) keeps a job from running: no transaction may use the permits
+    that it created itself.
 
     What a handler raises is raised, except Retry, Snooze and Reject; with `raises` false the
     job fails instead, as with a worker. A handler with transaction=True gets this session, in
@@ -212,7 +212,7 @@ def _claim(conn: database.Connection, which: dict[str, Any]) -> Attempt | None:
                     f"job {job_id} is due, and a max_running, rate or pause of all queues keeps"
                     " drain from it; one that is set for a queue by its name does not"
                 )
-        # One that has expired is cancelled instead.
+        # An expired job is cancelled instead.
         for attempt in attempts:
             attempt.queue = queue
             return attempt

@@ -26,7 +26,7 @@ from pgqueue.worker.protocol import finish
 
 @dataclass(frozen=True)
 class Ran:
-    """An attempt that `drain` has run, and what became of it."""
+    """An attempt that `drain` has run, and what happened to the job."""
 
     job: Job
     outcome: str  # completed, retry, dead, cancelled or released
@@ -85,7 +85,7 @@ def _call(function: Callable[[], Outcome]) -> Outcome:
 def _await(function: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
     """Run it on an event loop of its own, in another thread."""
     if "django.db" in sys.modules and not event_loop.is_in_this_thread():
-        # Then sync_to_async leads back to this thread, where the test's connection is.
+        # Then sync_to_async comes back to this thread, where the test's connection is.
         from asgiref.sync import async_to_sync
 
         async def call() -> Outcome:  # what it takes has to be marked as async

@@ -1,4 +1,4 @@
-"""Lends a test's own session to what expects a connection of a worker."""
+"""Lends a test's own session to code that expects a worker's connection."""
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
@@ -32,7 +32,7 @@ def lent(conn: Any) -> Iterator[database.Connection]:
 
 
 def of_psycopg(conn: Any) -> psycopg.Connection[Any] | psycopg.AsyncConnection[Any]:
-    """Find the connection of psycopg below that of Django or SQLAlchemy."""
+    """Find the psycopg connection below that of Django or SQLAlchemy."""
     if hasattr(conn, "ensure_connection"):
         conn.ensure_connection()
         conn = conn.connection

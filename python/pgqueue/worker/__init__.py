@@ -5,7 +5,7 @@
     executor     runs handlers, in threads and on an event loop
     watch        ends handlers that must not go on
     finisher     reports to the server how attempts ended
-    heartbeat    extends the leases of all claimed jobs, and tells of their progress
+    heartbeat    extends the leases of all claimed jobs, and reports their progress
     maintenance  declares schedules, and calls maintain() about once a minute
 
 Dispatcher, finisher, heartbeat and maintenance have a thread and a connection of their own. The thread of
@@ -141,7 +141,7 @@ class Worker:
     def run(self) -> None:
         """Work until stopped, until nothing is due (burst), or for max_jobs jobs.
 
-        Waits for the end of an outage. Raises psycopg's errors for what waiting cannot cure,
+        Waits for the end of an outage. Raises psycopg's errors for what waiting cannot fix,
         such as InvalidSchemaName without pgqueue, or InsufficientPrivilege; RuntimeError
         when handlers that do not end hold all slots, or one of its threads has ended; what a
         hook raises; and KeyboardInterrupt, once what runs has ended.
@@ -242,7 +242,7 @@ class Worker:
         return self.call_timeout or max(self.heartbeat.lease, SHORTEST)
 
     def _is_over(self) -> bool:
-        """Whether nothing is left to do, or no time for it."""
+        """Whether nothing is left to do, or no time to do it."""
         if time.monotonic() >= self.stop_by:
             return True
         if self.heartbeat.held:

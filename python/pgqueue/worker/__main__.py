@@ -120,7 +120,7 @@ def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
     if len(signals) > 1:
         code = 128 + signals[-1]
     if any(thread.name.startswith("pgqueue-") for thread in threading.enumerate()):
-        codes.append(code)  # Python's own end crashes when such a thread starts another
+        codes.append(code)  # Python's exit crashes when such a thread starts another
     # And threads that handlers have started may keep Python from ending.
     seconds = min(worker.stop_by - time.monotonic(), worker.shutdown_timeout)
     timer = threading.Timer(max(seconds, 0.1), leave, (code,))
@@ -135,7 +135,7 @@ def leave_at_last() -> None:
 
 
 def leave(code: int) -> None:
-    """End the process, whatever runs in it."""
+    """End the process, whatever is running in it."""
     for file in sys.stdout, sys.stderr:
         with contextlib.suppress(OSError, ValueError):  # no reader, or closed
             file.flush()
@@ -147,7 +147,7 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
 
     A signal that came by both ways counts once.
     """
-    relayed = 0  # signals that came by the supervisor
+    relayed = 0  # signals that came from the supervisor
 
     def on_relay(why: str) -> None:
         nonlocal relayed
@@ -172,7 +172,7 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
     before = list(signals)
     for number in BOTH:
         signal.signal(number, on_signal)
-    # A child that a handler forks must end at SIGTERM as any other, however early.
+    # A child that a handler forks must end at SIGTERM like any other, however early.
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, BOTH),
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH),
@@ -184,7 +184,7 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
 
 
 def check(dsn: str) -> int:
-    """Say in one line whether a worker could work with this database."""
+    """Say in one line whether a worker can use this database."""
     for number in BOTH:
         signal.signal(number, signal.SIG_DFL)  # stop_early would exit with 0: ok
     try:

@@ -1,4 +1,4 @@
-"""Connections for handlers with transaction=True, over sessions that are used again."""
+"""Connections for handlers with transaction=True, over sessions that are reused."""
 
 import asyncio
 import contextlib
@@ -20,20 +20,20 @@ log = logging.getLogger("pgqueue")
 
 KEEP = 60.0  # seconds for which an idle session is kept
 NEVER = float("inf")
-# What an object holds whose session has been given to another.
+# What an object holds once its session has been given to another.
 CLOSED = pq.PGconn.connect_start(b"none")
 CLOSED.finish()
 
 
 def reset(session: pq.abc.PGconn) -> bool:
-    """Reset a session, and say whether it still works."""
+    """Reset a session, and return whether it still works."""
     with contextlib.suppress(psycopg.OperationalError):  # libpq knows it is lost
         return session.exec_(b"discard all").status == pq.ExecStatus.COMMAND_OK
     return False
 
 
 class Connections:
-    """Gives each attempt a new connection object over a session that was reset.
+    """Gives each attempt a new connection object over a session that has been reset.
 
     No setting, row factory or temporary table of one job is left for the next. Behind a pooler
     a reset might be of a session that others use: there each attempt connects, and all that is
@@ -42,7 +42,7 @@ class Connections:
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
-        # With the moment since when; the latest is used first.
+        # With the moment since which they idle; the latest is used first.
         self._idle: list[tuple[float, pq.abc.PGconn]] = []
         self._used: dict[Attempt, socket.socket] = {}  # by attempts, to be shut
         self._is_pooled = False
@@ -136,7 +136,7 @@ class Connections:
                 session.finish()
 
     def close_idle(self, after: float = KEEP) -> None:
-        """Close the sessions that have been idle for so many seconds."""
+        """Close the sessions that have been idle for this many seconds."""
         with contextlib.suppress(IndexError):
             while self._idle[0][0] <= time.monotonic() - after:
                 self._idle.pop(0)[1].finish()

@@ -59,7 +59,7 @@ class Dispatcher(Service):
         self.has_limits = any(share.limit for share in self._queues.values())
         self._has_news = True  # there may be something to claim
         self._quiet_until = 0.0
-        self._is_due = False  # by then, or its group or lock may be free
+        self._is_due = False  # by then, its group or lock may be free
         self.is_drained = False  # nothing was due when the last job had ended
         self._is_asleep = False
         self._lacks_slots = False
@@ -99,7 +99,7 @@ class Dispatcher(Service):
                 want = self._worker.intake.want()
             self._lacks_slots = want <= 0
             if want > 0 and not self._is_settled():
-                # At a mere poll only rest() looks: one walk over the queue is enough.
+                # When merely polling, only rest() looks: one walk over the queue is enough.
                 may_claim = self._has_news or self._is_due
                 if may_claim and self._claim(conn, queues, kinds, want) == want:
                     continue
@@ -140,18 +140,18 @@ class Dispatcher(Service):
             self.succeeded()
         worker.intake.begin(attempts, now, self.is_paused)
         if attempts and not worker.prefetch.is_quick:
-            # A thread can start only when this one lets go of the interpreter.
+            # A thread can start only when this one releases the interpreter.
             time.sleep(HANDOVER)
         if len(attempts) == want:
             self._has_news = True
         return len(attempts)
 
     def _is_settled(self) -> bool:
-        """Whether nothing was due at the last look, and there was no news since."""
+        """Whether nothing was due at the last look, and there has been no news since."""
         return not self._has_news and time.monotonic() < self._quiet_until
 
     def _rest(self, seconds: float | None) -> None:
-        """Claim nothing for so long, or until the next poll."""
+        """Claim nothing for this long, or until the next poll."""
         pause = self._worker.poll_interval * random.uniform(0.8, 1.2)
         self._is_due = seconds is not None and seconds <= pause
         pause = pause if seconds is None else min(pause, seconds)
@@ -162,7 +162,7 @@ class Dispatcher(Service):
         self.succeeded()  # or it has just connected, and wants nothing
         if self._worker.prefetch.is_quick:
             time.sleep(GATHER)
-        # Before looking at _has_news: from here on, news wake it.
+        # Before looking at _has_news: from here on, news wakes it.
         self._is_asleep = True
         timeout = 1.0
         if want > 0:
@@ -197,5 +197,5 @@ class Dispatcher(Service):
     def _hear(self, news: bytes) -> None:
         if news == b"cancel":
             self._worker.heartbeat.look_for_cancelled()
-        elif news != b"end":  # which is for who waits for the end of a job
+        elif news != b"end":  # which is for those who wait for a job to end
             self._has_news = True

@@ -11,7 +11,7 @@ from typing import Any
 
 log = logging.getLogger("pgqueue")
 
-TICK = 0.25  # seconds between two checks, here and in the worker
+TICK = 0.25  # seconds between checks, here and in the worker
 # Probes without an answer
 BLOCKED = 4  # more than these: a handler blocks the loop
 DEAD = 60  # more than these: it will not answer again, unless a handler blocks it
@@ -105,7 +105,7 @@ class EventLoop:
 
 
 def is_in_this_thread() -> bool:
-    """Whether an event loop runs in the thread that asks."""
+    """Whether an event loop runs in the calling thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

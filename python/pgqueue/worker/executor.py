@@ -1,13 +1,13 @@
 """Runs handlers: `def` in threads, `async def` as tasks of an event loop.
 
-They share `concurrency` slots. An attempt holds its slot until its handler has returned,
+They share `concurrency` slots. An attempt occupies its slot until its handler has returned,
 even if it was given up long before. The thread or task that ends an attempt goes on with
 the next one in the same slot.
 
 An exception that a handler leaves pending for its thread (PyThreadState_SetAsyncExc) may
-arrive anywhere. It fails the attempt that the thread runs by then, or it ends the thread.
+arrive anywhere. It fails the attempt that the thread is running then, or ends the thread.
 Then the worker ends, too: nobody can know what the thread had taken or ended. Other workers
-get what it still can release at once, and the rest when its lease is over.
+get what it can still release at once, and the rest when its lease expires.
 """
 
 import contextlib
@@ -150,7 +150,7 @@ class Executor:
         while self._free and self.waiting:
             try:
                 attempt = self.waiting.popleft()
-            except IndexError:  # another slot was quicker
+            except IndexError:  # another slot was faster
                 return
             self._free -= 1
             self._place(attempt)

@@ -95,7 +95,7 @@ class Finisher(Service):
             batch.append(first)
             if self._prefetch.is_quick and not self.over.is_set():
                 time.sleep(GATHER)
-        # A message holds at most 1 GB; what an outage has left in the batch counts, too.
+        # A message holds at most 1 GB; what an outage has left in the batch also counts.
         size = sum(len(attempt.outcome.text or "") for attempt in batch)
         with suppress(Empty):
             while len(batch) < MAX_BATCH and size < LARGEST_RESULT:

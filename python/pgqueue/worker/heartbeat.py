@@ -1,7 +1,7 @@
 """Extends the leases of the worker's jobs, and learns which are lost or cancelled.
 
-It has a thread and a connection of its own, so that no long claim delays it. On the same
-way it sends what handlers tell of their progress.
+It has a thread and a connection of its own, so that no long claim delays it. It also
+sends the progress that handlers report.
 """
 
 import logging
@@ -31,7 +31,7 @@ NEVER = float("inf")
 class Heartbeat(Service):
     """Extends the leases of `held` at a third of their length.
 
-    It passes those of which it hears that they were cancelled to `on_cancel`, once.
+    It passes those that it learns were cancelled to `on_cancel`, once.
     """
 
     name = "heartbeat"
@@ -84,7 +84,7 @@ class Heartbeat(Service):
             self.wake()
 
     def look_for_cancelled(self) -> None:
-        """Look now which jobs are cancelled; from any thread."""
+        """Check now which jobs are cancelled; from any thread."""
         self._is_alarmed = True
         self.wake()
 
@@ -113,7 +113,7 @@ class Heartbeat(Service):
                 self._is_alarmed = False
                 self._extend_all(conn, looks)
                 extend_at = time.monotonic() + self.lease / 3
-                # Of many cancellations each may find many jobs here: a fifth of the time.
+                # With many cancellations, each may find many jobs here: a fifth of the time.
                 look_at = time.monotonic() + 4 * (time.monotonic() - now)
             if self._told and now >= tell_at:
                 tell_at = now + PROGRESS
@@ -130,8 +130,8 @@ class Heartbeat(Service):
         if late > self.lease / 3:
             log.log(
                 self._seldom.level("late"),
-                "heartbeat %.1f s late: the process stood still, or a handler does"
-                " not let go of the interpreter",
+                "heartbeat %.1f s late: the process was stopped, or a handler does"
+                " not release the interpreter",
                 late,
             )
 
@@ -167,7 +167,7 @@ class Heartbeat(Service):
         with suppress(KeyError):
             while True:
                 told.append(self._told.pop())  # before its progress is read
-        # What has ended meanwhile has no row any more.
+        # What has ended meanwhile no longer has a row.
         self._tell(conn, [attempt for attempt in told if attempt in self.held])
 
     def _tell(self, conn: database.Connection, attempts: Sequence[Attempt]) -> None:

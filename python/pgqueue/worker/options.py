@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
         const="debug",
     )
     parser.add_argument(
-        "--check", help="test the database and end", action="store_true"
+        "--check", help="test the database and exit", action="store_true"
     )
     parser.add_argument("--version", action="version", version=version())
     return parser
@@ -79,31 +79,36 @@ def options() -> list[tuple[str, str, Any, Any]]:
     That is a function of the text, a list of choices, or bool for a switch.
     """
     forms = "NAME, NAME=WEIGHT, NAME:LIMIT or NAME=WEIGHT:LIMIT"
-    dsn = "where Postgres is; else DATABASE_URL, else libpq's variables"
-    lease = "seconds a dead worker's job waits; else the queue's"
+    dsn = "the database; else DATABASE_URL, else libpq's variables"
+    lease = "seconds a dead worker's jobs wait; else the queue's"
     call = "seconds that a call to the server may take; else the lease"
-    stop = "seconds from SIGTERM until what still runs is failed"
+    stop = "seconds from SIGTERM until what is still running is failed"
     positive = whole_number(1)
     return [
         ("--app", "MODULE[:NAME] of the pgqueue.App", None, str),
-        ("-q --queue", f"queues to work on: {forms}, by commas", "default", shares),
+        (
+            "-q --queue",
+            f"queues to work on: {forms}, comma-separated or repeated",
+            "default",
+            shares,
+        ),
         ("--dsn", dsn, None, str),
-        ("-c --concurrency", "handlers at once", 10, positive),
+        ("-c --concurrency", "maximum handlers at once", 10, positive),
         ("--processes", "worker processes", 1, positive),
-        ("--batch", "most jobs to hold ahead of quick handlers", 5000, whole_number(0)),
+        ("--batch", "maximum prefetch, for quick handlers", 5000, whole_number(0)),
         ("--lease", lease, None, seconds),
-        ("--timeout", "seconds for handlers without one of their own", None, seconds),
-        ("--poll-interval", "seconds between looks", 5.0, seconds),
+        ("--timeout", "seconds for handlers without their own", None, seconds),
+        ("--poll-interval", "seconds between claims", 5.0, seconds),
         ("--call-timeout", call, None, seconds),
         ("--no-listen", "poll only", False, bool),
         ("--shutdown-timeout", stop, 30.0, seconds),
-        ("--burst", "end when nothing is due", False, bool),
-        ("--max-jobs", "end after so many jobs", None, positive),
+        ("--burst", "exit when nothing is due", False, bool),
+        ("--max-jobs", "exit after this many jobs", None, positive),
         ("--only-known", "claim only kinds with a handler", False, bool),
-        ("--name", "the worker's name, for others to read; else the host's", None, str),
+        ("--name", "the worker's name, for display; else the host's", None, str),
         ("--health-file", "file to touch every second", None, str),
         ("--log-format", "of the log's lines", "text", ["text", "json"]),
-        ("--log-level", "what to log, and above", "info", LEVELS),
+        ("--log-level", "lowest level to log", "info", LEVELS),
     ]
 
 
@@ -120,7 +125,7 @@ class Queues(argparse.Action):
 def shares(text: str) -> dict[str, Share]:
     """Read queues, weights and limits, such as emails=3,reports:2.
 
-    A weight follows the last "=", and a limit is a number behind the last ":"; other colons
+    A weight follows the last "=", and a limit is a number after the last ":"; other colons
     belong to the name. So `tenant:42=1` is the queue tenant:42.
     """
     found, small = {}, whole_number(1, 999_999)
@@ -136,7 +141,7 @@ def shares(text: str) -> dict[str, Share]:
                 f"{item!r}: weights and limits are whole numbers from 1 to 999999"
             ) from None
     if "" in found:
-        raise argparse.ArgumentTypeError(f"{text!r}: a queue has a name")
+        raise argparse.ArgumentTypeError(f"{text!r}: a queue needs a name")
     return found
 
 
@@ -149,7 +154,7 @@ def seconds(text: str) -> float:
 def load(path: str) -> App:
     """Import an app by MODULE or MODULE:NAME; the name defaults to `app`.
 
-    Raises ValueError for what is not there; for an error in the module, with its place.
+    Raises ValueError for what does not exist; for an error in the module, with its place.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -168,7 +173,7 @@ def load(path: str) -> App:
         where = f"{name or 'app'!r} in {getattr(found, '__file__', module)}"
         if app is None:
             raise ValueError(f"there is no {where}")
-        raise ValueError(f"{where} is no pgqueue.App but a {type(app).__name__}")
+        raise ValueError(f"{where} is not a pgqueue.App but a {type(app).__name__}")
     return app
 
 

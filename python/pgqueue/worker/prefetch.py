@@ -54,7 +54,7 @@ class Prefetch:
         self._none_ahead_until = time.monotonic() + LAST_ATTEMPTS
 
     def is_too_much(self, waiting: int) -> bool:
-        """Whether so many jobs wait too long: they are slower than those before."""
+        """Whether this many jobs wait too long: they are slower than those before."""
         return waiting > self.concurrency + self.rate * PATIENCE
 
     def want(self, unfinished: int) -> int:

@@ -84,7 +84,7 @@ def extend(
 
 
 def progress(conn: database.Connection, attempts: Sequence[Attempt]) -> None:
-    """Tell by pgqueue.progress() what the handlers have told last."""
+    """Report by pgqueue.progress() what the handlers last reported."""
     columns = zip(*(a.progress for a in attempts if a.progress), strict=True)
     _call(conn, PROGRESS, (*_held(attempts), *map(to_array, columns)))
 

@@ -1,7 +1,7 @@
 """What a worker logs, and how often it says the same: a night's outage must not fill a disk.
 
-ERROR: somebody has to act. WARNING: pgqueue coped, but look into it. INFO: what became of
-each job and of the worker. DEBUG: the rest. python/README.md explains each line at WARNING
+ERROR: somebody has to act. WARNING: pgqueue coped, but look into it. INFO: what happened to
+each job and to the worker. DEBUG: the rest. python/README.md explains each line at WARNING
 and above.
 """
 
@@ -21,13 +21,13 @@ MOST = 1000  # things to remember
 
 
 class Seldom:
-    """Chooses the level of what may have to be said again and again."""
+    """Chooses the level of what may have to be said repeatedly."""
 
     def __init__(self) -> None:
         self._said: dict[Hashable, float] = {}
 
     def level(self, what: Hashable) -> int:
-        """Return WARNING for what was not said in the last minute, else DEBUG."""
+        """Return WARNING for what has not been said in the last minute, else DEBUG."""
         now = time.monotonic()
         if now < self._said.get(what, 0.0):
             return logging.DEBUG
@@ -38,7 +38,7 @@ class Seldom:
 
 
 class Outages:
-    """Says for all parts of a worker together that the server fails, and that it is back."""
+    """Says once for all parts of a worker that the server fails, and that it is back."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,5 +74,5 @@ def one_line(error: BaseException) -> str:
 
 
 def unless_from_server(error: BaseException) -> BaseException | None:
-    """Return what has a traceback to show: of what the server refuses it says nothing."""
+    """Return errors worth a traceback: for what the server refuses it says nothing."""
     return None if isinstance(error, psycopg.Error) else error

@@ -17,7 +17,7 @@ KEEP = 60.0  # seconds for which a connection is kept that is not needed
 
 
 class Service(ABC):
-    """Runs `work` until it is closed, or fails with what no reconnect can mend."""
+    """Runs `work` until it is closed, or fails with what no reconnect can fix."""
 
     name: str
 
@@ -56,11 +56,11 @@ class Service(ABC):
         return False
 
     def pause(self) -> float:
-        """Say for how many seconds it needs no connection."""
+        """Return for how many seconds it needs no connection."""
         return 0.0
 
     def close(self) -> None:
-        """Have it end, without waiting for that."""
+        """Make it end, without waiting for that."""
         self.over.set()
         self.wake()
 

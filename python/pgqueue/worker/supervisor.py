@@ -130,7 +130,7 @@ class Supervisor:
 
 
 def signal_or_code(exit_code: int) -> str:
-    """Name what ended a process: SIGKILL is often for want of memory."""
+    """Name what ended a process: SIGKILL often means out of memory."""
     names = {-number: number.name for number in signal.Signals}
     return names.get(exit_code, str(exit_code))
 

@@ -18,7 +18,7 @@ DELIVERY = 1.0  # for the event loop to deliver a cancellation
 RETURN = 10.0  # for a thread to return after its timeout: so long it keeps its lease
 CLEAN_UP = 30.0  # for an async handler to end after its timeout, before it is given up
 NAMED = 5  # of the handlers that may block the loop
-STALE = 1.0  # in which no attempt began: other workers get those that wait
+STALE = 1.0  # without a new attempt: other workers get those that wait
 
 
 class Watch:
@@ -30,7 +30,7 @@ class Watch:
         self._seldom = Seldom()
 
     def check(self) -> None:
-        """Stop what must not go on; to be called some times a second. It needs no server.
+        """Stop what must not go on; to be called several times a second. It needs no server.
 
         Raises RuntimeError when a thread has ended, or no slot can work any more.
         """
@@ -46,7 +46,7 @@ class Watch:
         self._check_loop()
         executor.check()
         if self._is_stuck():
-            raise RuntimeError("handlers that do not end hold all slots or the loop")
+            raise RuntimeError("handlers that do not end occupy all slots or the loop")
 
     def _check_loop(self) -> None:
         """Leave to other workers what a blocked event loop does not begin."""
@@ -104,4 +104,4 @@ class Watch:
         if not attempt.has_timed_out:
             attempt.has_timed_out = True
             extra = attempt.fields
-            log.warning("%s timed out, and runs on in its slot", attempt, extra=extra)
+            log.warning("%s timed out, still runs in its slot", attempt, extra=extra)

@@ -1,6 +1,6 @@
 "use strict";
-// Asks for the page again every two seconds, and changes what differs: focus, scroll position, selection
-// and what is unfolded stay. Where scripts may not run, the page is a plain page.
+// Fetches the page again every two seconds, and changes only what differs: focus, scroll position, selection
+// and what is unfolded stay. Without scripts, it is a plain page.
 
 const EVERY = 2000;
 let failedSince = null;
@@ -29,7 +29,7 @@ async function refresh() {
       tell("The dashboard does not answer.");
     }
   }
-  // A page that is dear is asked for less often.
+  // An expensive page is requested less often.
   setTimeout(refresh, Math.max(EVERY, 10 * (performance.now() - begun)));
 }
 
@@ -59,7 +59,7 @@ function change(old, next) {
   changeChildren(old, next);
 }
 
-// What has an id is told by it, so that a row stays the row of the same job.
+// An element with an id is identified by it, so that a row stays the row of the same job.
 function changeChildren(old, next) {
   const wanted = [...next.childNodes];
   const wantedKeys = new Set(wanted.map(key));

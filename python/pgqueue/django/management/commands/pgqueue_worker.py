@@ -39,7 +39,7 @@ class Command(BaseCommand):
 def conninfo(alias: str) -> str:
     """Write what Django connects with, as far as libpq knows it."""
     if alias not in connections:
-        raise ValueError(f"there is no database {alias!r} in the settings")
+        raise ValueError(f"the settings have no database {alias!r}")
     connection = connections[alias]
     if connection.vendor != "postgresql":
         raise ValueError(f"the database {alias!r} is not PostgreSQL")
