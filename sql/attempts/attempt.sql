@@ -2,6 +2,7 @@
 -- where the job goes. Only this module moves a job to dead_job or sends it back. Its callers have
 -- locked the jobs. What follows any end, of a job that completed as well, is _after_end.
 
+-- How long to wait after a failed attempt: least(cap, base * 2^(attempt - 1)) times a random 0.5 to 1.
 create or replace function pgqueue._retry_delay(attempt int, retry_base interval, retry_cap interval)
     returns interval
     language plpgsql
@@ -18,10 +19,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._retry_delay(int, interval, interval) is
-'How long to wait after a failed attempt: least(cap, base * 2^(attempt - 1))
-times a random 0.5 to 1.';
-
+-- The first line of an error, used to find, count and log it.
 create or replace function pgqueue._summary(error text)
     returns text
     language plpgsql
@@ -32,9 +30,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._summary(text) is
-'The first line of an error, used to find, count and log it.';
-
+-- A job's errors and a new one, the last 10.
 create or replace function pgqueue._add_error(job pgqueue.job, error text, moment timestamptz)
     returns jsonb
     language plpgsql
@@ -48,9 +44,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._add_error(pgqueue.job, text, timestamptz) is
-'A job''s errors and a new one, the last 10.';
-
+-- Writes the current attempts of some locked jobs into run.
 create or replace function pgqueue._log(
     picks tid[], outcomes text[], errors text[], moment timestamptz, results jsonb[] default null
 )
@@ -87,9 +81,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._log(tid[], text[], text[], timestamptz, jsonb[]) is
-'Writes the current attempts of some locked jobs into run.';
-
+-- Locks jobs that are about to complete and writes them into run, if anything sets keep_payloads; else
+-- leaves that to the caller, which is faster.
 create or replace function pgqueue._log_kept(
     job_ids bigint[], tokens bigint[], results jsonb[], moment timestamptz
 )
@@ -122,10 +115,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._log_kept(bigint[], bigint[], jsonb[], timestamptz) is
-'Locks jobs that are about to complete and writes them into run, if anything
-sets keep_payloads; else leaves that to the caller, which is faster.';
-
+-- For jobs whose attempts end: gives their permits back, if nobody has them locked, but for those of
+-- their groups that some keep for their retry, and lets claims look again at the queues and groups that
+-- may have been full. Plans as _after_end sets it.
 create or replace function pgqueue._return_permits(ended pgqueue._ended[])
     returns void
     language plpgsql
@@ -167,12 +159,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._return_permits(pgqueue._ended[]) is
-'For jobs whose attempts end: gives their permits back, if nobody has them
-locked, but for those of their groups that some keep for their retry, and lets
-claims look again at the queues and groups that may have been full. Plans as
-_after_end sets it.';
-
+-- Records that jobs, which this transaction has just deleted, did not complete. Otherwise what is
+-- enqueued after them would run.
 create or replace function pgqueue._note_gone(job_ids bigint[])
     returns void
     language plpgsql
@@ -185,10 +173,11 @@ begin
 end;
 $$;
 
-comment on function pgqueue._note_gone(bigint[]) is
-'Records that jobs, which this transaction has just deleted, did not complete.
-Otherwise what is enqueued after them would run.';
-
+-- What follows the ends of attempts and jobs, whoever ended them, in this order: their permits are free,
+-- those that go back are found, it is remembered which were cancelled, their batches count them, the jobs
+-- that wait for them go on or are cancelled (unless is_in_chain: by who ends a chain of them), batches
+-- that are over finish, and who waits for them is told. Only this function does any of it; call it when
+-- the rows are written.
 create or replace function pgqueue._after_end(ended pgqueue._ended[], is_in_chain boolean default false)
     returns void
     language plpgsql
@@ -239,14 +228,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._after_end(pgqueue._ended[], boolean) is
-'What follows the ends of attempts and jobs, whoever ended them, in this order:
-their permits are free, those that go back are found, it is remembered which
-were cancelled, their batches count them, the jobs that wait for them go on or
-are cancelled (unless is_in_chain: by who ends a chain of them), batches that
-are over finish, and who waits for them is told. Only this function does any
-of it; call it when the rows are written.';
-
+-- Ends the attempts of some locked jobs that did not complete, each by its outcome: retry, expired and
+-- released (whose attempt does not count) go back to work at run_at (null: at their place), dead to
+-- dead_job, cancelled is gone.
 create or replace function pgqueue._end(
     picks tid[], outcomes text[], errors text[], run_ats timestamptz[], moment timestamptz,
     is_in_chain boolean default false
@@ -312,11 +296,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._end(tid[], text[], text[], timestamptz[], timestamptz, boolean) is
-'Ends the attempts of some locked jobs that did not complete, each by its
-outcome: retry, expired and released (whose attempt does not count) go back to
-work at run_at (null: at their place), dead to dead_job, cancelled is gone.';
-
+-- Ends what is over among some locked jobs, and returns how many. Attempts whose leases expired: back to
+-- their place, dead if exhausted, gone if cancelled. Waiting jobs that may not begin any more: cancelled.
 create or replace function pgqueue._expire(picks tid[], moment timestamptz)
     returns int
     language plpgsql
@@ -363,11 +344,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._expire(tid[], timestamptz) is
-'Ends what is over among some locked jobs, and returns how many. Attempts whose
-leases expired: back to their place, dead if exhausted, gone if cancelled.
-Waiting jobs that may not begin any more: cancelled.';
-
+-- Ends the attempts of some locked jobs by fail, reject or release; retry (at run_at; null: after the
+-- backoff), dead, released (null: where it stands) or cancelled for each.
 create or replace function pgqueue._end_attempts(
     picks tid[], verbs text[], errors text[], run_ats timestamptz[], moment timestamptz
 )
@@ -408,11 +386,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._end_attempts(tid[], text[], text[], timestamptz[], timestamptz) is
-'Ends the attempts of some locked jobs by fail, reject or release; retry (at
-run_at; null: after the backoff), dead, released (null: where it stands) or
-cancelled for each.';
-
+-- Ends expired leases and jobs among some picked jobs and the next thousand of their lane, from the first
+-- on: so that one claim finds all that a dead worker held, and no claim has to end ten thousand.
 create or replace function pgqueue._recover(
     queue text, lane int, picks tid[], first timestamptz, moment timestamptz
 )
@@ -441,8 +416,3 @@ begin
     );
 end;
 $$;
-
-comment on function pgqueue._recover(text, int, tid[], timestamptz, timestamptz) is
-'Ends expired leases and jobs among some picked jobs and the next thousand of
-their lane, from the first on: so that one claim finds all that a dead worker
-held, and no claim has to end ten thousand.';

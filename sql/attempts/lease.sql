@@ -4,6 +4,8 @@
 -- Locks: claim, reap and extend skip what is locked and never wait. The functions that end
 -- attempts lock jobs in the order of their ids. So no two of them wait for each other.
 
+-- Locks those jobs that are leased under these tokens, in the order of their ids, and returns where they
+-- are.
 create or replace function pgqueue._lock_held(job_ids bigint[], tokens bigint[])
     returns tid[]
     language plpgsql
@@ -23,10 +25,6 @@ begin
     );
 end;
 $$;
-
-comment on function pgqueue._lock_held(bigint[], bigint[]) is
-'Locks those jobs that are leased under these tokens, in the order of their
-ids, and returns where they are.';
 
 create or replace function pgqueue.extend(
     job_ids bigint[],

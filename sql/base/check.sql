@@ -9,6 +9,7 @@
 --
 -- Nothing here touches a table.
 
+-- Raises the error that a check has found; null raises nothing.
 create or replace function pgqueue._refuse(problem text[])
     returns boolean
     language plpgsql
@@ -25,9 +26,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._refuse(text[]) is
-'Raises the error that a check has found; null raises nothing.';
-
+-- What is wrong with the name of a queue, kind, key or worker that is empty, too long or null.
 create or replace function pgqueue._bad_name(what text, name text)
     returns text[]
     language plpgsql
@@ -42,10 +41,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._bad_name(text, text) is
-'What is wrong with the name of a queue, kind, key or worker that is empty, too
-long or null.';
-
+-- Refuses an array that does not name queues.
 create or replace function pgqueue._check_queues(queues text[])
     returns text[]
     language plpgsql
@@ -68,8 +64,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_queues(text[]) is 'Refuses an array that does not name queues.';
-
+-- Refuses a priority out of range; null passes.
 create or replace function pgqueue._check_priority(priority int)
     returns text[]
     language plpgsql
@@ -84,8 +79,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_priority(int) is 'Refuses a priority out of range; null passes.';
-
+-- Refuses a run_at that is infinite or absurd; null passes.
 create or replace function pgqueue._check_run_at(run_at timestamptz)
     returns text[]
     language plpgsql
@@ -100,9 +94,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_run_at(timestamptz) is
-'Refuses a run_at that is infinite or absurd; null passes.';
-
+-- Refuses arguments that enqueue cannot take; null passes, except for the queue.
 create or replace function pgqueue._check_job(
     queue text,
     kind text,
@@ -163,11 +155,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_job(
-    text, text, int, timestamptz, int, text, text, text, jsonb, interval, timestamptz
-) is
-'Refuses arguments that enqueue cannot take; null passes, except for the queue.';
-
+-- Refuses a payload above the queue's max_payload_bytes (54000); a null limit is none.
 create or replace function pgqueue._check_payload(payload jsonb, max_bytes int)
     returns text[]
     language plpgsql
@@ -183,10 +171,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_payload(jsonb, int) is
-'Refuses a payload above the queue''s max_payload_bytes (54000); a null limit is
-none.';
-
+-- Refuses arrays that enqueue_many cannot take.
 create or replace function pgqueue._check_many(
     payloads jsonb[], unique_keys text[], group_keys text[], max_bytes int[]
 )
@@ -231,9 +216,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_many(jsonb[], text[], text[], int[]) is
-'Refuses arrays that enqueue_many cannot take.';
-
+-- What is wrong with another level (25001). claim and complete check it themselves: a call costs more.
 create or replace function pgqueue._wrong_isolation()
     returns text[]
     language plpgsql
@@ -249,10 +232,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._wrong_isolation() is
-'What is wrong with another level (25001). claim and complete check it
-themselves: a call costs more.';
-
+-- Refuses a level other than READ COMMITTED (25001).
 create or replace function pgqueue._check_isolation()
     returns text[]
     language plpgsql
@@ -265,8 +245,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_isolation() is 'Refuses a level other than READ COMMITTED (25001).';
-
+-- What is wrong if nothing can be claimed (25006): an empty answer would hide it.
 create or replace function pgqueue._read_only()
     returns text[]
     language plpgsql
@@ -285,9 +264,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._read_only() is
-'What is wrong if nothing can be claimed (25006): an empty answer would hide it.';
-
+-- Refuses less than one job; null passes.
 create or replace function pgqueue._check_max_jobs(max_jobs int)
     returns text[]
     language plpgsql
@@ -300,8 +277,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_max_jobs(int) is 'Refuses less than one job; null passes.';
-
+-- Refuses an absurd lease; null passes.
 create or replace function pgqueue._check_lease(lease interval)
     returns text[]
     language plpgsql
@@ -316,8 +292,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_lease(interval) is 'Refuses an absurd lease; null passes.';
-
+-- Refuses arguments that claim cannot take, a level other than READ COMMITTED (25001), and a transaction
+-- that may not write (25006).
 create or replace function pgqueue._check_claim(queue text, worker text, max_jobs int, lease interval)
     returns text[]
     language plpgsql
@@ -339,10 +315,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_claim(text, text, int, interval) is
-'Refuses arguments that claim cannot take, a level other than READ COMMITTED
-(25001), and a transaction that may not write (25006).';
-
+-- Refuses arguments that claim_from cannot take, beside those of claim.
 create or replace function pgqueue._check_shares(queues text[], weights int[], limits int[])
     returns text[]
     language plpgsql
@@ -368,9 +341,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_shares(text[], int[], int[]) is
-'Refuses arguments that claim_from cannot take, beside those of claim.';
-
+-- Refuses arrays of unequal length, and a level other than READ COMMITTED (25001).
 create or replace function pgqueue._check_leases(job_ids bigint[], tokens bigint[])
     returns text[]
     language plpgsql
@@ -392,9 +363,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_leases(bigint[], bigint[]) is
-'Refuses arrays of unequal length, and a level other than READ COMMITTED (25001).';
-
+-- What is wrong if nobody holds this lease (PQ002).
 create or replace function pgqueue._lost(job_id bigint, token bigint)
     returns text[]
     language plpgsql
@@ -410,8 +379,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._lost(bigint, bigint) is 'What is wrong if nobody holds this lease (PQ002).';
-
+-- Refuses bad progress; a null total passes.
 create or replace function pgqueue._check_progress(done numeric, total numeric)
     returns text[]
     language plpgsql
@@ -426,9 +394,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_progress(numeric, numeric) is
-'Refuses bad progress; a null total passes.';
-
+-- Refuses an absurd delay; null passes.
 create or replace function pgqueue._check_delay(what text, delay interval)
     returns text[]
     language plpgsql
@@ -443,8 +409,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_delay(text, interval) is 'Refuses an absurd delay; null passes.';
-
+-- Refuses results for more or fewer jobs than there are; null passes.
 create or replace function pgqueue._check_results(job_ids bigint[], results jsonb[])
     returns text[]
     language plpgsql
@@ -459,9 +424,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_results(bigint[], jsonb[]) is
-'Refuses results for more or fewer jobs than there are; null passes.';
-
+-- Refuses arguments that finish cannot take.
 create or replace function pgqueue._check_outcomes(
     job_ids bigint[], outcomes text[], texts text[], delays interval[]
 )
@@ -505,9 +468,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_outcomes(bigint[], text[], text[], interval[]) is
-'Refuses arguments that finish cannot take.';
-
+-- What is wrong with an id that does not exist (PQ001).
 create or replace function pgqueue._not_found(what text, id bigint, hint text)
     returns text[]
     language plpgsql
@@ -523,9 +484,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._not_found(text, bigint, text) is
-'What is wrong with an id that does not exist (PQ001).';
-
+-- What is wrong with a job about which nothing is known any more (PQ001).
 create or replace function pgqueue._unknown(job_id bigint)
     returns text[]
     language plpgsql
@@ -538,9 +497,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._unknown(bigint) is
-'What is wrong with a job about which nothing is known any more (PQ001).';
-
+-- Refuses a bad name of a queue, kind or group; null, which means all, passes.
 create or replace function pgqueue._check_scope(queue text, kind text, group_key text)
     returns text[]
     language plpgsql
@@ -555,9 +512,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_scope(text, text, text) is
-'Refuses a bad name of a queue, kind or group; null, which means all, passes.';
-
+-- Refuses arguments that pause and resume cannot take; null, for all, passes.
 create or replace function pgqueue._check_pause(queue text, kind text, group_key text)
     returns text[]
     language plpgsql
@@ -572,9 +527,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_pause(text, text, text) is
-'Refuses arguments that pause and resume cannot take; null, for all, passes.';
-
+-- Refuses an unknown kind, and a role that does not exist (42704).
 create or replace function pgqueue._check_grant(role text, kind text)
     returns text[]
     language plpgsql
@@ -597,9 +550,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_grant(text, text) is
-'Refuses an unknown kind, and a role that does not exist (42704).';
-
+-- What is wrong with a batch that has finished (55000), or does not exist (PQ001).
 create or replace function pgqueue._no_batch(batch_id bigint, is_finished boolean)
     returns text[]
     language plpgsql
@@ -618,9 +569,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._no_batch(bigint, boolean) is
-'What is wrong with a batch that has finished (55000), or does not exist (PQ001).';
-
+-- Keeps a batch from finishing before this transaction ends. Refuses one that does not exist (PQ001), or
+-- has finished (55000).
 create or replace function pgqueue._lock_batch(batch_id bigint)
     returns text[]
     language plpgsql
@@ -637,10 +587,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._lock_batch(bigint) is
-'Keeps a batch from finishing before this transaction ends. Refuses one that does
-not exist (PQ001), or has finished (55000).';
-
+-- Refuses ids of jobs that never existed (PQ001), batches, too many, and an unknown if_dead; null passes.
 create or replace function pgqueue._check_after(after bigint[], if_dead text)
     returns text[]
     language plpgsql
@@ -675,7 +622,3 @@ begin
     end;
 end;
 $$;
-
-comment on function pgqueue._check_after(bigint[], text) is
-'Refuses ids of jobs that never existed (PQ001), batches, too many, and an
-unknown if_dead; null passes.';

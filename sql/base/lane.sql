@@ -19,6 +19,8 @@
 -- to choose from, by its hash, and takes the one that expired first; while others have both, it is walked
 -- from the beginning. A value from another clock (set back, restored) is ignored.
 
+-- The record of a lane or of a queue, by its hash: the number of its first cell, the tag, and until when
+-- it is valid; null where it has none, and that is the one to take. Hot paths inline the look-up.
 create or replace function pgqueue._record(
     key bigint, out record int, out tag bigint, out valid_until bigint
 )
@@ -44,11 +46,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._record(bigint) is
-'The record of a lane or of a queue, by its hash: the number of its first cell,
-the tag, and until when it is valid; null where it has none, and that is the one
-to take. Hot paths inline the look-up.';
-
+-- Microseconds since 2020: 51 bits hold them until 2091. Hot paths inline this.
 create or replace function pgqueue._since_2020(moment timestamptz)
     returns bigint
     language plpgsql
@@ -59,9 +57,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._since_2020(timestamptz) is
-'Microseconds since 2020: 51 bits hold them until 2091. Hot paths inline this.';
-
+-- How long the result of a walk that began then stays valid: so that walks take a twentieth of the time.
 create or replace function pgqueue._believed_until(began timestamptz, at_least interval)
     returns timestamptz
     language plpgsql
@@ -73,10 +69,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._believed_until(timestamptz, interval) is
-'How long the result of a walk that began then stays valid: so that walks take a
-twentieth of the time.';
-
+-- The lanes in which a queue has any job, lowest first, and the first run_at of each: one index descent
+-- per lane.
 create or replace function pgqueue._live_lanes(queue text)
     returns table (lane int, first timestamptz)
     language plpgsql
@@ -105,10 +99,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._live_lanes(text) is
-'The lanes in which a queue has any job, lowest first, and the first run_at of
-each: one index descent per lane.';
-
+-- The lanes that have any job, where each begins, and how many of its jobs to read: 100, or its share of
+-- a budget among those with more. Two index descents per lane.
 create or replace function pgqueue._lanes(budget int)
     returns table (hash int, queue text, lane int, first timestamptz, first_id bigint, most bigint)
     language plpgsql
@@ -149,11 +141,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._lanes(int) is
-'The lanes that have any job, where each begins, and how many of its jobs to
-read: 100, or its share of a budget among those with more. Two index descents
-per lane.';
-
+-- The lanes of a queue in which any job is due or runs, highest priority first; two of one priority in
+-- random order: so that jobs of groups, and others, get half of the claims each.
 create or replace function pgqueue._due_lanes(queue text, moment timestamptz)
     returns int[]
     language plpgsql
@@ -168,11 +157,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._due_lanes(text, timestamptz) is
-'The lanes of a queue in which any job is due or runs, highest priority first;
-two of one priority in random order: so that jobs of groups, and others, get
-half of the claims each.';
-
+-- Makes claims look, from now on, for lanes of a queue other than 0.
 create or replace function pgqueue._use_lanes(queue text)
     returns void
     language plpgsql
@@ -182,9 +167,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._use_lanes(text) is
-'Makes claims look, from now on, for lanes of a queue other than 0.';
-
+-- Lists, for all sessions, the lanes of a queue that have jobs to run: valid for 20 times as long as it
+-- took, since moment, to find out. A lane stands there as priority + 101, and 256 more where it is of
+-- groups.
 create or replace function pgqueue._note_lanes(queue text, lanes int[], moment timestamptz)
     returns void
     language plpgsql
@@ -221,11 +206,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._note_lanes(text, int[], timestamptz) is
-'Lists, for all sessions, the lanes of a queue that have jobs to run: valid
-for 20 times as long as it took, since moment, to find out. A lane stands there
-as priority + 101, and 256 more where it is of groups.';
-
+-- The listed lanes of a queue, always with lane 0, in the order of _due_lanes, and -1000 at the end where
+-- it has more than there is room for; null where no list is valid.
 create or replace function pgqueue._noted_lanes(queue text, moment timestamptz)
     returns int[]
     language plpgsql
@@ -256,11 +238,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._noted_lanes(text, timestamptz) is
-'The listed lanes of a queue, always with lane 0, in the order of _due_lanes, and
--1000 at the end where it has more than there is room for; null where no list is
-valid.';
-
+-- For a job that appears in a lane: makes claims look there at once. A hint, given before the commit;
+-- without it they look within 100 ms.
 create or replace function pgqueue._list_lane(queue text, lane int)
     returns void
     language plpgsql
@@ -300,10 +279,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._list_lane(text, int) is
-'For a job that appears in a lane: makes claims look there at once. A hint, given
-before the commit; without it they look within 100 ms.';
-
+-- For a job that a claim picked and did not take: moves the position of its lane back before it.
 create or replace function pgqueue._return_position(
     queue text, kinds text[], paused jsonb, lane int, at timestamptz
 )
@@ -322,10 +298,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._return_position(text, text[], jsonb, int, timestamptz) is
-'For a job that a claim picked and did not take: moves the position of its lane
-back before it.';
-
+-- For a job that appears behind the position of its lane: makes the next claim walk from the beginning,
+-- unless that is expensive. A hint, given before the commit.
 create or replace function pgqueue._reopen_lane(queue text, lane int)
     returns void
     language plpgsql
@@ -341,11 +315,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._reopen_lane(text, int) is
-'For a job that appears behind the position of its lane: makes the next claim
-walk from the beginning, unless that is expensive. A hint, given before the
-commit.';
-
+-- The record of a lane, by its hash, and the position in it: null if none is valid.
 create or replace function pgqueue._position(
     key bigint, moment timestamptz,
     out record int, out reached bigint, out last_id bigint, out has_expired boolean
@@ -372,10 +342,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._position(bigint, timestamptz) is
-'The record of a lane, by its hash, and the position in it: null if none is
-valid.';
-
+-- Moves the position of a lane, known so far, to what has been reached; with an id where times tie.
+-- valid_until where the walk began at the beginning of the lane; null where it began at the position.
 create or replace function pgqueue._leave_position(
     key bigint, record int, known bigint, reached bigint, last_id bigint, valid_until bigint
 )
@@ -409,11 +377,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._leave_position(bigint, int, bigint, bigint, bigint, bigint) is
-'Moves the position of a lane, known so far, to what has been reached; with an id
-where times tie. valid_until where the walk began at the beginning of the lane;
-null where it began at the position.';
-
+-- Lets claims know of a new job where they would not look at once: outside lane 0, or in the past.
 create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz)
     returns void
     language plpgsql
@@ -426,7 +390,3 @@ begin
     end if;
 end;
 $$;
-
-comment on function pgqueue._announce(text, int, timestamptz) is
-'Lets claims know of a new job where they would not look at once: outside lane
-0, or in the past.';

@@ -4,6 +4,7 @@
 -- may be equal. These functions check both. The planner inlines them, so they cost nothing and find the
 -- index (test_plans): they must stay one expression each, without `set`, that uses columns as they are.
 
+-- Whether a job is in this lane of a queue: its priority, or 1000 more with a group.
 create or replace function pgqueue._is_in_lane(job pgqueue.job, queue text, lane int)
     returns boolean
     language sql
@@ -13,10 +14,7 @@ as $$
         and ((job).priority + 1000 * num_nonnulls((job).group_key)) = lane
 $$;
 
-comment on function pgqueue._is_in_lane(pgqueue.job, text, int) is
-'Whether a job is in this lane of a queue: its priority, or 1000 more with a
-group.';
-
+-- Whether a job belongs to this group.
 create or replace function pgqueue._is_in_group(job pgqueue.job, queue text, group_key text)
     returns boolean
     language sql
@@ -27,9 +25,7 @@ as $$
         and (job).queue = _is_in_group.queue and (job).group_key = _is_in_group.group_key
 $$;
 
-comment on function pgqueue._is_in_group(pgqueue.job, text, text) is
-'Whether a job belongs to this group.';
-
+-- Whether a claim of these kinds, with these pauses, may take a job.
 create or replace function pgqueue._is_wanted(kind text, group_key text, kinds text[], paused jsonb)
     returns boolean
     language sql
@@ -42,9 +38,8 @@ as $$
     )
 $$;
 
-comment on function pgqueue._is_wanted(text, text, text[], jsonb) is
-'Whether a claim of these kinds, with these pauses, may take a job.';
-
+-- Whether a job is due, from start on, and does not run, or no longer; has_recovered: what was over has
+-- been ended.
 create or replace function pgqueue._is_ready(
     job pgqueue.job, start timestamptz, moment timestamptz, has_recovered boolean
 )
@@ -58,10 +53,7 @@ as $$
     end
 $$;
 
-comment on function pgqueue._is_ready(pgqueue.job, timestamptz, timestamptz, boolean) is
-'Whether a job is due, from start on, and does not run, or no longer;
-has_recovered: what was over has been ended.';
-
+-- Whether a ticket is in the lane of groups of this priority.
 create or replace function pgqueue._is_ticket_in(ticket pgqueue.ticket, queue text, priority int)
     returns boolean
     language sql
@@ -71,9 +63,7 @@ as $$
         and (ticket).queue = _is_ticket_in.queue
 $$;
 
-comment on function pgqueue._is_ticket_in(pgqueue.ticket, text, int) is
-'Whether a ticket is in the lane of groups of this priority.';
-
+-- Whether a ticket belongs to this group.
 create or replace function pgqueue._is_ticket_of(ticket pgqueue.ticket, queue text, group_key text)
     returns boolean
     language sql
@@ -84,9 +74,7 @@ as $$
         and (ticket).queue = _is_ticket_of.queue and (ticket).group_key = _is_ticket_of.group_key
 $$;
 
-comment on function pgqueue._is_ticket_of(pgqueue.ticket, text, text) is
-'Whether a ticket belongs to this group.';
-
+-- Whether a permit belongs to this kind, or group, of a queue; empty: to all.
 create or replace function pgqueue._is_permit_of(permit pgqueue.permit, queue text, kind text, group_key text)
     returns boolean
     language sql
@@ -100,9 +88,7 @@ as $$
         and (permit).group_key = _is_permit_of.group_key
 $$;
 
-comment on function pgqueue._is_permit_of(pgqueue.permit, text, text, text) is
-'Whether a permit belongs to this kind, or group, of a queue; empty: to all.';
-
+-- Whether a permit of a cap looks free.
 create or replace function pgqueue._is_free(permit pgqueue.permit, is_rate boolean, most int, moment timestamptz)
     returns boolean
     language sql
@@ -113,6 +99,3 @@ as $$
         and (permit).free_at <= case when _is_free.is_rate then moment else 'infinity' end
         and (permit).free_at < 'infinity'
 $$;
-
-comment on function pgqueue._is_free(pgqueue.permit, boolean, int, timestamptz) is
-'Whether a permit of a cap looks free.';

@@ -3,6 +3,7 @@
 -- a queue is derived when anything is set, so that a call reads one row. Also which features have ever been
 -- used at all, so that plain queues pay for no others.
 
+-- Remembers that a feature has been used, and that completions have to look for it from now on.
 create or replace function pgqueue._use(feature text)
     returns void
     language plpgsql
@@ -15,10 +16,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._use(text) is
-'Remembers that a feature has been used, and that completions have to look for it
-from now on.';
-
+-- Sets bits of used_seq, or of lanes_seq, at once.
 create or replace function pgqueue._mark(bits bigint, mask regclass default 'pgqueue.used_seq')
     returns void
     language plpgsql
@@ -36,9 +34,8 @@ exception when sqlstate 'PQ003' then
 end;
 $$;
 
-comment on function pgqueue._mark(bigint, regclass) is
-'Sets bits of used_seq, or of lanes_seq, at once.';
-
+-- The bit of used_seq that says that something is set for a queue; all of them for an empty name. Hot
+-- paths inline the check.
 create or replace function pgqueue._settings_bits(queue text)
     returns bigint
     language plpgsql
@@ -49,10 +46,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._settings_bits(text) is
-'The bit of used_seq that says that something is set for a queue; all of them for
-an empty name. Hot paths inline the check.';
-
+-- Lets claims look for schedules, batches and ties from now on.
 create or replace function pgqueue._look_from_now_on()
     returns void
     language plpgsql
@@ -62,9 +56,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._look_from_now_on() is
-'Lets claims look for schedules, batches and ties from now on.';
-
+-- What applies where nothing was set.
 create or replace function pgqueue._defaults()
     returns pgqueue.queue_in_force
     language plpgsql
@@ -79,10 +71,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._defaults() is
-'What applies where nothing was set.';
-
--- One expression, which a hot call can afford.
+-- These settings, overridden by what a more specific row sets: one expression, which a hot call can afford.
 do $do$
 begin
     execute format(
@@ -103,9 +92,8 @@ begin
 end;
 $do$;
 
-comment on function pgqueue._overlaid(pgqueue.queue_in_force, pgqueue.queue) is
-'These settings, overridden by what a more specific row sets.';
-
+-- What is in force for a queue for which anything was set, or (an empty name) for all others, by the
+-- table queue.
 create or replace function pgqueue._resolved(name text)
     returns pgqueue.queue_in_force
     language plpgsql
@@ -151,10 +139,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._resolved(text) is
-'What is in force for a queue for which anything was set, or (an empty name) for
-all others, by the table queue.';
-
+-- After a change of what was set for a queue, or (an empty name) for all: derives what is in force.
 create or replace function pgqueue._resolve(queue text)
     returns void
     language plpgsql
@@ -177,10 +162,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._resolve(text) is
-'After a change of what was set for a queue, or (an empty name) for all: derives
-what is in force.';
-
+-- The settings in force for a queue, or for a kind or group in it (empty or null: none), each from the
+-- narrowest row that says it: of the group, of the kind, of the queue, of all; else the defaults.
 create or replace function pgqueue._in_force(queue text, kind text default '', group_key text default '')
     returns pgqueue.queue_in_force
     language plpgsql
@@ -226,11 +209,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._in_force(text, text, text) is
-'The settings in force for a queue, or for a kind or group in it (empty or null:
-none), each from the narrowest row that says it: of the group, of the kind, of
-the queue, of all; else the defaults.';
-
+-- What is paused in a queue, which may itself be paused: by group, then kind, where an empty one means
+-- any; null if no kind or group differs from the queue.
 create or replace function pgqueue._paused(queue text, is_paused boolean)
     returns jsonb
     language plpgsql
@@ -264,7 +244,3 @@ begin
     );
 end;
 $$;
-
-comment on function pgqueue._paused(text, boolean) is
-'What is paused in a queue, which may itself be paused: by group, then kind,
-where an empty one means any; null if no kind or group differs from the queue.';

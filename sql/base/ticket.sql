@@ -11,6 +11,7 @@
 -- finds what is missing: nothing depends on a ticket that may get lost. The setting pgqueue.lose_hints, a
 -- fraction from 0 to 1, loses them at random, for tests.
 
+-- Whether to lose a hint, for a test.
 create or replace function pgqueue._is_lost()
     returns boolean
     language plpgsql
@@ -22,8 +23,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._is_lost() is 'Whether to lose a hint, for a test.';
-
+-- Makes claims look at a group from this moment on, unless they do so anyway; returns whether it had no
+-- ticket.
 create or replace function pgqueue._insert_ticket(queue text, group_key text, priority int, at timestamptz)
     returns boolean
     language plpgsql
@@ -63,10 +64,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._insert_ticket(text, text, int, timestamptz) is
-'Makes claims look at a group from this moment on, unless they do so anyway;
-returns whether it had no ticket.';
-
+-- _insert_ticket for many; null among the groups means none.
 create or replace function pgqueue._insert_tickets(
     queues text[], group_keys text[], priorities int[], ats timestamptz[]
 )
@@ -113,9 +111,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._insert_tickets(text[], text[], int[], timestamptz[]) is
-'_insert_ticket for many; null among the groups means none.';
-
+-- For groups in which an attempt has ended: if they could give no more jobs, makes claims look at them
+-- again at once.
 create or replace function pgqueue._wake_groups(queues text[], group_keys text[])
     returns void
     language plpgsql
@@ -169,10 +166,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._wake_groups(text[], text[]) is
-'For groups in which an attempt has ended: if they could give no more jobs, makes
-claims look at them again at once.';
-
+-- After a change of settings: makes claims look again at the groups (of all queues if it is null) that
+-- could give no more jobs.
 create or replace function pgqueue._unblock_groups(queue text, group_key text)
     returns void
     language plpgsql
@@ -191,10 +186,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._unblock_groups(text, text) is
-'After a change of settings: makes claims look again at the groups (of all queues
-if it is null) that could give no more jobs.';
-
+-- For jobs that come back to their old place in a lane, or to a new one in its middle: makes claims find
+-- them at once, and wakes waiting workers.
 create or replace function pgqueue._reopened(
     queues text[], priorities int[], group_keys text[], run_ats timestamptz[]
 )
@@ -218,10 +211,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._reopened(text[], int[], text[], timestamptz[]) is
-'For jobs that come back to their old place in a lane, or to a new one in its
-middle: makes claims find them at once, and wakes waiting workers.';
-
+-- When a claim should look at a lane of groups again: at its next ticket, or when one of its first leases
+-- expires; null for never. is_strict: the first job of a group holds up the others.
 create or replace function pgqueue._until_ticket(
     queue text, kinds text[], paused jsonb, lane int, is_strict boolean, moment timestamptz
 )
@@ -273,11 +264,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._until_ticket(text, text[], jsonb, int, boolean, timestamptz) is
-'When a claim should look at a lane of groups again: at its next ticket, or when
-one of its first leases expires; null for never. is_strict: the first job of a
-group holds up the others.';
-
+-- The next groups, from this hash on, and the priorities at which they have any job: one index descent
+-- for each.
 create or replace function pgqueue._group_lanes(start bigint, most int)
     returns table (hash bigint, queue text, group_key text, priority int)
     language plpgsql
@@ -302,10 +290,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._group_lanes(bigint, int) is
-'The next groups, from this hash on, and the priorities at which they have any
-job: one index descent for each.';
-
+-- Continues through the groups, at most this many, at each of their priorities: gives a ticket to those
+-- that have jobs to run but no ticket, and drops copies. Returns how many it looked at, and how many it
+-- gave.
 create or replace function pgqueue._sweep_some(most int)
     returns int[]
     language plpgsql
@@ -403,11 +390,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._sweep_some(int) is
-'Continues through the groups, at most this many, at each of their priorities:
-gives a ticket to those that have jobs to run but no ticket, and drops copies.
-Returns how many it looked at, and how many it gave.';
-
+-- _sweep_some for at most this many, or fewer if that would take long; returns how many tickets it gave.
 create or replace function pgqueue._sweep_groups(most int default 50)
     returns int
     language plpgsql
@@ -429,10 +412,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._sweep_groups(int) is
-'_sweep_some for at most this many, or fewer if that would take long; returns how
-many tickets it gave.';
-
+-- How many index entries of groups this transaction has read.
 create or replace function pgqueue._group_tuples()
     returns bigint
     language plpgsql
@@ -442,6 +422,3 @@ begin
         + pg_stat_get_xact_tuples_returned('pgqueue.ticket_group_idx'::regclass);
 end;
 $$;
-
-comment on function pgqueue._group_tuples() is
-'How many index entries of groups this transaction has read.';

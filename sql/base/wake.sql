@@ -21,6 +21,8 @@
 -- counts as "somebody is there", which costs a needless NOTIFY or another look. And a mere look
 -- takes and releases the lock in one expression: no interrupt falls in between.
 
+-- Notifies the workers parked on a queue, if any, when this transaction commits. SET pgqueue.notify =
+-- off, or configure(notify => false), switches it off, as PREPARE TRANSACTION needs.
 create or replace function pgqueue._wake(queue text)
     returns void
     language plpgsql
@@ -46,11 +48,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._wake(text) is
-'Notifies the workers parked on a queue, if any, when this transaction commits.
-SET pgqueue.notify = off, or configure(notify => false), switches it off, as
-PREPARE TRANSACTION needs.';
-
+-- Sends a notification about a queue when this transaction commits, if it may: see _wake.
 create or replace function pgqueue._notify(queue text, news text)
     returns void
     language plpgsql
@@ -68,10 +66,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._notify(text, text) is
-'Sends a notification about a queue when this transaction commits, if it may:
-see _wake.';
-
+-- Ends what _park began. Harmless when not parked.
 create or replace function pgqueue._unpark()
     returns void
     language plpgsql
@@ -87,8 +82,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._unpark() is 'Ends what _park began. Harmless when not parked.';
-
+-- For a claim that found work: a session that has worked for 100 ms without a rest needs no
+-- notifications.
 create or replace function pgqueue._unpark_if_busy(moment timestamptz)
     returns void
     language plpgsql
@@ -105,10 +100,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._unpark_if_busy(timestamptz) is
-'For a claim that found work: a session that has worked for 100 ms without a
-rest needs no notifications.';
-
+-- From now on enqueues into these queues notify this session. False if one is still open, or may be.
 create or replace function pgqueue._park(queues text[])
     returns boolean
     language plpgsql
@@ -131,10 +123,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._park(text[]) is
-'From now on enqueues into these queues notify this session. False if one is
-still open, or may be.';
-
+-- Notifies sessions that wait for one of these jobs, which this transaction has deleted, when it commits.
 create or replace function pgqueue._tell_end(job_ids bigint[], queues text[])
     returns void
     language plpgsql
@@ -159,7 +148,3 @@ begin
     end loop;
 end;
 $$;
-
-comment on function pgqueue._tell_end(bigint[], text[]) is
-'Notifies sessions that wait for one of these jobs, which this transaction has
-deleted, when it commits.';

@@ -192,6 +192,8 @@ is rolled back, or cut off by a crash, never happened.
 Raises 25001 outside READ COMMITTED, 25006 (the transaction is read-only, or
 the server a standby), 22023 (bad argument).';
 
+-- How many of the wanted jobs each queue may have, by its weight and its limit, in the order in which to
+-- ask them.
 create or replace function pgqueue._shares(queues text[], weights int[], limits int[], wanted int)
     returns table (queue text, most int, share int)
     language plpgsql
@@ -219,10 +221,6 @@ begin
     order by -ln(1 - random()) / coalesce(q.weight, 1);
 end;
 $$;
-
-comment on function pgqueue._shares(text[], int[], int[], int) is
-'How many of the wanted jobs each queue may have, by its weight and its limit,
-in the order in which to ask them.';
 
 create or replace function pgqueue.claim_from(
     queues text[],

@@ -7,6 +7,8 @@
 -- has the default one, and so must what is looked for in it, and the order in which keys are taken: one
 -- explicit collation in a call applies to all arguments.
 
+-- Handles an enqueue whose key is taken as on_duplicate says; returns the id of the job that has the key,
+-- null if the caller must look again.
 create or replace function pgqueue._on_duplicate(
     queue text,
     unique_key text,
@@ -100,14 +102,10 @@ begin
 end;
 $$;
 
-comment on function pgqueue._on_duplicate(
-    text, text, text, jsonb, int, timestamptz, timestamptz
-) is
-'Handles an enqueue whose key is taken as on_duplicate says; returns the id of
-the job that has the key, null if the caller must look again.';
-
 -- The window of a key, its unique_for, begins with a job and outlives it. While that job waits or
 -- runs its key is taken like any other: only when it has ended does the table recent_key decide.
+-- The job that has ended, but whose window has not; null if there is none. Raises 23505 if there is one,
+-- with on_duplicate error.
 create or replace function pgqueue._recent_job(queue text, unique_key text, on_duplicate text)
     returns bigint
     language plpgsql
@@ -136,10 +134,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._recent_job(text, text, text) is
-'The job that has ended, but whose window has not; null if there is none.
-Raises 23505 if there is one, with on_duplicate error.';
-
+-- Begins the window of a new job and returns its id. If another job with the key has begun one and ended
+-- since we looked, undoes the new one, and returns the id of the other.
 create or replace function pgqueue._begin_window(
     queue text, unique_key text, on_duplicate text, job_id bigint, expires_at timestamptz
 )
@@ -174,11 +170,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._begin_window(text, text, text, bigint, timestamptz) is
-'Begins the window of a new job and returns its id. If another job with the key
-has begun one and ended since we looked, undoes the new one, and returns the id
-of the other.';
-
+-- Makes new jobs part of a batch that _lock_batch has locked.
 create or replace function pgqueue._join_batch(job_ids bigint[], batch_id bigint)
     returns void
     language plpgsql
@@ -192,8 +184,6 @@ begin
     select _join_batch.batch_id, j.id >> 10, count(*) from unnest(job_ids) as j (id) group by j.id >> 10;
 end;
 $$;
-
-comment on function pgqueue._join_batch(bigint[], bigint) is 'Makes new jobs part of a batch that _lock_batch has locked.';
 
 create or replace function pgqueue.enqueue(
     queue text,
@@ -385,6 +375,8 @@ Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with
 on_duplicate error), PQ001 (no such batch, or an unknown job in after),
 55000 (the batch has finished).';
 
+-- Adds the jobs whose keys are free and returns their ids, null for the others, whose jobs it locks if
+-- they are to be replaced or postponed.
 create or replace function pgqueue._insert_keyed(
     queue text, payloads jsonb[], kind text, priority int, run_at timestamptz,
     max_attempts int[], unique_keys text[], on_duplicate text, group_keys text[], headers jsonb,
@@ -465,13 +457,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._insert_keyed(
-    text, jsonb[], text, int, timestamptz, int[], text[], text, text[], jsonb, timestamptz,
-    pgqueue._terms
-) is
-'Adds the jobs whose keys are free and returns their ids, null for the others,
-whose jobs it locks if they are to be replaced or postponed.';
-
+-- max_attempts and max_payload_bytes for each of some jobs of one kind.
 create or replace function pgqueue._settings_of_groups(
     queue text, kind text, group_keys text[], out max_attempts int[], out max_bytes int[]
 )
@@ -493,9 +479,6 @@ begin
     join own as o on o.group_key = coalesce(g.group_key, '');
 end;
 $$;
-
-comment on function pgqueue._settings_of_groups(text, text, text[]) is
-'max_attempts and max_payload_bytes for each of some jobs of one kind.';
 
 create or replace function pgqueue.enqueue_many(
     queue text,

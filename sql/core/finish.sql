@@ -263,6 +263,7 @@ lane, or runs again at run_at (a snooze). A cancelled job is gone. Returns the
 ids whose lease was held.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
+-- Parses results in JSON, and says for each that Postgres cannot store what is wrong with it.
 create or replace function pgqueue._to_results(texts text[], out results jsonb[], out problems text[])
     language plpgsql
 as $$
@@ -297,10 +298,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._to_results(text[]) is
-'Parses results in JSON, and says for each that Postgres cannot store what is
-wrong with it.';
-
+-- finish, for those whose lease is held, in any order.
 create or replace function pgqueue._finish_each(
     job_ids bigint[], tokens bigint[], outcomes text[], texts text[], delays interval[]
 )
@@ -357,9 +355,6 @@ begin
     end loop;
 end;
 $$;
-
-comment on function pgqueue._finish_each(bigint[], bigint[], text[], text[], interval[]) is
-'finish, for those whose lease is held, in any order.';
 
 create or replace function pgqueue.finish(
     job_ids bigint[],

@@ -11,6 +11,8 @@
 -- leases, claims that were rolled back. A claim that finds nothing behind the position walks from
 -- the beginning before it says so. Positions are kept in the cells of module lane.
 
+-- The walk of _pick again, for when it has to leave something out. Separate, because its conditions,
+-- prepared for each call, cost a plain claim a tenth.
 create or replace function pgqueue._filtered_walk(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz,
     start timestamptz, start_id bigint, taken tid[], has_recovered boolean,
@@ -47,12 +49,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._filtered_walk(
-    text, text[], jsonb, int, int, timestamptz, timestamptz, bigint, tid[], boolean
-) is
-'The walk of _pick again, for when it has to leave something out. Separate,
-because its conditions, prepared for each call, cost a plain claim a tenth.';
-
+-- Locks at most the wanted number of due jobs of one lane and returns where they are, in the order in
+-- which they run, without those taken before; as a side effect ends what is over. Only from the beginning
+-- (is_whole) does "none" mean that there is none. Plans as claim sets it.
 create or replace function pgqueue._pick(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean,
     taken tid[] default null
@@ -194,12 +193,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick(text, text[], jsonb, int, int, timestamptz, boolean, tid[]) is
-'Locks at most the wanted number of due jobs of one lane and returns where they
-are, in the order in which they run, without those taken before; as a side
-effect ends what is over. Only from the beginning (is_whole) does "none" mean
-that there is none. Plans as claim sets it.';
-
+-- _pick, or _pick_groups, in the listed lanes of a queue, by age and highest first, then, if nothing was
+-- found or no list is valid, from the beginning of all that have a job due.
 create or replace function pgqueue._pick_lanes(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, noted int[],
     settings pgqueue.queue_in_force, inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
@@ -278,11 +273,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick_lanes(text, text[], jsonb, int, timestamptz, int[], pgqueue.queue_in_force, bigint) is
-'_pick, or _pick_groups, in the listed lanes of a queue, by age and highest
-first, then, if nothing was found or no list is valid, from the beginning of all
-that have a job due.';
-
+-- _pick_lanes under the caps of a queue: as many jobs as there are permits for, by the claim with this
+-- token; returns which job has which permit.
 create or replace function pgqueue._pick_capped(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, settings pgqueue.queue_in_force,
     new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
@@ -345,9 +337,3 @@ begin
     end loop;
 end;
 $$;
-
-comment on function pgqueue._pick_capped(
-    text, text[], jsonb, int, timestamptz, pgqueue.queue_in_force, bigint
-) is
-'_pick_lanes under the caps of a queue: as many jobs as there are permits for, by
-the claim with this token; returns which job has which permit.';

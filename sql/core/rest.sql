@@ -1,6 +1,8 @@
 -- Rest: how long a worker that found nothing may sleep. And what is done beside claims and rests, so that no
 -- daemon is needed. How sleepers are woken is in module wake.
 
+-- How long until a queue has something to claim: zero if it has, else until a job is due or a lease
+-- expires; null if there is nothing.
 create or replace function pgqueue._until_due(queue text, kinds text[], paused jsonb, moment timestamptz)
     returns interval
     language plpgsql
@@ -62,10 +64,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._until_due(text, text[], jsonb, timestamptz) is
-'How long until a queue has something to claim: zero if it has, else until a job
-is due or a lease expires; null if there is nothing.';
-
+-- _until_due under the caps of a queue: also until a full one has a permit again.
 create or replace function pgqueue._until_room(
     queue text, kinds text[], paused jsonb, moment timestamptz
 )
@@ -108,9 +107,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._until_room(text, text[], jsonb, timestamptz) is
-'_until_due under the caps of a queue: also until a full one has a permit again.';
-
+-- How long until the next loose end is due; null for never.
 create or replace function pgqueue._until_loose_end(moment timestamptz)
     returns interval
     language plpgsql
@@ -141,9 +138,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._until_loose_end(timestamptz) is
-'How long until the next loose end is due; null for never.';
-
+-- How long until a schedule of one of these queues, or a loose end, is due; null for never.
 create or replace function pgqueue._until_slot(queues text[], moment timestamptz)
     returns interval
     language plpgsql
@@ -165,10 +160,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._until_slot(text[], timestamptz) is
-'How long until a schedule of one of these queues, or a loose end, is due; null
-for never.';
-
+-- Does due work other than claims: at most this many schedules, and ten times as many loose ends, or a
+-- part of the sweep. Records in the cell when to look again.
 create or replace function pgqueue._look_around(moment timestamptz, most int)
     returns void
     language plpgsql
@@ -200,10 +193,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._look_around(timestamptz, int) is
-'Does due work other than claims: at most this many schedules, and ten times as
-many loose ends, or a part of the sweep. Records in the cell when to look again.';
-
+-- _look_around for a claim, if it is time; returns the moment as of which to claim, so that the claim
+-- gets what has become due.
 create or replace function pgqueue._look_around_if_due(moment timestamptz)
     returns timestamptz
     language plpgsql
@@ -222,10 +213,6 @@ begin
     return clock_timestamp();
 end;
 $$;
-
-comment on function pgqueue._look_around_if_due(timestamptz) is
-'_look_around for a claim, if it is time; returns the moment as of which to
-claim, so that the claim gets what has become due.';
 
 create or replace function pgqueue.rest(
     queues text[], kinds text[] default null, park boolean default true

@@ -14,6 +14,8 @@
 -- one takes a shared lock on the row of the batch, and finishing it an exclusive one, or else leaves a loose
 -- end: so no job is added to a finished batch.
 
+-- The last job of a batch below an id that nobody is just writing or deleting; null if there is none, and
+-- another, if there is one, is in touched.
 create or replace function pgqueue._last_job(batch_id bigint, below bigint, out id bigint, out touched bigint)
     language plpgsql
     set plan_cache_mode = force_generic_plan
@@ -52,10 +54,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._last_job(bigint, bigint) is
-'The last job of a batch below an id that nobody is just writing or deleting;
-null if there is none, and another, if there is one, is in touched.';
-
+-- Whether a batch has no waiting or running job left; null if only some that others are perhaps just
+-- ending.
 create or replace function pgqueue._is_batch_over(batch_id bigint)
     returns boolean
     language plpgsql
@@ -90,10 +90,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._is_batch_over(bigint) is
-'Whether a batch has no waiting or running job left; null if only some that
-others are perhaps just ending.';
-
+-- Looks at batches, and finishes those that are closed and over. At the end of a job it is only a hint.
 create or replace function pgqueue._look_at_batches(batch_ids bigint[], is_hint boolean default true)
     returns void
     language plpgsql
@@ -131,10 +128,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._look_at_batches(bigint[], boolean) is
-'Looks at batches, and finishes those that are closed and over. At the end of a
-job it is only a hint.';
-
+-- Counts, for their batches, the jobs that died or were cancelled and that this transaction has deleted.
+-- Plans as _after_end sets it.
 create or replace function pgqueue._count_ends(ended pgqueue._ended[])
     returns void
     language plpgsql
@@ -150,10 +145,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._count_ends(pgqueue._ended[]) is
-'Counts, for their batches, the jobs that died or were cancelled and that this
-transaction has deleted. Plans as _after_end sets it.';
-
+-- The payload of a batch's callback.
 create or replace function pgqueue._with_counts(
     payload jsonb, batch_id bigint, completed bigint, dead bigint, cancelled bigint
 )
@@ -167,9 +159,6 @@ begin
     ));
 end;
 $$;
-
-comment on function pgqueue._with_counts(jsonb, bigint, bigint, bigint, bigint) is
-'The payload of a batch''s callback.';
 
 create or replace function pgqueue.create_batch(
     queue text,
@@ -266,6 +255,7 @@ jobs add: once they have ended, at once if there are none, its callback is
 enqueued. Closing it again changes nothing.
 Raises PQ001 (no such batch).';
 
+-- Makes the callback of a batch a dead job, and returns its id.
 create or replace function pgqueue._bury_callback(batch pgqueue.batch, payload jsonb, error text)
     returns bigint
     language plpgsql
@@ -289,9 +279,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._bury_callback(pgqueue.batch, jsonb, text) is
-'Makes the callback of a batch a dead job, and returns its id.';
-
+-- Enqueues the callback of a batch that is closed and has no jobs left, once.
 create or replace function pgqueue._finish_batch(batch_id bigint)
     returns void
     language plpgsql
@@ -342,9 +330,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._finish_batch(bigint) is
-'Enqueues the callback of a batch that is closed and has no jobs left, once.';
-
+-- Makes redriven jobs part of their batches again, if these have not finished: they no longer count as
+-- dead.
 create or replace function pgqueue._rejoin_batches(job_ids bigint[])
     returns void
     language plpgsql
@@ -365,10 +352,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._rejoin_batches(bigint[]) is
-'Makes redriven jobs part of their batches again, if these have not finished:
-they no longer count as dead.';
-
+-- Deletes at most 10,000 batches that finished more than 14 days ago; returns how many.
 create or replace function pgqueue._forget_batches()
     returns bigint
     language plpgsql
@@ -391,7 +375,3 @@ begin
     return forgotten;
 end;
 $$;
-
-comment on function pgqueue._forget_batches() is
-'Deletes at most 10,000 batches that finished more than 14 days ago; returns how
-many.';

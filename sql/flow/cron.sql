@@ -12,6 +12,8 @@
 -- No walk over minutes: a day is found month by month, at most 40 years of those that are named (a 29
 -- February that must be a Sunday), and the time of day by the least number that is large enough.
 
+-- What a field of a cron expression lists: *, numbers or names, ranges, steps, separated by commas; null
+-- if it cannot be parsed.
 create or replace function pgqueue._cron_values(field text, low int, high int, names text[])
     returns int[]
     language plpgsql
@@ -49,10 +51,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._cron_values(text, int, int, text[]) is
-'What a field of a cron expression lists: *, numbers or names, ranges, steps,
-separated by commas; null if it cannot be parsed.';
-
+-- The fields of a cron expression, or of what @daily and the like stand for.
 create or replace function pgqueue._cron_fields(cron text)
     returns text[]
     language plpgsql
@@ -75,9 +74,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._cron_fields(text) is
-'The fields of a cron expression, or of what @daily and the like stand for.';
-
+-- What a cron expression lists, field by field; null if one cannot be parsed.
 create or replace function pgqueue._read_cron(cron text)
     returns pgqueue._cron
     language plpgsql
@@ -103,9 +100,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._read_cron(text) is
-'What a cron expression lists, field by field; null if one cannot be parsed.';
-
+-- Refuses a cron expression that cannot be parsed.
 create or replace function pgqueue._check_cron(cron text)
     returns text[]
     language plpgsql
@@ -148,8 +143,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_cron(text) is 'Refuses a cron expression that cannot be parsed.';
-
+-- Refuses a cron expression that names only days such as 30 February.
 create or replace function pgqueue._check_cron_comes(cron text)
     returns text[]
     language plpgsql
@@ -169,9 +163,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_cron_comes(text) is
-'Refuses a cron expression that names only days such as 30 February.';
-
+-- Refuses what is not the full name of a time zone, since an offset or an abbreviation knows no clock
+-- changes; null passes.
 create or replace function pgqueue._check_timezone(timezone text)
     returns text[]
     language plpgsql
@@ -190,10 +183,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_timezone(text) is
-'Refuses what is not the full name of a time zone, since an offset or an
-abbreviation knows no clock changes; null passes.';
-
+-- Refuses other arguments that next_slots cannot take; null passes.
 create or replace function pgqueue._check_slots(after timestamptz, slots int)
     returns text[]
     language plpgsql
@@ -215,9 +205,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_slots(timestamptz, int) is
-'Refuses other arguments that next_slots cannot take; null passes.';
-
+-- The least of some numbers that is not below a bound.
 create or replace function pgqueue._at_least(listed int[], bound int)
     returns int
     language plpgsql
@@ -228,8 +216,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._at_least(int[], int) is 'The least of some numbers that is not below a bound.';
-
+-- The first day from this one on that a cron expression names; null after the year 9998.
 create or replace function pgqueue._cron_day(cron pgqueue._cron, from_day date)
     returns date
     language plpgsql
@@ -266,10 +253,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._cron_day(pgqueue._cron, date) is
-'The first day from this one on that a cron expression names; null after the year
-9998.';
-
+-- The first slot of a cron expression after a local time, as local time.
 create or replace function pgqueue._local_slot_after(cron pgqueue._cron, here timestamp)
     returns timestamp
     language plpgsql
@@ -299,9 +283,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._local_slot_after(pgqueue._cron, timestamp) is
-'The first slot of a cron expression after a local time, as local time.';
-
+-- How far the clocks of a time zone are ahead of UTC at a moment.
 create or replace function pgqueue._ahead_of_utc(moment timestamptz, timezone text)
     returns interval
     language plpgsql
@@ -312,9 +294,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._ahead_of_utc(timestamptz, text) is
-'How far the clocks of a time zone are ahead of UTC at a moment.';
-
+-- When the clocks of a time zone change between two moments; null if the offset is the same at both.
 create or replace function pgqueue._clock_change(timezone text, low timestamptz, high timestamptz)
     returns timestamptz
     language plpgsql
@@ -341,10 +321,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._clock_change(text, timestamptz, timestamptz) is
-'When the clocks of a time zone change between two moments; null if the offset is
-the same at both.';
-
+-- When the clocks of a time zone show a local time for the first time; if they never do, when they are
+-- put past it.
 create or replace function pgqueue._slot_at(local timestamp, timezone text)
     returns timestamptz
     language plpgsql
@@ -367,10 +345,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._slot_at(timestamp, text) is
-'When the clocks of a time zone show a local time for the first time; if they
-never do, when they are put past it.';
-
+-- The first slot after a moment of a cron expression that does not list every hour.
 create or replace function pgqueue._fixed_slot_after(cron pgqueue._cron, timezone text, after timestamptz)
     returns timestamptz
     language plpgsql
@@ -398,10 +373,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._fixed_slot_after(pgqueue._cron, text, timestamptz) is
-'The first slot after a moment of a cron expression that does not list every
-hour.';
-
+-- The first slot after a moment of a cron expression that lists every hour: from hour to hour as they
+-- pass, whatever the clocks show.
 create or replace function pgqueue._hourly_slot_after(cron pgqueue._cron, timezone text, after timestamptz)
     returns timestamptz
     language plpgsql
@@ -433,10 +406,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._hourly_slot_after(pgqueue._cron, text, timestamptz) is
-'The first slot after a moment of a cron expression that lists every hour: from
-hour to hour as they pass, whatever the clocks show.';
-
+-- The first slot of a cron expression after a moment; null after the year 9998.
 create or replace function pgqueue._slot_after(cron pgqueue._cron, timezone text, after timestamptz)
     returns timestamptz
     language plpgsql
@@ -449,9 +419,6 @@ begin
     end;
 end;
 $$;
-
-comment on function pgqueue._slot_after(pgqueue._cron, text, timestamptz) is
-'The first slot of a cron expression after a moment; null after the year 9998.';
 
 create or replace function pgqueue.next_slots(
     cron text, timezone text default 'UTC', after timestamptz default null, slots int default 1

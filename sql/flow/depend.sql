@@ -22,6 +22,8 @@
 --
 -- A claim locks a job first, and leaves the new version with an xmax that equals its xmin.
 
+-- Makes others look soon, once this has committed, at the ties of jobs that have ended (ended), or of
+-- jobs that wait (waiter; new, less urgent), or at batches (batch). A hint: the sweep gets there as well.
 create or replace function pgqueue._leave_loose_ends(
     ids bigint[], what text, look_at timestamptz default clock_timestamp()
 )
@@ -41,11 +43,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._leave_loose_ends(bigint[], text, timestamptz) is
-'Makes others look soon, once this has committed, at the ties of jobs that have
-ended (ended), or of jobs that wait (waiter; new, less urgent), or at batches
-(batch). A hint: the sweep gets there as well.';
-
+-- Whether a job waits or runs, and nobody is just writing or ending it. Its row alone does not tell: a
+-- transaction that wrote it may have rolled back.
 create or replace function pgqueue._is_left_alone(job_id bigint)
     returns boolean
     language plpgsql
@@ -63,10 +62,8 @@ exception when sqlstate 'PQ000' then
 end;
 $$;
 
-comment on function pgqueue._is_left_alone(bigint) is
-'Whether a job waits or runs, and nobody is just writing or ending it. Its row
-alone does not tell: a transaction that wrote it may have rolled back.';
-
+-- Whether waiting jobs have one left to wait for that nobody is just writing or deleting; if not, whether
+-- they have one that somebody is.
 create or replace function pgqueue._held_up(waiter_ids bigint[])
     returns table (waiter_id bigint, is_held_up boolean, touched bigint)
     language plpgsql
@@ -105,10 +102,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._held_up(bigint[]) is
-'Whether waiting jobs have one left to wait for that nobody is just writing or
-deleting; if not, whether they have one that somebody is.';
-
+-- Frees locked jobs whose wait is over: they may run from their run_at on.
 create or replace function pgqueue._free(job_ids bigint[])
     returns void
     language plpgsql
@@ -136,9 +130,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._free(bigint[]) is
-'Frees locked jobs whose wait is over: they may run from their run_at on.';
-
+-- Deletes at most 100,000 rows of gone older than 14 days; returns how many.
 create or replace function pgqueue._forget_gone()
     returns bigint
     language plpgsql
@@ -162,9 +154,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._forget_gone() is
-'Deletes at most 100,000 rows of gone older than 14 days; returns how many.';
-
+-- How jobs have ended: completed, dead or cancelled (or purged, or discarded); null for one that waits or
+-- runs. If nothing is known, it has completed.
 create or replace function pgqueue._outcomes_of(job_ids bigint[])
     returns table (id bigint, outcome text)
     language plpgsql
@@ -187,10 +178,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._outcomes_of(bigint[]) is
-'How jobs have ended: completed, dead or cancelled (or purged, or discarded);
-null for one that waits or runs. If nothing is known, it has completed.';
-
+-- Cancels the jobs that wait, by these ties, for a job that did not complete, unless another session has
+-- them locked, and returns their ids.
 create or replace function pgqueue._doom(hand pgqueue._tie[], is_all boolean, ended bigint[], outcomes text[])
     returns bigint[]
     language plpgsql
@@ -237,10 +226,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._doom(pgqueue._tie[], boolean, bigint[], text[]) is
-'Cancels the jobs that wait, by these ties, for a job that did not complete,
-unless another session has them locked, and returns their ids.';
-
+-- Cuts at most this many ties of jobs that have ended: frees those whose wait is over, and cancels those
+-- that will not run without them, a chain at once. Returns how many. is_choosy passes over those that
+-- others may have locked. The end of a job gives no number: 200, and only as a hint.
 create or replace function pgqueue._cut_ties(job_ids bigint[], most int default null, is_choosy boolean default false)
     returns int
     language plpgsql
@@ -388,12 +376,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._cut_ties(bigint[], int, boolean) is
-'Cuts at most this many ties of jobs that have ended: frees those whose wait is
-over, and cancels those that will not run without them, a chain at once.
-Returns how many. is_choosy passes over those that others may have locked. The
-end of a job gives no number: 200, and only as a hint.';
-
+-- Makes a new job wait for others. One that has already ended counts as it ended.
 create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_dead text)
     returns void
     language plpgsql
@@ -444,9 +427,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._wait_for(bigint, bigint[], text) is
-'Makes a new job wait for others. One that has already ended counts as it ended.';
-
+-- Looks for jobs that have ended unseen while these wait for them, and cuts at most this many ties to
+-- them. Leaves a loose end if one may just be ending.
 create or replace function pgqueue._look_at_waiters(waiter_ids bigint[], most int)
     returns int
     language plpgsql
@@ -487,7 +469,3 @@ begin
     return pgqueue._cut_ties(looked.missed, most);
 end;
 $$;
-
-comment on function pgqueue._look_at_waiters(bigint[], int) is
-'Looks for jobs that have ended unseen while these wait for them, and cuts at
-most this many ties to them. Leaves a loose end if one may just be ending.';

@@ -10,6 +10,7 @@
 -- is due, but never more than a second ahead: whoever writes it cannot see a schedule that has not
 -- been committed.
 
+-- Refuses arguments that schedule cannot take, except cron and time zone.
 create or replace function pgqueue._check_schedule(
     name text, queue text, cron text, every interval, kind text, priority int,
     catch_up text, jitter interval, max_attempts int, headers jsonb, group_key text
@@ -48,11 +49,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._check_schedule(
-    text, text, text, interval, text, int, text, interval, int, jsonb, text
-) is
-'Refuses arguments that schedule cannot take, except cron and time zone.';
-
+-- The first slot of a rule after a moment; null after the year 9998.
 create or replace function pgqueue._next_slot(
     cron pgqueue._cron, every interval, timezone text, after timestamptz
 )
@@ -69,9 +66,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._next_slot(pgqueue._cron, interval, text, timestamptz) is
-'The first slot of a rule after a moment; null after the year 9998.';
-
+-- The last slot of a schedule up to a moment, from its next_slot on.
 create or replace function pgqueue._last_slot(
     schedule pgqueue.schedule, cron pgqueue._cron, upto timestamptz
 )
@@ -101,9 +96,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._last_slot(pgqueue.schedule, pgqueue._cron, timestamptz) is
-'The last slot of a schedule up to a moment, from its next_slot on.';
-
+-- How late a schedule fires its slots: always the same for its name.
 create or replace function pgqueue._share_of_jitter(name text, jitter interval)
     returns interval
     language plpgsql
@@ -114,9 +107,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._share_of_jitter(text, interval) is
-'How late a schedule fires its slots: always the same for its name.';
-
+-- The slots of a due schedule, from next_slot and the one after it, for which to make a job, as catch_up
+-- says: the last one, unless (skip) it is more than two minutes late; or all, at most 1000.
 create or replace function pgqueue._slots_to_fire(
     schedule pgqueue.schedule, cron pgqueue._cron, following timestamptz, upto timestamptz
 )
@@ -143,13 +135,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._slots_to_fire(
-    pgqueue.schedule, pgqueue._cron, timestamptz, timestamptz
-) is
-'The slots of a due schedule, from next_slot and the one after it, for which to
-make a job, as catch_up says: the last one, unless (skip) it is more than two
-minutes late; or all, at most 1000.';
-
+-- Enqueues the jobs of a locked, due schedule, and advances it to its next slot. Returns how many. If
+-- enqueue refuses (the payload is now too large), that is recorded as its problem.
 create or replace function pgqueue._fire(schedule pgqueue.schedule, moment timestamptz)
     returns int
     language plpgsql
@@ -194,11 +181,8 @@ exception when data_exception or program_limit_exceeded then
 end;
 $$;
 
-comment on function pgqueue._fire(pgqueue.schedule, timestamptz) is
-'Enqueues the jobs of a locked, due schedule, and advances it to its next slot.
-Returns how many. If enqueue refuses (the payload is now too large), that is
-recorded as its problem.';
-
+-- Fires at most this many due schedules, the longest due first, and records in the cell when to look
+-- again. Returns how many jobs that made.
 create or replace function pgqueue._fire_due(moment timestamptz, most int)
     returns int
     language plpgsql
@@ -243,10 +227,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._fire_due(timestamptz, int) is
-'Fires at most this many due schedules, the longest due first, and records in the
-cell when to look again. Returns how many jobs that made.';
-
+-- The first slot of a schedule after a moment that has no job; infinity for none.
 create or replace function pgqueue._slot_of(schedule pgqueue.schedule, after timestamptz)
     returns timestamptz
     language plpgsql
@@ -263,9 +244,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._slot_of(pgqueue.schedule, timestamptz) is
-'The first slot of a schedule after a moment that has no job; infinity for none.';
-
+-- Changes a locked schedule to what schedule() was given. With another rule it first fires what is due by
+-- the old one, without its jitter, and continues with the first slot of the new one.
 create or replace function pgqueue._change_schedule(old pgqueue.schedule, told pgqueue.schedule)
     returns void
     language plpgsql
@@ -316,11 +296,6 @@ begin
     end if;
 end;
 $$;
-
-comment on function pgqueue._change_schedule(pgqueue.schedule, pgqueue.schedule) is
-'Changes a locked schedule to what schedule() was given. With another rule it
-first fires what is due by the old one, without its jitter, and continues with
-the first slot of the new one.';
 
 create or replace function pgqueue.schedule(
     name text,
@@ -418,6 +393,7 @@ stays paused. With a new rule it first enqueues the jobs of those old slots
 that are due, with the new arguments.
 Raises 22023 (bad argument), 54000 (payload too large).';
 
+-- What is wrong with the name of a schedule that does not exist (PQ001).
 create or replace function pgqueue._no_schedule(name text)
     returns text[]
     language plpgsql
@@ -432,9 +408,6 @@ begin
     ];
 end;
 $$;
-
-comment on function pgqueue._no_schedule(text) is
-'What is wrong with the name of a schedule that does not exist (PQ001).';
 
 create or replace function pgqueue.unschedule(name text)
     returns void

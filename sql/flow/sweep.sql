@@ -1,6 +1,8 @@
 -- The sweep: looks again at jobs that wait for others, and at batches, first where a loose end says that there
 -- is something to do. Modules depend and batch say what leaves one.
 
+-- Continues through the ids of jobs that have ties and of batches, at most this many: finds whatever no
+-- loose end pointed to.
 create or replace function pgqueue._sweep(most int)
     returns int
     language plpgsql
@@ -38,10 +40,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._sweep(int) is
-'Continues through the ids of jobs that have ties and of batches, at most this
-many: finds whatever no loose end pointed to.';
-
+-- Looks at the loose ends that are due by then, the urgent ones first, and cuts ties, at most this many
+-- of each; with less to do it continues the sweep. Returns how many looks and ties.
 create or replace function pgqueue._tie_loose_ends(most int, until timestamptz default 'infinity')
     returns bigint
     language plpgsql
@@ -96,8 +96,3 @@ begin
     return done;
 end;
 $$;
-
-comment on function pgqueue._tie_loose_ends(int, timestamptz) is
-'Looks at the loose ends that are due by then, the urgent ones first, and cuts
-ties, at most this many of each; with less to do it continues the sweep.
-Returns how many looks and ties.';

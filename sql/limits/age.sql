@@ -9,6 +9,7 @@
 -- In a lane of groups a job is served when it is the turn of its group: it counts as waiting since the
 -- last of those before it.
 
+-- The effective priority of a job that has been due since run_at; its own if nothing ages.
 create or replace function pgqueue._aged(
     priority int, run_at timestamptz, moment timestamptz, age_after interval
 )
@@ -23,10 +24,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._aged(int, timestamptz, timestamptz, interval) is
-'The effective priority of a job that has been due since run_at; its own if
-nothing ages.';
-
+-- By when a job of a priority must have been due to be served before, or with, one of another priority
+-- that has been due since run_at.
 create or replace function pgqueue._due_by(
     priority int, other int, run_at timestamptz, moment timestamptz, age_after interval
 )
@@ -48,10 +47,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._due_by(int, int, timestamptz, timestamptz, interval) is
-'By when a job of a priority must have been due to be served before, or with,
-one of another priority that has been due since run_at.';
-
+-- Since when the first jobs of a lane that a claim may take, at most the wanted number, have been
+-- waiting, without those after a bound; null for none. Locks nothing. Plans as claim sets it.
 create or replace function pgqueue._look(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, bound timestamptz
 )
@@ -111,11 +108,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._look(text, text[], jsonb, int, int, timestamptz, timestamptz) is
-'Since when the first jobs of a lane that a claim may take, at most the wanted
-number, have been waiting, without those after a bound; null for none. Locks
-nothing. Plans as claim sets it.';
-
+-- _look for a lane of groups, in the order of their turns. Plans as claim sets it, and as it sets them
+-- itself.
 create or replace function pgqueue._look_at_groups(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, bound timestamptz
 )
@@ -173,10 +167,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._look_at_groups(text, text[], jsonb, int, int, timestamptz, timestamptz) is
-'_look for a lane of groups, in the order of their turns. Plans as claim sets it,
-and as it sets them itself.';
-
+-- How many of its jobs a claim has to take from each lane, by age, and in which order; null if that makes
+-- no difference.
 create or replace function pgqueue._share_by_age(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, age_after interval,
     lanes int[], out served int[], out shares int[]
@@ -234,9 +226,3 @@ begin
     ) as s;
 end;
 $$;
-
-comment on function pgqueue._share_by_age(
-    text, text[], jsonb, int, timestamptz, interval, int[]
-) is
-'How many of its jobs a claim has to take from each lane, by age, and in which
-order; null if that makes no difference.';

@@ -5,6 +5,8 @@
 -- picks, takes the permits, and puts back the jobs that got not all of theirs, of which it then passes
 -- over the kind, until it has what it wants.
 
+-- The caps in force for some kinds (null: all) and then for the queue itself. The default rate_period is
+-- a second, as in _in_force().
 create or replace function pgqueue._caps(queue text, kinds text[])
     returns pgqueue._cap[]
     language plpgsql
@@ -35,10 +37,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._caps(text, text[]) is
-'The caps in force for some kinds (null: all) and then for the queue itself. The
-default rate_period is a second, as in _in_force().';
-
+-- Creates the permits of a queue and some of its kinds (null: all) if settings of all queues require any,
+-- and there are none.
 create or replace function pgqueue._make_permits_for(queue text, kinds text[])
     returns void
     language plpgsql
@@ -61,10 +61,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._make_permits_for(text, text[]) is
-'Creates the permits of a queue and some of its kinds (null: all) if settings of
-all queues require any, and there are none.';
-
+-- How many more jobs of a queue, at most the wanted number, may begin according to its own caps; which of
+-- its kinds and caps are full. Plans as _pick_capped sets it.
 create or replace function pgqueue._room(
     queue text, caps pgqueue._cap[], wanted int, moment timestamptz, out jobs int, out full_kinds text[],
     out full_caps int[]
@@ -83,11 +81,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._room(text, pgqueue._cap[], int, timestamptz) is
-'How many more jobs of a queue, at most the wanted number, may begin according to
-its own caps; which of its kinds and caps are full. Plans as _pick_capped sets
-it.';
-
+-- What a claim passes over: what is paused, and some kinds.
 create or replace function pgqueue._without(paused jsonb, kinds text[])
     returns jsonb
     language plpgsql
@@ -106,9 +100,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._without(jsonb, text[]) is
-'What a claim passes over: what is paused, and some kinds.';
-
+-- Takes a permit of each of its caps for every picked job: which job has which. Names the jobs that did
+-- not get all of theirs, and have none, with those behind them in limited groups, and the caps that
+-- refused them.
 create or replace function pgqueue._take_permits(
     queue text, picks tid[], limited bigint[], caps pgqueue._cap[], new_token bigint, moment timestamptz,
     age_after interval, out job_of bigint[], out permits tid[], out refused bigint[], out refusing pgqueue._cap[]
@@ -195,13 +189,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._take_permits(
-    text, tid[], bigint[], pgqueue._cap[], bigint, timestamptz, interval
-) is
-'Takes a permit of each of its caps for every picked job: which job has which.
-Names the jobs that did not get all of theirs, and have none, with those behind
-them in limited groups, and the caps that refused them.';
-
+-- Leaves picked jobs that got no permit to the next claim, with the permits of their groups.
 create or replace function pgqueue._put_back(
     queue text, kinds text[], paused jsonb, job_ids bigint[], group_permits tid[]
 )
@@ -249,10 +237,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._put_back(text, text[], jsonb, bigint[], tid[]) is
-'Leaves picked jobs that got no permit to the next claim, with the permits of
-their groups.';
-
+-- Checks whether some caps that look full are full, and have all their permits; returns whether any
+-- permit was freed. Plans as _pick_capped sets it.
 create or replace function pgqueue._review_caps(
     queue text, caps pgqueue._cap[], full_caps int[], moment timestamptz, new_token bigint
 )
@@ -280,10 +266,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._review_caps(text, pgqueue._cap[], int[], timestamptz, bigint) is
-'Checks whether some caps that look full are full, and have all their permits;
-returns whether any permit was freed. Plans as _pick_capped sets it.';
-
+-- After a change of limits or rates of groups: counts what runs, and makes claims look again at groups
+-- that could give no more jobs.
 create or replace function pgqueue._apply_limits(queue text, group_key text)
     returns void
     language plpgsql
@@ -334,10 +318,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._apply_limits(text, text) is
-'After a change of limits or rates of groups: counts what runs, and makes claims
-look again at groups that could give no more jobs.';
-
+-- After a change of the caps of a queue or kind, or of all queues: creates or drops permits, and counts
+-- what runs.
 create or replace function pgqueue._apply_caps(queue text, kind text)
     returns void
     language plpgsql
@@ -371,7 +353,3 @@ begin
     end loop;
 end;
 $$;
-
-comment on function pgqueue._apply_caps(text, text) is
-'After a change of the caps of a queue or kind, or of all queues: creates or
-drops permits, and counts what runs.';

@@ -12,6 +12,8 @@
 --
 -- While another session holds a ticket, its group is served without it: an open transaction holds up nobody.
 
+-- The weight, limit and rate in force for each of some groups; null for limits or rates if none is set.
+-- Like _in_force, for many. may_keep: whether any job may keep its permit for its retry.
 create or replace function pgqueue._group_settings(
     queue text, group_keys text[], shared pgqueue.queue_in_force, out weights int[], out limits int[], out rates int[],
     out periods interval[], out may_keep boolean
@@ -69,11 +71,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._group_settings(text, text[], pgqueue.queue_in_force) is
-'The weight, limit and rate in force for each of some groups; null for limits or
-rates if none is set. Like _in_force, for many. may_keep: whether any job may
-keep its permit for its retry.';
-
+-- The caps of some groups, the group's number for each, and how many of its permits are wanted.
 create or replace function pgqueue._group_caps(
     group_keys text[], limits int[], rates int[], periods interval[], wanted int[],
     out caps pgqueue._cap[], out groups int[], out wants int[]
@@ -98,10 +96,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._group_caps(text[], int[], int[], interval[], int[]) is
-'The caps of some groups, the group''s number for each, and how many of its
-permits are wanted.';
-
+-- Creates permits for groups that have a limit or a rate: one for each time that a group is listed, and
+-- at least four, unless they already have as many.
 create or replace function pgqueue._make_group_permits(queue text, group_keys text[], shared pgqueue.queue_in_force)
     returns void
     language plpgsql
@@ -130,10 +126,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._make_group_permits(text, text[], pgqueue.queue_in_force) is
-'Creates permits for groups that have a limit or a rate: one for each time that a
-group is listed, and at least four, unless they already have as many.';
-
+-- Locks due jobs of groups without caps, of each at most as many as it gives, and in all as many as
+-- wanted; says to which group each belongs, and since when any is over. Plans as _pick_groups sets it.
 create or replace function pgqueue._take_free(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], starts timestamptz[],
     wanted int, moment timestamptz, taken tid[], has_recovered boolean,
@@ -168,13 +162,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._take_free(
-    text, text[], jsonb, int, text[], int[], timestamptz[], int, timestamptz, tid[], boolean
-) is
-'Locks due jobs of groups without caps, of each at most as many as it gives, and
-in all as many as wanted; says to which group each belongs, and since when any
-is over. Plans as _pick_groups sets it.';
-
+-- Whether a group has a due job of a higher priority. Plans as _pick_groups sets it.
 create or replace function pgqueue._has_higher(
     queue text, group_key text, priority int, moment timestamptz
 )
@@ -193,10 +181,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._has_higher(text, text, int, timestamptz) is
-'Whether a group has a due job of a higher priority. Plans as _pick_groups sets
-it.';
-
+-- _take_free for groups that may have a limit: locks permits, and as many due jobs, in order; of those
+-- that others have locked it passes over at most extra. is_top: none of these groups has anything of a
+-- higher priority. Plans as _pick_groups sets it.
 create or replace function pgqueue._take_limited(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], limits int[],
     starts timestamptz[], wanted int, extra int, moment timestamptz, taken tid[], has_recovered boolean, is_top boolean,
@@ -278,14 +265,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._take_limited(
-    text, text[], jsonb, int, text[], int[], int[], timestamptz[], int, int, timestamptz, tid[], boolean, boolean
-) is
-'_take_free for groups that may have a limit: locks permits, and as many due
-jobs, in order; of those that others have locked it passes over at most extra.
-is_top: none of these groups has anything of a higher priority. Plans as
-_pick_groups sets it.';
-
+-- Locks jobs whose retries are due and that have kept the permits of their groups; left_over: what their
+-- groups may give in addition. Plans as _pick_groups sets it.
 create or replace function pgqueue._take_kept(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], limits int[], wanted int,
     moment timestamptz,
@@ -321,11 +302,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._take_kept(text, text[], jsonb, int, text[], int[], int[], int, timestamptz) is
-'Locks jobs whose retries are due and that have kept the permits of their
-groups; left_over: what their groups may give in addition. Plans as _pick_groups
-sets it.';
-
+-- How many jobs some groups may give according to their rates. Plans as _pick_groups sets it.
 create or replace function pgqueue._rate_gives(
     queue text, group_keys text[], gives int[], rates int[], periods interval[], moment timestamptz
 )
@@ -345,10 +322,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._rate_gives(text, text[], int[], int[], interval[], timestamptz) is
-'How many jobs some groups may give according to their rates. Plans as
-_pick_groups sets it.';
-
+-- Locks a permit to begin for each picked job whose group has a rate, the groups given by their numbers;
+-- returns which jobs get none. Plans as _pick_groups sets it.
 create or replace function pgqueue._take_rates(
     queue text, group_keys text[], rates int[], periods interval[], groups int[], moment timestamptz,
     out permits tid[], out free_ats timestamptz[], out refused int[]
@@ -380,11 +355,10 @@ begin
 end;
 $$;
 
-comment on function pgqueue._take_rates(text, text[], int[], interval[], int[], timestamptz) is
-'Locks a permit to begin for each picked job whose group has a rate, the groups
-given by their numbers; returns which jobs get none. Plans as _pick_groups sets
-it.';
-
+-- Takes jobs of some groups, of each at most as many as it gives, and in all as many as wanted: which,
+-- and of which group; with permits if they need any, for the claim of this token, drawn here if null:
+-- which job has which. How long it stays valid that nothing is before them, if the walk was long; or
+-- since when anything there is over: then all has to be done again.
 create or replace function pgqueue._visit_groups(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], limits int[], rates int[],
     periods interval[], may_keep boolean, starts timestamptz[], wanted int, extra int, moment timestamptz, taken tid[],
@@ -480,16 +454,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._visit_groups(
-    text, text[], jsonb, int, text[], int[], int[], int[], interval[], boolean, timestamptz[], int, int, timestamptz,
-    tid[], boolean, boolean, bigint
-) is
-'Takes jobs of some groups, of each at most as many as it gives, and in all as
-many as wanted: which, and of which group; with permits if they need any, for
-the claim of this token, drawn here if null: which job has which. How long it
-stays valid that nothing is before them, if the walk was long; or since when
-anything there is over: then all has to be done again.';
-
+-- Of some groups that gave fewer jobs than asked for: which are short of permits, and which of these will
+-- have more. again: what to ask once more of those that are no longer full. Plans as _pick_groups sets
+-- it.
 create or replace function pgqueue._look_for_permits(
     queue text, group_keys text[], gives int[], limits int[], rates int[], periods interval[], groups int[],
     moment timestamptz, new_token bigint, out short int[], out lacking int[], out again int[]
@@ -563,13 +530,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._look_for_permits(
-    text, text[], int[], int[], int[], interval[], int[], timestamptz, bigint
-) is
-'Of some groups that gave fewer jobs than asked for: which are short of permits,
-and which of these will have more. again: what to ask once more of those that
-are no longer full. Plans as _pick_groups sets it.';
-
+-- How long not to look at a group that can give no more jobs, unless a hint says that it can: longer each
+-- time, from 100 ms to 10 s.
 create or replace function pgqueue._pause_of_group(served int, gave int)
     returns interval
     language sql
@@ -581,10 +543,8 @@ as $$
     )
 $$;
 
-comment on function pgqueue._pause_of_group(int, int) is
-'How long not to look at a group that can give no more jobs, unless a hint says
-that it can: longer each time, from 100 ms to 10 s.';
-
+-- Sets when to look next at each of the groups that a claim came to: see above. has_enough: the claim has
+-- enough, perhaps before the last turn was over. Plans as _pick_groups sets it.
 create or replace function pgqueue._settle_tickets(
     queue text, priority int, tickets tid[], group_keys text[], gives int[], limits int[], has_enough boolean,
     groups int[], run_ats timestamptz[], short int[], lacking int[], starts timestamptz[], start_until timestamptz,
@@ -689,14 +649,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._settle_tickets(
-    text, int, tid[], text[], int[], int[], boolean, int[], timestamptz[], int[], int[], timestamptz[],
-    timestamptz, jsonb, boolean, tid[], timestamptz
-) is
-'Sets when to look next at each of the groups that a claim came to: see above.
-has_enough: the claim has enough, perhaps before the last turn was over. Plans
-as _pick_groups sets it.';
-
+-- Locks the next due tickets of a lane, and drops copies; if these are few, says how many others have
+-- locked. Or, if it may hold none, returns those. Plans as _pick_groups sets it.
 create or replace function pgqueue._next_tickets(
     queue text, priority int, start timestamptz, upto timestamptz, most int, may_hold boolean, moment timestamptz,
     out tids tid[], out keys text[], out served int[], out starts timestamptz[],
@@ -778,11 +732,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._next_tickets(text, int, timestamptz, timestamptz, int, boolean, timestamptz) is
-'Locks the next due tickets of a lane, and drops copies; if these are few, says
-how many others have locked. Or, if it may hold none, returns those. Plans as
-_pick_groups sets it.';
-
+-- How many jobs each of some groups may give, by its weight, to a claim that wants this many, and has not
+-- come to this many others.
 create or replace function pgqueue._gives(weights int[], limits int[], served int[], others int, wanted int)
     returns int[]
     language plpgsql
@@ -799,10 +750,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._gives(int[], int[], int[], int, int) is
-'How many jobs each of some groups may give, by its weight, to a claim that wants
-this many, and has not come to this many others.';
-
+-- _pick_groups for groups that have neither weights nor caps, as many jobs as are wanted of each, and
+-- none that is over, in two statements; returns whether that was so, or else all has to be done again.
+-- Plans as _pick_groups sets it.
 create or replace function pgqueue._pick_plain_groups(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, start timestamptz,
     out picks tid[], out first_at timestamptz, out is_done boolean
@@ -863,11 +813,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick_plain_groups(text, text[], jsonb, int, int, timestamptz, timestamptz) is
-'_pick_groups for groups that have neither weights nor caps, as many jobs as are
-wanted of each, and none that is over, in two statements; returns whether that
-was so, or else all has to be done again. Plans as _pick_groups sets it.';
-
+-- _sweep_permits and _sweep_groups each 50 ms, or a twentieth of the time.
 create or replace function pgqueue._sweep_groups_if_due(moment timestamptz, new_token bigint)
     returns void
     language plpgsql
@@ -886,9 +832,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._sweep_groups_if_due(timestamptz, bigint) is
-'_sweep_permits and _sweep_groups each 50 ms, or a twentieth of the time.';
-
+-- Sweeps the next 500 groups and 40 pages of permits, or fewer if that takes more than 20 ms from this
+-- moment; returns whether these are all.
 create or replace function pgqueue._sweep_all(moment timestamptz)
     returns boolean
     language plpgsql
@@ -911,10 +856,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._sweep_all(timestamptz) is
-'Sweeps the next 500 groups and 40 pages of permits, or fewer if that takes more
-than 20 ms from this moment; returns whether these are all.';
-
+-- _pick for the lanes of groups: locks at most the wanted number of due jobs, of the groups whose turn it
+-- is, with permits if they need any: which job has which.
 create or replace function pgqueue._pick_groups(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean, is_top boolean,
     shared pgqueue.queue_in_force, taken tid[], inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
@@ -1091,9 +1034,3 @@ begin
     end if;
 end;
 $$;
-
-comment on function pgqueue._pick_groups(
-    text, text[], jsonb, int, int, timestamptz, boolean, boolean, pgqueue.queue_in_force, tid[], bigint
-) is
-'_pick for the lanes of groups: locks at most the wanted number of due jobs, of
-the groups whose turn it is, with permits if they need any: which job has which.';

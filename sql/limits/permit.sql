@@ -15,6 +15,8 @@
 -- When a cap is lowered, the held permits move to the lowest places, and those held beyond it are surplus:
 -- while there is any, no other is taken.
 
+-- Creates more permits of each cap, as many as are wanted, unless there are enough (null: as many as are
+-- wanted), or all; returns for which groups. They can be taken once this has committed.
 create or replace function pgqueue._make_permits(
     queue text, caps pgqueue._cap[], wanted int[], enough int default null
 )
@@ -61,11 +63,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._make_permits(text, pgqueue._cap[], int[], int) is
-'Creates more permits of each cap, as many as are wanted, unless there are enough
-(null: as many as are wanted), or all; returns for which groups. They can be
-taken once this has committed.';
-
+-- Whether a permit was created twice. Plans as its callers set it.
 create or replace function pgqueue._is_double(permit pgqueue.permit)
     returns boolean
     language plpgsql
@@ -80,9 +78,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._is_double(pgqueue.permit) is
-'Whether a permit was created twice. Plans as its callers set it.';
-
+-- Whether more jobs of a queue, kind or group run than its cap allows. Plans as its callers set it.
 create or replace function pgqueue._has_surplus(queue text, kind text, group_key text)
     returns boolean
     language plpgsql
@@ -97,10 +93,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._has_surplus(text, text, text) is
-'Whether more jobs of a queue, kind or group run than its cap allows. Plans as
-its callers set it.';
-
+-- If two sessions have created permits twice: drops all copies but one; returns how many.
 create or replace function pgqueue._merge_permits(queue text, kind text, group_keys text[])
     returns int
     language plpgsql
@@ -140,10 +133,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._merge_permits(text, text, text[]) is
-'If two sessions have created permits twice: drops all copies but one; returns
-how many.';
-
+-- How many permits of each cap look free, at most as many as wanted. Plans as its callers set it.
 create or replace function pgqueue._count_free(queue text, caps pgqueue._cap[], wanted int[], moment timestamptz)
     returns int[]
     language plpgsql
@@ -173,10 +163,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._count_free(text, pgqueue._cap[], int[], timestamptz) is
-'How many permits of each cap look free, at most as many as wanted. Plans as its
-callers set it.';
-
+-- Locks free permits of some caps, of each at most as many as wanted, and returns them in the order of
+-- the caps. Plans as its callers set it.
 create or replace function pgqueue._lock_free(
     queue text, caps pgqueue._cap[], wanted int[], moment timestamptz, out caps_of int[], out permits tid[]
 )
@@ -202,10 +190,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._lock_free(text, pgqueue._cap[], int[], timestamptz) is
-'Locks free permits of some caps, of each at most as many as wanted, and returns
-them in the order of the caps. Plans as its callers set it.';
-
+-- Gives locked permits to jobs that a claim takes, those of rates until free_at; returns where they are
+-- now. Plans as its callers set it.
 create or replace function pgqueue._give_permits(
     permits tid[], job_ids bigint[], new_token bigint, moment timestamptz, free_ats timestamptz[] default null
 )
@@ -227,10 +213,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._give_permits(tid[], bigint[], bigint, timestamptz, timestamptz[]) is
-'Gives locked permits to jobs that a claim takes, those of rates until free_at;
-returns where they are now. Plans as its callers set it.';
-
+-- For full caps, of a kind or of groups: checks whether the jobs that hold their permits still run,
+-- except those that the claim of this token took, ends those whose leases have expired, and merges
+-- copies. Returns 0 if nothing has changed.
 create or replace function pgqueue._review_permits(
     queue text, kind text, group_keys text[], mosts int[], moment timestamptz, new_token bigint
 )
@@ -270,11 +255,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._review_permits(text, text, text[], int[], timestamptz, bigint) is
-'For full caps, of a kind or of groups: checks whether the jobs that hold their
-permits still run, except those that the claim of this token took, ends those
-whose leases have expired, and merges copies. Returns 0 if nothing has changed.';
-
+-- Frees permits of rates that were taken by a clock that has been set back since; returns how many.
 create or replace function pgqueue._forget_future(
     queue text, kind text, group_keys text[], moment timestamptz
 )
@@ -299,10 +280,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._forget_future(text, text, text[], timestamptz) is
-'Frees permits of rates that were taken by a clock that has been set back since;
-returns how many.';
-
+-- Whether a job, by its token and permits, holds a permit that it took last, by the permit's token and
+-- group: it runs, or keeps its group's for its retry.
 create or replace function pgqueue._holds(token bigint, permits tid[], permit_token bigint, group_key text)
     returns boolean
     language sql
@@ -311,10 +290,8 @@ as $$
     select token = permit_token or token is null and permits is not null and group_key <> ''
 $$;
 
-comment on function pgqueue._holds(bigint, tid[], bigint, text) is
-'Whether a job, by its token and permits, holds a permit that it took last, by
-the permit''s token and group: it runs, or keeps its group''s for its retry.';
-
+-- Frees those of some locked permits whose jobs no longer run, and ends the attempts whose leases have
+-- expired; returns how many.
 create or replace function pgqueue._free_lost_permits(locked tid[], moment timestamptz)
     returns int
     language plpgsql
@@ -348,10 +325,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._free_lost_permits(tid[], timestamptz) is
-'Frees those of some locked permits whose jobs no longer run, and ends the
-attempts whose leases have expired; returns how many.';
-
+-- Moves the held permits of a cap (for a rate, the last ones taken) to the lowest places, and marks as
+-- surplus those held beyond it. Leaves alone those that the claim of this token took.
 create or replace function pgqueue._fit_permits(
     queue text, cap pgqueue._cap, moment timestamptz, new_token bigint default null
 )
@@ -414,11 +389,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._fit_permits(text, pgqueue._cap, timestamptz, bigint) is
-'Moves the held permits of a cap (for a rate, the last ones taken) to the lowest
-places, and marks as surplus those held beyond it. Leaves alone those that the
-claim of this token took.';
-
+-- Gives permits of a new cap to the running jobs, beyond the others.
 create or replace function pgqueue._count_running(queue text, cap pgqueue._cap)
     returns void
     language plpgsql
@@ -459,9 +430,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._count_running(text, pgqueue._cap) is
-'Gives permits of a new cap to the running jobs, beyond the others.';
-
+-- The permits of a cap: which are held, until when at the latest (the end of the lease, or of the
+-- period), which may be taken, and which job holds them.
 create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment timestamptz)
     returns table (place int, is_held boolean, free_at timestamptz, is_usable boolean, holder bigint)
     language plpgsql
@@ -493,10 +463,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._permits(text, pgqueue._cap, timestamptz) is
-'The permits of a cap: which are held, until when at the latest (the end of the
-lease, or of the period), which may be taken, and which job holds them.';
-
+-- Looks at the next two pages of permits for those held by jobs that no longer run, except those that the
+-- claim of this token took; returns how many it freed.
 create or replace function pgqueue._sweep_permits(new_token bigint default null)
     returns int
     language plpgsql
@@ -530,10 +498,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._sweep_permits(bigint) is
-'Looks at the next two pages of permits for those held by jobs that no longer
-run, except those that the claim of this token took; returns how many it freed.';
-
+-- Drops the permits of at most 1000 groups that have had no job for a day; returns how many.
 create or replace function pgqueue._drop_permits()
     returns bigint
     language plpgsql
@@ -584,7 +549,3 @@ begin
     return dropped;
 end;
 $$;
-
-comment on function pgqueue._drop_permits() is
-'Drops the permits of at most 1000 groups that have had no job for a day; returns
-how many.';

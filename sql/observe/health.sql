@@ -6,6 +6,7 @@
 
 -- What waits
 
+-- Every lane of any queue in which a job is due or runs, with its bounds.
 create or replace function pgqueue._fronts(moment timestamptz)
     returns table (queue text, lane int, since timestamptz, until timestamptz)
     language plpgsql
@@ -16,9 +17,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._fronts(timestamptz) is
-'Every lane of any queue in which a job is due or runs, with its bounds.';
-
+-- Each queue whose oldest ready job waits beyond its wait_target, by the first of each lane. Paused jobs
+-- are reported separately, and never critical.
 create or replace function pgqueue._health_waits()
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -99,10 +99,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_waits() is
-'Each queue whose oldest ready job waits beyond its wait_target, by the first of
-each lane. Paused jobs are reported separately, and never critical.';
-
+-- Each queue in which leases expired that long ago and nobody has recovered the jobs, among the first
+-- hundred of each lane, where such jobs end up.
 create or replace function pgqueue._health_leases(patience interval default '3 minutes')
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -138,10 +136,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_leases(interval) is
-'Each queue in which leases expired that long ago and nobody has recovered the
-jobs, among the first hundred of each lane, where such jobs end up.';
-
+-- Schedules that nobody has fired for that long, and those that cannot be fired.
 create or replace function pgqueue._health_schedules(patience interval default '2 minutes')
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -169,9 +164,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_schedules(interval) is
-'Schedules that nobody has fired for that long, and those that cannot be fired.';
-
+-- Batches whose callback could not be enqueued, and, of the first 1000 that have not finished, those that
+-- nobody has closed for that long.
 create or replace function pgqueue._health_batches(patience interval default '1 day')
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -214,12 +208,11 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_batches(interval) is
-'Batches whose callback could not be enqueued, and, of the first 1000 that have
-not finished, those that nobody has closed for that long.';
-
 -- How work goes
 
+-- Each queue whose jobs have waited that long while no worker serves it, or will take target_times its
+-- wait_target at the current rate; or that share of whose attempts failed, and that many in an hour. If a
+-- kind or group is paused only failures are checked; if the queue is, nothing.
 create or replace function pgqueue._health_queues(
     patience interval default '2 minutes', target_times int default 12, share numeric default 0.2,
     failures int default 10
@@ -287,12 +280,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_queues(interval, int, numeric, int) is
-'Each queue whose jobs have waited that long while no worker serves it, or will
-take target_times its wait_target at the current rate; or that share of whose
-attempts failed, and that many in an hour. If a kind or group is paused only
-failures are checked; if the queue is, nothing.';
-
+-- Each queue of which this many jobs died in the last hour, counted up to 1,000 of a kind.
 create or replace function pgqueue._health_dead(deaths int default 10)
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -326,12 +314,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_dead(int) is
-'Each queue of which this many jobs died in the last hour, counted up to 1,000 of
-a kind.';
-
 -- What VACUUM needs
 
+-- The beginning of a hint that has to be run in another database.
 create or replace function pgqueue._in_database(database name)
     returns text
     language plpgsql
@@ -342,9 +327,9 @@ begin
 end;
 $$;
 
-comment on function pgqueue._in_database(name) is
-'The beginning of a hint that has to be run in another database.';
-
+-- Who has held a snapshot for that long, while the tables of pgqueue have that many dead rows: sessions,
+-- prepared transactions, replication slots, standbys. If the time is unknown, who has held it for that
+-- many transactions.
 create or replace function pgqueue._health_horizon(
     patience interval default '15 minutes', transactions bigint default 100000, dead_rows bigint default 20000
 )
@@ -423,11 +408,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_horizon(interval, bigint, bigint) is
-'Who has held a snapshot for that long, while the tables of pgqueue have that
-many dead rows: sessions, prepared transactions, replication slots, standbys.
-If the time is unknown, who has held it for that many transactions.';
-
+-- Unused replication slots that keep that much WAL.
 create or replace function pgqueue._health_wal(bytes bigint default 1073741824)
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -448,9 +429,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_wal(bigint) is
-'Unused replication slots that keep that much WAL.';
-
+-- Tables with that many times the dead rows at which autovacuum should start, for which no VACUUM has
+-- ended for that long.
 create or replace function pgqueue._health_vacuum(patience interval default '10 minutes', times int default 10)
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -496,10 +476,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_vacuum(interval, int) is
-'Tables with that many times the dead rows at which autovacuum should start, for
-which no VACUUM has ended for that long.';
-
+-- Whether autovacuum is off, for all or for a table of pgqueue.
 create or replace function pgqueue._health_autovacuum()
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -522,9 +499,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_autovacuum() is
-'Whether autovacuum is off, for all or for a table of pgqueue.';
-
+-- Tables and indexes that are larger, and have more than 20 pages per row: a row needs one at most. reap
+-- reads all of the table job.
 create or replace function pgqueue._health_bloat(bytes bigint default 1073741824)
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -554,10 +530,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_bloat(bigint) is
-'Tables and indexes that are larger, and have more than 20 pages per row: a row
-needs one at most. reap reads all of the table job.';
-
+-- Whether ids of transactions or multixacts are older than autovacuum should let them become, in any
+-- database: one stops the whole server.
 create or replace function pgqueue._health_wraparound(
     ids bigint default greatest(400000000, current_setting('autovacuum_freeze_max_age')::bigint * 11 / 10),
     multixacts bigint default greatest(
@@ -585,12 +559,10 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_wraparound(bigint, bigint) is
-'Whether ids of transactions or multixacts are older than autovacuum should let
-them become, in any database: one stops the whole server.';
-
 -- What must not run out, and not go back
 
+-- Whether the notification queue is full to that share, and which session has been in a transaction for
+-- longest.
 create or replace function pgqueue._health_notifications(share float8 default 0.1)
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -625,10 +597,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_notifications(float8) is
-'Whether the notification queue is full to that share, and which session has been
-in a transaction for longest.';
-
+-- Whether a sequence was set back, as by a careless restore, or has used up that share of its numbers.
 create or replace function pgqueue._health_sequences(share float8 default 0.2)
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -685,10 +654,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_sequences(float8) is
-'Whether a sequence was set back, as by a careless restore, or has used up that
-share of its numbers.';
-
+-- Who else holds or awaits table locks in this database, and what ends them.
 create or replace function pgqueue._lock_holders()
     returns table (relation oid, mode text, is_held boolean, since timestamptz, holder text, hint text)
     language plpgsql
@@ -719,9 +685,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._lock_holders() is
-'Who else holds or awaits table locks in this database, and what ends them.';
-
+-- Tables of the ring run that should have been emptied a day ago, and what keeps maintain from doing it.
 create or replace function pgqueue._health_runs()
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -752,10 +716,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._health_runs() is
-'Tables of the ring run that should have been emptied a day ago, and what keeps
-maintain from doing it.';
-
+-- Whether what is installed differs from itself, or from the files on the server. The plain install has
+-- neither.
 create or replace function pgqueue._health_version()
     returns table (status text, detail text, hint text)
     language plpgsql
@@ -775,10 +737,6 @@ begin
         and (e.extversion <> pgqueue.version() or a.default_version is distinct from e.extversion);
 end;
 $$;
-
-comment on function pgqueue._health_version() is
-'Whether what is installed differs from itself, or from the files on the server.
-The plain install has neither.';
 
 create or replace function pgqueue.health()
     returns table ("check" text, status text, detail text, hint text)

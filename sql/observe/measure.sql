@@ -7,6 +7,9 @@
 -- The log is read in the order of its pages, which is nearly that of time: the first page of a period is found
 -- by bisection, and if there are many pages, only every nth is read.
 
+-- The jobs of each queue by state; since when the first, and the first hundredth, of the ready ones have
+-- been due; and which workers hold the running ones. Above 16 MB an estimate for a queue with a lane of
+-- more than 4,000 jobs, divided by the number of lanes with more than 100.
 create or replace function pgqueue._count_jobs()
     returns table (
         queue text, ready bigint, scheduled bigint, running bigint, expired bigint, blocked bigint,
@@ -130,12 +133,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._count_jobs() is
-'The jobs of each queue by state; since when the first, and the first hundredth,
-of the ready ones have been due; and which workers hold the running ones. Above
-16 MB an estimate for a queue with a lane of more than 4,000 jobs, divided by
-the number of lanes with more than 100.';
-
+-- The dead jobs of each queue. An estimate for one with more than 20,000, divided by the number of
+-- queues.
 create or replace function pgqueue._count_dead()
     returns table (queue text, dead bigint, is_estimate boolean)
     language plpgsql
@@ -181,10 +180,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._count_dead() is
-'The dead jobs of each queue. An estimate for one with more than 20,000, divided
-by the number of queues.';
-
+-- The dead jobs by the first line of their error. Beyond 20,000, above 16 MB, an estimate from a sample
+-- of 512 pages.
 create or replace function pgqueue._dead_errors()
     returns table (
         queue text, kind text, error text, jobs bigint, first_died_at timestamptz, last_died_at timestamptz,
@@ -212,10 +209,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._dead_errors() is
-'The dead jobs by the first line of their error. Beyond 20,000, above 16 MB, an
-estimate from a sample of 512 pages.';
-
+-- The leased jobs. Above 16 MB only those among the first 50,000 of each lane, divided by the number of
+-- lanes with more than 100: there are others only if claims by kind have passed over as many.
 create or replace function pgqueue._leased()
     returns setof bigint
     language plpgsql
@@ -249,11 +244,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._leased() is
-'The leased jobs. Above 16 MB only those among the first 50,000 of each lane,
-divided by the number of lanes with more than 100: there are others only if
-claims by kind have passed over as many.';
-
+-- The first page of a part of the log with an attempt that finished since then.
 create or replace function pgqueue._page_since(part int, since timestamptz)
     returns bigint
     language plpgsql
@@ -281,9 +272,10 @@ begin
 end;
 $$;
 
-comment on function pgqueue._page_since(int, timestamptz) is
-'The first page of a part of the log with an attempt that finished since then.';
-
+-- The attempts that have finished since then; if they fill more than this many pages, those on a quarter
+-- to half as many, every weight-th page, and, up to twice as many pages, all those of the queues that
+-- have none there. done and failed are the weight of one that completed, or that failed or expired, else
+-- 0.
 create or replace function pgqueue._recent_runs(since timestamptz, most int default 400)
     returns table (
         queue text, kind text, worker text, job_id bigint, finished_at timestamptz, waited interval,
@@ -351,12 +343,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._recent_runs(timestamptz, int) is
-'The attempts that have finished since then; if they fill more than this many
-pages, those on a quarter to half as many, every weight-th page, and, up to
-twice as many pages, all those of the queues that have none there. done and
-failed are the weight of one that completed, or that failed or expired, else 0.';
-
+-- The first line of an error with % for quoted text, addresses, paths and anything with a digit: the same
+-- for errors of one cause, and an argument for redrive.
 create or replace function pgqueue._error_like(error text)
     returns text
     language plpgsql
@@ -386,10 +374,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._error_like(text) is
-'The first line of an error with % for quoted text, addresses, paths and anything
-with a digit: the same for errors of one cause, and an argument for redrive.';
-
+-- The last finished attempt of a job, as far as run remembers; else nulls.
 create or replace function pgqueue._last_run(job_id bigint)
     returns pgqueue.run
     language plpgsql
@@ -409,6 +394,3 @@ begin
     return last;
 end;
 $$;
-
-comment on function pgqueue._last_run(bigint) is
-'The last finished attempt of a job, as far as run remembers; else nulls.';

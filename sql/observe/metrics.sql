@@ -3,6 +3,7 @@
 -- All are gauges: the log forgets, and may be sampled, so no number here only grows. What is not known
 -- has no sample. Names follow the columns, and end in their unit.
 
+-- A label of a sample, its value escaped.
 create or replace function pgqueue._label(name text, value text)
     returns text
     language plpgsql
@@ -15,9 +16,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._label(text, text) is
-'A label of a sample, its value escaped.';
-
+-- The samples of the view queues; a value that is not known is null.
 create or replace function pgqueue._queue_samples()
     returns table (name text, help text, labels text, value numeric)
     language plpgsql
@@ -69,9 +68,6 @@ begin
     ) as s (name, help, label, value);
 end;
 $$;
-
-comment on function pgqueue._queue_samples() is
-'The samples of the view queues; a value that is not known is null.';
 
 create or replace function pgqueue.metrics()
     returns text

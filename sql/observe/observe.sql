@@ -623,6 +623,7 @@ comment on column pgqueue.batches.group_key is 'The group of its callback; null 
 comment on column pgqueue.batches.headers is 'The headers of its callback; null for none.';
 
 -- A function, because it is stable: a query without last_state does not look for it.
+-- The state of a waiting or running job, dead, or its outcome in run; null if it is no longer known.
 create or replace function pgqueue._last_state(job_id bigint)
     returns text
     language plpgsql
@@ -643,10 +644,6 @@ begin
     );
 end;
 $$;
-
-comment on function pgqueue._last_state(bigint) is
-'The state of a waiting or running job, dead, or its outcome in run; null if it
-is no longer known.';
 
 create or replace view pgqueue.schedules as
 select

@@ -172,6 +172,7 @@ comment on function pgqueue.result(bigint) is
 waits or runs, and if it is dead, cancelled or gone: ask status.
 Raises PQ001 (nothing is known about it).';
 
+-- Which locks a session that waits for jobs holds.
 create or replace function pgqueue._awaited()
     returns setof int
     language plpgsql
@@ -186,8 +187,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._awaited() is 'Which locks a session that waits for jobs holds.';
-
+-- From now on the end of this job notifies this session. False if another session holds the locks
+-- exclusively.
 create or replace function pgqueue._await(job_id bigint)
     returns boolean
     language plpgsql
@@ -224,10 +225,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._await(bigint) is
-'From now on the end of this job notifies this session. False if another session
-holds the locks exclusively.';
-
+-- Ends what _await began, for all jobs.
 create or replace function pgqueue._stop_awaiting()
     returns void
     language plpgsql
@@ -237,8 +235,6 @@ begin
     perform set_config('pgqueue.awaited', '', false);
 end;
 $$;
-
-comment on function pgqueue._stop_awaiting() is 'Ends what _await began, for all jobs.';
 
 create or replace function pgqueue.await(job_id bigint)
     returns interval

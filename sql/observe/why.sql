@@ -1,6 +1,7 @@
 -- Why a job is not running. There is a function for each place where it may be, and why() asks the
 -- right one; a further reason is a further line in one of them. All of them only read, and lock nothing.
 
+-- A moment as text for a sentence: in the time zone of the session, whatever its DateStyle.
 create or replace function pgqueue._written(moment timestamptz)
     returns text
     language plpgsql
@@ -11,10 +12,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._written(timestamptz) is
-'A moment as text for a sentence: in the time zone of the session, whatever its
-DateStyle.';
-
+-- What keeps a job paused: its queue, kind or group; null for nothing.
 create or replace function pgqueue._why_paused(job pgqueue.job)
     returns text
     language plpgsql
@@ -30,9 +28,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._why_paused(pgqueue.job) is
-'What keeps a job paused: its queue, kind or group; null for nothing.';
-
+-- What keeps the group of a job busy, if it has a limit and is full.
 create or replace function pgqueue._why_full(job pgqueue.job)
     returns text
     language plpgsql
@@ -70,9 +66,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._why_full(pgqueue.job) is
-'What keeps the group of a job busy, if it has a limit and is full.';
-
+-- Which cap of its queue, kind or group a job waits for, if any.
 create or replace function pgqueue._why_capped(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
@@ -109,9 +103,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._why_capped(pgqueue.job, timestamptz) is
-'Which cap of its queue, kind or group a job waits for, if any.';
-
+-- why, for a job that a worker holds, or held until its lease expired.
 create or replace function pgqueue._why_leased(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
@@ -142,9 +134,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._why_leased(pgqueue.job, timestamptz) is
-'why, for a job that a worker holds, or held until its lease expired.';
-
+-- why, for a job that waits for others.
 create or replace function pgqueue._why_blocked(job_id bigint)
     returns text
     language plpgsql
@@ -164,8 +154,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._why_blocked(bigint) is 'why, for a job that waits for others.';
-
+-- why, for a job that is not due yet.
 create or replace function pgqueue._why_later(job pgqueue.job)
     returns text
     language plpgsql
@@ -184,8 +173,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._why_later(pgqueue.job) is 'why, for a job that is not due yet.';
-
+-- How many ready jobs are ahead of this one; beyond 10,000 it stops counting.
 create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestamptz)
     returns bigint
     language plpgsql
@@ -227,9 +215,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._count_ahead(pgqueue.job, timestamptz) is
-'How many ready jobs are ahead of this one; beyond 10,000 it stops counting.';
-
+-- Says that nobody has claimed from a queue for a while, judging by the running jobs and the runs of the
+-- last ten minutes; null if somebody has.
 create or replace function pgqueue._unclaimed(queue text, moment timestamptz)
     returns text
     language plpgsql
@@ -265,10 +252,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._unclaimed(text, timestamptz) is
-'Says that nobody has claimed from a queue for a while, judging by the running
-jobs and the runs of the last ten minutes; null if somebody has.';
-
+-- why, for a job that is due.
 create or replace function pgqueue._why_ready(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
@@ -297,8 +281,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._why_ready(pgqueue.job, timestamptz) is 'why, for a job that is due.';
-
+-- why, for a job that nobody holds, and until when it may begin.
 create or replace function pgqueue._why_waits(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
@@ -320,9 +303,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._why_waits(pgqueue.job, timestamptz) is
-'why, for a job that nobody holds, and until when it may begin.';
-
+-- why, for a dead job.
 create or replace function pgqueue._why_dead(dead pgqueue.dead_job)
     returns text
     language plpgsql
@@ -336,8 +317,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._why_dead(pgqueue.dead_job) is 'why, for a dead job.';
-
+-- why, for a job that is neither in job nor in dead_job, as far as run knows; null if it does not.
 create or replace function pgqueue._why_gone(job_id bigint)
     returns text
     language plpgsql
@@ -361,10 +341,6 @@ begin
     end;
 end;
 $$;
-
-comment on function pgqueue._why_gone(bigint) is
-'why, for a job that is neither in job nor in dead_job, as far as run knows; null
-if it does not.';
 
 create or replace function pgqueue.why(job_id bigint)
     returns text

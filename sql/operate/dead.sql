@@ -1,5 +1,6 @@
 -- Dead jobs: sent back to work, or deleted. Rows leave dead_job only here.
 
+-- Sends locked dead jobs back to work and returns their ids; one whose unique_key is taken stays dead.
 create or replace function pgqueue._redrive(dead_ids bigint[])
     returns setof bigint
     language plpgsql
@@ -46,10 +47,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._redrive(bigint[]) is
-'Sends locked dead jobs back to work and returns their ids; one whose
-unique_key is taken stays dead.';
-
+-- Locks the dead jobs that match these filters, lowest id first, and returns their ids; to redrive only
+-- those whose unique_key no living job has. For a dry run it reports what they are.
 create or replace function pgqueue._find_dead(
     queue text, kind text, error_like text, died_after timestamptz, died_before timestamptz,
     max_jobs int, verb text, dry_run boolean
@@ -87,13 +86,6 @@ begin
     return found.ids;
 end;
 $$;
-
-comment on function pgqueue._find_dead(
-    text, text, text, timestamptz, timestamptz, int, text, boolean
-) is
-'Locks the dead jobs that match these filters, lowest id first, and returns
-their ids; to redrive only those whose unique_key no living job has. For a dry
-run it reports what they are.';
 
 create or replace function pgqueue.redrive(
     queue text default null,
@@ -235,6 +227,7 @@ Raises PQ001 (no such dead job).';
 -- keep_dead. The kinds of each queue, and of each group with a setting of its own, are looked up one by
 -- one in an index, and of each only what is over is read: dead jobs that stay cost nothing, except
 -- those of a group that keeps them for longer than their kind does.
+-- Each kind of each queue that has dead jobs, and when the oldest died.
 create or replace function pgqueue._dead_kinds()
     returns table (queue text, kind text, oldest timestamptz)
     language plpgsql
@@ -266,9 +259,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._dead_kinds() is
-'Each kind of each queue that has dead jobs, and when the oldest died.';
-
+-- The same for the groups with a setting of how long their dead jobs are kept.
 create or replace function pgqueue._dead_kinds_of_groups()
     returns table (queue text, kind text, oldest timestamptz, group_key text)
     language plpgsql
@@ -307,9 +298,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._dead_kinds_of_groups() is
-'The same for the groups with a setting of how long their dead jobs are kept.';
-
+-- Locks dead jobs of a kind, or of a kind and a group, that died by then, the oldest first. Those of a
+-- group with its own setting do not count for the kind.
 create or replace function pgqueue._pick_over(
     queue text, kind text, group_key text, died_by timestamptz, max_jobs bigint
 )
@@ -347,10 +337,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._pick_over(text, text, text, timestamptz, bigint) is
-'Locks dead jobs of a kind, or of a kind and a group, that died by then, the
-oldest first. Those of a group with its own setting do not count for the kind.';
-
+-- Deletes at most 10,000 dead jobs that have been kept for keep_dead, of each kind the oldest first;
+-- returns how many. A locked one is put off.
 create or replace function pgqueue._forget_dead()
     returns bigint
     language plpgsql
@@ -404,7 +392,3 @@ begin
     return forgotten;
 end;
 $$;
-
-comment on function pgqueue._forget_dead() is
-'Deletes at most 10,000 dead jobs that have been kept for keep_dead, of each kind
-the oldest first; returns how many. A locked one is put off.';

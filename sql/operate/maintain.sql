@@ -38,6 +38,8 @@ reaps may run at once.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
 -- One statement for each table, because a name put together at run time is dynamic SQL.
+-- Locks one table of the ring run, or raises 55P03 if it is in use: so nobody queues up behind us behind
+-- a long SELECT.
 create or replace function pgqueue._lock_run(slot int)
     returns void
     language plpgsql
@@ -64,10 +66,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._lock_run(int) is
-'Locks one table of the ring run, or raises 55P03 if it is in use: so nobody
-queues up behind us behind a long SELECT.';
-
+-- Empties one table of the ring run, or raises 55006 if a cursor of this session is reading it.
 create or replace function pgqueue._empty_run(slot int)
     returns void
     language plpgsql
@@ -98,10 +97,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._empty_run(int) is
-'Empties one table of the ring run, or raises 55006 if a cursor of this session
-is reading it.';
-
+-- Whether the table of the ring run that is due for deletion on a day holds runs, and none that ended
+-- after that day.
 create or replace function pgqueue._is_over(day int)
     returns boolean
     language sql
@@ -115,10 +112,9 @@ as $$
         )
 $$;
 
-comment on function pgqueue._is_over(int) is
-'Whether the table of the ring run that is due for deletion on a day holds runs,
-and none that ended after that day.';
-
+-- Whether the transaction is certain to end with the call of the function whose PG_CONTEXT this is. There
+-- is no way to ask, but a transaction begun by BEGIN, or by another statement, is older than our message.
+-- A statement that is parsed and executed in one go looks as if it were not alone.
 create or replace function pgqueue._is_alone(callers text)
     returns boolean
     language plpgsql
@@ -138,12 +134,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._is_alone(text) is
-'Whether the transaction is certain to end with the call of the function whose
-PG_CONTEXT this is. There is no way to ask, but a transaction begun by BEGIN, or
-by another statement, is older than our message. A statement that is parsed and
-executed in one go looks as if it were not alone.';
-
+-- Empties the table of the ring run of a day that is over, unless it is in use; returns whether it did.
+-- Nobody can read run until the transaction ends.
 create or replace function pgqueue._empty_runs(day int)
     returns boolean
     language plpgsql
@@ -167,10 +159,8 @@ exception
 end;
 $$;
 
-comment on function pgqueue._empty_runs(int) is
-'Empties the table of the ring run of a day that is over, unless it is in use;
-returns whether it did. Nobody can read run until the transaction ends.';
-
+-- Deletes runs of a day that is over, at most this many, and returns how many. Nobody waits for it, but
+-- VACUUM has to follow.
 create or replace function pgqueue._delete_runs(day int, most int)
     returns int
     language plpgsql
@@ -193,10 +183,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._delete_runs(int, int) is
-'Deletes runs of a day that is over, at most this many, and returns how many.
-Nobody waits for it, but VACUUM has to follow.';
-
+-- Empties the tables of the ring run whose day is over, except those in use, and returns how many; or, in
+-- a transaction that may continue, deletes at most 100,000 of their rows, and returns how many.
 create or replace function pgqueue._forget_runs(is_alone boolean)
     returns int
     language plpgsql
@@ -217,11 +205,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._forget_runs(boolean) is
-'Empties the tables of the ring run whose day is over, except those in use, and
-returns how many; or, in a transaction that may continue, deletes at most
-100,000 of their rows, and returns how many.';
-
+-- Deletes at most 100,000 unique_for windows that have ended; returns how many.
 create or replace function pgqueue._forget_keys()
     returns int
     language plpgsql
@@ -246,9 +230,6 @@ begin
     return forgotten;
 end;
 $$;
-
-comment on function pgqueue._forget_keys() is
-'Deletes at most 100,000 unique_for windows that have ended; returns how many.';
 
 create or replace function pgqueue.maintain()
     returns table (task text, done bigint)

@@ -42,6 +42,7 @@ one learns of it by a notification, or at its next heartbeat: cancelling; if
 that worker is dead the job ends with its lease. It never runs again.
 Raises PQ001 (no such job).';
 
+-- For a dry run: reports how often each error occurs, in NOTICEs, the 20 most frequent.
 create or replace function pgqueue._tell_counts(what text, summaries text[])
     returns void
     language plpgsql
@@ -60,10 +61,6 @@ begin
     end loop;
 end;
 $$;
-
-comment on function pgqueue._tell_counts(text, text[]) is
-'For a dry run: reports how often each error occurs, in NOTICEs, the 20 most
-frequent.';
 
 create or replace function pgqueue.cancel_many(
     queue text default null,
@@ -209,6 +206,7 @@ comment on function pgqueue.reprioritize(bigint, int) is
 it takes effect at the next attempt.
 Raises PQ001 (no such job), 22023 (bad argument).';
 
+-- Why a job cannot be run again: it has not ended, or is dead, or is unknown (PQ001).
 create or replace function pgqueue._no_rerun(job_id bigint, is_living boolean, is_dead boolean, is_logged boolean)
     returns text[]
     language plpgsql
@@ -236,10 +234,6 @@ begin
     end;
 end;
 $$;
-
-comment on function pgqueue._no_rerun(bigint, boolean, boolean, boolean) is
-'Why a job cannot be run again: it has not ended, or is dead, or is unknown
-(PQ001).';
 
 create or replace function pgqueue.rerun(job_id bigint)
     returns bigint

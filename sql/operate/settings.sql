@@ -1,6 +1,7 @@
 -- What an operator sets: settings of all queues, of one, of a kind or a group, and pauses. How they are read is
 -- in module resolve.
 
+-- Removes those of the rows just written that set nothing.
 create or replace function pgqueue._drop_empty_settings(written tid[])
     returns void
     language plpgsql
@@ -14,9 +15,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._drop_empty_settings(tid[]) is
-'Removes those of the rows just written that set nothing.';
-
+-- Waits for others that change settings.
 create or replace function pgqueue._begin_change()
     returns void
     language plpgsql
@@ -27,9 +26,8 @@ begin
 end;
 $$;
 
-comment on function pgqueue._begin_change() is
-'Waits for others that change settings.';
-
+-- Sets for a queue, kind and group (empty for all) what is given, by name, in addition to what was set
+-- before, or instead of it, except paused.
 create or replace function pgqueue._set(queue text, kind text, group_key text, given jsonb, reset boolean)
     returns void
     language plpgsql
@@ -56,10 +54,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue._set(text, text, text, jsonb, boolean) is
-'Sets for a queue, kind and group (empty for all) what is given, by name, in
-addition to what was set before, or instead of it, except paused.';
-
+-- Refuses a setting outside its range, or for a kind or group that cannot have it.
 create or replace function pgqueue._check_settings(given jsonb, kind text, group_key text)
     returns text[]
     language plpgsql
@@ -111,9 +106,6 @@ begin
     );
 end;
 $$;
-
-comment on function pgqueue._check_settings(jsonb, text, text) is
-'Refuses a setting outside its range, or for a kind or group that cannot have it.';
 
 create or replace function pgqueue.configure(
     queue text,
@@ -207,6 +199,8 @@ $$ || (
 end;
 $do$;
 
+-- Pauses or resumes a queue, kind or group, where null means all, and overrides earlier calls for
+-- anything within.
 create or replace function pgqueue._set_paused(queue text, kind text, group_key text, paused boolean)
     returns void
     language plpgsql
@@ -258,10 +252,6 @@ begin
 end;
 $$;
 
-comment on function pgqueue._set_paused(text, text, text, boolean) is
-'Pauses or resumes a queue, kind or group, where null means all, and overrides
-earlier calls for anything within.';
-
 create or replace function pgqueue.pause(
     queue text default null, kind text default null, group_key text default null
 )
@@ -311,6 +301,7 @@ comment on function pgqueue.resume(text, text, text) is
 runs even if something wider is still paused.
 Raises 22023 (bad argument).';
 
+-- Derives again what is in force, and what is used, if a copy or restore has left that out.
 create or replace function pgqueue._repair_settings()
     returns void
     language plpgsql
@@ -331,7 +322,3 @@ begin
     end if;
 end;
 $$;
-
-comment on function pgqueue._repair_settings() is
-'Derives again what is in force, and what is used, if a copy or restore has left
-that out.';

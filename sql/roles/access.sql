@@ -2,6 +2,7 @@
 -- functions are security definer, so a role only needs the right to call them. Roles
 -- belong to the cluster, so the extension creates none; it grants to yours.
 
+-- What a kind of role may do: one row for each grant; none for an unknown kind.
 create or replace function pgqueue._grants(kind text)
     returns table (is_function boolean, object text)
     language sql
@@ -39,9 +40,7 @@ as $$
     ] end) as v (name)
 $$;
 
-comment on function pgqueue._grants(text) is
-'What a kind of role may do: one row for each grant; none for an unknown kind.';
-
+-- Grants or revokes what _grants lists: the only dynamic SQL, because GRANT takes no parameters.
 create or replace function pgqueue._change_access(role text, kind text, is_granted boolean)
     returns void
     language plpgsql
@@ -77,10 +76,6 @@ begin
     end if;
 end;
 $$;
-
-comment on function pgqueue._change_access(text, text, boolean) is
-'Grants or revokes what _grants lists: the only dynamic SQL, because GRANT
-takes no parameters.';
 
 create or replace function pgqueue.grant_access(role text, kind text)
     returns void

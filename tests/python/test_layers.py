@@ -123,3 +123,16 @@ def test_a_view_that_is_read_further_down_is_found():
         "as $$\nbegin\n    perform from pgqueue.queues;\nend;\n$$;\n"
     )
     assert upward(texts) == {**ANNOUNCEMENTS, "_new": {"queues"}}
+
+
+def test_every_private_function_says_what_it_does():
+    """In a comment right above it; those of public ones are in the catalog."""
+    silent = [
+        name
+        for text in sources().values()
+        for before, name in re.findall(
+            r"(^.*)\ncreate or replace function pgqueue\.(_\w+)", text, re.M
+        )
+        if not before.startswith("-- ")
+    ]
+    assert silent == []

@@ -150,7 +150,7 @@ def test_an_empty_install_is_small_and_takes_few_locks(empty):
             "select count(distinct (locktype, relation, classid, objid)) from pg_locks"
             " where pid = pg_backend_pid()",
         )
-        assert 400 < locked <= 700
+        assert 200 < locked <= 500
         added = one(conn, "select pg_database_size(current_database())") - before
         assert 1_000_000 < added <= 4 << 20
 
