@@ -136,3 +136,9 @@ def test_every_private_function_says_what_it_does():
         if not before.startswith("-- ")
     ]
     assert silent == []
+
+
+def test_every_module_has_a_file_of_sql_tests():
+    modules = {file.split("/")[1] for file in files()}
+    tests = {path.stem for path in (REPO / "tests/sql").glob("*.sql")}
+    assert tests == modules | {"conventions"}

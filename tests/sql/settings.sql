@@ -3,51 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(86);
-
--- What has been used
-
-create function pg_temp.marks(call text) returns text language plpgsql as $$
-declare
-    before bigint := setval('pgqueue.used_seq', 0);
-    marks text;
-begin
-    execute call;
-    select concat_ws(
-        ', ',
-        case when u.used < 0 then 'claims look around' end,
-        case when u.used >> (hashtext('u') & 255) % 63 & 1 = 1 then 'calls read settings' end,
-        case when u.used = -1 or u.used = 9223372036854775807 then 'of all queues' end,
-        (select string_agg(f.feature, ' ') from pgqueue.used as f)
-    )
-    into marks
-    from pg_sequence_last_value('pgqueue.used_seq'::regclass) as u (used);
-    raise exception using errcode = 'PQ999', message = 'undone';
-exception when sqlstate 'PQ999' then
-    return marks;
-end;
-$$;
-select is(
-    pg_temp.marks(c.call), c.feature,
-    format('what is looked for from then on: %s: %s', coalesce(nullif(c.feature, ''), 'nothing'), c.call)
-)
-from (values
-    ('', 'select pgqueue.complete(c.id, c.token) from pgqueue.enqueue(''u'') as e, pgqueue.claim(''u'', ''w'') as c'),
-    ('claims look around', 'select pgqueue.schedule(''u'', ''u'', every => ''1 hour'')'),
-    ('claims look around', 'select pgqueue.create_batch(''u'')'),
-    ('calls read settings', 'select pgqueue.configure(''u'', max_attempts => 3)'),
-    ('calls read settings, keep', 'select pgqueue.configure(''u'', keep_runs => 3)'),
-    ('calls read settings, permits', 'select pgqueue.configure(''u'', kind => ''k'', max_running => 3)'),
-    ('calls read settings, of all queues', 'select pgqueue.configure(null, max_attempts => 3)'),
-    ('calls read settings', 'select pgqueue.pause(''u'')'),
-    ('claims look around, after', 'select pgqueue.enqueue(''u'', after => array[pgqueue.enqueue(''u'')])'),
-    ('await', 'select pgqueue._await(pgqueue.enqueue(''u''))')
-) as c (feature, call);
-select setval('pgqueue.used_seq', 0);
-select pgqueue._mark(4), pgqueue._mark(1), pgqueue._mark(4);
-select is(
-    pg_sequence_last_value('pgqueue.used_seq'::regclass), 5::bigint, 'bits are set beside those that are'
-);
+select plan(75);
 
 -- Pause and resume
 

@@ -1,16 +1,13 @@
--- rest: when a session parks, and how long it may sleep. Waking one takes two sessions: test_races.py.
+-- Parking: which locks a resting session holds, and until when. Waking one takes two sessions: test_races.py.
 begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(21);
+select plan(14);
 
 create temporary view parked as
 select l.objid, l.mode from pg_locks as l
 where l.locktype = 'advisory' and l.classid = 7366514 and l.pid = pg_backend_pid();
-create function pg_temp.is_near(rest interval, target interval) returns boolean
-    language sql as $$ select $1 between $2 - interval '10 s' and $2 $$;
-
 select is(
     pgqueue.rest(array['a', 'b', 'a']), null,
     'rest on queues without jobs returns null: sleep until notified'
@@ -36,38 +33,6 @@ select is(
 select lives_ok(
     $$ select pgqueue.rest((select array_agg('queue ' || n) from generate_series(1, 3000) as n)) $$,
     'a session can rest on 3,000 queues without filling the lock table'
-);
-
-select pgqueue.enqueue('a', run_at => now() + interval '3 hours', priority => 3);
-select pgqueue.enqueue('a', run_at => now() + interval '2 hours', priority => -3);
-select pgqueue.enqueue('b', run_at => now() + interval '1 hour', kind => 'k');
-select ok(
-    pg_temp.is_near(pgqueue.rest(array['a'], park => false), '2 hours'),
-    'rest lasts until the next job of any priority is due'
-);
-select ok(
-    pg_temp.is_near(pgqueue.rest(array['a', 'b', 'c'], park => false), '1 hour'),
-    'rest lasts until the next job of any of its queues is due'
-);
-select ok(
-    pg_temp.is_near(pgqueue.rest(array['a', 'b'], array['a'], false), '2 hours'),
-    'rest on some kinds does not count jobs of others'
-);
-select pgqueue.pause('b');
-select ok(
-    pg_temp.is_near(pgqueue.rest(array['a', 'b'], park => false), '2 hours'),
-    'rest does not count the jobs of a paused queue'
-);
-select pgqueue.enqueue('a');
-select is(pgqueue.rest(array['a'], park => false), interval '0', 'rest returns zero when a job is due');
-select count(*) from pgqueue.claim('a', 'w', 10, '30 minutes');
-select ok(
-    pg_temp.is_near(pgqueue.rest(array['a'], park => false), '30 minutes'),
-    'rest lasts until the next lease expires'
-);
-update pgqueue.job set lease_expires_at = now() - interval '1 s' where token is not null;
-select is(
-    pgqueue.rest(array['a'], park => false), interval '0', 'rest returns zero when a lease has expired'
 );
 
 -- A busy session is not notified: after 100 ms of work without a rest it is no longer parked.

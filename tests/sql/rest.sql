@@ -1,0 +1,68 @@
+-- rest: how long a worker may sleep.
+begin;
+set local client_min_messages = warning;
+create extension if not exists pgtap;
+create extension if not exists pgqueue;
+select plan(11);
+
+create function pg_temp.is_near(rest interval, target interval) returns boolean
+    language sql as $$ select $1 between $2 - interval '10 s' and $2 $$;
+
+select pgqueue.enqueue('a', run_at => now() + interval '3 hours', priority => 3);
+select pgqueue.enqueue('a', run_at => now() + interval '2 hours', priority => -3);
+select pgqueue.enqueue('b', run_at => now() + interval '1 hour', kind => 'k');
+select ok(
+    pg_temp.is_near(pgqueue.rest(array['a'], park => false), '2 hours'),
+    'rest lasts until the next job of any priority is due'
+);
+select ok(
+    pg_temp.is_near(pgqueue.rest(array['a', 'b', 'c'], park => false), '1 hour'),
+    'rest lasts until the next job of any of its queues is due'
+);
+select ok(
+    pg_temp.is_near(pgqueue.rest(array['a', 'b'], array['a'], false), '2 hours'),
+    'rest on some kinds does not count jobs of others'
+);
+select pgqueue.pause('b');
+select ok(
+    pg_temp.is_near(pgqueue.rest(array['a', 'b'], park => false), '2 hours'),
+    'rest does not count the jobs of a paused queue'
+);
+select pgqueue.enqueue('a');
+select is(pgqueue.rest(array['a'], park => false), interval '0', 'rest returns zero when a job is due');
+select count(*) from pgqueue.claim('a', 'w', 10, '30 minutes');
+select ok(
+    pg_temp.is_near(pgqueue.rest(array['a'], park => false), '30 minutes'),
+    'rest lasts until the next lease expires'
+);
+update pgqueue.job set lease_expires_at = now() - interval '1 s' where token is not null;
+select is(
+    pgqueue.rest(array['a'], park => false), interval '0', 'rest returns zero when a lease has expired'
+);
+
+
+-- What lost its ticket is found by a worker that is alone
+set local pgqueue.lose_hints = 1;
+select pgqueue.enqueue('lost', group_key => 'group ' || n) from generate_series(1, 60) as n;
+select is_empty($$ select from pgqueue.ticket where queue = 'lost' $$, 'a ticket may get lost');
+select ok(
+    pgqueue.rest(array['lost'], park => false) <= '1 s', 'a worker whose groups have lost their tickets rests briefly'
+);
+select is(
+    (select count(*) from pgqueue.ticket where queue = 'lost'), 60::bigint, 'its rest has given them new ones'
+);
+select pgqueue.configure('capped', kind => 'k', max_running => 3);
+select pgqueue.enqueue_many('capped', '{1,2,3,4}', kind => 'k');
+select count(*) from pgqueue.claim('capped', 'w', 2);
+select count(*) from pgqueue.claim('capped', 'w', 2);
+select pgqueue.configure('capped', kind => 'k', max_running => 2);
+select count(*) from (
+    select array_agg(id) as ids, array_agg(token) as tokens from pgqueue.job where queue = 'capped' and token is not null
+) as j, pgqueue.complete_many(j.ids, j.tokens);
+select ok(
+    pgqueue.rest(array['capped'], park => false) <= '1 s',
+    'a worker rests briefly where nobody was told that the jobs beyond a lowered cap have ended'
+);
+
+select * from finish();
+rollback;

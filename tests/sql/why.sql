@@ -1,0 +1,203 @@
+-- why: what keeps a job from running, or how it ended.
+begin;
+set local client_min_messages = warning;
+create extension if not exists pgtap;
+create extension if not exists pgqueue;
+select plan(39);
+
+set datestyle = 'SQL, DMY';
+set timezone = 'Asia/Kolkata';
+create function pg_temp.why(job_id bigint)
+    returns text
+    language sql
+as $$ select regexp_replace(pgqueue.why($1), '\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+05:30', 'TIME', 'g') $$;
+create function pg_temp.id(queue text)
+    returns bigint
+    language sql
+as $$ select min(j.id) from pgqueue.job as j where j.queue = $1 $$;
+
+select pgqueue.enqueue('w', run_at => '2100-01-01 00:00 UTC') as id \gset
+select is(
+    pgqueue.why(:id), 'scheduled for 2100-01-01 05:30:00+05:30',
+    'why tells the time of a scheduled job in the time zone of the session, whatever its DateStyle'
+);
+select pgqueue.pause('w');
+select is(
+    pg_temp.why(:id), 'scheduled for TIME; its queue is paused',
+    'why tells the time of a scheduled job in a paused queue, too'
+);
+select pgqueue.enqueue('w') as ready \gset
+select is(pg_temp.why(:ready), 'its queue is paused', 'why describes a ready job that its queue is paused');
+select pgqueue.resume('w');
+select is(
+    pg_temp.why(:ready), 'ready: next in its queue; no worker has claimed from it that it remembers',
+    'why describes a ready job in a queue from which nobody ever claimed'
+);
+select pgqueue.configure('w', keep_runs => 0);
+select is(
+    pg_temp.why(:ready), 'ready: next in its queue', 'why tells nothing of claims where no runs are kept'
+);
+select pgqueue.configure('w', reset => true);
+select pgqueue.enqueue('w') as second \gset
+select pgqueue.enqueue('w', priority => 5) as urgent \gset
+select pgqueue.enqueue('w', priority => 5, run_at => '2100-01-01');
+select id as running, token from pgqueue.claim('w', 'w3') \gset
+select is(:running::bigint, :urgent::bigint, 'the job of the highest priority runs first');
+select is(
+    pg_temp.why(:running), 'runs: attempt 1 of 20, leased to w3 until TIME', 'why tells who runs a job, and until when'
+);
+select is(pg_temp.why(:ready), 'ready: next in its queue', 'a job that runs is not in front of another');
+select is(
+    pg_temp.why(:second), 'ready: waits behind 1 job of higher priority or earlier turn in its queue',
+    'why counts a job that was enqueued before'
+);
+select pgqueue.enqueue_many('w', array_fill('{}'::jsonb, array[3209]), priority => 1);
+select pgqueue.enqueue('w', group_key => 'g', run_at => now() - interval '1 minute');
+select pgqueue.enqueue('w', group_key => 'g');
+select is(
+    pg_temp.why(:second), 'ready: waits behind 3,211 jobs of higher priority or earlier turn in its queue',
+    'why counts the jobs of higher priority, and those of groups that have been due for longer'
+);
+select pgqueue.enqueue_many('w', array_fill('{}'::jsonb, array[7000]), priority => 2);
+select is(
+    pg_temp.why(:second), 'ready: waits behind more than 10,000 jobs of higher priority or earlier turn in its queue',
+    'why stops counting at 10,000'
+);
+update pgqueue.job set claimed_at = claimed_at - interval '11 minutes' where id = :running;
+select is(
+    pg_temp.why(:ready),
+    'ready: waits behind more than 10,000 jobs of higher priority or earlier turn in its queue; '
+    'no worker has claimed from it for 10 minutes',
+    'why says when the last job that was claimed has run for ten minutes'
+);
+select pgqueue.cancel(:running, 'reason');
+select is(
+    pg_temp.why(:running), 'its worker w3 was asked to stop at TIME: cancelling', 'why describes a job that is being cancelled'
+);
+select pgqueue.release(array[:running], array[:token]);
+select is(pg_temp.why(:running), 'cancelled at TIME: reason', 'why says when and why a job was cancelled');
+select pgqueue.cancel(:second);
+select is(pg_temp.why(:second), 'cancelled at TIME', 'why says when a job was cancelled without a reason');
+update pgqueue.run set finished_at = finished_at - interval '11 minutes' where queue = 'w';
+select matches(
+    pg_temp.why(:ready), '; no worker has claimed from it for 10 minutes$',
+    'why says when the last job of a queue that any worker held has ended ten minutes ago'
+);
+update pgqueue.job set run_at = 'infinity' where id = :ready;
+select matches(pgqueue.why(:ready), '^blocked: its wait is over', 'why says that a job is blocked, and nothing holds it up');
+
+select pgqueue.configure('full', group_limit => 2, group_on_retry => 'block');
+select pgqueue.enqueue_many('full', array_fill('{}'::jsonb, array[3]), group_keys => '{invoice 7,invoice 7,invoice 7}');
+-- As if it had committed: nobody takes a permit that his own transaction has made.
+update pgqueue.permit set token = -1 where token < 0;
+select id as first, token from pgqueue.claim('full', 'w3') \gset
+select id as waits from pgqueue.job where queue = 'full' order by id desc limit 1 \gset
+select is(
+    pg_temp.why(:waits), 'ready: waits behind 1 job of higher priority or earlier turn in its queue',
+    'why tells nothing of a group that is not full'
+);
+select count(*) from pgqueue.claim('full', 'w4');
+select is(
+    pg_temp.why(:waits), format('its group invoice 7 is busy with job %s, leased to w3 until TIME, and 1 more', :first),
+    'why tells which job keeps a full group busy'
+);
+select pgqueue.fail(:first, :token, 'e', '1 hour');
+select is(
+    pg_temp.why(:waits), format('its group invoice 7 waits for the retry of job %s at TIME, and 1 more', :first),
+    'why tells for whose retry a group waits'
+);
+select pgqueue.pause('full', group_key => 'invoice 7');
+select is(pg_temp.why(:waits), 'its group is paused', 'why says that its group is paused');
+select pgqueue.pause('full', kind => 'full');
+select pgqueue.resume('full', group_key => 'invoice 7');
+select pgqueue.pause('x', kind => 'x');
+select pgqueue.enqueue('x') as id \gset
+select is(pg_temp.why(:id), 'its kind is paused', 'why says that its kind is paused');
+select pgqueue.resume('x', kind => 'x');
+select token from pgqueue.claim('x', 'w3') \gset
+select pgqueue.release(array[:id], array[:token], '2100-01-01 00:00 UTC');
+select is(pg_temp.why(:id), 'scheduled for TIME', 'why tells until when a job was snoozed');
+select pgqueue.run_now(:id);
+select token from pgqueue.claim('x', 'w3') \gset
+select pgqueue.fail(:id, :token, E'TimeoutError: slow
+Traceback', '1 hour');
+select is(
+    pg_temp.why(:id), 'waits for its retry at TIME after attempt 1 of 20: TimeoutError: slow',
+    'why tells until when a job waits for its retry, and the first line of the error'
+);
+select pgqueue.run_now(:id);
+select is(pg_temp.why(:id), 'ready: next in its queue', 'a retry that is due is ready');
+select token from pgqueue.claim('x', 'w3') \gset
+update pgqueue.job set lease_expires_at = now() where id = :id;
+select is(
+    pg_temp.why(:id), 'its lease expired at TIME: the next claim recovers it (worker w3)',
+    'why says that a lease has expired'
+);
+select pgqueue.pause();
+select is(
+    pg_temp.why(:id), 'its lease expired at TIME: the next maintain() recovers it (worker w3)',
+    'why says that no claim recovers a job of a paused queue'
+);
+select pgqueue.resume();
+update pgqueue.job set max_attempts = 2 where id = :id;
+select is(
+    pg_temp.why(:id), 'its lease expired at TIME: the next claim moves it to dead_job (worker w3)',
+    'why says what happens to a job whose lease expired in its last attempt'
+);
+update pgqueue.job set cancelled_at = now() where id = :id;
+select is(
+    pg_temp.why(:id), 'its lease expired at TIME: the next claim cancels it (worker w3)',
+    'why says what happens to a job whose lease expired after it was cancelled'
+);
+update pgqueue.job set cancelled_at = null where id = :id;
+select pgqueue.fail(:id, :token, E'ValueError: bad
+Traceback');
+select is(
+    pg_temp.why(:id), format('dead since TIME: ValueError: bad; redrive_job(%s) sends it back', :id),
+    'why tells since when a job is dead, and how it comes back'
+);
+select pgqueue.discard(:id);
+select is(
+    pg_temp.why(:id), 'gone; its attempt 2 failed at TIME: ValueError: bad',
+    'why says what is known of a job that was discarded'
+);
+select pgqueue.enqueue('x') as id \gset
+select token from pgqueue.claim('x', 'w3') \gset
+select pgqueue.fail(:id, :token, 'e', '0');
+select token from pgqueue.claim('x', 'w3') \gset
+select pgqueue.complete(:id, :token, '"secret"');
+select is(pg_temp.why(:id), 'completed at TIME on attempt 2', 'why says when a job completed');
+select pgqueue.enqueue('last');
+select pgqueue.enqueue('x', run_at => now() + interval '1 hour', expires_at => now() + interval '1 day') as ends \gset
+select is(
+    pg_temp.why(:ends), 'scheduled for TIME; expires at TIME if it is not begun by then',
+    'why tells until when a job may begin'
+);
+update pgqueue.job set attempt = 1, terms.expires_at = now() where id = :ends;
+select is(
+    pg_temp.why(:ends), 'expired at TIME, not begun again by then: the next claim or maintain() cancels it',
+    'why says that it may not begin any more'
+);
+select pgqueue.reap();
+select is(
+    regexp_replace(pg_temp.why(:ends), '[^ ]* [^ ]* UTC', 'TIME UTC'), 'cancelled at TIME: expired at TIME UTC',
+    'and then that this was why it was cancelled'
+);
+select pgqueue.enqueue('both', expires_at => now() + interval '1 day') as both \gset
+select pgqueue.claim('both', 'w3');
+update pgqueue.job set lease_expires_at = now(), terms.expires_at = now() where id = :both;
+select pgqueue.claim('both', 'w3');
+select matches(
+    pg_temp.why(:both), '^cancelled at', 'why says what came last, where a claim met both a lease and a job that were over'
+);
+select throws_ok('select pgqueue.why(-1)', 'PQ001', null, 'why refuses an id that nothing remembers');
+
+set transaction_read_only = on;
+select is(
+    pg_temp.why(:id), 'completed at TIME on attempt 2', 'why works in a read-only transaction'
+);
+select matches(pg_temp.why(j.id), '^ready: next', 'and so for a job that is ready')
+from pgqueue.jobs as j where j.queue = 'last';
+
+select * from finish();
+rollback;
