@@ -252,7 +252,7 @@ def test_who_is_no_producer_cannot_write_a_table_whose_trigger_enqueues(
         connect(user=role).execute("insert into orders values (1)")
     said = refused.value.diag
     assert said.message_primary == (
-        f"role {role} may not enqueue, and so not change public.orders"
+        f"role {role} may not enqueue, and so may not change public.orders"
     )
     assert f"grant_access('{role}', 'producer')" in (said.message_hint or "")
     assert one(db, "select count(*) from orders") == 0
@@ -338,5 +338,5 @@ def test_a_view_in_the_place_of_a_transition_table_is_not_read(writer):
         create trigger t after insert on own.orders for each statement
             execute function pgqueue.enqueue_row('queue=q');
     """)
-    with pytest.raises(errors.InvalidParameterValue, match="does not find the rows"):
+    with pytest.raises(errors.InvalidParameterValue, match="cannot find the rows"):
         writer.execute("insert into own.orders values (1)")
