@@ -151,6 +151,8 @@ begin
                 and -j.priority = -_take_free.priority
                 and pgqueue._is_ready(j, g.start, _take_free.moment, has_recovered)
                 and pgqueue._is_wanted(j.kind, j.group_key, _take_free.kinds, _take_free.paused)
+                -- Of a group that is paused as a whole none is read.
+                and (_take_free.paused -> g.key = '{"": true}') is not true
                 and (taken is null or j.ctid <> all (taken))
             order by j.run_at, j.id
             limit g.give
@@ -794,6 +796,7 @@ begin
                 and j.run_at between t.start and _pick_plain_groups.moment
                 and (j.lease_expires_at <= _pick_plain_groups.moment) is not false
                 and pgqueue._is_wanted(j.kind, j.group_key, _pick_plain_groups.kinds, _pick_plain_groups.paused)
+                and (_pick_plain_groups.paused -> t.group_key = '{"": true}') is not true
             order by j.run_at, j.id
             limit each
             for update skip locked

@@ -308,7 +308,7 @@ def test_several_processes_share_the_work_are_restarted_and_stop_together(
     db, workers
 ) -> None:
     pgqueue.enqueue(db, QUEUE, kind="suicide", max_attempts=2)
-    ids = pgqueue.enqueue_many(db, QUEUE, [{"seconds": 0.02}] * 100, kind="nap")
+    ids = pgqueue.enqueue_many(db, QUEUE, [{"seconds": 0.02}] * 400, kind="nap")
     parent = workers.start("--processes", "2", "--lease", "1", "--concurrency", "2")
     wait_until(lambda: one(db, "select count(*) from pgqueue.dead_job") == 1)
     wait_until(lambda: is_empty(db))
