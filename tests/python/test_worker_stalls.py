@@ -32,6 +32,7 @@ class Proxy:
         self._open: list[socket.socket] = []
         self._servers: list[socket.socket] = []
         self._stalled: set[socket.socket] = set()
+        self._stalls_next = False
         self._may_go = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -44,6 +45,9 @@ class Proxy:
             server = socket.socket(socket.AF_UNIX)
             server.connect(self._server)
             self._open += [client, server]
+            if self._stalls_next:
+                self._stalls_next = False
+                self._stalled.update((client, server))
             self._servers.append(server)
             for way in (client, server), (server, client):
                 threading.Thread(target=self._pass_on, args=way, daemon=True).start()
@@ -64,6 +68,9 @@ class Proxy:
 
     def stall_answers(self) -> None:
         self._stalled.update(self._servers)
+
+    def stall_the_next(self) -> None:
+        self._stalls_next = True
 
     def close(self) -> None:
         self._may_go.set()
@@ -100,8 +107,7 @@ def test_a_worker_gives_up_connections_that_a_proxy_has_forgotten(
     wait_until(lambda: file.stat().st_mtime_ns > before)
     workers.let_go()
     wait_until(lambda: is_empty(db))
-    # A connection that was just being made hangs for longer than the lease: then they run again.
-    assert outcomes(db)["completed"] == 4
+    assert outcomes(db) == {"completed": 4}
     assert held in workers.notes()
     assert workers.log().count(GIVEN_UP) == 1
     assert workers.finish(worker) == 0
@@ -123,6 +129,20 @@ def test_a_worker_gives_up_backends_that_stand_still(db, workers) -> None:
             os.kill(pid, signal.SIGCONT)
     assert list(workers.notes()) == [first, after]
     assert workers.log().count(GIVEN_UP) == 1
+    assert workers.finish(worker) == 0
+
+
+def test_a_connection_that_is_never_made_is_given_up_as_soon_as_a_call(
+    db, workers, proxy
+) -> None:
+    worker = workers.start(*QUICKLY, dsn=through(proxy, db))
+    wait_until(lambda: one(db, RESTING))
+    proxy.stall_the_next()  # the finisher's, or the heartbeat's
+    held = pgqueue.enqueue(db, QUEUE, kind="mark")
+    wait_until(lambda: is_empty(db))
+    assert outcomes(db) == {"completed": 1}
+    assert list(workers.notes()) == [held]
+    wait_until(lambda: "connection timeout expired" in workers.log())
     assert workers.finish(worker) == 0
 
 

@@ -4,6 +4,7 @@ Keepalives only prove that the other end's kernel answers, not that the server d
 may have forgotten the connection, and a backend may stand still.
 """
 
+import math
 import os
 import socket
 import threading
@@ -13,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict, timeout_from_conninfo
 from psycopg.rows import TupleRow
 
 from pgqueue import database
@@ -59,7 +61,8 @@ class Watched(psycopg.Connection[TupleRow]):
 class Deadline:
     """Makes connections, and gives up those that wait longer than a call may take.
 
-    That is so many times what `patience()` says in seconds, a second at least.
+    That is so many times what `patience()` says in seconds, a second at least. Connecting may
+    take no longer either, but two seconds at least, as libpq has it.
     """
 
     def __init__(
@@ -72,7 +75,13 @@ class Deadline:
 
     @contextmanager
     def connect(self) -> Iterator[database.Connection]:
-        conn = Watched.connect(self._dsn, autocommit=True, prepare_threshold=None)
+        given = timeout_from_conninfo(conninfo_to_dict(self._dsn))
+        conn = Watched.connect(
+            self._dsn,
+            autocommit=True,
+            prepare_threshold=None,
+            connect_timeout=min(given, math.ceil(self._seconds())),
+        )
         self._open.add(conn)
         try:
             database.set_up(conn)
@@ -81,9 +90,12 @@ class Deadline:
             conn.close()
             self._open.discard(conn)
 
+    def _seconds(self) -> float:
+        return max(1.0, self._patience() * self._times)
+
     def check(self) -> bool:
         """Give up what is overdue, and return whether nothing was."""
-        now, seconds = time.monotonic(), max(1.0, self._patience() * self._times)
+        now, seconds = time.monotonic(), self._seconds()
         late = [conn for conn in list(self._open) if now > conn.waits_since + seconds]
         for conn in late:
             conn.give_up(seconds)

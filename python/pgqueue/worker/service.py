@@ -97,14 +97,14 @@ class Service(ABC):
         try:
             with self.deadline.connect() as conn:
                 self.is_connected = True
-                self.work(conn)
+                try:
+                    self.work(conn)
+                finally:
+                    self.is_connected = False
                 self.succeeded()
         except psycopg.Error as error:
             if not database.is_outage(error) or not self.may_wait():
                 raise
             self._failures += 1
             self._outages.failed(self.name, error)
-            self.is_connected = False
             self.over.wait(database.backoff(self._failures))
-        finally:
-            self.is_connected = False
