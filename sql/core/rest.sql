@@ -12,18 +12,10 @@ declare
     live record;
     lease_ends_at timestamptz;
     unlocked_at timestamptz;
-    has_swept boolean := false;
     until timestamptz;
 begin
     for live in select * from pgqueue._live_lanes(queue) loop
         if live.first <= moment and live.lane > 500 then
-            -- It may be alone, and its claim has looked at only a few of the groups that have lost their tickets.
-            if not has_swept and not (current_setting('transaction_read_only') = 'on'
-                or pgqueue._sweep_all(clock_timestamp()))
-            then
-                until := moment + interval '1 second';
-            end if;
-            has_swept := true;
             until := least(until, pgqueue._until_ticket(
                 queue, kinds, paused, live.lane, (pgqueue._in_force(queue)).group_limit is not null, moment
             ));
@@ -232,6 +224,7 @@ declare
         pgqueue._check_queues(queues), pgqueue._check_isolation()
     ));
     moment timestamptz := clock_timestamp();
+    is_swept boolean := true;
     is_quiet boolean := true;
     pause interval;
 begin
@@ -240,6 +233,18 @@ begin
         is_quiet := pgqueue._park(queues);
     end if;
     moment := clock_timestamp();
+    -- It may be alone, and its claim has looked at only a few of the groups that have lost their tickets.
+    if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) <> 0
+        and current_setting('transaction_read_only') = 'off' and exists (
+            select
+            from unnest(queues) as q (name)
+            cross join lateral pgqueue._live_lanes(q.name) as l
+            where l.lane > 500 and l.first <= moment
+        )
+    then
+        is_swept := pgqueue._sweep_all(moment);
+        moment := clock_timestamp();
+    end if;
     select min(least(
         pgqueue._until_room(q.name, rest.kinds, p.paused, moment),
         case when not s.notify then interval '5 seconds' end
@@ -249,7 +254,9 @@ begin
     cross join lateral pgqueue._in_force(q.name) as s
     cross join lateral pgqueue._paused(q.name, s.paused) as p (paused)
     where not s.paused or p.paused is not null;
-    pause := least(pause, pgqueue._until_slot(queues, moment));
+    pause := least(
+        pause, pgqueue._until_slot(queues, moment), case when not is_swept then interval '1 second' end
+    );
     if not is_quiet then
         -- Not before 40 times as long as the look took: a twentieth of the time, with a claim.
         pause := least(pause, interval '5 seconds', greatest(
