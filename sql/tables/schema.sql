@@ -38,8 +38,9 @@
 -- complete deletes it and logs the run; any other end is written by _end. Then _after_end gives its permits
 -- back and says upwards that it has ended. Only two others call upwards, to announce something: enqueue a
 -- job that waits for others, and _look_around, for a claim or rest, that schedules may be due.
--- Every function sets for itself how names are found and statements planned (claim says why), so
--- the same lines are above most bodies; filters and options are in each signature.
+--
+-- A public function pins the search path, with which the private ones that it calls run as well. Each pins the
+-- planner settings that its plans need (claim says why), so the same lines are above many bodies.
 
 -- CREATE EXTENSION has already set this; the plain install has not.
 set local search_path = pg_catalog, pg_temp;
