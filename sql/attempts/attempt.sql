@@ -123,7 +123,7 @@ create or replace function pgqueue._return_permits(ended pgqueue._ended[])
     language plpgsql
 as $$
 declare
-    is_lost boolean := pgqueue._is_lost();
+    is_lost boolean := coalesce(current_setting('pgqueue.lose_hints', true), '') <> '' and pgqueue._is_lost();
     given record;
 begin
     with held as (
@@ -145,13 +145,22 @@ begin
     )
     -- _reopened announces those that go back.
     select
-        array_agg(h.queue) as queues, array_agg(h.group_key) as keys,
+        array_agg(h.queue) as queues,
+        array_agg(h.queue) filter (where h.is_blocked) as blocked_queues,
+        array_agg(h.group_key) filter (where h.is_blocked) as blocked_keys,
         (select bool_and(b.group_key <> '') from back as b) as are_of_groups
     into given
-    from held as h
-    where h.back_at is null;
-    if num_nonnulls(variadic given.keys) > 0 then
-        perform pgqueue._wake_groups(given.queues, given.keys);
+    from (
+        select h.queue, h.group_key, h.group_key is not null and (
+            select true from pgqueue.ticket as t
+            where pgqueue._is_ticket_of(t, h.queue, h.group_key) and t.is_blocked
+            limit 1
+        ) as is_blocked
+        from held as h
+        where h.back_at is null
+    ) as h;
+    if given.blocked_keys is not null then
+        perform pgqueue._wake_groups(given.blocked_queues, given.blocked_keys);
     end if;
     if given.are_of_groups is not true then
         perform pgqueue._wake(q.name) from (select distinct u.name from unnest(given.queues) as u (name)) as q;
@@ -188,43 +197,50 @@ create or replace function pgqueue._after_end(ended pgqueue._ended[], is_in_chai
     set enable_nestloop = on
 as $$
 declare
-    given record;
+    has record;
+    back record;
+    gone_ids bigint[];
 begin
     select
-        bool_or(e.permits is not null) as had_permits,
-        array_agg(e.queue) filter (where e.back_at is not null) as queues,
-        array_agg(e.priority) filter (where e.back_at is not null) as priorities,
-        array_agg(e.group_key) filter (where e.back_at is not null) as group_keys,
-        array_agg(e.back_at) filter (where e.back_at is not null) as back_ats,
-        array_agg(e.id) filter (where e.back_at is null) as gone_ids,
-        array_agg(e.queue) filter (where e.back_at is null) as gone_queues,
-        array_agg(e.id) filter (where e.outcome = 'cancelled') as cancelled,
-        array_agg(e.batch_id) filter (where e.back_at is null and e.batch_id is not null) as batches
-    into given
+        bool_or(e.permits is not null) as permits, bool_or(e.back_at is not null) as back,
+        bool_or(e.outcome = 'cancelled') as cancelled, bool_or(e.back_at is null and e.batch_id is not null) as batches
+    into has
     from unnest(ended) as e;
-    if given.had_permits then
+    if has.permits then
         perform pgqueue._return_permits(ended);
     end if;
-    if given.queues is not null then
-        perform pgqueue._reopened(given.queues, given.priorities, given.group_keys, given.back_ats);
+    if has.back then
+        select
+            array_agg(e.queue) as queues, array_agg(e.priority) as priorities, array_agg(e.group_key) as keys,
+            array_agg(e.back_at) as run_ats
+        into back
+        from unnest(ended) as e
+        where e.back_at is not null;
+        perform pgqueue._reopened(back.queues, back.priorities, back.keys, back.run_ats);
     end if;
-    if given.gone_ids is null then
-        return;
-    end if;
-    if given.cancelled is not null then
-        perform pgqueue._note_gone(given.cancelled);
+    if has.cancelled then
+        perform pgqueue._note_gone(array(select e.id from unnest(ended) as e where e.outcome = 'cancelled'));
     end if;
     -- Counted first, because together with those that wait for them their batch may be over.
-    if given.batches is not null then
+    if has.batches then
         perform pgqueue._count_ends(ended);
     end if;
     if not is_in_chain and pg_relation_size('pgqueue.dependency') > 0 then
-        perform pgqueue._cut_ties(given.gone_ids);
+        gone_ids := array(select e.id from unnest(ended) as e where e.back_at is null);
+        if gone_ids <> '{}' then
+            perform pgqueue._cut_ties(gone_ids);
+        end if;
     end if;
-    if given.batches is not null then
-        perform pgqueue._look_at_batches(given.batches);
+    if has.batches then
+        perform pgqueue._look_at_batches(array(
+            select e.batch_id from unnest(ended) as e where e.back_at is null and e.batch_id is not null
+        ));
     end if;
-    perform pgqueue._tell_end(given.gone_ids, given.gone_queues);
+    if pg_sequence_last_value('pgqueue._cell_awaited')
+        > (date_part('epoch', clock_timestamp()) * 1000000)::bigint - 1577836800000000
+    then
+        perform pgqueue._tell_end(ended);
+    end if;
 end;
 $$;
 

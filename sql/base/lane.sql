@@ -180,9 +180,12 @@ declare
         select distinct (l.lane + 101) % 744 as code
         from unnest(lanes || 0) as l (lane) where l.lane >= -100 order by code
     );
-    -- Only lane 0; a list; 0 and 1000; a list, and more.
+    -- Only lane 0; a list; 0 and 1000; a list, and more; 1000, and 0 was empty.
     how int := case
-        when codes = '{101}' then 0 when codes = '{101,357}' then 2 when cardinality(codes) <= 7 then 1 else 3
+        when codes = '{101}' then 0
+        when codes = '{101,357}' then case when 0 = any (lanes) then 2 else 4 end
+        when cardinality(codes) <= 7 then 1
+        else 3
     end;
     valid_until bigint := pgqueue._since_2020(pgqueue._believed_until(moment, '100 milliseconds'));
 begin
@@ -201,40 +204,51 @@ begin
         where c.nth <= 7;
     end if;
     perform setval(
-        ('pgqueue._cell_' || own.record)::regclass, own.tag | (valid_until & -4) | how
+        ('pgqueue._cell_' || own.record)::regclass, own.tag | (valid_until & -8) | how
     );
 end;
 $$;
 
--- The listed lanes of a queue, always with lane 0, in the order of _due_lanes, and -1000 at the end where
--- it has more than there is room for; null where no list is valid.
+-- The listed lanes of a queue, always with lane 0, in the order of _due_lanes (lane 0 comes after 1000 if it
+-- was empty), and -1000 at the end where it has more than there is room for; null where no list is valid.
 create or replace function pgqueue._noted_lanes(queue text, moment timestamptz)
     returns int[]
     language plpgsql
 as $$
 declare
+    key bigint := hashtextextended(queue, 9999);
+    record int := (key & 15) * 2;
+    -- As in _record, for the first one.
+    valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0)
+        # (key >> 20 & 4095) << 51;
+    now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
     own record;
-    now_us bigint := pgqueue._since_2020(moment);
     list bigint;
 begin
     if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
         return array[0];
     end if;
-    own := pgqueue._record(hashtextextended(queue, 9999));
-    if (own.valid_until between now_us and now_us + 60000000) is not true then
+    if (valid_until between 0 and 2251799813685247) is not true then
+        own := pgqueue._record(key);
+        record := own.record;
+        valid_until := own.valid_until;
+    end if;
+    if (valid_until between now_us and now_us + 60000000) is not true then
         return null;
-    elsif own.valid_until & 3 = 0 then
+    elsif valid_until & 7 = 4 then
+        return array[1000, 0];
+    elsif valid_until & 7 = 0 then
         return array[0];
-    elsif own.valid_until & 3 = 2 then
+    elsif valid_until & 7 = 2 then
         return case when random() < 0.5 then array[0, 1000] else array[1000, 0] end;
     end if;
-    list := pg_sequence_last_value(('pgqueue._cell_' || own.record + 1)::regclass);
+    list := pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass);
     return array(
         select (c.code - 101 + case when c.code > 256 then 744 else 0 end)::int
         from (select list >> 9 * n & 511 as code from generate_series(0, 6) as n) as c
         where c.code > 0
         order by c.code & 255 desc, random()
-    ) || case when own.valid_until & 3 = 3 then array[-1000] end;
+    ) || case when valid_until & 7 = 3 then array[-1000] end;
 end;
 $$;
 
@@ -259,9 +273,9 @@ begin
     -- If no list is valid, the next claim looks for itself.
     if (own.valid_until between now_us and now_us + 60000000) is not true then
         return;
-    elsif own.valid_until & 3 = 0 then
+    elsif own.valid_until & 7 = 0 then
         list := 0;
-    elsif own.valid_until & 3 <> 2 then
+    elsif own.valid_until & 7 in (1, 3) then
         list := pg_sequence_last_value(('pgqueue._cell_' || own.record + 1)::regclass);
     end if;
     if code in (
@@ -269,7 +283,7 @@ begin
             list >> 36 & 511, list >> 45 & 511, list >> 54
         )
         -- Below those that there is room for.
-        or own.valid_until & 3 = 3 and code & 255 <= list >> 54 & 255
+        or own.valid_until & 7 = 3 and code & 255 <= list >> 54 & 255
     then
         return;
     end if;

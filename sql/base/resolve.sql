@@ -16,7 +16,7 @@ begin
 end;
 $$;
 
--- Sets bits of used_seq, or of lanes_seq, at once.
+-- Sets bits of used_seq, or of another mask, at once.
 create or replace function pgqueue._mark(bits bigint, mask regclass default 'pgqueue.used_seq')
     returns void
     language plpgsql

@@ -124,26 +124,24 @@ end;
 $$;
 
 -- Notifies sessions that wait for one of these jobs, which this transaction has deleted, when it commits.
-create or replace function pgqueue._tell_end(job_ids bigint[], queues text[])
+create or replace function pgqueue._tell_end(ended pgqueue._ended[])
     returns void
     language plpgsql
 as $$
 declare
-    ended record;
+    of_jobs record;
 begin
-    if (
-        pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(clock_timestamp())
-    ) is not true or pg_try_advisory_lock(7366516, 256) and pg_advisory_unlock(7366516, 256) then
+    if pg_try_advisory_lock(7366516, 256) and pg_advisory_unlock(7366516, 256) then
         return;
     end if;
-    for ended in
-        select distinct (e.id & 255)::int as fold, e.queue from unnest(job_ids, queues) as e (id, queue)
+    for of_jobs in
+        select distinct (e.id & 255)::int as fold, e.queue from unnest(ended) as e where e.back_at is null
     loop
         if (
-            pg_try_advisory_lock(7366516, ended.fold)
-            and pg_advisory_unlock(7366516, ended.fold)
+            pg_try_advisory_lock(7366516, of_jobs.fold)
+            and pg_advisory_unlock(7366516, of_jobs.fold)
         ) is not true then
-            perform pgqueue._notify(ended.queue, 'end');
+            perform pgqueue._notify(of_jobs.queue, 'end');
         end if;
     end loop;
 end;

@@ -42,6 +42,7 @@ declare
     permits_of jsonb;
     has_leases boolean;
     is_capped boolean;
+    has_one_each boolean := false;
     refused boolean;
 begin
     -- Three shortcuts for the plain call: its arguments are checked in one expression,
@@ -94,6 +95,18 @@ begin
         picks := pgqueue._pick(queue, kinds, paused, 0, max_jobs, moment, false);
     else
         noted := pgqueue._noted_lanes(queue, moment);
+        if noted[1] > 500 and paused is null and (
+            settings is null or num_nonnulls(settings.age_after, nullif(settings.has_groups, false)) = 0
+                and settings.group_on_retry <> 'block'
+        ) then
+            of_lanes := pgqueue._pick_plain_groups(queue, kinds, noted[1], max_jobs, moment, settings.group_limit);
+            new_token := of_lanes.new_token;
+            picks := of_lanes.picks;
+            job_of := of_lanes.job_of;
+            own_permits := of_lanes.permits;
+            -- And they are few enough to be looked for one by one.
+            has_one_each := own_permits is not null and max_jobs <= 300;
+        end if;
     end if;
     if (picks = '{}') is not false then
         of_lanes := pgqueue._pick_lanes(queue, kinds, paused, max_jobs, moment, noted, settings, new_token);
@@ -130,11 +143,12 @@ begin
         returning j.*;
         return;
     end if;
-    if settings.age_after is null and own_permits is null then
+    if settings.age_after is null and (own_permits is null or has_one_each) then
         return query
         with leased as (
             update pgqueue.job as j
-            set token = new_token,
+            set permits = case when has_one_each then array[own_permits[array_position(job_of, j.id)]] end,
+                token = new_token,
                 attempt = j.attempt + 1,
                 worker = claim.worker,
                 claimed_at = moment,

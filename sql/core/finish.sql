@@ -58,7 +58,9 @@ begin
             where j.id = found_before and (j.terms).batch_id = done.batch_id and j.xmax in ('0'::xid, j.xmin);
             is_followed := not found;
         end if;
-        if is_followed is not true and is_configured is not null then
+        if is_followed is not true and is_configured is not null
+            and pg_sequence_last_value('pgqueue.awaited_seq') >> (hashtext(done.queue) & 63) & 1 = 1
+        then
             perform from pgqueue.dependency as d where d.job_id = complete.job_id limit 1;
             is_followed := found;
         end if;
@@ -116,13 +118,13 @@ declare
     is_logged boolean;
     is_awaited boolean := false;
     -- Not null: that would look for ties of each job.
-    are_tied boolean := false;
+    awaited bigint := 0;
     done_ids bigint[];
     followed pgqueue._ended[];
 begin
     if pg_relation_size('pgqueue.used') > 0 then
         is_awaited := pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(moment);
-        are_tied := pg_relation_size('pgqueue.dependency') > 0;
+        awaited := pg_sequence_last_value('pgqueue.awaited_seq');
         is_configured := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
         if is_configured then
             is_logged := pgqueue._log_kept(job_ids, tokens, results, moment);
@@ -171,7 +173,8 @@ begin
         )::pgqueue._ended) filter (
             where is_awaited or num_nonnulls(d.batch_id, d.permits) > 0
                 -- A job that begins to wait for one just now leaves a loose end.
-                or are_tied and (select true from pgqueue.dependency as t where t.job_id = d.id limit 1)
+                or awaited <> 0 and awaited >> (hashtext(d.queue) & 63) & 1 = 1
+                    and (select true from pgqueue.dependency as t where t.job_id = d.id limit 1)
         )
     into done_ids, followed
     from done as d;

@@ -412,6 +412,12 @@ begin
     elsif living is null then
         perform pgqueue._free(array[job_id]);
     else
+        -- One that is not visible may be of any queue.
+        perform pgqueue._mark(
+            bit_or(coalesce(1::bigint << (hashtext(j.queue) & 63), -1)), 'pgqueue.awaited_seq'
+        )
+        from unnest(living) as l (id)
+        left join pgqueue.job as j on j.id = l.id;
         insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
         select l.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
         from unnest(living) as l (id);

@@ -752,67 +752,166 @@ begin
 end;
 $$;
 
--- _pick_groups for groups that have neither weights nor caps, as many jobs as are wanted of each, and
--- none that is over, in two statements; returns whether that was so, or else all has to be done again.
--- Plans as _pick_groups sets it.
+-- _pick_groups in its usual case, in two or three statements: groups without settings of their own, of which
+-- the next few give all that is wanted, none of it over; with a permit for each job if the queue sets a limit
+-- (most). Or none: then all has to be done again, by _pick_groups.
 create or replace function pgqueue._pick_plain_groups(
-    queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, start timestamptz,
-    out picks tid[], out first_at timestamptz, out is_done boolean
+    queue text, kinds text[], lane int, wanted int, moment timestamptz, most int,
+    out picks tid[], out new_token bigint, out job_of bigint[], out permits tid[]
 )
     language plpgsql
+    set enable_sort = off
+    set enable_indexscan = on
+    set enable_nestloop = on
 as $$
 declare
-    walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
-    batch int := least(wanted, greatest(10, ceil(sqrt(wanted))));
-    each int := ceil(wanted::float8 / batch);
+    key bigint := hashtextextended(concat(queue, kinds), lane);
+    now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+    -- As in _position, for the first record.
+    valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || (key & 15) * 2)::regclass), 0)
+        # (key >> 20 & 4095) << 51;
+    begin_at timestamptz := '-infinity'::timestamptz;
+    batch int := greatest(least(wanted, 10), ceil(wanted::float8 / least(ceil(sqrt(wanted)), most)));
+    walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass)
+        + pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
     tickets tid[];
     is_over boolean;
-    last timestamptz;
 begin
-    -- Distinct, because a group may have two tickets.
-    select array_agg(distinct v.tid), array_agg(v.ticket order by v.at), min(v.at), bool_or(v.is_over)
-    into picks, tickets, first_at, is_over
-    from (
-        select h.tid, t.tid as ticket, t.at, h.is_over
-        from (
-            select
-                t.ctid as tid, t.group_key, t.at,
-                coalesce(
-                    case when t.start_until between moment and moment + interval '1 minute' then t.start_at end,
-                    '-infinity'
-                ) as start
-            from pgqueue.ticket as t
-            where pgqueue._is_ticket_in(t, _pick_plain_groups.queue, lane - 1000)
-                and t.at > start and t.at <= _pick_plain_groups.moment
-            order by t.at
-            limit batch
-            for update skip locked
-        ) as t
-        cross join lateral (
-            select j.ctid as tid, num_nonnulls(j.lease_expires_at, (j.terms).expires_at) > 0 as is_over
-            from pgqueue.job as j
-            where pgqueue._is_in_group(j, _pick_plain_groups.queue, t.group_key)
-                and -j.priority = 1000 - lane
-                and j.run_at between t.start and _pick_plain_groups.moment
-                and (j.lease_expires_at <= _pick_plain_groups.moment) is not false
-                and pgqueue._is_wanted(j.kind, j.group_key, _pick_plain_groups.kinds, _pick_plain_groups.paused)
-                and (_pick_plain_groups.paused -> t.group_key = '{"": true}') is not true
-            order by j.run_at, j.id
-            limit each
-            for update skip locked
-        ) as h
-        limit wanted
-    ) as v;
-    first_at := first_at - interval '1 microsecond';
-    is_done := cardinality(picks) = wanted and not is_over
-        and pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked < 60 * batch + 3 * wanted;
-    if is_done then
-        last := clock_timestamp();
-        update pgqueue.ticket as t
-        set at = last + g.nth * interval '1 microsecond', served = 0, is_blocked = false, is_full = false
-        from (select u.tid, min(u.nth) as nth from unnest(tickets) with ordinality as u (tid, nth) group by u.tid) as g
-        where t.ctid = g.tid;
+    if (pg_sequence_last_value('pgqueue._cell_groups_due'::regclass) between now_us and now_us + 60000000) is not true then
+        perform pgqueue._sweep_groups_if_due(moment, null);
     end if;
+    if valid_until between now_us and now_us + 60000000 then
+        begin_at := timestamptz '2020-01-01 00:00 UTC' + interval '1 microsecond'
+            * (pg_sequence_last_value(('pgqueue._cell_' || (key & 15) * 2 + 1)::regclass) >> 12);
+    elsif valid_until >= now_us - 1000000 then
+        -- A walk from the beginning is due, or the record is somebody else's.
+        picks := '{}';
+        return;
+    end if;
+    if most is null then
+        select array_agg(v.tid), array_agg(v.ticket), bool_or(v.is_over) into picks, tickets, is_over
+        from (
+            select h.tid, t.tid as ticket, h.is_over
+            from (
+                select
+                    t.ctid as tid, t.group_key,
+                    coalesce(
+                        case when t.start_until between _pick_plain_groups.moment and _pick_plain_groups.moment + interval '1 minute'
+                            then t.start_at end,
+                        '-infinity'
+                    ) as start
+                from pgqueue.ticket as t
+                where pgqueue._is_ticket_in(t, _pick_plain_groups.queue, lane - 1000)
+                    and t.at > begin_at and t.at <= _pick_plain_groups.moment
+                order by t.at
+                limit batch
+                for update skip locked
+            ) as t
+            cross join lateral (
+                select j.ctid as tid, num_nonnulls(j.lease_expires_at, (j.terms).expires_at) > 0 as is_over
+                from pgqueue.job as j
+                where pgqueue._is_in_group(j, _pick_plain_groups.queue, t.group_key)
+                    and -j.priority = 1000 - lane
+                    and j.run_at between t.start and _pick_plain_groups.moment
+                    and (j.lease_expires_at <= _pick_plain_groups.moment) is not false
+                    and (_pick_plain_groups.kinds is null or j.kind = any (_pick_plain_groups.kinds))
+                order by j.run_at, j.id
+                limit ceil(wanted::float8 / batch)
+                for update skip locked
+            ) as h
+            limit wanted
+        ) as v;
+    elsif kinds is null and pg_sequence_last_value('pgqueue._cell_groups_slow') > now_us is not true
+        and pg_relation_size('pgqueue.permit_surplus_idx') <= 8192
+    then
+        select
+            array_agg(v.tid), array_agg(v.ticket), bool_or(v.is_over), array_agg(v.id), array_agg(v.permit)
+        into picks, tickets, is_over, job_of, permits
+        from (
+            select h.*, t.tid as ticket, u.permit
+            from (
+                select t.ctid as tid, t.group_key
+                from pgqueue.ticket as t
+                where pgqueue._is_ticket_in(t, _pick_plain_groups.queue, lane - 1000)
+                    and t.at > begin_at and t.at <= _pick_plain_groups.moment
+                order by t.at
+                limit batch
+                for update skip locked
+            ) as t
+            -- In order, and none in place of one that another has locked.
+            cross join lateral (
+                select array(
+                    select j.ctid
+                    from pgqueue.job as j
+                    where pgqueue._is_in_group(j, _pick_plain_groups.queue, t.group_key)
+                        and -j.priority = 1000 - lane
+                        and j.run_at <= _pick_plain_groups.moment
+                        and (j.lease_expires_at <= _pick_plain_groups.moment) is not false
+                    order by j.run_at, j.id
+                    limit ceil(wanted::float8 / batch)
+                ) as tids
+                offset 0
+            ) as c
+            cross join lateral (
+                select array(
+                    select p.ctid
+                    from pgqueue.permit as p
+                    where pgqueue._is_permit_of(p, _pick_plain_groups.queue, '', t.group_key)
+                        and not p.is_rate and p.free_at < 'infinity' and p.place <= most
+                    order by p.free_at desc
+                    limit cardinality(c.tids)
+                    for update skip locked
+                ) as tids
+                offset 0
+            ) as p
+            cross join lateral unnest(c.tids[:cardinality(p.tids)], p.tids) as u (tid, permit)
+            cross join lateral (
+                select k.ctid as tid, k.id, num_nonnulls(k.lease_expires_at, (k.terms).expires_at) > 0 as is_over
+                from pgqueue.job as k
+                where k.ctid = u.tid and k.run_at <= _pick_plain_groups.moment
+                    and (k.lease_expires_at <= _pick_plain_groups.moment) is not false
+                for update skip locked
+            ) as h
+            limit wanted
+        ) as v;
+    end if;
+    if cardinality(picks) = wanted and not is_over
+        -- Of one that nobody has taken yet there may be a copy, or nobody else sees it.
+        and (most is null or not exists (
+            select
+            from pgqueue.permit as p
+            where p.ctid = any (_pick_plain_groups.permits) and p.taken_at is null and (
+                p.token = -pg_current_xact_id_if_assigned()::text::bigint or 1 < (
+                    select count(*) from pgqueue.permit as o
+                    where pgqueue._is_permit_of(o, p.queue, '', p.group_key) and not o.is_rate and o.place = p.place
+                )
+            )
+        ))
+        -- A group that has two tickets may come twice.
+        and (wanted = 1 or wanted = (select count(distinct u.tid) from unnest(picks) as u (tid)))
+        and pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass)
+            + pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked < 200 + 4 * (batch + wanted)
+    then
+        update pgqueue.ticket as t
+        set at = greatest(clock_timestamp(), _pick_plain_groups.moment) + array_position(tickets, t.ctid) * interval '1 microsecond',
+            served = 0, is_blocked = false, is_full = false
+        where t.ctid = any (tickets);
+        if most is not null then
+            new_token := nextval('pgqueue.token_seq');
+            with given as (
+                update pgqueue.permit as p
+                set free_at = 'infinity', job_id = job_of[array_position(_pick_plain_groups.permits, p.ctid)],
+                    token = new_token, taken_at = moment
+                where p.ctid = any (_pick_plain_groups.permits)
+                returning p.job_id, p.ctid as tid
+            )
+            select array_agg(g.job_id), array_agg(g.tid) into job_of, permits from given as g;
+        end if;
+        return;
+    end if;
+    picks := '{}';
+    job_of := null;
+    permits := null;
 end;
 $$;
 
@@ -899,7 +998,6 @@ declare
     are_locked boolean := false;
     passed_at timestamptz;
     vain int := 0;
-    plain record;
     met record;
     settings record;
     limits int[];
@@ -920,13 +1018,6 @@ begin
     if known.reached is not null and not is_whole then
         is_from_start := false;
         start := known_at;
-    end if;
-    if shared.has_groups is not true and num_nonnulls(shared.group_limit, taken) = 0 and not is_whole then
-        plain := pgqueue._pick_plain_groups(queue, kinds, paused, lane, wanted, moment, start);
-        if plain.is_done then
-            picks := plain.picks;
-            passed_at := plain.first_at;
-        end if;
     end if;
     while cardinality(picks) < wanted loop
         met := pgqueue._next_tickets(queue, own_priority, start, upto, batch, not is_guest, moment);

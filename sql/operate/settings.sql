@@ -320,5 +320,8 @@ begin
     then
         perform pgqueue._look_from_now_on();
     end if;
+    if exists (select from pgqueue.dependency) then
+        perform pgqueue._mark(-1, 'pgqueue.awaited_seq');
+    end if;
 end;
 $$;

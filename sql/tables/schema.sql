@@ -651,6 +651,12 @@ comment on sequence pgqueue.lanes_seq is
 each, 1 << (hashtext(queue) & 63).';
 select setval('pgqueue.lanes_seq', 0);
 
+create sequence pgqueue.awaited_seq minvalue -9223372036854775808 start 0;
+comment on sequence pgqueue.awaited_seq is
+'Which folds of queues may have jobs after which others were enqueued, like
+lanes_seq.';
+select setval('pgqueue.awaited_seq', 0);
+
 create table pgqueue.schedule (
     due_at timestamptz not null,
     next_slot timestamptz not null,

@@ -3,7 +3,8 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(46);
+select setval('pgqueue.awaited_seq', 0);
+select plan(49);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -30,6 +31,10 @@ select pgqueue.enqueue('a') as a \gset
 select pgqueue.enqueue('b') as b \gset
 select pgqueue.enqueue('c', after => array[:a, :b, :a], priority => 3) as c \gset
 select is(pg_temp.state(:c), 'blocked', 'a job that waits for others is blocked');
+select is(
+    pg_sequence_last_value('pgqueue.awaited_seq'), (1::bigint << (hashtext('a') & 63)) | (1::bigint << (hashtext('b') & 63)),
+    'completions look for it in the queues of those others'
+);
 select is_empty($$ select pgqueue.claim('c', 'w') $$, 'no claim gets it');
 select is((select run_at from pgqueue.jobs where id = :c), null, 'it has no run_at');
 select is(pgqueue.why(:c), format('blocked: waits for job %s and 1 more', :a), 'why says for which');
@@ -166,5 +171,17 @@ select pgqueue._tie_loose_ends(1000);
 select is(pg_temp.state(:b), 'cancelled', 'the sweep finds what was purged');
 set local pgqueue.lose_hints = '';
 
+-- Where completions look
+
+select pgqueue.enqueue('d') as d \gset
+select pgqueue.enqueue('e', after => array[:d]) as e \gset
+select setval('pgqueue.awaited_seq', 0);
+select pg_temp.end_one('d', 'complete');
+select pgqueue._tie_loose_ends(1000);
+select is(pg_temp.state(:e), 'ready', 'if a copy has lost that, the sweep finds the end');
+select pgqueue.enqueue('e', after => array[pgqueue.enqueue('d')]);
+select setval('pgqueue.awaited_seq', 0);
+select pgqueue._repair_settings();
+select is(pg_sequence_last_value('pgqueue.awaited_seq'), -1::bigint, 'and maintain repairs it');
 select * from finish();
 rollback;
