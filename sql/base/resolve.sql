@@ -3,19 +3,6 @@
 -- a queue is derived when anything is set, so that a call reads one row. Also which features have ever been
 -- used at all, so that plain queues pay for no others.
 
--- Remembers that a feature has been used, and that completions have to look for it from now on.
-create or replace function pgqueue._use(feature text)
-    returns void
-    language plpgsql
-as $$
-begin
-    -- Two rows do no harm, and a unique index would make one session wait for another.
-    if not exists (select from pgqueue.used as u where u.feature = _use.feature) then
-        insert into pgqueue.used (feature) values (_use.feature);
-    end if;
-end;
-$$;
-
 -- Sets bits of used_seq, or of another mask, at once.
 create or replace function pgqueue._mark(bits bigint, mask regclass default 'pgqueue.used_seq')
     returns void
@@ -26,7 +13,7 @@ begin
         return;
     end if;
     -- One at a time; a rollback releases the lock.
-    lock table pgqueue.used in share update exclusive mode;
+    lock table pgqueue.queue_in_force in share update exclusive mode;
     perform setval(mask, pg_sequence_last_value(mask) | bits);
     raise sqlstate 'PQ003';
 exception when sqlstate 'PQ003' then

@@ -14,8 +14,9 @@ create or replace function pgqueue.complete(job_id bigint, token bigint, result 
 as $$
 declare
     moment timestamptz := clock_timestamp();
+    awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
     keep_runs int;
-    -- Null if nothing that it has to look for has ever been used.
+    -- Whether anything is set of what the log keeps; null for no.
     is_configured boolean;
     is_logged boolean;
     done record;
@@ -25,22 +26,22 @@ declare
 begin
     -- Few conditions and variables, because each that a plain job meets costs it half a hundredth.
     if current_setting('transaction_isolation') <> 'read committed'
-        or pg_relation_size('pgqueue.used_by_one_idx') > 8192
+        or pg_relation_size('pgqueue.queue_keep_idx') > 8192
     then
         if current_setting('transaction_isolation') <> 'read committed' then
             refused := pgqueue._refuse(pgqueue._wrong_isolation());
         end if;
-        is_configured := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
-        if is_configured then
-            is_logged := pgqueue._log_kept(array[job_id], array[token], array[result], moment);
-        end if;
+        is_configured := true;
+        is_logged := pgqueue._log_kept(array[job_id], array[token], array[result], moment);
     end if;
 
     delete from pgqueue.job as j
     where j.id = complete.job_id and j.token = complete.token
     returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.permits, (j.terms).batch_id
     into done;
-    if not found or num_nonnulls(is_configured, done.batch_id, done.permits) > 0 then
+    if not found or num_nonnulls(is_configured, done.batch_id, done.permits) > 0
+        or awaited <> 0 and awaited >> (hashtext(done.queue) & 63) & 1 = 1
+    then
         if not found then
             refused := pgqueue._refuse(pgqueue._lost(job_id, token));
         end if;
@@ -58,9 +59,7 @@ begin
             where j.id = found_before and (j.terms).batch_id = done.batch_id and j.xmax in ('0'::xid, j.xmin);
             is_followed := not found;
         end if;
-        if is_followed is not true and is_configured is not null
-            and pg_sequence_last_value('pgqueue.awaited_seq') >> (hashtext(done.queue) & 63) & 1 = 1
-        then
+        if is_followed is not true and awaited >> (hashtext(done.queue) & 63) & 1 = 1 then
             perform from pgqueue.dependency as d where d.job_id = complete.job_id limit 1;
             is_followed := found;
         end if;
@@ -118,17 +117,16 @@ declare
     is_logged boolean;
     is_awaited boolean := false;
     -- Not null: that would look for ties of each job.
-    awaited bigint := 0;
+    awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
     done_ids bigint[];
     followed pgqueue._ended[];
 begin
-    if pg_relation_size('pgqueue.used') > 0 then
+    if awaited <> 0 then
         is_awaited := pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(moment);
-        awaited := pg_sequence_last_value('pgqueue.awaited_seq');
-        is_configured := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
-        if is_configured then
-            is_logged := pgqueue._log_kept(job_ids, tokens, results, moment);
-        end if;
+    end if;
+    is_configured := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
+    if is_configured then
+        is_logged := pgqueue._log_kept(job_ids, tokens, results, moment);
     end if;
     with done as (
         delete from pgqueue.job as j

@@ -394,7 +394,7 @@ declare
     living bigint[];
     reason text;
 begin
-    perform pgqueue._use('after'), pgqueue._look_from_now_on();
+    perform pgqueue._look_from_now_on();
     -- An old snapshot does not show what has ended.
     select
         array_agg(distinct o.id) filter (where o.outcome is null or not is_current),

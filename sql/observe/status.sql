@@ -196,16 +196,18 @@ as $$
 declare
     noted text := coalesce(current_setting('pgqueue.awaited', true), '');
     note text := format(' %s ', job_id & 255);
+    bit bigint := (select 1::bigint << (hashtext(j.queue) & 63) from pgqueue.job as j where j.id = job_id);
     is_heard boolean;
 begin
     if (
         pg_sequence_last_value('pgqueue._cell_awaited')
             > pgqueue._since_2020(clock_timestamp() + interval '30 seconds')
+        and (pg_sequence_last_value('pgqueue.awaited_seq') & bit <> 0) is not false
     ) is not true then
         if current_setting('transaction_read_only') = 'on' then
             return false;
         end if;
-        perform pgqueue._use('await');
+        perform pgqueue._mark(coalesce(bit, 0), 'pgqueue.awaited_seq');
         perform setval('pgqueue._cell_awaited', pgqueue._since_2020(clock_timestamp() + interval '1 minute'));
     end if;
     -- Saves a look into pg_locks, most of the cost. A rollback may bring back the note of locks that were

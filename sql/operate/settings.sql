@@ -159,8 +159,6 @@ begin
         configure.reset
     );
     perform pgqueue._resolve(coalesce(configure.queue, ''));
-    perform pgqueue._use(s.feature)
-    from (select distinct s.feature from pgqueue._setting as s where given ? s.name and s.feature is not null) as s;
     if given ?| '{group_limit,max_running,rate_limit,rate_period}'
         or configure.reset and pg_relation_size('pgqueue.permit') > 0
     then

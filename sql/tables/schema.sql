@@ -458,70 +458,70 @@ where i.inhparent = 'pgqueue.run_finished_idx'::regclass;
 -- Every setting, with all its facts: its column in the two tables below, with comment and check, its
 -- default, what configure refuses, and the view settings follow from this list.
 -- A range is the lowest and the highest value or, for a text, all values; null for any. not_for: where it
--- cannot be set. feature: what a completion has to look for from then on, see used.
+-- cannot be set.
 create view pgqueue._setting as
 select
-    row_number() over () as place, s.name, s.type, s.fallback, r.range, n.not_for, s.feature, s.meaning, r.said,
+    row_number() over () as place, s.name, s.type, s.fallback, r.range, n.not_for, s.meaning, r.said,
     concat_ws(
         '; ', r.said, 'default ' || coalesce(s.fallback, 'none'), 'not for ' || array_to_string(n.not_for, ' or ')
     ) as facts
 from (
     values
-        ('paused', 'boolean', 'false', null, null, null, 'Accepts jobs and hands none out'),
+        ('paused', 'boolean', 'false', null, null, 'Accepts jobs and hands none out'),
         (
-            'notify', 'boolean', 'true', null, '{a kind,a group}', null,
+            'notify', 'boolean', 'true', null, '{a kind,a group}',
             'Whether enqueue may send NOTIFY to parked workers'
         ),
         (
-            'keep_payloads', 'boolean', 'false', null, null, 'keep',
+            'keep_payloads', 'boolean', 'false', null, null,
             'Whether run keeps the payloads of jobs that are gone'
         ),
-        ('max_attempts', 'int', '20', '{1}', null, null, 'Attempts of a job that gives no number'),
+        ('max_attempts', 'int', '20', '{1}', null, 'Attempts of a job that gives no number'),
         (
-            'keep_runs', 'int', '7', '{0,14}', null, 'keep',
+            'keep_runs', 'int', '7', '{0,14}', null,
             'Days to keep finished attempts in run; with 0 none are recorded'
         ),
-        ('max_payload_bytes', 'int', null, '{1}', null, null, 'Largest payload, as Postgres holds it uncompressed'),
+        ('max_payload_bytes', 'int', null, '{1}', null, 'Largest payload, as Postgres holds it uncompressed'),
         (
-            'weight', 'int', '1', '{1,100}', '{a kind,each group}', null,
+            'weight', 'int', '1', '{1,100}', '{a kind,each group}',
             'How many jobs of a group are served for each one of a group of weight 1'
         ),
         (
-            'group_limit', 'int', null, '{1,1000}', '{a kind,each group}', 'permits',
+            'group_limit', 'int', null, '{1,1000}', '{a kind,each group}',
             'How many jobs of a group may run at once'
         ),
         (
-            'max_running', 'int', null, '{1,1000}', '{a group}', 'permits',
+            'max_running', 'int', null, '{1,1000}', '{a group}',
             'How many jobs of a queue or kind may run at once; for groups: group_limit'
         ),
         (
-            'rate_limit', 'int', null, '{1,1000}', '{a kind and a group together}', 'permits',
+            'rate_limit', 'int', null, '{1,1000}', '{a kind and a group together}',
             'How many jobs of a queue, kind or group may begin in any rate_period'
         ),
         (
-            'lease', 'interval', '30 seconds', '{1 microsecond,30 days}', null, null,
+            'lease', 'interval', '30 seconds', '{1 microsecond,30 days}', null,
             'Lease of a claim that gives none'
         ),
         (
-            'retry_base', 'interval', '5 seconds', '{0,1 year}', null, null,
+            'retry_base', 'interval', '5 seconds', '{0,1 year}', null,
             'Delay before the second attempt, doubled each time'
         ),
-        ('retry_cap', 'interval', '1 hour', '{0,1 year}', null, null, 'Longest delay between attempts'),
-        ('rate_period', 'interval', '1 second', '{1 millisecond,1 day}', null, null, 'The period of rate_limit'),
+        ('retry_cap', 'interval', '1 hour', '{0,1 year}', null, 'Longest delay between attempts'),
+        ('rate_period', 'interval', '1 second', '{1 millisecond,1 day}', null, 'The period of rate_limit'),
         (
-            'age_after', 'interval', null, '{1 second,1 year}', '{a kind,a group}', null,
+            'age_after', 'interval', null, '{1 second,1 year}', '{a kind,a group}',
             'For each such interval a waiting job counts as one priority higher'
         ),
-        ('keep_dead', 'interval', null, '{1 second,10 years}', '{each group}', null, 'How long a dead job is kept'),
+        ('keep_dead', 'interval', null, '{1 second,10 years}', '{each group}', 'How long a dead job is kept'),
         (
-            'wait_target', 'interval', '5 minutes', '{1 second,1 year}', '{a kind,a group}', null,
+            'wait_target', 'interval', '5 minutes', '{1 second,1 year}', '{a kind,a group}',
             'How long a job should wait at most, or health warns'
         ),
         (
-            'group_on_retry', 'text', 'skip', '{skip,block}', '{a kind,each group}', null,
+            'group_on_retry', 'text', 'skip', '{skip,block}', '{a kind,each group}',
             'Whether a job that waits for its retry blocks its group'
         )
-) as s (name, type, fallback, range, not_for, feature, meaning)
+) as s (name, type, fallback, range, not_for, meaning)
 cross join lateral (select s.not_for::text[]) as n (not_for)
 cross join lateral (
     select s.range::text[], case
@@ -538,7 +538,6 @@ comment on column pgqueue._setting.range is
 'The lowest and the highest value, if there is one; for a text, every value.
 null for any.';
 comment on column pgqueue._setting.not_for is 'What it cannot be set for; null for nothing.';
-comment on column pgqueue._setting.feature is 'What is used once it is set, as in the table used.';
 comment on column pgqueue._setting.meaning is 'What it does.';
 comment on column pgqueue._setting.said is 'The range in words.';
 comment on column pgqueue._setting.facts is 'Range, default and what it cannot be set for, in words.';
@@ -653,8 +652,8 @@ select setval('pgqueue.lanes_seq', 0);
 
 create sequence pgqueue.awaited_seq minvalue -9223372036854775808 start 0;
 comment on sequence pgqueue.awaited_seq is
-'Which folds of queues may have jobs after which others were enqueued, like
-lanes_seq.';
+'Which folds of queues may have jobs that others were enqueued after, or that
+sessions wait for, like lanes_seq.';
 select setval('pgqueue.awaited_seq', 0);
 
 create table pgqueue.schedule (
@@ -756,20 +755,6 @@ completes.';
 -- By a hash, so that looking for any of them may begin anywhere.
 create index dependency_waiter_idx on pgqueue.dependency (waiter_id, hashint8(job_id));
 comment on index pgqueue.dependency_waiter_idx is 'Does it still wait for anything?';
-
--- A completion sees by the size of the table that nothing is used. No row is ever deleted.
-create table pgqueue.used (
-    feature varchar(7) not null
-);
-alter table pgqueue.used replica identity full;
-comment on table pgqueue.used is
-'Which features have ever been used that completions have to look for.';
-comment on column pgqueue.used.feature is
-'permits, keep (settings of what run keeps), after (jobs that wait for others) or
-await (sessions that wait for jobs).';
-create index used_by_one_idx on pgqueue.used (feature) where feature <> 'permits';
-comment on index pgqueue.used_by_one_idx is
-'Has any feature ever been used that the completion of one job has to look for?';
 
 -- A tie, as seen by whoever cuts it.
 create type pgqueue._tie as (place tid, job_id bigint, waiter_id bigint, is_doomed boolean, is_first boolean);

@@ -220,7 +220,6 @@ TABLES = {
     "recent_key": "queue, unique_key",
     "dependency": "job_id, waiter_id",
     "loose_end": "id",
-    "used": "feature",
     "batch": "id",
     "tally": "batch_id, part",
     "schedule": "name",

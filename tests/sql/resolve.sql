@@ -9,7 +9,7 @@ select plan(14);
 
 create function pg_temp.marks(call text) returns text language plpgsql as $$
 declare
-    before bigint := setval('pgqueue.used_seq', 0);
+    before bigint := setval('pgqueue.used_seq', 0) + setval('pgqueue.awaited_seq', 0);
     marks text;
 begin
     execute call;
@@ -18,10 +18,12 @@ begin
         case when u.used < 0 then 'claims look around' end,
         case when u.used >> (hashtext('u') & 255) % 63 & 1 = 1 then 'calls read settings' end,
         case when u.used = -1 or u.used = 9223372036854775807 then 'of all queues' end,
-        (select string_agg(f.feature, ' ') from pgqueue.used as f)
+        case when u.awaited = 1::bigint << (hashtext('u') & 63) then 'completions look for who waits' end
     )
     into marks
-    from pg_sequence_last_value('pgqueue.used_seq'::regclass) as u (used);
+    from (
+        select pg_sequence_last_value('pgqueue.used_seq'::regclass), pg_sequence_last_value('pgqueue.awaited_seq'::regclass)
+    ) as u (used, awaited);
     raise exception using errcode = 'PQ999', message = 'undone';
 exception when sqlstate 'PQ999' then
     return marks;
@@ -36,12 +38,12 @@ from (values
     ('claims look around', 'select pgqueue.schedule(''u'', ''u'', every => ''1 hour'')'),
     ('claims look around', 'select pgqueue.create_batch(''u'')'),
     ('calls read settings', 'select pgqueue.configure(''u'', max_attempts => 3)'),
-    ('calls read settings, keep', 'select pgqueue.configure(''u'', keep_runs => 3)'),
-    ('calls read settings, permits', 'select pgqueue.configure(''u'', kind => ''k'', max_running => 3)'),
+    ('calls read settings', 'select pgqueue.configure(''u'', keep_runs => 3)'),
+    ('calls read settings', 'select pgqueue.configure(''u'', kind => ''k'', max_running => 3)'),
     ('calls read settings, of all queues', 'select pgqueue.configure(null, max_attempts => 3)'),
     ('calls read settings', 'select pgqueue.pause(''u'')'),
-    ('claims look around, after', 'select pgqueue.enqueue(''u'', after => array[pgqueue.enqueue(''u'')])'),
-    ('await', 'select pgqueue._await(pgqueue.enqueue(''u''))')
+    ('claims look around, completions look for who waits', 'select pgqueue.enqueue(''u'', after => array[pgqueue.enqueue(''u'')])'),
+    ('completions look for who waits', 'select pgqueue._await(pgqueue.enqueue(''u''))')
 ) as c (feature, call);
 select setval('pgqueue.used_seq', 0);
 select pgqueue._mark(4), pgqueue._mark(1), pgqueue._mark(4);
