@@ -63,7 +63,10 @@ begin
             moment := pgqueue._look_around_if_due(moment);
         end if;
         if used >> (hashtext(queue) & 255) % 63 & 1 = 1 then
-            settings := pgqueue._in_force(queue);
+            select f.* into settings from pgqueue.queue_in_force as f where f.queue = claim.queue collate "default";
+            if not found then
+                select f.* into settings from pgqueue.queue_in_force as f where f.queue = '';
+            end if;
             if settings.has_pauses then
                 paused := pgqueue._paused(queue, settings.paused);
                 has_leases := lease is null and exists (
