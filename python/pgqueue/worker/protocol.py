@@ -121,7 +121,9 @@ def rest(
     park: bool,
 ) -> float | None:
     """Ask pgqueue.rest() for how many seconds nothing is due; None: until notified."""
-    ((seconds,),) = _call(conn, REST, (to_array(queues), kinds and to_array(kinds), park))
+    ((seconds,),) = _call(
+        conn, REST, (to_array(queues), kinds and to_array(kinds), park)
+    )
     return None if seconds is None else float(seconds)
 
 
