@@ -26,6 +26,7 @@ from typing import Any
 from pgqueue import database
 from pgqueue.attempt import Attempt, Outcome
 from pgqueue.terminal import version
+from pgqueue.worker.connections import Connections
 from pgqueue.worker.deadline import Deadline
 from pgqueue.worker.dispatcher import Dispatcher
 from pgqueue.worker.event_loop import TICK
@@ -78,8 +79,9 @@ class Worker(Terms):
         beat, call, long = (Deadline(dsn, self._patience, n) for n in (1 / 3, 1, 10))
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         around = self.app.middleware
-        self.executor = Executor(dsn, self.concurrency, self._ended, around)
-        self.watch = Watch(self.executor, self._patience)
+        connections = Connections(dsn, self._patience)
+        self.executor = Executor(connections, self.concurrency, self._ended, around)
+        self.watch = Watch(self.executor)
         self.heartbeat = Heartbeat(beat, outages, self.executor.cancel)
         self.finisher = Finisher(call, outages, self.prefetch, self._committed)
         self.intake = Intake(
