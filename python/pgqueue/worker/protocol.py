@@ -1,4 +1,4 @@
-"""The five SQL functions that a worker calls, as a worker in any language would."""
+"""The SQL functions that a worker calls, as a worker in any language would."""
 
 from collections.abc import Sequence
 from typing import Any
