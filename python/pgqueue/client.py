@@ -105,7 +105,7 @@ def enqueue(
     """
     text = to_json(payload, "payload")
     query, params = _statement(f"pgqueue.enqueue(%s, {JSON}", options, Options)
-    return call(conn, f"select {query}", (queue, text, *params), lambda ids: ids[0])
+    return call(conn, f"select {query}", (queue, text, *params), _only)
 
 
 @overload
@@ -128,9 +128,7 @@ def enqueue_many(
     query, params = _statement(
         f"pgqueue.enqueue_many(%s, {JSON}[]", options, ManyOptions
     )
-    return call(
-        conn, f"select * from {query}", (queue, texts, *params), lambda ids: ids
-    )
+    return call(conn, f"select * from {query}", (queue, texts, *params), _column)
 
 
 @overload
@@ -153,7 +151,7 @@ def create_batch(
     query, params = _statement(
         f"pgqueue.create_batch(%s, {JSON}", options, BatchOptions
     )
-    return call(conn, f"select {query}", (queue, text, *params), lambda ids: ids[0])
+    return call(conn, f"select {query}", (queue, text, *params), _only)
 
 
 @overload
@@ -167,6 +165,14 @@ def close_batch(conn: Any, batch_id: int) -> Any:
     """
     query = "select pgqueue.close_batch((%s)::bigint)"
     return call(conn, query, (batch_id,), lambda _: None)
+
+
+def _column(rows: list[tuple[Any, ...]]) -> list[Any]:
+    return [value for (value,) in rows]
+
+
+def _only(rows: list[tuple[Any, ...]]) -> Any:
+    return rows[0][0]
 
 
 def _statement(

@@ -38,22 +38,15 @@ AsyncConn = (
 
 
 def call(
-    conn: Any, query: str, params: tuple[Any, ...], shape: Callable[[list[int]], Any]
-) -> Any:
-    """Run a query with %s for its parameters, and pass its only column to `shape`.
-
-    Returns what `shape` does: from an async connection, to be awaited.
-    """
-    return rows(conn, query, params, lambda rows: shape([row[0] for row in rows]))
-
-
-def rows(
     conn: Any,
     query: str,
     params: tuple[Any, ...],
     shape: Callable[[list[tuple[Any, ...]]], Any],
 ) -> Any:
-    """Like `call`, with all columns."""
+    """Run a query with %s for its parameters, and pass its rows to `shape`.
+
+    Returns what `shape` does: from an async connection, to be awaited.
+    """
     fetched = _fetch(conn, query, params)
     return _then(fetched, lambda rows: shape([_values(row) for row in rows]))
 

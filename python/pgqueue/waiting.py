@@ -85,7 +85,7 @@ def status(conn: Any, job_id: int) -> Any:
     `conn` is as for `enqueue`; if it is async, await the status. Raises JobNotFound, or the
     driver's own error for PQ001, if nothing is known about the job.
     """
-    return drivers.rows(conn, STATUS, (job_id,), _as_status)
+    return drivers.call(conn, STATUS, (job_id,), _as_status)
 
 
 @overload

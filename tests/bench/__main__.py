@@ -66,7 +66,11 @@ WORKLOADS = (
         "5. Priorities and handlers that take their time",
         client.sleeps,
         has_worker,
-        columns={"p99": "p99 wait, ms", "expired": "leases expired, %"},
+        columns={
+            "share": "% of 32 sleepers",
+            "p99": "p99 wait, ms",
+            "expired": "leases expired, %",
+        },
     ),
     Workload(
         "held",

@@ -1,11 +1,15 @@
 """The layers of sql/: a function calls its own file and those before it in the Makefile's list.
 
+And of the Python package: no circle between its modules, and none of client and worker too long to read.
+
 What is read is text: every name is qualified (pgqueue.name), and a body stands between two lines
 that hold $$. Comments and quoted texts are no code.
 """
 
+import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -142,3 +146,48 @@ def test_every_module_has_a_file_of_sql_tests():
     modules = {file.split("/")[1] for file in files()}
     tests = {path.stem for path in (REPO / "tests/sql").glob("*.sql")}
     assert tests == modules | {"conventions"}
+
+
+# The Python package: client and worker, without what is optional and the command lines.
+
+PACKAGE = REPO / "python/pgqueue"
+APART = ("testing", "django", "dashboard", "tracing", "__main__", "terminal")
+
+
+def modules() -> dict[str, Path]:
+    """All modules by their names."""
+    paths = [path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py")]
+    names = {".".join(path.with_suffix("").parts): path for path in paths}
+    return {
+        name.removesuffix(".__init__"): PACKAGE.parent / path
+        for name, path in names.items()
+    }
+
+
+def imports(path: Path, known: Collection[str]) -> set[str]:
+    """The modules of ours that one imports, wherever it does: also for a type checker."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            both = {f"{node.module}.{each.name}" for each in node.names}
+            found |= both & set(known) or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+    return found & set(known)
+
+
+def test_no_module_of_the_package_imports_itself_through_others() -> None:
+    paths = modules()
+    order = TopologicalSorter({m: imports(path, paths) for m, path in paths.items()})
+    order.prepare()  # raises CycleError
+    assert {"pgqueue.worker.dispatcher", "pgqueue.client"} <= set(paths)
+
+
+def test_no_module_of_client_and_worker_is_longer_than_250_lines() -> None:
+    lines = {
+        name: len(path.read_text().splitlines())
+        for name, path in modules().items()
+        if not set(name.split(".")) & set(APART)
+    }
+    assert len(lines) > 30
+    assert {name: n for name, n in lines.items() if n > 250} == {}

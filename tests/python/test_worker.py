@@ -397,6 +397,6 @@ def test_an_idle_worker_rests_and_does_not_claim(db, workers) -> None:
         "where schemaname = 'pgqueue' and funcname = '{}'"
     )
     wait_until(lambda: one(db, calls.format("rest")) >= 20)
-    assert one(db, calls.format("claim_from")) <= 5
+    assert one(db, calls.format("claim")) <= 5
     job = pgqueue.enqueue(db, QUEUE, kind="mark")
     wait_until(lambda: job in workers.notes())

@@ -31,7 +31,7 @@ from pgqueue.worker.supervisor import CANNOT, DONE, READY, SIGNALS, Link, Superv
 
 log = logging.getLogger("pgqueue")
 
-VERBS = "claim_from, complete, extend, finish, maintain, rest".split(", ")
+VERBS = "claim, claim_from, complete, extend, finish, maintain, rest".split(", ")
 PRIVILEGES = (
     "select p.proname, has_function_privilege(p.oid, 'execute') from pg_proc as p"
     " where p.pronamespace = 'pgqueue'::regnamespace and p.proname = any(%(verbs)s)"

@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import psycopg
@@ -14,12 +12,12 @@ from psycopg import pq
 
 from pgqueue import database
 from pgqueue.attempt import Attempt, Unready
+from pgqueue.worker.deadline import NEVER, Deadline
 from pgqueue.worker.seldom import Seldom, one_line
 
 log = logging.getLogger("pgqueue")
 
 KEEP = 60.0  # seconds for which an idle session is kept
-NEVER = float("inf")
 # What an object holds once its session has been given to another.
 CLOSED = pq.PGconn.connect_start(b"none")
 CLOSED.finish()
@@ -32,7 +30,7 @@ def reset(session: pq.abc.PGconn) -> bool:
     return False
 
 
-class Connections:
+class Connections(Deadline):
     """Gives each attempt a new connection object over a session that has been reset.
 
     No setting, row factory or temporary table of one job is left for the next. Behind a pooler
@@ -40,11 +38,10 @@ class Connections:
     set is for one transaction.
     """
 
-    def __init__(self, dsn: str) -> None:
-        self._dsn = dsn
+    def __init__(self, dsn: str, patience: Callable[[], float]) -> None:
+        super().__init__(dsn, patience)
         # With the moment since which they idle; the latest is used first.
         self._idle: list[tuple[float, pq.abc.PGconn]] = []
-        self._used: dict[Attempt, socket.socket] = {}  # by attempts, to be shut
         self._is_pooled = False
         self._seldom = Seldom()
 
@@ -70,21 +67,21 @@ class Connections:
                     attempt.waits_since = NEVER
                     yield plain
         finally:
-            attempt.waits_since = NEVER
-            if way := self._used.pop(attempt, None):
-                way.close()
+            self.forget(attempt)
 
     def _session(self, attempt: Attempt) -> pq.abc.PGconn:
         """Reset an idle session that still works; else connect."""
         with contextlib.suppress(IndexError):
             while session := self._idle.pop()[1]:
-                self._watch(attempt, session)
+                self.watch(attempt, session)
                 if reset(session):
                     return session
                 session.finish()
         try:
-            conn = psycopg.connect(self._dsn, autocommit=True)
-            self._watch(attempt, conn.pgconn)
+            conn = psycopg.connect(
+                self.dsn, autocommit=True, connect_timeout=self.connect_timeout()
+            )
+            self.watch(attempt, conn.pgconn)
             self._is_pooled = database.is_pooled(conn)
         except psycopg.Error as error:
             reason = one_line(error)
@@ -95,29 +92,22 @@ class Connections:
         session, conn.pgconn = conn.pgconn, CLOSED
         return session
 
-    def _watch(self, attempt: Attempt, session: pq.abc.PGconn) -> None:
-        """Note what `give_up_late` has to shut, and since when."""
-        if way := self._used.pop(attempt, None):
-            way.close()
-        self._used[attempt] = socket.socket(fileno=os.dup(session.socket))
-        attempt.waits_since = time.monotonic()
+    def watch(self, owner: Attempt, session: pq.abc.PGconn) -> None:
+        """Watch our own statements, not the handler's."""
+        self.forget(owner)
+        owner.waits_since = time.monotonic()
+        super().watch(owner, session)
 
-    def give_up_late(self, seconds: float) -> None:
-        """Shut the sockets on which our own statements wait for longer than that."""
-        late = time.monotonic() - seconds
-        for attempt, way in list(self._used.items()):
-            if attempt.waits_since >= late:
-                continue
-            log.log(
-                self._seldom.level("late"),
-                "%s: no answer in %g s: its connection is given up",
-                attempt,
-                seconds,
-                extra=attempt.fields,
-            )
-            with contextlib.suppress(OSError):  # it has just been closed
-                way.shutdown(socket.SHUT_RDWR)
-            self.close_idle(after=0)  # which will not be better
+    def give_up(self, owner: Attempt, after: float) -> None:
+        level, extra = self._seldom.level("late"), owner.fields
+        log.log(
+            level,
+            "%s: no answer in %g s: its connection is given up",
+            owner,
+            after,
+            extra=extra,
+        )
+        self.close_idle(after=0)  # which will not be better
 
     @contextlib.contextmanager
     def _kept(

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
+from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, timeout_from_conninfo
 from psycopg.rows import TupleRow
 
@@ -23,15 +24,10 @@ NEVER = float("inf")
 
 
 class Watched(psycopg.Connection[TupleRow]):
-    """Knows since when it waits for the server; another thread may give it up."""
+    """Knows since when it waits for the server."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.waits_since = NEVER
-        self._gave_up_after = 0.0
-        # Of its own: the number of libpq's may belong to another file by then.
-        self._socket = socket.socket(fileno=os.dup(self.pgconn.socket))
-        self._lock = threading.Lock()
+    waits_since = NEVER
+    gave_up_after = 0.0
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """Wait for the server; all calls of psycopg come by here."""
@@ -39,23 +35,12 @@ class Watched(psycopg.Connection[TupleRow]):
         try:
             return super().wait(*args, **kwargs)
         except psycopg.OperationalError as error:
-            if not self._gave_up_after:
+            if not self.gave_up_after:
                 raise
-            text = f"no answer in {self._gave_up_after:g} s: connection given up"
+            text = f"no answer in {self.gave_up_after:g} s: connection given up"
             raise psycopg.OperationalError(text) from error
         finally:
             self.waits_since = NEVER
-
-    def give_up(self, after: float) -> None:
-        """Fail the call that waits, which waited for so many seconds; from any thread."""
-        with self._lock, suppress(OSError):  # it is closed, or has just broken
-            self._gave_up_after = after
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        super().close()
-        with self._lock:
-            self._socket.close()
 
 
 class Deadline:
@@ -68,35 +53,59 @@ class Deadline:
     def __init__(
         self, dsn: str, patience: Callable[[], float], times: float = 1.0
     ) -> None:
-        self._dsn = dsn
+        self.dsn = dsn
         self._patience = patience
         self._times = times
-        self._open: set[Watched] = set()
+        self._sockets: dict[Any, socket.socket] = {}  # by what has a `waits_since`
+        self._lock = threading.Lock()
 
     @contextmanager
     def connect(self) -> Iterator[database.Connection]:
-        given = timeout_from_conninfo(conninfo_to_dict(self._dsn))
         conn = Watched.connect(
-            self._dsn,
+            self.dsn,
             autocommit=True,
             prepare_threshold=None,
-            connect_timeout=min(given, math.ceil(self._seconds())),
+            connect_timeout=self.connect_timeout(),
         )
-        self._open.add(conn)
+        self.watch(conn, conn.pgconn)
         try:
             database.set_up(conn)
             yield conn
         finally:
             conn.close()
-            self._open.discard(conn)
+            self.forget(conn)
+
+    def watch(self, owner: Any, session: pq.abc.PGconn) -> None:
+        """Give up a session when `owner.waits_since` is too long ago."""
+        # Of its own: the number of libpq's may belong to another file by then.
+        way = socket.socket(fileno=os.dup(session.socket))
+        with self._lock:
+            self._sockets[owner] = way
+
+    def forget(self, owner: Any) -> None:
+        with self._lock:
+            if way := self._sockets.pop(owner, None):
+                way.close()
+
+    def check(self) -> bool:
+        """Give up what is overdue, and return whether nothing was; from another thread."""
+        seconds = self._seconds()
+        late = time.monotonic() - seconds
+        with self._lock:
+            overdue = [x for x in self._sockets.items() if x[0].waits_since < late]
+            for owner, way in overdue:
+                self.give_up(owner, seconds)
+                with suppress(OSError):  # it has just broken
+                    way.shutdown(socket.SHUT_RDWR)
+        return not overdue
+
+    def give_up(self, owner: Any, after: float) -> None:
+        """Note that its call fails after so many seconds."""
+        owner.gave_up_after = after
 
     def _seconds(self) -> float:
         return max(1.0, self._patience() * self._times)
 
-    def check(self) -> bool:
-        """Give up what is overdue, and return whether nothing was."""
-        now, seconds = time.monotonic(), self._seconds()
-        late = [conn for conn in list(self._open) if now > conn.waits_since + seconds]
-        for conn in late:
-            conn.give_up(seconds)
-        return not late
+    def connect_timeout(self) -> int:
+        given = timeout_from_conninfo(conninfo_to_dict(self.dsn))
+        return min(given, math.ceil(self._seconds()))

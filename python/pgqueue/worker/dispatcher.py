@@ -7,18 +7,15 @@ import select
 import socket
 import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pgqueue import database
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import Deadline
+from pgqueue.worker.intake import Intake
 from pgqueue.worker.prefetch import GATHER
 from pgqueue.worker.seldom import Outages
 from pgqueue.worker.service import Service
-
-if TYPE_CHECKING:
-    from pgqueue.worker import Worker
+from pgqueue.worker.terms import Terms
 
 log = logging.getLogger("pgqueue")
 
@@ -26,37 +23,19 @@ CHANNEL = "pgqueue"
 HANDOVER = 0.0002  # seconds for handlers' threads to start
 
 
-@dataclass(frozen=True)
-class Share:
-    """A queue's part of a worker.
-
-    With twice the weight of another it gets twice the jobs while both have some; at most
-    `limit` of its jobs, None being without limit, run at once.
-    """
-
-    weight: int = 1
-    limit: int | None = None
-
-    def __str__(self) -> str:
-        """Write it as --queue has it, behind the name."""
-        weight = f"={self.weight}" if self.weight != 1 else ""
-        return f"{weight}:{self.limit}" if self.limit else weight
-
-
 class Dispatcher(Service):
     """Claims what the worker wants, and passes it to `Intake.begin`."""
 
     name = "dispatcher"
 
-    def __init__(self, deadline: Deadline, outages: Outages, worker: "Worker") -> None:
+    def __init__(
+        self, deadline: Deadline, outages: Outages, terms: Terms, intake: Intake
+    ) -> None:
         super().__init__(deadline, outages)
         self.is_paused = False  # to drain: it claims no more
-        self._worker = worker
-        self._queues = {
-            name: share if isinstance(share, Share) else Share(share)
-            for name, share in worker.queues.items()
-        }
-        self.has_limits = any(share.limit for share in self._queues.values())
+        self._terms = terms
+        self._intake = intake
+        self.has_limits = any(share.limit for share in self._terms.shares.values())
         self._has_news = True  # there may be something to claim
         self._quiet_until = 0.0
         self._is_due = False  # by then, its group or lock may be free
@@ -84,19 +63,16 @@ class Dispatcher(Service):
             self.wake()
 
     def may_wait(self) -> bool:
-        return self.is_ready or not self._worker.burst
-
-    def shares(self) -> str:
-        return ", ".join(f"{name}{share}" for name, share in self._queues.items())
+        return self.is_ready or not self._terms.burst
 
     def work(self, conn: database.Connection) -> None:
         parks = self._start_listening(conn)
         self._has_news, has_looked = True, False
         while not self.over.is_set():
             self._lacks_slots = True  # before counting them, or one freed now is missed
-            queues, kinds, want = self._open_queues(), self._worker.intake.kinds(), 0
+            queues, kinds, want = self._open_queues(), self._intake.kinds(), 0
             if queues and kinds != [] and not self.is_paused:
-                want = self._worker.intake.want()
+                want = self._intake.want()
             self._lacks_slots = want <= 0
             if want > 0 and not self._is_settled():
                 # When merely polling, only rest() looks: one walk over the queue is enough.
@@ -104,9 +80,9 @@ class Dispatcher(Service):
                 if may_claim and self._claim(conn, queues, kinds, want) == want:
                     continue
                 self._rest(protocol.rest(conn, list(queues), kinds, parks))
-                has_looked = len(queues) == len(self._queues)
+                has_looked = len(queues) == len(self._terms.shares)
             # In this order: news of what a job has left come before its end.
-            is_free = has_looked and not self._worker.heartbeat.held
+            is_free = has_looked and not self._intake.heartbeat.held
             self.is_drained = is_free and self._is_settled()
             self._sleep(conn, want)
 
@@ -117,9 +93,9 @@ class Dispatcher(Service):
     def _open_queues(self) -> dict[str, int | None]:
         """Return the queues that are not at their limit, and what is left of it."""
         if not self.has_limits:
-            return dict.fromkeys(self._queues)
-        held = Counter(attempt.queue for attempt in list(self._worker.heartbeat.held))
-        left = {n: s.limit and s.limit - held[n] for n, s in self._queues.items()}
+            return dict.fromkeys(self._terms.shares)
+        held = Counter(attempt.queue for attempt in list(self._intake.heartbeat.held))
+        left = {n: s.limit and s.limit - held[n] for n, s in self._terms.shares.items()}
         return {name: n for name, n in left.items() if n is None or n > 0}
 
     def _claim(
@@ -129,17 +105,17 @@ class Dispatcher(Service):
         kinds: list[str] | None,
         want: int,
     ) -> int:
-        worker, now = self._worker, time.monotonic()
-        weights = [self._queues[name].weight for name in queues]
+        terms, now = self._terms, time.monotonic()
+        weights = [self._terms.shares[name].weight for name in queues]
         limits = list(queues.values())
         self._quiet_until, self._has_news = 0.0, False
         attempts = protocol.claim(
-            conn, worker.id, list(queues), want, worker.lease, kinds, weights, limits
+            conn, terms.id, list(queues), want, terms.lease, kinds, weights, limits
         )
         if attempts:
             self.succeeded()
-        worker.intake.begin(attempts, now, self.is_paused)
-        if attempts and not worker.prefetch.is_quick:
+        self._intake.begin(attempts, now, self.is_paused)
+        if attempts and not self._intake.prefetch.is_quick:
             # A thread can start only when this one releases the interpreter.
             time.sleep(HANDOVER)
         if len(attempts) == want:
@@ -152,7 +128,7 @@ class Dispatcher(Service):
 
     def _rest(self, seconds: float | None) -> None:
         """Claim nothing for this long, or until the next poll."""
-        pause = self._worker.poll_interval * random.uniform(0.8, 1.2)
+        pause = self._terms.poll_interval * random.uniform(0.8, 1.2)
         self._is_due = seconds is not None and seconds <= pause
         pause = pause if seconds is None else min(pause, seconds)
         self._quiet_until = time.monotonic() + pause
@@ -160,7 +136,7 @@ class Dispatcher(Service):
     def _sleep(self, conn: database.Connection, want: int) -> None:
         """Sleep until there is news or something to do, at most a second."""
         self.succeeded()  # or it has just connected, and wants nothing
-        if self._worker.prefetch.is_quick:
+        if self._intake.prefetch.is_quick:
             time.sleep(GATHER)
         # Before looking at _has_news: from here on, news wakes it.
         self._is_asleep = True
@@ -181,13 +157,13 @@ class Dispatcher(Service):
         self._is_asleep = False
 
     def _start_listening(self, conn: database.Connection) -> bool:
-        if not self._worker.listen:
+        if not self._terms.listen:
             return False
         if conn.prepare_threshold is None:
-            self._worker.listen = False  # nor after a reconnect
+            self._terms.listen = False  # nor after a reconnect
             log.warning(
                 "NOTIFY does not arrive through a pooler: polling every %s s",
-                self._worker.poll_interval,
+                self._terms.poll_interval,
             )
             return False
         conn.add_notify_handler(lambda notify: self._hear(notify.payload.encode()))
@@ -196,6 +172,6 @@ class Dispatcher(Service):
 
     def _hear(self, news: bytes) -> None:
         if news == b"cancel":
-            self._worker.heartbeat.look_for_cancelled()
+            self._intake.heartbeat.look_for_cancelled()
         elif news != b"end":  # which is for those who wait for a job to end
             self._has_news = True

@@ -34,7 +34,7 @@ class Executor:
 
     def __init__(
         self,
-        dsn: str,
+        connections: Connections,
         concurrency: int,
         on_end: Callable[[Attempt], None],
         middleware: Middleware | None,
@@ -47,7 +47,7 @@ class Executor:
         self._error: BaseException | None = None  # what ended a thread
         self._on_end = on_end
         self._middleware = middleware
-        self.connections = Connections(dsn)
+        self.connections = connections
         self._lock = threading.Lock()  # guards the next three
         self._free = concurrency
         self._threads: list[threading.Thread] = []

@@ -17,7 +17,7 @@ from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.client import LeaseLost
 from pgqueue.worker import protocol
-from pgqueue.worker.deadline import Deadline
+from pgqueue.worker.deadline import NEVER, Deadline
 from pgqueue.worker.seldom import Outages, Seldom, one_line
 from pgqueue.worker.service import KEEP, Service
 
@@ -25,7 +25,6 @@ log = logging.getLogger("pgqueue")
 
 LOST = float("-inf")  # as the end of a lease
 PROGRESS = 1.0  # seconds between two reports of progress
-NEVER = float("inf")
 
 
 class Heartbeat(Service):

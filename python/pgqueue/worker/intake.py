@@ -4,13 +4,13 @@ import logging
 import math
 from datetime import timedelta
 
-from pgqueue.app import App
 from pgqueue.attempt import NO_TASK, Attempt, Outcome
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
 from pgqueue.worker.prefetch import Prefetch
 from pgqueue.worker.seldom import Seldom
+from pgqueue.worker.terms import Terms
 
 log = logging.getLogger("pgqueue")
 
@@ -22,20 +22,18 @@ class Intake:
 
     def __init__(
         self,
-        app: App,
-        only_known: bool,
-        timeout: float | None,
+        terms: Terms,
         prefetch: Prefetch,
         executor: Executor,
         heartbeat: Heartbeat,
         finisher: Finisher,
     ) -> None:
-        self._app = app
-        self._only_known = only_known
-        self._timeout = timeout  # for handlers without one of their own
+        self._app = terms.app
+        self._only_known = terms.only_known
+        self._timeout = terms.timeout  # for handlers without one of their own
         self.prefetch = prefetch
         self._executor = executor
-        self._heartbeat = heartbeat
+        self.heartbeat = heartbeat
         self._finisher = finisher
         self._seldom = Seldom()
 
@@ -47,7 +45,7 @@ class Intake:
 
     def want(self) -> int:
         """Return how many jobs to claim: 0 while the finisher has fallen behind."""
-        if len(self._heartbeat.held) > 2 * (
+        if len(self.heartbeat.held) > 2 * (
             self.prefetch.batch + self.prefetch.concurrency
         ):
             return 0
@@ -55,7 +53,7 @@ class Intake:
 
     def begin(self, attempts: list[Attempt], since: float, is_paused: bool) -> None:
         """Run what was claimed at a moment of the monotonic clock; not if it is paused."""
-        self._heartbeat.hold(attempts, since)
+        self.heartbeat.hold(attempts, since)
         self.prefetch.claimed(len(attempts))
         free = self.prefetch.concurrency - self._executor.unfinished
         last = [a for a in attempts if a.number >= a.max_attempts]

@@ -1,4 +1,4 @@
-"""The five SQL functions that a worker calls, as a worker in any language would."""
+"""The SQL functions that a worker calls, as a worker in any language would."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,9 +19,11 @@ CLAIM = (
     " payload::pg_catalog.text as payload, headers::pg_catalog.text as headers,"
     " extract(epoch from lease_expires_at operator(pg_catalog.-) claimed_at)::float"
     " as seconds, (terms).batch_id as batch_id"
-    " from pgqueue.claim_from(%s::pg_catalog.text[], %s, %s,"
-    " pg_catalog.make_interval(secs => %s::float),"
-    " %s::pg_catalog.text[], %s::int[], %s::int[]) offset 0) as c"
+    " from pgqueue.claim(%s, %s, %s, pg_catalog.make_interval(secs => %s::float),"
+    " %s::pg_catalog.text[]) offset 0) as c"
+)
+CLAIM_FROM = CLAIM.replace(".claim(%s", ".claim_from(%s::pg_catalog.text[]").replace(
+    ") offset", ", %s::int[], %s::int[]) offset"
 )
 MOST_BYTES = 16_000_000  # of the payloads that a worker claims at once
 EXTEND = (
@@ -69,10 +71,17 @@ def claim(
 ) -> list[Attempt]:
     """Claim by pgqueue.claim_from(); the lease is in seconds.
 
-    Those without a payload are too much at once, and to be given back.
+    Of a single queue by claim(), a quarter of a millisecond quicker. Those without a payload
+    are too much at once, and to be given back.
     """
-    params = (MOST_BYTES, queues, worker, max_jobs, lease, kinds, weights, limits)
-    return [Attempt(*row) for row in _call(conn, CLAIM, params)]
+    of_kinds = kinds and to_array(kinds)
+    if len(queues) == 1:
+        most = min([max_jobs, *(n for n in limits or () if n is not None)])
+        one = (MOST_BYTES, queues[0], worker, most, lease, of_kinds)
+        return [Attempt(*row) for row in _call(conn, CLAIM, one)]
+    params = (MOST_BYTES, to_array(queues), worker, max_jobs, lease, of_kinds)
+    rows = _call(conn, CLAIM_FROM, (*params, weights, limits))
+    return [Attempt(*row) for row in rows]
 
 
 def extend(
@@ -112,7 +121,9 @@ def rest(
     park: bool,
 ) -> float | None:
     """Ask pgqueue.rest() for how many seconds nothing is due; None: until notified."""
-    ((seconds,),) = _call(conn, REST, (queues, kinds, park))
+    ((seconds,),) = _call(
+        conn, REST, (to_array(queues), kinds and to_array(kinds), park)
+    )
     return None if seconds is None else float(seconds)
 
 

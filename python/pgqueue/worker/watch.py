@@ -3,7 +3,6 @@
 import logging
 import time
 from asyncio import CancelledError
-from collections.abc import Callable
 
 from pgqueue.attempt import Attempt
 from pgqueue.judge import judge
@@ -22,11 +21,10 @@ STALE = 1.0  # without a new attempt: other workers get those that wait
 
 
 class Watch:
-    """Watches an executor, and its connections for at most `patience()` seconds a call."""
+    """Watches an executor, and its connections."""
 
-    def __init__(self, executor: Executor, patience: Callable[[], float]) -> None:
+    def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._patience = patience
         self._seldom = Seldom()
 
     def check(self) -> None:
@@ -40,7 +38,7 @@ class Watch:
             if attempt.started:
                 self._watch(attempt, now)
         executor.connections.close_idle()
-        executor.connections.give_up_late(self._patience())
+        executor.connections.check()
         if now > executor.began_at + STALE:
             executor.release_waiting()
         self._check_loop()

@@ -253,8 +253,22 @@ async def latency(driver: Driver, jobs: int, every: float = 0.02) -> Answer:
     return {"ms": found, "twice": handled - len(started)}
 
 
+async def sleepers(driver: Driver, jobs: int, sleeps: tuple[float, float]) -> Answer:
+    """How many sleeps a second as many tasks do without a queue: no worker does more here."""
+    left = iter(range(jobs))
+
+    async def sleep() -> None:
+        for _ in left:
+            await asyncio.sleep(random.uniform(*sleeps))
+
+    start = time.monotonic()
+    await asyncio.gather(*(sleep() for _ in range(AT_ONCE)))
+    return {"rate": jobs / (time.monotonic() - start)}
+
+
+DOES = (install, bulk, enqueue, drain, groups, latency, sleepers)
 VERBS: dict[str, Callable[..., Coroutine[Any, Any, Answer]]] = {
-    verb.__name__: verb for verb in (install, bulk, enqueue, drain, groups, latency)
+    verb.__name__: verb for verb in DOES
 }
 
 

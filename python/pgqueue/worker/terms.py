@@ -1,0 +1,66 @@
+"""What a worker is told: its app, its queues and its options."""
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+
+from pgqueue.app import App
+
+
+@dataclass(frozen=True)
+class Share:
+    """A queue's part of a worker.
+
+    With twice the weight of another it gets twice the jobs while both have some; at most
+    `limit` of its jobs, None being without limit, run at once.
+    """
+
+    weight: int = 1
+    limit: int | None = None
+
+    def __str__(self) -> str:
+        """Write it as --queue has it, behind the name."""
+        weight = f"={self.weight}" if self.weight != 1 else ""
+        return f"{weight}:{self.limit}" if self.limit else weight
+
+
+@dataclass(eq=False, repr=False)
+class Terms:
+    """The options of a worker, checked; `id` is what the server has as its name."""
+
+    app: App
+    queues: Mapping[str, Share | int]
+    _: KW_ONLY
+    dsn: str | None = None
+    name: str | None = None
+    concurrency: int = 10
+    batch: int = 5000
+    lease: float | None = None
+    timeout: float | None = None
+    poll_interval: float = 5.0
+    call_timeout: float | None = None
+    shutdown_timeout: float = 30.0
+    listen: bool = True
+    burst: bool = False
+    only_known: bool = False
+    max_jobs: int | None = None
+    on_tick: Callable[[], None] = lambda: None
+    on_commit: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        if not self.queues or self.concurrency < 1:
+            raise ValueError("a worker needs a queue and a concurrency of 1 at least")
+        if self.only_known and not self.app.tasks:
+            raise ValueError("only_known, but the app has no handler")
+        for task in self.app.tasks.values():
+            task.arguments.prepare()
+        name = (self.name or socket.gethostname()).encode(errors="replace")[:150]
+        name_and_pid = f"{name.decode(errors='ignore')}:{os.getpid()}"
+        self.id = f"{name_and_pid}:{secrets.token_hex(4)}"
+        self.listen = self.listen and not self.burst
+        self.shares = {
+            name: share if isinstance(share, Share) else Share(share)
+            for name, share in self.queues.items()
+        }
