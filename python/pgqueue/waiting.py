@@ -53,15 +53,18 @@ class Status:
     time_left: timedelta | None
     result: Any  # decoded JSON, of a completed job
     last_error: str | None  # or why it was cancelled
+    payload: Any  # decoded; these two are None unless the caller may read the table job
+    errors: list[dict[str, Any]] | None  # oldest first: attempt, at, worker, error
 
     @property
     def has_ended(self) -> bool:
         return self.state in ENDS
 
 
+JSON = ("result", "payload", "errors")
 STATUS = "select {} from pgqueue.status(%s) as s".format(
     ", ".join(
-        f"s.{f.name}::pg_catalog.text" if f.name == "result" else f"s.{f.name}"
+        f"s.{f.name}::pg_catalog.text" if f.name in JSON else f"s.{f.name}"
         for f in fields(Status)
     )
 )
@@ -70,9 +73,9 @@ STATUS = "select {} from pgqueue.status(%s) as s".format(
 def _as_status(rows: list[tuple[Any, ...]]) -> Status:
     (row,) = rows
     found = Status(*row)
-    if found.result is None:
-        return found
-    return replace(found, result=json.loads(found.result))
+    texts = {name: getattr(found, name) for name in JSON}
+    known = {name: json.loads(t) for name, t in texts.items() if t is not None}
+    return replace(found, **known)
 
 
 @overload
