@@ -101,7 +101,7 @@ def wait(
 ) -> Coroutine[Any, Any, Status]: ...
 @overload
 def wait(
-    conn: psycopg.Connection[Any],
+    conn: Any,
     job_id: int,
     timeout: float | None = None,
     *,
@@ -112,14 +112,15 @@ def wait(
 ) -> Any:
     """Wait until a job has completed, died or been cancelled, and return its status.
 
-    `conn` is a psycopg 3 connection outside a transaction, which nothing else uses meanwhile; if
-    it is async, await the status. It sleeps until pgqueue notifies it. Behind a pooler, on a
+    `conn` is a connection of psycopg 3, or of Django or SQLAlchemy on it, outside a transaction,
+    which nothing else uses meanwhile; if it is async, await the status. It sleeps until pgqueue notifies it. Behind a pooler, on a
     standby, outside READ COMMITTED, or with `listen` false, it polls: at first after
     milliseconds, then every second.
 
-    Raises TimeoutError after `timeout` seconds, ValueError in a transaction or pipeline, and
+    Raises TypeError for a connection of another driver, TimeoutError after `timeout` seconds, ValueError in a transaction or pipeline, and
     JobNotFound if nothing is known about the job, as after an end with keep_runs 0.
     """
+    conn = drivers.of_psycopg(conn)
     waiting = _wait(_Session(conn), job_id, timeout, listen)
     if isinstance(conn, psycopg.AsyncConnection):
         return waiting

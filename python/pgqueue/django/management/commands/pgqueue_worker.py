@@ -1,8 +1,10 @@
 """manage.py pgqueue_worker: python -m pgqueue.worker, on the database of the settings."""
 
 import argparse
+import os
 import sys
 
+from django.conf import settings
 from django.core.management.base import BaseCommand
 from django.db import connections
 from psycopg.conninfo import make_conninfo
@@ -30,10 +32,17 @@ class Command(BaseCommand):
             dsn = conninfo(args.database)
         except ValueError as error:
             parser.error(str(error))
+        is_named = os.environ.get("PGQUEUE_APP") or any(map(names_app, others))
+        if not is_named and hasattr(settings, "TASKS"):
+            others = ["--app", "pgqueue.django.worker", *others]
         sys.exit(main(others, dsn=dsn, wrap=fresh_connections))
 
     def print_help(self, prog_name: str, subcommand: str) -> None:
         self.run_from_argv([prog_name, subcommand, "--help"])
+
+
+def names_app(argument: str) -> bool:
+    return argument == "--app" or argument.startswith("--app=")
 
 
 def conninfo(alias: str) -> str:
