@@ -1,7 +1,6 @@
 """manage.py pgqueue_worker: python -m pgqueue.worker, on the database of the settings."""
 
 import argparse
-import os
 import sys
 
 from django.conf import settings
@@ -12,6 +11,7 @@ from psycopg.pq import Conninfo
 
 from pgqueue.django.middleware import fresh_connections
 from pgqueue.worker.__main__ import main
+from pgqueue.worker.options import add
 
 
 class Command(BaseCommand):
@@ -32,8 +32,7 @@ class Command(BaseCommand):
             dsn = conninfo(args.database)
         except ValueError as error:
             parser.error(str(error))
-        is_named = os.environ.get("PGQUEUE_APP") or any(map(names_app, others))
-        if not is_named and hasattr(settings, "TASKS"):
+        if not names_app(others) and hasattr(settings, "TASKS"):
             others = ["--app", "pgqueue.django.worker", *others]
         sys.exit(main(others, dsn=dsn, wrap=fresh_connections))
 
@@ -41,8 +40,11 @@ class Command(BaseCommand):
         self.run_from_argv([prog_name, subcommand, "--help"])
 
 
-def names_app(argument: str) -> bool:
-    return argument == "--app" or argument.startswith("--app=")
+def names_app(argv: list[str]) -> bool:
+    """Whether the command line or its variable names an app."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add(parser, "--app", "", None, str)
+    return bool(parser.parse_known_args(argv)[0].app)
 
 
 def conninfo(alias: str) -> str:
