@@ -112,13 +112,14 @@ def wait(
 ) -> Any:
     """Wait until a job has completed, died or been cancelled, and return its status.
 
-    `conn` is a connection of psycopg 3, or of Django or SQLAlchemy on it, outside a transaction,
-    which nothing else uses meanwhile; if it is async, await the status. It sleeps until pgqueue notifies it. Behind a pooler, on a
-    standby, outside READ COMMITTED, or with `listen` false, it polls: at first after
-    milliseconds, then every second.
+    `conn` is a connection of psycopg 3, or Django's on it, outside a transaction, which nothing
+    else uses meanwhile; if it is async, await the status. It sleeps until pgqueue notifies it.
+    Behind a pooler, on a standby, outside READ COMMITTED, or with `listen` false, it polls:
+    at first after milliseconds, then every second.
 
-    Raises TypeError for a connection of another driver, TimeoutError after `timeout` seconds, ValueError in a transaction or pipeline, and
-    JobNotFound if nothing is known about the job, as after an end with keep_runs 0.
+    Raises TimeoutError after `timeout` seconds, ValueError in a transaction or pipeline,
+    TypeError for a connection of another driver, and JobNotFound if nothing is known about the
+    job, as after an end with keep_runs 0.
     """
     conn = drivers.of_psycopg(conn)
     waiting = _wait(_Session(conn), job_id, timeout, listen)
