@@ -140,6 +140,10 @@ class App:
         self.shutdown.append(function)
         return function
 
+    def find(self, kind: str) -> Task[Any, Any] | None:
+        """Return the handler of a kind, if there is one."""
+        return self.tasks.get(kind)
+
     def job(
         self,
         kind: str,

@@ -81,6 +81,21 @@ def _fetch(conn: Any, query: str, params: tuple[Any, ...]) -> Any:
     return _then(cursor.execute(query, params), lambda _: cursor.fetchall())
 
 
+def of_psycopg(conn: Any) -> psycopg.Connection[Any] | psycopg.AsyncConnection[Any]:
+    """Find the psycopg connection below that of Django or SQLAlchemy."""
+    if hasattr(conn, "ensure_connection"):
+        conn.ensure_connection()
+        conn = conn.connection
+    elif not isinstance(conn, psycopg.Connection | psycopg.AsyncConnection):
+        conn = getattr(conn, "sync_session", getattr(conn, "sync_connection", conn))
+        if callable(getattr(conn, "connection", None)):
+            conn = conn.connection()
+        conn = getattr(getattr(conn, "connection", conn), "driver_connection", conn)
+    if not isinstance(conn, psycopg.Connection | psycopg.AsyncConnection):
+        raise TypeError(f"not a connection on psycopg 3: {type(conn).__name__}")
+    return conn
+
+
 def _then(value: Any, function: Callable[[Any], Any]) -> Any:
     """Call a function with a value: now, or when the value has been awaited."""
     if not inspect.isawaitable(value):

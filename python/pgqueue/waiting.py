@@ -53,15 +53,18 @@ class Status:
     time_left: timedelta | None
     result: Any  # decoded JSON, of a completed job
     last_error: str | None  # or why it was cancelled
+    payload: Any  # decoded; these two are None unless the caller may read the table job
+    errors: list[dict[str, Any]] | None  # oldest first: attempt, at, worker, error
 
     @property
     def has_ended(self) -> bool:
         return self.state in ENDS
 
 
+JSON = ("result", "payload", "errors")
 STATUS = "select {} from pgqueue.status(%s) as s".format(
     ", ".join(
-        f"s.{f.name}::pg_catalog.text" if f.name == "result" else f"s.{f.name}"
+        f"s.{f.name}::pg_catalog.text" if f.name in JSON else f"s.{f.name}"
         for f in fields(Status)
     )
 )
@@ -70,9 +73,9 @@ STATUS = "select {} from pgqueue.status(%s) as s".format(
 def _as_status(rows: list[tuple[Any, ...]]) -> Status:
     (row,) = rows
     found = Status(*row)
-    if found.result is None:
-        return found
-    return replace(found, result=json.loads(found.result))
+    texts = {name: getattr(found, name) for name in JSON}
+    known = {name: json.loads(t) for name, t in texts.items() if t is not None}
+    return replace(found, **known)
 
 
 @overload
@@ -98,7 +101,7 @@ def wait(
 ) -> Coroutine[Any, Any, Status]: ...
 @overload
 def wait(
-    conn: psycopg.Connection[Any],
+    conn: Any,
     job_id: int,
     timeout: float | None = None,
     *,
@@ -109,14 +112,16 @@ def wait(
 ) -> Any:
     """Wait until a job has completed, died or been cancelled, and return its status.
 
-    `conn` is a psycopg 3 connection outside a transaction, which nothing else uses meanwhile; if
-    it is async, await the status. It sleeps until pgqueue notifies it. Behind a pooler, on a
-    standby, outside READ COMMITTED, or with `listen` false, it polls: at first after
-    milliseconds, then every second.
+    `conn` is a connection of psycopg 3, or Django's on it, outside a transaction, which nothing
+    else uses meanwhile; if it is async, await the status. It sleeps until pgqueue notifies it.
+    Behind a pooler, on a standby, outside READ COMMITTED, or with `listen` false, it polls:
+    at first after milliseconds, then every second.
 
-    Raises TimeoutError after `timeout` seconds, ValueError in a transaction or pipeline, and
-    JobNotFound if nothing is known about the job, as after an end with keep_runs 0.
+    Raises TimeoutError after `timeout` seconds, ValueError in a transaction or pipeline,
+    TypeError for a connection of another driver, and JobNotFound if nothing is known about the
+    job, as after an end with keep_runs 0.
     """
+    conn = drivers.of_psycopg(conn)
     waiting = _wait(_Session(conn), job_id, timeout, listen)
     if isinstance(conn, psycopg.AsyncConnection):
         return waiting

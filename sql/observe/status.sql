@@ -71,13 +71,47 @@ an open transaction has locked the job it does nothing.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
 argument).';
 
+-- Whether the caller may read the table of jobs, as its owner and operators may. The functions run as their
+-- owner, so the caller is the role that the session has taken on.
+create or replace function pgqueue._reads_jobs()
+    returns boolean
+    language plpgsql
+as $$
+declare
+    taken_on text := current_setting('role');
+begin
+    return has_table_privilege(
+        case taken_on when 'none' then session_user::text else taken_on end, 'pgqueue.job', 'select'
+    );
+end;
+$$;
+
+-- The failures of a job that has ended, oldest first, as run has them: in the form of job.errors.
+create or replace function pgqueue._past_errors(job_id bigint)
+    returns jsonb
+    language plpgsql
+    set enable_bitmapscan = on
+as $$
+begin
+    return coalesce((
+        select jsonb_agg(
+            jsonb_build_object('attempt', r.attempt, 'at', r.finished_at, 'worker', r.worker, 'error', r.error)
+            order by r.finished_at, r.attempt
+        )
+        from pgqueue.run as r
+        where r.job_id = _past_errors.job_id and r.error is not null
+    ), '[]');
+end;
+$$;
+
 create or replace function pgqueue.status(job_id bigint)
     returns table (
         id bigint, queue text, kind text, state text,
         attempt int, max_attempts int, priority int,
         enqueued_at timestamptz, run_at timestamptz, expires_at timestamptz, claimed_at timestamptz,
         finished_at timestamptz, worker text, done numeric, total numeric, message text, rate numeric,
-        time_left interval, result jsonb, last_error text
+        time_left interval, result jsonb, last_error text,
+        payload jsonb, errors jsonb
     )
     language plpgsql
     security definer
@@ -88,6 +122,7 @@ create or replace function pgqueue.status(job_id bigint)
     set enable_indexscan = on
 as $$
 declare
+    reads_jobs boolean := pgqueue._reads_jobs();
     last pgqueue.run;
     refused boolean;
 begin
@@ -99,9 +134,12 @@ begin
         coalesce(j.priority, d.priority), coalesce(j.enqueued_at, d.enqueued_at),
         case when d.id is null then j.run_at else d.run_at end, j.expires_at,
         coalesce(j.claimed_at, d.claimed_at), d.died_at, coalesce(j.worker, d.worker),
-        j.done, j.total, j.message, j.rate, j.time_left, null::jsonb, coalesce(j.last_error, d.error)
+        j.done, j.total, j.message, j.rate, j.time_left, null::jsonb, coalesce(j.last_error, d.error),
+        case when reads_jobs then coalesce(w.payload, d.payload) end,
+        case when reads_jobs then coalesce(w.errors, d.errors) end
     from (values (status.job_id)) as asked (id)
     left join pgqueue.jobs as j on j.id = asked.id
+    left join pgqueue.job as w on w.id = j.id
     left join pgqueue.dead_job as d on d.id = asked.id
     where num_nonnulls(j.id, d.id) > 0;
     if found then
@@ -127,6 +165,10 @@ begin
     else
         last_error := coalesce(last.error, last.result #>> '{}');
     end if;
+    if reads_jobs then
+        payload := last.payload;
+        errors := pgqueue._past_errors(job_id);
+    end if;
     return next;
 end;
 $$;
@@ -136,8 +178,11 @@ comment on function pgqueue.status(bigint) is
 it waits or runs, then dead, completed, cancelled, or gone (discarded or
 purged: the row is that of its last attempt). A job that has ended is looked
 up in run, which knows neither its priority, when it was enqueued nor its
-expires_at: these are null. last_error of a cancelled job is the reason. Only
-reads.
+expires_at: these are null. last_error of a cancelled job is the reason.
+payload and errors (the failures, oldest first: attempt, at, worker, error) are
+null unless the caller may read the table job, as operators may; of a job that
+has ended they are what run has: the first line of each error, and the payload
+with keep_payloads. Only reads.
 Raises PQ001 (nothing is known about it).';
 
 create or replace function pgqueue.result(job_id bigint)

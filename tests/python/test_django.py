@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import django
 import pgqueue
 import psycopg
 import pytest
@@ -35,6 +36,7 @@ from django.db import models
 class Order(models.Model):
     is_confirmed = models.BooleanField(default=False)
     is_shipped = models.BooleanField(default=False)
+    is_packed = models.BooleanField(default=False)
 """
 ORDERS = """
 from django.db import migrations, models
@@ -45,9 +47,9 @@ class Migration(migrations.Migration):
         ("id", models.BigAutoField(primary_key=True, serialize=False)),
         ("is_confirmed", models.BooleanField(default=False)),
         ("is_shipped", models.BooleanField(default=False)),
+        ("is_packed", models.BooleanField(default=False)),
     ])]
 """
-DEPENDENCY = 'Migration.dependencies = [("shop", "0001_orders")]'
 
 
 class Site(Project):
@@ -59,15 +61,18 @@ class Site(Project):
         # Only Django's settings name the database of the test.
         env = {"PGDATABASE": "template1", "NAME": dbname, "PYTHONPATH": str(PACKAGE)}
         super().__init__(folder, **env)
-        installed, migration, jobs, tests = blocks("Django")
+        installed, migration, tasks, jobs, tests = blocks("Django")
+        if django.VERSION < (6,):  # there it is a package of its own
+            tasks = tasks.replace("django.tasks", "django_tasks")
         for name, *texts in (
             ("manage.py", MANAGE),
             ("settings.py", SETTINGS, installed),
             ("shop/__init__.py",),
             ("shop/models.py", MODELS),
             ("shop/migrations/__init__.py",),
-            ("shop/migrations/0001_orders.py", ORDERS),
-            ("shop/migrations/0002_pgqueue.py", migration, DEPENDENCY),
+            ("shop/migrations/0001_initial.py", ORDERS),
+            ("shop/migrations/0002_pgqueue.py", migration),
+            ("shop/tasks.py", tasks),
             ("shop/jobs.py", jobs),
             ("shop/tests.py", tests),
         ):
@@ -137,7 +142,7 @@ with transaction.atomic():
 
 
 def test_a_django_test_case_runs_jobs_in_its_transaction(site) -> None:
-    site.write("shop/tests.py", blocks("Django")[3], MORE_TESTS)
+    site.write("shop/tests.py", blocks("Django")[4], MORE_TESTS)
     said = site.manage("test", "-v", "2")
     assert "Ran 6 tests" in said
     assert "Applying shop.0002_pgqueue" in said

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(42);
+select plan(50);
 
 create temporary view awaiting as
 select l.objid::int as key, l.mode from pg_locks as l
@@ -106,6 +106,63 @@ select pgqueue.enqueue('s') as id \gset
 select pgqueue.cancel(:id, 'a typo');
 select is(pg_temp.known(:id), 'cancelled s s 0 - - a typo finished', 'status of a cancelled job tells the reason');
 select is(pgqueue.result(:id), null, 'a cancelled job has no result');
+
+-- Payload and errors
+
+create function pg_temp.told(id bigint) returns text
+    language sql as $$
+    select concat_ws(' ', s.state, coalesce(s.payload::text, '-'), (
+        select string_agg(concat_ws(':', e ->> 'attempt', e ->> 'worker', replace(e ->> 'error', E'\n', '/')), ' ' order by place)
+        from jsonb_array_elements(s.errors) with ordinality as u (e, place)
+        where (e ->> 'at')::timestamptz between now() and clock_timestamp()
+    ))
+    from pgqueue.status(id) as s
+$$;
+
+select pgqueue.enqueue('e', '{"a": 1}', max_attempts => 3) as id \gset
+select is(pg_temp.told(:id), 'ready {"a": 1}', 'status shows the payload of a job');
+select is((select errors from pgqueue.status(:id)), '[]', 'and that it has not failed');
+select token from pgqueue.claim('e', 'v') \gset
+select pgqueue.fail(:id, :token, E'Error: one\nline 1', retry_in => '0');
+select token from pgqueue.claim('e', 'w') \gset
+select pgqueue.fail(:id, :token, E'Error: two\nline 2', retry_in => '0');
+select is(
+    pg_temp.told(:id), 'ready {"a": 1} 1:v:Error: one/line 1 2:w:Error: two/line 2',
+    'all errors of a job that goes on, oldest first'
+);
+savepoint ends;
+select token from pgqueue.claim('e', 'w') \gset
+select pgqueue.complete(:id, :token);
+select is(pg_temp.told(:id), 'completed - 1:v:Error: one 2:w:Error: two', 'of one that has ended run keeps the first lines');
+rollback to ends;
+select pgqueue.configure('e', keep_payloads => true);
+select token from pgqueue.claim('e', 'w') \gset
+select pgqueue.complete(:id, :token);
+select is(
+    pg_temp.told(:id), 'completed {"a": 1} 1:v:Error: one 2:w:Error: two', 'and the payload, if that is to be kept'
+);
+rollback to ends;
+select token from pgqueue.claim('e', 'w') \gset
+select pgqueue.fail(:id, :token, E'Error: last\nline 3');
+select is(
+    pg_temp.told(:id), 'dead {"a": 1} 1:v:Error: one/line 1 2:w:Error: two/line 2 3:w:Error: last/line 3',
+    'all errors of a dead job'
+);
+
+create role status_asks;
+select pgqueue.grant_access('status_asks', 'producer');
+set local role status_asks;
+select s.last_error, num_nonnulls(s.payload, s.errors) as seen from pgqueue.status(:id) as s \gset producer_
+reset role;
+select is(
+    concat_ws(' ', :'producer_seen', split_part(:'producer_last_error', E'\n', 1)), '0 Error: last',
+    'a role that may not read the table sees neither payload nor errors'
+);
+select pgqueue.grant_access('status_asks', 'operator');
+set local role status_asks;
+select num_nonnulls(s.payload, s.errors) as seen from pgqueue.status(:id) as s \gset operator_
+reset role;
+select is(:operator_seen, 2, 'an operator sees both');
 
 select pgqueue.configure('none', keep_runs => 0);
 select pgqueue.enqueue('none') as id \gset

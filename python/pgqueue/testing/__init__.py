@@ -189,9 +189,10 @@ def drain(
         if scheduled:
             session.execute(MAKE_DUE, which)
         while len(ran) < max_jobs and (attempt := _claim(session, which)):
-            if attempt.kind not in app.tasks:
+            task = app.find(attempt.kind)
+            if task is None:
                 raise LookupError(f"the app has no handler for kind {attempt.kind!r}")
-            attempt.task = app.tasks[attempt.kind]
+            attempt.task = task
             timeout = attempt.task.policy.timeout
             attempt.timeout = None if timeout == math.inf else timeout
             ran.append(run_inline(conn, session, app, attempt, raises))

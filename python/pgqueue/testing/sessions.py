@@ -8,6 +8,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from pgqueue import database
+from pgqueue.drivers import of_psycopg
 
 
 def is_in_transaction(conn: database.Connection) -> bool:
@@ -29,21 +30,6 @@ def lent(conn: Any) -> Iterator[database.Connection]:
     finally:
         del view.pgconn  # it would warn that nobody closed it
         session.notice_handler, session.notify_handler = handlers
-
-
-def of_psycopg(conn: Any) -> psycopg.Connection[Any] | psycopg.AsyncConnection[Any]:
-    """Find the psycopg connection below that of Django or SQLAlchemy."""
-    if hasattr(conn, "ensure_connection"):
-        conn.ensure_connection()
-        conn = conn.connection
-    elif not isinstance(conn, psycopg.Connection | psycopg.AsyncConnection):
-        conn = getattr(conn, "sync_session", getattr(conn, "sync_connection", conn))
-        if callable(getattr(conn, "connection", None)):
-            conn = conn.connection()
-        conn = getattr(getattr(conn, "connection", conn), "driver_connection", conn)
-    if not isinstance(conn, psycopg.Connection | psycopg.AsyncConnection):
-        raise TypeError(f"not a connection on psycopg 3: {type(conn).__name__}")
-    return conn
 
 
 @contextlib.asynccontextmanager

@@ -69,7 +69,7 @@ class Intake:
             # Claimed meanwhile, or never to wait here: leave it to other workers.
             if is_paused or attempt in not_ahead or not attempt.payload:
                 self._give_back(attempt)
-            elif task := self._app.tasks.get(attempt.kind):
+            elif task := self._app.find(attempt.kind):
                 attempt.task = task
                 timeout = task.policy.timeout or self._timeout
                 attempt.timeout = None if timeout == math.inf else timeout

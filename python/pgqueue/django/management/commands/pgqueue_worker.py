@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from django.conf import settings
 from django.core.management.base import BaseCommand
 from django.db import connections
 from psycopg.conninfo import make_conninfo
@@ -10,6 +11,7 @@ from psycopg.pq import Conninfo
 
 from pgqueue.django.middleware import fresh_connections
 from pgqueue.worker.__main__ import main
+from pgqueue.worker.options import add
 
 
 class Command(BaseCommand):
@@ -30,10 +32,19 @@ class Command(BaseCommand):
             dsn = conninfo(args.database)
         except ValueError as error:
             parser.error(str(error))
+        if not names_app(others) and hasattr(settings, "TASKS"):
+            others = ["--app", "pgqueue.django.worker", *others]
         sys.exit(main(others, dsn=dsn, wrap=fresh_connections))
 
     def print_help(self, prog_name: str, subcommand: str) -> None:
         self.run_from_argv([prog_name, subcommand, "--help"])
+
+
+def names_app(argv: list[str]) -> bool:
+    """Whether the command line or its variable names an app."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add(parser, "--app", "", None, str)
+    return bool(parser.parse_known_args(argv)[0].app)
 
 
 def conninfo(alias: str) -> str:

@@ -1,0 +1,191 @@
+"""Django's tasks as jobs: enqueues them, and reads their results.
+
+A task is a job whose kind is the task's import path, and whose payload has its args and
+kwargs. It is enqueued on Django's connection, in its transaction; Django's priorities, -100 to
+100, are those of jobs.
+"""
+
+import builtins
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+import psycopg
+from django.apps import apps
+from django.conf import settings
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError, connections, transaction
+from django.utils import timezone
+from django.utils.module_loading import import_string
+
+import pgqueue
+
+try:
+    from django.tasks import base, exceptions, signals
+    from django.tasks.backends.base import BaseTaskBackend
+except ImportError:  # before Django 6: the same, as a package of its own
+    from django_tasks import base, exceptions, signals
+    from django_tasks.backends.base import BaseTaskBackend
+
+__all__ = ["PgQueueBackend", "PgQueueTask", "base", "new_result", "signals", "task_at"]
+
+READY, RUNNING = base.TaskResultStatus.READY, base.TaskResultStatus.RUNNING
+DONE, FAILED = base.TaskResultStatus.SUCCESSFUL, base.TaskResultStatus.FAILED
+ENDS = {"completed": DONE, "dead": FAILED, "cancelled": FAILED, "gone": FAILED}
+TIMES = ("enqueued_at", "started_at", "last_attempted_at", "finished_at")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PgQueueTask(base.Task):
+    """A task with options of `pgqueue.enqueue`; None means the default."""
+
+    unique_key: str | None = None
+    group_key: str | None = None
+    max_attempts: int | None = None
+
+    def using(self, **changes: Any) -> "PgQueueTask":
+        """Return this task with other options; None is no change."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        return replace(self, **given)
+
+
+class PgQueueBackend(BaseTaskBackend):
+    """The BACKEND. OPTIONS: `database`, an alias of DATABASES; `max_attempts` of its tasks."""
+
+    task_class = PgQueueTask
+    supports_defer = True
+    supports_async_task = True
+    supports_get_result = True
+    supports_priority = True
+
+    @property
+    def connection(self) -> Any:
+        """Django's connection; raises ImproperlyConfigured if it is not on psycopg 3."""
+        alias = self.options.get("database", "default")
+        if alias not in connections.settings:
+            raise ImproperlyConfigured(f"DATABASES has no {alias!r}")
+        driver = connections[alias].Database
+        if driver is not psycopg:
+            said = f"the database {alias!r} is on {driver.__name__}, not on psycopg 3"
+            raise ImproperlyConfigured(said)
+        return connections[alias]
+
+    def check(self, **kwargs: Any) -> Iterator[checks.CheckMessage]:
+        where = f"TASKS[{self.alias!r}]"
+        try:
+            self.connection  # noqa: B018
+        except ImproperlyConfigured as error:
+            yield checks.Error(f"{where}: {error}", id="pgqueue.E001")
+        for name in self.options.keys() - {"database", "max_attempts"}:
+            yield checks.Error(f"{where} has no option {name!r}", id="pgqueue.E002")
+        if not apps.is_installed("pgqueue.django"):
+            said, hint = "no manage.py pgqueue_worker", "add pgqueue.django to the apps"
+            yield checks.Warning(f"{where}: {said}", hint=hint, id="pgqueue.W001")
+
+    def enqueue(self, task: Any, args: Any, kwargs: Any) -> Any:
+        self.validate_task(task)
+        result = new_result(
+            task, "", READY, args, kwargs, self.alias, enqueued_at=timezone.now()
+        )
+        run_at = task.run_after
+        if run_at is not None and timezone.is_naive(run_at):  # without USE_TZ
+            run_at = timezone.make_aware(run_at)
+        # A task made for another backend has no options of ours.
+        own = {
+            name: getattr(task, name, None)
+            for name in ("unique_key", "group_key", "max_attempts")
+        }
+        own["max_attempts"] = own["max_attempts"] or self.options.get("max_attempts")
+        id = pgqueue.enqueue(
+            self.connection,
+            task.queue_name,
+            {"args": result.args, "kwargs": result.kwargs},
+            kind=task.module_path,
+            priority=int(task.priority) or None,
+            run_at=run_at,
+            **own,
+        )
+        object.__setattr__(result, "id", str(id))
+        signals.task_enqueued.send(type(self), task_result=result)
+        return result
+
+    def get_result(self, result_id: Any) -> Any:
+        found = self._status(str(result_id))
+        task = found and task_at(found.kind)
+        if not found or not task:
+            raise exceptions.TaskResultDoesNotExist(result_id)
+        errors = found.errors or []
+        ended = [_moment(error["at"]) for error in errors]  # as far as they failed
+        begun = [found.claimed_at] if found.claimed_at else []
+        workers = {error["attempt"]: error["worker"] for error in errors}
+        workers |= {found.attempt: found.worker} if found.worker else {}
+        texts = [error["error"] for error in errors]
+        if not texts and found.last_error:  # why it was cancelled, or all one may see
+            texts = [found.last_error]
+        payload = found.payload if isinstance(found.payload, dict) else {}
+        result = new_result(
+            task.using(queue_name=found.queue, priority=found.priority),
+            str(found.id),
+            ENDS.get(found.state, RUNNING if found.state == "running" else READY),
+            payload.get("args", []),
+            payload.get("kwargs", {}),
+            self.alias,
+            enqueued_at=found.enqueued_at,
+            started_at=min([*ended, *begun], default=None),
+            last_attempted_at=max(begun or ended, default=None),
+            finished_at=found.finished_at,
+            errors=[_error(text) for text in texts],
+            worker_ids=[workers.get(n) or "" for n in range(1, found.attempt + 1)],
+        )
+        object.__setattr__(result, "_return_value", found.result)
+        return result
+
+    def _status(self, id: str) -> pgqueue.Status | None:
+        if not re.fullmatch("[0-9]{1,18}", id):
+            return None
+        try:
+            # A refusal would break a transaction that is open.
+            with transaction.atomic(using=self.connection.alias):
+                found: pgqueue.Status = pgqueue.status(self.connection, int(id))
+                return found
+        except DatabaseError as error:
+            if isinstance(error.__cause__, pgqueue.JobNotFound):
+                return None
+            raise
+
+
+def new_result(
+    task: Any, id: str, status: Any, args: Any, kwargs: Any, backend: str, **known: Any
+) -> Any:
+    known = {**dict.fromkeys(TIMES), "errors": [], "worker_ids": [], **known}
+    row = {"task": task, "id": id, "status": status, "args": args, "kwargs": kwargs}
+    return base.TaskResult(**row, **known, backend=backend)
+
+
+def task_at(path: str) -> Any:
+    """Import the task that is there; None if there is none."""
+    try:
+        task = import_string(path)
+    except ImportError:
+        return None
+    return task if isinstance(task, base.Task) else None
+
+
+def _error(text: str) -> Any:
+    """Make Django's form of an error that a worker has described."""
+    name = text.partition("\n")[0].partition(":")[0]
+    # Python names the class, with its module, at the end of the traceback.
+    named = re.findall(rf"^((?:\w+\.)*{re.escape(name)})(?::|$)", text, re.MULTILINE)
+    path = named[-1] if named else name
+    if "." not in path:
+        path = f"builtins.{name if hasattr(builtins, name) else 'Exception'}"
+    trace = text.partition("\n\n")[2] or text
+    return base.TaskError(exception_class_path=path, traceback=trace)
+
+
+def _moment(text: str) -> datetime:
+    moment = datetime.fromisoformat(text)
+    return moment if settings.USE_TZ else timezone.make_naive(moment)

@@ -1,0 +1,139 @@
+"""Runs Django's tasks: `app` is what manage.py pgqueue_worker works for without --app."""
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from inspect import iscoroutinefunction
+from traceback import format_exception
+from typing import Any
+
+from asgiref.sync import sync_to_async
+from django.apps import apps
+from django.utils import timezone
+from django.utils.module_loading import autodiscover_modules
+
+from pgqueue.app import App, Task
+from pgqueue.client import LeaseLost
+from pgqueue.django.backend import (
+    DONE,
+    FAILED,
+    RUNNING,
+    PgQueueBackend,
+    base,
+    new_result,
+    signals,
+    task_at,
+)
+from pgqueue.drivers import run_without_loop
+from pgqueue.job import Job
+from pgqueue.policy import Reject, Snooze
+
+log = logging.getLogger("pgqueue")
+
+
+class TaskApp(App):
+    """The handlers of tasks: of those in the modules `tasks` of the installed apps, and others.
+
+    Those are found by their import path when a job comes, in a module that is loaded or part
+    of an installed app: who may enqueue can have nothing else imported.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        autodiscover_modules("tasks")
+        for config in apps.get_app_configs():
+            module = sys.modules.get(f"{config.name}.tasks")
+            for value in list(vars(module).values()) if module else ():
+                if isinstance(value, base.Task):
+                    self.find(value.module_path)
+
+    def find(self, kind: str) -> Task[Any, Any] | None:
+        is_near = kind.rpartition(".")[0] in sys.modules
+        if kind not in self.tasks and (is_near or apps.get_containing_app_config(kind)):
+            try:
+                if task := task_at(kind):
+                    self.job(kind, queue=task.queue_name)(_handler(task))
+            except Exception as error:  # of its module
+                log.debug("importing %s failed: %s", kind, error, exc_info=True)
+        return super().find(kind)
+
+
+def _handler(task: Any) -> Callable[..., Any]:
+    """Make the handler of a task, `def` or `async def` as the task is."""
+    is_async = iscoroutinefunction(task.func)
+
+    async def tell(signal: Any, result: Any, **changes: Any) -> None:
+        for name, value in changes.items():
+            object.__setattr__(result, name, value)
+        if is_async:
+            send = sync_to_async(signal.send_robust)
+            await send(PgQueueBackend, task_result=result)
+        else:
+            signal.send_robust(PgQueueBackend, task_result=result)
+
+    async def run(job: Job, args: Any, kwargs: Any) -> Any:
+        now, worker = timezone.now(), f"{socket.gethostname()}:{os.getpid()}"
+        result = new_result(
+            task,
+            str(job.id),
+            RUNNING,
+            args,
+            kwargs,
+            task.backend,
+            started_at=now,
+            last_attempted_at=now,
+            worker_ids=[""] * (job.attempt - 1) + [worker],
+        )
+        given = [base.TaskContext(task_result=result)] if task.takes_context else []
+        await tell(signals.task_started, result)
+        try:
+            value = task.func(*given, *result.args, **result.kwargs)
+            value = await value if is_async else value
+        except BaseException as error:
+            if _is_last(job, error):
+                result.errors.append(_error(error))
+                await tell(
+                    signals.task_finished,
+                    result,
+                    status=FAILED,
+                    finished_at=timezone.now(),
+                )
+            raise
+        now = timezone.now()
+        await tell(
+            signals.task_finished,
+            result,
+            status=DONE,
+            finished_at=now,
+            _return_value=value,
+        )
+        return value
+
+    def in_thread(job: Job, args: Any = (), kwargs: Any = None) -> Any:
+        return run_without_loop(run(job, args, kwargs or {}))
+
+    async def on_loop(job: Job, args: Any = (), kwargs: Any = None) -> Any:
+        return await run(job, args, kwargs or {})
+
+    return on_loop if is_async else in_thread
+
+
+def _error(error: BaseException) -> Any:
+    kind = type(error)
+    return base.TaskError(
+        exception_class_path=f"{kind.__module__}.{kind.__qualname__}",
+        traceback="".join(format_exception(error)),
+    )
+
+
+def _is_last(job: Job, error: BaseException) -> bool:
+    """Whether nothing follows this failure."""
+    if job.lost or isinstance(error, LeaseLost | Snooze):
+        return False
+    is_refused = isinstance(error, Reject) or job.cancelled
+    return is_refused or job.attempt >= job.max_attempts
+
+
+app = TaskApp()

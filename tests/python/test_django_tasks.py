@@ -1,0 +1,498 @@
+"""Django's tasks, with pgqueue as their backend: on Django 6, or before it on django-tasks."""
+
+import importlib.util
+import signal
+from collections.abc import Iterator
+
+import django
+import pytest
+from conftest import column, one
+from test_django import Site, outcomes
+from worker_harness import wait_until
+
+LIBRARY = "django.tasks" if django.VERSION >= (6,) else "django_tasks"
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec(LIBRARY) is None,
+    reason="neither Django 6, which needs Python 3.12, nor django-tasks is there",
+)
+
+MORE_SETTINGS = f"""
+INSTALLED_APPS += {["django_tasks"] if LIBRARY == "django_tasks" else []}
+TASKS["default"]["QUEUES"] = ["default", "other"]
+TASKS["short"] = {{
+    "BACKEND": "pgqueue.django.PgQueueBackend", "QUEUES": [], "OPTIONS": {{"max_attempts": 1}},
+}}
+TASKS["dummy"] = {{"BACKEND": "{LIBRARY}.backends.dummy.DummyBackend"}}
+LOGGING = {{
+    "version": 1,
+    "handlers": {{"console": {{"class": "logging.StreamHandler"}}}},
+    "loggers": {{"{LIBRARY}": {{"handlers": ["console"], "level": "DEBUG"}}}},
+}}
+"""
+# Not in a module `tasks`: it is found by its path.
+TOOLS = f"""
+import asyncio
+import pgqueue
+from {LIBRARY} import task
+from shop.models import Order
+
+class Refused(Exception):
+    class Why(Exception):
+        pass
+
+@task
+def add(*args, **kwargs):
+    return [sum(args), kwargs]
+
+@task
+async def aadd(*args, **kwargs):
+    await asyncio.sleep(0)
+    return [sum(args), kwargs, await Order.objects.acount()]
+
+@task(takes_context=True)
+def tell(context, word):
+    result = context.task_result
+    return [word, context.attempt, result.id, result.status, len(result.worker_ids), result.args]
+
+@task
+def fail(kind="ValueError"):
+    raise {{
+        "ValueError": ValueError("wrong:\\nValueError and more"),
+        "SystemExit": SystemExit("it ends"),
+        "Refused": Refused("no"),
+        "Why": Refused.Why(),
+        "Reject": pgqueue.Reject("not now"),
+    }}[kind]
+
+@task
+async def afail():
+    raise Refused("async")
+
+@task(takes_context=True)
+def second(context):
+    if context.attempt == 1:
+        raise pgqueue.Retry(after=0)
+    return context.attempt
+
+@task(takes_context=True)
+def snooze(context):
+    raise pgqueue.Snooze(3600)
+
+@task(backend="dummy")
+def elsewhere():
+    return "here"
+
+@task
+def odd():
+    return object()
+
+def plain():
+    pass
+"""
+# The behaviour that Django's own tests expect of a backend.
+CASES = f"""
+import dataclasses, pickle
+from datetime import datetime, timedelta
+from asgiref.sync import sync_to_async
+from django.core.management import call_command
+from django.db import connection, transaction
+from django.test import TestCase, TransactionTestCase, override_settings
+from django.utils import timezone
+import pgqueue
+from {LIBRARY} import TaskResultStatus as S, default_task_backend, task, task_backends
+from {LIBRARY}.exceptions import TaskException, TaskResultDoesNotExist, TaskResultMismatch
+from pgqueue.django import PgQueueBackend
+from pgqueue.django.worker import app
+from pgqueue.testing import drain, enqueued
+from shop import tasks, tools
+
+WITH_OTHER = {{
+    "default": {{"BACKEND": "pgqueue.django.PgQueueBackend", "QUEUES": ["elsewhere"]}},
+}}
+
+def run(**options):
+    return drain(connection, app, raises=False, **options)
+
+class BackendTest(TestCase):
+    def test_it_is_the_backend_that_is_set(self):
+        self.assertEqual(default_task_backend, task_backends["default"])
+        self.assertIsInstance(task_backends["default"], PgQueueBackend)
+        for able in ("defer", "async_task", "get_result", "priority"):
+            self.assertTrue(getattr(default_task_backend, "supports_" + able))
+
+    def test_a_task_is_enqueued_run_and_its_result_found(self):
+        for one, value in ((tools.add, [3, {{"two": 3}}]), (tools.aadd, [3, {{"two": 3}}, 0])):
+            result = one.enqueue(1, 2, two=3)
+            self.assertEqual(result.status, S.READY)
+            self.assertFalse(result.is_finished)
+            self.assertIsNone(result.started_at)
+            self.assertEqual(result.attempts, 0)
+            with self.assertRaisesMessage(ValueError, "has not finished yet"):
+                result.return_value
+            self.assertEqual((result.args, result.kwargs), ([1, 2], {{"two": 3}}))
+            found = one.get_result(result.id)
+            self.assertEqual((found.args, found.kwargs), ([1, 2], {{"two": 3}}))
+            self.assertEqual((found.task, found.status), (one, S.READY))
+            self.assertLess(abs(found.enqueued_at - result.enqueued_at), timedelta(minutes=1))
+            self.assertIs(timezone.is_aware(found.enqueued_at), True)
+            run()
+            result.refresh()
+            self.assertEqual((result.status, result.return_value), (S.SUCCESSFUL, value))
+            self.assertTrue(result.is_finished)
+            self.assertLessEqual(result.started_at, result.finished_at)
+            self.assertEqual(result.started_at, result.last_attempted_at)
+            self.assertEqual((result.attempts, result.errors), (1, []))
+
+    async def test_all_of_it_is_there_for_async_code(self):
+        for one in (tools.add, tools.aadd):
+            result = await one.aenqueue(1)
+            self.assertEqual((await one.aget_result(result.id)).status, S.READY)
+            await sync_to_async(run)()
+            await result.arefresh()
+            self.assertEqual(result.return_value[:2], [1, {{}}])
+
+    def test_what_is_no_json_is_refused(self):
+        for wrong in (timezone.now(), object()):
+            with self.assertRaisesMessage(TypeError, "Unsupported type"):
+                tools.add.enqueue(wrong)
+
+    def test_a_task_that_fails_goes_on_until_its_attempts_are_used_up(self):
+        result = tools.fail.using(max_attempts=2).enqueue()
+        run()
+        result.refresh()
+        self.assertEqual((result.status, result.attempts), (S.READY, 1))
+        self.assertEqual(len(result.errors), 1)
+        self.assertIsNotNone(result.started_at)
+        run(scheduled=True)
+        result.refresh()
+        self.assertEqual((result.status, result.attempts), (S.FAILED, 2))
+        with self.assertRaisesMessage(ValueError, "Task failed"):
+            result.return_value
+        self.assertEqual([e.exception_class for e in result.errors], [ValueError] * 2)
+        self.assertTrue(result.errors[1].traceback.endswith("\\nValueError: wrong:\\nValueError and more\\n"))
+        self.assertTrue(result.errors[1].traceback.startswith("Traceback"))
+        self.assertLess(result.started_at, result.last_attempted_at)
+        self.assertLessEqual(result.last_attempted_at, result.finished_at)
+
+    def test_the_class_of_an_error_is_found(self):
+        for kind, found in (
+            ("SystemExit", SystemExit), ("Refused", tools.Refused), ("Reject", pgqueue.Reject),
+        ):
+            result = tools.fail.using(backend="short").enqueue(kind=kind)
+            run()
+            result.refresh()
+            self.assertEqual(result.status, S.FAILED)
+            self.assertEqual(result.errors[0].exception_class, found)
+        result = tools.fail.using(backend="short").enqueue("Why")
+        run()
+        result.refresh()
+        self.assertEqual(result.errors[0].exception_class_path, "shop.tools.Refused.Why")
+        result = tools.afail.using(backend="short").enqueue()
+        run()
+        result.refresh()
+        self.assertEqual(result.errors[0].exception_class, tools.Refused)
+
+    def test_what_is_rejected_has_failed_at_once(self):
+        result = tools.fail.enqueue("Reject")
+        run()
+        result.refresh()
+        self.assertEqual((result.status, result.attempts), (S.FAILED, 1))
+
+    def test_a_cancelled_task_has_failed_with_the_reason(self):
+        result = tools.add.enqueue()
+        with connection.cursor() as cursor:
+            cursor.execute("select pgqueue.cancel(%s, 'a typo')", [int(result.id)])
+        result.refresh()
+        self.assertEqual((result.status, result.attempts), (S.FAILED, 0))
+        self.assertEqual([e.traceback for e in result.errors], ["a typo"])
+        self.assertEqual(result.errors[0].exception_class, Exception)
+
+    def test_a_result_that_cannot_be_stored_does_not_fail_it(self):
+        result = tools.odd.enqueue()
+        run()
+        result.refresh()
+        self.assertEqual((result.status, list(result.return_value)), (S.SUCCESSFUL, ["not_stored"]))
+
+    def test_what_there_is_no_result_of(self):
+        job = pgqueue.enqueue(connection, "default", kind="welcome")
+        path = pgqueue.enqueue(connection, "default", kind="shop.tools.plain")
+        for id in ("123456789", "0", "", "x", "-1", "9" * 30, 123456789, str(job), str(path)):
+            with self.assertRaises(TaskResultDoesNotExist):
+                default_task_backend.get_result(id)
+        tools.add.enqueue()  # the transaction goes on
+
+    def test_a_result_of_another_task_is_refused(self):
+        result = tools.aadd.enqueue()
+        with self.assertRaisesMessage(TaskResultMismatch, "does not match"):
+            tools.add.get_result(result.id)
+
+    def test_the_context(self):
+        result = tools.tell.enqueue("hello")
+        run()
+        result.refresh()
+        self.assertEqual(result.return_value, ["hello", 1, result.id, "RUNNING", 1, ["hello"]])
+        result = tools.second.enqueue()
+        run()
+        run(scheduled=True)
+        result.refresh()
+        self.assertEqual((result.return_value, result.attempts), (2, 2))
+        self.assertEqual(len(result.errors), 1)
+
+    def test_priority_queue_and_time_are_those_of_the_job(self):
+        later = timezone.now() + timedelta(hours=1)
+        result = tools.add.using(priority=-100, queue_name="other", run_after=later).enqueue()
+        (job,) = enqueued(connection)
+        self.assertEqual((job.priority, job.queue, job.run_at), (-100, "other", later))
+        self.assertEqual((job.kind, job.payload), ("shop.tools.add", {{"args": [], "kwargs": {{}}}}))
+        self.assertEqual(run(), [])
+        found = default_task_backend.get_result(result.id)
+        self.assertEqual((found.task.priority, found.task.queue_name), (-100, "other"))
+        tools.add.using(priority=100).enqueue()
+        tools.add.enqueue()
+        self.assertEqual(sorted(j.priority for j in enqueued(connection)), [-100, 0, 100])
+
+    def test_a_task_has_options_of_jobs(self):
+        both = tools.add.using(unique_key="k", group_key="g", max_attempts=7)
+        self.assertEqual((tools.add.unique_key, both.unique_key), (None, "k"))
+        self.assertEqual(both.using(priority=1).group_key, "g")
+        result = both.enqueue(1)
+        self.assertEqual(both.enqueue(2).id, result.id)
+        (job,) = enqueued(connection)
+        self.assertEqual((job.unique_key, job.group_key), ("k", "g"))
+        self.assertEqual(pgqueue.status(connection, job.id).max_attempts, 7)
+        short = tools.add.using(backend="short").enqueue()
+        self.assertEqual(pgqueue.status(connection, int(short.id)).max_attempts, 1)
+        self.assertEqual(short.backend, "short")
+        with self.assertRaises(TypeError):
+            tools.add.using(colour="red")
+
+    def test_the_decorator_takes_them_where_django_passes_them_on(self):
+        try:
+            made = task(max_attempts=3, group_key="g")(tools.plain)
+        except TypeError as error:
+            self.assertIn("max_attempts", str(error))  # of Django 6.0
+        else:
+            self.assertEqual((made.max_attempts, made.group_key), (3, "g"))
+
+    def test_a_task_made_for_another_backend_runs_as_well(self):
+        result = tools.elsewhere.using(backend="default").enqueue()
+        run()
+        self.assertEqual(default_task_backend.get_result(result.id).return_value, "here")
+
+    def test_what_is_not_valid_is_refused(self):
+        for wrong in (
+            {{"priority": 101}}, {{"priority": -101}}, {{"priority": 3.1}}, {{"queue_name": "none"}},
+            {{"run_after": datetime.now()}},
+        ):
+            with self.assertRaises(TaskException):
+                tools.add.using(**wrong)
+        for wrong in (any, self.test_what_is_not_valid_is_refused, lambda: None):
+            with self.assertRaises(TaskException):
+                task()(wrong)
+        with override_settings(TASKS=WITH_OTHER), self.assertRaises(TaskException):
+            tools.add.enqueue()
+        self.assertEqual(enqueued(connection), [])
+
+    def test_tasks_and_results_can_be_pickled_and_called(self):
+        self.assertEqual(tools.add.call(1, 2), [3, {{}}])
+        for one in (tools.add, tools.add.enqueue(1)):
+            if hasattr(type(tools.add), "__reduce__") and {django.VERSION >= (6, 1)}:
+                self.assertEqual(pickle.loads(pickle.dumps(one)), one)
+        self.assertEqual(tools.add.using(), tools.add)
+
+    def test_each_step_is_signalled_and_logged(self):
+        with self.assertLogs("{LIBRARY}", level="DEBUG") as logs:
+            for one in (tools.add, tools.aadd, tools.fail.using(max_attempts=1)):
+                one.enqueue()
+            run()
+        said = [line.partition("state=")[2] for line in logs.output if "state=" in line]
+        ends = [line.split()[0].rpartition(".")[2] for line in said]
+        self.assertEqual(ends, ["RUNNING", "SUCCESSFUL", "RUNNING", "SUCCESSFUL", "RUNNING", "FAILED"])
+        self.assertEqual(sum("enqueued" in line for line in logs.output), 3)
+
+    def test_nothing_is_signalled_as_finished_that_goes_on(self):
+        with self.assertLogs("{LIBRARY}", level="DEBUG") as logs:
+            for one in (tools.fail, tools.snooze):
+                one.enqueue()
+            run()
+        self.assertEqual(sum("state=" in line for line in logs.output), 2)
+
+    def test_only_modules_of_apps_are_imported_for_a_kind(self):
+        import sys
+        for kind in ("antigravity.task", "this.task", "nothing", "", ".", "shop.", "shop.none.x"):
+            self.assertIsNone(app.find(kind))
+        self.assertFalse({{"antigravity", "this"}} & sys.modules.keys())
+
+    def test_the_tasks_of_modules_named_tasks_are_known_at_once(self):
+        self.assertIn("shop.tasks.pack", app.tasks)
+        self.assertTrue(app.find("shop.tools.aadd").is_async)
+
+class CheckTest(TestCase):
+    def said(self, **changed):
+        backend = {{"BACKEND": "pgqueue.django.PgQueueBackend", **changed}}
+        with override_settings(TASKS={{"default": backend}}):
+            return [message.id for message in task_backends["default"].check()]
+
+    def test_the_settings_are_checked(self):
+        call_command("check")
+        self.assertEqual(self.said(), [])
+        self.assertEqual(self.said(OPTIONS={{"database": "none"}}), ["pgqueue.E001"])
+        self.assertEqual(self.said(OPTIONS={{"database": "lite"}}), ["pgqueue.E001"])
+        self.assertEqual(self.said(OPTIONS={{"attempts": 1}}), ["pgqueue.E002"])
+        with self.modify_settings(INSTALLED_APPS={{"remove": "pgqueue.django"}}):
+            self.assertEqual(self.said(), ["pgqueue.W001"])
+
+    def test_another_driver_is_refused(self):
+        import psycopg2
+        from unittest import mock
+        with mock.patch.object(connection, "Database", psycopg2):
+            self.assertEqual(self.said(), ["pgqueue.E001"])
+            with self.assertRaisesMessage(Exception, "is on psycopg2, not on psycopg 3"):
+                tools.add.enqueue()
+
+class CommittedTest(TransactionTestCase):
+    def test_a_task_is_enqueued_in_the_transaction(self):
+        try:
+            with transaction.atomic():
+                tasks.place()
+                raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+        self.assertEqual(enqueued(connection), [])
+        id = tasks.place()
+        run(committed=True)
+        order = tasks.Order.objects.get()
+        self.assertTrue(order.is_packed)
+        self.assertEqual(tasks.pack.get_result(id).return_value, f"parcel {{order.pk}}")
+
+    def test_wait_takes_the_connection_of_django(self):
+        id = int(tools.add.enqueue(1).id)
+        with self.assertRaises(TimeoutError):
+            pgqueue.wait(connection, id, timeout=0)
+        run(committed=True)
+        self.assertEqual(pgqueue.wait(connection, id, timeout=60).result, [1, {{}}])
+        with transaction.atomic(), self.assertRaises(ValueError):
+            tools.add.enqueue()
+            pgqueue.wait(connection, id)
+
+@override_settings(USE_TZ=False)
+class LocalTimeTest(TransactionTestCase):
+    def test_moments_are_naive_without_time_zones(self):
+        later = datetime.now() + timedelta(hours=1)
+        tools.add.using(run_after=later, queue_name="other").enqueue()
+        (job,) = enqueued(connection, "other")
+        self.assertEqual(timezone.make_naive(job.run_at), later)
+        result = tools.fail.using(max_attempts=1).enqueue()
+        run(committed=True)
+        result.refresh()
+        self.assertIs(timezone.is_naive(result.started_at), True)
+        self.assertLessEqual(result.started_at, result.finished_at)
+        self.assertLess(abs(result.enqueued_at - datetime.now()), timedelta(minutes=1))
+"""
+LITE = """
+DATABASES["lite"] = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+"""
+
+
+@pytest.fixture
+def site(db, tmp_path) -> Iterator[Site]:
+    site = Site(tmp_path, db.info.dbname)
+    settings = (site.folder / "settings.py").read_text()
+    site.write("settings.py", settings, MORE_SETTINGS)
+    site.write("shop/tools.py", TOOLS)
+    yield site
+    site.end()
+
+
+def test_tasks_and_results_are_as_django_expects_of_a_backend(site) -> None:
+    settings = (site.folder / "settings.py").read_text()
+    site.write("settings.py", settings, LITE)
+    site.write("shop/tests.py", CASES)
+    done = site.try_to("test", "-v", "2")
+    assert done.returncode == 0, done.stderr[-8000:]
+    assert (
+        f"Ran {CASES.count('    def test_') + CASES.count('async def test_')} tests"
+        in done.stderr
+    )
+
+
+def test_the_worker_runs_tasks_without_an_app(db, site) -> None:
+    db.execute("drop extension pgqueue")
+    site.manage("migrate")
+    code = """
+from shop import tasks, tools
+tasks.place()
+tools.aadd.enqueue(1)
+tools.fail.using(max_attempts=1).enqueue()
+tools.tell.using(queue_name="other").enqueue("x")
+"""
+    site.manage("shell", "-c", code)
+    said = site.manage("pgqueue_worker", "--queue", "default,other", "--burst")
+    runs = "select kind, outcome from pgqueue.run order by kind"
+    assert db.execute(runs).fetchall() == [
+        ("shop.tasks.pack", "completed"),
+        ("shop.tools.aadd", "completed"),
+        ("shop.tools.fail", "dead"),
+        ("shop.tools.tell", "completed"),
+    ]
+    assert column(db, "select is_packed from shop_order") == [True]
+    for word in ("RUNNING", "SUCCESSFUL", "FAILED"):
+        assert f"state={word}" in said
+
+
+def test_a_task_that_nobody_has_is_put_off(db, site) -> None:
+    db.execute("select pgqueue.enqueue('default', kind => 'shop.tools.nothing')")
+    db.execute("select pgqueue.enqueue('default', kind => 'antigravity.task')")
+    said = site.manage("pgqueue_worker", "--burst")
+    assert said.count("no handler for the kind") == 2
+    assert one(db, "select count(*) from pgqueue.job where attempt = 0") == 2
+
+
+def test_a_worker_that_runs_tasks_of_known_kinds_only(db, site) -> None:
+    for kind in ("shop.tasks.pack", "shop.tools.add"):
+        db.execute("select pgqueue.enqueue('default', kind => %s)", (kind,))
+    site.manage("pgqueue_worker", "--burst", "--only-known")
+    assert column(db, "select kind from pgqueue.job where attempt = 0") == [
+        "shop.tools.add"
+    ]
+
+
+def test_tasks_run_in_several_processes(db, site) -> None:
+    worker = site.start("pgqueue_worker", "--processes", "2")
+    for _ in range(10):
+        db.execute("select pgqueue.enqueue('default', kind => 'shop.tools.add')")
+    wait_until(lambda: outcomes(db) == ["completed"] * 10)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(40) == 0
+
+
+def test_a_producer_gets_results_but_no_arguments(db, site, role) -> None:
+    db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
+    code = """
+from django.db import connection
+from shop import tools
+result = tools.fail.using(max_attempts=2).enqueue(kind="Refused")
+print(f"<{result.id}>")
+"""
+    user = f'{{"USER": "{role}"}}'
+    said = site.manage("shell", "-c", code, MORE=user)
+    id = said.partition("<")[2].partition(">")[0]
+    site.manage("pgqueue_worker", "--burst")
+    code = f"""
+from shop import tools
+found = tools.fail.get_result("{id}")
+print(found.status.value, found.kwargs, [e.exception_class.__name__ for e in found.errors])
+"""
+    assert "READY {} ['Refused']" in site.manage("shell", "-c", code, MORE=user)
+    assert "READY {'kind': 'Refused'} ['Refused']" in site.manage("shell", "-c", code)
+
+
+def test_without_a_library_of_tasks_the_rest_of_it_works(db, site) -> None:
+    """As on Django 5 without django-tasks."""
+    blocked = (
+        "import sys; sys.modules.update({'django.tasks': None, 'django_tasks': None})"
+    )
+    code = f"{blocked}\nimport pgqueue.django, pgqueue.django.middleware\npgqueue.django.PgQueueBackend"
+    refused = site.try_to("shell", "-c", code)
+    assert "ImportError" in refused.stderr or "ModuleNotFoundError" in refused.stderr
