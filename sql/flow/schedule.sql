@@ -328,9 +328,7 @@ declare
             schedule.priority, schedule.catch_up, schedule.jitter, schedule.max_attempts,
             schedule.headers, schedule.group_key
         ),
-        case when schedule.cron is not null
-            then coalesce(pgqueue._check_cron(schedule.cron), pgqueue._check_cron_comes(schedule.cron))
-        end,
+        case when schedule.cron is not null then pgqueue._check_cron(schedule.cron) end,
         pgqueue._check_timezone(schedule.timezone),
         pgqueue._check_payload(
             schedule.payload,
