@@ -180,8 +180,7 @@ declare
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, group_key, headers),
         case when jsonb_typeof(payload) <> 'object' then array[
-            'the payload of a batch must be a JSON object',
-            format('It is a JSON %s.', jsonb_typeof(payload)),
+            'the payload of a batch must be a JSON object', format('It is a JSON %s.', jsonb_typeof(payload)),
             'The callback gets it with the counts of the batch added, under the key batch.'
         ] end,
         -- With the longest possible counts.
@@ -239,9 +238,7 @@ begin
     update pgqueue.batch as b
     set closed_at = coalesce(b.closed_at, clock_timestamp())
     where b.id = close_batch.batch_id;
-    if not found then
-        refused := pgqueue._refuse(pgqueue._no_batch(batch_id, false));
-    end if;
+    refused := pgqueue._refuse(case when not found then pgqueue._no_batch(batch_id) end);
     perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
     if is_alone and not pgqueue._is_lost() then
         perform pgqueue._finish_batch(batch_id);

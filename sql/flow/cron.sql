@@ -160,8 +160,7 @@ begin
         and not exists (select from pgqueue.schedule as s where s.timezone = _check_timezone.timezone)
         and not exists (select from pg_timezone_names as z where z.name = _check_timezone.timezone)
     then array[
-        'timezone must be the name of a time zone',
-        format('"%s" is none.', timezone),
+        'timezone must be the name of a time zone', format('"%s" is none.', timezone),
         'Write a name such as Europe/Berlin: select name from pg_timezone_names lists them.'
     ] end;
 end;
@@ -296,13 +295,11 @@ declare
         pgqueue._check_cron(cron), pgqueue._check_timezone(timezone),
         case
             when after not between '1970-01-01' and '9998-12-31' then array[
-                'after must be between the years 1970 and 9998',
-                format('It is %s.', after),
+                'after must be between the years 1970 and 9998', format('It is %s.', after),
                 'Omit it for the current time.'
             ]
             when slots not between 1 and 10000 then array[
-                'slots must be 1 to 10000',
-                format('It is %s.', slots),
+                'slots must be 1 to 10000', format('It is %s.', slots),
                 'Ask again after the last one.'
             ]
         end

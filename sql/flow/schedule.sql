@@ -228,13 +228,11 @@ declare
                     'For months and years, whose lengths differ, use cron, such as @monthly.'
                 ]
             when catch_up not in ('skip', 'one', 'all') then array[
-                'catch_up must be skip, one or all',
-                format('It is "%s".', catch_up),
+                'catch_up must be skip, one or all', format('It is "%s".', catch_up),
                 'one, the default, makes one job for all missed slots.'
             ]
             when jitter < '0' or jitter > '1 day' then array[
-                'jitter must be 0 to 1 day',
-                format('It is %s.', jitter),
+                'jitter must be 0 to 1 day', format('It is %s.', jitter),
                 'It spreads out the jobs of schedules that have the same slots.'
             ]
         end,
@@ -336,8 +334,7 @@ create or replace function pgqueue._no_schedule(name text)
 as $$
 begin
     return array[
-        format('schedule "%s" not found', name),
-        'No schedule has this name.',
+        format('schedule "%s" not found', name), 'No schedule has this name.',
         'select name from pgqueue.schedules lists existing schedules.',
         'PQ001'
     ];

@@ -36,7 +36,12 @@ create or replace function pgqueue.progress(
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_isolation(), pgqueue._check_progress(done, total)
+        pgqueue._check_isolation(),
+        case when (done between 0 and 1e18) is not true or total <= 0 or total > 1e18 then array[
+            'done must be 0 to 1e18, and total more than 0',
+            format('done is %s, total is %s.', coalesce(done::text, 'null'), coalesce(total::text, 'null')),
+            'Omit total if it is not known.'
+        ] end
     ));
     moment timestamptz := clock_timestamp();
 begin
