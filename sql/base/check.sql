@@ -371,8 +371,12 @@ begin
 end;
 $$;
 
--- What is wrong with an id that does not exist (PQ001).
-create or replace function pgqueue._not_found(what text, id bigint, hint text)
+-- What is wrong with an id that does not exist (PQ001); without a hint, of a job about which nothing is known
+-- any more.
+create or replace function pgqueue._not_found(
+    what text, id bigint,
+    hint text default 'Only jobs that wait, run or are dead are known, and those that are still in run.'
+)
     returns text[]
     language plpgsql
     immutable
@@ -383,19 +387,6 @@ begin
         hint,
         'PQ001'
     ];
-end;
-$$;
-
--- What is wrong with a job about which nothing is known any more (PQ001).
-create or replace function pgqueue._unknown(job_id bigint)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return pgqueue._not_found(
-        'job', job_id, 'Only jobs that wait, run or are dead are known, and those that are still in run.'
-    );
 end;
 $$;
 

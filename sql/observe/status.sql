@@ -114,7 +114,7 @@ begin
     end if;
 
     last := pgqueue._last_run(job_id);
-    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._unknown(job_id) end);
+    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._not_found('job', job_id) end);
     id := job_id;
     queue := last.queue;
     kind := last.kind;
@@ -167,7 +167,7 @@ begin
         return null;
     end if;
     last := pgqueue._last_run(job_id);
-    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._unknown(job_id) end);
+    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._not_found('job', job_id) end);
     return case when last.outcome = 'completed' then last.result end;
 end;
 $$;
@@ -273,7 +273,7 @@ begin
         and (pgqueue._last_run(job_id)).job_id is null
     then
         perform pgqueue._stop_awaiting();
-        refused := pgqueue._refuse(pgqueue._unknown(job_id));
+        refused := pgqueue._refuse(pgqueue._not_found('job', job_id));
     end if;
     return interval '0';
 -- An interrupted await() leaves the session not waiting.
