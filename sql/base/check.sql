@@ -228,24 +228,28 @@ $$;
 -- Refuses less than one job; null passes.
 create or replace function pgqueue._check_max_jobs(max_jobs int)
     returns text[]
-    language sql
+    language plpgsql
     immutable
 as $$
-    select case when max_jobs < 1 then array[
-        'max_jobs must be at least 1', 'It is ' || max_jobs::text || '.', 'Omit it for 1000.'
-    ] end
+begin
+    return case when max_jobs < 1 then array[
+        'max_jobs must be at least 1', format('It is %s.', max_jobs), 'Omit it for 1000.'
+    ] end;
+end;
 $$;
 
 -- Refuses an absurd lease; null passes.
 create or replace function pgqueue._check_lease(lease interval)
     returns text[]
-    language sql
+    language plpgsql
     immutable
 as $$
-    select case when lease <= '0' or lease > '30 days' then array[
-        'lease must be more than 0 and at most 30 days', 'It is ' || lease::text || '.',
+begin
+    return case when lease <= '0' or lease > '30 days' then array[
+        'lease must be more than 0 and at most 30 days', format('It is %s.', lease),
         'Use a short lease and extend it while the job runs.'
-    ] end
+    ] end;
+end;
 $$;
 
 -- Refuses arguments that claim cannot take, a level other than READ COMMITTED (25001), and a transaction
@@ -318,13 +322,15 @@ $$;
 -- Refuses an absurd delay; null passes.
 create or replace function pgqueue._check_delay(what text, delay interval)
     returns text[]
-    language sql
+    language plpgsql
     immutable
 as $$
-    select case when delay < '0' or delay > '1000 years' then array[
-        what || ' must be finite and not negative', 'It is ' || delay::text || '.',
+begin
+    return case when delay < '0' or delay > '1000 years' then array[
+        format('%s must be finite and not negative', what), format('It is %s.', delay),
         'Omit it for the delay that the queue''s settings give.'
-    ] end
+    ] end;
+end;
 $$;
 
 -- Refuses arguments that finish cannot take.
@@ -393,27 +399,31 @@ $$;
 -- Refuses a bad name of a queue, kind or group; null, which means all, passes.
 create or replace function pgqueue._check_scope(queue text, kind text, group_key text)
     returns text[]
-    language sql
+    language plpgsql
     immutable
 as $$
-    select case
+begin
+    return case
         when octet_length(queue) not between 1 and 200 then pgqueue._bad_name('queue', queue)
         when octet_length(kind) not between 1 and 200 then pgqueue._bad_name('kind', kind)
         when octet_length(group_key) not between 1 and 200 then pgqueue._bad_name('group_key', group_key)
-    end
+    end;
+end;
 $$;
 
 -- Refuses arguments that pause and resume cannot take; null, for all, passes.
 create or replace function pgqueue._check_pause(queue text, kind text, group_key text)
     returns text[]
-    language sql
+    language plpgsql
     immutable
 as $$
-    select coalesce(pgqueue._check_scope(queue, kind, group_key), case when group_key = '*' then array[
+begin
+    return coalesce(pgqueue._check_scope(queue, kind, group_key), case when group_key = '*' then array[
         'group_key * cannot be paused or resumed apart from its queue',
         'The group_key is *.',
         'Omit group_key, or name one group.'
-    ] end)
+    ] end);
+end;
 $$;
 
 -- Refuses an unknown kind, and a role that does not exist (42704).

@@ -275,9 +275,10 @@ begin
             -- Near it the offset may be another one.
             start := (local - interval '24 hours') at time zone timezone;
         else
-            return slot;
+            exit;
         end if;
     end loop;
+    return slot;
 end;
 $$;
 
