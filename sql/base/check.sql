@@ -7,7 +7,7 @@
 --
 --     refused boolean := pgqueue._refuse(coalesce(pgqueue._check_this(...), pgqueue._check_that(...)));
 --
--- Nothing here touches a table.
+-- Only what checks batches and the ids of jobs reads a table.
 
 -- Raises the error that a check has found; null raises nothing.
 create or replace function pgqueue._refuse(problem text[])
@@ -72,8 +72,7 @@ create or replace function pgqueue._check_priority(priority int)
 as $$
 begin
     return case when priority not between -100 and 100 then array[
-        'priority must be -100 to 100',
-        format('It is %s.', priority),
+        'priority must be -100 to 100', format('It is %s.', priority),
         'Larger runs first; the default is 0. Use run_at or another queue for finer ordering.'
     ] end;
 end;
@@ -87,8 +86,7 @@ create or replace function pgqueue._check_run_at(run_at timestamptz)
 as $$
 begin
     return case when run_at not between '1970-01-01' and '9998-12-31' then array[
-        'run_at must be between the years 1970 and 9998',
-        format('It is %s.', run_at),
+        'run_at must be between the years 1970 and 9998', format('It is %s.', run_at),
         'Omit run_at for a job that is due at once.'
     ] end;
 end;
@@ -120,23 +118,19 @@ begin
             then pgqueue._bad_name('unique_key', unique_key)
         when octet_length(group_key) not between 1 and 200 then pgqueue._bad_name('group_key', group_key)
         when max_attempts < 1 then array[
-            'max_attempts must be at least 1',
-            format('It is %s.', max_attempts),
+            'max_attempts must be at least 1', format('It is %s.', max_attempts),
             'Use 1 for a job that must not be tried again.'
         ]
         when on_duplicate not in ('skip', 'replace', 'postpone', 'error') then array[
-            'on_duplicate must be skip, replace, postpone or error',
-            format('It is "%s".', on_duplicate),
+            'on_duplicate must be skip, replace, postpone or error', format('It is "%s".', on_duplicate),
             'Omit it to skip: the id of the existing job is returned.'
         ]
         when jsonb_typeof(headers) <> 'object' then array[
-            'headers must be a JSON object',
-            format('It is a JSON %s.', jsonb_typeof(headers)),
+            'headers must be a JSON object', format('It is a JSON %s.', jsonb_typeof(headers)),
             'Put other content in the payload.'
         ]
         when unique_for <= '0' or unique_for > '1 year' then array[
-            'unique_for must be more than 0 and at most 1 year',
-            format('It is %s.', unique_for),
+            'unique_for must be more than 0 and at most 1 year', format('It is %s.', unique_for),
             'Omit it if the unique_key is to hold only while its job waits or runs.'
         ]
         when unique_for is not null and unique_key is null then array[
@@ -145,8 +139,7 @@ begin
             'Give a key for what may be enqueued only once in that time.'
         ]
         when expires_at not between '1970-01-01' and '9998-12-31' then array[
-            'expires_at must be between the years 1970 and 9998',
-            format('It is %s.', expires_at),
+            'expires_at must be between the years 1970 and 9998', format('It is %s.', expires_at),
             'Omit it for a job that may begin at any time.'
         ]
         when num_nonnulls(priority, run_at) > 0
@@ -216,51 +209,19 @@ begin
 end;
 $$;
 
--- What is wrong with another level (25001). claim and complete check it themselves: a call costs more.
-create or replace function pgqueue._wrong_isolation()
-    returns text[]
-    language plpgsql
-    stable
-as $$
-begin
-    return array[
-        'leases need the isolation level READ COMMITTED',
-        format('This transaction is %s.', upper(current_setting('transaction_isolation'))),
-        'An older snapshot cannot see who holds a lease now. Use BEGIN ISOLATION LEVEL READ COMMITTED.',
-        '25001'
-    ];
-end;
-$$;
-
--- Refuses a level other than READ COMMITTED (25001).
+-- Refuses a level other than READ COMMITTED (25001). Some callers look first: a call costs more.
 create or replace function pgqueue._check_isolation()
     returns text[]
     language plpgsql
     stable
 as $$
 begin
-    return case when current_setting('transaction_isolation') <> 'read committed'
-        then pgqueue._wrong_isolation()
-    end;
-end;
-$$;
-
--- What is wrong if nothing can be claimed (25006): an empty answer would hide it.
-create or replace function pgqueue._read_only()
-    returns text[]
-    language plpgsql
-    stable
-as $$
-begin
-    return array[
-        'cannot claim in a read-only transaction',
-        case when pg_is_in_recovery()
-            then 'This server is a standby.'
-            else 'This transaction is READ ONLY, or this session or server is by default.'
-        end,
-        'Work on the primary, in a transaction that may write.',
-        '25006'
-    ];
+    return case when current_setting('transaction_isolation') <> 'read committed' then array[
+        'leases need the isolation level READ COMMITTED',
+        format('This transaction is %s.', upper(current_setting('transaction_isolation'))),
+        'An older snapshot cannot see who holds a lease now. Use BEGIN ISOLATION LEVEL READ COMMITTED.',
+        '25001'
+    ] end;
 end;
 $$;
 
@@ -285,8 +246,7 @@ create or replace function pgqueue._check_lease(lease interval)
 as $$
 begin
     return case when lease <= '0' or lease > '30 days' then array[
-        'lease must be more than 0 and at most 30 days',
-        format('It is %s.', lease),
+        'lease must be more than 0 and at most 30 days', format('It is %s.', lease),
         'Use a short lease and extend it while the job runs.'
     ] end;
 end;
@@ -300,43 +260,24 @@ create or replace function pgqueue._check_claim(queue text, worker text, max_job
 as $$
 begin
     return case
-        when current_setting('transaction_isolation') <> 'read committed'
-            then pgqueue._wrong_isolation()
-        when current_setting('transaction_read_only') = 'on' then pgqueue._read_only()
+        when current_setting('transaction_isolation') <> 'read committed' then pgqueue._check_isolation()
+        -- An empty answer would hide it.
+        when current_setting('transaction_read_only') = 'on' then array[
+            'cannot claim in a read-only transaction',
+            case when pg_is_in_recovery()
+                then 'This server is a standby.'
+                else 'This transaction is READ ONLY, or this session or server is by default.'
+            end,
+            'Work on the primary, in a transaction that may write.',
+            '25006'
+        ]
         when (octet_length(queue) between 1 and 200) is not true then pgqueue._bad_name('queue', queue)
         when (octet_length(worker) between 1 and 200) is not true then pgqueue._bad_name('worker', worker)
         when max_jobs not between 1 and 10000 then array[
-            'max_jobs must be 1 to 10000',
-            format('It is %s.', max_jobs),
+            'max_jobs must be 1 to 10000', format('It is %s.', max_jobs),
             'Claim what you can begin within one lease.'
         ]
         else pgqueue._check_lease(lease)
-    end;
-end;
-$$;
-
--- Refuses arguments that claim_from cannot take, beside those of claim.
-create or replace function pgqueue._check_shares(queues text[], weights int[], limits int[])
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return case
-        when cardinality(weights) <> cardinality(queues) or cardinality(limits) <> cardinality(queues)
-            then array[
-                'weights and limits must be as long as queues',
-                format(
-                    'There are %s queues, %s weights and %s limits.', cardinality(queues),
-                    coalesce(cardinality(weights), 0), coalesce(cardinality(limits), 0)
-                ),
-                'Omit them for equal shares without limits; a null in them is the default.'
-            ]
-        when 1 > any (weights) or 0 > any (limits) then array[
-            'every weight must be at least 1, every limit at least 0',
-            format('Weights are %s, limits %s.', weights, limits),
-            'A queue with twice the weight gets twice the share.'
-        ]
     end;
 end;
 $$;
@@ -349,8 +290,7 @@ create or replace function pgqueue._check_leases(job_ids bigint[], tokens bigint
 as $$
 begin
     return case
-        when current_setting('transaction_isolation') <> 'read committed'
-            then pgqueue._wrong_isolation()
+        when current_setting('transaction_isolation') <> 'read committed' then pgqueue._check_isolation()
         when cardinality(job_ids) is distinct from cardinality(tokens) then array[
             'job_ids and tokens must be equally long',
             format(
@@ -379,21 +319,6 @@ begin
 end;
 $$;
 
--- Refuses bad progress; a null total passes.
-create or replace function pgqueue._check_progress(done numeric, total numeric)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return case when (done between 0 and 1e18) is not true or total <= 0 or total > 1e18 then array[
-        'done must be 0 to 1e18, and total more than 0',
-        format('done is %s, total is %s.', coalesce(done::text, 'null'), coalesce(total::text, 'null')),
-        'Omit total if it is not known.'
-    ] end;
-end;
-$$;
-
 -- Refuses an absurd delay; null passes.
 create or replace function pgqueue._check_delay(what text, delay interval)
     returns text[]
@@ -402,24 +327,8 @@ create or replace function pgqueue._check_delay(what text, delay interval)
 as $$
 begin
     return case when delay < '0' or delay > '1000 years' then array[
-        format('%s must be finite and not negative', what),
-        format('It is %s.', delay),
+        format('%s must be finite and not negative', what), format('It is %s.', delay),
         'Omit it for the delay that the queue''s settings give.'
-    ] end;
-end;
-$$;
-
--- Refuses results for more or fewer jobs than there are; null passes.
-create or replace function pgqueue._check_results(job_ids bigint[], results jsonb[])
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return case when cardinality(results) <> cardinality(job_ids) then array[
-        'results must be as long as job_ids',
-        format('There are %s ids and %s results.', cardinality(job_ids), cardinality(results)),
-        'Use null for a job without a result.'
     ] end;
 end;
 $$;
@@ -468,32 +377,22 @@ begin
 end;
 $$;
 
--- What is wrong with an id that does not exist (PQ001).
-create or replace function pgqueue._not_found(what text, id bigint, hint text)
+-- What is wrong with an id that does not exist (PQ001); without a hint, of a job about which nothing is known
+-- any more.
+create or replace function pgqueue._not_found(
+    what text, id bigint,
+    hint text default 'Only jobs that wait, run or are dead are known, and those that are still in run.'
+)
     returns text[]
     language plpgsql
     immutable
 as $$
 begin
     return array[
-        format('%s %s not found', what, coalesce(id::text, 'null')),
-        format('No %s has this id.', what),
+        format('%s %s not found', what, coalesce(id::text, 'null')), format('No %s has this id.', what),
         hint,
         'PQ001'
     ];
-end;
-$$;
-
--- What is wrong with a job about which nothing is known any more (PQ001).
-create or replace function pgqueue._unknown(job_id bigint)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return pgqueue._not_found(
-        'job', job_id, 'Only jobs that wait, run or are dead are known, and those that are still in run.'
-    );
 end;
 $$;
 
@@ -550,22 +449,16 @@ begin
 end;
 $$;
 
--- What is wrong with a batch that has finished (55000), or does not exist (PQ001).
-create or replace function pgqueue._no_batch(batch_id bigint, is_finished boolean)
+-- What is wrong with a batch that does not exist (PQ001).
+create or replace function pgqueue._no_batch(batch_id bigint)
     returns text[]
     language plpgsql
     immutable
 as $$
 begin
-    return case when is_finished then array[
-        format('batch %s has finished', batch_id),
-        'Its callback has been enqueued.',
-        'Add jobs before close_batch, or from a running job of the batch.',
-        '55000'
-    ] else pgqueue._not_found(
+    return pgqueue._not_found(
         'batch', batch_id, 'create_batch returns its id; a finished batch is forgotten after 14 days.'
-    )
-    end;
+    );
 end;
 $$;
 
@@ -581,8 +474,13 @@ declare
     batch pgqueue.batch;
 begin
     select b.* into batch from pgqueue.batch as b where b.id = _lock_batch.batch_id for key share;
-    return case when batch.id is null or batch.finished_at is not null
-        then pgqueue._no_batch(batch_id, batch.finished_at is not null)
+    return case
+        when batch.id is null then pgqueue._no_batch(batch_id)
+        when batch.finished_at is not null then array[
+            format('batch %s has finished', batch_id), 'Its callback has been enqueued.',
+            'Add jobs before close_batch, or from a running job of the batch.',
+            '55000'
+        ]
     end;
 end;
 $$;
@@ -598,8 +496,7 @@ declare
 begin
     return case
         when if_dead not in ('cancel', 'run') then array[
-            'if_dead must be cancel or run',
-            format('It is "%s".', if_dead),
+            'if_dead must be cancel or run', format('It is "%s".', if_dead),
             'Omit it to have the job cancelled when one that it waits for dies.'
         ]
         when cardinality(after) > 10000 or num_nulls(variadic after) > 0 then array[

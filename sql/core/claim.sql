@@ -256,7 +256,23 @@ create or replace function pgqueue.claim_from(
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_queues(queues), pgqueue._check_shares(queues, weights, limits),
+        pgqueue._check_queues(queues),
+        case
+            when cardinality(weights) <> cardinality(queues) or cardinality(limits) <> cardinality(queues)
+                then array[
+                    'weights and limits must be as long as queues',
+                    format(
+                        'There are %s queues, %s weights and %s limits.', cardinality(queues),
+                        coalesce(cardinality(weights), 0), coalesce(cardinality(limits), 0)
+                    ),
+                    'Omit them for equal shares without limits; a null in them is the default.'
+                ]
+            when 1 > any (weights) or 0 > any (limits) then array[
+                'every weight must be at least 1, every limit at least 0',
+                format('Weights are %s, limits %s.', weights, limits),
+                'A queue with twice the weight gets twice the share.'
+            ]
+        end,
         pgqueue._check_claim(queues[1], worker, max_jobs, lease)
     ));
     wanted int := coalesce(max_jobs, 1);

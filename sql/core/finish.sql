@@ -29,7 +29,7 @@ begin
         or pg_relation_size('pgqueue.queue_keep_idx') > 8192
     then
         if current_setting('transaction_isolation') <> 'read committed' then
-            refused := pgqueue._refuse(pgqueue._wrong_isolation());
+            refused := pgqueue._refuse(pgqueue._check_isolation());
         end if;
         is_configured := true;
         is_logged := pgqueue._log_kept(array[job_id], array[token], array[result], moment);
@@ -109,7 +109,11 @@ as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_leases(job_ids, tokens),
-        case when results is not null then pgqueue._check_results(job_ids, results) end
+        case when cardinality(results) <> cardinality(job_ids) then array[
+            'results must be as long as job_ids',
+            format('There are %s ids and %s results.', cardinality(job_ids), cardinality(results)),
+            'Use null for a job without a result.'
+        ] end
     ));
     moment timestamptz := clock_timestamp();
     today int := floor(date_part('epoch', moment) / 86400)::int;

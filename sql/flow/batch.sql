@@ -180,8 +180,7 @@ declare
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, group_key, headers),
         case when jsonb_typeof(payload) <> 'object' then array[
-            'the payload of a batch must be a JSON object',
-            format('It is a JSON %s.', jsonb_typeof(payload)),
+            'the payload of a batch must be a JSON object', format('It is a JSON %s.', jsonb_typeof(payload)),
             'The callback gets it with the counts of the batch added, under the key batch.'
         ] end,
         -- With the longest possible counts.
@@ -239,9 +238,7 @@ begin
     update pgqueue.batch as b
     set closed_at = coalesce(b.closed_at, clock_timestamp())
     where b.id = close_batch.batch_id;
-    if not found then
-        refused := pgqueue._refuse(pgqueue._no_batch(batch_id, false));
-    end if;
+    refused := pgqueue._refuse(case when not found then pgqueue._no_batch(batch_id) end);
     perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
     if is_alone and not pgqueue._is_lost() then
         perform pgqueue._finish_batch(batch_id);
@@ -255,30 +252,6 @@ jobs add: once they have ended, at once if there are none, its callback is
 enqueued. Closing it again changes nothing.
 Raises PQ001 (no such batch).';
 
--- Makes the callback of a batch a dead job, and returns its id.
-create or replace function pgqueue._bury_callback(batch pgqueue.batch, payload jsonb, error text)
-    returns bigint
-    language plpgsql
-as $$
-declare
-    moment timestamptz := clock_timestamp();
-    settings pgqueue.queue_in_force := pgqueue._in_force(batch.queue, coalesce(batch.kind, batch.queue));
-    dead_id bigint := nextval('pgqueue.job_id_seq');
-begin
-    insert into pgqueue.dead_job (
-        id, died_at, enqueued_at, run_at, priority, attempt, max_attempts,
-        queue, kind, group_key, error, payload, headers, errors
-    )
-    values (
-        dead_id, moment, moment, moment, coalesce(batch.priority, 0), 0,
-        coalesce(batch.max_attempts, settings.max_attempts),
-        batch.queue, coalesce(batch.kind, batch.queue), batch.group_key, error, payload, batch.headers,
-        jsonb_build_array(jsonb_build_object('attempt', 0, 'at', moment, 'worker', null, 'error', error))
-    );
-    return dead_id;
-end;
-$$;
-
 -- Enqueues the callback of a batch that is closed and has no jobs left, once.
 create or replace function pgqueue._finish_batch(batch_id bigint)
     returns void
@@ -291,6 +264,8 @@ declare
     payload jsonb;
     callback bigint;
     failure text;
+    error text;
+    moment timestamptz := clock_timestamp();
 begin
     select b.* into batch from pgqueue.batch as b where b.id = _finish_batch.batch_id for update skip locked;
     -- Otherwise a job is just being added. Now none can be.
@@ -320,7 +295,21 @@ begin
         );
     exception when program_limit_exceeded or data_exception or integrity_constraint_violation then
         get stacked diagnostics failure = message_text;
-        callback := pgqueue._bury_callback(batch, payload, 'the callback could not be enqueued: ' || failure);
+        error := 'the callback could not be enqueued: ' || failure;
+        -- A dead job, then.
+        insert into pgqueue.dead_job as d (
+            id, died_at, enqueued_at, run_at, priority, attempt, max_attempts,
+            queue, kind, group_key, error, payload, headers, errors
+        )
+        values (
+            nextval('pgqueue.job_id_seq'), moment, moment, moment, coalesce(batch.priority, 0), 0,
+            coalesce(
+                batch.max_attempts, (pgqueue._in_force(batch.queue, coalesce(batch.kind, batch.queue))).max_attempts
+            ),
+            batch.queue, coalesce(batch.kind, batch.queue), batch.group_key, error, payload, batch.headers,
+            jsonb_build_array(jsonb_build_object('attempt', 0, 'at', moment, 'worker', null, 'error', error))
+        )
+        returning d.id into callback;
     end;
     update pgqueue.batch as b
     set finished_at = clock_timestamp(), callback_id = callback, problem = failure,
@@ -349,29 +338,5 @@ begin
     join pgqueue.batch as b on b.id = (j.terms).batch_id
     where j.id = any (job_ids) and b.finished_at is null
     group by b.id;
-end;
-$$;
-
--- Deletes at most 10,000 batches that finished more than 14 days ago; returns how many.
-create or replace function pgqueue._forget_batches()
-    returns bigint
-    language plpgsql
-    set enable_seqscan = off
-    set enable_sort = off
-as $$
-declare
-    forgotten bigint;
-begin
-    delete from pgqueue.batch as b
-    where b.ctid = any (array(
-        select f.ctid
-        from pgqueue.batch as f
-        where f.finished_at < clock_timestamp() - interval '14 days'
-        order by f.finished_at
-        limit 10000
-        for update skip locked
-    ));
-    get diagnostics forgotten = row_count;
-    return forgotten;
 end;
 $$;

@@ -9,8 +9,8 @@
 -- if every hour is listed the hours that really pass count: none is skipped or made up for, and
 -- one that occurs twice counts twice.
 --
--- No walk over minutes: a day is found month by month, at most 40 years of those that are named (a 29
--- February that must be a Sunday), and the time of day by the least number that is large enough.
+-- No walk over minutes: the day is looked for in 41 years (a 29 February that must be a Sunday comes that
+-- rarely), and the time of day only among those that can be the next.
 
 -- What a field of a cron expression lists: *, numbers or names, ranges, steps, separated by commas; null
 -- if it cannot be parsed.
@@ -82,7 +82,6 @@ create or replace function pgqueue._read_cron(cron text)
 as $$
 declare
     fields text[] := pgqueue._cron_fields(cron);
-    weekdays int[] := pgqueue._cron_values(fields[5], 0, 7, '{sun,mon,tue,wed,thu,fri,sat}');
 begin
     return row(
         pgqueue._cron_values(coalesce(fields[6], '0'), 0, 59, null),
@@ -92,15 +91,13 @@ begin
         pgqueue._cron_values(
             fields[4], 1, 12, '{jan,feb,mar,apr,may,jun,jul,aug,sep,oct,nov,dec}'
         ),
-        case when weekdays is not null
-            then array(select distinct v.value % 7 from unnest(weekdays) as v (value) order by 1)
-        end,
+        pgqueue._cron_values(fields[5], 0, 7, '{sun,mon,tue,wed,thu,fri,sat}'),
         fields[3] not like '*%' and fields[5] not like '*%'
     )::pgqueue._cron;
 end;
 $$;
 
--- Refuses a cron expression that cannot be parsed.
+-- Refuses a cron expression that cannot be parsed, or names only days such as 30 February.
 create or replace function pgqueue._check_cron(cron text)
     returns text[]
     language plpgsql
@@ -122,7 +119,7 @@ begin
             'They are minute, hour, day of the month, month, weekday and second, as in ''30 2 * * mon-fri''; or write @daily.'
         ];
     end if;
-    return (
+    return coalesce((
         select array[
             format('the %s of cron cannot be read', f.name),
             format('"%s" is not made of %s.', f.field, f.range),
@@ -139,27 +136,14 @@ begin
         ) as f (name, field, range, listed)
         where f.listed is null
         limit 1
-    );
-end;
-$$;
-
--- Refuses a cron expression that names only days such as 30 February.
-create or replace function pgqueue._check_cron_comes(cron text)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-declare
-    listed pgqueue._cron := pgqueue._read_cron(cron);
-begin
-    return case when not listed.is_either and listed.days[1] > (
+    ), case when not listed.is_either and listed.days[1] > (
         select max(case when m.month = 2 then 29 when m.month in (4, 6, 9, 11) then 30 else 31 end)
         from unnest(listed.months) as m (month)
     ) then array[
         'cron names a day that never comes',
         format('"%s" asks for day %s of a month that has fewer.', cron, listed.days[1]),
         'The longest February has 29 days; April, June, September and November have 30.'
-    ] end;
+    ] end);
 end;
 $$;
 
@@ -176,110 +160,44 @@ begin
         and not exists (select from pgqueue.schedule as s where s.timezone = _check_timezone.timezone)
         and not exists (select from pg_timezone_names as z where z.name = _check_timezone.timezone)
     then array[
-        'timezone must be the name of a time zone',
-        format('"%s" is none.', timezone),
+        'timezone must be the name of a time zone', format('"%s" is none.', timezone),
         'Write a name such as Europe/Berlin: select name from pg_timezone_names lists them.'
     ] end;
 end;
 $$;
 
--- Refuses other arguments that next_slots cannot take; null passes.
-create or replace function pgqueue._check_slots(after timestamptz, slots int)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return case
-        when after not between '1970-01-01' and '9998-12-31' then array[
-            'after must be between the years 1970 and 9998',
-            format('It is %s.', after),
-            'Omit it for the current time.'
-        ]
-        when slots not between 1 and 10000 then array[
-            'slots must be 1 to 10000',
-            format('It is %s.', slots),
-            'Ask again after the last one.'
-        ]
-    end;
-end;
-$$;
-
--- The least of some numbers that is not below a bound.
-create or replace function pgqueue._at_least(listed int[], bound int)
-    returns int
-    language plpgsql
-    immutable
-as $$
-begin
-    return (select min(v.value) from unnest(listed) as v (value) where v.value >= bound);
-end;
-$$;
-
--- The first day from this one on that a cron expression names; null after the year 9998.
-create or replace function pgqueue._cron_day(cron pgqueue._cron, from_day date)
-    returns date
-    language plpgsql
-    immutable
-as $$
-declare
-    first_year int := extract(year from from_day);
-    month int;
-    first date;
-    found_day date;
-begin
-    for year in first_year .. least(first_year + 40, 9998) loop
-        foreach month in array cron.months loop
-            first := make_date(year, month, 1);
-            continue when first + 31 <= from_day;
-            found_day := (
-                select min(d.day)
-                from (
-                    select first + n.n as day, n.n + 1 as number
-                    from generate_series(0, (first + interval '1 month')::date - first - 1) as n (n)
-                ) as d
-                where d.day >= from_day
-                    and case when cron.is_either
-                        then d.number = any (cron.days) or extract(dow from d.day)::int = any (cron.weekdays)
-                        else d.number = any (cron.days) and extract(dow from d.day)::int = any (cron.weekdays)
-                    end
-            );
-            if found_day is not null then
-                return found_day;
-            end if;
-        end loop;
-    end loop;
-    return null;
-end;
-$$;
-
--- The first slot of a cron expression after a local time, as local time.
+-- The first slot of a cron expression after a local time, as local time; null after the year 9998.
 create or replace function pgqueue._local_slot_after(cron pgqueue._cron, here timestamp)
     returns timestamp
     language plpgsql
     immutable
 as $$
-declare
-    earliest timestamp := date_trunc('second', here) + interval '1 second';
-    day date := earliest;
-    hour int := extract(hour from earliest);
-    minute int := extract(minute from earliest);
-    second int := pgqueue._at_least(cron.seconds, extract(second from earliest)::int);
-    next_hour int := pgqueue._at_least(cron.hours, hour + 1);
-    next_minute int := pgqueue._at_least(cron.minutes, minute + 1);
-    time_of_day time := case
-        when hour = any (cron.hours) and minute = any (cron.minutes) and second is not null
-            then make_time(hour, minute, second)
-        when hour = any (cron.hours) and next_minute is not null
-            then make_time(hour, next_minute, cron.seconds[1])
-        when next_hour is not null then make_time(next_hour, cron.minutes[1], cron.seconds[1])
-    end;
 begin
-    day := pgqueue._cron_day(cron, day + (time_of_day is null)::int);
-    return day + case when day = earliest::date and time_of_day is not null
-        then time_of_day
-        else make_time(cron.hours[1], cron.minutes[1], cron.seconds[1])
-    end;
+    return (
+        select d.day + t.time
+        -- Made one by one, in order, until one is found.
+        from (select here::date + generate_series(0, 14975) as day) as d
+        cross join lateral (
+            select date_part('day', d.day) = any (cron.days),
+                -- Sunday is 0 and 7.
+                array[date_part('dow', d.day), date_part('isodow', d.day)]::int[] && cron.weekdays
+        ) as n (is_day, is_weekday)
+        cross join lateral (
+            -- Only in this hour any minute but the first can be the next, and only in this minute any second.
+            select min(make_time(h.hour, m.minute, s.second))
+            from unnest(cron.hours) as h (hour)
+            cross join unnest(
+                cron.minutes[: case when h.hour = date_part('hour', here) then 60 else 1 end]
+            ) as m (minute)
+            cross join unnest(
+                cron.seconds[: case when m.minute = date_part('minute', here) then 60 else 1 end]
+            ) as s (second)
+            where d.day + make_time(h.hour, m.minute, s.second) > here
+        ) as t (time)
+        where t.time is not null and d.day < '9999-01-01' and date_part('month', d.day) = any (cron.months)
+            and (n.is_day and n.is_weekday or cron.is_either and (n.is_day or n.is_weekday))
+        limit 1
+    );
 end;
 $$;
 
@@ -294,7 +212,8 @@ begin
 end;
 $$;
 
--- When the clocks of a time zone change between two moments; null if the offset is the same at both.
+-- When the clocks of a time zone change between two moments, at most a day apart; null if the offset is the
+-- same at both.
 create or replace function pgqueue._clock_change(timezone text, low timestamptz, high timestamptz)
     returns timestamptz
     language plpgsql
@@ -302,107 +221,21 @@ create or replace function pgqueue._clock_change(timezone text, low timestamptz,
 as $$
 declare
     before interval := pgqueue._ahead_of_utc(low, timezone);
-    low_seconds float8 := floor(date_part('epoch', low));
-    high_seconds float8 := ceil(date_part('epoch', high));
-    middle float8;
+    middle timestamptz;
 begin
     if pgqueue._ahead_of_utc(high, timezone) = before then
         return null;
     end if;
-    while high_seconds > low_seconds + 1 loop
-        middle := floor((low_seconds + high_seconds) / 2);
-        if pgqueue._ahead_of_utc(to_timestamp(middle), timezone) = before then
-            low_seconds := middle;
+    high := date_trunc('second', high);
+    while low + interval '1 second' < high loop
+        middle := date_trunc('second', low + (high - low) / 2);
+        if pgqueue._ahead_of_utc(middle, timezone) = before then
+            low := middle;
         else
-            high_seconds := middle;
+            high := middle;
         end if;
     end loop;
-    return to_timestamp(high_seconds);
-end;
-$$;
-
--- When the clocks of a time zone show a local time for the first time; if they never do, when they are
--- put past it.
-create or replace function pgqueue._slot_at(local timestamp, timezone text)
-    returns timestamptz
-    language plpgsql
-    stable
-as $$
-declare
-    -- For a time that occurs twice Postgres takes the second; one that never occurs it counts on
-    -- from before the change.
-    moment timestamptz := local at time zone timezone;
-    before timestamptz := moment - interval '24 hours';
-    change timestamptz := pgqueue._clock_change(timezone, before, moment);
-    shift interval := pgqueue._ahead_of_utc(moment, timezone) - pgqueue._ahead_of_utc(before, timezone);
-begin
-    return case
-        when change is null then moment
-        when moment at time zone timezone <> local then change
-        when shift < '0' and moment + shift < change then moment + shift
-        else moment
-    end;
-end;
-$$;
-
--- The first slot after a moment of a cron expression that does not list every hour.
-create or replace function pgqueue._fixed_slot_after(cron pgqueue._cron, timezone text, after timestamptz)
-    returns timestamptz
-    language plpgsql
-    stable
-as $$
-declare
-    before timestamptz := after - interval '24 hours';
-    change timestamptz := pgqueue._clock_change(timezone, before, after);
-    local timestamp := after at time zone timezone;
-    slot timestamptz;
-begin
-    if change is not null then
-        -- What already occurred before the clocks went back.
-        local := greatest(
-            local, (change at time zone timezone) + (pgqueue._ahead_of_utc(before, timezone)
-                - pgqueue._ahead_of_utc(after, timezone)) - interval '1 microsecond'
-        );
-    end if;
-    loop
-        local := pgqueue._local_slot_after(cron, local);
-        slot := pgqueue._slot_at(local, timezone);
-        exit when (slot <= after) is not true;
-    end loop;
-    return slot;
-end;
-$$;
-
--- The first slot after a moment of a cron expression that lists every hour: from hour to hour as they
--- pass, whatever the clocks show.
-create or replace function pgqueue._hourly_slot_after(cron pgqueue._cron, timezone text, after timestamptz)
-    returns timestamptz
-    language plpgsql
-    stable
-as $$
-declare
-    start timestamptz := after;
-    here timestamp := after at time zone timezone;
-    local timestamp;
-    change timestamptz;
-    slot timestamptz;
-begin
-    loop
-        local := pgqueue._local_slot_after(cron, here);
-        change := pgqueue._clock_change(timezone, start, start + interval '24 hours');
-        slot := (local - pgqueue._ahead_of_utc(start, timezone)) at time zone 'UTC';
-        if slot >= change then
-            start := change;
-            here := (change at time zone timezone) - interval '1 microsecond';
-        elsif slot > start + interval '24 hours' then
-            -- Near it the offset may be another one.
-            start := (local - interval '24 hours') at time zone timezone;
-            here := start at time zone timezone;
-        else
-            exit;
-        end if;
-    end loop;
-    return slot;
+    return high;
 end;
 $$;
 
@@ -412,11 +245,40 @@ create or replace function pgqueue._slot_after(cron pgqueue._cron, timezone text
     language plpgsql
     stable
 as $$
+declare
+    is_hourly boolean := cardinality(cron.hours) = 24;
+    start timestamptz := after;
+    here timestamp := after at time zone timezone;
+    local timestamp;
+    change timestamptz;
+    slot timestamptz;
 begin
-    return case when cardinality(cron.hours) = 24
-        then pgqueue._hourly_slot_after(cron, timezone, after)
-        else pgqueue._fixed_slot_after(cron, timezone, after)
-    end;
+    if not is_hourly then
+        -- What the clocks showed before they went back does not count again.
+        change := pgqueue._clock_change(timezone, after - interval '24 hours', after);
+        here := greatest(here, (change - interval '1 microsecond') at time zone timezone);
+    end if;
+    loop
+        local := pgqueue._local_slot_after(cron, here);
+        -- If the clocks do not change before.
+        slot := (local - pgqueue._ahead_of_utc(start, timezone)) at time zone 'UTC';
+        change := pgqueue._clock_change(timezone, start, start + interval '24 hours');
+        if slot >= change then
+            if is_hourly then
+                here := (change at time zone timezone) - interval '1 microsecond';
+            elsif local <= change at time zone timezone then
+                -- They skip it.
+                return change;
+            end if;
+            start := change;
+        elsif slot > start + interval '24 hours' then
+            -- Near it the offset may be another one.
+            start := (local - interval '24 hours') at time zone timezone;
+        else
+            exit;
+        end if;
+    end loop;
+    return slot;
 end;
 $$;
 
@@ -431,8 +293,17 @@ create or replace function pgqueue.next_slots(
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_cron(cron), pgqueue._check_cron_comes(cron), pgqueue._check_timezone(timezone),
-        pgqueue._check_slots(after, slots)
+        pgqueue._check_cron(cron), pgqueue._check_timezone(timezone),
+        case
+            when after not between '1970-01-01' and '9998-12-31' then array[
+                'after must be between the years 1970 and 9998', format('It is %s.', after),
+                'Omit it for the current time.'
+            ]
+            when slots not between 1 and 10000 then array[
+                'slots must be 1 to 10000', format('It is %s.', slots),
+                'Ask again after the last one.'
+            ]
+        end
     ));
     listed pgqueue._cron := pgqueue._read_cron(cron);
     slot timestamptz := coalesce(after, clock_timestamp());

@@ -74,23 +74,19 @@ declare
     start int := ((random() - 0.5) * 4294967294)::int;
 begin
     return query
-    select w.id, coalesce(
-        (
+    select w.id, coalesce((
+        select true
+        from (values (start, 2147483647), (-2147483648, start - 1)) as half (low, high)
+        cross join lateral (
             select true
             from pgqueue.dependency as d
             join pgqueue.job as j on j.id = d.job_id
-            where d.waiter_id = w.id and hashint8(d.job_id) >= start and j.xmax in ('0'::xid, j.xmin)
+            where d.waiter_id = w.id and hashint8(d.job_id) between half.low and half.high
+                and j.xmax in ('0'::xid, j.xmin)
             limit 1
-        ),
-        (
-            select true
-            from pgqueue.dependency as d
-            join pgqueue.job as j on j.id = d.job_id
-            where d.waiter_id = w.id and hashint8(d.job_id) < start and j.xmax in ('0'::xid, j.xmin)
-            limit 1
-        ),
-        false
-    ), (
+        ) as held
+        limit 1
+    ), false), (
         select j.id
         from pgqueue.dependency as d
         join pgqueue.job as j on j.id = d.job_id
@@ -127,30 +123,6 @@ begin
     into freed
     from back as b;
     perform pgqueue._reopened(freed.queues, freed.priorities, freed.keys, freed.run_ats);
-end;
-$$;
-
--- Deletes at most 100,000 rows of gone older than 14 days; returns how many.
-create or replace function pgqueue._forget_gone()
-    returns bigint
-    language plpgsql
-    set enable_seqscan = off
-    set enable_sort = off
-as $$
-declare
-    forgotten bigint;
-begin
-    delete from pgqueue.gone as g
-    where g.ctid = any (array(
-        select f.ctid
-        from pgqueue.gone as f
-        where f.ended_at < clock_timestamp() - interval '14 days'
-        order by f.ended_at
-        limit 100000
-        for update skip locked
-    ));
-    get diagnostics forgotten = row_count;
-    return forgotten;
 end;
 $$;
 

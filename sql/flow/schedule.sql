@@ -10,45 +10,6 @@
 -- is due, but never more than a second ahead: whoever writes it cannot see a schedule that has not
 -- been committed.
 
--- Refuses arguments that schedule cannot take, except cron and time zone.
-create or replace function pgqueue._check_schedule(
-    name text, queue text, cron text, every interval, kind text, priority int,
-    catch_up text, jitter interval, max_attempts int, headers jsonb, group_key text
-)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return case
-        when (octet_length(name) between 1 and 200) is not true then pgqueue._bad_name('name', name)
-        when num_nonnulls(cron, every) <> 1 then array[
-            'a schedule needs either cron or every',
-            case when cron is null then 'Both are null.' else 'Both are given.' end,
-            'Write cron => ''30 2 * * *'', or every => ''10 minutes''.'
-        ]
-        when every < '1 second' or every > '3650 days' or extract(year from every) <> 0
-            or extract(month from every) <> 0
-            then array[
-                'every must be 1 second to 3650 days, in days and smaller units',
-                format('It is %s.', every),
-                'For months and years, whose lengths differ, use cron, such as @monthly.'
-            ]
-        when catch_up not in ('skip', 'one', 'all') then array[
-            'catch_up must be skip, one or all',
-            format('It is "%s".', catch_up),
-            'one, the default, makes one job for all missed slots.'
-        ]
-        when jitter < '0' or jitter > '1 day' then array[
-            'jitter must be 0 to 1 day',
-            format('It is %s.', jitter),
-            'It spreads out the jobs of schedules that have the same slots.'
-        ]
-        else pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, group_key, headers)
-    end;
-end;
-$$;
-
 -- The first slot of a rule after a moment; null after the year 9998.
 create or replace function pgqueue._next_slot(
     cron pgqueue._cron, every interval, timezone text, after timestamptz
@@ -63,36 +24,6 @@ begin
         -- From a Monday, so that weeks begin on Mondays.
         else date_bin(every, after, '1970-01-05 00:00 UTC') + every
     end;
-end;
-$$;
-
--- The last slot of a schedule up to a moment, from its next_slot on.
-create or replace function pgqueue._last_slot(
-    schedule pgqueue.schedule, cron pgqueue._cron, upto timestamptz
-)
-    returns timestamptz
-    language plpgsql
-    stable
-as $$
-declare
-    slot timestamptz := schedule.next_slot;
-    low float8 := date_part('epoch', slot);
-    high float8 := date_part('epoch', upto);
-    middle float8;
-    other timestamptz;
-begin
-    -- By bisection: is there another slot in the later half?
-    while high - low >= 1 loop
-        middle := (low + high) / 2;
-        other := pgqueue._next_slot(cron, schedule.every, schedule.timezone, to_timestamp(middle));
-        if other <= upto then
-            slot := other;
-            low := date_part('epoch', other);
-        else
-            high := middle;
-        end if;
-    end loop;
-    return slot;
 end;
 $$;
 
@@ -119,6 +50,8 @@ as $$
 declare
     slots timestamptz[] := array[schedule.next_slot];
     slot timestamptz := following;
+    high timestamptz := upto;
+    middle timestamptz;
 begin
     if schedule.catch_up = 'all' then
         while slot <= upto and cardinality(slots) < 1000 loop
@@ -126,7 +59,17 @@ begin
             slot := pgqueue._next_slot(cron, schedule.every, schedule.timezone, slot);
         end loop;
     elsif slot <= upto then
-        slots := array[pgqueue._last_slot(schedule, cron, upto)];
+        -- The last, by bisection: is there another slot in the later half?
+        slots := array[slot];
+        while high - slots[1] >= interval '1 second' loop
+            middle := slots[1] + (high - slots[1]) / 2;
+            slot := pgqueue._next_slot(cron, schedule.every, schedule.timezone, middle);
+            if slot <= upto then
+                slots := array[slot];
+            else
+                high := middle;
+            end if;
+        end loop;
     end if;
     if schedule.catch_up = 'skip' and slots[1] < upto - interval '2 minutes' then
         return '{}'::timestamptz[];
@@ -244,59 +187,6 @@ begin
 end;
 $$;
 
--- Changes a locked schedule to what schedule() was given. With another rule it first fires what is due by
--- the old one, without its jitter, and continues with the first slot of the new one.
-create or replace function pgqueue._change_schedule(old pgqueue.schedule, told pgqueue.schedule)
-    returns void
-    language plpgsql
-as $$
-declare
-    moment timestamptz := clock_timestamp();
-    due record := told;
-    given record := told;
-begin
-    given.is_paused := old.is_paused;
-    given.last_slot := old.last_slot;
-    given.last_job_id := old.last_job_id;
-    given.next_slot := old.next_slot;
-    if row(old.cron, old.every, old.timezone) is distinct from row(given.cron, given.every, given.timezone) then
-        if not old.is_paused and old.next_slot <= moment
-            and (old.last_slot < old.next_slot) is not false
-        then
-            due.cron := old.cron;
-            due.every := old.every;
-            due.jitter := null;
-            due.next_slot := old.next_slot;
-            due.last_slot := old.last_slot;
-            due.last_job_id := old.last_job_id;
-            -- The second if the server no longer knows the first.
-            foreach due.timezone in array array[old.timezone, given.timezone] loop
-                perform pgqueue._fire(due, moment);
-                exit when (select s.problem is null from pgqueue.schedule as s where s.name = old.name);
-            end loop;
-        end if;
-        given.next_slot := pgqueue._slot_of(given, moment);
-    end if;
-    given.due_at := old.due_at;
-    given.problem := old.problem;
-    if given is distinct from old then
-        given.problem := null;
-    end if;
-    if not given.is_paused then
-        given.due_at := given.next_slot + pgqueue._share_of_jitter(given.name, given.jitter);
-    end if;
-    if given is distinct from old then
-        update pgqueue.schedule as s
-        set due_at = given.due_at, next_slot = given.next_slot, problem = given.problem,
-            every = given.every, jitter = given.jitter, priority = given.priority,
-            max_attempts = given.max_attempts, queue = given.queue, kind = given.kind,
-            group_key = given.group_key, cron = given.cron, timezone = given.timezone,
-            catch_up = given.catch_up, payload = given.payload, headers = given.headers
-        where s.name = given.name;
-    end if;
-end;
-$$;
-
 create or replace function pgqueue.schedule(
     name text,
     queue text,
@@ -323,55 +213,98 @@ as $$
 #variable_conflict use_column
 declare
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_schedule(
-            schedule.name, schedule.queue, schedule.cron, schedule.every, schedule.kind,
-            schedule.priority, schedule.catch_up, schedule.jitter, schedule.max_attempts,
-            schedule.headers, schedule.group_key
-        ),
-        case when schedule.cron is not null
-            then coalesce(pgqueue._check_cron(schedule.cron), pgqueue._check_cron_comes(schedule.cron))
+        case
+            when (octet_length(name) between 1 and 200) is not true then pgqueue._bad_name('name', name)
+            when num_nonnulls(cron, every) <> 1 then array[
+                'a schedule needs either cron or every',
+                case when cron is null then 'Both are null.' else 'Both are given.' end,
+                'Write cron => ''30 2 * * *'', or every => ''10 minutes''.'
+            ]
+            when every < '1 second' or every > '3650 days' or extract(year from every) <> 0
+                or extract(month from every) <> 0
+                then array[
+                    'every must be 1 second to 3650 days, in days and smaller units',
+                    format('It is %s.', every),
+                    'For months and years, whose lengths differ, use cron, such as @monthly.'
+                ]
+            when catch_up not in ('skip', 'one', 'all') then array[
+                'catch_up must be skip, one or all', format('It is "%s".', catch_up),
+                'one, the default, makes one job for all missed slots.'
+            ]
+            when jitter < '0' or jitter > '1 day' then array[
+                'jitter must be 0 to 1 day', format('It is %s.', jitter),
+                'It spreads out the jobs of schedules that have the same slots.'
+            ]
         end,
-        pgqueue._check_timezone(schedule.timezone),
+        pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, group_key, headers),
+        case when cron is not null then pgqueue._check_cron(cron) end,
+        pgqueue._check_timezone(timezone),
         pgqueue._check_payload(
-            schedule.payload,
-            (pgqueue._in_force(
-                schedule.queue, coalesce(schedule.kind, schedule.queue), schedule.group_key
-            )).max_payload_bytes
+            payload, (pgqueue._in_force(queue, coalesce(kind, queue), group_key)).max_payload_bytes
         )
     ));
     moment timestamptz := clock_timestamp();
-    -- A row of nulls, in a record, because pgspot knows the fields of no other type.
-    given record := jsonb_populate_record(null::pgqueue.schedule, '{}');
     old pgqueue.schedule;
+    given record;
+    due record;
 begin
     perform pgqueue._look_from_now_on();
-    given.name := schedule.name;
-    given.queue := schedule.queue;
-    given.kind := schedule.kind;
-    given.group_key := schedule.group_key;
-    given.cron := schedule.cron;
-    -- In hours: the clocks of the caller may give a day 23.
-    given.every := make_interval(secs => extract(epoch from schedule.every)::float8);
-    given.timezone := coalesce(schedule.timezone, 'UTC');
-    given.catch_up := coalesce(schedule.catch_up, 'one');
-    given.jitter := schedule.jitter;
-    given.priority := schedule.priority;
-    given.max_attempts := schedule.max_attempts;
-    given.payload := coalesce(schedule.payload, '{}');
-    given.headers := schedule.headers;
-    given.is_paused := false;
-    given.next_slot := pgqueue._slot_of(given, moment);
-    given.due_at := given.next_slot + pgqueue._share_of_jitter(given.name, given.jitter);
     loop
-        insert into pgqueue.schedule values (given.*) on conflict do nothing;
-        exit when found;
-        select s.* into old from pgqueue.schedule as s where s.name = given.name for update;
-        -- Otherwise it has just been ended.
-        exit when found;
+        select s.* into old from pgqueue.schedule as s where s.name = schedule.name for update;
+        -- A row of nulls for a new one; in a record, because pgspot knows the fields of no other type.
+        given := jsonb_populate_record(old, '{}');
+        given.name := schedule.name;
+        given.queue := schedule.queue;
+        given.kind := schedule.kind;
+        given.group_key := schedule.group_key;
+        given.cron := schedule.cron;
+        -- In hours: the clocks of the caller may give a day 23.
+        given.every := make_interval(secs => extract(epoch from schedule.every)::float8);
+        given.timezone := coalesce(schedule.timezone, 'UTC');
+        given.catch_up := coalesce(schedule.catch_up, 'one');
+        given.jitter := schedule.jitter;
+        given.priority := schedule.priority;
+        given.max_attempts := schedule.max_attempts;
+        given.payload := coalesce(schedule.payload, '{}');
+        given.headers := schedule.headers;
+        given.is_paused := coalesce(old.is_paused, false);
+        if row(old.cron, old.every, old.timezone) is distinct from row(given.cron, given.every, given.timezone) then
+            moment := clock_timestamp();
+            -- With another rule it first fires what is due by the old one, without its jitter.
+            if not old.is_paused and old.next_slot <= moment and (old.last_slot < old.next_slot) is not false then
+                due := given;
+                due.cron := old.cron;
+                due.every := old.every;
+                due.jitter := null;
+                -- The second if the server no longer knows the first.
+                foreach due.timezone in array array[old.timezone, given.timezone] loop
+                    perform pgqueue._fire(due, moment);
+                    exit when (select s.problem is null from pgqueue.schedule as s where s.name = old.name);
+                end loop;
+            end if;
+            given.next_slot := pgqueue._slot_of(given, moment);
+        end if;
+        if given is distinct from old then
+            given.problem := null;
+        end if;
+        given.due_at := case when given.is_paused then 'infinity'
+            else given.next_slot + pgqueue._share_of_jitter(given.name, given.jitter)
+        end;
+        if old.name is null then
+            insert into pgqueue.schedule values (given.*) on conflict do nothing;
+            -- Otherwise somebody has just created it.
+            exit when found;
+        else
+            update pgqueue.schedule as s
+            set due_at = given.due_at, next_slot = given.next_slot, problem = given.problem,
+                every = given.every, jitter = given.jitter, priority = given.priority,
+                max_attempts = given.max_attempts, queue = given.queue, kind = given.kind,
+                group_key = given.group_key, cron = given.cron, timezone = given.timezone,
+                catch_up = given.catch_up, payload = given.payload, headers = given.headers
+            where s.name = given.name and given is distinct from old;
+            exit;
+        end if;
     end loop;
-    if old.name is not null then
-        perform pgqueue._change_schedule(old, given);
-    end if;
     perform setval('pgqueue._cell_due', pgqueue._since_2020(moment));
     perform pgqueue._wake(queue);
 end;
@@ -401,8 +334,7 @@ create or replace function pgqueue._no_schedule(name text)
 as $$
 begin
     return array[
-        format('schedule "%s" not found', name),
-        'No schedule has this name.',
+        format('schedule "%s" not found', name), 'No schedule has this name.',
         'select name from pgqueue.schedules lists existing schedules.',
         'PQ001'
     ];
@@ -422,9 +354,7 @@ declare
     refused boolean;
 begin
     delete from pgqueue.schedule as s where s.name = unschedule.name;
-    if not found then
-        refused := pgqueue._refuse(pgqueue._no_schedule(name));
-    end if;
+    refused := pgqueue._refuse(case when not found then pgqueue._no_schedule(name) end);
 end;
 $$;
 
@@ -447,9 +377,7 @@ begin
     update pgqueue.schedule as s
     set is_paused = true, due_at = 'infinity'
     where s.name = pause_schedule.name;
-    if not found then
-        refused := pgqueue._refuse(pgqueue._no_schedule(name));
-    end if;
+    refused := pgqueue._refuse(case when not found then pgqueue._no_schedule(name) end);
 end;
 $$;
 
@@ -474,9 +402,8 @@ declare
     slot timestamptz;
 begin
     select s.* into old from pgqueue.schedule as s where s.name = resume_schedule.name for update;
-    if not found then
-        refused := pgqueue._refuse(pgqueue._no_schedule(name));
-    elsif old.is_paused then
+    refused := pgqueue._refuse(case when not found then pgqueue._no_schedule(name) end);
+    if old.is_paused then
         -- Not earlier: whoever had it locked may have given it another rule.
         moment := clock_timestamp();
         slot := pgqueue._slot_of(old, moment);

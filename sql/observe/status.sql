@@ -36,7 +36,12 @@ create or replace function pgqueue.progress(
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_isolation(), pgqueue._check_progress(done, total)
+        pgqueue._check_isolation(),
+        case when (done between 0 and 1e18) is not true or total <= 0 or total > 1e18 then array[
+            'done must be 0 to 1e18, and total more than 0',
+            format('done is %s, total is %s.', coalesce(done::text, 'null'), coalesce(total::text, 'null')),
+            'Omit total if it is not known.'
+        ] end
     ));
     moment timestamptz := clock_timestamp();
 begin
@@ -147,7 +152,7 @@ begin
     end if;
 
     last := pgqueue._last_run(job_id);
-    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._unknown(job_id) end);
+    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._not_found('job', job_id) end);
     id := job_id;
     queue := last.queue;
     kind := last.kind;
@@ -207,7 +212,7 @@ begin
         return null;
     end if;
     last := pgqueue._last_run(job_id);
-    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._unknown(job_id) end);
+    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._not_found('job', job_id) end);
     return case when last.outcome = 'completed' then last.result end;
 end;
 $$;
@@ -313,7 +318,7 @@ begin
         and (pgqueue._last_run(job_id)).job_id is null
     then
         perform pgqueue._stop_awaiting();
-        refused := pgqueue._refuse(pgqueue._unknown(job_id));
+        refused := pgqueue._refuse(pgqueue._not_found('job', job_id));
     end if;
     return interval '0';
 -- An interrupted await() leaves the session not waiting.

@@ -370,7 +370,7 @@ begin
         when (present.dead).id is not null then pgqueue._why_dead(present.dead)
         else pgqueue._why_gone(job_id)
     end;
-    refused := pgqueue._refuse(case when reason is null then pgqueue._unknown(job_id) end);
+    refused := pgqueue._refuse(case when reason is null then pgqueue._not_found('job', job_id) end);
     return reason;
 end;
 $$;

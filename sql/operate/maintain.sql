@@ -267,11 +267,11 @@ begin
     task := 'forget dead jobs';
     done := pgqueue._forget_dead();
     return next;
-    perform pgqueue._forget_gone(), pgqueue._repair_settings();
+    perform pgqueue._repair_settings();
     -- As there: for copies of the rows alone.
     perform pgqueue._use_lanes(l.queue) from pgqueue._lanes(0) as l where l.lane <> 0;
     task := 'forget batches';
-    done := pgqueue._forget_batches();
+    done := pgqueue._forget_ends();
     return next;
     -- Last, because nobody can read run from here on.
     task := 'forget runs';

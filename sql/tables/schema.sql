@@ -95,18 +95,7 @@ create table pgqueue.job (
     -- More than half of each page stays free for the new version that a claim, a heartbeat
     -- or a release writes, a little longer than the old: only in the same page is the
     -- update HOT.
-    fillfactor = 45,
-    -- A queue makes garbage at the rate of its work whatever its length, so vacuum
-    -- by count, at full speed, and before the planner's statistics are far off.
-    autovacuum_vacuum_scale_factor = 0,
-    autovacuum_vacuum_threshold = 20000,
-    autovacuum_vacuum_cost_delay = 0,
-    autovacuum_analyze_scale_factor = 0,
-    autovacuum_analyze_threshold = 50000,
-    -- Dead index entries slow every claim, and returning the empty end of the file
-    -- to the system would lock everybody out for space that the next burst needs.
-    vacuum_index_cleanup = on,
-    vacuum_truncate = off
+    fillfactor = 45
 );
 
 comment on table pgqueue.job is
@@ -184,15 +173,7 @@ create table pgqueue.ticket (
     is_full boolean not null default false,
     queue text not null,
     group_key text not null
-) with (
-    fillfactor = 50,
-    autovacuum_vacuum_scale_factor = 0,
-    autovacuum_vacuum_threshold = 20000,
-    autovacuum_vacuum_cost_delay = 0,
-    vacuum_index_cleanup = on,
-    vacuum_truncate = off
-);
-alter table pgqueue.ticket replica identity full;
+) with (fillfactor = 50);
 comment on table pgqueue.ticket is
 'Which groups have jobs that may run: from at on, a claim looks at the jobs of
 this group. Hints, safe to lose.';
@@ -229,15 +210,7 @@ create table pgqueue.permit (
     queue text not null,
     kind text not null,
     group_key text not null
-) with (
-    fillfactor = 50,
-    autovacuum_vacuum_scale_factor = 0,
-    autovacuum_vacuum_threshold = 20000,
-    autovacuum_vacuum_cost_delay = 0,
-    vacuum_index_cleanup = on,
-    vacuum_truncate = off
-);
-alter table pgqueue.permit replica identity full;
+) with (fillfactor = 50);
 comment on table pgqueue.permit is
 'How many jobs of a queue, kind or group may run at once, or begin in a period:
 one row for each.';
@@ -342,18 +315,8 @@ create table pgqueue.recent_key (
     queue text not null,
     unique_key text not null,
     constraint recent_key_pkey primary key (queue, unique_key)
-) with (
-    -- Like job: rows leave at the rate at which they come, however many there are.
-    autovacuum_vacuum_scale_factor = 0,
-    autovacuum_vacuum_threshold = 20000,
-    autovacuum_vacuum_cost_delay = 0,
-    autovacuum_analyze_scale_factor = 0,
-    autovacuum_analyze_threshold = 50000,
-    vacuum_index_cleanup = on,
-    vacuum_truncate = off
 );
-comment on table pgqueue.recent_key is
-'Keys that were enqueued with unique_for, until their windows end.';
+comment on table pgqueue.recent_key is 'Keys that were enqueued with unique_for, until their windows end.';
 comment on column pgqueue.recent_key.job_id is 'The job that was enqueued; it may have ended.';
 comment on column pgqueue.recent_key.expires_at is
 'When the window ends: unique_for after the job was enqueued.';
@@ -629,8 +592,7 @@ comment on index pgqueue.queue_dead_idx is 'How long are the dead jobs of a queu
 
 create index queue_narrow_idx on pgqueue.queue (name, (num_nonnulls(paused, lease) > 0))
 where kind <> '' or group_key <> '';
-comment on index pgqueue.queue_narrow_idx is
-'Which settings of kinds or groups must a claim know?';
+comment on index pgqueue.queue_narrow_idx is 'Which settings of kinds or groups must a claim know?';
 
 create index queue_group_idx on pgqueue.queue (name)
 where group_key <> '' and num_nonnulls(weight, group_limit, group_on_retry, rate_limit, rate_period) > 0;
@@ -706,8 +668,7 @@ comment on column pgqueue.schedule.kind is 'The kind of its jobs; null for the d
 comment on column pgqueue.schedule.group_key is 'The group of its jobs; null for none.';
 comment on column pgqueue.schedule.cron is 'The slots, as a cron expression; null with every.';
 comment on column pgqueue.schedule.timezone is 'The time zone of the cron expression.';
-comment on column pgqueue.schedule.catch_up is
-'What happens to missed slots: skip, one or all.';
+comment on column pgqueue.schedule.catch_up is 'What happens to missed slots: skip, one or all.';
 comment on column pgqueue.schedule.problem is
 'Why next_slot could not be fired; it is retried every minute. null: no problem.';
 comment on column pgqueue.schedule.payload is 'The payload of its jobs.';
@@ -738,11 +699,6 @@ create table pgqueue.dependency (
     waiter_id bigint not null,
     runs_if_dead boolean not null,
     constraint dependency_pkey primary key (job_id, waiter_id)
-) with (
-    autovacuum_vacuum_scale_factor = 0,
-    autovacuum_vacuum_threshold = 20000,
-    autovacuum_vacuum_cost_delay = 0,
-    vacuum_index_cleanup = on
 );
 comment on table pgqueue.dependency is
 'Which jobs wait for which. A job is blocked as long as it has a row here; a row
@@ -768,7 +724,6 @@ create table pgqueue.gone (
     ids bigint not null,
     ended_at timestamptz not null
 );
-alter table pgqueue.gone replica identity full;
 comment on table pgqueue.gone is
 'The ids of jobs that were cancelled, purged or discarded: jobs enqueued after
 one of them must not run. Kept for 14 days.';
@@ -784,13 +739,7 @@ create table pgqueue.loose_end (
     look_at timestamptz not null,
     id bigint not null,
     what varchar(6) not null
-) with (
-    autovacuum_vacuum_scale_factor = 0,
-    autovacuum_vacuum_threshold = 20000,
-    autovacuum_vacuum_cost_delay = 0,
-    vacuum_index_cleanup = on
 );
-alter table pgqueue.loose_end replica identity full;
 comment on table pgqueue.loose_end is
 'Which ties or batches to look at before the sweep gets there: hints, safe to
 lose.';
@@ -857,7 +806,6 @@ create table pgqueue.tally (
     dead int not null default 0,
     cancelled int not null default 0
 );
-alter table pgqueue.tally replica identity full;
 comment on table pgqueue.tally is
 'How many jobs were added to unfinished batches, and how they ended: a row for
 each call that enqueued jobs of one, or ended some other than by completing
@@ -869,6 +817,37 @@ comment on column pgqueue.tally.dead is 'How many died; negative if some were re
 comment on column pgqueue.tally.cancelled is 'How many were cancelled.';
 create index tally_batch_idx on pgqueue.tally (batch_id, part);
 comment on index pgqueue.tally_batch_idx is 'Where are the jobs of a batch, and how have they ended?';
+
+-- A queue makes garbage at the rate of its work whatever its length, so vacuum by count, at full speed, and
+-- before the planner's statistics are far off. Dead index entries slow every claim, and returning the empty
+-- end of a file to the system would lock everybody out for space that the next burst needs; only where a
+-- call sees by the size of a table that nothing is used, it shall become empty. The last ones have no key.
+do $$
+declare
+    change record;
+begin
+    for change in
+        select c.what, r.name
+        from (
+            values
+                (
+                    '{job,ticket,permit,recent_key,dependency,loose_end}',
+                    'set (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 20000, '
+                    'autovacuum_vacuum_cost_delay = 0, vacuum_index_cleanup = on)'
+                ),
+                ('{job,ticket,permit,recent_key}', 'set (vacuum_truncate = off)'),
+                (
+                    '{job,recent_key}',
+                    'set (autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 50000)'
+                ),
+                ('{ticket,permit,gone,loose_end,tally}', 'replica identity full')
+        ) as c (names, what)
+        cross join unnest(c.names::text[]) as r (name)
+    loop
+        execute format('alter table pgqueue.%I %s', change.name, change.what);
+    end loop;
+end;
+$$;
 
 -- What claims and enqueues remember for each other; module lane says what is in them. Sequences,
 -- because these can be shared and written without creating row versions. Each takes 11 kB of every database,

@@ -4,7 +4,7 @@ set local client_min_messages = warning;
 set local timezone = 'UTC';
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(32);
+select plan(33);
 
 create function pg_temp.slots(
     cron text, timezone text, after timestamptz, slots int default 1, form text default 'YYYY-MM-DD HH24:MI'
@@ -90,6 +90,10 @@ select is(
 select is(
     pg_temp.slots('30 * * * *', 'Europe/Berlin', '2024-03-31 00:00', 2, 'HH24:MI'), '00:30, 01:30',
     'nor made up for'
+);
+select is(
+    pg_temp.slots('15 * * * sun', 'Pacific/Kwajalein', '1993-08-20 12:00', 2), '1993-08-21 12:15, 1993-08-21 13:15',
+    'also where the clocks leave out a whole Saturday'
 );
 set local timezone = 'America/New_York';
 select is(
