@@ -767,24 +767,29 @@ as $$
 declare
     key bigint := hashtextextended(concat(queue, kinds), lane);
     now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
-    -- As in _position, for the first record.
-    valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || (key & 15) * 2)::regclass), 0)
-        # (key >> 20 & 4095) << 51;
+    tag bigint := (key >> 20 & 4095) << 51;
+    record int := (key & 15) * 2;
+    valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
     begin_at timestamptz := '-infinity'::timestamptz;
     batch int := greatest(least(wanted, 10), ceil(wanted::float8 / least(ceil(sqrt(wanted)), most)));
-    walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass)
-        + pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
+    walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass);
+    walked_jobs bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
     tickets tid[];
     is_over boolean;
 begin
     if (pg_sequence_last_value('pgqueue._cell_groups_due'::regclass) between now_us and now_us + 60000000) is not true then
         perform pgqueue._sweep_groups_if_due(moment, null);
     end if;
+    if valid_until >> 51 > 0 then
+        -- The second record, when the first is somebody else's.
+        record := (key >> 4 & 15) * 2;
+        valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
+    end if;
     if valid_until between now_us and now_us + 60000000 then
-        begin_at := timestamptz '2020-01-01 00:00 UTC' + interval '1 microsecond'
-            * (pg_sequence_last_value(('pgqueue._cell_' || (key & 15) * 2 + 1)::regclass) >> 12);
-    elsif valid_until >= now_us - 1000000 then
-        -- A walk from the beginning is due, or the record is somebody else's.
+        begin_at := timestamptz '2020-01-01 00:00 UTC'
+            + interval '1 microsecond' * (pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass) >> 12);
+    elsif valid_until between now_us - 1000000 and now_us then
+        -- A walk from the beginning is due.
         picks := '{}';
         return;
     end if;
@@ -889,8 +894,9 @@ begin
         ))
         -- A group that has two tickets may come twice.
         and (wanted = 1 or wanted = (select count(distinct u.tid) from unnest(picks) as u (tid)))
-        and pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass)
-            + pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked < 200 + 4 * (batch + wanted)
+        -- Or _pick_groups has to remember where to start.
+        and pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass) - walked <= 200 + 3 * (batch + wanted)
+        and pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs < 60 * batch + 3 * wanted
     then
         update pgqueue.ticket as t
         set at = greatest(clock_timestamp(), _pick_plain_groups.moment) + array_position(tickets, t.ctid) * interval '1 microsecond',
