@@ -620,24 +620,7 @@ dead, or its outcome in run; null if it is no longer known.';
 -- A table of more than 8 MB is not counted. The log is not read to find its beginning: rows come in
 -- the order of their time, so the first pages of its parts have the oldest.
 create or replace view pgqueue.retention as
-with recursive dead as (
-    (
-        select d.queue, d.kind, d.died_at
-        from pgqueue.dead_job as d
-        order by d.queue, d.kind, d.died_at
-        limit 1
-    )
-    union all
-    select n.*
-    from dead as s
-    cross join lateral (
-        select d.queue, d.kind, d.died_at
-        from pgqueue.dead_job as d
-        where (d.queue, d.kind) > (s.queue, s.kind)
-        order by d.queue, d.kind, d.died_at
-        limit 1
-    ) as n
-), size as (
+with size as (
     select
         t.what,
         sum(pg_total_relation_size(c.oid)) as bytes,
@@ -666,7 +649,7 @@ select
     s.bytes::bigint as bytes,
     case s.what
         when 'jobs' then (select j.enqueued_at from pgqueue.job as j order by j.id limit 1)
-        when 'dead jobs' then (select min(d.died_at) from dead as d)
+        when 'dead jobs' then (select min(d.oldest) from pgqueue._dead_kinds() as d)
         -- Rollbacks leave pages without rows.
         when 'runs' then case when s.is_large
             then (select min(r.finished_at) from pgqueue.run as r where r.ctid < '(64,0)')

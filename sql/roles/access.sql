@@ -27,7 +27,7 @@ as $$
     end || case when _grants.kind in ('operator', 'reader') then array[
         'next_slots', 'why', 'health', 'metrics', 'version',
         -- The views call these as their reader.
-        '_count_jobs', '_count_dead', '_leased', '_recent_runs', '_dead_errors', '_error_like',
+        '_count_jobs', '_count_dead', '_dead_kinds', '_leased', '_recent_runs', '_dead_errors', '_error_like',
         '_last_state'
     ] end) as f (name)
     union all
@@ -52,15 +52,10 @@ begin
         execute format('grant usage on schema pgqueue to %I', role);
     end if;
     for change in select g.is_function, g.object from pgqueue._grants(kind) as g loop
-        if is_granted and change.is_function then
-            execute format('grant execute on function pgqueue.%I to %I', change.object, role);
-        elsif is_granted then
-            execute format('grant select on pgqueue.%I to %I', change.object, role);
-        elsif change.is_function then
-            execute format('revoke execute on function pgqueue.%I from %I', change.object, role);
-        else
-            execute format('revoke select on pgqueue.%I from %I', change.object, role);
-        end if;
+        execute format(
+            case when is_granted then 'grant %s pgqueue.%I to %I' else 'revoke %s pgqueue.%I from %I' end,
+            case when change.is_function then 'execute on function' else 'select on' end, change.object, role
+        );
     end loop;
     -- A role that may no longer do anything does not see the schema either.
     if not is_granted and not exists (
