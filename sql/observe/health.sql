@@ -16,15 +16,16 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     oldest record;
-    target interval;
     job pgqueue.job;
     reason text;
 begin
     for oldest in
         -- Paused jobs separately, or they would come before what should run.
-        select distinct on (w.queue, p.is_paused) w.queue, w.id, moment - w.run_at as wait, p.is_paused
+        select distinct on (f.queue, p.is_paused) w.id, moment - w.run_at as wait, q.wait_target as target, p.is_paused
         from pgqueue._lanes(0) as f
-        cross join lateral (select s.paused as is_paused, s.has_pauses from pgqueue._in_force(f.queue) as s offset 0) as q
+        cross join lateral (
+            select s.paused as is_paused, s.has_pauses, s.wait_target from pgqueue._in_force(f.queue) as s offset 0
+        ) as q
         cross join lateral (
             select case when q.has_pauses then pgqueue._paused(f.queue, q.is_paused) end as paused offset 0
         ) as n
@@ -35,45 +36,33 @@ begin
             offset 0
         ) as p
         cross join lateral (
-            select r.*
+            select j.id, j.run_at
             from (
-                select j.queue, j.id, j.run_at
-                from (
-                    select j.*
-                    from pgqueue.job as j
-                    where pgqueue._is_in_lane(j, f.queue, f.lane)
-                        and j.run_at >= f.first and j.run_at < moment
-                    order by j.run_at, j.id
-                    limit 10000
-                ) as j
-                where j.lease_expires_at is null and ((j.terms).expires_at <= moment) is not true
-                    and (j.group_key is null or not exists (
-                        select
-                        from pgqueue.ticket as t
-                        where pgqueue._is_ticket_of(t, j.queue, j.group_key)
-                            and t.priority = j.priority and t.is_full
-                    ))
-                    and coalesce(
-                        n.paused -> j.group_key -> j.kind, n.paused -> j.group_key -> '',
-                        n.paused -> '' -> j.kind, n.paused -> '' -> '', to_jsonb(q.is_paused)
-                    ) = to_jsonb(p.is_paused)
-                limit 1
-            ) as r
-            order by r.run_at
+                select j.*
+                from pgqueue.job as j
+                where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
+                order by j.run_at, j.id
+                limit 10000
+            ) as j
+            where j.lease_expires_at is null and ((j.terms).expires_at <= moment) is not true
+                and (j.group_key is null or not exists (
+                    select
+                    from pgqueue.ticket as t
+                    where pgqueue._is_ticket_of(t, j.queue, j.group_key) and t.priority = j.priority and t.is_full
+                ))
+                and (n.paused is null or p.is_paused <> pgqueue._is_wanted(j.kind, j.group_key, null, n.paused))
             limit 1
         ) as w
-        where f.first <= moment
-        order by w.queue, p.is_paused, w.run_at
+        where f.first <= moment and moment - w.run_at > q.wait_target
+        order by f.queue, p.is_paused, w.run_at
     loop
-        target := (pgqueue._in_force(oldest.queue)).wait_target;
-        continue when oldest.wait <= target;
         select j.* into job from pgqueue.job as j where j.id = oldest.id;
         continue when not found;
         reason := case when oldest.is_paused then pgqueue._why_paused(job) end;
-        is_critical := not oldest.is_paused and oldest.wait > 4 * target;
+        is_critical := not oldest.is_paused and oldest.wait > 4 * oldest.target;
         detail := format(
-            'queue %s: job %s has been due for %s, the wait_target is %s', oldest.queue, oldest.id,
-            date_trunc('second', oldest.wait), target
+            'queue %s: job %s has been due for %s, the wait_target is %s', job.queue, job.id,
+            date_trunc('second', oldest.wait), oldest.target
         ) || coalesce('; ' || coalesce(reason, pgqueue._why_full(job), pgqueue._why_capped(job, moment)), '');
         hint := case reason
             when 'its queue is paused' then format('select pgqueue.resume(%L)', job.queue)
