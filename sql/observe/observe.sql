@@ -4,9 +4,7 @@
 
 create or replace view pgqueue.jobs as
 select
-    j.id,
-    j.queue,
-    j.kind,
+    j.id, j.queue, j.kind,
     case
         when j.lease_expires_at > c.moment then 'running'
         when j.lease_expires_at is not null or (j.terms).expires_at <= c.moment then 'expired'
@@ -22,19 +20,10 @@ select
     end as state,
     j.priority,
     nullif(j.run_at, 'infinity') as run_at,
-    j.enqueued_at,
-    j.attempt,
-    j.max_attempts,
-    j.worker,
-    j.claimed_at,
-    j.lease_expires_at,
-    j.cancelled_at,
-    j.unique_key,
-    j.group_key,
+    j.enqueued_at, j.attempt, j.max_attempts, j.worker, j.claimed_at, j.lease_expires_at,
+    j.cancelled_at, j.unique_key, j.group_key,
     j.errors -> -1 ->> 'error' as last_error,
-    (j.progress).done,
-    (j.progress).total,
-    (j.progress).message,
+    (j.progress).done, (j.progress).total, (j.progress).message,
     round((j.progress).done / nullif(extract(epoch from (j.progress).told_at - j.claimed_at), 0), 3) as rate,
     -- Unknown before a hundred thousandth is done.
     case when (j.progress).total < (j.progress).done * 100000 then greatest(
@@ -195,20 +184,10 @@ failure_rate_1h: The same over an hour.';
 
 create or replace view pgqueue.running as
 select
-    j.id,
-    j.queue,
-    j.kind,
-    j.worker,
+    j.id, j.queue, j.kind, j.worker,
     clock_timestamp() - j.claimed_at as running_for,
     j.lease_expires_at - clock_timestamp() as lease_left,
-    j.attempt,
-    j.max_attempts,
-    j.cancelled_at,
-    j.done,
-    j.total,
-    j.message,
-    j.rate,
-    j.time_left
+    j.attempt, j.max_attempts, j.cancelled_at, j.done, j.total, j.message, j.rate, j.time_left
 from pgqueue._leased() as l (id)
 join pgqueue.jobs as j on j.id = l.id
 where j.lease_expires_at is not null
@@ -296,8 +275,7 @@ parked: Whether one of them sleeps until it is notified of jobs.';
 
 create or replace view pgqueue.kinds as
 select
-    r.queue,
-    r.kind,
+    r.queue, r.kind,
     sum(r.weight) as runs,
     sum(r.failed) as failures,
     percentile_disc(0.5) within group (order by r.taken) as p50_taken,
@@ -349,9 +327,7 @@ p99_taken: 99 % of them did.';
 
 create or replace view pgqueue.failures as
 select
-    f.queue,
-    f.kind,
-    f.error_like,
+    f.queue, f.kind, f.error_like,
     sum(f.failures)::bigint as failures,
     min(f.first_at) as first_at,
     max(f.last_at) as last_at,
@@ -385,9 +361,7 @@ sample_error: The first line of such an error.';
 
 create or replace view pgqueue.dead as
 select
-    e.queue,
-    e.kind,
-    e.error_like,
+    e.queue, e.kind, e.error_like,
     sum(e.jobs)::bigint as jobs,
     bool_or(e.is_estimate) as is_estimate,
     min(e.first_died_at) as first_died_at,
@@ -415,15 +389,9 @@ sample_error: The first line of such an error.';
 
 create or replace view pgqueue.stuck as
 select
-    j.id,
-    j.queue,
-    j.kind,
-    j.worker,
-    p.problem,
+    j.id, j.queue, j.kind, j.worker, p.problem,
     clock_timestamp() - p.since as stuck_for,
-    j.attempt,
-    j.max_attempts,
-    j.last_error
+    j.attempt, j.max_attempts, j.last_error
 from pgqueue._leased() as l (id)
 join pgqueue.jobs as j on j.id = l.id
 left join pgqueue.kinds as k on k.queue = j.queue and k.kind = j.kind
@@ -458,9 +426,7 @@ select
     nullif(c.name, '') as queue,
     nullif(c.kind, '') as kind,
     nullif(c.group_key, '') as group_key,
-    s.setting,
-    s.value,
-    s.set_for
+    s.setting, s.value, s.set_for
 from (
     select q.name, q.kind, q.group_key from pgqueue.queue as q
     union
@@ -517,23 +483,18 @@ default.';
 
 create or replace view pgqueue.batches as
 select
-    b.id,
-    b.queue,
+    b.id, b.queue,
     coalesce(b.kind, b.queue) as kind,
     case when b.finished_at is not null then 'finished' when b.closed_at is not null then 'closed' else 'open' end
         as state,
-    b.created_at,
-    b.closed_at,
-    b.finished_at,
+    b.created_at, b.closed_at, b.finished_at,
     coalesce(b.finished_at, clock_timestamp()) - b.created_at as age,
     coalesce(w.waiting, 0) as waiting,
     coalesce(w.running, 0) as running,
     coalesce(b.completed, t.jobs - t.dead - t.cancelled - w.waiting - w.running, 0) as completed,
     coalesce(b.dead, t.dead, 0) as dead,
     coalesce(b.cancelled, t.cancelled, 0) as cancelled,
-    b.callback_id,
-    b.group_key,
-    b.headers
+    b.callback_id, b.group_key, b.headers
 from pgqueue.batch as b
 left join lateral (
     select sum(n.jobs) as jobs, sum(n.dead) as dead, sum(n.cancelled) as cancelled, array_agg(distinct n.part) as parts
@@ -588,22 +549,14 @@ $$;
 
 create or replace view pgqueue.schedules as
 select
-    s.name,
-    s.queue,
+    s.name, s.queue,
     coalesce(s.kind, s.queue) as kind,
-    s.cron,
-    s.every,
-    s.timezone,
-    s.catch_up,
-    s.jitter,
+    s.cron, s.every, s.timezone, s.catch_up, s.jitter,
     s.is_paused as paused,
     nullif(case when not s.is_paused then s.next_slot end, 'infinity') as next_slot,
-    s.last_slot,
-    s.last_job_id,
+    s.last_slot, s.last_job_id,
     pgqueue._last_state(s.last_job_id) as last_state,
-    s.problem,
-    s.group_key,
-    s.headers
+    s.problem, s.group_key, s.headers
 from pgqueue.schedule as s
 order by s.name;
 

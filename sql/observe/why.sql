@@ -104,37 +104,6 @@ begin
 end;
 $$;
 
--- why, for a job that a worker holds, or held until its lease expired.
-create or replace function pgqueue._why_leased(job pgqueue.job, moment timestamptz)
-    returns text
-    language plpgsql
-    stable
-as $$
-begin
-    return case
-        when job.lease_expires_at <= moment then format(
-            'its lease expired at %s: the next %s %s (worker %s)',
-            pgqueue._written(job.lease_expires_at),
-            case when pgqueue._why_paused(job) is not null then 'maintain()' else 'claim' end,
-            case
-                when job.cancelled_at is not null then 'cancels it'
-                when job.attempt >= job.max_attempts then 'moves it to dead_job'
-                else 'recovers it'
-            end,
-            job.worker
-        )
-        when job.cancelled_at is not null then format(
-            'its worker %s was asked to stop at %s: cancelling',
-            job.worker, pgqueue._written(job.cancelled_at)
-        )
-        else format(
-            'runs: attempt %s of %s, leased to %s until %s',
-            job.attempt, job.max_attempts, job.worker, pgqueue._written(job.lease_expires_at)
-        )
-    end;
-end;
-$$;
-
 -- How many ready jobs are ahead of this one; beyond 10,000 it stops counting.
 create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestamptz)
     returns bigint
@@ -280,6 +249,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     present record;
+    job pgqueue.job;
     last pgqueue.run;
     refused boolean;
 begin
@@ -288,10 +258,31 @@ begin
     from (values (why.job_id)) as asked (id)
     left join pgqueue.job as j on j.id = asked.id
     left join pgqueue.dead_job as d on d.id = asked.id;
-    if (present.job).lease_expires_at is not null then
-        return pgqueue._why_leased(present.job, moment);
-    elsif (present.job).id is not null then
-        return pgqueue._why_waits(present.job, moment);
+    job := present.job;
+    if job.lease_expires_at <= moment then
+        return format(
+            'its lease expired at %s: the next %s %s (worker %s)',
+            pgqueue._written(job.lease_expires_at),
+            case when pgqueue._why_paused(job) is not null then 'maintain()' else 'claim' end,
+            case
+                when job.cancelled_at is not null then 'cancels it'
+                when job.attempt >= job.max_attempts then 'moves it to dead_job'
+                else 'recovers it'
+            end,
+            job.worker
+        );
+    elsif job.lease_expires_at is not null then
+        return case when job.cancelled_at is not null
+            then format(
+                'its worker %s was asked to stop at %s: cancelling', job.worker, pgqueue._written(job.cancelled_at)
+            )
+            else format(
+                'runs: attempt %s of %s, leased to %s until %s',
+                job.attempt, job.max_attempts, job.worker, pgqueue._written(job.lease_expires_at)
+            )
+        end;
+    elsif job.id is not null then
+        return pgqueue._why_waits(job, moment);
     elsif (present.dead).id is not null then
         return format(
             'dead since %s: %s; redrive_job(%s) sends it back',
