@@ -52,10 +52,15 @@ begin
         execute format('grant usage on schema pgqueue to %I', role);
     end if;
     for change in select g.is_function, g.object from pgqueue._grants(kind) as g loop
-        execute format(
-            case when is_granted then 'grant %s pgqueue.%I to %I' else 'revoke %s pgqueue.%I from %I' end,
-            case when change.is_function then 'execute on function' else 'select on' end, change.object, role
-        );
+        if is_granted and change.is_function then
+            execute format('grant execute on function pgqueue.%I to %I', change.object, role);
+        elsif is_granted then
+            execute format('grant select on pgqueue.%I to %I', change.object, role);
+        elsif change.is_function then
+            execute format('revoke execute on function pgqueue.%I from %I', change.object, role);
+        else
+            execute format('revoke select on pgqueue.%I from %I', change.object, role);
+        end if;
     end loop;
     -- A role that may no longer do anything does not see the schema either.
     if not is_granted and not exists (
