@@ -222,23 +222,8 @@ begin
         ('drop permits', pgqueue._drop_permits()),
         ('forget keys', pgqueue._forget_keys()),
         ('forget dead jobs', pgqueue._forget_dead());
-    perform pgqueue._forget_gone();
-    -- Derives again what is in force and what is used: a replica that was made by copying rows has no sequences.
-    if exists (
-        select from pgqueue.queue as q
-        where not exists (select from pgqueue.queue_in_force as f where f.queue = q.name)
-            or ~pg_sequence_last_value('pgqueue.used_seq'::regclass) & pgqueue._settings_bits(q.name) <> 0
-    ) then
-        perform pgqueue._begin_change(), pgqueue._resolve('');
-    end if;
-    if exists (select from pgqueue.schedule) or exists (select from pgqueue.batch)
-        or exists (select from pgqueue.dependency)
-    then
-        perform pgqueue._look_from_now_on();
-    end if;
-    if exists (select from pgqueue.dependency) then
-        perform pgqueue._mark(-1, 'pgqueue.awaited_seq');
-    end if;
+    perform pgqueue._forget_gone(), pgqueue._repair_settings();
+    -- As there: for copies of the rows alone.
     perform pgqueue._use_lanes(l.queue) from pgqueue._lanes(0) as l where l.lane <> 0;
     return query
     values

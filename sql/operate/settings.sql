@@ -285,3 +285,28 @@ comment on function pgqueue.resume(text, text, text) is
 'Undoes pause, for a queue, for all queues, or for a kind or group, which then
 runs even if something wider is still paused.
 Raises 22023 (bad argument).';
+
+-- Derives again what is in force, and what is used, if a copy or restore has left that out.
+create or replace function pgqueue._repair_settings()
+    returns void
+    language plpgsql
+as $$
+begin
+    -- A replica that was made by copying rows has no sequences.
+    if exists (
+        select from pgqueue.queue as q
+        where not exists (select from pgqueue.queue_in_force as f where f.queue = q.name)
+            or ~pg_sequence_last_value('pgqueue.used_seq'::regclass) & pgqueue._settings_bits(q.name) <> 0
+    ) then
+        perform pgqueue._begin_change(), pgqueue._resolve('');
+    end if;
+    if exists (select from pgqueue.schedule) or exists (select from pgqueue.batch)
+        or exists (select from pgqueue.dependency)
+    then
+        perform pgqueue._look_from_now_on();
+    end if;
+    if exists (select from pgqueue.dependency) then
+        perform pgqueue._mark(-1, 'pgqueue.awaited_seq');
+    end if;
+end;
+$$;
