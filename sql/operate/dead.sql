@@ -222,16 +222,16 @@ comment on function pgqueue.discard(bigint) is
 'Deletes a dead job for good.
 Raises PQ001 (no such dead job).';
 
--- Each kind of each queue that has dead jobs, of one group or of all, and when the oldest died: looked up one by
--- one in an index.
-create or replace function pgqueue._dead_kinds(group_key text default null)
+-- keep_dead. The kinds of each queue, and of each group with a setting of its own, are looked up one by
+-- one in an index, and of each only what is over is read: dead jobs that stay cost nothing, except
+-- those of a group that keeps them for longer than their kind does.
+-- Each kind of each queue that has dead jobs, and when the oldest died.
+create or replace function pgqueue._dead_kinds()
     returns table (queue text, kind text, oldest timestamptz)
     language plpgsql
     stable
     security definer
     set search_path = pg_catalog, pg_temp
-    -- For the index of groups, or the other one.
-    set plan_cache_mode = force_custom_plan
     set enable_sort = off
     set enable_bitmapscan = off
 as $$
@@ -241,7 +241,6 @@ begin
         (
             select d.queue, d.kind, d.died_at
             from pgqueue.dead_job as d
-            where _dead_kinds.group_key is null or d.group_key = _dead_kinds.group_key
             order by d.queue, d.kind, d.died_at
             limit 1
         )
@@ -251,8 +250,7 @@ begin
         cross join lateral (
             select d.queue, d.kind, d.died_at
             from pgqueue.dead_job as d
-            where (_dead_kinds.group_key is null or d.group_key = _dead_kinds.group_key)
-                and (d.queue, d.kind) > (s.queue, s.kind)
+            where (d.queue, d.kind) > (s.queue, s.kind)
             order by d.queue, d.kind, d.died_at
             limit 1
         ) as n
@@ -261,17 +259,91 @@ begin
 end;
 $$;
 
+-- The same for the groups with a setting of how long their dead jobs are kept.
+create or replace function pgqueue._dead_kinds_of_groups()
+    returns table (queue text, kind text, oldest timestamptz, group_key text)
+    language plpgsql
+    stable
+    set enable_sort = off
+    set enable_bitmapscan = off
+as $$
+begin
+    return query
+    with recursive step as (
+        select n.*
+        from (
+            select distinct q.group_key
+            from pgqueue.queue as q
+            where q.keep_dead is not null and q.group_key <> ''
+        ) as own
+        cross join lateral (
+            select d.queue, d.kind, d.died_at, d.group_key
+            from pgqueue.dead_job as d
+            where d.group_key = own.group_key
+            order by d.queue, d.kind, d.died_at
+            limit 1
+        ) as n
+        union all
+        select n.*
+        from step as s
+        cross join lateral (
+            select d.queue, d.kind, d.died_at, d.group_key
+            from pgqueue.dead_job as d
+            where d.group_key = s.group_key and (d.queue, d.kind) > (s.queue, s.kind)
+            order by d.queue, d.kind, d.died_at
+            limit 1
+        ) as n
+    )
+    select s.* from step as s;
+end;
+$$;
+
+-- Locks dead jobs of a kind, or of a kind and a group, that died by then, the oldest first. Those of a
+-- group with its own setting do not count for the kind.
+create or replace function pgqueue._pick_over(
+    queue text, kind text, group_key text, died_by timestamptz, max_jobs bigint
+)
+    returns tid[]
+    language plpgsql
+    set enable_sort = off
+    set enable_bitmapscan = off
+as $$
+begin
+    return case when group_key is null
+        then array(
+            select d.ctid
+            from pgqueue.dead_job as d
+            where d.queue = _pick_over.queue and d.kind = _pick_over.kind
+                and d.died_at <= _pick_over.died_by
+                and not exists (
+                    select from pgqueue.queue as q
+                    where q.group_key = d.group_key and q.keep_dead is not null
+                    offset 0
+                )
+            order by d.died_at
+            limit _pick_over.max_jobs
+            for update skip locked
+        )
+        else array(
+            select d.ctid
+            from pgqueue.dead_job as d
+            where d.group_key = _pick_over.group_key and d.queue = _pick_over.queue
+                and d.kind = _pick_over.kind and d.died_at <= _pick_over.died_by
+            order by d.died_at
+            limit _pick_over.max_jobs
+            for update skip locked
+        )
+    end;
+end;
+$$;
+
 -- Deletes at most 10,000 dead jobs that have been kept for keep_dead, of each kind the oldest first;
--- returns how many. A locked one is put off. Of each kind in a queue, and in a group with a setting of its own,
--- only what is over is read: dead jobs that stay cost nothing, except those of a group that keeps them for
--- longer than their kind does.
+-- returns how many. A locked one is put off.
 create or replace function pgqueue._forget_dead()
     returns bigint
     language plpgsql
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
-    set enable_sort = off
-    set enable_bitmapscan = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -288,11 +360,7 @@ begin
         from (
             select k.*, null as group_key from pgqueue._dead_kinds() as k
             union all
-            select k.*, own.group_key
-            from (
-                select distinct q.group_key from pgqueue.queue as q where q.keep_dead is not null and q.group_key <> ''
-            ) as own
-            cross join lateral pgqueue._dead_kinds(own.group_key) as k
+            select g.* from pgqueue._dead_kinds_of_groups() as g
         ) as u
         -- The settings are read only if something may be over.
         where u.oldest <= greatest(
@@ -310,31 +378,9 @@ begin
         order by u.oldest
     loop
         continue when (given.oldest <= given.died_by) is not true;
-        picks := case when given.group_key is null
-            then array(
-                select d.ctid
-                from pgqueue.dead_job as d
-                where d.queue = given.queue and d.kind = given.kind and d.died_at <= given.died_by
-                    -- Those of a group with its own setting do not count for the kind.
-                    and not exists (
-                        select from pgqueue.queue as q
-                        where q.group_key = d.group_key and q.keep_dead is not null
-                        offset 0
-                    )
-                order by d.died_at
-                limit 10000 - forgotten
-                for update skip locked
-            )
-            else array(
-                select d.ctid
-                from pgqueue.dead_job as d
-                where d.group_key = given.group_key and d.queue = given.queue and d.kind = given.kind
-                    and d.died_at <= given.died_by
-                order by d.died_at
-                limit 10000 - forgotten
-                for update skip locked
-            )
-        end;
+        picks := pgqueue._pick_over(
+            given.queue, given.kind, given.group_key, given.died_by, 10000 - forgotten
+        );
         with deleted as (
             delete from pgqueue.dead_job as d where d.ctid = any (picks) returning d.id
         )
