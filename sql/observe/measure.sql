@@ -382,15 +382,14 @@ create or replace function pgqueue._last_run(job_id bigint)
     set plan_cache_mode = force_generic_plan
     set enable_bitmapscan = on
 as $$
-declare
-    last pgqueue.run;
 begin
-    select r.* into last
-    from pgqueue.run as r
-    where r.job_id = _last_run.job_id
-    -- A claim may end the lease and, past expires_at, the job at the same moment.
-    order by r.finished_at desc, r.attempt desc, r.outcome = 'expired'
-    limit 1;
-    return last;
+    return (
+        select r
+        from pgqueue.run as r
+        where r.job_id = _last_run.job_id
+        -- A claim may end the lease and, past expires_at, the job at the same moment.
+        order by r.finished_at desc, r.attempt desc, r.outcome = 'expired'
+        limit 1
+    );
 end;
 $$;

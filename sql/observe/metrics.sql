@@ -16,59 +16,6 @@ begin
 end;
 $$;
 
--- The samples of the view queues; a value that is not known is null.
-create or replace function pgqueue._queue_samples()
-    returns table (name text, help text, labels text, value numeric)
-    language plpgsql
-as $$
-begin
-    return query
-    select s.name, s.help, concat_ws(',', q.label, s.label), s.value
-    from (select v.*, pgqueue._label('queue', v.queue) as label from pgqueue.queues as v offset 0) as q
-    cross join lateral (
-        values
-            ('jobs', 'Waiting and running jobs.', 'state="ready"', q.ready::numeric),
-            ('jobs', 'Waiting and running jobs.', 'state="scheduled"', q.scheduled),
-            ('jobs', 'Waiting and running jobs.', 'state="running"', q.running),
-            ('jobs', 'Waiting and running jobs.', 'state="expired"', q.expired),
-            ('jobs', 'Waiting and running jobs.', 'state="blocked"', q.blocked),
-            ('dead_jobs', 'Dead jobs.', null, q.dead),
-            ('is_estimate', '1 if a job count is an estimate.', null, q.is_estimate::int),
-            ('paused', '1 if claims get nothing.', null, q.paused::int),
-            ('workers', 'Workers that hold a job, or ended one in 5 minutes.', null, q.workers),
-            ('parked', 'Sessions that sleep until notified of a job.', null, q.parked),
-            (
-                'oldest_wait_seconds', 'How long the oldest ready job has been due.', null,
-                extract(epoch from q.oldest_wait)
-            ),
-            (
-                'p99_wait_seconds', '1 % of the ready jobs have been due for longer.', null,
-                extract(epoch from q.p99_wait)
-            ),
-            (
-                'p50_wait_last_hour_seconds', 'Half of the attempts of the last hour waited at most this long.', null,
-                extract(epoch from q.p50_wait_last_hour)
-            ),
-            (
-                'p99_wait_last_hour_seconds', '99 % of the attempts of the last hour waited at most this long.', null,
-                extract(epoch from q.p99_wait_last_hour)
-            ),
-            (
-                'time_to_empty_seconds', 'How long the ready jobs take at the rate of the last 5 minutes.', null,
-                extract(epoch from q.time_to_empty)
-            ),
-            ('finished_last_hour', 'Attempts completed in the last hour.', null, q.finished_last_hour),
-            ('failed_last_hour', 'Attempts failed or expired in the last hour.', null, q.failed_last_hour),
-            ('rate_1m_per_second', 'Jobs completed per second, over 1 minute.', null, q.rate_1m),
-            ('rate_5m_per_second', 'Jobs completed per second, over 5 minutes.', null, q.rate_5m),
-            ('rate_1h_per_second', 'Jobs completed per second, over 1 hour.', null, q.rate_1h),
-            ('failure_rate_1m_ratio', 'Share of failed or expired attempts, over 1 minute.', null, q.failure_rate_1m),
-            ('failure_rate_5m_ratio', 'Share of failed or expired attempts, over 5 minutes.', null, q.failure_rate_5m),
-            ('failure_rate_1h_ratio', 'Share of failed or expired attempts, over 1 hour.', null, q.failure_rate_1h)
-    ) as s (name, help, label, value);
-end;
-$$;
-
 create or replace function pgqueue.metrics()
     returns text
     language plpgsql
@@ -79,8 +26,44 @@ as $$
 declare
     exposition text;
 begin
-    with sample as (
-        select s.* from pgqueue._queue_samples() as s
+    with queue as materialized (
+        select q.*, pgqueue._label('queue', q.queue) as label from pgqueue.queues as q
+    ), sample (name, help, labels, value) as (
+        select 'jobs', 'Waiting and running jobs.', concat(q.label, ',state="', s.state, '"'), s.jobs::numeric
+        from queue as q
+        cross join lateral (
+            values ('ready', q.ready), ('scheduled', q.scheduled), ('running', q.running), ('expired', q.expired),
+                ('blocked', q.blocked)
+        ) as s (state, jobs)
+        union all
+        select s.name, s.help, q.label, s.value
+        from queue as q
+        cross join lateral (
+            values
+                ('dead_jobs', 'Dead jobs.', q.dead::numeric),
+                ('is_estimate', '1 if a job count is an estimate.', q.is_estimate::int),
+                ('paused', '1 if claims get nothing.', q.paused::int),
+                ('workers', 'Workers that hold a job, or ended one in 5 minutes.', q.workers),
+                ('parked', 'Sessions that sleep until notified of a job.', q.parked),
+                ('oldest_wait_seconds', 'How long the oldest ready job has been due.',
+                    extract(epoch from q.oldest_wait)),
+                ('p99_wait_seconds', '1 % of the ready jobs have been due for longer.',
+                    extract(epoch from q.p99_wait)),
+                ('p50_wait_last_hour_seconds', 'Half of the attempts of the last hour waited at most this long.',
+                    extract(epoch from q.p50_wait_last_hour)),
+                ('p99_wait_last_hour_seconds', '99 % of the attempts of the last hour waited at most this long.',
+                    extract(epoch from q.p99_wait_last_hour)),
+                ('time_to_empty_seconds', 'How long the ready jobs take at the rate of the last 5 minutes.',
+                    extract(epoch from q.time_to_empty)),
+                ('finished_last_hour', 'Attempts completed in the last hour.', q.finished_last_hour),
+                ('failed_last_hour', 'Attempts failed or expired in the last hour.', q.failed_last_hour),
+                ('rate_1m_per_second', 'Jobs completed per second, over 1 minute.', q.rate_1m),
+                ('rate_5m_per_second', 'Jobs completed per second, over 5 minutes.', q.rate_5m),
+                ('rate_1h_per_second', 'Jobs completed per second, over 1 hour.', q.rate_1h),
+                ('failure_rate_1m_ratio', 'Share of failed or expired attempts, over 1 minute.', q.failure_rate_1m),
+                ('failure_rate_5m_ratio', 'Share of failed or expired attempts, over 5 minutes.', q.failure_rate_5m),
+                ('failure_rate_1h_ratio', 'Share of failed or expired attempts, over 1 hour.', q.failure_rate_1h)
+        ) as s (name, help, value)
         union all
         select
             'schedule_late_seconds', 'How long the next slot, plus jitter, has been due.',

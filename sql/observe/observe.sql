@@ -4,9 +4,7 @@
 
 create or replace view pgqueue.jobs as
 select
-    j.id,
-    j.queue,
-    j.kind,
+    j.id, j.queue, j.kind,
     case
         when j.lease_expires_at > c.moment then 'running'
         when j.lease_expires_at is not null or (j.terms).expires_at <= c.moment then 'expired'
@@ -22,19 +20,10 @@ select
     end as state,
     j.priority,
     nullif(j.run_at, 'infinity') as run_at,
-    j.enqueued_at,
-    j.attempt,
-    j.max_attempts,
-    j.worker,
-    j.claimed_at,
-    j.lease_expires_at,
-    j.cancelled_at,
-    j.unique_key,
-    j.group_key,
+    j.enqueued_at, j.attempt, j.max_attempts, j.worker, j.claimed_at, j.lease_expires_at,
+    j.cancelled_at, j.unique_key, j.group_key,
     j.errors -> -1 ->> 'error' as last_error,
-    (j.progress).done,
-    (j.progress).total,
-    (j.progress).message,
+    (j.progress).done, (j.progress).total, (j.progress).message,
     round((j.progress).done / nullif(extract(epoch from (j.progress).told_at - j.claimed_at), 0), 3) as rate,
     -- Unknown before a hundred thousandth is done.
     case when (j.progress).total < (j.progress).done * 100000 then greatest(
@@ -51,34 +40,17 @@ comment on view pgqueue.jobs is
 (due, paused or not), running, expired (its lease has expired, or nobody began
 it by its expires_at; a claim or maintain ends that) or blocked (it waits for
 other jobs, or its group is full or at its rate). One id is found by an index;
-without it the whole table is read.';
-comment on column pgqueue.jobs.id is 'The job''s id.';
-comment on column pgqueue.jobs.queue is 'The queue it waits in.';
-comment on column pgqueue.jobs.kind is 'Which handler runs it.';
-comment on column pgqueue.jobs.state is
-'scheduled, ready, running, expired or blocked, by the clock of this query.';
-comment on column pgqueue.jobs.priority is 'Larger runs first.';
-comment on column pgqueue.jobs.run_at is 'The job runs no earlier; null while it waits for other jobs.';
-comment on column pgqueue.jobs.enqueued_at is 'When enqueue was called.';
-comment on column pgqueue.jobs.attempt is 'Attempts begun since it was enqueued or redriven.';
-comment on column pgqueue.jobs.max_attempts is 'After this many attempts the job is dead.';
-comment on column pgqueue.jobs.worker is 'The worker that runs it, or did when the lease expired; null while it waits.';
-comment on column pgqueue.jobs.claimed_at is 'When the current attempt began; null while it waits.';
-comment on column pgqueue.jobs.lease_expires_at is
-'Until when its worker must extend or end it; null while it waits.';
-comment on column pgqueue.jobs.cancelled_at is 'When an operator asked it to stop.';
-comment on column pgqueue.jobs.unique_key is 'At most one job of the queue with this key waits or runs.';
-comment on column pgqueue.jobs.group_key is 'The entity or tenant it belongs to.';
-comment on column pgqueue.jobs.last_error is 'Why the last failed attempt failed; null if none has.';
-comment on column pgqueue.jobs.done is
-'How much the current attempt has reported as done; null if nothing.';
-comment on column pgqueue.jobs.total is 'How much there is to do, as reported.';
-comment on column pgqueue.jobs.message is 'What it is doing, as reported.';
-comment on column pgqueue.jobs.rate is
-'How much it has done per second, from its claim to its last report.';
-comment on column pgqueue.jobs.time_left is 'How much longer it takes at that rate.';
-comment on column pgqueue.jobs.expires_at is
-'From then on no attempt begins; null for never.';
+without it the whole table is read.
+state: scheduled, ready, running, expired or blocked, by the clock of this
+query.
+run_at: The job runs no earlier; null while it waits for other jobs.
+last_error: Why the last failed attempt failed; null if none has.
+done: How much the current attempt has reported as done; null if nothing.
+total: How much there is to do, as reported.
+message: What it is doing, as reported.
+rate: How much it has done per second, from its claim to its last report.
+time_left: How much longer it takes at that rate.
+expires_at: From then on no attempt begins; null for never.';
 
 -- Whether a queue is paused is found by a join: a reader of the view may not call _in_force().
 create or replace view pgqueue.queues as
@@ -176,62 +148,46 @@ the last hour. Counts while the table of jobs is small (16 MB), else reads an
 index and estimates (see is_estimate); beyond 400 pages of runs, some 26,000,
 only a sample is read, and beyond 800 pages a queue that has few of them may be
 missing. Takes a few tens of milliseconds, however many jobs there are; with
-30,000 queues half a second.';
-comment on column pgqueue.queues.queue is 'The queue.';
-comment on column pgqueue.queues.ready is 'Jobs that are due, paused or not.';
-comment on column pgqueue.queues.scheduled is 'Jobs that are not due yet, including retries.';
-comment on column pgqueue.queues.running is 'Jobs under a valid lease.';
-comment on column pgqueue.queues.expired is
-'Jobs whose lease has expired, or that were not begun in time. Alert if this
-stays above 0.';
-comment on column pgqueue.queues.blocked is 'Jobs that wait for something other than time.';
-comment on column pgqueue.queues.dead is 'Dead jobs. Alert if this grows.';
-comment on column pgqueue.queues.is_estimate is
-'Whether any of the job counts is an estimate.';
-comment on column pgqueue.queues.oldest_wait is
-'How long the oldest ready job has been due; null if none is. Alert on this.';
-comment on column pgqueue.queues.p99_wait is 'The wait that 1 % of the ready jobs exceed.';
-comment on column pgqueue.queues.paused is
-'Whether claims get nothing, except kinds or groups that were resumed; what is
-paused by kind or group is in the view settings.';
-comment on column pgqueue.queues.workers is
-'Workers that hold one of its jobs, or held one that ended in the last 5 minutes.';
-comment on column pgqueue.queues.parked is
-'Sessions that sleep until notified of its jobs. One in 256 other queues counts
-them, too.';
-comment on column pgqueue.queues.time_to_empty is
-'How long the ready jobs take at the rate of the last five minutes, if none are
-added; null if none completed.';
-comment on column pgqueue.queues.p50_wait_last_hour is
-'Half of the attempts of the last hour began at most this long after being due.';
-comment on column pgqueue.queues.p99_wait_last_hour is '99 % of them did. Alert on this.';
-comment on column pgqueue.queues.finished_last_hour is 'Attempts completed in the last hour.';
-comment on column pgqueue.queues.failed_last_hour is 'Attempts failed or expired in the last hour.';
-comment on column pgqueue.queues.rate_1m is 'Jobs completed per second, over the last minute.';
-comment on column pgqueue.queues.rate_5m is 'The same over five minutes.';
-comment on column pgqueue.queues.rate_1h is 'The same over an hour.';
-comment on column pgqueue.queues.failure_rate_1m is
-'The fraction of attempts of the last minute that failed or expired, 0 to 1; null
-if none ended.';
-comment on column pgqueue.queues.failure_rate_5m is 'The same over five minutes.';
-comment on column pgqueue.queues.failure_rate_1h is 'The same over an hour.';
+30,000 queues half a second.
+queue: The queue.
+ready: Jobs that are due, paused or not.
+scheduled: Jobs that are not due yet, including retries.
+running: Jobs under a valid lease.
+expired: Jobs whose lease has expired, or that were not begun in time. Alert if
+this stays above 0.
+blocked: Jobs that wait for something other than time.
+dead: Dead jobs. Alert if this grows.
+is_estimate: Whether any of the job counts is an estimate.
+oldest_wait: How long the oldest ready job has been due; null if none is. Alert
+on this.
+p99_wait: The wait that 1 % of the ready jobs exceed.
+paused: Whether claims get nothing, except kinds or groups that were resumed;
+what is paused by kind or group is in the view settings.
+workers: Workers that hold one of its jobs, or held one that ended in the last 5
+minutes.
+parked: Sessions that sleep until notified of its jobs. One in 256 other queues
+counts them, too.
+time_to_empty: How long the ready jobs take at the rate of the last five
+minutes, if none are added; null if none completed.
+p50_wait_last_hour: Half of the attempts of the last hour began at most this
+long after being due.
+p99_wait_last_hour: 99 % of them did. Alert on this.
+finished_last_hour: Attempts completed in the last hour.
+failed_last_hour: Attempts failed or expired in the last hour.
+rate_1m: Jobs completed per second, over the last minute.
+rate_5m: The same over five minutes.
+rate_1h: The same over an hour.
+failure_rate_1m: The fraction of attempts of the last minute that failed or
+expired, 0 to 1; null if none ended.
+failure_rate_5m: The same over five minutes.
+failure_rate_1h: The same over an hour.';
 
 create or replace view pgqueue.running as
 select
-    j.id,
-    j.queue,
-    j.kind,
-    j.worker,
+    j.id, j.queue, j.kind, j.worker,
     clock_timestamp() - j.claimed_at as running_for,
     j.lease_expires_at - clock_timestamp() as lease_left,
-    j.attempt,
-    j.max_attempts,
-    j.cancelled_at,
-    j.done,
-    j.total,
-    j.message,
-    j.rate,
-    j.time_left
+    j.attempt, j.max_attempts, j.cancelled_at, j.done, j.total, j.message, j.rate, j.time_left
 from pgqueue._leased() as l (id)
 join pgqueue.jobs as j on j.id = l.id
 where j.lease_expires_at is not null
@@ -241,24 +197,10 @@ comment on view pgqueue.running is
 'The leased jobs, the longest-running first. Reads them all while the table of
 jobs is small (16 MB), else the first 50,000 jobs of each lane, divided by the
 number of lanes with more than 100: all are there, unless claims by kind have
-passed over more.';
-comment on column pgqueue.running.id is 'The job''s id.';
-comment on column pgqueue.running.queue is 'The job''s queue.';
-comment on column pgqueue.running.kind is 'The job''s kind.';
-comment on column pgqueue.running.worker is 'The worker that runs it.';
-comment on column pgqueue.running.running_for is 'Time since it was claimed.';
-comment on column pgqueue.running.lease_left is
-'Time until the lease expires; negative once it has, and the worker is probably
-dead.';
-comment on column pgqueue.running.attempt is 'Which attempt this is.';
-comment on column pgqueue.running.max_attempts is 'How many there may be.';
-comment on column pgqueue.running.cancelled_at is 'When an operator asked it to stop.';
-comment on column pgqueue.running.done is 'How much it has reported as done; null if nothing.';
-comment on column pgqueue.running.total is 'How much there is to do, as reported.';
-comment on column pgqueue.running.message is 'What it is doing, as reported.';
-comment on column pgqueue.running.rate is
-'How much it has done per second, from its claim to its last report.';
-comment on column pgqueue.running.time_left is 'How much longer it takes at that rate.';
+passed over more.
+running_for: Time since it was claimed.
+lease_left: Time until the lease expires; negative once it has, and the worker
+is probably dead.';
 
 create or replace view pgqueue.workers as
 with held as (
@@ -315,28 +257,25 @@ order by 1;
 
 comment on view pgqueue.workers is
 'The workers that hold jobs, held one that ended in the last hour, or are
-connected. Reads what running reads, and as many runs as queues.';
-comment on column pgqueue.workers.worker is
-'The name it claims with. Python workers connect under it: their application_name
-is pgqueue and its last 55 characters, with ? for what is not ASCII.';
-comment on column pgqueue.workers.queues is 'The queues of these jobs.';
-comment on column pgqueue.workers.held is 'How many jobs it holds, under a valid lease.';
-comment on column pgqueue.workers.longest is 'How long it has held the first of them.';
-comment on column pgqueue.workers.last_claimed_at is
-'When it last claimed one of them.';
-comment on column pgqueue.workers.last_finished_at is
-'When the last one ended, in the last hour; including by an expired lease.';
-comment on column pgqueue.workers.finished_last_hour is 'Attempts completed in the last hour.';
-comment on column pgqueue.workers.failed_last_hour is
-'Attempts failed or expired in the last hour.';
-comment on column pgqueue.workers.sessions is
-'Connections to this database under its name; on a standby, those to the standby.';
-comment on column pgqueue.workers.parked is 'Whether one of them sleeps until it is notified of jobs.';
+connected. Reads what running reads, and as many runs as queues.
+worker: The name it claims with. Python workers connect under it: their
+application_name is pgqueue and its last 55 characters, with ? for what is not
+ASCII.
+queues: The queues of these jobs.
+held: How many jobs it holds, under a valid lease.
+longest: How long it has held the first of them.
+last_claimed_at: When it last claimed one of them.
+last_finished_at: When the last one ended, in the last hour; including by an
+expired lease.
+finished_last_hour: Attempts completed in the last hour.
+failed_last_hour: Attempts failed or expired in the last hour.
+sessions: Connections to this database under its name; on a standby, those to
+the standby.
+parked: Whether one of them sleeps until it is notified of jobs.';
 
 create or replace view pgqueue.kinds as
 select
-    r.queue,
-    r.kind,
+    r.queue, r.kind,
     sum(r.weight) as runs,
     sum(r.failed) as failures,
     percentile_disc(0.5) within group (order by r.taken) as p50_taken,
@@ -349,15 +288,14 @@ group by r.queue, r.kind;
 comment on view pgqueue.kinds is
 'What each kind of job did in each queue, over all the days that run covers.
 Beyond 2,000 pages of runs, some 130,000, only a sample is read: a kind that
-rarely ran may be missing.';
-comment on column pgqueue.kinds.queue is 'The queue.';
-comment on column pgqueue.kinds.kind is 'The kind.';
-comment on column pgqueue.kinds.runs is 'Attempts that completed, failed or expired.';
-comment on column pgqueue.kinds.failures is 'Those that failed or whose lease expired.';
-comment on column pgqueue.kinds.p50_taken is 'Half of the attempts took at most this long.';
-comment on column pgqueue.kinds.p99_taken is '99 % of the attempts took at most this long.';
-comment on column pgqueue.kinds.last_finished_at is
-'When one last finished, of those that were read.';
+rarely ran may be missing.
+queue: The queue.
+kind: The kind.
+runs: Attempts that completed, failed or expired.
+failures: Those that failed or whose lease expired.
+p50_taken: Half of the attempts took at most this long.
+p99_taken: 99 % of the attempts took at most this long.
+last_finished_at: When one last finished, of those that were read.';
 
 create or replace view pgqueue.throughput as
 select
@@ -377,22 +315,19 @@ order by 1, 2;
 comment on view pgqueue.throughput is
 'What each queue did in each of the last 60 minutes in which it did anything; the
 current minute is not over. Beyond 2,000 pages of runs, some 130,000, only a
-sample is read.';
-comment on column pgqueue.throughput.minute is 'When the minute began.';
-comment on column pgqueue.throughput.queue is 'The queue.';
-comment on column pgqueue.throughput.finished is 'Attempts completed.';
-comment on column pgqueue.throughput.failed is 'Attempts failed or expired.';
-comment on column pgqueue.throughput.p50_waited is
-'Half of them began at most this long after they were due.';
-comment on column pgqueue.throughput.p99_waited is '99 % of them did.';
-comment on column pgqueue.throughput.p50_taken is 'Half of them took at most this long.';
-comment on column pgqueue.throughput.p99_taken is '99 % of them did.';
+sample is read.
+minute: When the minute began.
+queue: The queue.
+finished: Attempts completed.
+failed: Attempts failed or expired.
+p50_waited: Half of them began at most this long after they were due.
+p99_waited: 99 % of them did.
+p50_taken: Half of them took at most this long.
+p99_taken: 99 % of them did.';
 
 create or replace view pgqueue.failures as
 select
-    f.queue,
-    f.kind,
-    f.error_like,
+    f.queue, f.kind, f.error_like,
     sum(f.failures)::bigint as failures,
     min(f.first_at) as first_at,
     max(f.last_at) as last_at,
@@ -413,23 +348,20 @@ order by failures desc, f.queue, f.kind, f.error_like;
 comment on view pgqueue.failures is
 'The attempts that failed or expired in the last day, by kind and error, the most
 frequent first. Beyond 1,000 pages of runs, some 65,000, only a sample is read:
-rare errors may be missing.';
-comment on column pgqueue.failures.queue is 'The queue.';
-comment on column pgqueue.failures.kind is 'The kind.';
-comment on column pgqueue.failures.error_like is
-'The first line of the errors, with % where they differ: numbers, ids, quoted
-text, addresses and paths.';
-comment on column pgqueue.failures.failures is 'How many attempts ended like this.';
-comment on column pgqueue.failures.first_at is 'When the first did, in the last day.';
-comment on column pgqueue.failures.last_at is 'When the last did.';
-comment on column pgqueue.failures.sample_id is 'One of these jobs.';
-comment on column pgqueue.failures.sample_error is 'The first line of such an error.';
+rare errors may be missing.
+queue: The queue.
+kind: The kind.
+error_like: The first line of the errors, with % where they differ: numbers,
+ids, quoted text, addresses and paths.
+failures: How many attempts ended like this.
+first_at: When the first did, in the last day.
+last_at: When the last did.
+sample_id: One of these jobs.
+sample_error: The first line of such an error.';
 
 create or replace view pgqueue.dead as
 select
-    e.queue,
-    e.kind,
-    e.error_like,
+    e.queue, e.kind, e.error_like,
     sum(e.jobs)::bigint as jobs,
     bool_or(e.is_estimate) as is_estimate,
     min(e.first_died_at) as first_died_at,
@@ -442,31 +374,24 @@ order by jobs desc, e.queue, e.kind, e.error_like;
 
 comment on view pgqueue.dead is
 'The dead jobs by kind and error, the most frequent first. Beyond 20,000, above
-16 MB, only a sample of 512 pages is read.';
-comment on column pgqueue.dead.queue is 'The queue.';
-comment on column pgqueue.dead.kind is 'The kind.';
-comment on column pgqueue.dead.error_like is
-'The first line of the errors, with % where they differ: an argument for redrive
-and discard_many.';
-comment on column pgqueue.dead.jobs is 'How many died like this.';
-comment on column pgqueue.dead.is_estimate is
-'Whether only a sample was read: jobs is an estimate, rare errors are missing.';
-comment on column pgqueue.dead.first_died_at is 'When the first did.';
-comment on column pgqueue.dead.last_died_at is 'When the last did.';
-comment on column pgqueue.dead.sample_id is 'One of them.';
-comment on column pgqueue.dead.sample_error is 'The first line of such an error.';
+16 MB, only a sample of 512 pages is read.
+queue: The queue.
+kind: The kind.
+error_like: The first line of the errors, with % where they differ: an argument
+for redrive and discard_many.
+jobs: How many died like this.
+is_estimate: Whether only a sample was read: jobs is an estimate, rare errors
+are missing.
+first_died_at: When the first did.
+last_died_at: When the last did.
+sample_id: One of them.
+sample_error: The first line of such an error.';
 
 create or replace view pgqueue.stuck as
 select
-    j.id,
-    j.queue,
-    j.kind,
-    j.worker,
-    p.problem,
+    j.id, j.queue, j.kind, j.worker, p.problem,
     clock_timestamp() - p.since as stuck_for,
-    j.attempt,
-    j.max_attempts,
-    j.last_error
+    j.attempt, j.max_attempts, j.last_error
 from pgqueue._leased() as l (id)
 join pgqueue.jobs as j on j.id = l.id
 left join pgqueue.kinds as k on k.queue = j.queue and k.kind = j.kind
@@ -487,20 +412,13 @@ order by stuck_for desc;
 
 comment on view pgqueue.stuck is
 'The leased jobs that need a look, the longest first. Reads what running reads,
-and as many runs as kinds. For waiting jobs, why() says why they do not run.';
-comment on column pgqueue.stuck.id is 'The job''s id.';
-comment on column pgqueue.stuck.queue is 'The job''s queue.';
-comment on column pgqueue.stuck.kind is 'The job''s kind.';
-comment on column pgqueue.stuck.worker is 'The worker that runs it, or did.';
-comment on column pgqueue.stuck.problem is
-'expired: its lease expired more than a minute ago, and nobody has claimed or
-called maintain since. cancelling: it was asked to stop more than a minute ago.
-slow: it has run for ten minutes, and ten times as long as 99 % of its kind.';
-comment on column pgqueue.stuck.stuck_for is
-'Time since its lease expired, it was asked to stop, or it was claimed.';
-comment on column pgqueue.stuck.attempt is 'Which attempt this is.';
-comment on column pgqueue.stuck.max_attempts is 'How many there may be.';
-comment on column pgqueue.stuck.last_error is 'Why the last failed attempt failed; null if none has.';
+and as many runs as kinds. For waiting jobs, why() says why they do not run.
+problem: expired: its lease expired more than a minute ago, and nobody has
+claimed or called maintain since. cancelling: it was asked to stop more than a
+minute ago. slow: it has run for ten minutes, and ten times as long as 99 % of
+its kind.
+stuck_for: Time since its lease expired, it was asked to stop, or it was
+claimed.';
 
 -- The defaults by the list of settings, because a reader of the view may not call _defaults().
 create or replace view pgqueue.settings as
@@ -508,9 +426,7 @@ select
     nullif(c.name, '') as queue,
     nullif(c.kind, '') as kind,
     nullif(c.group_key, '') as group_key,
-    s.setting,
-    s.value,
-    s.set_for
+    s.setting, s.value, s.set_for
 from (
     select q.name, q.kind, q.group_key from pgqueue.queue as q
     union
@@ -555,36 +471,30 @@ order by c.name, c.group_key, c.kind, s.setting;
 comment on view pgqueue.settings is
 'Every setting in force for all queues (the first rows, where queue is null) and
 for each queue, kind or group with settings of its own, and where it was set.
-For what is not listed the wider level applies. Reads a small table.';
-comment on column pgqueue.settings.queue is 'The queue; null for all.';
-comment on column pgqueue.settings.kind is 'The kind; null for all.';
-comment on column pgqueue.settings.group_key is 'The group; null for all.';
-comment on column pgqueue.settings.setting is
-'The setting, as an argument of configure, or paused.';
-comment on column pgqueue.settings.value is 'What is in force; null for no limit.';
-comment on column pgqueue.settings.set_for is
-'The most specific level at which it was set: kind and group, group, kind (each
-of this queue, or followed by "in all queues"), queue, all queues or default.';
+For what is not listed the wider level applies. Reads a small table.
+queue: The queue; null for all.
+kind: The kind; null for all.
+group_key: The group; null for all.
+setting: The setting, as an argument of configure, or paused.
+value: What is in force; null for no limit.
+set_for: The most specific level at which it was set: kind and group, group,
+kind (each of this queue, or followed by "in all queues"), queue, all queues or
+default.';
 
 create or replace view pgqueue.batches as
 select
-    b.id,
-    b.queue,
+    b.id, b.queue,
     coalesce(b.kind, b.queue) as kind,
     case when b.finished_at is not null then 'finished' when b.closed_at is not null then 'closed' else 'open' end
         as state,
-    b.created_at,
-    b.closed_at,
-    b.finished_at,
+    b.created_at, b.closed_at, b.finished_at,
     coalesce(b.finished_at, clock_timestamp()) - b.created_at as age,
     coalesce(w.waiting, 0) as waiting,
     coalesce(w.running, 0) as running,
     coalesce(b.completed, t.jobs - t.dead - t.cancelled - w.waiting - w.running, 0) as completed,
     coalesce(b.dead, t.dead, 0) as dead,
     coalesce(b.cancelled, t.cancelled, 0) as cancelled,
-    b.callback_id,
-    b.group_key,
-    b.headers
+    b.callback_id, b.group_key, b.headers
 from pgqueue.batch as b
 left join lateral (
     select sum(n.jobs) as jobs, sum(n.dead) as dead, sum(n.cancelled) as cancelled, array_agg(distinct n.part) as parts
@@ -602,25 +512,17 @@ order by b.id;
 
 comment on view pgqueue.batches is
 'The batches, for 14 days after they have finished, and the states of their jobs:
-those of an unfinished batch are counted.';
-comment on column pgqueue.batches.id is 'What create_batch returned.';
-comment on column pgqueue.batches.queue is 'The queue of its callback.';
-comment on column pgqueue.batches.kind is 'The kind of its callback.';
-comment on column pgqueue.batches.state is
-'open; closed: it finishes when its jobs have ended; finished: its callback has
-been enqueued.';
-comment on column pgqueue.batches.created_at is 'When create_batch was called.';
-comment on column pgqueue.batches.closed_at is 'When close_batch was called.';
-comment on column pgqueue.batches.finished_at is 'When its callback was enqueued.';
-comment on column pgqueue.batches.age is 'How long ago it was created; for a finished one, how long it took.';
-comment on column pgqueue.batches.waiting is 'Jobs that wait.';
-comment on column pgqueue.batches.running is 'Jobs that are leased.';
-comment on column pgqueue.batches.completed is 'Jobs that completed.';
-comment on column pgqueue.batches.dead is 'Jobs that died, and were not redriven before it finished.';
-comment on column pgqueue.batches.cancelled is 'Jobs that were cancelled, or purged.';
-comment on column pgqueue.batches.callback_id is 'Its callback, once it has finished.';
-comment on column pgqueue.batches.group_key is 'The group of its callback; null for none.';
-comment on column pgqueue.batches.headers is 'The headers of its callback; null for none.';
+those of an unfinished batch are counted.
+id: What create_batch returned.
+kind: The kind of its callback.
+state: open; closed: it finishes when its jobs have ended; finished: its
+callback has been enqueued.
+age: How long ago it was created; for a finished one, how long it took.
+waiting: Jobs that wait.
+running: Jobs that are leased.
+completed: Jobs that completed.
+dead: Jobs that died, and were not redriven before it finished.
+cancelled: Jobs that were cancelled, or purged.';
 
 -- A function, because it is stable: a query without last_state does not look for it.
 -- The state of a waiting or running job, dead, or its outcome in run; null if it is no longer known.
@@ -647,74 +549,31 @@ $$;
 
 create or replace view pgqueue.schedules as
 select
-    s.name,
-    s.queue,
+    s.name, s.queue,
     coalesce(s.kind, s.queue) as kind,
-    s.cron,
-    s.every,
-    s.timezone,
-    s.catch_up,
-    s.jitter,
+    s.cron, s.every, s.timezone, s.catch_up, s.jitter,
     s.is_paused as paused,
     nullif(case when not s.is_paused then s.next_slot end, 'infinity') as next_slot,
-    s.last_slot,
-    s.last_job_id,
+    s.last_slot, s.last_job_id,
     pgqueue._last_state(s.last_job_id) as last_state,
-    s.problem,
-    s.group_key,
-    s.headers
+    s.problem, s.group_key, s.headers
 from pgqueue.schedule as s
 order by s.name;
 
 comment on view pgqueue.schedules is
 'The recurring jobs, with the last and the next slot of each. last_state costs an
-index look-up, in run if the job has ended; omit it for thousands.';
-comment on column pgqueue.schedules.name is 'The name of the schedule.';
-comment on column pgqueue.schedules.queue is 'The queue of its jobs.';
-comment on column pgqueue.schedules.kind is 'The kind of its jobs.';
-comment on column pgqueue.schedules.cron is 'The slots, as a cron expression; null with every.';
-comment on column pgqueue.schedules.every is 'The interval between slots; null with cron.';
-comment on column pgqueue.schedules.timezone is 'The time zone of the cron expression.';
-comment on column pgqueue.schedules.catch_up is
-'What happens to missed slots: skip, one or all.';
-comment on column pgqueue.schedules.jitter is
-'The time over which schedules with the same slots are spread; null for none.';
-comment on column pgqueue.schedules.paused is 'Whether it enqueues no jobs.';
-comment on column pgqueue.schedules.next_slot is
-'The next slot; null when it is paused. If it is in the past by more than jitter,
-there is a problem, or neither a worker nor maintain is running.';
-comment on column pgqueue.schedules.last_slot is 'The last slot that has a job; null for none.';
-comment on column pgqueue.schedules.last_job_id is 'The job of last_slot.';
-comment on column pgqueue.schedules.last_state is
-'What happened to that job: its state in jobs while it waits or runs, dead, or
-its outcome in run; null if it is no longer known.';
-comment on column pgqueue.schedules.problem is
-'Why the next slot could not be fired; it is tried again every minute.';
-comment on column pgqueue.schedules.group_key is 'The group of its jobs; null for none.';
-comment on column pgqueue.schedules.headers is
-'The headers of its jobs, without schedule and slot; null for none.';
+index look-up, in run if the job has ended; omit it for thousands.
+kind: The kind of its jobs.
+paused: Whether it enqueues no jobs.
+next_slot: The next slot; null when it is paused. If it is in the past by more
+than jitter, there is a problem, or neither a worker nor maintain is running.
+last_state: What happened to that job: its state in jobs while it waits or runs,
+dead, or its outcome in run; null if it is no longer known.';
 
 -- A table of more than 8 MB is not counted. The log is not read to find its beginning: rows come in
 -- the order of their time, so the first pages of its parts have the oldest.
 create or replace view pgqueue.retention as
-with recursive dead as (
-    (
-        select d.queue, d.kind, d.died_at
-        from pgqueue.dead_job as d
-        order by d.queue, d.kind, d.died_at
-        limit 1
-    )
-    union all
-    select n.*
-    from dead as s
-    cross join lateral (
-        select d.queue, d.kind, d.died_at
-        from pgqueue.dead_job as d
-        where (d.queue, d.kind) > (s.queue, s.kind)
-        order by d.queue, d.kind, d.died_at
-        limit 1
-    ) as n
-), size as (
+with size as (
     select
         t.what,
         sum(pg_total_relation_size(c.oid)) as bytes,
@@ -743,7 +602,7 @@ select
     s.bytes::bigint as bytes,
     case s.what
         when 'jobs' then (select j.enqueued_at from pgqueue.job as j order by j.id limit 1)
-        when 'dead jobs' then (select min(d.died_at) from dead as d)
+        when 'dead jobs' then (select min(d.oldest) from pgqueue._dead_kinds() as d)
         -- Rollbacks leave pages without rows.
         when 'runs' then case when s.is_large
             then (select min(r.finished_at) from pgqueue.run as r where r.ctid < '(64,0)')
@@ -762,17 +621,14 @@ order by s.bytes desc;
 
 comment on view pgqueue.retention is
 'What is kept, how large it is, and for how long: jobs, dead jobs, runs, and the
-windows of unique_for. The largest first.';
-comment on column pgqueue.retention.what is 'jobs, dead jobs, runs or windows.';
-comment on column pgqueue.retention.rows is
-'How many; above 8 MB an estimate by the last ANALYZE, null without one.';
-comment on column pgqueue.retention.bytes is 'On disk, with indexes.';
-comment on column pgqueue.retention.oldest is
-'When the oldest job was enqueued, dead job died, or run finished; null for
-windows.';
-comment on column pgqueue.retention.kept_for is
-'keep_dead or keep_runs of all queues; those of a queue, kind or group are in
-the view settings. null: for ever, or while it is needed.';
+windows of unique_for. The largest first.
+what: jobs, dead jobs, runs or windows.
+rows: How many; above 8 MB an estimate by the last ANALYZE, null without one.
+bytes: On disk, with indexes.
+oldest: When the oldest job was enqueued, dead job died, or run finished; null
+for windows.
+kept_for: keep_dead or keep_runs of all queues; those of a queue, kind or group
+are in the view settings. null: for ever, or while it is needed.';
 
 create or replace function pgqueue.version()
     returns text
@@ -783,3 +639,42 @@ create or replace function pgqueue.version()
 as $$ select '@VERSION@' $$;
 
 comment on function pgqueue.version() is 'The version of the installed functions.';
+
+-- The comment of a view ends with a line "column: ..." for each column of its own. A column that it does not
+-- name has the comment of that of the same name which it shows.
+do $do$
+declare
+    the_view record;
+    the_column record;
+begin
+    for the_view in
+        select c.oid, c.oid::regclass as name, obj_description(c.oid, 'pg_class') as text
+        from pg_class as c
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'v'
+        order by c.oid
+    loop
+        for the_column in
+            select a.attname as name, coalesce(
+                (regexp_match(the_view.text, E'\n' || a.attname || E': (.*?)(?=\n[a-z0-9_]+: |$)'))[1],
+                col_description(a.attrelid, a.attnum),
+                (
+                    select col_description(s.attrelid, s.attnum)
+                    from pg_rewrite as r
+                    join pg_depend as d on d.classid = 'pg_rewrite'::regclass and d.objid = r.oid
+                    join pg_attribute as s on s.attrelid = d.refobjid and s.attnum = d.refobjsubid
+                    where r.ev_class = a.attrelid and d.refclassid = 'pg_class'::regclass and s.attname = a.attname
+                    order by s.attrelid
+                    limit 1
+                )
+            ) as text
+            from pg_attribute as a
+            where a.attrelid = the_view.oid
+        loop
+            execute format('comment on column %s.%I is %L', the_view.name, the_column.name, the_column.text);
+        end loop;
+        execute format(
+            'comment on view %s is %L', the_view.name, regexp_replace(the_view.text, E'\n[a-z0-9_]+: .*', '')
+        );
+    end loop;
+end;
+$do$;

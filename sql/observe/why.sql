@@ -1,5 +1,5 @@
--- Why a job is not running. There is a function for each place where it may be, and why() asks the
--- right one; a further reason is a further line in one of them. All of them only read, and lock nothing.
+-- Why a job is not running. A further reason is a further line in the function for where it is. All of them
+-- only read, and lock nothing.
 
 -- A moment as text for a sentence: in the time zone of the session, whatever its DateStyle.
 create or replace function pgqueue._written(moment timestamptz)
@@ -53,16 +53,17 @@ begin
         return null;
     end if;
     select j.* into holder from pgqueue.job as j where j.id = holder_id;
-    return format('its group %s ', job.group_key)
-        || case
-            when holder.lease_expires_at is null then
-                format('waits for the retry of job %s at %s', holder.id, pgqueue._written(holder.run_at))
+    return concat(
+        'its group ', job.group_key,
+        case when holder.lease_expires_at is null
+            then format(' waits for the retry of job %s at %s', holder.id, pgqueue._written(holder.run_at))
             else format(
-                'is busy with job %s, leased to %s until %s',
+                ' is busy with job %s, leased to %s until %s',
                 holder.id, holder.worker, pgqueue._written(holder.lease_expires_at)
             )
-        end
-        || case when held > 1 then format(', and %s more', held - 1) else '' end;
+        end,
+        ', and ' || nullif(held - 1, 0) || ' more'
+    );
 end;
 $$;
 
@@ -100,76 +101,6 @@ begin
         end if;
     end loop;
     return null;
-end;
-$$;
-
--- why, for a job that a worker holds, or held until its lease expired.
-create or replace function pgqueue._why_leased(job pgqueue.job, moment timestamptz)
-    returns text
-    language plpgsql
-    stable
-as $$
-begin
-    return case
-        when job.lease_expires_at <= moment then format(
-            'its lease expired at %s: the next %s %s (worker %s)',
-            pgqueue._written(job.lease_expires_at),
-            case when pgqueue._why_paused(job) is not null then 'maintain()' else 'claim' end,
-            case
-                when job.cancelled_at is not null then 'cancels it'
-                when job.attempt >= job.max_attempts then 'moves it to dead_job'
-                else 'recovers it'
-            end,
-            job.worker
-        )
-        when job.cancelled_at is not null then format(
-            'its worker %s was asked to stop at %s: cancelling',
-            job.worker, pgqueue._written(job.cancelled_at)
-        )
-        else format(
-            'runs: attempt %s of %s, leased to %s until %s',
-            job.attempt, job.max_attempts, job.worker, pgqueue._written(job.lease_expires_at)
-        )
-    end;
-end;
-$$;
-
--- why, for a job that waits for others.
-create or replace function pgqueue._why_blocked(job_id bigint)
-    returns text
-    language plpgsql
-    stable
-as $$
-begin
-    return (
-        select case
-            when count(*) = 0 then 'blocked: its wait is over, and the next claim or maintain will see it'
-            else format('blocked: waits for job %s', min(d.job_id))
-                || case when count(*) > 1 then format(' and %s more', count(*) - 1) else '' end
-        end
-        from pgqueue.dependency as d
-        join pgqueue.job as j on j.id = d.job_id
-        where d.waiter_id = _why_blocked.job_id
-    );
-end;
-$$;
-
--- why, for a job that is not due yet.
-create or replace function pgqueue._why_later(job pgqueue.job)
-    returns text
-    language plpgsql
-    stable
-as $$
-begin
-    return case
-        when job.run_at = 'infinity' then pgqueue._why_blocked(job.id)
-        when (job.errors -> -1 ->> 'attempt')::int = job.attempt then format(
-            'waits for its retry at %s after attempt %s of %s: %s',
-            pgqueue._written(job.run_at), job.attempt, job.max_attempts,
-            pgqueue._summary(job.errors -> -1 ->> 'error')
-        )
-        else 'scheduled for ' || pgqueue._written(job.run_at)
-    end || coalesce('; ' || pgqueue._why_paused(job), '');
 end;
 $$;
 
@@ -252,35 +183,6 @@ begin
 end;
 $$;
 
--- why, for a job that is due.
-create or replace function pgqueue._why_ready(job pgqueue.job, moment timestamptz)
-    returns text
-    language plpgsql
-as $$
-declare
-    held_up text := coalesce(
-        pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment)
-    );
-    ahead bigint;
-begin
-    if held_up is not null then
-        return held_up;
-    end if;
-    ahead := pgqueue._count_ahead(job, moment);
-    return concat_ws('; ',
-        case ahead
-            when 0 then 'ready: next in its queue'
-            else format(
-                'ready: waits behind %s %s of higher priority or earlier turn in its queue',
-                case when ahead > 10000 then 'more than 10,000' else to_char(ahead, 'FM999,999,999') end,
-                case ahead when 1 then 'job' else 'jobs' end
-            )
-        end,
-        pgqueue._unclaimed(job.queue, moment)
-    );
-end;
-$$;
-
 -- why, for a job that nobody holds, and until when it may begin.
 create or replace function pgqueue._why_waits(job pgqueue.job, moment timestamptz)
     returns text
@@ -297,48 +199,40 @@ begin
         );
     end if;
     return concat_ws('; ',
-        case when job.run_at > moment then pgqueue._why_later(job) else pgqueue._why_ready(job, moment) end,
+        case
+            when job.run_at = 'infinity' then (
+                select case
+                    when count(*) = 0 then 'blocked: its wait is over, and the next claim or maintain will see it'
+                    else concat('blocked: waits for job ', min(d.job_id), ' and ' || nullif(count(*) - 1, 0) || ' more')
+                end
+                from pgqueue.dependency as d
+                join pgqueue.job as j on j.id = d.job_id
+                where d.waiter_id = job.id
+            )
+            when job.run_at <= moment then coalesce(
+                pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment),
+                (
+                    select case
+                        when a.jobs = 0 then 'ready: next in its queue'
+                        else format(
+                            'ready: waits behind %s %s of higher priority or earlier turn in its queue',
+                            case when a.jobs > 10000 then 'more than 10,000' else to_char(a.jobs, 'FM999,999,999') end,
+                            case when a.jobs = 1 then 'job' else 'jobs' end
+                        )
+                    end || coalesce('; ' || pgqueue._unclaimed(job.queue, moment), '')
+                    from pgqueue._count_ahead(job, moment) as a (jobs)
+                )
+            )
+            when (job.errors -> -1 ->> 'attempt')::int = job.attempt then format(
+                'waits for its retry at %s after attempt %s of %s: %s',
+                pgqueue._written(job.run_at), job.attempt, job.max_attempts,
+                pgqueue._summary(job.errors -> -1 ->> 'error')
+            )
+            else 'scheduled for ' || pgqueue._written(job.run_at)
+        end,
+        case when job.run_at > moment then pgqueue._why_paused(job) end,
         'expires at ' || pgqueue._written(expires_at) || format(' if it is not %s by then', begun)
     );
-end;
-$$;
-
--- why, for a dead job.
-create or replace function pgqueue._why_dead(dead pgqueue.dead_job)
-    returns text
-    language plpgsql
-    stable
-as $$
-begin
-    return format(
-        'dead since %s: %s; redrive_job(%s) sends it back',
-        pgqueue._written(dead.died_at), pgqueue._summary(dead.error), dead.id
-    );
-end;
-$$;
-
--- why, for a job that is neither in job nor in dead_job, as far as run knows; null if it does not.
-create or replace function pgqueue._why_gone(job_id bigint)
-    returns text
-    language plpgsql
-    stable
-as $$
-declare
-    last pgqueue.run := pgqueue._last_run(job_id);
-begin
-    return case
-        when last.job_id is null then null
-        when last.outcome = 'completed' then
-            format('completed at %s on attempt %s', pgqueue._written(last.finished_at), last.attempt)
-        when last.outcome = 'cancelled' then concat_ws(
-            ': ', 'cancelled at ' || pgqueue._written(last.finished_at), pgqueue._summary(last.result #>> '{}')
-        )
-        -- It was discarded or purged, which leaves no run.
-        else format(
-            'gone; its attempt %s failed at %s: %s',
-            last.attempt, pgqueue._written(last.finished_at), last.error
-        )
-    end;
 end;
 $$;
 
@@ -355,7 +249,8 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     present record;
-    reason text;
+    job pgqueue.job;
+    last pgqueue.run;
     refused boolean;
 begin
     -- In one statement, because it may just be moving from one to the other.
@@ -363,15 +258,51 @@ begin
     from (values (why.job_id)) as asked (id)
     left join pgqueue.job as j on j.id = asked.id
     left join pgqueue.dead_job as d on d.id = asked.id;
+    job := present.job;
+    if job.lease_expires_at <= moment then
+        return format(
+            'its lease expired at %s: the next %s %s (worker %s)',
+            pgqueue._written(job.lease_expires_at),
+            case when pgqueue._why_paused(job) is not null then 'maintain()' else 'claim' end,
+            case
+                when job.cancelled_at is not null then 'cancels it'
+                when job.attempt >= job.max_attempts then 'moves it to dead_job'
+                else 'recovers it'
+            end,
+            job.worker
+        );
+    elsif job.lease_expires_at is not null then
+        return case when job.cancelled_at is not null
+            then format(
+                'its worker %s was asked to stop at %s: cancelling', job.worker, pgqueue._written(job.cancelled_at)
+            )
+            else format(
+                'runs: attempt %s of %s, leased to %s until %s',
+                job.attempt, job.max_attempts, job.worker, pgqueue._written(job.lease_expires_at)
+            )
+        end;
+    elsif job.id is not null then
+        return pgqueue._why_waits(job, moment);
+    elsif (present.dead).id is not null then
+        return format(
+            'dead since %s: %s; redrive_job(%s) sends it back',
+            pgqueue._written((present.dead).died_at), pgqueue._summary((present.dead).error), job_id
+        );
+    end if;
 
-    reason := case
-        when (present.job).lease_expires_at is not null then pgqueue._why_leased(present.job, moment)
-        when (present.job).id is not null then pgqueue._why_waits(present.job, moment)
-        when (present.dead).id is not null then pgqueue._why_dead(present.dead)
-        else pgqueue._why_gone(job_id)
+    last := pgqueue._last_run(job_id);
+    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._not_found('job', job_id) end);
+    return case last.outcome
+        when 'completed' then
+            format('completed at %s on attempt %s', pgqueue._written(last.finished_at), last.attempt)
+        when 'cancelled' then concat_ws(
+            ': ', 'cancelled at ' || pgqueue._written(last.finished_at), pgqueue._summary(last.result #>> '{}')
+        )
+        -- It was discarded or purged, which leaves no run.
+        else format(
+            'gone; its attempt %s failed at %s: %s', last.attempt, pgqueue._written(last.finished_at), last.error
+        )
     end;
-    refused := pgqueue._refuse(case when reason is null then pgqueue._not_found('job', job_id) end);
-    return reason;
 end;
 $$;
 

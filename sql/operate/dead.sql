@@ -47,16 +47,17 @@ begin
 end;
 $$;
 
--- Locks the dead jobs that match these filters, lowest id first, and returns their ids; to redrive only
--- those whose unique_key no living job has. For a dry run it reports what they are.
-create or replace function pgqueue._find_dead(
-    queue text, kind text, error_like text, died_after timestamptz, died_before timestamptz,
-    max_jobs int, verb text, dry_run boolean
+-- redrive and discard_many: finds the dead jobs that match these filters, lowest id first, to redrive only those
+-- whose unique_key no living job has. For a dry run it reports what they are.
+create or replace function pgqueue._end_death(
+    verb text, queue text, kind text, error_like text, died_after timestamptz, died_before timestamptz,
+    max_jobs int, dry_run boolean
 )
-    returns bigint[]
+    returns setof bigint
     language plpgsql
 as $$
 declare
+    refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
     found record;
 begin
     select
@@ -66,24 +67,30 @@ begin
     from (
         select d.id, pgqueue._summary(d.error) as summary
         from pgqueue.dead_job as d
-        where (_find_dead.queue is null or d.queue = _find_dead.queue)
-            and (_find_dead.kind is null or d.kind = _find_dead.kind)
-            and (_find_dead.error_like is null or pgqueue._summary(d.error) ilike _find_dead.error_like)
-            and (_find_dead.died_after is null or d.died_at >= _find_dead.died_after)
-            and (_find_dead.died_before is null or d.died_at < _find_dead.died_before)
-            and not (_find_dead.verb = 'redrive' and exists (
+        where (_end_death.queue is null or d.queue = _end_death.queue)
+            and (_end_death.kind is null or d.kind = _end_death.kind)
+            and (_end_death.error_like is null or pgqueue._summary(d.error) ilike _end_death.error_like)
+            and (_end_death.died_after is null or d.died_at >= _end_death.died_after)
+            and (_end_death.died_before is null or d.died_at < _end_death.died_before)
+            and not (_end_death.verb = 'redrive' and exists (
                 select from pgqueue.job as j
                 where j.queue = d.queue and j.unique_key = d.unique_key
                 offset 0  -- by the key's index, not by a hash of all jobs
             ))
         order by d.id
-        limit coalesce(_find_dead.max_jobs, 1000)
+        limit coalesce(_end_death.max_jobs, 1000)
         for update of d skip locked
     ) as f;
     if dry_run then
         perform pgqueue._tell_counts('the dead jobs to ' || verb, found.summaries);
+    elsif verb = 'redrive' then
+        return query select r.id from pgqueue._redrive(found.ids) as r (id);
+        return;
+    else
+        delete from pgqueue.dead_job as d where d.id = any (found.ids);
+        perform pgqueue._note_gone(found.ids);
     end if;
-    return found.ids;
+    return query select d.id from unnest(found.ids) as d (id);
 end;
 $$;
 
@@ -104,16 +111,12 @@ create or replace function pgqueue.redrive(
     set enable_indexscan = on
     set enable_seqscan = off
 as $$
-declare
-    refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
-    dead_ids bigint[] := pgqueue._find_dead(
-        queue, kind, error_like, died_after, died_before, max_jobs, 'redrive', dry_run
-    );
 begin
-    if dry_run is not true then
-        dead_ids := array(select pgqueue._redrive(dead_ids));
-    end if;
-    return query select d.id from unnest(dead_ids) as d (id);
+    return query
+    select d.id
+    from pgqueue._end_death(
+        'redrive', queue, kind, error_like, died_after, died_before, max_jobs, dry_run
+    ) as d (id);
 end;
 $$;
 
@@ -179,17 +182,12 @@ create or replace function pgqueue.discard_many(
     set enable_indexscan = on
     set enable_seqscan = off
 as $$
-declare
-    refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
-    dead_ids bigint[] := pgqueue._find_dead(
-        queue, kind, error_like, died_after, died_before, max_jobs, 'discard', dry_run
-    );
 begin
-    if dry_run is not true then
-        delete from pgqueue.dead_job as d where d.id = any (dead_ids);
-        perform pgqueue._note_gone(dead_ids);
-    end if;
-    return query select d.id from unnest(dead_ids) as d (id);
+    return query
+    select d.id
+    from pgqueue._end_death(
+        'discard', queue, kind, error_like, died_after, died_before, max_jobs, dry_run
+    ) as d (id);
 end;
 $$;
 
@@ -232,6 +230,8 @@ create or replace function pgqueue._dead_kinds()
     returns table (queue text, kind text, oldest timestamptz)
     language plpgsql
     stable
+    security definer
+    set search_path = pg_catalog, pg_temp
     set enable_sort = off
     set enable_bitmapscan = off
 as $$

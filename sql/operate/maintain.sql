@@ -37,65 +37,32 @@ Claims do this for what they come across in their own queue; any number of
 reaps may run at once.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
--- One statement for each table, because a name put together at run time is dynamic SQL.
--- Locks one table of the ring run, or raises 55P03 if it is in use: so nobody queues up behind us behind
--- a long SELECT.
-create or replace function pgqueue._lock_run(slot int)
-    returns void
-    language plpgsql
-as $$
+-- Two functions for one table of the ring run: _lock_run locks it, or raises 55P03 if it is in use, so nobody
+-- queues up behind us behind a long SELECT; _empty_run empties it, or raises 55006 if a cursor of this session
+-- is reading it. With a statement for each table, because a name put together at run time is dynamic SQL.
+do $do$
+declare
+    made record;
 begin
-    case slot
-        when 0 then lock table pgqueue.run_0 in access exclusive mode nowait;
-        when 1 then lock table pgqueue.run_1 in access exclusive mode nowait;
-        when 2 then lock table pgqueue.run_2 in access exclusive mode nowait;
-        when 3 then lock table pgqueue.run_3 in access exclusive mode nowait;
-        when 4 then lock table pgqueue.run_4 in access exclusive mode nowait;
-        when 5 then lock table pgqueue.run_5 in access exclusive mode nowait;
-        when 6 then lock table pgqueue.run_6 in access exclusive mode nowait;
-        when 7 then lock table pgqueue.run_7 in access exclusive mode nowait;
-        when 8 then lock table pgqueue.run_8 in access exclusive mode nowait;
-        when 9 then lock table pgqueue.run_9 in access exclusive mode nowait;
-        when 10 then lock table pgqueue.run_10 in access exclusive mode nowait;
-        when 11 then lock table pgqueue.run_11 in access exclusive mode nowait;
-        when 12 then lock table pgqueue.run_12 in access exclusive mode nowait;
-        when 13 then lock table pgqueue.run_13 in access exclusive mode nowait;
-        when 14 then lock table pgqueue.run_14 in access exclusive mode nowait;
-        when 15 then lock table pgqueue.run_15 in access exclusive mode nowait;
-    end case;
+    for made in
+        select f.name, string_agg(format(E'when %s then\n' || f.statement || E';\n', n.slot), '' order by n.slot) as cases
+        from (
+            values
+                ('_lock_run', 'lock table pgqueue.run_%1$s in access exclusive mode nowait'),
+                -- See module schema.
+                ('_empty_run', $$truncate pgqueue.run_%1$s;
+                    perform brin_desummarize_range('pgqueue.run_%1$s_finished_at_job_id_idx', 0)$$)
+        ) as f (name, statement)
+        cross join generate_series(0, 15) as n (slot)
+        group by f.name
+    loop
+        execute format(
+            'create or replace function pgqueue.%I(slot int) returns void language plpgsql as %L',
+            made.name, E'begin\ncase slot\n' || made.cases || E'end case;\nend;'
+        );
+    end loop;
 end;
-$$;
-
--- Empties one table of the ring run, or raises 55006 if a cursor of this session is reading it.
-create or replace function pgqueue._empty_run(slot int)
-    returns void
-    language plpgsql
-as $$
-begin
-    case slot
-        when 0 then truncate pgqueue.run_0;
-        when 1 then truncate pgqueue.run_1;
-        when 2 then truncate pgqueue.run_2;
-        when 3 then truncate pgqueue.run_3;
-        when 4 then truncate pgqueue.run_4;
-        when 5 then truncate pgqueue.run_5;
-        when 6 then truncate pgqueue.run_6;
-        when 7 then truncate pgqueue.run_7;
-        when 8 then truncate pgqueue.run_8;
-        when 9 then truncate pgqueue.run_9;
-        when 10 then truncate pgqueue.run_10;
-        when 11 then truncate pgqueue.run_11;
-        when 12 then truncate pgqueue.run_12;
-        when 13 then truncate pgqueue.run_13;
-        when 14 then truncate pgqueue.run_14;
-        when 15 then truncate pgqueue.run_15;
-    end case;
-    -- See module schema.
-    perform brin_desummarize_range(i.indexrelid, 0)
-    from pg_index as i
-    where i.indrelid = ('pgqueue.run_' || slot)::regclass;
-end;
-$$;
+$do$;
 
 -- Whether the table of the ring run that is due for deletion on a day holds runs, and none that ended
 -- after that day.
@@ -246,37 +213,23 @@ declare
     callers text;
 begin
     get diagnostics callers = pg_context;
-    task := 'reap';
-    done := pgqueue.reap();
-    return next;
-    task := 'fire schedules';
-    done := pgqueue._fire_due(clock_timestamp(), 100);
-    return next;
-    task := 'tie loose ends';
-    done := pgqueue._tie_loose_ends(1000);
-    return next;
-    task := 'sweep groups';
-    done := pgqueue._sweep_groups(1000);
-    return next;
-    task := 'drop permits';
-    done := pgqueue._drop_permits();
-    return next;
-    task := 'forget keys';
-    done := pgqueue._forget_keys();
-    return next;
-    task := 'forget dead jobs';
-    done := pgqueue._forget_dead();
-    return next;
+    return query
+    values
+        ('reap', pgqueue.reap()::bigint),
+        ('fire schedules', pgqueue._fire_due(clock_timestamp(), 100)),
+        ('tie loose ends', pgqueue._tie_loose_ends(1000)),
+        ('sweep groups', pgqueue._sweep_groups(1000)),
+        ('drop permits', pgqueue._drop_permits()),
+        ('forget keys', pgqueue._forget_keys()),
+        ('forget dead jobs', pgqueue._forget_dead());
     perform pgqueue._repair_settings();
     -- As there: for copies of the rows alone.
     perform pgqueue._use_lanes(l.queue) from pgqueue._lanes(0) as l where l.lane <> 0;
-    task := 'forget batches';
-    done := pgqueue._forget_ends();
-    return next;
-    -- Last, because nobody can read run from here on.
-    task := 'forget runs';
-    done := pgqueue._forget_runs(pgqueue._is_alone(callers));
-    return next;
+    return query
+    values
+        ('forget batches', pgqueue._forget_ends()::bigint),
+        -- Last, because nobody can read run from here on.
+        ('forget runs', pgqueue._forget_runs(pgqueue._is_alone(callers)));
 end;
 $$;
 

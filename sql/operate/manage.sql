@@ -1,5 +1,34 @@
 -- What an operator does to waiting, running or ended jobs, from psql. No worker needs to be running.
 
+-- Asks jobs to stop, and ends those that do not run. All at once, because a job that waits for another of them
+-- is cancelled with that one. Returns how many there are, and how many of them run.
+create or replace function pgqueue._cancel(job_ids bigint[], reason text, out jobs int, out running int)
+    language plpgsql
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    asked record;
+begin
+    with asked as (
+        update pgqueue.job as j
+        set cancelled_at = coalesce(j.cancelled_at, moment),
+            cancel_reason = coalesce(left(_cancel.reason, 8000), j.cancel_reason)
+        where j.id = any (job_ids)
+        returning j.ctid, j.queue, coalesce(j.lease_expires_at > moment, false) as is_running
+    )
+    select
+        count(*) as jobs,
+        coalesce(array_agg(a.ctid) filter (where not a.is_running), '{}') as picks,
+        array_agg(distinct a.queue) filter (where a.is_running) as queues
+    into asked
+    from asked as a;
+    jobs := asked.jobs;
+    running := jobs - cardinality(asked.picks);
+    perform pgqueue._notify(q.name, 'cancel') from unnest(asked.queues) as q (name);
+    perform pgqueue._end(asked.picks, array_fill('cancelled'::text, array[jobs - running]), null, null, moment);
+end;
+$$;
+
 create or replace function pgqueue.cancel(job_id bigint, reason text default null)
     returns text
     language plpgsql
@@ -10,29 +39,12 @@ create or replace function pgqueue.cancel(job_id bigint, reason text default nul
     set enable_seqscan = off
 as $$
 declare
-    moment timestamptz := clock_timestamp();
-    pick tid;
-    queue text;
-    is_running boolean;
-    refused boolean;
+    asked record := pgqueue._cancel(array[job_id], reason);
+    refused boolean := pgqueue._refuse(case when asked.jobs = 0 then pgqueue._not_found(
+        'job', job_id, 'It may have finished, or be dead: look in pgqueue.run and pgqueue.dead_job.'
+    ) end);
 begin
-    update pgqueue.job as j
-    set cancelled_at = coalesce(j.cancelled_at, moment),
-        cancel_reason = coalesce(left(cancel.reason, 8000), j.cancel_reason)
-    where j.id = cancel.job_id
-    returning j.ctid, j.queue, j.lease_expires_at > moment into pick, queue, is_running;
-    if not found then
-        refused := pgqueue._refuse(pgqueue._not_found(
-            'job', job_id, 'It may have finished, or be dead: look in pgqueue.run and pgqueue.dead_job.'
-        ));
-    end if;
-
-    if is_running then
-        perform pgqueue._notify(queue, 'cancel');
-        return 'cancelling';
-    end if;
-    perform pgqueue._end(array[pick], array['cancelled'], null, null, moment);
-    return 'cancelled';
+    return case asked.running when 0 then 'cancelled' else 'cancelling' end;
 end;
 $$;
 
@@ -83,12 +95,8 @@ create or replace function pgqueue.cancel_many(
 as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
-    moment timestamptz := clock_timestamp();
-    asked record;
-    job_ids bigint[];
-begin
     -- What is just being claimed or ended is left alone.
-    job_ids := array(
+    job_ids bigint[] := array(
         select j.id
         from pgqueue.job as j
         where (cancel_many.queue is null or j.queue = cancel_many.queue)
@@ -104,28 +112,14 @@ begin
         limit coalesce(cancel_many.max_jobs, 1000)
         for update skip locked
     );
+begin
     if dry_run then
         perform pgqueue._tell_counts('the jobs to cancel', array(
             select pgqueue._summary(j.errors -> -1 ->> 'error')
             from pgqueue.job as j where j.id = any (job_ids)
         ));
     else
-        -- All at once, because a job that waits for another of them is cancelled with that one.
-        with asked as (
-            update pgqueue.job as j
-            set cancelled_at = moment, cancel_reason = coalesce(left(cancel_many.reason, 8000), j.cancel_reason)
-            where j.id = any (job_ids)
-            returning j.ctid, j.queue, coalesce(j.lease_expires_at > moment, false) as is_running
-        )
-        select
-            coalesce(array_agg(a.ctid) filter (where not a.is_running), '{}') as picks,
-            array_agg(distinct a.queue) filter (where a.is_running) as queues
-        into asked
-        from asked as a;
-        perform pgqueue._notify(q.name, 'cancel') from unnest(asked.queues) as q (name);
-        perform pgqueue._end(
-            asked.picks, array_fill('cancelled'::text, array[cardinality(asked.picks)]), null, null, moment
-        );
+        perform pgqueue._cancel(job_ids, reason);
     end if;
     return query select c.id from unnest(job_ids) as c (id);
 end;
@@ -206,35 +200,6 @@ comment on function pgqueue.reprioritize(bigint, int) is
 it takes effect at the next attempt.
 Raises PQ001 (no such job), 22023 (bad argument).';
 
--- Why a job cannot be run again: it has not ended, or is dead, or is unknown (PQ001).
-create or replace function pgqueue._no_rerun(job_id bigint, is_living boolean, is_dead boolean, is_logged boolean)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return case
-        when is_living then array[
-            format('job %s has not ended', job_id),
-            'It is waiting or running.',
-            format('why(%s) says what it waits for, run_now(%1$s) makes it due.', job_id)
-        ]
-        when is_dead then array[
-            format('job %s is dead', job_id),
-            'It is in dead_job, with its payload.',
-            format('redrive_job(%s) sends it back to work.', job_id)
-        ]
-        when is_logged then null
-        else array[
-            format('job %s cannot be run again', coalesce(job_id::text, 'null')),
-            'The log has no payload of a job with this id.',
-            'If keep_payloads is set for its queue, the log keeps the payloads of jobs that end from then on.',
-            'PQ001'
-        ]
-    end;
-end;
-$$;
-
 create or replace function pgqueue.rerun(job_id bigint)
     returns bigint
     language plpgsql
@@ -260,9 +225,24 @@ begin
     order by r.finished_at desc
     limit 1;
     refused := pgqueue._refuse(coalesce(
-        pgqueue._no_rerun(
-            job_id, present.living is not null, present.dead is not null, last.job_id is not null
-        ),
+        case
+            when present.living is not null then array[
+                format('job %s has not ended', job_id),
+                'It is waiting or running.',
+                format('why(%s) says what it waits for, run_now(%1$s) makes it due.', job_id)
+            ]
+            when present.dead is not null then array[
+                format('job %s is dead', job_id),
+                'It is in dead_job, with its payload.',
+                format('redrive_job(%s) sends it back to work.', job_id)
+            ]
+            when last.job_id is null then array[
+                format('job %s cannot be run again', coalesce(job_id::text, 'null')),
+                'The log has no payload of a job with this id.',
+                'If keep_payloads is set for its queue, the log keeps the payloads of jobs that end from then on.',
+                'PQ001'
+            ]
+        end,
         pgqueue._check_payload(
             last.payload, (pgqueue._in_force(last.queue, last.kind, last.options ->> 'group_key')).max_payload_bytes
         )

@@ -1,20 +1,6 @@
 -- What an operator sets: settings of all queues, of one, of a kind or a group, and pauses. How they are read is
 -- in module resolve.
 
--- Removes those of the rows just written that set nothing.
-create or replace function pgqueue._drop_empty_settings(written tid[])
-    returns void
-    language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_tidscan = on
-as $$
-begin
-    delete from pgqueue.queue as q
-    where q.ctid = any (written) and jsonb_strip_nulls(to_jsonb(q) - '{name,kind,group_key}'::text[]) = '{}';
-end;
-$$;
-
 -- Waits for others that change settings.
 create or replace function pgqueue._begin_change()
     returns void
@@ -245,7 +231,8 @@ begin
         returning q.ctid
     )
     select written || array_agg(c.ctid) into written from cleared as c;
-    perform pgqueue._drop_empty_settings(written);
+    delete from pgqueue.queue as q
+    where q.ctid = any (written) and jsonb_strip_nulls(to_jsonb(q) - '{name,kind,group_key}'::text[]) = '{}';
     perform pgqueue._resolve(coalesce(queue, ''));
 end;
 $$;

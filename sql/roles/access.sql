@@ -27,7 +27,7 @@ as $$
     end || case when _grants.kind in ('operator', 'reader') then array[
         'next_slots', 'why', 'health', 'metrics', 'version',
         -- The views call these as their reader.
-        '_count_jobs', '_count_dead', '_leased', '_recent_runs', '_dead_errors', '_error_like',
+        '_count_jobs', '_count_dead', '_dead_kinds', '_leased', '_recent_runs', '_dead_errors', '_error_like',
         '_last_state'
     ] end) as f (name)
     union all

@@ -39,8 +39,8 @@ VIEWS = {
 }
 # What the views call, they call as their reader.
 MEASURES = {
-    "_count_jobs", "_count_dead", "_leased", "_recent_runs", "_dead_errors", "_error_like",
-    "_last_state",
+    "_count_jobs", "_count_dead", "_dead_kinds", "_leased", "_recent_runs", "_dead_errors",
+    "_error_like", "_last_state",
 }  # fmt: skip
 MATRIX = {
     "producer": (PRODUCER, set()),

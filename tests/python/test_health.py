@@ -20,12 +20,12 @@ def run_hint(db: psycopg.Connection, hint: str) -> None:
 
 
 def found(db: psycopg.Connection, check: str) -> list[Row]:
-    """What a check finds: of health() by its name, or of the function with thresholds of its own."""
-    if "(" not in check:
-        source = f"pgqueue.health() as h where h.check = '{check}' and status <> 'ok'"
+    """What a check finds: of health() by its name, or with thresholds of its own as further arguments."""
+    if "'" not in check:
+        query = f"select status, detail, hint from pgqueue.health() as h where h.check = '{check}' and status <> 'ok'"
     else:
-        source = f"pgqueue._health_{check}"
-    return db.execute(f"select status, detail, hint from {source}").fetchall()
+        query = f"select 'found', detail, hint from pgqueue._health_server({check})"
+    return db.execute(query).fetchall()
 
 
 def fix(db: psycopg.Connection, check: str) -> str:
@@ -55,7 +55,7 @@ def test_a_session_that_keeps_vacuum_from_its_work_is_named_and_can_be_ended(
     holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
     holder.execute("select 'a long report'")
     # 50 ms, which any other session of this test is done in.
-    check = "horizon('50 ms')"
+    check = "'horizon', '50 ms', 100000"
     assert found(db, check) == []
     bury(connect, 21_000)
     detail = fix(db, check)
@@ -69,11 +69,13 @@ def test_a_prepared_transaction_is_named_and_can_be_rolled_back(db, connect):
         holder.execute("select pgqueue.enqueue('q')")
         holder.execute("prepare transaction 'o''clock'")
     db.execute("select pgqueue.enqueue('q')")
-    (row,) = [r for r in found(db, "horizon('0', dead_rows => 0)") if "prep" in r[1]]
+    (row,) = [
+        r for r in found(db, "'horizon', '0', 100000, dead_rows => 0") if "prep" in r[1]
+    ]
     assert row[1].startswith("prepared transaction o'clock (postgres) keeps VACUUM")
     assert row[2] == "rollback prepared 'o''clock'"
     run_hint(db, row[2])
-    rows = found(db, "horizon('0', dead_rows => 0)")
+    rows = found(db, "'horizon', '0', 100000, dead_rows => 0")
     assert not [detail for _, detail, _ in rows if "prep" in detail]
 
 
@@ -92,7 +94,7 @@ def test_who_writes_in_another_database_is_named_because_snapshots_here_see_it(
         reader.rollback()
         dead = "select pg_stat_get_dead_tuples('pgqueue.job'::regclass)"
         wait_until(lambda: one(db, dead) == 10)
-        rows = found(db, "horizon('0', dead_rows => 0)")
+        rows = found(db, "'horizon', '0', 100000, dead_rows => 0")
         (hint,) = [row[2] for row in rows if "prepared transaction far" in row[1]]
         assert hint == "in database postgres: rollback prepared 'far'"
     finally:
@@ -102,8 +104,8 @@ def test_who_writes_in_another_database_is_named_because_snapshots_here_see_it(
 
 def test_a_query_is_shown_to_those_who_might_see_it_anyway(db, connect, role):
     db.execute(f"select pgqueue.grant_access('{role}', 'reader')")
-    db.execute("alter function pgqueue._health_horizon security definer")
-    db.execute(f"grant execute on function pgqueue._health_horizon to {role}")
+    db.execute("alter function pgqueue._health_server security definer")
+    db.execute(f"grant execute on function pgqueue._health_server to {role}")
     holder = connect(autocommit=False)
     holder.execute("select 'secret' from pgqueue.job for update")
     holder.execute("select pg_current_xact_id(), 'secret'")
@@ -112,7 +114,7 @@ def test_a_query_is_shown_to_those_who_might_see_it_anyway(db, connect, role):
     session = f"session {holder.info.backend_pid} ("
 
     def said() -> str:
-        rows = found(reader, "horizon('0', dead_rows => 0)")
+        rows = found(reader, "'horizon', '0', 100000, dead_rows => 0")
         return next(detail for _, detail, _ in rows if session in detail)
 
     assert "secret" not in said() and "pg_read_all_stats" in said()
@@ -131,16 +133,35 @@ def test_an_owner_who_may_see_little_still_finds_the_holder(db, connect, role):
     holder.execute("select pg_current_xact_id()")
     for _ in range(20):
         owner.execute("select pgqueue.enqueue('q')")
-    check = "horizon('0', transactions => {}, dead_rows => 0)"
+    check = "'horizon', '0', {}, dead_rows => 0"
     session = f"session {holder.info.backend_pid} (postgres) keeps VACUUM from removing"
     (detail,) = [d for _, d, _ in found(owner, check.format(10)) if session in d]
     assert " transactions: its query is shown to members of pg_read_all_stats" in detail
     assert not [d for _, d, _ in found(owner, check.format(1000)) if session in d]
     assert len(owner.execute("select from pgqueue.health()").fetchall()) >= 13
-    ((_, detail, hint),) = found(owner, "notifications(-1)")
+    ((_, detail, hint),) = found(owner, "'notifications', most => -1")
     assert "perhaps" not in detail
     assert holder.info.backend_pid in [pid for pid, _ in owner.execute(hint)]
     holder.close()
+    db.execute("drop extension pgqueue")
+
+
+def test_a_check_that_fails_says_so_and_stops_no_other(db, connect, role):
+    db.execute(
+        f"drop extension pgqueue; grant create on database {db.info.dbname} to {role}"
+    )
+    db.execute("revoke execute on function pg_current_wal_lsn() from public")
+    owner = connect(user=role)
+    owner.execute("create extension pgqueue")
+    owner.execute("alter table pgqueue.schedule rename problem to trouble")
+    rows = owner.execute("select h.check, status, detail from pgqueue.health() as h")
+    failed = {check: detail for check, status, detail in rows if status == "critical"}
+    assert failed == {
+        "wal": "health could not look: permission denied for function pg_current_wal_lsn"
+        " (SQLSTATE 42501)",
+        "schedules": "health could not look: column s.problem does not exist (SQLSTATE 42703)",
+    }
+    assert len(owner.execute("select from pgqueue.health()").fetchall()) == 18
     db.execute("drop extension pgqueue")
 
 
@@ -150,8 +171,8 @@ def test_an_owner_who_may_see_little_still_finds_the_holder(db, connect, role):
 def test_dead_rows_that_nobody_removes_are_reported_and_vacuum_fixes_it(db, connect):
     db.execute("alter table pgqueue.job set (autovacuum_enabled = off)")
     bury(connect, 21_000)
-    assert found(db, "vacuum('0')") == [], "as many come before autovacuum can"
-    detail = fix(db, "vacuum('0', 1)")
+    assert found(db, "'vacuum', '0', 10") == [], "as many come before autovacuum can"
+    detail = fix(db, "'vacuum', '0', 1")
     assert detail.startswith(
         "table job has 21,000 dead rows, and no VACUUM has ended for"
     )
@@ -160,23 +181,25 @@ def test_dead_rows_that_nobody_removes_are_reported_and_vacuum_fixes_it(db, conn
 def test_a_large_and_empty_table_is_reported_with_its_indexes(db, connect):
     bury(connect, 40_000)
     db.execute("vacuum pgqueue.job")
-    assert found(db, "bloat()") == []
-    said = fix(db, "bloat(1000000)").splitlines()
+    assert found(db, "bloat") == []
+    said = fix(db, "'bloat', most => 1000000").splitlines()
     assert {detail.split(" takes ")[0] for detail in said} >= {
         "table job",
         "index job_lane_idx",
     }
     fill(db, 40_000)
     db.execute("vacuum analyze pgqueue.job")
-    assert found(db, "bloat(1000000)") == [], "a full one is not too large"
+    assert found(db, "'bloat', most => 1000000") == [], "a full one is not too large"
 
 
 def test_an_unused_replication_slot_is_reported(db):
     slot = f"left behind {db.info.dbname}".replace(" ", "_")
     db.execute("select pg_create_physical_replication_slot(%s, true)", (slot,))
     db.execute("select pgqueue.enqueue('q')")
-    assert found(db, "wal()") == []
-    assert fix(db, "wal(1)").startswith(f"the unused replication slot {slot} keeps ")
+    assert found(db, "wal") == []
+    assert fix(db, "'wal', most => 1").startswith(
+        f"the unused replication slot {slot} keeps "
+    )
 
 
 # What must not run out
@@ -189,9 +212,9 @@ def test_a_listener_that_fills_the_notification_queue_can_be_ended(db, connect):
     db.execute(
         "select pg_notify('anything', repeat('x', 7000) || n) from generate_series(1, 200) as n"
     )
-    assert found(db, "notifications()") == []
+    assert found(db, "notifications") == []
     assert f"perhaps {listener.info.backend_pid} in database " in fix(
-        db, "notifications(0)"
+        db, "'notifications', most => 0"
     )
 
 
@@ -269,7 +292,7 @@ def test_health_finds_the_settings_of_one_of_many_queues_by_an_index(db):
         " from generate_series(1, 2000) as n"
     )
     db.execute(late)
-    queues = "select from pgqueue._health_queues()"
+    queues = "select from pgqueue.health()"
     without = pages(db, queues)
     db.execute(
         "select pgqueue.configure('queue ' || n, wait_target => '1 hour') from generate_series(1, 2000) as n"
@@ -303,11 +326,11 @@ def test_old_transaction_ids_are_reported_and_vacuum_freezes_them(server):
     with psycopg.connect(where(server), autocommit=True) as db:
         for _ in range(200):
             db.execute("select pg_current_xact_id()")
-        assert found(db, "wraparound()") == []
-        hints = {row[2] for row in found(db, "wraparound(150)")}
+        assert found(db, "wraparound") == []
+        hints = {row[2] for row in found(db, "'wraparound', most => 150")}
         assert hints > {"vacuum (freeze)", "in database template1: vacuum (freeze)"}
         db.execute("vacuum (freeze)")
-        hints = {row[2] for row in found(db, "wraparound(150)")}
+        hints = {row[2] for row in found(db, "'wraparound', most => 150")}
         assert hints and "vacuum (freeze)" not in hints
 
 
@@ -359,7 +382,7 @@ def standby_of(primary: Cluster) -> Iterator[Cluster]:
 
 
 def test_a_standby_that_holds_the_horizon_is_named_and_names_its_session(server):
-    check = "horizon('0', transactions => 0, dead_rows => 0)"
+    check = "'horizon', '0', 0, dead_rows => 0"
     with (
         standby_of(server) as standby,
         psycopg.connect(where(standby), autocommit=True) as far,

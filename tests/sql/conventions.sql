@@ -48,7 +48,7 @@ select is_empty(
 );
 select set_eq(
     $$ select d.name from door as d where d.is_private $$,
-    array['_count_jobs', '_count_dead', '_leased', '_recent_runs', '_dead_errors', '_error_like', '_last_state'],
+    array['_count_jobs', '_count_dead', '_dead_kinds', '_leased', '_recent_runs', '_dead_errors', '_error_like', '_last_state'],
     'nobody but the owner may execute a private function, but for what the views call'
 );
 select is_empty(
