@@ -93,13 +93,14 @@ bigint = whole_number(-(2**63), 2**63 - 1)
 port = whole_number(1, 2**16 - 1)
 
 
-def main() -> int:
-    args = parse(sys.argv[1:])
+def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
+    """Run the command line; `dsn` is for when neither --dsn nor PGQUEUE_DSN names one."""
+    args = parse(sys.argv[1:] if argv is None else argv)
     failed = 3 if args.command == "health" else 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        dsn = database.conninfo(args.dsn)
+        dsn = database.conninfo(args.dsn or os.environ.get("PGQUEUE_DSN") or dsn)
         if args.command == "dashboard":
             return serve(dsn, args)
         with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as conn:

@@ -28,6 +28,7 @@ from pgqueue.policy import (
     to_seconds,
     to_timedelta,
     to_timeout,
+    within,
 )
 
 P = ParamSpec("P")
@@ -144,6 +145,38 @@ class App:
         """Return the handler of a kind, if there is one."""
         return self.tasks.get(kind)
 
+    def include(self, *apps: "App") -> None:
+        """Take over the handlers, schedules and hooks that other apps have now.
+
+        The timeout and the middleware of an app still apply to its own handlers; the middleware
+        of this one is entered first. Raises ValueError for a kind that has another handler.
+        """
+        for app in apps:
+            inner = None if app.middleware is self.middleware else app.middleware
+            for task in app.tasks.values():
+                policy = replace(
+                    task.policy,
+                    timeout=task.policy.timeout or self.timeout,
+                    middleware=within(inner, task.policy.middleware),
+                )
+                known = self.tasks.get(task.kind)
+                if known is None or known.function is not task.function:
+                    self.add(replace(task, policy=policy))
+            self.schedules |= app.schedules
+            self.startup += [hook for hook in app.startup if hook not in self.startup]
+            self.shutdown += [h for h in app.shutdown if h not in self.shutdown]
+
+    def add(self, task: Task[Any, Any]) -> None:
+        if known := self.tasks.get(task.kind):
+            where = f"{known.function.__module__}.{known.function.__qualname__}"
+            raise ValueError(f"the kind {task.kind!r} already has a handler: {where}")
+        self.tasks[task.kind] = task
+
+    @property
+    def queues(self) -> list[str]:
+        """The queues that its handlers name."""
+        return list(dict.fromkeys(t.options["queue"] for t in self.tasks.values()))
+
     def job(
         self,
         kind: str,
@@ -231,8 +264,6 @@ class Register:
     @overload
     def __call__(self, function: Callable[P, R]) -> Task[P, R]: ...
     def __call__(self, function: Callable[..., Any]) -> Task[Any, Any]:
-        if self.kind in self.app.tasks:
-            raise ValueError(f"the kind {self.kind!r} already has a handler")
         if isinstance(function, Task):  # the handler of another kind, too
             function = function.function
         task = Task[Any, Any](
@@ -245,6 +276,7 @@ class Register:
         )
         if self.schedule is not None:
             task.arguments.payload((), {})
+        self.app.add(task)
+        if self.schedule is not None:
             self.app.schedules[self.kind] = self.schedule
-        self.app.tasks[self.kind] = task
         return task

@@ -31,7 +31,7 @@ class Terms:
     """The options of a worker, checked; `id` is what the server has as its name."""
 
     app: App
-    queues: Mapping[str, Share | int]
+    queues: Mapping[str, Share | int] | None = None
     _: KW_ONLY
     dsn: str | None = None
     name: str | None = None
@@ -50,7 +50,7 @@ class Terms:
     on_commit: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        if not self.queues or self.concurrency < 1:
+        if self.queues == {} or self.concurrency < 1:
             raise ValueError("a worker needs a queue and a concurrency of 1 at least")
         if self.only_known and not self.app.tasks:
             raise ValueError("only_known, but the app has no handler")
@@ -60,7 +60,8 @@ class Terms:
         name_and_pid = f"{name.decode(errors='ignore')}:{os.getpid()}"
         self.id = f"{name_and_pid}:{secrets.token_hex(4)}"
         self.listen = self.listen and not self.burst
+        own = dict.fromkeys(self.app.queues or ["default"], 1)
         self.shares = {
             name: share if isinstance(share, Share) else Share(share)
-            for name, share in self.queues.items()
+            for name, share in (self.queues or own).items()
         }
