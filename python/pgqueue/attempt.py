@@ -22,7 +22,7 @@ class Outcome:
     """What to report of an attempt; `none` if the server knows, or the lease is lost."""
 
     name: Literal["complete", "fail", "reject", "release", "none"]
-    text: str | None = None  # the result in JSON, or the error
+    text: str | None = None  # the result in JSON, the error, or why it is put off
     delay: timedelta | None = None
     until: datetime | None = None
     error: BaseException | None = None
