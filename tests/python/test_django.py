@@ -399,6 +399,31 @@ def test_the_worker_command_starts_and_stops_several_processes(db, hunted) -> No
     assert worker.wait(40) == 0
 
 
+WAITS = """
+from django.db import connection, transaction
+import pgqueue
+from shop.jobs import confirm
+
+job = confirm.enqueue(connection, order=1)
+status = pgqueue.wait(connection, job, timeout=30)
+print(status.state, pgqueue.status(connection, job).state, connection.in_atomic_block)
+with transaction.atomic():
+    job = confirm.enqueue(connection, order=1)
+    try:
+        pgqueue.wait(connection, job)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_one_can_wait_on_the_connection_of_django(db, site) -> None:
+    site.manage("migrate")
+    site.start("pgqueue_worker")
+    said = site.manage("shell", "-c", WAITS)
+    assert "completed completed False" in said
+    assert "transaction: end it first" in said
+
+
 def test_django_uses_psycopg_3(db, site) -> None:
     code = "from django.db import connection as c; c.ensure_connection(); print(type(c.connection))"
     assert f"{psycopg.__name__}.Connection" in site.manage("shell", "-c", code)
