@@ -8,7 +8,9 @@ Those of health are for monitoring: 0 ok, 1 warning, 2 critical, 3 unknown.
 import argparse
 import io
 import json
+import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +24,9 @@ from pgqueue.terminal import (
     explain,
     printable,
     refuse_other_than_utf8,
+    rows,
     say,
+    say_json,
     sentences,
     show,
     show_record,
@@ -37,6 +41,10 @@ STATUS = (
 RUNNING = (
     "select id, queue, kind, worker, running_for, lease_left, attempt"
     " from pgqueue.running order by running_for desc limit 10"
+)
+RUNNING_JSON = (
+    "select id, queue, kind, worker, running_for, lease_left, attempt, done, total, rate,"
+    " time_left, message from pgqueue.running order by running_for desc"
 )
 # Without a total, the number done is shown alone.
 PROGRESS = (
@@ -67,6 +75,8 @@ REDRIVE = (
     "select pgqueue.redrive(%(queue)s, %(kind)s, %(error_like)s,"
     " max_jobs => %(limit)s, dry_run => %(dry_run)s)"
 )
+SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.M)
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 # Each is the SQL function of that name: its parameters, and what it does.
 VERBS = {
     "pause": (
@@ -86,8 +96,12 @@ ROLES = {
     "metrics": "reader",
     "install": None,
 }
+# The others are for people, or print what a shell reads as it is.
+JSON = ("enqueue", "install", "metrics", "status", "health", "dashboard")
 STATUSES = ("ok", "warning", "critical")  # as exit codes
 # With a larger number Postgres would find no function.
+# A label's value escapes a quote, a backslash and the end of a line as JSON does.
+unescape = json.JSONDecoder(strict=False).decode
 integer = whole_number(-(2**31), 2**31 - 1)
 bigint = whole_number(-(2**63), 2**63 - 1)
 port = whole_number(1, 2**16 - 1)
@@ -97,6 +111,8 @@ def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
     """Run the command line; `dsn` is for when neither --dsn nor PGQUEUE_DSN names one."""
     args = parse(sys.argv[1:] if argv is None else argv)
     failed = 3 if args.command == "health" else 1
+    # What it warns of when it is interrupted is of no use here.
+    logging.getLogger("psycopg").setLevel(logging.ERROR)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -105,11 +121,13 @@ def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
             return serve(dsn, args)
         with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as conn:
             conn.add_notice_handler(say_notice)
-            code = run(conn, args)
+            try:
+                code = run(conn, args)
+            except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
+                where = f"{conn.info.dbname} on {conn.info.host}"
+                say(f"install or update the extension in {where}: {explain(error)}")
+                return 3
         print(end="", flush=True)
-    except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
-        say(f"install or update the extension: {explain(error)}")
-        return 3
     except BrokenPipeError:
         # Nobody reads any more; at exit, Python would try to write again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -176,6 +194,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="a name that a proxy passes on",
     )
 
+    for name in JSON:
+        what = "print a line of JSON"
+        commands.choices[name].add_argument("--json", action="store_true", help=what)
+
     dead = commands.add_parser("dead", help="the latest dead letters")
     command = commands.add_parser(
         "error", help="one failed job: its payload, runs and whole error"
@@ -203,24 +225,25 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     options: dict[str, Any] = vars(args)
     if args.command == "enqueue":
-        skipped = ("command", "dsn", "queue", "payload")
+        skipped = ("command", "dsn", "queue", "payload", "json")
         given = {k: v for k, v in options.items() if k not in skipped}
-        print(client.enqueue(conn, args.queue, args.payload, **given))
+        job_id = client.enqueue(conn, args.queue, args.payload, **given)
+        say_json({"id": job_id}) if args.json else print(job_id)
     elif args.command == "install":
         with conn.transaction():
-            print(install(conn, args.plain))
+            did = install(conn, args.plain)
+        say_json({"did": did}) if args.json else print(did)
     elif args.command == "metrics":
         row = database.execute(conn, "select pgqueue.metrics()").fetchone()
         (text,) = row or ("",)
-        sys.stdout.buffer.write(text.encode())  # UTF-8, whatever the terminal has
+        if args.json:
+            say_json(samples(text))
+        else:
+            sys.stdout.buffer.write(text.encode())  # UTF-8, whatever the terminal has
     elif args.command == "status":
-        show(database.execute(conn, STATUS))
-        progress = database.execute(conn, PROGRESS)
-        if progress.rowcount:
-            print()
-            show(progress)
+        status(conn, args.json)
     elif args.command == "health":
-        return health(conn, args.all)
+        return health(conn, args.all, args.json)
     elif args.command == "top":
         top(conn, args.every, args.times)
     elif args.command == "dead":
@@ -245,18 +268,46 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
     return 0
 
 
-def health(conn: database.Connection, is_all: bool) -> int:
+def status(conn: database.Connection, as_json: bool) -> None:
+    queues = database.execute(conn, STATUS)
+    if as_json:
+        running = database.execute(conn, RUNNING_JSON)
+        say_json({"queues": rows(queues), "running": rows(running)})
+        return
+    show(queues)
+    progress = database.execute(conn, PROGRESS)
+    if progress.rowcount:
+        print()
+        show(progress)
+
+
+def health(conn: database.Connection, is_all: bool, as_json: bool) -> int:
     """Print what is wrong, the worst first, each with its hint; return the exit code."""
-    rows = database.execute(conn, HEALTH).fetchall()
-    worst = max(STATUSES.index(status) for status, *_ in rows)
+    checks = rows(database.execute(conn, HEALTH))
+    worst = max(STATUSES.index(check["status"]) for check in checks)
+    shown = [check for check in checks if is_all or check["status"] != "ok"]
+    if as_json:
+        say_json({"status": STATUSES[worst], "checks": shown})
+        return worst
     if not worst:
-        print(f"ok: {len(rows)} checks have found nothing wrong")
-    for status, check, detail, hint in rows:
-        if is_all or status != "ok":
-            print(f"{status}: {check}: {printable(detail)}")
-        if hint:
-            print(f"    {printable(hint)}")
+        print(f"ok: {len(checks)} checks have found nothing wrong")
+    for check in shown:
+        print(f"{check['status']}: {check['check']}: {printable(check['detail'])}")
+        if check["hint"]:
+            print(f"    {printable(check['hint'])}")
     return worst
+
+
+def samples(text: str) -> list[dict[str, Any]]:
+    """Read the samples of metrics()."""
+    return [
+        {
+            "name": name,
+            "labels": {k: unescape(f'"{v}"') for k, v in LABEL.findall(labels)},
+            "value": float(value),
+        }
+        for name, labels, value in SAMPLE.findall(text)
+    ]
 
 
 def serve(dsn: str, args: argparse.Namespace) -> int:
@@ -264,9 +315,13 @@ def serve(dsn: str, args: argparse.Namespace) -> int:
     try:
         from pgqueue.dashboard import serve
     except ImportError as error:
-        say(f"the dashboard needs pip install 'pgqueue-postgres[dashboard]': {error}")
+        extra = (
+            "pgqueue-postgres[dashboard]; in a clone: pip install './python[dashboard]'"
+        )
+        say(f"the dashboard needs {extra}: {error}")
         return 1
-    serve.serve(dsn, args.host, args.port, args.allow_actions, args.allow_host)
+    hosts = args.allow_host
+    serve.serve(dsn, args.host, args.port, args.allow_actions, hosts, args.json)
     return 0
 
 

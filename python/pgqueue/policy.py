@@ -10,7 +10,7 @@ from typing import Any
 from pgqueue.job import Job
 
 Seconds = float | timedelta
-Exceptions = tuple[type[BaseException], ...]  # a single class works, too
+Exceptions = type[BaseException] | tuple[type[BaseException], ...]
 Middleware = Callable[[Job], AbstractContextManager[Any]]
 # The header of a job that was given more attempts than its handler has.
 MAX_ATTEMPTS = "max_attempts"
@@ -21,8 +21,8 @@ class Retry(Exception):
 
     after: timedelta | None = None
 
-    def __init__(self, after: Seconds | None = None, reason: str = "retry") -> None:
-        super().__init__(reason)
+    def __init__(self, after: Seconds | None = None, reason: str = "") -> None:
+        super().__init__(*([reason] if reason else []))
         self.after = None if after is None else to_timedelta(after)
 
 
@@ -94,3 +94,11 @@ class Policy:
     def __post_init__(self) -> None:
         if self.max_attempts is not None and self.max_attempts < 1:
             raise ValueError("max_attempts must be 1 at least")
+        if min(self.retry_base or 0, self.retry_cap) < 0:
+            raise ValueError("neither retry_base nor retry_cap can be negative")
+        for given in self.retry_for, self.give_up_on:
+            for one in given if isinstance(given, tuple) else (given,):
+                if not (isinstance(one, type) and issubclass(one, BaseException)):
+                    raise TypeError(
+                        f"neither an exception nor a tuple of them: {given!r}"
+                    )

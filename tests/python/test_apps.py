@@ -1,8 +1,10 @@
-"""Handlers of several modules in one worker, and the queues on which it works."""
+"""The handlers of one or several apps in a worker, its queues, and what is refused."""
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable
+from datetime import datetime
 
 import pgqueue
 import pytest
@@ -141,3 +143,69 @@ def test_an_embedded_worker_works_on_the_queues_of_its_handlers(db, dsn) -> None
     assert outcomes(db) == {"completed": 2}
     with pytest.raises(ValueError, match="needs a queue"):
         work(app, dsn, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"timeout": -1}, ValueError, "a timeout must be positive, not -1"),
+        ({"timeout": 0}, ValueError, "a timeout must be positive, not 0"),
+        ({"max_attempts": 0}, ValueError, "max_attempts must be 1 at least"),
+        ({"retry_base": -1}, ValueError, "retry_base"),
+        ({"retry_cap": -1}, ValueError, "retry_cap"),
+        ({"give_up_on": "ValueError"}, TypeError, "neither an exception nor a tuple"),
+        ({"retry_for": [OSError]}, TypeError, "neither an exception nor a tuple"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused(options, error, said) -> None:
+    with pytest.raises(error, match=said):
+        pgqueue.App().job("k", **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["lease", "timeout", "poll_interval", "call_timeout", "max_jobs"]
+)
+def test_an_embedded_worker_refuses_what_the_command_line_does(name) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be positive, not -1"):
+        pgqueue.Worker(pgqueue.App(), {"q": 1}, **{name: -1})
+    for share in {"weight": 0}, {"limit": 0}:
+        with pytest.raises(ValueError, match="weight and limit must be 1 at least"):
+            pgqueue.Share(**share)
+
+
+def test_what_is_no_handler_is_refused_where_it_is_defined() -> None:
+    class Callable:
+        def __call__(self) -> None: ...
+
+    app = pgqueue.App()
+    for handler in Callable(), Callable, functools.partial(print, 1):
+        with pytest.raises(TypeError, match="a handler is a function; put "):
+            app.job("k")(handler)
+    with pytest.raises(TypeError, match=r"the kind is missing: @app.job\('welcome'\)"):
+        app.job(lambda: None)
+
+
+def test_a_single_exception_is_given_up_on_and_one_retried(db, dsn) -> None:
+    app = pgqueue.App()
+
+    def fails(error: str) -> None:
+        raise {"value": ValueError, "os": OSError}[error]
+
+    app.job("gives up", give_up_on=ValueError)(fails)
+    app.job("retries", retry_for=OSError)(fails)
+    for kind in "gives up", "retries":
+        for error in "value", "os":
+            pgqueue.enqueue(db, "default", {"error": error}, kind=kind)
+    pgqueue.Worker(app, dsn=dsn, burst=True).run()
+    dead = "select kind, payload ->> 'error' from pgqueue.dead_job order by kind"
+    assert db.execute(dead).fetchall() == [("gives up", "value"), ("retries", "value")]
+    assert one(db, "select count(*) from pgqueue.job") == 2
+
+
+def test_a_delay_where_a_moment_or_an_id_belongs_is_refused(db) -> None:
+    with pytest.raises(ValueError, match="run_at must have a time zone"):
+        pgqueue.enqueue(db, "q", run_at=datetime(2030, 1, 1))
+    with pytest.raises(TypeError, match="run_at must be a datetime or a timedelta"):
+        pgqueue.enqueue(db, "q", run_at=60)
+    with pytest.raises(TypeError, match="after takes the ids of jobs; for a delay"):
+        pgqueue.enqueue(db, "q", after=30)

@@ -8,6 +8,8 @@ from dataclasses import KW_ONLY, dataclass
 
 from pgqueue.app import App
 
+POSITIVE = ("lease", "timeout", "poll_interval", "call_timeout", "max_jobs")
+
 
 @dataclass(frozen=True)
 class Share:
@@ -19,6 +21,10 @@ class Share:
 
     weight: int = 1
     limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.weight, 1 if self.limit is None else self.limit) < 1:
+            raise ValueError("weight and limit must be 1 at least")
 
     def __str__(self) -> str:
         """Write it as --queue has it, behind the name."""
@@ -52,6 +58,10 @@ class Terms:
     def __post_init__(self) -> None:
         if self.queues == {} or self.concurrency < 1:
             raise ValueError("a worker needs a queue and a concurrency of 1 at least")
+        for option in POSITIVE:
+            value = getattr(self, option)
+            if value is not None and not value > 0:
+                raise ValueError(f"{option} must be positive, not {value!r}")
         if self.only_known and not self.app.tasks:
             raise ValueError("only_known, but the app has no handler")
         for task in self.app.tasks.values():

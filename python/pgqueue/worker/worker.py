@@ -60,7 +60,7 @@ class Worker(Terms):
     second while no part of the worker has died or hangs, `on_commit` whenever outcomes have been
     committed.
 
-    Raises ValueError for no queue, a concurrency below 1, or only_known without a handler;
+    Raises ValueError for no queue, for what must be positive, or only_known without a handler;
     TypeError for a handler whose annotations name what is not there;
     psycopg.ProgrammingError for a dsn that libpq does not understand.
     """
