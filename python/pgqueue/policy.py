@@ -10,7 +10,7 @@ from typing import Any
 from pgqueue.job import Job
 
 Seconds = float | timedelta
-Exceptions = type[BaseException] | tuple[type[BaseException], ...]
+Exceptions = tuple[type[BaseException], ...]  # a single class works, too
 Middleware = Callable[[Job], AbstractContextManager[Any]]
 # The header of a job that was given more attempts than its handler has.
 MAX_ATTEMPTS = "max_attempts"
