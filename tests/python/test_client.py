@@ -66,9 +66,7 @@ def test_what_is_no_connection_is_named(db, what) -> None:
     }[what]
     with pytest.raises(TypeError, match="neither a connection nor a cursor"):
         pgqueue.enqueue(wrong, "q")
-    with pytest.raises(
-        TypeError, match="not a connection on psycopg 3: "
-    ):
+    with pytest.raises(TypeError, match="not a connection on psycopg 3: "):
         pgqueue.wait(wrong, 1)
 
 
