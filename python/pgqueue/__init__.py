@@ -5,7 +5,7 @@ The package only calls the SQL functions of the schema pgqueue, which are the qu
 
 from typing import TYPE_CHECKING, Any
 
-from pgqueue.app import App, Task
+from pgqueue.app import App
 from pgqueue.client import (
     JobNotFound,
     LeaseLost,
@@ -16,6 +16,7 @@ from pgqueue.client import (
 )
 from pgqueue.job import Job
 from pgqueue.policy import Reject, Retry, Snooze
+from pgqueue.task import Task
 from pgqueue.waiting import Status, status, wait
 
 if TYPE_CHECKING:

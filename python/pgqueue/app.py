@@ -1,26 +1,13 @@
 """The handlers of an application."""
 
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import (
-    Any,
-    Concatenate,
-    Generic,
-    Literal,
-    ParamSpec,
-    TypeVar,
-    Unpack,
-    overload,
-)
+from typing import Any, Concatenate, TypeVar, overload
 
-from pgqueue.client import Options, enqueue
-from pgqueue.drivers import AsyncConn
 from pgqueue.job import Job
-from pgqueue.payload import Arguments, to_json
+from pgqueue.payload import Arguments
 from pgqueue.policy import (
-    MAX_ATTEMPTS,
     Exceptions,
     Middleware,
     Policy,
@@ -28,88 +15,11 @@ from pgqueue.policy import (
     to_seconds,
     to_timedelta,
     to_timeout,
+    within,
 )
+from pgqueue.task import CatchUp, P, R, Schedule, Task, TaskOptions
 
-P = ParamSpec("P")
-R = TypeVar("R")
 H = TypeVar("H", bound=Callable[..., Any])
-CatchUp = Literal["skip", "one", "all"]
-
-
-class TaskOptions(Options, total=False):
-    """What `with_options` takes: the options of `pgqueue.enqueue`, and the queue."""
-
-    queue: str
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """When jobs of a kind recur; the schedule is named after the kind."""
-
-    cron: str | None
-    every: timedelta | None
-    timezone: str
-    catch_up: CatchUp
-    jitter: timedelta | None
-
-    def declare(self, conn: Any, task: "Task[..., Any]") -> None:
-        """Create or change the schedule of a task by pgqueue.schedule()."""
-        conn.execute(
-            "select pgqueue.schedule(%s, %s, %s, %s, %s::pg_catalog.jsonb, %s, timezone => %s,"
-            " catch_up => %s, jitter => %s, max_attempts => %s,"
-            " headers => %s::pg_catalog.jsonb, group_key => %s)",
-            (
-                task.kind,
-                task.options["queue"],
-                self.cron,
-                self.every,
-                to_json(task.arguments.payload((), {}), "payload"),
-                task.kind,
-                self.timezone,
-                self.catch_up,
-                self.jitter,
-                task.policy.max_attempts,
-                to_json(task.options.get("headers"), "headers"),
-                task.options.get("group_key"),
-            ),
-        )
-
-
-@dataclass(frozen=True)
-class Task(Generic[P, R]):
-    """A handler: call it like the plain function, or enqueue a job for it."""
-
-    kind: str
-    function: Callable[..., R]
-    arguments: Arguments
-    policy: Policy
-    options: TaskOptions
-    is_async: bool
-
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
-        return self.function(*args, **kwargs)
-
-    def with_options(self, **options: Unpack[TaskOptions]) -> "Task[P, R]":
-        """Return this task with options of `pgqueue.enqueue`: run_at, unique_key, …"""
-        return replace(self, options={**self.options, **options})
-
-    @overload
-    def enqueue(
-        self, conn: AsyncConn, /, *args: P.args, **kwargs: P.kwargs
-    ) -> Coroutine[Any, Any, int]: ...
-    @overload
-    def enqueue(self, conn: Any, /, *args: P.args, **kwargs: P.kwargs) -> int: ...
-    def enqueue(self, conn: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Add a job with these arguments by `pgqueue.enqueue`, and return its id.
-
-        Raises TypeError for arguments that the handler does not take.
-        """
-        payload = self.arguments.payload(args, kwargs)
-        options: dict[str, Any] = {"kind": self.kind, **self.options}
-        given, own = options.get("max_attempts"), self.policy.max_attempts
-        if given is not None and own is not None and given > own:
-            options["headers"] = {**(options.get("headers") or {}), MAX_ATTEMPTS: given}
-        return enqueue(conn, options.pop("queue"), payload, **options)
 
 
 class App:
@@ -143,6 +53,38 @@ class App:
     def find(self, kind: str) -> Task[Any, Any] | None:
         """Return the handler of a kind, if there is one."""
         return self.tasks.get(kind)
+
+    def include(self, *apps: "App") -> None:
+        """Take over the handlers, schedules and hooks that other apps have now.
+
+        The timeout and the middleware of an app still apply to its own handlers; the middleware
+        of this one is entered first. Raises ValueError for a kind that has another handler.
+        """
+        for app in apps:
+            inner = None if app.middleware is self.middleware else app.middleware
+            for task in app.tasks.values():
+                policy = replace(
+                    task.policy,
+                    timeout=task.policy.timeout or self.timeout,
+                    middleware=within(inner, task.policy.middleware),
+                )
+                known = self.tasks.get(task.kind)
+                if known is None or known.function is not task.function:
+                    self.add(replace(task, policy=policy))
+            self.schedules |= app.schedules
+            self.startup += [hook for hook in app.startup if hook not in self.startup]
+            self.shutdown += [h for h in app.shutdown if h not in self.shutdown]
+
+    def add(self, task: Task[Any, Any]) -> None:
+        if known := self.tasks.get(task.kind):
+            where = f"{known.function.__module__}.{known.function.__qualname__}"
+            raise ValueError(f"the kind {task.kind!r} already has a handler: {where}")
+        self.tasks[task.kind] = task
+
+    @property
+    def queues(self) -> list[str]:
+        """The queues that its handlers name."""
+        return list(dict.fromkeys(t.options["queue"] for t in self.tasks.values()))
 
     def job(
         self,
@@ -188,11 +130,13 @@ class App:
         pgqueue.schedule(), whose comment explains `timezone`, `catch_up` and `jitter`.
         If you remove them again, call pgqueue.unschedule().
 
-        Raises ValueError for a kind that has a handler already and for a timeout or
-        max_attempts that is not positive; TypeError for what is no function, for *args and
+        Raises ValueError for a kind that has a handler already, for a timeout or
+        max_attempts that is not positive and a negative retry_base; TypeError for what is no function, for *args and
         other parameters without a name, for an annotation that needs pydantic where there is
         none, and for a handler that recurs and cannot be called without arguments.
         """
+        if not isinstance(kind, str):
+            raise TypeError(f"the kind is missing: @app.job('welcome'), not {kind!r}")
         policy = Policy(
             self.timeout if timeout is None else to_timeout(timeout),
             transaction,
@@ -231,8 +175,6 @@ class Register:
     @overload
     def __call__(self, function: Callable[P, R]) -> Task[P, R]: ...
     def __call__(self, function: Callable[..., Any]) -> Task[Any, Any]:
-        if self.kind in self.app.tasks:
-            raise ValueError(f"the kind {self.kind!r} already has a handler")
         if isinstance(function, Task):  # the handler of another kind, too
             function = function.function
         task = Task[Any, Any](
@@ -245,6 +187,7 @@ class Register:
         )
         if self.schedule is not None:
             task.arguments.payload((), {})
+        self.app.add(task)
+        if self.schedule is not None:
             self.app.schedules[self.kind] = self.schedule
-        self.app.tasks[self.kind] = task
         return task

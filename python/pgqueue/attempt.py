@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
-from pgqueue.app import App, Task
+from pgqueue.app import App
 from pgqueue.job import Job
 from pgqueue.payload import storable
+from pgqueue.task import Task
 
 LARGEST_RESULT = 64_000_000  # bytes; pgqueue.finish() takes no more
 # json.loads also skips white space on both sides: twice the time for a short payload.
@@ -22,7 +23,7 @@ class Outcome:
     """What to report of an attempt; `none` if the server knows, or the lease is lost."""
 
     name: Literal["complete", "fail", "reject", "release", "none"]
-    text: str | None = None  # the result in JSON, or the error
+    text: str | None = None  # the result in JSON, the error, or why it is put off
     delay: timedelta | None = None
     until: datetime | None = None
     error: BaseException | None = None

@@ -190,6 +190,10 @@ def _statement(
             continue
         if isinstance(value, datetime) and value.tzinfo is None:
             raise ValueError(f"{name} must have a time zone")
+        if name in ("run_at", "expires_at") and isinstance(value, int | float):
+            raise TypeError(f"{name} must be a datetime or a timedelta, not {value!r}")
+        if name == "after" and isinstance(value, int):
+            raise TypeError("after takes the ids of jobs; for a delay there is run_at")
         is_delay = name in ("run_at", "expires_at") and isinstance(value, timedelta)
         query += f", {name} => {DELAY if is_delay else CASTS.get(name, '%s')}"
         if name == "headers":

@@ -78,6 +78,8 @@ def _fetch(conn: Any, query: str, params: tuple[Any, ...]) -> Any:
     else:
         # Django's cursor has an attribute `cursor`, too.
         cursor = conn.cursor() if callable(getattr(conn, "cursor", None)) else conn
+    if not hasattr(cursor, "execute"):
+        raise TypeError(f"neither a connection nor a cursor nor a session: {cursor!r}")
     return _then(cursor.execute(query, params), lambda _: cursor.fetchall())
 
 

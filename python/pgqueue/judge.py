@@ -62,7 +62,8 @@ def judge(attempt: Attempt, error: BaseException) -> Outcome:
 
 def _judge(attempt: Attempt, error: BaseException) -> Outcome:
     if isinstance(error, Unready):
-        return Outcome("release", delay=timedelta(seconds=1))
+        reason = storable(f"no connection for its handler: {error}")
+        return Outcome("release", reason, timedelta(seconds=1))
     if isinstance(error, LeaseLost):
         return LOST
     if attempt.has_timed_out:

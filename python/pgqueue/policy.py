@@ -1,8 +1,8 @@
 """How a handler runs and is retried, and what it may raise."""
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -21,8 +21,8 @@ class Retry(Exception):
 
     after: timedelta | None = None
 
-    def __init__(self, after: Seconds | None = None, reason: str = "retry") -> None:
-        super().__init__(reason)
+    def __init__(self, after: Seconds | None = None, reason: str = "") -> None:
+        super().__init__(*([reason] if reason else []))
         self.after = None if after is None else to_timedelta(after)
 
 
@@ -65,6 +65,19 @@ def to_timedelta(value: Seconds) -> timedelta:
     raise TypeError(f"neither seconds nor a timedelta: {value!r}")
 
 
+def within(outer: Middleware | None, inner: Middleware | None) -> Middleware | None:
+    """Make a middleware of two, either of which may be missing."""
+    if outer is None or inner is None:
+        return outer or inner
+
+    @contextmanager
+    def both(job: Job) -> Iterator[None]:
+        with outer(job), inner(job):
+            yield
+
+    return both
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """How a handler runs, and how its failures are retried."""
@@ -76,7 +89,16 @@ class Policy:
     retry_cap: float = 3600.0
     retry_for: Exceptions = (BaseException,)
     give_up_on: Exceptions = ()
+    middleware: Middleware | None = None  # of the app that it was included from
 
     def __post_init__(self) -> None:
         if self.max_attempts is not None and self.max_attempts < 1:
             raise ValueError("max_attempts must be 1 at least")
+        if min(self.retry_base or 0, self.retry_cap) < 0:
+            raise ValueError("neither retry_base nor retry_cap can be negative")
+        for given in self.retry_for, self.give_up_on:
+            for one in given if isinstance(given, tuple) else (given,):
+                if not (isinstance(one, type) and issubclass(one, BaseException)):
+                    raise TypeError(
+                        f"neither an exception nor a tuple of them: {given!r}"
+                    )

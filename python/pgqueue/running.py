@@ -15,7 +15,7 @@ from pgqueue.attempt import COMPLETED, LOST, RELEASED, Attempt, Outcome, decode
 from pgqueue.client import LeaseLost
 from pgqueue.drivers import run_without_loop
 from pgqueue.judge import completed, judge
-from pgqueue.policy import Middleware
+from pgqueue.policy import Middleware, within
 
 COMPLETE = "select pgqueue.complete(%s, %s, %s::pg_catalog.jsonb)"
 NO_MIDDLEWARE: Any = nullcontext()
@@ -78,6 +78,8 @@ async def _run(
 
 async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Call the handler with its arguments, and the middleware around it."""
+    if inner := attempt.task.policy.middleware:
+        middleware = within(middleware, inner)
     payload, _ = decode(attempt.payload)
     arguments, around = attempt.task.arguments.read(payload), NO_MIDDLEWARE
     if attempt.task.arguments.takes_job or middleware:

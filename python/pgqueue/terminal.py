@@ -5,6 +5,7 @@ Tables fit the terminal, and control characters are escaped.
 
 import argparse
 import importlib.metadata
+import json
 import math
 import os
 import shutil
@@ -12,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -65,6 +66,23 @@ def _cut_line(line: str) -> str:
     if len(line) <= LONGEST:
         return line
     return f"{line[:LONGEST]}… ({len(line)} characters)\n"
+
+
+def rows(cursor: psycopg.Cursor[TupleRow]) -> list[dict[str, Any]]:
+    """Return rows by the names of their columns."""
+    names = [column.name for column in cursor.description or ()]
+    return [dict(zip(names, row, strict=True)) for row in cursor]
+
+
+def say_json(value: Any) -> None:
+    """Print a line of JSON: intervals in seconds, and times as in RFC 3339."""
+    print(json.dumps(value, default=_as_json), flush=True)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    return value.isoformat() if isinstance(value, datetime) else float(value)
 
 
 def version() -> str:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import psycopg
 from psycopg.pq import PipelineStatus, TransactionStatus
@@ -18,6 +18,10 @@ from psycopg.rows import tuple_row
 from pgqueue import drivers
 from pgqueue.drivers import AsyncConn, run_without_loop
 
+State = Literal[
+    "scheduled", "ready", "running", "expired", "blocked",  # as in the view jobs
+    "completed", "dead", "cancelled", "gone",
+]  # fmt: skip
 ENDS = ("completed", "dead", "cancelled", "gone")
 AWAIT = "select extract(epoch from pgqueue.await(%s))::float"
 # A pooler does not reveal the backend's process id, and a standby cannot listen.
@@ -36,7 +40,7 @@ class Status:
     id: int
     queue: str
     kind: str
-    state: str  # as in the view jobs; then completed, dead, cancelled or gone
+    state: State
     attempt: int
     max_attempts: int | None
     priority: int | None

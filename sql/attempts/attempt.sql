@@ -30,17 +30,36 @@ begin
 end;
 $$;
 
--- A job's errors and a new one, the last 10.
-create or replace function pgqueue._add_error(job pgqueue.job, error text, moment timestamptz)
+-- Why a job was put off last, as an error without an attempt; null if it was not.
+create or replace function pgqueue._put_off(job pgqueue.job)
     returns jsonb
     language plpgsql
     immutable
 as $$
 begin
-    return case when jsonb_array_length(job.errors) >= 10 then job.errors - 0 else job.errors end
-        || jsonb_build_array(jsonb_build_object(
-            'attempt', job.attempt, 'at', moment, 'worker', job.worker, 'error', error
-        ));
+    return case when jsonb_typeof(job.errors -> -1 -> 'attempt') = 'null' then job.errors -> -1 end;
+end;
+$$;
+
+-- A job's errors and a new one (null for none), the last 10, without why it was put off before.
+create or replace function pgqueue._add_error(
+    job pgqueue.job, error text, moment timestamptz, is_counted boolean default true
+)
+    returns jsonb
+    language plpgsql
+    immutable
+as $$
+declare
+    errors jsonb := case when pgqueue._put_off(job) is null then job.errors else job.errors - -1 end;
+begin
+    return case
+        when error is null then errors
+        else case when jsonb_array_length(errors) >= 10 then errors - 0 else errors end
+            || jsonb_build_array(jsonb_build_object(
+                'attempt', case when is_counted then job.attempt end,
+                'at', moment, 'worker', job.worker, 'error', error
+            ))
+    end;
 end;
 $$;
 
@@ -304,7 +323,7 @@ begin
         lease_expires_at = null,
         worker = null,
         progress = null,
-        errors = case when e.outcome = 'released' then j.errors else pgqueue._add_error(j, e.error, _end.moment) end
+        errors = pgqueue._add_error(j, e.error, _end.moment, e.outcome <> 'released')
     from unnest(_end.picks, _end.outcomes, _end.errors, _end.run_ats)
         as e (place, outcome, error, run_at)
     where j.ctid = e.place and e.outcome in ('retry', 'expired', 'released');
@@ -379,7 +398,7 @@ begin
         array_agg(o.place) as picks,
         array_agg(o.outcome) as outcomes,
         -- Recording a failure never fails: any text is kept, or its beginning.
-        array_agg(case when o.verb <> 'release' then coalesce(left(o.error, 8000), 'no error text') end) as errors,
+        array_agg(coalesce(left(o.error, 8000), case when o.verb <> 'release' then 'no error text' end)) as errors,
         array_agg(case when o.outcome <> 'retry' or o.run_at is not null then o.run_at else (
             select _end_attempts.moment + pgqueue._retry_delay(o.attempt, s.retry_base, s.retry_cap)
             from pgqueue._in_force(o.queue, o.kind, o.group_key) as s

@@ -405,7 +405,7 @@ comment on function pgqueue.finish(bigint[], bigint[], text[], text[], interval[
 'Ends many attempts in one call, each by its own outcome: complete (text: the
 result in JSON), fail (text: the error; delay: instead of the queue''s
 backoff), reject (a permanent error: dead at once) or release (given back
-uncounted; delay: not before then). Returns in the order of the input
-completed, retry, dead, cancelled, released or lost. A result that is not
-JSON, or above 64 MB, fails the attempt of that job alone.
+uncounted; text: the reason, for why(); delay: not before then). Returns in
+the order of the input completed, retry, dead, cancelled, released or lost. A
+result that is not JSON, or above 64 MB, fails the attempt of that job alone.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

@@ -44,7 +44,8 @@ without it the whole table is read.
 state: scheduled, ready, running, expired or blocked, by the clock of this
 query.
 run_at: The job runs no earlier; null while it waits for other jobs.
-last_error: Why the last failed attempt failed; null if none has.
+last_error: Why the last failed attempt failed, or a worker has put the job off
+since; null for neither.
 done: How much the current attempt has reported as done; null if nothing.
 total: How much there is to do, as reported.
 message: What it is doing, as reported.

@@ -219,7 +219,10 @@ begin
                             case when a.jobs > 10000 then 'more than 10,000' else to_char(a.jobs, 'FM999,999,999') end,
                             case when a.jobs = 1 then 'job' else 'jobs' end
                         )
-                    end || coalesce('; ' || pgqueue._unclaimed(job.queue, moment), '')
+                    end || coalesce('; ' || case
+                        when ((pgqueue._put_off(job) ->> 'at')::timestamptz > moment - interval '10 minutes') is not true
+                            then pgqueue._unclaimed(job.queue, moment)
+                    end, '')
                     from pgqueue._count_ahead(job, moment) as a (jobs)
                 )
             )
@@ -231,6 +234,8 @@ begin
             else 'scheduled for ' || pgqueue._written(job.run_at)
         end,
         case when job.run_at > moment then pgqueue._why_paused(job) end,
+        'put off by ' || (pgqueue._put_off(job) ->> 'worker') || ': '
+            || pgqueue._summary(pgqueue._put_off(job) ->> 'error'),
         'expires at ' || pgqueue._written(expires_at) || format(' if it is not %s by then', begun)
     );
 end;

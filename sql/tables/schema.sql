@@ -131,7 +131,9 @@ comment on column pgqueue.job.progress is 'The reported progress of the current 
 comment on column pgqueue.job.terms is 'Its batch, its expiry, and what it waits for, if there are any.';
 comment on column pgqueue.job.payload is 'The content, for the handler.';
 comment on column pgqueue.job.headers is 'An object of metadata, such as a trace id; null for none.';
-comment on column pgqueue.job.errors is 'The last 10 failures, oldest first: attempt, at, worker, error.';
+comment on column pgqueue.job.errors is
+'The last 10 failures, oldest first: attempt, at, worker, error. If a worker has
+put the job off since, the last one says why, without an attempt.';
 
 -- A lane is one queue at one priority, in the order in which its jobs run. claim()
 -- walks one lane at a time, so that run_at is a bound of the scan: with a range over

@@ -1,6 +1,8 @@
 """python -m pgqueue, as an operator's shell sees it."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 
@@ -134,6 +136,63 @@ def test_health_says_what_is_wrong_as_a_plugin_of_a_monitoring_system_does(
     done = run("pgqueue", "health", PGUSER=role)
     assert (done.returncode, done.stdout) == (3, "")
     assert "grant_access(role, 'reader')" in done.stderr
+
+
+def test_what_is_scripted_answers_in_json(run, db) -> None:
+    def ask(*args: str, code: int = 0):
+        done = run("pgqueue", *args, "--json")
+        assert done.returncode == code, done.stderr
+        (line,) = done.stdout.splitlines()
+        assert line.isprintable() and line.isascii()
+        return json.loads(line)
+
+    assert "already installed" in ask("install")["did"]
+    assert ask("health") == {"status": "ok", "checks": []}
+    assert {c["status"] for c in ask("health", "--all")["checks"]} == {"ok"}
+    assert ask("status") == {"queues": [], "running": []}
+    job = ask("enqueue", NASTY, '{"to": "ada"}')
+    assert job == {"id": one(db, "select id from pgqueue.job")}
+    pgqueue.enqueue(db, "q")
+    claim = "select id, token from pgqueue.claim('q', 'w')"
+    (lease,) = db.execute(claim).fetchall()
+    db.execute("select pgqueue.progress(%s, %s, 299, 1000, 'reads')", lease)
+    db.execute(
+        "update pgqueue.job set run_at = now() - interval '1 h' where queue = %s",
+        (NASTY,),
+    )
+    found = ask("status")
+    first, second = found["queues"]
+    assert (first["queue"], first["ready"], first["paused"]) == (NASTY, 1, False)
+    assert 3600 <= first["oldest_wait"] < 4000
+    assert (second["queue"], second["running"]) == ("q", 1)
+    (running,) = found["running"]
+    assert running["id"] == lease[0]
+    assert (running["done"], running["total"], running["message"]) == (
+        299,
+        1000,
+        "reads",
+    )
+    health = ask("health", code=2)
+    assert health["status"] == "critical"
+    assert {"status", "check", "detail", "hint"} == health["checks"][0].keys()
+    samples = ask("metrics")
+    ready = {"queue": NASTY, "state": "ready"}
+    (value,) = [s["value"] for s in samples if s["labels"] == ready]
+    assert value == 1
+    assert len(samples) == len(re.findall(r"(?m)^\w", run("pgqueue", "metrics").stdout))
+
+
+@pytest.mark.parametrize("args", [["cancel", "1"], ["enqueue", "", "{}"]])
+def test_an_error_is_the_same_with_json(run, args) -> None:
+    done = run("pgqueue", *args, *(["--json"] if args[0] == "enqueue" else []))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("pgqueue: ")
+
+
+def test_a_database_without_pgqueue_is_named_with_its_host(run) -> None:
+    done = run("pgqueue", "--dsn", "dbname=template1", "status")
+    where = f"template1 on {os.environ['PGHOST']}"
+    assert f"install or update the extension in {where}: " in done.stderr
 
 
 def test_redrive_says_when_its_limit_left_matching_jobs(run, db) -> None:

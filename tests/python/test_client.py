@@ -1,6 +1,7 @@
 """Enqueueing on the connection of any driver: a rollback undoes the enqueue."""
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -52,6 +53,21 @@ def test_jobs_are_enqueued_in_the_transaction_of_a_psycopg_connection_or_cursor(
         pgqueue.enqueue(conn, "emails")
         conn.commit()
         assert one(db, JOBS) == 1
+
+
+@pytest.mark.parametrize("what", ["engine", "dsn", "manager"])
+def test_what_is_no_connection_is_named(db, what) -> None:
+    import sqlalchemy
+
+    wrong = {
+        "engine": sqlalchemy.create_engine(url(db, "psycopg")),
+        "dsn": f"dbname={db.info.dbname}",
+        "manager": contextlib.closing(db),  # as a pool returns one
+    }[what]
+    with pytest.raises(TypeError, match="neither a connection nor a cursor"):
+        pgqueue.enqueue(wrong, "q")
+    with pytest.raises(TypeError, match="not a connection on psycopg 3: "):
+        pgqueue.wait(wrong, 1)
 
 
 def test_a_raw_cursor_names_its_parameters_by_number(db, dsn) -> None:

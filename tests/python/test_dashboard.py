@@ -565,12 +565,23 @@ def test_its_sessions_are_not_taken_for_workers(site, db) -> None:
     assert "<h2>Workers" not in page.get("/running").text
 
 
-def test_the_command_serves_until_ctrl_c(dsn, free_port) -> None:
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_the_command_serves_until_ctrl_c(dsn, free_port, more) -> None:
     command = [sys.executable, "-m", "pgqueue", "dashboard", "--port", str(free_port)]
     env = {**os.environ, "PGQUEUE_DSN": dsn}
-    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [*command, *more],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
         try:
-            assert f":{free_port}/" in child.stderr.readline()
+            if more:
+                told = json.loads(child.stdout.readline())
+                assert told == {"url": f"http://127.0.0.1:{free_port}/"}
+            else:
+                assert f":{free_port}/" in child.stderr.readline()
             answer = Site.wait_for(free_port).get("/")
             assert answer.status == 200 and 'method="post"' not in answer.text
             child.send_signal(signal.SIGINT)

@@ -350,6 +350,53 @@ def test_the_worker_command_takes_options_of_django_and_of_the_worker(db, site) 
     assert "pgqueue_worker" in site.manage("help")
 
 
+BILLING = """
+import pgqueue
+from shop.jobs import app as shop
+
+app = pgqueue.App()
+
+@app.job("bill", queue="bills")
+def bill() -> None: ...
+"""
+
+
+NOTHING = """
+INSTALLED_APPS.remove("shop")
+del TASKS
+"""
+
+
+def test_without_app_the_worker_command_finds_the_jobs_of_installed_apps(
+    db, site
+) -> None:
+    site.manage("migrate")
+    site.write("billing/__init__.py")
+    site.write("billing/jobs.py", BILLING)
+    site.write("more.py", "from settings import *", 'INSTALLED_APPS += ["billing"]')
+    pgqueue.enqueue(db, "orders", {"order": 1}, kind="confirm")
+    pgqueue.enqueue(db, "bills", kind="bill")
+    said = site.manage("pgqueue_worker", "--burst", "--settings", "more")
+    assert " works on default, orders, bills (those of its handlers), " in said
+    assert outcomes(db) == ["completed"] * 2
+    site.write("billing/jobs.py", BILLING, "1 / 0")
+    broken = site.try_to("pgqueue_worker", "--burst", "--settings", "more")
+    assert broken.returncode == 2
+    assert 'billing/jobs.py"' in broken.stderr
+    if django.VERSION < (6,):  # which always has tasks
+        site.write("none.py", "from settings import *", NOTHING)
+        none = site.try_to("pgqueue_worker", "--burst", "--settings", "none")
+        assert (none.returncode, "use --app" in none.stderr) == (2, True)
+
+
+def test_the_commands_of_pgqueue_connect_as_the_django_settings_say(db, site) -> None:
+    (job,) = site.manage("pgqueue", "enqueue", "orders", '{"order": 1}').split()
+    assert "orders" in site.manage("pgqueue", "status")
+    assert "ready: next" in site.manage("pgqueue", "why", job)
+    assert "redrive" in site.manage("pgqueue", "--help")
+    assert site.try_to("pgqueue", "--dsn", "dbname=template1", "status").returncode == 3
+
+
 def test_the_worker_command_starts_and_stops_several_processes(db, hunted) -> None:
     args = ("--app", "hunted", "--queue", "q", "--processes", "2")
     worker = hunted.start("pgqueue_worker", *args)
@@ -357,6 +404,31 @@ def test_the_worker_command_starts_and_stops_several_processes(db, hunted) -> No
     wait_until(lambda: outcomes(db) == ["completed"] * 10)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(40) == 0
+
+
+WAITS = """
+from django.db import connection, transaction
+import pgqueue
+from shop.jobs import confirm
+
+job = confirm.enqueue(connection, order=1)
+status = pgqueue.wait(connection, job, timeout=30)
+print(status.state, pgqueue.status(connection, job).state, connection.in_atomic_block)
+with transaction.atomic():
+    job = confirm.enqueue(connection, order=1)
+    try:
+        pgqueue.wait(connection, job)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_one_can_wait_on_the_connection_of_django(db, site) -> None:
+    site.manage("migrate")
+    site.start("pgqueue_worker")
+    said = site.manage("shell", "-c", WAITS)
+    assert "completed completed False" in said
+    assert "transaction: end it first" in said
 
 
 def test_django_uses_psycopg_3(db, site) -> None:

@@ -123,6 +123,12 @@ def test_the_worker_of_psycopg_is_woken_by_an_enqueue(db, work):
         assert wait_until(lambda: column(db, ran, id)) == [True]  # noqa: B023
 
 
+def test_the_view_workers_shows_the_sessions_of_the_worker_of_psycopg(db, work):
+    work("q")
+    shown = "select sessions, parked from pgqueue.workers where worker like 'pid %'"
+    wait_until(lambda: db.execute(shown).fetchall() == [(2, True)])
+
+
 def test_a_job_whose_worker_of_psycopg_is_killed_is_run_by_another(db, work):
     db.execute("select pgqueue.configure('a', lease => '3 s')")
     pgqueue.enqueue(db, "a", 4, kind="sleep")

@@ -57,6 +57,7 @@ def test_every_section_of_the_package_readme_is_tested() -> None:
     assert sections() == [
         "Enqueue on your connection",
         "Handlers",
+        "Several modules",
         "Wait for a job",
         "Arguments",
         "FastAPI",
@@ -137,6 +138,19 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def test_the_handlers_of_several_modules_run_in_one_worker(db, project) -> None:
+    (block,) = blocks("Several modules")
+    project.write("several.py", block)
+    for queue, kind in ("orders", "ship"), ("bills", "bill"):
+        pgqueue.enqueue(db, queue, {"order": 1}, kind=kind)
+    worker = ("-m", "pgqueue.worker", "--burst", "--app")
+    project.say(*worker, "several:shop,several:billing")
+    assert sorted(ends(db)) == [("bill", "completed"), ("ship", "completed")]
+    pgqueue.enqueue(db, "orders", {"order": 2}, kind="ship")
+    project.say(*worker, "several")
+    assert len(ends(db)) == 3
 
 
 def test_the_end_of_a_job_is_waited_for(db, project) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pgqueue
 import psycopg
 import pytest
+from conftest import one
 from pgqueue import __main__ as commands
 from pgqueue.worker import __main__ as worker
 from pgqueue.worker import options, supervisor
@@ -181,6 +182,29 @@ def test_ctrl_c_ends_a_command_with_130(run, db, dsn, tmp_path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
         accepted.close()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["pgqueue", "status"], ["pgqueue", "health"], ["pgqueue.worker", "--check"]],
+)
+def test_a_command_that_waits_for_a_lock_ends_at_ctrl_c_with_130_and_no_word(
+    db, dsn, tmp_path, command
+) -> None:
+    db.execute("begin; lock table pgqueue.job, pg_proc")
+    waits = "select count(*) from pg_locks where not granted"
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), "PGQUEUE_DSN": dsn},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    wait_until(lambda: one(db, waits) or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == (b"", b"")
+    assert process.returncode == 130
+    db.execute("rollback")
 
 
 def test_every_exit_code_of_the_table_is_caused_by_a_test() -> None:

@@ -62,7 +62,15 @@ def right(conn: Conn, cursor: psycopg.Cursor[object], session: Session) -> int:
     text: str = welcome("ada")
     return welcome.enqueue(conn, "ada", copies=2) + welcome.enqueue(conn, to=text)
 
+def ended(conn: Conn) -> str:
+    status = pgqueue.wait(conn, 1)
+    if status.state == "completed":
+        return "done"
+    return {"dead": "no", "cancelled": "stopped", "gone": "?"}[status.state]
+
 def wrong(conn: Conn) -> None:
+    if pgqueue.status(conn, 1).state == "complete":  # wrong
+        pass
     welcome.enqueue(conn)  # wrong
     welcome.enqueue(conn, to=1)  # wrong
     welcome.enqueue(conn, to="ada", copy=1)  # wrong

@@ -1,7 +1,9 @@
 """What a worker does with jobs, with real processes; the faults are in test_worker_faults."""
 
 import os
+import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -146,6 +148,11 @@ def test_a_job_of_an_unknown_kind_is_postponed_and_with_only_known_never_claimed
         ("scheduled", 0)
     }
     assert workers.log().count("no handler") == 1
+    said = column(db, "select last_error from pgqueue.jobs")
+    assert set(said) == {"no handler for its kind"}
+    why = one(db, "select pgqueue.why(min(id)) from pgqueue.jobs")
+    name = socket.gethostname()
+    assert re.search(rf"; put off by {name}:\S+: no handler for its kind$", why)
 
 
 @pytest.mark.parametrize("kind", ["slow", "aslow"])

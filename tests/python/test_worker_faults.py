@@ -7,6 +7,7 @@ makes them as long as the requirements say.
 import contextlib
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -22,6 +23,7 @@ from cluster import Cluster
 from conftest import column, one
 from worker_harness import (
     QUEUE,
+    RESTING,
     is_empty,
     outcomes,
     tally,
@@ -453,3 +455,34 @@ def test_a_worker_notices_a_cut_network_link_and_survives_it(link, say) -> None:
         assert fenced < 5
         assert noticed < 15
         assert workers.finish(worker) == 0
+
+
+@pytest.mark.parametrize("wrong", ["dbname=no_such_database", "user=no_such_role"])
+@pytest.mark.parametrize("more", [[], ["--burst"]])
+def test_a_database_that_refuses_the_worker_at_its_start_ends_it(
+    db, dsn, workers, wrong, more
+) -> None:
+    worker = workers.start(*more, dsn=f"{dsn} {wrong}")
+    assert worker.wait(30) == 1
+    assert re.search(r'has failed: .*"no_such_\w+" does not exist', workers.log())
+
+
+def test_a_database_that_is_missing_for_a_while_is_waited_for(db, workers) -> None:
+    worker = workers.start()
+    wait_until(lambda: one(db, RESTING))
+    name = db.info.dbname
+    db.close()
+    with psycopg.connect(dbname="postgres", autocommit=True) as other:
+        other.execute(f"alter database {name} allow_connections false")
+        other.execute(
+            "select pg_terminate_backend(pid, 10000) from pg_stat_activity"
+            f" where datname = '{name}'"
+        )
+        other.execute(f"alter database {name} rename to {name}_away")
+        other.execute(f"alter database {name}_away allow_connections true")
+        wait_until(lambda: "does not exist" in workers.log())
+        other.execute(f"alter database {name}_away rename to {name}")
+    with psycopg.connect(dbname=name, autocommit=True) as conn:
+        pgqueue.enqueue(conn, QUEUE, kind="noop")
+        wait_until(lambda: outcomes(conn) == {"completed": 1})
+    assert workers.finish(worker) == 0

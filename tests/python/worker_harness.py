@@ -59,14 +59,9 @@ class Workers:
         output: int | None = None,
     ) -> subprocess.Popen[bytes]:
         path = os.pathsep.join((str(HERE), str(HERE.parents[1] / "python")))
-        command = [
-            *prefix,
-            sys.executable,
-            "-m",
-            "pgqueue.worker",
-            "--app",
-            "worker_app",
-        ]
+        command = [*prefix, sys.executable, "-m", "pgqueue.worker"]
+        if "--app" not in args:
+            command += ["--app", "worker_app"]
         if not any(arg in ("--queue", "-q") for arg in args):
             command += ["--queue", QUEUE]
         ours = {

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(7);
+select plan(9);
 
 select is_empty(
     $$ select a.attempt, d.delay
@@ -34,6 +34,25 @@ select is(
     (select array_agg(e ->> 'error') from pgqueue.job as j, jsonb_array_elements(j.errors) as e where j.id = :id),
     (select array_agg('error ' || n) from generate_series(6, 15) as n),
     'a job keeps its last ten errors'
+);
+
+-- A reason to put a job off is one of the ten; the next one, or an error, replaces it.
+select errors from pgqueue.job where id = :id \gset
+select id, token from pgqueue.claim('errors', 'w') \gset
+select pgqueue.finish(array[:id], array[:token], '{release}', '{no handler}');
+select id, token from pgqueue.claim('errors', 'w') \gset
+select pgqueue.finish(array[:id], array[:token], '{release}', '{no connection}');
+select results_eq(
+    format($$ select errors - -1 = %L, errors -> -1 ->> 'error', errors -> -1 -> 'attempt' from pgqueue.job where id = %s $$,
+        (:'errors'::jsonb - 0)::text, :id),
+    $$ values (true, 'no connection', 'null'::jsonb) $$,
+    'a job keeps why it was put off last'
+);
+select id, token from pgqueue.claim('errors', 'w') \gset
+select pgqueue.release(array[:id], array[:token]);
+select is(
+    (select errors from pgqueue.job where id = :id), :'errors'::jsonb - 0,
+    'a job that was released without a reason has none'
 );
 
 -- Expired leases

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(39);
+select plan(41);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -118,6 +118,17 @@ select token from pgqueue.claim('x', 'w3') \gset
 select pgqueue.release(array[:id], array[:token], '2100-01-01 00:00 UTC');
 select is(pg_temp.why(:id), 'scheduled for TIME', 'why tells until when a job was snoozed');
 select pgqueue.run_now(:id);
+select token from pgqueue.claim('x', 'w3') \gset
+select pgqueue.finish(array[:id], array[:token], '{release}', array[E'no handler\nhere'], '{1 hour}');
+select is(
+    pg_temp.why(:id), 'scheduled for TIME; put off by w3: no handler',
+    'why tells which worker has put a job off, and why'
+);
+select pgqueue.run_now(:id);
+select is(
+    pg_temp.why(:id), 'ready: next in its queue; put off by w3: no handler',
+    'why says so, too, once the job is due again'
+);
 select token from pgqueue.claim('x', 'w3') \gset
 select pgqueue.fail(:id, :token, E'TimeoutError: slow
 Traceback', '1 hour');

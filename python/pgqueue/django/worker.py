@@ -14,7 +14,7 @@ from django.apps import apps
 from django.utils import timezone
 from django.utils.module_loading import autodiscover_modules
 
-from pgqueue.app import App, Task
+from pgqueue.app import App
 from pgqueue.client import LeaseLost
 from pgqueue.django.backend import (
     DONE,
@@ -29,6 +29,7 @@ from pgqueue.django.backend import (
 from pgqueue.drivers import run_without_loop
 from pgqueue.job import Job
 from pgqueue.policy import Reject, Snooze
+from pgqueue.task import Task
 
 log = logging.getLogger("pgqueue")
 

@@ -1,4 +1,4 @@
-"""python -m pgqueue.worker --app MODULE[:NAME]: run the jobs of some queues.
+"""python -m pgqueue.worker --app MODULE[:NAME]: run the jobs of its queues.
 
 Exit codes: 0 done or drained, 1 failed, 2 wrong usage, 3 no pgqueue in the database or
 one of another version, 130 or 143 ended by a second signal. See python/README.md.
@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from types import FrameType
 
@@ -25,7 +25,7 @@ from pgqueue.policy import Middleware
 from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging
-from pgqueue.worker.options import load, parse
+from pgqueue.worker.options import load, merge, parse
 from pgqueue.worker.seldom import one_line, unless_from_server
 from pgqueue.worker.supervisor import CANNOT, DONE, READY, SIGNALS, Link, Supervisor
 
@@ -51,14 +51,18 @@ def main(
     argv: Sequence[str] | None = None,
     dsn: str | None = None,
     wrap: Callable[[Middleware | None], Middleware] | None = None,
+    discover: Callable[[], Iterable[App]] | None = None,
 ) -> int:
-    """Run the command line; `wrap` makes the middleware around that of the app."""
+    """Run the command line.
+
+    `wrap` makes the middleware around that of the app, `discover` finds apps without --app.
+    """
     atexit.register(leave_at_last)  # what is registered later is called before
     for number in BOTH:
         signal.signal(number, stop_early)
     supervisor = Link()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    args = parse(sys.argv[1:] if argv is None else argv)
+    args = parse(sys.argv[1:] if argv is None else argv, needs_app=not discover)
     set_up_logging(args.log_level, args.log_format)
     try:
         dsn = database.conninfo(args.dsn or dsn)
@@ -66,7 +70,7 @@ def main(
             return check(dsn)
         if args.processes > 1:
             return Supervisor(args.processes, args.burst).run()
-        app = import_app(args.app)
+        app = import_apps(args.app, discover)
         if wrap:
             app.middleware = wrap(app.middleware)
         same = {f.name for f in fields(Worker) if f.kw_only} & set(vars(args))
@@ -79,13 +83,16 @@ def main(
     return run(worker, args, supervisor)
 
 
-def import_app(path: str) -> App:
+def import_apps(
+    paths: Iterable[str], discover: Callable[[], Iterable[App]] | None
+) -> App:
     try:
-        return load(path)
+        return merge(map(load, paths) if paths or not discover else discover())
     except SystemExit as error:
         if signals:
             raise
-        raise ValueError(f"importing {path} ended Python: exit({error.code})") from None
+        what = f"importing {', '.join(paths or ['the apps'])}"
+        raise ValueError(f"{what} ended Python: exit({error.code})") from None
 
 
 def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
@@ -186,7 +193,8 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
 def check(dsn: str) -> int:
     """Say in one line whether a worker can use this database."""
     for number in BOTH:
-        signal.signal(number, signal.SIG_DFL)  # stop_early would exit with 0: ok
+        # stop_early would exit with 0: ok.
+        signal.signal(number, lambda number, _: os._exit(128 + number))
     try:
         with database.connect(dsn) as conn:
             row = conn.execute("select pgqueue.version()").fetchone()

@@ -8,6 +8,8 @@ import socket
 import time
 from collections import Counter
 
+import psycopg
+
 from pgqueue import database
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import Deadline
@@ -62,8 +64,10 @@ class Dispatcher(Service):
             self._lacks_slots = False
             self.wake()
 
-    def may_wait(self) -> bool:
-        return self.is_ready or not self._terms.burst
+    def may_wait(self, error: psycopg.Error) -> bool:
+        # What is refused at the start is a mistake, and later perhaps a restore.
+        is_wrong = self._terms.burst or database.is_refused(error)
+        return self.is_ready or not is_wrong
 
     def work(self, conn: database.Connection) -> None:
         parks = self._start_listening(conn)

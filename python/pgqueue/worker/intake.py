@@ -14,7 +14,7 @@ from pgqueue.worker.terms import Terms
 
 log = logging.getLogger("pgqueue")
 
-UNKNOWN_KIND = Outcome("release", delay=timedelta(minutes=1))
+UNKNOWN_KIND = Outcome("release", "no handler for its kind", timedelta(minutes=1))
 
 
 class Intake:

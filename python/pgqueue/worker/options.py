@@ -6,7 +6,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 from pgqueue.app import App
@@ -18,14 +19,14 @@ SWITCHES = {"1": True, "true": True, "yes": True, "on": True}
 SWITCHES |= {"0": False, "false": False, "no": False, "off": False}
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str], needs_app: bool = True) -> argparse.Namespace:
     """Read the command line; what it leaves out comes from PGQUEUE_* variables."""
     parser = make_parser()
     refuse_other_than_utf8(parser, argv)
     args = parser.parse_args(argv)
-    if not args.queue:
+    if args.queue == {}:
         parser.error("--queue names no queue")
-    if not args.app and not args.check:
+    if needs_app and not args.app and not args.check:
         parser.error("--app is required")
     return args
 
@@ -64,8 +65,8 @@ def add(
         choices, how = SWITCHES, {"action": "store_true"}
     elif isinstance(read, list):
         choices, how = read, {"type": str.lower, "choices": read}
-    elif read is shares:
-        how["action"] = Queues
+    elif read in (shares, listed):
+        how["action"] = Several
     if given := os.environ.get(env):
         if choices and given.lower() not in choices:
             parser.error(f"{env} must be one of {', '.join(choices)}")
@@ -79,19 +80,15 @@ def options() -> list[tuple[str, str, Any, Any]]:
     That is a function of the text, a list of choices, or bool for a switch.
     """
     forms = "NAME, NAME=WEIGHT, NAME:LIMIT or NAME=WEIGHT:LIMIT"
+    several, own = "comma-separated or repeated", "those of the handlers"
     dsn = "the database; else DATABASE_URL, else libpq's variables"
     lease = "seconds a dead worker's jobs wait; else the queue's"
     call = "seconds that a call to the server may take; else the lease"
     stop = "seconds from SIGTERM until what is still running is failed"
     positive = whole_number(1)
     return [
-        ("--app", "MODULE[:NAME] of the pgqueue.App", None, str),
-        (
-            "-q --queue",
-            f"queues to work on: {forms}, comma-separated or repeated",
-            "default",
-            shares,
-        ),
+        ("--app", f"MODULE[:NAME] of a pgqueue.App, {several}", None, listed),
+        ("-q --queue", f"queues: {forms}, {several}; else {own}", None, shares),
         ("--dsn", dsn, None, str),
         ("-c --concurrency", "maximum handlers at once", 10, positive),
         ("--processes", "worker processes", 1, positive),
@@ -112,14 +109,20 @@ def options() -> list[tuple[str, str, Any, Any]]:
     ]
 
 
-class Queues(argparse.Action):
-    """Add what each --queue names."""
+class Several(argparse.Action):
+    """Add what each use of an option names."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option: Any = None
     ) -> None:
-        before = namespace.queue if isinstance(namespace.queue, dict) else {}
-        namespace.queue = {**before, **values}
+        before = getattr(namespace, self.dest)
+        # A str is the default, from a variable.
+        given = before if isinstance(before, dict) else {}
+        setattr(namespace, self.dest, {**given, **values})
+
+
+def listed(text: str) -> dict[str, None]:
+    return dict.fromkeys(filter(None, (part.strip() for part in text.split(","))))
 
 
 def shares(text: str) -> dict[str, Share]:
@@ -151,6 +154,16 @@ def seconds(text: str) -> float:
     return number
 
 
+def merge(apps: Iterable[App]) -> App:
+    """Return an app with the handlers of all; a single one as it is."""
+    first, *others = dict.fromkeys(apps)
+    if not others:
+        return first
+    app = App()
+    app.include(first, *others)
+    return app
+
+
 def load(path: str) -> App:
     """Import an app by MODULE or MODULE:NAME; the name defaults to `app`.
 
@@ -161,13 +174,7 @@ def load(path: str) -> App:
     module, _, name = path.partition(":")
     if not module or module.startswith("."):
         raise ValueError(f"--app needs MODULE or MODULE:NAME, not {path!r}")
-    try:
-        found = importlib.import_module(module)
-    except Exception as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing and f"{module}.".startswith(f"{missing}."):
-            raise ValueError(f"there is no module {missing!r}") from error
-        raise ValueError(f"importing {module} failed\n{_traceback(error)}") from error
+    found = import_module(module)
     app = getattr(found, name or "app", None)
     if not isinstance(app, App):
         where = f"{name or 'app'!r} in {getattr(found, '__file__', module)}"
@@ -175,6 +182,16 @@ def load(path: str) -> App:
             raise ValueError(f"there is no {where}")
         raise ValueError(f"{where} is not a pgqueue.App but a {type(app).__name__}")
     return app
+
+
+def import_module(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module}.".startswith(f"{missing}."):
+            raise ValueError(f"there is no module {missing!r}") from error
+        raise ValueError(f"importing {module} failed\n{_traceback(error)}") from error
 
 
 def _traceback(error: BaseException) -> str:

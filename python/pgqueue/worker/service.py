@@ -47,7 +47,7 @@ class Service(ABC):
         """Wait until it needs a connection, or has to end; and say which."""
         return True
 
-    def may_wait(self) -> bool:
+    def may_wait(self, error: psycopg.Error) -> bool:
         """Whether to wait for the end of an outage."""
         return True
 
@@ -103,7 +103,7 @@ class Service(ABC):
                     self.is_connected = False
                 self.succeeded()
         except psycopg.Error as error:
-            if not database.is_outage(error) or not self.may_wait():
+            if not database.is_outage(error) or not self.may_wait(error):
                 raise
             self._failures += 1
             self._outages.failed(self.name, error)

@@ -8,6 +8,8 @@ from dataclasses import KW_ONLY, dataclass
 
 from pgqueue.app import App
 
+POSITIVE = ("lease", "timeout", "poll_interval", "call_timeout", "max_jobs")
+
 
 @dataclass(frozen=True)
 class Share:
@@ -20,6 +22,10 @@ class Share:
     weight: int = 1
     limit: int | None = None
 
+    def __post_init__(self) -> None:
+        if min(self.weight, 1 if self.limit is None else self.limit) < 1:
+            raise ValueError("weight and limit must be 1 at least")
+
     def __str__(self) -> str:
         """Write it as --queue has it, behind the name."""
         weight = f"={self.weight}" if self.weight != 1 else ""
@@ -31,7 +37,7 @@ class Terms:
     """The options of a worker, checked; `id` is what the server has as its name."""
 
     app: App
-    queues: Mapping[str, Share | int]
+    queues: Mapping[str, Share | int] | None = None
     _: KW_ONLY
     dsn: str | None = None
     name: str | None = None
@@ -50,8 +56,12 @@ class Terms:
     on_commit: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        if not self.queues or self.concurrency < 1:
+        if self.queues == {} or self.concurrency < 1:
             raise ValueError("a worker needs a queue and a concurrency of 1 at least")
+        for option in POSITIVE:
+            value = getattr(self, option)
+            if value is not None and not value > 0:
+                raise ValueError(f"{option} must be positive, not {value!r}")
         if self.only_known and not self.app.tasks:
             raise ValueError("only_known, but the app has no handler")
         for task in self.app.tasks.values():
@@ -60,7 +70,8 @@ class Terms:
         name_and_pid = f"{name.decode(errors='ignore')}:{os.getpid()}"
         self.id = f"{name_and_pid}:{secrets.token_hex(4)}"
         self.listen = self.listen and not self.burst
+        own = dict.fromkeys(self.app.queues or ["default"], 1)
         self.shares = {
             name: share if isinstance(share, Share) else Share(share)
-            for name, share in self.queues.items()
+            for name, share in (self.queues or own).items()
         }

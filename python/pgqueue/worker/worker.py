@@ -55,12 +55,12 @@ MAY_BE_DUE = {"retry", "released"}
 class Worker(Terms):
     """Runs the jobs of some queues with the handlers of an app.
 
-    `queues` maps names to a Share, or to a weight. The other options are those of
-    `python -m pgqueue.worker`, with times in seconds. `on_tick` is called some times a
+    `queues` maps names to a Share, or to a weight; without it, the worker works on those that
+    the handlers of the app name. The other options are those of `python -m pgqueue.worker`, with times in seconds. `on_tick` is called some times a
     second while no part of the worker has died or hangs, `on_commit` whenever outcomes have been
     committed.
 
-    Raises ValueError for no queue, a concurrency below 1, or only_known without a handler;
+    Raises ValueError for no queue, for what must be positive, or only_known without a handler;
     TypeError for a handler whose annotations name what is not there;
     psycopg.ProgrammingError for a dsn that libpq does not understand.
     """
@@ -110,7 +110,8 @@ class Worker(Terms):
         lease = f", lease {self.lease:g} s" if self.lease else ""
         terms = f"{self.concurrency} at once{lease}, pgqueue {version()}"
         shares = ", ".join(f"{name}{share}" for name, share in self.shares.items())
-        log.info("%s works on %s, %s", self.id, shares, terms)
+        whose = "" if self.queues else " (those of its handlers)"
+        log.info("%s works on %s%s, %s", self.id, shares, whose, terms)
         interrupt = None
         log.disabled = False  # as dictConfig does to what there is when an app calls it
         try:

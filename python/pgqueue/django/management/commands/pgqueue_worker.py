@@ -3,15 +3,18 @@
 import argparse
 import sys
 
+from django.apps import apps
 from django.conf import settings
 from django.core.management.base import BaseCommand
 from django.db import connections
+from django.utils.module_loading import module_has_submodule
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import Conninfo
 
+from pgqueue.app import App
 from pgqueue.django.middleware import fresh_connections
 from pgqueue.worker.__main__ import main
-from pgqueue.worker.options import add
+from pgqueue.worker.options import import_module
 
 
 class Command(BaseCommand):
@@ -19,7 +22,7 @@ class Command(BaseCommand):
 
     def run_from_argv(self, argv: list[str]) -> None:
         parser = argparse.ArgumentParser(
-            prog="manage.py pgqueue_worker", add_help=False, allow_abbrev=False
+            prog=f"manage.py {argv[1]}", add_help=False, allow_abbrev=False
         )
         parser.add_argument("--database", default="default", metavar="ALIAS")
         # Django has read these.
@@ -32,19 +35,35 @@ class Command(BaseCommand):
             dsn = conninfo(args.database)
         except ValueError as error:
             parser.error(str(error))
-        if not names_app(others) and hasattr(settings, "TASKS"):
-            others = ["--app", "pgqueue.django.worker", *others]
-        sys.exit(main(others, dsn=dsn, wrap=fresh_connections))
+        sys.exit(self.run(others, dsn))
+
+    def run(self, argv: list[str], dsn: str) -> int:
+        return main(argv, dsn, wrap=fresh_connections, discover=discover)
 
     def print_help(self, prog_name: str, subcommand: str) -> None:
         self.run_from_argv([prog_name, subcommand, "--help"])
 
 
-def names_app(argv: list[str]) -> bool:
-    """Whether the command line or its variable names an app."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add(parser, "--app", "", None, str)
-    return bool(parser.parse_known_args(argv)[0].app)
+def discover() -> list[App]:
+    """Import the module jobs of each installed app, and return the apps that are in them.
+
+    Where there are tasks, they come along. Raises ValueError if there is neither.
+    """
+    modules = [
+        import_module(f"{config.name}.jobs")
+        for config in apps.get_app_configs()
+        if module_has_submodule(config.module, "jobs")
+    ]
+    found = [v for m in modules for v in vars(m).values() if isinstance(v, App)]
+    if hasattr(settings, "TASKS"):
+        # Only now: it finds the tasks of the installed apps.
+        from pgqueue.django import worker
+
+        worker.app.include(*found)
+        return [worker.app]
+    if not found:
+        raise ValueError("no installed app has a pgqueue.App in its jobs.py: use --app")
+    return found
 
 
 def conninfo(alias: str) -> str:

@@ -1,0 +1,91 @@
+"""One handler, and how its jobs are enqueued and recur."""
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, Unpack, overload
+
+from pgqueue.client import Options, enqueue
+from pgqueue.drivers import AsyncConn
+from pgqueue.payload import Arguments, to_json
+from pgqueue.policy import MAX_ATTEMPTS, Policy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+CatchUp = Literal["skip", "one", "all"]
+
+
+class TaskOptions(Options, total=False):
+    """What `with_options` takes: the options of `pgqueue.enqueue`, and the queue."""
+
+    queue: str
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When jobs of a kind recur; the schedule is named after the kind."""
+
+    cron: str | None
+    every: timedelta | None
+    timezone: str
+    catch_up: CatchUp
+    jitter: timedelta | None
+
+    def declare(self, conn: Any, task: "Task[..., Any]") -> None:
+        """Create or change the schedule of a task by pgqueue.schedule()."""
+        conn.execute(
+            "select pgqueue.schedule(%s, %s, %s, %s, %s::pg_catalog.jsonb, %s, timezone => %s,"
+            " catch_up => %s, jitter => %s, max_attempts => %s,"
+            " headers => %s::pg_catalog.jsonb, group_key => %s)",
+            (
+                task.kind,
+                task.options["queue"],
+                self.cron,
+                self.every,
+                to_json(task.arguments.payload((), {}), "payload"),
+                task.kind,
+                self.timezone,
+                self.catch_up,
+                self.jitter,
+                task.policy.max_attempts,
+                to_json(task.options.get("headers"), "headers"),
+                task.options.get("group_key"),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Task(Generic[P, R]):
+    """A handler: call it like the plain function, or enqueue a job for it."""
+
+    kind: str
+    function: Callable[..., R]
+    arguments: Arguments
+    policy: Policy
+    options: TaskOptions
+    is_async: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        return self.function(*args, **kwargs)
+
+    def with_options(self, **options: Unpack[TaskOptions]) -> "Task[P, R]":
+        """Return this task with options of `pgqueue.enqueue`: run_at, unique_key, …"""
+        return replace(self, options={**self.options, **options})
+
+    @overload
+    def enqueue(
+        self, conn: AsyncConn, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, int]: ...
+    @overload
+    def enqueue(self, conn: Any, /, *args: P.args, **kwargs: P.kwargs) -> int: ...
+    def enqueue(self, conn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Add a job with these arguments by `pgqueue.enqueue`, and return its id.
+
+        Raises TypeError for arguments that the handler does not take.
+        """
+        payload = self.arguments.payload(args, kwargs)
+        options: dict[str, Any] = {"kind": self.kind, **self.options}
+        given, own = options.get("max_attempts"), self.policy.max_attempts
+        if given is not None and own is not None and given > own:
+            options["headers"] = {**(options.get("headers") or {}), MAX_ATTEMPTS: given}
+        return enqueue(conn, options.pop("queue"), payload, **options)
