@@ -196,9 +196,24 @@ create or replace function pgqueue.result(job_id bigint)
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_indexscan = on
 as $$
+declare
+    last pgqueue.run;
+    refused boolean;
 begin
-    return (select s.result from pgqueue.status(job_id) as s);
+    -- In one statement, because it may just be moving from one to the other.
+    perform from pgqueue.job as j where j.id = result.job_id
+    union all
+    select from pgqueue.dead_job as d where d.id = result.job_id;
+    if found then
+        return null;
+    end if;
+    last := pgqueue._last_run(job_id);
+    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._not_found('job', job_id) end);
+    return case when last.outcome = 'completed' then last.result end;
 end;
 $$;
 

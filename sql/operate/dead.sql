@@ -57,7 +57,6 @@ create or replace function pgqueue._end_death(
     language plpgsql
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
     found record;
 begin
     select
@@ -111,6 +110,8 @@ create or replace function pgqueue.redrive(
     set enable_indexscan = on
     set enable_seqscan = off
 as $$
+declare
+    refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
 begin
     return query
     select d.id
@@ -182,6 +183,8 @@ create or replace function pgqueue.discard_many(
     set enable_indexscan = on
     set enable_seqscan = off
 as $$
+declare
+    refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
 begin
     return query
     select d.id
