@@ -216,18 +216,21 @@ create or replace function pgqueue._noted_lanes(queue text, moment timestamptz)
     language plpgsql
 as $$
 declare
-    key bigint := hashtextextended(queue, 9999);
-    record int := (key & 15) * 2;
-    -- As in _record, for the first one.
-    valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0)
-        # (key >> 20 & 4095) << 51;
     now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+    key bigint;
+    record int;
+    valid_until bigint;
     own record;
     list bigint;
 begin
     if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
         return array[0];
     end if;
+    -- As in _record, for the first one.
+    key := hashtextextended(queue, 9999);
+    record := (key & 15) * 2;
+    valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0)
+        # (key >> 20 & 4095) << 51;
     if (valid_until between 0 and 2251799813685247) is not true then
         own := pgqueue._record(key);
         record := own.record;
