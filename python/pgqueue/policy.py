@@ -21,8 +21,8 @@ class Retry(Exception):
 
     after: timedelta | None = None
 
-    def __init__(self, after: Seconds | None = None, reason: str = "") -> None:
-        super().__init__(*([reason] if reason else []))
+    def __init__(self, after: Seconds | None = None, reason: str = "retry") -> None:
+        super().__init__(reason)
         self.after = None if after is None else to_timedelta(after)
 
 

@@ -80,11 +80,13 @@ FILL = [
     from generate_series(0, 3) as n cross join pgqueue.claim('grave ' || n, 'w', 1000)
     """,
     "insert into pgqueue.recent_key values (0, '2999-01-01', 'deep', 'once')",
+    # Due long ago: health must not begin to miss them while this runs.
     """
-    select pgqueue.enqueue('late bin ' || n % 4, unique_key => 'k' || n / 4, expires_at => '2020-01-01 00:00 UTC')
+    select pgqueue.enqueue('late bin ' || n % 4, unique_key => 'k' || n / 4, expires_at => '2020-01-01 00:00 UTC',
+        run_at => now() - interval '2 hours')
     from generate_series(0, 199) as n
     """,
-    "select pgqueue.enqueue('late bin ' || n) from generate_series(0, 3) as n",
+    "select pgqueue.enqueue('late bin ' || n, run_at => now() - interval '1 hour') from generate_series(0, 3) as n",
     # Runs that have been kept long enough: maintain forgets them.
     """
     update pgqueue.run set finished_at = finished_at - interval '10 days',
