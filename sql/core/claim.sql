@@ -98,17 +98,17 @@ begin
         picks := pgqueue._pick(queue, kinds, paused, 0, max_jobs, moment, false);
     else
         noted := pgqueue._noted_lanes(queue, moment);
-        if noted[1] > 500 and paused is null and (
-            settings is null or num_nonnulls(settings.age_after, nullif(settings.has_groups, false)) = 0
-                and settings.group_on_retry <> 'block'
-        ) then
+        if noted[1] > 500 and num_nonnulls(paused, settings.age_after, nullif(settings.has_groups, false)) = 0
+            and settings.group_on_retry is distinct from 'block'
+            -- With a limit it looks for tickets and permits one by one.
+            and (settings.group_limit is null or max_jobs <= 300)
+        then
             of_lanes := pgqueue._pick_plain_groups(queue, kinds, noted[1], max_jobs, moment, settings.group_limit);
             new_token := of_lanes.new_token;
             picks := of_lanes.picks;
             job_of := of_lanes.job_of;
             own_permits := of_lanes.permits;
-            -- And they are few enough to be looked for one by one.
-            has_one_each := own_permits is not null and max_jobs <= 300;
+            has_one_each := own_permits is not null;
         end if;
     end if;
     if (picks = '{}') is not false then

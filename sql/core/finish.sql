@@ -40,7 +40,7 @@ begin
     returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.permits, (j.terms).batch_id
     into done;
     if not found or num_nonnulls(is_configured, done.batch_id, done.permits) > 0
-        or awaited <> 0 and awaited >> (hashtext(done.queue) & 63) & 1 = 1
+        or awaited >> (hashtext(done.queue) & 63) & 1 = 1
     then
         if not found then
             refused := pgqueue._refuse(pgqueue._lost(job_id, token));
@@ -120,7 +120,6 @@ declare
     is_configured boolean;
     is_logged boolean;
     is_awaited boolean := false;
-    -- Not null: that would look for ties of each job.
     awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
     done_ids bigint[];
     followed pgqueue._ended[];
@@ -175,7 +174,7 @@ begin
         )::pgqueue._ended) filter (
             where is_awaited or num_nonnulls(d.batch_id, d.permits) > 0
                 -- A job that begins to wait for one just now leaves a loose end.
-                or awaited <> 0 and awaited >> (hashtext(d.queue) & 63) & 1 = 1
+                or awaited >> (hashtext(d.queue) & 63) & 1 = 1
                     and (select true from pgqueue.dependency as t where t.job_id = d.id limit 1)
         )
     into done_ids, followed

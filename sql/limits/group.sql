@@ -904,14 +904,7 @@ begin
         where t.ctid = any (tickets);
         if most is not null then
             new_token := nextval('pgqueue.token_seq');
-            with given as (
-                update pgqueue.permit as p
-                set free_at = 'infinity', job_id = job_of[array_position(_pick_plain_groups.permits, p.ctid)],
-                    token = new_token, taken_at = moment
-                where p.ctid = any (_pick_plain_groups.permits)
-                returning p.job_id, p.ctid as tid
-            )
-            select array_agg(g.job_id), array_agg(g.tid) into job_of, permits from given as g;
+            permits := pgqueue._give_permits(permits, job_of, new_token, moment);
         end if;
         return;
     end if;
