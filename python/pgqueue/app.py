@@ -130,10 +130,10 @@ class App:
         pgqueue.schedule(), whose comment explains `timezone`, `catch_up` and `jitter`.
         If you remove them again, call pgqueue.unschedule().
 
-        Raises ValueError for a kind that has a handler already, for a timeout or
-        max_attempts that is not positive and a negative retry_base; TypeError for what is no function, for *args and
-        other parameters without a name, for an annotation that needs pydantic where there is
-        none, and for a handler that recurs and cannot be called without arguments.
+        Raises ValueError for a kind that has a handler already, for a timeout or max_attempts
+        that is not positive and a negative retry_base; TypeError for what is no function, for
+        *args and other parameters without a name, for an annotation that needs pydantic where
+        there is none, and for a handler that recurs and cannot be called without arguments.
         """
         if not isinstance(kind, str):
             raise TypeError(f"the kind is missing: @app.job('welcome'), not {kind!r}")

@@ -56,9 +56,9 @@ class Worker(Terms):
     """Runs the jobs of some queues with the handlers of an app.
 
     `queues` maps names to a Share, or to a weight; without it, the worker works on those that
-    the handlers of the app name. The other options are those of `python -m pgqueue.worker`, with times in seconds. `on_tick` is called some times a
-    second while no part of the worker has died or hangs, `on_commit` whenever outcomes have been
-    committed.
+    the handlers of the app name. The other options are those of `python -m pgqueue.worker`, with
+    times in seconds. `on_tick` is called some times a second while no part of the worker has
+    died or hangs, `on_commit` whenever outcomes have been committed.
 
     Raises ValueError for no queue, for what must be positive, or only_known without a handler;
     TypeError for a handler whose annotations name what is not there;
