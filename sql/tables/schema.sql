@@ -34,7 +34,8 @@
 --   roles     access: who may call what
 --
 -- The path of one job: enqueue inserts it, and wakes a worker if one sleeps. claim has it found in its lane by
--- _pick, in a group by _pick_groups with the tickets, under caps by _pick_capped with permits, and leases it.
+-- _pick, in a group by _pick_plain_groups with the tickets (by _pick_groups where anything is unusual), under
+-- caps by _pick_capped with permits, and leases it.
 -- complete deletes it and logs the run; any other end is written by _end. Then _after_end gives its permits
 -- back and says upwards that it has ended. Only two others call upwards, to announce something: enqueue a
 -- job that waits for others, and _look_around, for a claim or rest, that schedules may be due.
