@@ -118,7 +118,7 @@ class Dispatcher(Service):
         )
         if attempts:
             self.succeeded()
-        self._intake.begin(attempts, now, self.is_paused)
+        self._intake.begin(conn, attempts, now, self.is_paused)
         if attempts and not self._intake.prefetch.is_quick:
             # A thread can start only when this one releases the interpreter.
             time.sleep(HANDOVER)

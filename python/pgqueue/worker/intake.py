@@ -4,7 +4,11 @@ import logging
 import math
 from datetime import timedelta
 
+import psycopg
+
+from pgqueue import database
 from pgqueue.attempt import NO_TASK, Attempt, Outcome
+from pgqueue.worker import protocol
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
@@ -51,7 +55,13 @@ class Intake:
             return 0
         return self.prefetch.want(self._executor.unfinished)
 
-    def begin(self, attempts: list[Attempt], since: float, is_paused: bool) -> None:
+    def begin(
+        self,
+        conn: database.Connection,
+        attempts: list[Attempt],
+        since: float,
+        is_paused: bool,
+    ) -> None:
         """Run what was claimed at a moment of the monotonic clock; not if it is paused."""
         self.heartbeat.hold(attempts, since)
         self.prefetch.claimed(len(attempts))
@@ -60,14 +70,16 @@ class Intake:
         if last:
             self.prefetch.saw_last_attempts()
             attempts = last + [a for a in attempts if a.number < a.max_attempts]
-        not_ahead = set(last[max(0, free) :])
+        if not_ahead := set(last[max(0, free) :]):
+            attempts = [a for a in attempts if a not in not_ahead]
+            self._give_back_at_once(conn, list(not_ahead))
         if payloads := [len(a.payload) for a in attempts if a.payload]:
             self.prefetch.weigh(len(payloads), sum(payloads))
         if attempts and not self._finisher.is_connected:
             self._finisher.wake()  # it will be needed
         for attempt in attempts:
             # Claimed meanwhile, or never to wait here: leave it to other workers.
-            if is_paused or attempt in not_ahead or not attempt.payload:
+            if is_paused or not attempt.payload:
                 self._give_back(attempt)
             elif task := self._app.find(attempt.kind):
                 attempt.task = task
@@ -76,6 +88,19 @@ class Intake:
             else:
                 self._put_off(attempt)
         self._executor.submit(a for a in attempts if a.task is not NO_TASK)
+
+    def _give_back_at_once(
+        self, conn: database.Connection, attempts: list[Attempt]
+    ) -> None:
+        """Give back last attempts before anything runs: in a worker that is killed they would die."""
+        try:
+            protocol.finish(conn, attempts)
+        except psycopg.Error:  # the finisher tries again, and says what is wrong
+            for attempt in attempts:
+                self._give_back(attempt)
+        else:
+            self.prefetch.claimed(-len(attempts))
+            self.heartbeat.held.difference_update(attempts)
 
     def _give_back(self, attempt: Attempt) -> None:
         self.prefetch.claimed(-1)
