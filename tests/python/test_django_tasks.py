@@ -134,10 +134,14 @@ class BackendTest(TestCase):
             found = one.get_result(result.id)
             self.assertEqual((found.args, found.kwargs), ([1, 2], {{"two": 3}}))
             self.assertEqual((found.task, found.status), (one, S.READY))
+            self.assertEqual(found, result)
             self.assertLess(abs(found.enqueued_at - result.enqueued_at), timedelta(minutes=1))
             self.assertIs(timezone.is_aware(found.enqueued_at), True)
             run()
+            enqueued_at = result.enqueued_at
             result.refresh()
+            self.assertEqual(result.enqueued_at, enqueued_at)
+            self.assertIsNone(one.get_result(result.id).enqueued_at)
             self.assertEqual((result.status, result.return_value), (S.SUCCESSFUL, value))
             self.assertTrue(result.is_finished)
             self.assertLessEqual(result.started_at, result.finished_at)
@@ -149,7 +153,9 @@ class BackendTest(TestCase):
             result = await one.aenqueue(1)
             self.assertEqual((await one.aget_result(result.id)).status, S.READY)
             await sync_to_async(run)()
+            enqueued_at = result.enqueued_at
             await result.arefresh()
+            self.assertEqual(result.enqueued_at, enqueued_at)
             self.assertEqual(result.return_value[:2], [1, {{}}])
 
     def test_what_is_no_json_is_refused(self):

@@ -8,7 +8,7 @@ kwargs. It is enqueued on Django's connection, in its transaction; Django's prio
 import builtins
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -50,6 +50,24 @@ class PgQueueTask(base.Task):
         """Return this task with other options; None is no change."""
         given = {name: value for name, value in changes.items() if value is not None}
         return replace(self, **given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PgQueueResult(base.TaskResult):
+    """A result that keeps `enqueued_at`: the server has another clock, and forgets it at the end."""
+
+    enqueued_at: datetime | None = field(compare=False)
+
+    # super() would look for the class that `slots` has replaced.
+    def refresh(self) -> None:
+        known = self.enqueued_at
+        base.TaskResult.refresh(self)
+        object.__setattr__(self, "enqueued_at", known or self.enqueued_at)
+
+    async def arefresh(self) -> None:
+        known = self.enqueued_at
+        await base.TaskResult.arefresh(self)
+        object.__setattr__(self, "enqueued_at", known or self.enqueued_at)
 
 
 class PgQueueBackend(BaseTaskBackend):
@@ -162,7 +180,7 @@ def new_result(
 ) -> Any:
     known = {**dict.fromkeys(TIMES), "errors": [], "worker_ids": [], **known}
     row = {"task": task, "id": id, "status": status, "args": args, "kwargs": kwargs}
-    return base.TaskResult(**row, **known, backend=backend)
+    return PgQueueResult(**row, **known, backend=backend)
 
 
 def task_at(path: str) -> Any:
