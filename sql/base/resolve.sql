@@ -53,7 +53,7 @@ begin
     return jsonb_populate_record(
         null::pgqueue.queue_in_force,
         (select jsonb_object_agg(s.name, s.fallback) from pgqueue._setting as s)
-            || '{"queue": "", "has_narrow": false, "has_pauses": false, "has_groups": false, "has_caps": false}'
+            || '{"queue": "", "has_narrow": false, "has_pauses": false, "has_groups": false}'
     );
 end;
 $$;
@@ -68,7 +68,7 @@ begin
                 language sql
                 immutable
             as 'select row(
-                settings.queue, settings.has_narrow, settings.has_pauses, settings.has_groups, settings.has_caps, %s
+                settings.queue, settings.has_narrow, settings.has_pauses, settings.has_groups, settings.caps, %s
             )::pgqueue.queue_in_force'
         $$,
         (
@@ -117,10 +117,24 @@ begin
         where q.name in (_resolved.name, '') and q.group_key <> ''
             and num_nonnulls(q.weight, q.group_limit, q.group_on_retry, q.rate_limit, q.rate_period) > 0
     );
-    settings.has_caps := exists (
-        select from pgqueue.queue as q
-        where q.name in (_resolved.name, '') and left(q.group_key, 1) = ''
-            and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
+    settings.caps := (
+        select array_agg(
+            row(s.kind, '', c.is_rate, c.most, coalesce(s.period, '1 second'))::pgqueue._cap
+            order by s.kind = '', s.kind, c.is_rate
+        )
+        from (
+            select
+                q.kind,
+                coalesce(max(q.max_running) filter (where q.name <> ''), max(q.max_running)) as max_running,
+                coalesce(max(q.rate_limit) filter (where q.name <> ''), max(q.rate_limit)) as rate_limit,
+                coalesce(max(q.rate_period) filter (where q.name <> ''), max(q.rate_period)) as period
+            from pgqueue.queue as q
+            where q.name in (_resolved.name, '') and left(q.group_key, 1) = ''
+                and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
+            group by q.kind
+        ) as s
+        cross join lateral (values (false, s.max_running), (true, s.rate_limit)) as c (is_rate, most)
+        where c.most is not null
     );
     return settings;
 end;

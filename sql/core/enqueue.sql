@@ -257,15 +257,15 @@ begin
         if not found then
             select f.* into settings from pgqueue.queue_in_force as f where f.queue = '';
         end if;
-        if settings.has_narrow or settings.has_caps or settings.max_payload_bytes is not null then
+        if settings.has_narrow or num_nonnulls(settings.caps, settings.max_payload_bytes) > 0 then
             if settings.has_narrow then
                 settings := pgqueue._in_force(queue, coalesce(kind, queue), group_key);
             end if;
             if settings.max_payload_bytes is not null then
                 refused := pgqueue._refuse(pgqueue._check_payload(payload, settings.max_payload_bytes));
             end if;
-            if settings.has_caps then
-                perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)]);
+            if settings.caps is not null then
+                perform pgqueue._make_permits_for(queue, pgqueue._caps_of(settings.caps, array[coalesce(kind, queue)]));
             end if;
         end if;
     end if;
@@ -537,8 +537,8 @@ begin
         refused := pgqueue._refuse(pgqueue._lock_batch(batch_id));
     end if;
     perform pgqueue._wake(queue);
-    if settings.has_caps then
-        perform pgqueue._make_permits_for(queue, array[coalesce(kind, queue)]);
+    if settings.caps is not null then
+        perform pgqueue._make_permits_for(queue, pgqueue._caps_of(settings.caps, array[coalesce(kind, queue)]));
     end if;
     if has_groups then
         if settings.has_groups or settings.group_limit is not null then

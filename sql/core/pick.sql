@@ -287,7 +287,7 @@ create or replace function pgqueue._pick_capped(
     set enable_mergejoin = off
 as $$
 declare
-    caps pgqueue._cap[] := pgqueue._caps(queue, kinds);
+    caps pgqueue._cap[] := pgqueue._caps_of(settings.caps, kinds);
     wanted int := max_jobs;
     room record;
     passed jsonb;

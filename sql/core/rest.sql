@@ -64,14 +64,14 @@ create or replace function pgqueue._until_room(
     language plpgsql
 as $$
 declare
-    caps pgqueue._cap[];
+    caps pgqueue._cap[] := (pgqueue._in_force(queue)).caps;
     room record;
     until interval;
 begin
-    if not (pgqueue._in_force(queue)).has_caps then
+    if caps is null then
         return pgqueue._until_due(queue, kinds, paused, moment);
     end if;
-    caps := pgqueue._caps(queue, kinds);
+    caps := pgqueue._caps_of(caps, kinds);
     room := pgqueue._room(queue, caps, 1, moment);
     if room.full_caps is not null then
         until := (

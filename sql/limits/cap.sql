@@ -5,48 +5,29 @@
 -- picks, takes the permits, and puts back the jobs that got not all of theirs, of which it then passes
 -- over the kind, until it has what it wants.
 
--- The caps in force for some kinds (null: all) and then for the queue itself. The default rate_period is
--- a second, as in _in_force().
-create or replace function pgqueue._caps(queue text, kinds text[])
+-- Of the caps of a queue, those for some kinds (null: all), and then those of the queue itself.
+create or replace function pgqueue._caps_of(caps pgqueue._cap[], kinds text[])
     returns pgqueue._cap[]
     language plpgsql
-    stable
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
+    immutable
 as $$
 begin
+    if kinds is null then
+        return coalesce(caps, '{}');
+    end if;
     return array(
-        select row(s.kind, '', c.is_rate, c.most, coalesce(s.period, '1 second'))::pgqueue._cap
-        from (
-            select
-                q.kind,
-                coalesce(max(q.max_running) filter (where q.name <> ''), max(q.max_running)) as max_running,
-                coalesce(max(q.rate_limit) filter (where q.name <> ''), max(q.rate_limit)) as rate_limit,
-                coalesce(max(q.rate_period) filter (where q.name <> ''), max(q.rate_period)) as period
-            from pgqueue.queue as q
-            where q.name in (_caps.queue, '') and left(q.group_key, 1) = ''
-                and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
-                and (kinds is null or q.kind = '' or q.kind = any (kinds))
-            group by q.kind
-        ) as s
-        cross join lateral (values (false, s.max_running), (true, s.rate_limit)) as c (is_rate, most)
-        where c.most is not null
-        order by s.kind = '', s.kind, c.is_rate
+        select row(c.*)::pgqueue._cap from unnest(caps) as c where c.kind = '' or c.kind = any (kinds)
     );
 end;
 $$;
 
--- Creates the permits of a queue and some of its kinds (null: all) if settings of all queues require any,
--- and there are none.
-create or replace function pgqueue._make_permits_for(queue text, kinds text[])
+-- Creates the permits of these caps of a queue if settings of all queues require any, and there are none.
+create or replace function pgqueue._make_permits_for(queue text, caps pgqueue._cap[])
     returns void
     language plpgsql
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
-declare
-    caps pgqueue._cap[];
 begin
     -- Those of the queue were made when they were set.
     if exists (
@@ -55,29 +36,8 @@ begin
         where q.name = '' and left(q.group_key, 1) = ''
             and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
     ) then
-        caps := pgqueue._caps(queue, kinds);
         perform pgqueue._make_permits(queue, caps, array(select c.most from unnest(caps) as c), 1);
     end if;
-end;
-$$;
-
--- How many more jobs of a queue, at most the wanted number, may begin according to its own caps; which of
--- its kinds and caps are full. Plans as _pick_capped sets it.
-create or replace function pgqueue._room(
-    queue text, caps pgqueue._cap[], wanted int, moment timestamptz, out jobs int, out full_kinds text[],
-    out full_caps int[]
-)
-    language plpgsql
-as $$
-declare
-    free int[] := pgqueue._count_free(queue, caps, array_fill(wanted, array[cardinality(caps)]), moment);
-begin
-    select
-        least(wanted, min(f.free) filter (where f.kind = '')),
-        coalesce(array_agg(f.kind) filter (where f.kind <> '' and f.free = 0), '{}'),
-        array_agg(f.nth) filter (where f.free = 0)
-    into jobs, full_kinds, full_caps
-    from unnest(caps, free) with ordinality as f (kind, group_key, is_rate, most, period, free, nth);
 end;
 $$;
 
@@ -112,23 +72,26 @@ create or replace function pgqueue._take_permits(
     set enable_sort = on
 as $$
 declare
-    locked record := pgqueue._lock_free(
-        queue, caps,
-        array(
-            select (select count(*) from pgqueue.job as j where j.ctid = any (picks) and c.kind in ('', j.kind))::int
-            from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
-            order by c.nth
-        ),
-        moment
-    );
+    -- Caps of kinds come first.
+    are_of_queue boolean := (caps[1]).kind = '';
+    wanted int[];
+    locked record;
     given record;
     cap pgqueue._cap;
     ids bigint[];
     free_ats timestamptz[];
 begin
-    if (caps[cardinality(caps)]).kind = '' and (caps[1]).kind = ''
-        and cardinality(locked.permits) = cardinality(caps) * cardinality(picks)
-    then
+    if are_of_queue then
+        wanted := array_fill(cardinality(picks), array[cardinality(caps)]);
+    else
+        wanted := array(
+            select (select count(*) from pgqueue.job as j where j.ctid = any (picks) and c.kind in ('', j.kind))::int
+            from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
+            order by c.nth
+        );
+    end if;
+    locked := pgqueue._lock_free(queue, caps, wanted, moment);
+    if are_of_queue and cardinality(locked.permits) = cardinality(caps) * cardinality(picks) then
         -- Enough for all, and all need the same.
         ids := array(select j.id from pgqueue.job as j where j.ctid = any (picks));
         foreach cap in array caps loop
@@ -341,7 +304,7 @@ begin
         -- A queue gets its permits before it has jobs.
         select _apply_caps.queue where _apply_caps.queue is not null
     loop
-        foreach cap in array pgqueue._caps(known_queue, array[kind]) loop
+        foreach cap in array pgqueue._caps_of((pgqueue._in_force(known_queue)).caps, array[kind]) loop
             continue when cap.kind <> coalesce(kind, '');
             if not cap.is_rate then
                 perform pgqueue._count_running(known_queue, cap);

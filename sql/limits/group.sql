@@ -313,12 +313,12 @@ create or replace function pgqueue._rate_gives(
 as $$
 declare
     of_groups record := pgqueue._group_caps(group_keys, null, rates, periods, gives);
-    free int[] := pgqueue._count_free(queue, of_groups.caps, of_groups.wants, moment);
+    room record := pgqueue._room(queue, of_groups.caps, (select max(u.give) from unnest(gives) as u (give)), moment);
 begin
     return array(
-        select coalesce(f.free, g.give)
+        select least(f.free, g.give)
         from unnest(gives) with ordinality as g (give, nth)
-        left join unnest(of_groups.groups, free) as f (of, free) on f.of = g.nth
+        left join unnest(of_groups.groups, room.free) as f (of, free) on f.of = g.nth
         order by g.nth
     );
 end;
@@ -776,6 +776,9 @@ declare
     walked_jobs bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
     tickets tid[];
     is_over boolean;
+    is_new boolean;
+    is_enough boolean;
+    last timestamptz;
 begin
     if (pg_sequence_last_value('pgqueue._cell_groups_due'::regclass) between now_us and now_us + 60000000) is not true then
         perform pgqueue._sweep_groups_if_due(moment, null);
@@ -830,17 +833,18 @@ begin
         and pg_relation_size('pgqueue.permit_surplus_idx') <= 8192
     then
         select
-            array_agg(v.tid), array_agg(v.ticket), bool_or(v.is_over), array_agg(v.id), array_agg(v.permit)
-        into picks, tickets, is_over, job_of, permits
+            array_agg(v.tid), array_agg(v.ticket), bool_or(v.is_over), array_agg(v.id), array_agg(v.permit), bool_or(v.is_new)
+        into picks, tickets, is_over, job_of, permits, is_new
         from (
-            select h.*, t.tid as ticket, u.permit
+            select h.*, t.tid as ticket, u.permit, p.is_new
             from (
                 select t.ctid as tid, t.group_key
                 from pgqueue.ticket as t
                 where pgqueue._is_ticket_in(t, _pick_plain_groups.queue, lane - 1000)
                     and t.at > begin_at and t.at <= _pick_plain_groups.moment
                 order by t.at
-                limit batch
+                -- Some are full.
+                limit batch + batch / 2 + 10
                 for update skip locked
             ) as t
             -- In order, and none in place of one that another has locked.
@@ -858,16 +862,16 @@ begin
                 offset 0
             ) as c
             cross join lateral (
-                select array(
-                    select p.ctid
+                select array_agg(l.tid) as tids, bool_or(l.is_new) as is_new
+                from (
+                    select p.ctid as tid, p.taken_at is null as is_new
                     from pgqueue.permit as p
                     where pgqueue._is_permit_of(p, _pick_plain_groups.queue, '', t.group_key)
                         and not p.is_rate and p.free_at < 'infinity' and p.place <= most
                     order by p.free_at desc
                     limit cardinality(c.tids)
                     for update skip locked
-                ) as tids
-                offset 0
+                ) as l
             ) as p
             cross join lateral unnest(c.tids[:cardinality(p.tids)], p.tids) as u (tid, permit)
             cross join lateral (
@@ -880,9 +884,14 @@ begin
             limit wanted
         ) as v;
     end if;
-    if cardinality(picks) = wanted and not is_over
-        -- Of one that nobody has taken yet there may be a copy, or nobody else sees it.
-        and (most is null or not exists (
+    -- If each may run one job, half of what is wanted is found at a third of the price of all of it.
+    is_enough := cardinality(picks) >= case when most = 1 then (wanted + 1) / 2 else wanted end and not is_over
+        -- Or _pick_groups has to remember where to start.
+        and pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass) - walked <= 200 + 3 * (batch + wanted)
+        and pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs < 60 * batch + 3 * wanted;
+    if is_enough and is_new then
+        -- Of a permit that nobody has taken yet there may be a copy, or nobody else sees it.
+        is_enough := not exists (
             select
             from pgqueue.permit as p
             where p.ctid = any (_pick_plain_groups.permits) and p.taken_at is null and (
@@ -891,17 +900,26 @@ begin
                     where pgqueue._is_permit_of(o, p.queue, '', p.group_key) and not o.is_rate and o.place = p.place
                 )
             )
-        ))
+        );
+    end if;
+    if is_enough and wanted > 1 then
         -- A group that has two tickets may come twice.
-        and (wanted = 1 or wanted = (select count(distinct u.tid) from unnest(picks) as u (tid)))
-        -- Or _pick_groups has to remember where to start.
-        and pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass) - walked <= 200 + 3 * (batch + wanted)
-        and pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs < 60 * batch + 3 * wanted
-    then
-        update pgqueue.ticket as t
-        set at = greatest(clock_timestamp(), _pick_plain_groups.moment) + array_position(tickets, t.ctid) * interval '1 microsecond',
-            served = 0, is_blocked = false, is_full = false
-        where t.ctid = any (tickets);
+        is_enough := cardinality(picks) = (select count(distinct u.tid) from unnest(picks) as u (tid));
+    end if;
+    if is_enough then
+        last := greatest(clock_timestamp(), moment);
+        -- Among few it is found quickly.
+        if wanted <= 300 then
+            update pgqueue.ticket as t
+            set at = last + array_position(tickets, t.ctid) * interval '1 microsecond',
+                served = 0, is_blocked = false, is_full = false
+            where t.ctid = any (tickets);
+        else
+            update pgqueue.ticket as t
+            set at = last + g.nth * interval '1 microsecond', served = 0, is_blocked = false, is_full = false
+            from unnest(tickets) with ordinality as g (tid, nth)
+            where t.ctid = g.tid;
+        end if;
         if most is not null then
             new_token := nextval('pgqueue.token_seq');
             permits := pgqueue._give_permits(permits, job_of, new_token, moment);

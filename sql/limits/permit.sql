@@ -133,33 +133,41 @@ begin
 end;
 $$;
 
--- How many permits of each cap look free, at most as many as wanted. Plans as its callers set it.
-create or replace function pgqueue._count_free(queue text, caps pgqueue._cap[], wanted int[], moment timestamptz)
-    returns int[]
+-- How many permits of each cap look free, at most as many as wanted; how many more jobs may therefore begin
+-- according to the caps of the queue itself, and which kinds and caps are full. Plans as its callers set it.
+create or replace function pgqueue._room(
+    queue text, caps pgqueue._cap[], wanted int, moment timestamptz, out free int[], out jobs int, out full_kinds text[],
+    out full_caps int[]
+)
     language plpgsql
 as $$
 declare
     own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
     has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192;
 begin
-    return array(
-        select (
+    select
+        array_agg(f.free), least(wanted, min(f.free) filter (where f.kind = '')),
+        coalesce(array_agg(f.kind) filter (where f.kind <> '' and f.free = 0), '{}'),
+        array_agg(f.nth::int) filter (where f.free = 0)
+    into free, jobs, full_kinds, full_caps
+    from (
+        select c.kind, c.nth, (
             select count(*)
             from (
                 select
                 from pgqueue.permit as p
-                where pgqueue._is_permit_of(p, _count_free.queue, c.kind, c.group_key)
+                where pgqueue._is_permit_of(p, _room.queue, c.kind, c.group_key)
                     and pgqueue._is_free(p, c.is_rate, c.most, moment)
                     and (p.taken_at is not null or p.token is distinct from own_token)
-                    and not (has_surplus and pgqueue._has_surplus(_count_free.queue, c.kind, c.group_key))
+                    and not (has_surplus and pgqueue._has_surplus(_room.queue, c.kind, c.group_key))
                 -- The last ones given back, behind which some old snapshot may keep others.
                 order by p.free_at desc
-                limit wanted[c.nth]
+                limit wanted
             ) as free
-        )::int
+        )::int as free
         from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
-        order by c.nth
-    );
+        offset 0
+    ) as f;
 end;
 $$;
 

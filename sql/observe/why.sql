@@ -76,7 +76,7 @@ declare
     keys text[] := array_remove(array[job.group_key], null);
     settings record := pgqueue._group_settings(job.queue, keys, pgqueue._in_force(job.queue));
     caps pgqueue._cap[] := (pgqueue._group_caps(keys, null, settings.rates, settings.periods, null)).caps
-        || pgqueue._caps(job.queue, array[job.kind]);
+        || pgqueue._caps_of((pgqueue._in_force(job.queue)).caps, array[job.kind]);
     cap pgqueue._cap;
     free_at timestamptz;
     whose text;

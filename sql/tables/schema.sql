@@ -534,7 +534,7 @@ create table pgqueue.queue_in_force (
     has_narrow boolean not null,
     has_pauses boolean not null,
     has_groups boolean not null,
-    has_caps boolean not null,
+    caps pgqueue._cap[],
     constraint queue_in_force_pkey primary key (queue)
 );
 comment on table pgqueue.queue_in_force is
@@ -544,7 +544,7 @@ comment on column pgqueue.queue_in_force.queue is 'The queue; empty for those wi
 comment on column pgqueue.queue_in_force.has_narrow is 'Whether anything is set for kinds or groups.';
 comment on column pgqueue.queue_in_force.has_pauses is 'Whether pauses, resumes or leases are set for kinds or groups.';
 comment on column pgqueue.queue_in_force.has_groups is 'Whether groups have weights, limits or rates of their own.';
-comment on column pgqueue.queue_in_force.has_caps is 'Whether the queue, or a kind in it, has a cap.';
+comment on column pgqueue.queue_in_force.caps is 'The caps of its kinds, and then its own; null for none.';
 
 -- The columns of the settings.
 do $$

@@ -184,7 +184,9 @@ def test_caps_are_full_and_never_over_between_eight_sessions(db, connect, scope)
     """A claim that finds nothing has found a full cap, or no job."""
     configure(db, scope, 3)
     if "rate" in scope:
-        db.execute("update pgqueue.queue set rate_period = '200 ms'")
+        db.execute(
+            "update pgqueue.queue set rate_period = '200 ms'; select pgqueue._resolve('q')"
+        )
     enqueue(db, 400 if "rate" not in scope else 60)
     deadline = time.monotonic() + 60
 
