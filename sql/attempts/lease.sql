@@ -42,7 +42,8 @@ create or replace function pgqueue.extend(
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_leases(job_ids, tokens), pgqueue._check_lease(lease)
+        pgqueue._check_leases(job_ids, tokens),
+        case when lease is not null then pgqueue._check_ranges(lease => lease) end
     ));
     moment timestamptz := clock_timestamp();
     picks tid[];

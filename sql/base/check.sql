@@ -64,31 +64,32 @@ begin
 end;
 $$;
 
--- Refuses a priority out of range; null passes.
-create or replace function pgqueue._check_priority(priority int)
+-- Refuses a number or a time that is out of range; null passes.
+create or replace function pgqueue._check_ranges(
+    priority int default null, run_at timestamptz default null, lease interval default null, max_jobs int default null
+)
     returns text[]
     language plpgsql
     immutable
 as $$
 begin
-    return case when priority not between -100 and 100 then array[
-        'priority must be -100 to 100', format('It is %s.', priority),
-        'Larger runs first; the default is 0. Use run_at or another queue for finer ordering.'
-    ] end;
-end;
-$$;
-
--- Refuses a run_at that is infinite or absurd; null passes.
-create or replace function pgqueue._check_run_at(run_at timestamptz)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return case when run_at not between '1970-01-01' and '9998-12-31' then array[
-        'run_at must be between the years 1970 and 9998', format('It is %s.', run_at),
-        'Omit run_at for a job that is due at once.'
-    ] end;
+    return case
+        when priority not between -100 and 100 then array[
+            'priority must be -100 to 100', format('It is %s.', priority),
+            'Larger runs first; the default is 0. Use run_at or another queue for finer ordering.'
+        ]
+        when run_at not between '1970-01-01' and '9998-12-31' then array[
+            'run_at must be between the years 1970 and 9998', format('It is %s.', run_at),
+            'Omit run_at for a job that is due at once.'
+        ]
+        when lease <= '0' or lease > '30 days' then array[
+            'lease must be more than 0 and at most 30 days', format('It is %s.', lease),
+            'Use a short lease and extend it while the job runs.'
+        ]
+        when max_jobs < 1 then array[
+            'max_jobs must be at least 1', format('It is %s.', max_jobs), 'Omit it for 1000.'
+        ]
+    end;
 end;
 $$;
 
@@ -142,8 +143,7 @@ begin
             'expires_at must be between the years 1970 and 9998', format('It is %s.', expires_at),
             'Omit it for a job that may begin at any time.'
         ]
-        when num_nonnulls(priority, run_at) > 0
-            then coalesce(pgqueue._check_priority(priority), pgqueue._check_run_at(run_at))
+        when num_nonnulls(priority, run_at) > 0 then pgqueue._check_ranges(priority, run_at)
     end;
 end;
 $$;
@@ -225,33 +225,6 @@ begin
 end;
 $$;
 
--- Refuses less than one job; null passes.
-create or replace function pgqueue._check_max_jobs(max_jobs int)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return case when max_jobs < 1 then array[
-        'max_jobs must be at least 1', format('It is %s.', max_jobs), 'Omit it for 1000.'
-    ] end;
-end;
-$$;
-
--- Refuses an absurd lease; null passes.
-create or replace function pgqueue._check_lease(lease interval)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return case when lease <= '0' or lease > '30 days' then array[
-        'lease must be more than 0 and at most 30 days', format('It is %s.', lease),
-        'Use a short lease and extend it while the job runs.'
-    ] end;
-end;
-$$;
-
 -- Refuses arguments that claim cannot take, a level other than READ COMMITTED (25001), and a transaction
 -- that may not write (25006).
 create or replace function pgqueue._check_claim(queue text, worker text, max_jobs int, lease interval)
@@ -277,7 +250,7 @@ begin
             'max_jobs must be 1 to 10000', format('It is %s.', max_jobs),
             'Claim what you can begin within one lease.'
         ]
-        else pgqueue._check_lease(lease)
+        when lease <= '0' or lease > '30 days' then pgqueue._check_ranges(lease => lease)
     end;
 end;
 $$;
@@ -377,12 +350,8 @@ begin
 end;
 $$;
 
--- What is wrong with an id that does not exist (PQ001); without a hint, of a job about which nothing is known
--- any more.
-create or replace function pgqueue._not_found(
-    what text, id bigint,
-    hint text default 'Only jobs that wait, run or are dead are known, and those that are still in run.'
-)
+-- What is wrong with an id that does not exist (PQ001), or no longer.
+create or replace function pgqueue._not_found(what text, id bigint, hint text default null)
     returns text[]
     language plpgsql
     immutable
@@ -390,14 +359,19 @@ as $$
 begin
     return array[
         format('%s %s not found', what, coalesce(id::text, 'null')), format('No %s has this id.', what),
-        hint,
+        coalesce(hint, case what
+            when 'batch' then 'create_batch returns its id; a finished batch is forgotten after 14 days.'
+            when 'dead job' then 'It may have been redriven or discarded.'
+            else 'Only jobs that wait, run or are dead are known, and those that are still in run.'
+        end),
         'PQ001'
     ];
 end;
 $$;
 
--- Refuses a bad name of a queue, kind or group; null, which means all, passes.
-create or replace function pgqueue._check_scope(queue text, kind text, group_key text)
+-- Refuses a bad name of a queue, kind or group, and the group * where that cannot stand for each; null, which
+-- means all, passes.
+create or replace function pgqueue._check_scope(queue text, kind text, group_key text, takes_each boolean)
     returns text[]
     language plpgsql
     immutable
@@ -407,22 +381,12 @@ begin
         when octet_length(queue) not between 1 and 200 then pgqueue._bad_name('queue', queue)
         when octet_length(kind) not between 1 and 200 then pgqueue._bad_name('kind', kind)
         when octet_length(group_key) not between 1 and 200 then pgqueue._bad_name('group_key', group_key)
+        when group_key = '*' and not takes_each then array[
+            'group_key * cannot be paused or resumed apart from its queue',
+            'The group_key is *.',
+            'Omit group_key, or name one group.'
+        ]
     end;
-end;
-$$;
-
--- Refuses arguments that pause and resume cannot take; null, for all, passes.
-create or replace function pgqueue._check_pause(queue text, kind text, group_key text)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return coalesce(pgqueue._check_scope(queue, kind, group_key), case when group_key = '*' then array[
-        'group_key * cannot be paused or resumed apart from its queue',
-        'The group_key is *.',
-        'Omit group_key, or name one group.'
-    ] end);
 end;
 $$;
 
@@ -449,19 +413,6 @@ begin
 end;
 $$;
 
--- What is wrong with a batch that does not exist (PQ001).
-create or replace function pgqueue._no_batch(batch_id bigint)
-    returns text[]
-    language plpgsql
-    immutable
-as $$
-begin
-    return pgqueue._not_found(
-        'batch', batch_id, 'create_batch returns its id; a finished batch is forgotten after 14 days.'
-    );
-end;
-$$;
-
 -- Keeps a batch from finishing before this transaction ends. Refuses one that does not exist (PQ001), or
 -- has finished (55000).
 create or replace function pgqueue._lock_batch(batch_id bigint)
@@ -475,7 +426,7 @@ declare
 begin
     select b.* into batch from pgqueue.batch as b where b.id = _lock_batch.batch_id for key share;
     return case
-        when batch.id is null then pgqueue._no_batch(batch_id)
+        when batch.id is null then pgqueue._not_found('batch', batch_id)
         when batch.finished_at is not null then array[
             format('batch %s has finished', batch_id), 'Its callback has been enqueued.',
             'Add jobs before close_batch, or from a running job of the batch.',
@@ -493,6 +444,8 @@ as $$
 declare
     last_id bigint := coalesce(pg_sequence_last_value('pgqueue.job_id_seq'::regclass), 0);
     unknown bigint := (select max(a.id) from unnest(after) as a (id) where a.id not between 1 and last_id);
+    batch_id bigint := case when cardinality(after) > 0 and pg_relation_size('pgqueue.batch') > 0
+        then (select min(b.id) from pgqueue.batch as b where b.id = any (after)) end;
 begin
     return case
         when if_dead not in ('cancel', 'run') then array[
@@ -509,13 +462,10 @@ begin
         ]
         when unknown is not null
             then pgqueue._not_found('job', unknown, 'after takes ids that enqueue has returned.')
-        when pg_relation_size('pgqueue.batch') > 0 and cardinality(after) > 0
-            and exists (select from pgqueue.batch as b where b.id = any (after))
-            then array[
-                'after takes jobs, not batches',
-                format('%s is a batch.', (select min(b.id) from pgqueue.batch as b where b.id = any (after))),
-                'The callback of the batch can enqueue what comes after it.'
-            ]
+        when batch_id is not null then array[
+            'after takes jobs, not batches', format('%s is a batch.', batch_id),
+            'The callback of the batch can enqueue what comes after it.'
+        ]
     end;
 end;
 $$;

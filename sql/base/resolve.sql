@@ -25,12 +25,10 @@ $$;
 -- paths inline the check.
 create or replace function pgqueue._settings_bits(queue text)
     returns bigint
-    language plpgsql
+    language sql
     immutable
 as $$
-begin
-    return case when queue = '' then 9223372036854775807 else 1::bigint << (hashtext(queue) & 255) % 63 end;
-end;
+    select case when queue = '' then 9223372036854775807 else 1::bigint << (hashtext(queue) & 255) % 63 end
 $$;
 
 -- Lets claims look for schedules, batches and ties from now on.

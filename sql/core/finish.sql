@@ -247,7 +247,8 @@ create or replace function pgqueue.release(
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_leases(job_ids, tokens), pgqueue._check_run_at(run_at)
+        pgqueue._check_leases(job_ids, tokens),
+        case when run_at is not null then pgqueue._check_ranges(run_at => run_at) end
     ));
     picks tid[];
 begin

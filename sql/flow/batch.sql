@@ -238,7 +238,7 @@ begin
     update pgqueue.batch as b
     set closed_at = coalesce(b.closed_at, clock_timestamp())
     where b.id = close_batch.batch_id;
-    refused := pgqueue._refuse(case when not found then pgqueue._no_batch(batch_id) end);
+    refused := pgqueue._refuse(case when not found then pgqueue._not_found('batch', batch_id) end);
     perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
     if is_alone and not pgqueue._is_lost() then
         perform pgqueue._finish_batch(batch_id);

@@ -1,318 +1,7 @@
 -- Health: what is wrong or will be soon, and the SQL that fixes it.
 --
--- A check returns a row for each finding, and whether it is critical: four times beyond the threshold that it
--- got from _findings. All checks only read, work on a standby, and look at catalogs, at the fronts of lanes
--- and at the view queues, never at all jobs.
-
--- Each queue whose oldest ready job waits beyond its wait_target, by the first of each lane. Paused jobs
--- are reported separately, and never critical.
-create or replace function pgqueue._health_waits()
-    returns table (is_critical boolean, detail text, hint text)
-    language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_sort = off
-as $$
-declare
-    moment timestamptz := clock_timestamp();
-    oldest record;
-    job pgqueue.job;
-    reason text;
-begin
-    for oldest in
-        -- Paused jobs separately, or they would come before what should run.
-        select distinct on (f.queue, p.is_paused) w.id, moment - w.run_at as wait, q.wait_target as target, p.is_paused
-        from pgqueue._lanes(0) as f
-        cross join lateral (
-            select s.paused as is_paused, s.has_pauses, s.wait_target from pgqueue._in_force(f.queue) as s offset 0
-        ) as q
-        cross join lateral (
-            select case when q.has_pauses then pgqueue._paused(f.queue, q.is_paused) end as paused offset 0
-        ) as n
-        cross join lateral (
-            select v.is_paused
-            from (values (false), (true)) as v (is_paused)
-            where v.is_paused = q.is_paused or n.paused is not null
-            offset 0
-        ) as p
-        cross join lateral (
-            select j.id, j.run_at
-            from (
-                select j.*
-                from pgqueue.job as j
-                where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
-                order by j.run_at, j.id
-                limit 10000
-            ) as j
-            where j.lease_expires_at is null and ((j.terms).expires_at <= moment) is not true
-                and (j.group_key is null or not exists (
-                    select
-                    from pgqueue.ticket as t
-                    where pgqueue._is_ticket_of(t, j.queue, j.group_key) and t.priority = j.priority and t.is_full
-                ))
-                and (n.paused is null or p.is_paused <> pgqueue._is_wanted(j.kind, j.group_key, null, n.paused))
-            limit 1
-        ) as w
-        where f.first <= moment and moment - w.run_at > q.wait_target
-        order by f.queue, p.is_paused, w.run_at
-    loop
-        select j.* into job from pgqueue.job as j where j.id = oldest.id;
-        continue when not found;
-        reason := case when oldest.is_paused then pgqueue._why_paused(job) end;
-        is_critical := not oldest.is_paused and oldest.wait > 4 * oldest.target;
-        detail := format(
-            'queue %s: job %s has been due for %s, the wait_target is %s', job.queue, job.id,
-            date_trunc('second', oldest.wait), oldest.target
-        ) || coalesce('; ' || coalesce(reason, pgqueue._why_full(job), pgqueue._why_capped(job, moment)), '');
-        hint := case reason
-            when 'its queue is paused' then format('select pgqueue.resume(%L)', job.queue)
-            when 'its kind is paused' then format('select pgqueue.resume(%L, %L)', job.queue, job.kind)
-            when 'its group is paused' then
-                format('select pgqueue.resume(%L, group_key => %L)', job.queue, job.group_key)
-            else format('select pgqueue.why(%s)', job.id)
-        end;
-        return next;
-    end loop;
-end;
-$$;
-
--- What else is wrong with jobs, schedules and batches, by the name of the check.
-create or replace function pgqueue._health_jobs(name text, patience interval, most float8)
-    returns table (is_critical boolean, detail text, hint text)
-    language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-    set enable_sort = off
-as $$
-declare
-    moment timestamptz := clock_timestamp();
-    last_id bigint;
-    last_token bigint;
-begin
-    case name
-    -- Each queue in which leases expired that long ago and nobody has recovered the jobs, among the first
-    -- hundred of each lane, where such jobs end up.
-    when 'leases' then
-        return query
-        select
-            moment - min(j.lease_expires_at) > 4 * patience,
-            concat(
-                format(
-                    'queue %s: the lease of job %s expired %s ago (worker %s), and neither a claim nor maintain() '
-                    'has recovered it',
-                    j.queue, (array_agg(j.id order by j.lease_expires_at))[1],
-                    date_trunc('second', moment - min(j.lease_expires_at)),
-                    (array_agg(j.worker order by j.lease_expires_at))[1]
-                ),
-                '; ' || nullif(count(*) - 1, 0) || ' more expired, too'
-            ),
-            'select pgqueue.reap()'
-        from pgqueue._lanes(0) as f
-        cross join lateral (
-            select j.*
-            from pgqueue.job as j
-            where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
-            order by j.run_at, j.id
-            limit 100
-        ) as j
-        where f.first <= moment and j.lease_expires_at < moment - patience
-        group by j.queue;
-    -- Schedules that nobody has fired for that long, and those that cannot be fired.
-    when 'schedules' then
-        return query
-        select
-            moment - min(s.due_at) > 4 * patience,
-            concat(
-                format(
-                    'schedule %s has been due for %s, and neither a worker nor maintain() has fired it',
-                    (array_agg(s.name order by s.due_at))[1], date_trunc('second', moment - min(s.due_at))
-                ),
-                '; ' || nullif(count(*) - 1, 0) || ' more are late'
-            ),
-            'select from pgqueue.maintain()'
-        from pgqueue.schedule as s
-        where s.due_at < moment - patience
-        having count(*) > 0
-        union all
-        select
-            false, format('schedule %s cannot be fired: %s', s.name, s.problem),
-            format('select pgqueue.pause_schedule(%L)', s.name)
-        from pgqueue.schedule as s
-        where s.problem is not null and not s.is_paused;
-    -- Batches whose callback could not be enqueued, and, of the first 1000 that have not finished, those that
-    -- nobody has closed for that long.
-    when 'batches' then
-        return query
-        select
-            true, format('the callback of batch %s is dead job %s, because it could not be enqueued: %s',
-                b.id, b.callback_id, b.problem
-            ),
-            format('select pgqueue.redrive_job(%s)', b.callback_id)
-        from pgqueue.batch as b
-        join pgqueue.dead_job as d on d.id = b.callback_id
-        where b.problem is not null
-        order by b.id
-        limit 10;
-        return query
-        select
-            moment - min(o.created_at) > 4 * patience,
-            concat(
-                format(
-                    'batch %s of queue %s has been open for %s, and has no job that waits or runs',
-                    (array_agg(o.id order by o.id))[1], (array_agg(o.queue order by o.id))[1],
-                    date_trunc('second', moment - min(o.created_at))
-                ),
-                '; so have ' || nullif(count(*) - 1, 0) || ' more'
-            ),
-            format('select pgqueue.close_batch(%s)', min(o.id))
-        from (
-            select b.* from pgqueue.batch as b where b.finished_at is null order by b.id limit 1000
-        ) as o
-        cross join lateral pgqueue._last_job(o.id, 9223372036854775807) as l
-        where o.closed_at is null and o.created_at < moment - patience and num_nonnulls(l.id, l.touched) = 0
-        having count(*) > 0;
-    -- Each queue of which this many jobs died in the last hour, counted up to 1,000 of a kind.
-    when 'dead' then
-        return query
-        select
-            sum(c.jobs) > 4 * most,
-            format(
-                'queue %s: %s jobs died in the last hour', k.queue,
-                case when max(c.jobs) > 1000 then 'more than 1,000' else to_char(sum(c.jobs), 'FM999,999,999,999') end
-            ),
-            format('select * from pgqueue.dead where queue = %L', k.queue)
-        from pgqueue._dead_kinds() as k
-        cross join lateral (
-            select count(*) as jobs
-            from (
-                select
-                from pgqueue.dead_job as d
-                where d.queue = k.queue and d.kind = k.kind and d.died_at > moment - interval '1 hour'
-                limit 1001
-            ) as d
-        ) as c
-        group by k.queue
-        having sum(c.jobs) >= most;
-    -- Whether a sequence was set back, as by a careless restore, or has used up that share of its numbers.
-    when 'sequences' then
-        -- Before the sequences are read: what is added in between is above.
-        last_id := greatest(
-            (select j.id from pgqueue.job as j order by j.id desc limit 1),
-            (select d.id from pgqueue.dead_job as d order by d.id desc limit 1),
-            (select b.id from pgqueue.batch as b order by b.id desc limit 1)
-        );
-        last_token := (
-            select max(j.token)
-            from pgqueue._lanes(0) as f
-            cross join lateral (
-                select j.token
-                from pgqueue.job as j
-                where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
-                order by j.run_at, j.id
-                limit 10
-            ) as j
-            where f.first <= moment
-        );
-        return query
-        select
-            s.last < s.highest or s.last > 4 * most * 9223372036854775807,
-            case when s.last < s.highest
-                then format('sequence %s is at %s, and %s is in use: %s', s.name, s.last, s.highest, s.danger)
-                else format(
-                    'sequence %s is at %s, and ends at 9223372036854775807: somebody has set it; set it back while '
-                    'no worker runs', s.name, s.last
-                )
-            end,
-            -- Well ahead, as some in use may not have been seen.
-            format('select setval(%L, %s)', 'pgqueue.' || s.name, coalesce(s.highest, 0) + 1000000)
-        from (
-            values
-                (
-                    'job_id_seq', coalesce(pg_sequence_last_value('pgqueue.job_id_seq'), 0), last_id,
-                    'enqueues will fail'
-                ),
-                (
-                    'token_seq', coalesce(pg_sequence_last_value('pgqueue.token_seq'), 0), last_token,
-                    'a lost worker might end the attempt of another'
-                )
-        ) as s (name, last, highest, danger)
-        where s.last < s.highest or s.last > most * 9223372036854775807;
-    else
-        return;
-    end case;
-end;
-$$;
-
--- What is wrong with queues as seen in the view, by the name of the check: each queue whose jobs have waited
--- that long while no worker serves it (workers), or will take that many times its wait_target at the current
--- rate (backlog); or that share of whose attempts failed, and ten in an hour (failures). If a kind or group is
--- paused only failures are checked; if the queue is, nothing.
-create or replace function pgqueue._health_queues(
-    name text, patience interval, most float8, seen pgqueue.queues[]
-)
-    returns table (is_critical boolean, detail text, hint text)
-    language plpgsql
-    -- With the plan of one check, which does not look for what the others need.
-    set plan_cache_mode = force_custom_plan
-    set enable_seqscan = off
-    set enable_bitmapscan = off
-as $$
-begin
-    return query
-    select f.*
-    from unnest(seen) as q
-    -- The view has another collation, which no index of names has.
-    cross join lateral (values (q.queue collate "default")) as n (name)
-    cross join lateral (
-        select q.oldest_wait > patience
-            -- Perhaps all waiting jobs are paused.
-            and not exists (
-                select from pgqueue.queue as s
-                where s.name in ('', n.name) and (s.kind <> '' or s.group_key <> '')
-                    and num_nonnulls(s.paused, s.lease) > 0 and s.paused
-            ) as is_late
-    ) as l
-    cross join lateral (
-        select
-            q.oldest_wait > 4 * patience,
-            format(
-                'queue %s has %s ready jobs, the oldest due for %s, and no worker serves it', q.queue,
-                to_char(q.ready, 'FM999,999,999,999'), date_trunc('second', q.oldest_wait)
-            ),
-            'select * from pgqueue.workers'
-        -- Without runs this is unknown, and jobs may begin rarely.
-        where _health_queues.name = 'workers' and l.is_late and q.workers = 0 and q.parked = 0
-            and (pgqueue._in_force(n.name)).keep_runs > 0
-            and not exists (
-                select from pgqueue.queue as s
-                where s.name in ('', n.name) and num_nonnulls(s.max_running, s.rate_limit, s.rate_period) > 0
-                    and s.rate_period > patience
-            )
-        union all
-        select
-            q.time_to_empty > 4 * t.most,
-            format(
-                'queue %s has %s ready jobs, which take %s at the rate of the last five minutes, %s jobs a second by '
-                '%s workers', q.queue, to_char(q.ready, 'FM999,999,999,999'), date_trunc('second', q.time_to_empty),
-                q.rate_5m, q.workers
-            ),
-            format('select * from pgqueue.kinds where queue = %L', q.queue)
-        from (select most * (pgqueue._in_force(n.name)).wait_target as most) as t
-        -- The rate of a burst that has just begun is not known yet.
-        where _health_queues.name = 'backlog' and l.is_late and q.time_to_empty > t.most
-        union all
-        select
-            q.failure_rate_5m > 4 * most and q.failed_last_hour >= 40,
-            format(
-                'queue %s: %s %% of the attempts of the last five minutes failed or expired, and %s in the last hour',
-                q.queue, round(100 * q.failure_rate_5m), to_char(q.failed_last_hour, 'FM999,999,999,999')
-            ),
-            format('select * from pgqueue.failures where queue = %L', q.queue)
-        where _health_queues.name = 'failures' and q.failure_rate_5m > most and q.failed_last_hour >= 10
-    ) as f
-    where not q.paused;
-end;
-$$;
+-- All checks only read, work on a standby, and look at catalogs, at the fronts of lanes and at the view queues, never
+-- at all jobs.
 
 -- Who else holds or awaits table locks in this database, and what ends them.
 create or replace function pgqueue._lock_holders()
@@ -345,71 +34,256 @@ begin
 end;
 $$;
 
--- What is wrong with the server and what is installed there, by the name of the check. dead_rows is for the
--- horizon.
-create or replace function pgqueue._health_server(
-    name text, patience interval default null, most float8 default null, dead_rows bigint default 20000
-)
-    returns table (is_critical boolean, detail text, hint text)
-    language plpgsql
-    set enable_partition_pruning = on
-as $$
-declare
-    moment timestamptz := clock_timestamp();
-    today int := floor(date_part('epoch', moment) / 86400)::int;
-    reached pg_lsn;
-    used float8;
-begin
-    case name
+-- Every check, with all its facts: the function _found, and so health, follow from this list. The query returns a
+-- row for each finding: whether it is critical, which is four times beyond the thresholds patience and most, the
+-- detail, and the hint. In it, moment is the clock, and seen the rows of the view queues.
+create or replace view pgqueue._check (name, patience, most, fine, query) as
+values
+    -- Each queue whose oldest ready job waits beyond its wait_target, by the first of each lane. Paused jobs
+    -- are reported separately, and never critical.
+    ('waits', null::interval, null::float8, 'no queue keeps a job waiting beyond its wait_target', $$
+        select
+            not o.is_paused and o.wait > 4 * o.target,
+            format(
+                'queue %s: job %s has been due for %s, the wait_target is %s', o.queue, o.id,
+                date_trunc('second', o.wait), o.target
+            ) || coalesce('; ' || coalesce(r.reason, pgqueue._why_full(s.job), pgqueue._why_capped(s.job, moment)), ''),
+            case r.reason
+                when 'its queue is paused' then format('select pgqueue.resume(%L)', o.queue)
+                when 'its kind is paused' then format('select pgqueue.resume(%L, %L)', o.queue, (s.job).kind)
+                when 'its group is paused' then
+                    format('select pgqueue.resume(%L, group_key => %L)', o.queue, (s.job).group_key)
+                else format('select pgqueue.why(%s)', o.id)
+            end
+        from (
+            -- Paused jobs separately, or they would come before what should run.
+            select distinct on (f.queue, p.is_paused)
+                f.queue, w.id, moment - w.run_at as wait, q.target, p.is_paused
+            from pgqueue._lanes(0) as f
+            cross join lateral (
+                select
+                    s.wait_target as target, s.paused as is_paused,
+                    case when s.has_pauses then pgqueue._paused(f.queue, s.paused) end as others
+                from pgqueue._in_force(f.queue) as s
+                offset 0
+            ) as q
+            join (values (false), (true)) as p (is_paused) on p.is_paused = q.is_paused or q.others is not null
+            cross join lateral (
+                select j.id, j.run_at
+                from (
+                    select j.*
+                    from pgqueue.job as j
+                    where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
+                    order by j.run_at, j.id
+                    limit 10000
+                ) as j
+                where j.lease_expires_at is null and ((j.terms).expires_at <= moment) is not true
+                    and (j.group_key is null or not exists (
+                        select
+                        from pgqueue.ticket as t
+                        where pgqueue._is_ticket_of(t, j.queue, j.group_key) and t.priority = j.priority and t.is_full
+                    ))
+                    and (q.others is null or p.is_paused <> pgqueue._is_wanted(j.kind, j.group_key, null, q.others))
+                limit 1
+            ) as w
+            where f.first <= moment and moment - w.run_at > q.target
+            order by f.queue, p.is_paused, w.run_at
+        ) as o
+        cross join lateral (select j as job from pgqueue.job as j where j.id = o.id offset 0) as s
+        cross join lateral (select case when o.is_paused then pgqueue._why_paused(s.job) end as reason offset 0) as r
+    $$),
+    -- Each queue in which leases expired that long ago and nobody has recovered the jobs, among the first
+    -- hundred of each lane, where such jobs end up.
+    ('leases', '3 minutes', null, 'jobs whose lease expired are recovered', $$
+        select distinct on (j.queue)
+            moment - j.lease_expires_at > 4 * patience,
+            format(
+                'queue %s: the lease of job %s expired %s ago (worker %s), and neither a claim nor maintain() '
+                'has recovered it%s',
+                j.queue, j.id, date_trunc('second', moment - j.lease_expires_at), j.worker,
+                '; ' || nullif(count(*) over (partition by j.queue) - 1, 0) || ' more expired, too'
+            ),
+            'select pgqueue.reap()'
+        from pgqueue._lanes(0) as f
+        cross join lateral (
+            select j.*
+            from pgqueue.job as j
+            where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
+            order by j.run_at, j.id
+            limit 100
+        ) as j
+        where f.first <= moment and j.lease_expires_at < moment - patience
+        order by j.queue, j.lease_expires_at
+    $$),
+    -- Schedules that nobody has fired for that long, and those that cannot be fired.
+    ('schedules', '2 minutes', null, 'schedules are fired in time', $$
+        (
+            select
+                moment - s.due_at > 4 * patience,
+                format(
+                    'schedule %s has been due for %s, and neither a worker nor maintain() has fired it%s', s.name,
+                    date_trunc('second', moment - s.due_at), '; ' || nullif(count(*) over () - 1, 0) || ' more are late'
+                ),
+                'select from pgqueue.maintain()'
+            from pgqueue.schedule as s
+            where s.due_at < moment - patience
+            order by s.due_at
+            limit 1
+        )
+        union all
+        select
+            false, format('schedule %s cannot be fired: %s', s.name, s.problem),
+            format('select pgqueue.pause_schedule(%L)', s.name)
+        from pgqueue.schedule as s
+        where s.problem is not null and not s.is_paused
+    $$),
+    -- Batches whose callback could not be enqueued, and, of the first 1000 that have not finished, those that
+    -- nobody has closed for that long.
+    ('batches', '1 day', null, 'batches are closed, and their callbacks enqueued', $$
+        (
+            select
+                true, format('the callback of batch %s is dead job %s, because it could not be enqueued: %s',
+                    b.id, b.callback_id, b.problem
+                ),
+                format('select pgqueue.redrive_job(%s)', b.callback_id)
+            from pgqueue.batch as b
+            join pgqueue.dead_job as d on d.id = b.callback_id
+            where b.problem is not null
+            order by b.id
+            limit 10
+        )
+        union all
+        (
+            select
+                moment - min(o.created_at) over () > 4 * patience,
+                format(
+                    'batch %s of queue %s has been open for %s, and has no job that waits or runs%s', o.id, o.queue,
+                    date_trunc('second', moment - min(o.created_at) over ()),
+                    '; so have ' || nullif(count(*) over () - 1, 0) || ' more'
+                ),
+                format('select pgqueue.close_batch(%s)', o.id)
+            from (
+                select b.* from pgqueue.batch as b where b.finished_at is null order by b.id limit 1000
+            ) as o
+            cross join lateral pgqueue._last_job(o.id, 9223372036854775807) as l
+            where o.closed_at is null and o.created_at < moment - patience and num_nonnulls(l.id, l.touched) = 0
+            order by o.id
+            limit 1
+        )
+    $$),
+    -- Each queue whose jobs have waited that long while no worker serves it.
+    ('workers', '2 minutes', null, 'somebody works each queue that has jobs', $$
+        select
+            q.oldest_wait > 4 * patience,
+            format(
+                'queue %s has %s ready jobs, the oldest due for %s, and no worker serves it', q.queue,
+                to_char(q.ready, 'FM999,999,999,999'), date_trunc('second', q.oldest_wait)
+            ),
+            'select * from pgqueue.workers'
+        from unnest(seen) as q
+        -- The view has another collation, which no index of names has.
+        cross join lateral (values (q.queue collate "default")) as n (name)
+        where not q.paused and q.oldest_wait > patience and q.workers = 0 and q.parked = 0
+            -- Perhaps all waiting jobs are paused.
+            and pgqueue._paused(n.name, false) is null
+            -- Without runs this is unknown, and jobs may begin rarely.
+            and (pgqueue._in_force(n.name)).keep_runs > 0
+            and not exists (
+                select from pgqueue.queue as s
+                where s.name in ('', n.name) and num_nonnulls(s.max_running, s.rate_limit, s.rate_period) > 0
+                    and s.rate_period > patience
+            )
+    $$),
+    -- Each queue whose jobs have waited that long and will take that many times its wait_target at the current
+    -- rate.
+    ('backlog', '2 minutes', 12, 'no queue has more jobs than are soon done', $$
+        select
+            q.time_to_empty > 4 * t.most,
+            format(
+                'queue %s has %s ready jobs, which take %s at the rate of the last five minutes, %s jobs a second by '
+                '%s workers', q.queue, to_char(q.ready, 'FM999,999,999,999'), date_trunc('second', q.time_to_empty),
+                q.rate_5m, q.workers
+            ),
+            format('select * from pgqueue.kinds where queue = %L', q.queue)
+        from unnest(seen) as q
+        cross join lateral (values (q.queue collate "default")) as n (name)
+        cross join lateral (select most * (pgqueue._in_force(n.name)).wait_target as most) as t
+        -- The rate of a burst that has just begun is not known yet; nor how many of the jobs are paused.
+        where not q.paused and q.oldest_wait > patience and q.time_to_empty > t.most
+            and pgqueue._paused(n.name, false) is null
+    $$),
+    -- Each queue that share of whose attempts failed, and ten in an hour.
+    ('failures', null, 0.2, 'no queue fails much', $$
+        select
+            q.failure_rate_5m > 4 * most and q.failed_last_hour >= 40,
+            format(
+                'queue %s: %s %% of the attempts of the last five minutes failed or expired, and %s in the last hour',
+                q.queue, round(100 * q.failure_rate_5m), to_char(q.failed_last_hour, 'FM999,999,999,999')
+            ),
+            format('select * from pgqueue.failures where queue = %L', q.queue)
+        from unnest(seen) as q
+        where not q.paused and q.failure_rate_5m > most and q.failed_last_hour >= 10
+    $$),
+    -- Each queue of which this many jobs died in the last hour, counted up to 1,000 of a kind.
+    ('dead', null, 10, 'few jobs died in the last hour', $$
+        select
+            sum(c.jobs) > 4 * most,
+            format(
+                'queue %s: %s jobs died in the last hour', k.queue,
+                case when max(c.jobs) > 1000 then 'more than 1,000' else to_char(sum(c.jobs), 'FM999,999,999,999') end
+            ),
+            format('select * from pgqueue.dead where queue = %L', k.queue)
+        from pgqueue._dead_kinds() as k
+        cross join lateral (
+            select count(*) as jobs
+            from (
+                select
+                from pgqueue.dead_job as d
+                where d.queue = k.queue and d.kind = k.kind and d.died_at > moment - interval '1 hour'
+                limit 1001
+            ) as d
+        ) as c
+        group by k.queue
+        having sum(c.jobs) >= most
+    $$),
     -- Who has held a snapshot for that long, while the tables of pgqueue have that many dead rows: sessions,
-    -- prepared transactions, replication slots, standbys. If the time is unknown, who has held it for that
+    -- standbys, prepared transactions, replication slots. If the time is unknown, who has held it for that
     -- many transactions.
-    when 'horizon' then
-        if not (pg_is_in_recovery() and current_setting('hot_standby_feedback')::boolean) and (
-            select sum(pg_stat_get_dead_tuples(c.oid)) < dead_rows
-            from pg_class as c
-            where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
-        ) then
-            return;
-        end if;
-        return query
+    ('horizon', '15 minutes', 100000, 'nobody keeps VACUUM from removing dead rows', $$
         select
             coalesce(moment - h.since > 4 * patience, h.age > 4 * most),
             format('%s keeps VACUUM from removing what was deleted in the last %s', h.holder, concat_ws(
-                ', ', date_trunc('second', moment - h.since),
-                to_char(h.age, 'FM9,999,999,999') || ' transactions'
+                ', ', date_trunc('second', moment - h.since), to_char(h.age, 'FM9,999,999,999') || ' transactions'
             )) || coalesce(': ' || h.query, ''),
             h.hint
         from (
             select
                 a.xact_start,
                 -- The snapshots of this database have to see what writes in any.
-                case when a.datname <> current_database() then age(a.backend_xid)
-                    else greatest(age(a.backend_xid), age(a.backend_xmin)) end as age,
-                case when r.pid is null
-                    then format('session %s (%s)', a.pid, concat_ws(
-                        ', ', a.usename, nullif(a.application_name, ''), a.state,
-                        'in database ' || nullif(a.datname, current_database())
-                    ))
-                    else format('standby %s', a.application_name)
-                end,
+                greatest(age(a.backend_xid), case when a.datname = current_database() then age(a.backend_xmin) end),
+                format('session %s (%s)', a.pid, concat_ws(
+                    ', ', a.usename, nullif(a.application_name, ''), a.state,
+                    'in database ' || nullif(a.datname, current_database())
+                )),
                 case
-                    when r.pid is not null then null
                     -- The functions have their owner's rights, and a query may hold what its caller must not see.
-                    when not pg_has_role(session_user, 'pg_read_all_stats', 'usage') then
-                        'its query is shown to members of pg_read_all_stats'
-                    when a.query = '<insufficient privilege>' then
-                        'its query would be shown if the owner of pgqueue were a member of pg_read_all_stats'
+                    when not pg_has_role(session_user, 'pg_read_all_stats', 'usage')
+                        then 'its query is shown to members of pg_read_all_stats'
+                    when a.query = '<insufficient privilege>'
+                        then 'its query would be shown if the owner of pgqueue were a member of pg_read_all_stats'
                     else regexp_replace(left(a.query, 100), '[[:space:]]+', ' ', 'g')
                 end,
-                case when r.pid is null
-                    then format('select pg_terminate_backend(%s)', a.pid)
-                    else 'there: select * from pgqueue.health()'
-                end
+                format('select pg_terminate_backend(%s)', a.pid)
             from pg_stat_activity as a
-            left join pg_stat_replication as r on r.pid = a.pid
-            where (a.datname is not null or r.pid is not null) and a.leader_pid is null
-                and not exists (select from pg_stat_progress_vacuum as v where v.pid = a.pid)
+            where a.datname is not null and a.leader_pid is null and a.pid not in (
+                select r.pid from pg_stat_replication as r union all select v.pid from pg_stat_progress_vacuum as v
+            )
+            union all
+            select
+                a.xact_start, case when (a.datname <> current_database()) is not true then age(a.backend_xmin) end,
+                format('standby %s', a.application_name), null, 'there: select * from pgqueue.health()'
+            from pg_stat_replication as r
+            join pg_stat_activity as a on a.pid = r.pid
             union all
             select
                 p.prepared, age(p.transaction), format('prepared transaction %s (%s)', p.gid, p.owner), null,
@@ -421,9 +295,7 @@ begin
             union all
             select
                 null, age(s.xmin),
-                format(
-                    'replication slot %s (%s)', s.slot_name, case when s.active then 'active' else 'inactive' end
-                ),
+                format('replication slot %s (%s)', s.slot_name, case when s.active then 'active' else 'inactive' end),
                 null,
                 case when s.active
                     then 'there: select * from pgqueue.health()'
@@ -431,35 +303,42 @@ begin
                 end
             from pg_replication_slots as s
         ) as h (since, age, holder, query, hint)
-        where coalesce(moment - h.since > patience, h.age > most) and h.age > 0;
+        where coalesce(moment - h.since > patience, h.age > most) and h.age > 0
+            -- The dead rows that a standby keeps are counted on the primary.
+            and (pg_is_in_recovery() and current_setting('hot_standby_feedback')::boolean or (
+                select sum(pg_stat_get_dead_tuples(c.oid)) >= dead_rows
+                from pg_class as c
+                where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
+            ))
+    $$),
     -- Unused replication slots that keep that much WAL.
-    when 'wal' then
-        reached := case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_lsn() end;
-        return query
+    ('wal', null, 1073741824, 'no unused replication slot keeps much WAL', $$
         select
-            reached - s.restart_lsn > 4 * most,
-            format(
-                'the unused replication slot %s keeps %s of WAL on the disk', s.slot_name,
-                pg_size_pretty(reached - s.restart_lsn)
-            ),
+            k.bytes > 4 * most,
+            format('the unused replication slot %s keeps %s of WAL on the disk', s.slot_name, pg_size_pretty(k.bytes)),
             format('select pg_drop_replication_slot(%L)', s.slot_name)
         from pg_replication_slots as s
-        where not s.active and reached - s.restart_lsn > most;
+        cross join lateral (
+            select case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_lsn() end
+                - s.restart_lsn as bytes
+        ) as k
+        where not s.active and k.bytes > most
+    $$),
     -- Tables with that many times the dead rows at which autovacuum should start, for which no VACUUM has
     -- ended for that long.
-    when 'vacuum' then
-        return query
+    ('vacuum', '10 minutes', 10, 'VACUUM keeps up with the dead rows', $$
         select
             moment - v.since > 4 * patience and v.dead > 4 * most * v.threshold,
-            concat(
-                format(
-                    'table %s has %s dead rows, and no VACUUM has ended for %s', c.relname,
-                    to_char(v.dead, 'FM999,999,999,999'), date_trunc('second', moment - v.since)
-                ),
+            format(
+                'table %s has %s dead rows, and no VACUUM has ended for %s%s', c.relname,
+                to_char(v.dead, 'FM999,999,999,999'), date_trunc('second', moment - v.since),
                 '; ' || (select 'one is running' from pg_stat_progress_vacuum as p where p.relid = c.oid)
             ),
             format('vacuum pgqueue.%s', c.relname)
         from pg_class as c
+        cross join lateral (
+            select jsonb_object_agg(o.option_name, o.option_value) as own from pg_options_to_table(c.reloptions) as o
+        ) as o
         cross join lateral (
             select
                 pg_stat_get_dead_tuples(c.oid) as dead,
@@ -467,28 +346,20 @@ begin
                     pg_stat_get_last_vacuum_time(c.oid), pg_stat_get_last_autovacuum_time(c.oid),
                     -- Before that, no VACUUM is on record.
                     pg_postmaster_start_time(),
-                    (
-                        select pg_stat_get_db_stat_reset_time(d.oid)
-                        from pg_database as d
-                        where d.datname = current_database()
-                    )
+                    (select d.stats_reset from pg_stat_database as d where d.datname = current_database())
                 ) as since,
                 coalesce(
-                    max(o.option_value) filter (where o.option_name = 'autovacuum_vacuum_threshold'),
-                    current_setting('autovacuum_vacuum_threshold')
-                )::bigint
-                + coalesce(
-                    max(o.option_value) filter (where o.option_name = 'autovacuum_vacuum_scale_factor'),
-                    current_setting('autovacuum_vacuum_scale_factor')
+                    o.own ->> 'autovacuum_vacuum_threshold', current_setting('autovacuum_vacuum_threshold')
+                )::bigint + coalesce(
+                    o.own ->> 'autovacuum_vacuum_scale_factor', current_setting('autovacuum_vacuum_scale_factor')
                 )::float8 * greatest(c.reltuples, 0) as threshold
-            from pg_options_to_table(c.reloptions) as o
         ) as v
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
             -- After an hour with nothing to do, as many come before autovacuum can.
-            and v.dead > most * v.threshold and moment - v.since > patience;
+            and v.dead > most * v.threshold and moment - v.since > patience
+    $$),
     -- Whether autovacuum is off, for all or for a table of pgqueue.
-    when 'autovacuum' then
-        return query
+    ('autovacuum', null, null, 'autovacuum is on', $$
         select
             true, format('%s is off on this server: dead rows pile up', s.name),
             format('alter system set %s = on; select pg_reload_conf()', s.name)
@@ -501,22 +372,21 @@ begin
         from pg_class as c
         cross join lateral pg_options_to_table(c.reloptions) as o
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
-            and o.option_name = 'autovacuum_enabled' and not o.option_value::boolean;
+            and o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
+    $$),
     -- Tables and indexes that are larger, and have more than 20 pages per row: a row needs one at most. reap
     -- reads all of the table job.
-    when 'bloat' then
-        return query
+    ('bloat', null, 1073741824, 'no table or index is much too large', $$
         -- relpages, because asking for the size waits for whoever has locked the table.
         select
             false,
             format(
-                '%s %s takes %s for %s rows', case when i.indexrelid is null then 'table' else 'index' end, c.relname,
+                '%s %s takes %s for %s rows', case c.relkind when 'r' then 'table' else 'index' end, c.relname,
                 pg_size_pretty(c.relpages * 8192::bigint), to_char(r.live, 'FM999,999,999,990')
             ),
             format(
-                case when i.indexrelid is null then 'vacuum (full, analyze) pgqueue.%s'
-                    else 'reindex index concurrently pgqueue.%s' end,
-                c.relname
+                case c.relkind when 'r' then 'vacuum (full, analyze)' else 'reindex index concurrently' end
+                    || ' pgqueue.%s', c.relname
             )
         from pg_class as c
         left join pg_index as i on i.indexrelid = c.oid
@@ -525,11 +395,11 @@ begin
             select greatest(pg_stat_get_live_tuples(t.oid), t.reltuples::bigint, 0) as live
         ) as r
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'i')
-            and c.relpages * 8192::bigint > most and c.relpages > 20 * r.live;
+            and c.relpages * 8192::bigint > most and c.relpages > 20 * r.live
+    $$),
     -- Whether ids of transactions or multixacts are older than that, or than autovacuum should let them become,
     -- in any database: one stops the whole server.
-    when 'wraparound' then
-        return query
+    ('wraparound', null, null, 'old transaction ids are frozen in time', $$
         select
             a.age > least(4 * a.most, 1600000000),
             format(
@@ -547,17 +417,16 @@ begin
                     ('multixact id', mxid_age(d.datminmxid), 'autovacuum_multixact_freeze_max_age')
             ) as o (what, age, setting)
         ) as a
-        where a.age > a.most;
+        where a.age > a.most
+    $$),
     -- Whether the notification queue is full to that share, and which session has been in a transaction for
     -- longest.
-    when 'notifications' then
-        used := pg_notification_queue_usage();
-        return query
+    ('notifications', null, 0.1, 'the notification queue is nearly empty', $$
         select
-            used > 4 * most,
+            q.used > 4 * most,
             format(
                 'the notification queue of the server is %s %% full: a listening session is in a transaction%s; once '
-                'it is full, NOTIFY fails', (100 * used)::numeric(9, 5),
+                'it is full, NOTIFY fails', (100 * q.used)::numeric(9, 5),
                 concat(
                     ', perhaps ' || a.pid, ' in database ' || a.datname, ', since ' || pgqueue._written(a.xact_start)
                 )
@@ -567,7 +436,7 @@ begin
                 'select pg_terminate_backend(' || a.pid || ')',
                 'select a.pid, a.xact_start from pg_stat_activity as a order by a.xact_start'
             )
-        from (select) as one
+        from pg_notification_queue_usage() as q (used)
         left join (
             select a.pid, a.datname, a.xact_start
             from pg_stat_activity as a
@@ -575,20 +444,57 @@ begin
             order by a.xact_start
             limit 1
         ) as a on true
-        where used > most;
-    -- Tables of the ring run that should have been emptied a day ago, and what keeps maintain from doing it.
-    when 'runs' then
-        -- As in _forget_runs, one day later.
-        return query
+        where q.used > most
+    $$),
+    -- Whether a sequence was set back, as by a careless restore, or has used up that share of its numbers.
+    ('sequences', null, 0.2, 'sequences are ahead of what they have handed out', $$
         select
-            today - o.day > 4,
+            s.last < t.highest or s.last > 4 * most * 9223372036854775807,
+            case when s.last < t.highest
+                then format('sequence %s is at %s, and %s is in use: %s', t.name, s.last, t.highest, t.danger)
+                else format(
+                    'sequence %s is at %s, and ends at 9223372036854775807: somebody has set it; set it back while '
+                    'no worker runs', t.name, s.last
+                )
+            end,
+            -- Well ahead, as some in use may not have been seen.
+            format('select setval(%L, %s)', 'pgqueue.' || t.name, coalesce(t.highest, 0) + 1000000)
+        from (
+            values
+                ('job_id_seq', 'enqueues will fail', greatest(
+                    (select max(j.id) from pgqueue.job as j), (select max(d.id) from pgqueue.dead_job as d),
+                    (select max(b.id) from pgqueue.batch as b)
+                )),
+                ('token_seq', 'a lost worker might end the attempt of another', (
+                    select max(j.token)
+                    from pgqueue._lanes(0) as f
+                    cross join lateral (
+                        select j.token
+                        from pgqueue.job as j
+                        where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
+                        order by j.run_at, j.id
+                        limit 10
+                    ) as j
+                    where f.first <= moment
+                ))
+        ) as t (name, danger, highest)
+        -- The snapshot is older: what is added in between has numbers above.
+        cross join lateral (select coalesce(pg_sequence_last_value(('pgqueue.' || t.name)::regclass), 0) as last) as s
+        where s.last < t.highest or s.last > most * 9223372036854775807
+    $$),
+    -- Tables of the ring run that should have been emptied a day ago, and what keeps maintain from doing it.
+    ('runs', null, null, 'old runs are deleted', $$
+        select
+            t.today - o.day > 4,
             format(
                 'table run_%s holds runs that were due for deletion on %s: %s', o.day % 16,
                 to_char(date '1970-01-01' + o.day + 1, 'YYYY-MM-DD'),
                 coalesce(h.holder, 'nobody uses it, and nobody has called maintain()')
             ),
             coalesce(h.hint, 'select from pgqueue.maintain()')
-        from generate_series(today - 16, today - 2) as o (day)
+        from (select floor(date_part('epoch', moment) / 86400)::int as today) as t
+        -- As in _forget_runs, one day later.
+        cross join lateral generate_series(t.today - 16, t.today - 2) as o (day)
         left join lateral (
             select l.holder, l.hint
             from pgqueue._lock_holders() as l
@@ -596,11 +502,11 @@ begin
             order by l.since
             limit 1
         ) as h on true
-        where pgqueue._is_over(o.day);
+        where pgqueue._is_over(o.day)
+    $$),
     -- Whether what is installed differs from itself, or from the files on the server. The plain install has
     -- neither.
-    when 'version' then
-        return query
+    ('version', null, null, 'all parts are of version ' || pgqueue.version(), $$
         select
             e.extversion <> pgqueue.version(),
             format(
@@ -611,15 +517,46 @@ begin
         from pg_extension as e
         left join pg_available_extensions as a on a.name = e.extname
         where e.extname = 'pgqueue'
-            and (e.extversion <> pgqueue.version() or a.default_version is distinct from e.extversion);
-    else
-        return;
-    end case;
-end;
-$$;
+            and (e.extversion <> pgqueue.version() or a.default_version is distinct from e.extversion)
+    $$);
 
--- What the checks find, with the thresholds of each, and that it found nothing. One that fails says so, and
--- stops no other.
+comment on view pgqueue._check is 'What health looks at.';
+comment on column pgqueue._check.name is 'As health names it.';
+comment on column pgqueue._check.patience is 'How long something may last.';
+comment on column pgqueue._check.most is 'How much of something there may be.';
+comment on column pgqueue._check.fine is 'What health says if all is well.';
+comment on column pgqueue._check.query is 'What finds what is wrong.';
+
+-- What a check finds: the query of each in a branch of its own.
+do $do$
+begin
+    execute format(
+        $$
+            create or replace function pgqueue._found(
+                name text, patience interval default null, most float8 default null,
+                seen pgqueue.queues[] default null, dead_rows bigint default 20000
+            )
+                returns table (is_critical boolean, detail text, hint text)
+                language plpgsql
+                set plan_cache_mode = force_generic_plan
+                set enable_seqscan = off
+                set enable_bitmapscan = off
+                set enable_sort = off
+                set enable_partition_pruning = on
+            as %L
+        $$,
+        (
+            select format(
+                'declare moment timestamptz := clock_timestamp(); begin case name %s end case; end',
+                string_agg(format('when %L then return query %s;', c.name, c.query), ' ')
+            )
+            from pgqueue._check as c
+        )
+    );
+end;
+$do$;
+
+-- What the checks find, or that it is nothing. One that fails says so, and stops no other.
 create or replace function pgqueue._findings()
     returns table (name text, status text, detail text, hint text)
     language plpgsql
@@ -628,32 +565,9 @@ declare
     one record;
     seen pgqueue.queues[];
 begin
-    for one in
-        select c.*
-        from (
-            values
-                ('waits', null::interval, null::float8, 'no queue keeps a job waiting beyond its wait_target'),
-                ('leases', '3 minutes', null, 'jobs whose lease expired are recovered'),
-                ('schedules', '2 minutes', null, 'schedules are fired in time'),
-                ('batches', '1 day', null, 'batches are closed, and their callbacks enqueued'),
-                ('workers', '2 minutes', null, 'somebody works each queue that has jobs'),
-                ('backlog', '2 minutes', 12, 'no queue has more jobs than are soon done'),
-                ('failures', null, 0.2, 'no queue fails much'),
-                ('dead', null, 10, 'few jobs died in the last hour'),
-                ('horizon', '15 minutes', 100000, 'nobody keeps VACUUM from removing dead rows'),
-                ('wal', null, 1073741824, 'no unused replication slot keeps much WAL'),
-                ('vacuum', '10 minutes', 10, 'VACUUM keeps up with the dead rows'),
-                ('autovacuum', null, null, 'autovacuum is on'),
-                ('bloat', null, 1073741824, 'no table or index is much too large'),
-                ('wraparound', null, null, 'old transaction ids are frozen in time'),
-                ('notifications', null, 0.1, 'the notification queue is nearly empty'),
-                ('sequences', null, 0.2, 'sequences are ahead of what they have handed out'),
-                ('runs', null, null, 'old runs are deleted'),
-                ('version', null, null, 'all parts are of version ' || pgqueue.version())
-        ) as c (name, patience, most, fine)
-    loop
+    for one in select c.* from pgqueue._check as c loop
         begin
-            if seen is null and one.name in ('workers', 'backlog', 'failures') then
+            if seen is null and strpos(one.query, 'unnest(seen)') > 0 then
                 seen := array(select q from pgqueue.queues as q);
             end if;
             return query
@@ -661,17 +575,7 @@ begin
                 one.name, case when f.is_critical then 'critical' when f.detail <> '' then 'warning' else 'ok' end,
                 coalesce(f.detail, one.fine), f.hint
             from (select) as always
-            left join (
-                select h.* from pgqueue._health_waits() as h where one.name = 'waits'
-                union all
-                select h.*
-                from pgqueue._health_queues(one.name, one.patience, one.most, seen) as h
-                where one.name in ('workers', 'backlog', 'failures')
-                union all
-                select h.* from pgqueue._health_jobs(one.name, one.patience, one.most) as h
-                union all
-                select h.* from pgqueue._health_server(one.name, one.patience, one.most) as h
-            ) as f on true;
+            left join pgqueue._found(one.name, one.patience, one.most, seen) as f on true;
         exception
             -- health says who holds the lock.
             when lock_not_available then
@@ -712,10 +616,8 @@ exception when lock_not_available then
             'health could not look, because a table was locked for a moment'
         ),
         coalesce(l.hint, 'select * from pgqueue.health()')
-    from (
-        values ('AccessExclusiveLock')
-    ) as e (mode)
-    left join pgqueue._lock_holders() as l on l.mode = e.mode and l.relation in (
+    from (select) as always
+    left join pgqueue._lock_holders() as l on l.mode = 'AccessExclusiveLock' and l.relation in (
         select c.oid from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
     )
     order by l.is_held desc, l.since

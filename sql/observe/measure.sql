@@ -103,10 +103,7 @@ begin
                     when has_full and a.group_key is not null and exists (
                         select
                         from pgqueue.ticket as t
-                        where hashtextextended(t.group_key, hashtext(t.queue))
-                            = hashtextextended(a.group_key, hashtext(a.queue))
-                            and t.priority = a.priority and t.queue = a.queue and t.group_key = a.group_key
-                            and t.is_full
+                        where pgqueue._is_ticket_of(t, a.queue, a.group_key) and t.priority = a.priority and t.is_full
                     ) then 'b'
                     else 'r'
                 end::"char" as state

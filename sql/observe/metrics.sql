@@ -6,14 +6,10 @@
 -- A label of a sample, its value escaped.
 create or replace function pgqueue._label(name text, value text)
     returns text
-    language plpgsql
+    language sql
     immutable
 as $$
-begin
-    return name || '="'
-        || replace(replace(replace(value, E'\\', E'\\\\'), '"', E'\\"'), E'\n', E'\\n')
-        || '"';
-end;
+    select name || '="' || replace(replace(replace(value, E'\\', E'\\\\'), '"', E'\\"'), E'\n', E'\\n') || '"'
 $$;
 
 create or replace function pgqueue.metrics()

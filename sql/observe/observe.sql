@@ -80,15 +80,6 @@ with counted as materialized (
     ) as s (hour, minutes, minute)
     cross join lateral pgqueue._recent_runs(s.hour) as r
     group by 1
-), seen as (
-    select w.queue, count(distinct n.name) as workers
-    from (
-        select c.queue, c.workers from counted as c
-        union all
-        select r.queue, r.workers from recent as r
-    ) as w
-    cross join lateral unnest(w.workers) as n (name)
-    group by w.queue
 ), parked as (
     select l.objid::int as fold, count(distinct l.pid) as sessions
     from pg_locks as l
@@ -108,7 +99,9 @@ select
     clock_timestamp() - c.oldest as oldest_wait,
     clock_timestamp() - c.p99 as p99_wait,
     coalesce(own.paused, shared.paused, false) as paused,
-    coalesce(w.workers, 0) as workers,
+    case when num_nonnulls(c.workers, r.workers) > 0
+        then (select count(distinct n.name) from unnest(c.workers || r.workers) as n (name)) else 0
+    end as workers,
     coalesce(p.sessions, 0) as parked,
     case
         when coalesce(c.ready, 0) = 0 then interval '0'
@@ -138,7 +131,6 @@ from (
 left join counted as c on c.queue = k.queue
 left join buried as d on d.queue = k.queue
 left join recent as r on r.queue = k.queue
-left join seen as w on w.queue = k.queue
 left join parked as p on p.fold = hashtext(k.queue) & 255
 left join pgqueue.queue as own on own.name = k.queue and own.kind = '' and own.group_key = ''
 left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and shared.group_key = '';
@@ -204,22 +196,24 @@ lease_left: Time until the lease expires; negative once it has, and the worker
 is probably dead.';
 
 create or replace view pgqueue.workers as
-with held as (
+with known as (
     select
-        j.worker, array_agg(distinct j.queue) as queues, count(*) as held, max(j.claimed_at) as claimed_at,
-        min(j.claimed_at) as longest_since
-    from pgqueue._leased() as l (id)
-    join pgqueue.job as j on j.id = l.id
-    where j.lease_expires_at > clock_timestamp()
-    group by j.worker
-), logged as (
-    select
-        r.worker, array_agg(distinct r.queue) as queues, max(r.finished_at) as finished_at,
-        max(r.finished_at - r.taken) as claimed_at,
-        sum(r.done) as done, sum(r.failed) as failed
-    from pgqueue._recent_runs(clock_timestamp() - interval '1 hour') as r
-    where r.worker is not null
-    group by r.worker
+        w.worker, array_agg(distinct w.queue order by w.queue) as queues, count(w.held_since) as held,
+        min(w.held_since) as held_since, max(w.claimed_at) as claimed_at, max(w.finished_at) as finished_at,
+        sum(w.done) as done, sum(w.failed) as failed
+    from (
+        select
+            j.worker, j.queue, j.claimed_at, j.claimed_at as held_since, null::timestamptz as finished_at,
+            0 as done, 0 as failed
+        from pgqueue._leased() as l (id)
+        join pgqueue.job as j on j.id = l.id
+        where j.lease_expires_at > clock_timestamp()
+        union all
+        select r.worker, r.queue, r.finished_at - r.taken, null, r.finished_at, r.done, r.failed
+        from pgqueue._recent_runs(clock_timestamp() - interval '1 hour') as r
+        where r.worker is not null
+    ) as w
+    group by w.worker
 ), session as (
     select
         substr(a.application_name, 9) as name, count(*) as sessions,
@@ -230,29 +224,19 @@ with held as (
     from pg_stat_activity as a
     where a.datname = current_database() and a.application_name like 'pgqueue %'
     group by a.application_name
-), known as (
-    select h.worker from held as h
-    union
-    select g.worker from logged as g
 )
 select
     coalesce(k.worker, s.name) as worker,
-    array(
-        select q.name
-        from unnest(coalesce(h.queues, '{}') || coalesce(g.queues, '{}')) as q (name)
-        group by q.name order by q.name
-    ) as queues,
-    coalesce(h.held, 0) as held,
-    clock_timestamp() - h.longest_since as longest,
-    greatest(h.claimed_at, g.claimed_at) as last_claimed_at,
-    g.finished_at as last_finished_at,
-    coalesce(g.done, 0) as finished_last_hour,
-    coalesce(g.failed, 0) as failed_last_hour,
+    coalesce(k.queues, '{}') as queues,
+    coalesce(k.held, 0) as held,
+    clock_timestamp() - k.held_since as longest,
+    k.claimed_at as last_claimed_at,
+    k.finished_at as last_finished_at,
+    coalesce(k.done, 0) as finished_last_hour,
+    coalesce(k.failed, 0) as failed_last_hour,
     coalesce(s.sessions, 0) as sessions,
     coalesce(s.is_parked, false) as parked
 from known as k
-left join held as h on h.worker = k.worker
-left join logged as g on g.worker = k.worker
 full join session as s on s.name = regexp_replace(right(k.worker, 55), '[^ -~]', '?', 'g')
 order by 1;
 

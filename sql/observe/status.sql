@@ -76,21 +76,6 @@ an open transaction has locked the job it does nothing.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
 argument).';
 
--- Whether the caller may read the table of jobs, as its owner and operators may. The functions run as their
--- owner, so the caller is the role that the session has taken on.
-create or replace function pgqueue._reads_jobs()
-    returns boolean
-    language plpgsql
-as $$
-declare
-    taken_on text := current_setting('role');
-begin
-    return has_table_privilege(
-        case taken_on when 'none' then session_user::text else taken_on end, 'pgqueue.job', 'select'
-    );
-end;
-$$;
-
 -- The failures of a job that has ended, oldest first, as run has them: in the form of job.errors.
 create or replace function pgqueue._past_errors(job_id bigint)
     returns jsonb
@@ -127,7 +112,10 @@ create or replace function pgqueue.status(job_id bigint)
     set enable_indexscan = on
 as $$
 declare
-    reads_jobs boolean := pgqueue._reads_jobs();
+    -- The function runs as its owner, so the caller is the role that the session has taken on.
+    reads_jobs boolean := has_table_privilege(
+        coalesce(nullif(current_setting('role'), 'none'), session_user), 'pgqueue.job', 'select'
+    );
     last pgqueue.run;
     refused boolean;
 begin
@@ -165,11 +153,8 @@ begin
         claimed_at := last.finished_at - last.taken;
         run_at := claimed_at - last.waited;
     end if;
-    if state = 'completed' then
-        result := last.result;
-    else
-        last_error := coalesce(last.error, last.result #>> '{}');
-    end if;
+    result := case when state = 'completed' then last.result end;
+    last_error := case when state <> 'completed' then coalesce(last.error, last.result #>> '{}') end;
     if reads_jobs then
         payload := last.payload;
         errors := pgqueue._past_errors(job_id);

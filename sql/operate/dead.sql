@@ -111,7 +111,7 @@ create or replace function pgqueue.redrive(
     set enable_seqscan = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
+    refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs));
 begin
     return query
     select d.id
@@ -151,7 +151,7 @@ begin
         then pgqueue._check_payload(
             payload, (pgqueue._in_force(dead.queue, dead.kind, dead.group_key)).max_payload_bytes
         )
-        else pgqueue._not_found('dead job', dead_id, 'It may have been redriven or discarded.')
+        else pgqueue._not_found('dead job', dead_id)
     end);
     if payload is not null then
         update pgqueue.dead_job as d set payload = redrive_job.payload where d.id = dead.id;
@@ -184,7 +184,7 @@ create or replace function pgqueue.discard_many(
     set enable_seqscan = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
+    refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs));
 begin
     return query
     select d.id
@@ -215,7 +215,7 @@ declare
 begin
     delete from pgqueue.dead_job as d where d.id = discard.dead_id;
     if not found then
-        refused := pgqueue._refuse(pgqueue._not_found('dead job', dead_id, 'It may have been redriven or discarded.'));
+        refused := pgqueue._refuse(pgqueue._not_found('dead job', dead_id));
     end if;
     perform pgqueue._note_gone(array[dead_id]);
 end;

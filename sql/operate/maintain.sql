@@ -11,7 +11,7 @@ create or replace function pgqueue.reap(max_jobs int default 1000)
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_isolation(), pgqueue._check_max_jobs(max_jobs)
+        pgqueue._check_isolation(), pgqueue._check_ranges(max_jobs => max_jobs)
     ));
     moment timestamptz := clock_timestamp();
     picks tid[];

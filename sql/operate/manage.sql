@@ -94,7 +94,7 @@ create or replace function pgqueue.cancel_many(
     set enable_sort = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
+    refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs));
     -- What is just being claimed or ended is left alone.
     job_ids bigint[] := array(
         select j.id
@@ -180,7 +180,7 @@ as $$
 declare
     refused boolean := pgqueue._refuse(case when priority is null
         then array['priority must not be null', 'It is null.', 'The default is 0.']
-        else pgqueue._check_priority(priority)
+        else pgqueue._check_ranges(priority)
     end);
     moved record;
 begin

@@ -134,8 +134,8 @@ declare
         'keep_payloads', configure.keep_payloads, 'wait_target', configure.wait_target
     ));
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_scope(configure.queue, configure.kind, configure.group_key),
-        pgqueue._check_lease(configure.lease),
+        pgqueue._check_scope(configure.queue, configure.kind, configure.group_key, true),
+        pgqueue._check_ranges(lease => configure.lease),
         pgqueue._check_settings(given, configure.kind, configure.group_key)
     ));
 begin
@@ -247,7 +247,7 @@ create or replace function pgqueue.pause(
     set jit = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_pause(queue, kind, group_key));
+    refused boolean := pgqueue._refuse(pgqueue._check_scope(queue, kind, group_key, false));
 begin
     perform pgqueue._set_paused(queue, kind, group_key, true);
 end;
@@ -269,7 +269,7 @@ create or replace function pgqueue.resume(
     set jit = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_pause(queue, kind, group_key));
+    refused boolean := pgqueue._refuse(pgqueue._check_scope(queue, kind, group_key, false));
 begin
     perform pgqueue._set_paused(queue, kind, group_key, false);
     perform pgqueue._unblock_groups(queue, group_key);

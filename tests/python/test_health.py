@@ -24,7 +24,7 @@ def found(db: psycopg.Connection, check: str) -> list[Row]:
     if "'" not in check:
         query = f"select status, detail, hint from pgqueue.health() as h where h.check = '{check}' and status <> 'ok'"
     else:
-        query = f"select 'found', detail, hint from pgqueue._health_server({check})"
+        query = f"select 'found', detail, hint from pgqueue._found({check})"
     return db.execute(query).fetchall()
 
 
@@ -104,8 +104,8 @@ def test_who_writes_in_another_database_is_named_because_snapshots_here_see_it(
 
 def test_a_query_is_shown_to_those_who_might_see_it_anyway(db, connect, role):
     db.execute(f"select pgqueue.grant_access('{role}', 'reader')")
-    db.execute("alter function pgqueue._health_server security definer")
-    db.execute(f"grant execute on function pgqueue._health_server to {role}")
+    db.execute("alter function pgqueue._found security definer")
+    db.execute(f"grant execute on function pgqueue._found to {role}")
     holder = connect(autocommit=False)
     holder.execute("select 'secret' from pgqueue.job for update")
     holder.execute("select pg_current_xact_id(), 'secret'")

@@ -219,7 +219,7 @@ select results_eq(
     'which every function that ends jobs calls'
 );
 select is_empty(
-    $$ select r.name from routine as r where r.prosrc ~ 'paused -> ''''' and r.name not in ('_is_wanted', '_health_waits') $$,
+    $$ select r.name from routine as r where r.prosrc ~ 'paused -> ''''' and r.name not in ('_is_wanted', '_found') $$,
     'which kinds and groups are paused is asked in one place, _is_wanted'
 );
 select is_empty(
