@@ -96,38 +96,3 @@ begin
     return done;
 end;
 $$;
-
--- Deletes what is known of ends more than 14 days ago: at most 100,000 rows of gone, and 10,000 batches.
--- Returns how many batches.
-create or replace function pgqueue._forget_ends()
-    returns bigint
-    language plpgsql
-    set enable_seqscan = off
-    set enable_sort = off
-as $$
-declare
-    old timestamptz := clock_timestamp() - interval '14 days';
-    forgotten bigint;
-begin
-    delete from pgqueue.gone as g
-    where g.ctid = any (array(
-        select f.ctid
-        from pgqueue.gone as f
-        where f.ended_at < old
-        order by f.ended_at
-        limit 100000
-        for update skip locked
-    ));
-    delete from pgqueue.batch as b
-    where b.ctid = any (array(
-        select f.ctid
-        from pgqueue.batch as f
-        where f.finished_at < old
-        order by f.finished_at
-        limit 10000
-        for update skip locked
-    ));
-    get diagnostics forgotten = row_count;
-    return forgotten;
-end;
-$$;
