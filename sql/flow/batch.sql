@@ -316,27 +316,23 @@ begin
         completed = counts.completed, dead = counts.dead, cancelled = counts.cancelled
     where b.id = batch.id;
     delete from pgqueue.tally as t where t.batch_id = batch.id;
+    return true;
 end;
 $$;
 
--- Makes redriven jobs part of their batches again, if these have not finished: they no longer count as
--- dead.
-create or replace function pgqueue._rejoin_batches(job_ids bigint[])
+-- For each redriven job, its batch, if it has one: it is part of that again, if that has not finished, and no
+-- longer counts as dead.
+create or replace function pgqueue._rejoin_batches(batch_ids bigint[])
     returns void
     language plpgsql
-    set enable_nestloop = on
 as $$
 begin
     -- Now none of them finishes.
-    perform from pgqueue.batch as b
-    where b.id = any (array(select (j.terms).batch_id from pgqueue.job as j where j.id = any (job_ids)))
-    order by b.id
-    for key share;
+    perform from pgqueue.batch as b where b.id = any (batch_ids) order by b.id for key share;
     insert into pgqueue.tally (batch_id, dead)
-    select b.id, -count(*)
-    from pgqueue.job as j
-    join pgqueue.batch as b on b.id = (j.terms).batch_id
-    where j.id = any (job_ids) and b.finished_at is null
-    group by b.id;
+    select u.id, -count(*)
+    from unnest(batch_ids) as u (id)
+    where (select b.finished_at is null from pgqueue.batch as b where b.id = u.id)
+    group by u.id;
 end;
 $$;
