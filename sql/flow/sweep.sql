@@ -35,7 +35,7 @@ begin
     perform pgqueue._look_at_batches(array(
         select u.id from unnest(ids) as u (id)
         where (select b.closed_at is not null from pgqueue.batch as b where b.id = u.id)
-    ), false);
+    ));
     return pgqueue._cut_ties(ids, most);
 end;
 $$;
@@ -74,7 +74,7 @@ begin
         )
         select
             array_agg(distinct d.id) filter (where d.what = 'ended') as ended,
-            array_agg(distinct d.id) filter (where d.what in ('waiter', 'new')) as waiters,
+            array_agg(distinct d.id) filter (where d.what = 'new') as recent,
             array_agg(distinct d.id) filter (where d.what = 'batch') as batches,
             count(*) as ends
         into picked
@@ -83,11 +83,18 @@ begin
         if picked.ended is not null then
             done := done + pgqueue._cut_ties(picked.ended, most);
         end if;
-        if picked.waiters is not null then
-            done := done + pgqueue._look_at_waiters(picked.waiters, most);
+        if picked.recent is not null then
+            -- Whoever is perhaps just ending one may not see who waits for it.
+            perform pgqueue._leave_loose_ends(array_agg(u.id), 'new', interval '200 milliseconds')
+            from unnest(picked.recent) as u (id)
+            where case when (
+                select j.xmax not in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = u.id
+            ) then not pgqueue._is_left_alone(u.id) end
+            having count(*) > 0;
+            done := done + pgqueue._cut_ties(picked.recent, most);
         end if;
         if picked.batches is not null then
-            perform pgqueue._look_at_batches(picked.batches, false);
+            perform pgqueue._look_at_batches(picked.batches);
         end if;
     end if;
     if done < most then
