@@ -62,10 +62,10 @@ exception when sqlstate 'PQ000' then
 end;
 $$;
 
--- Whether waiting jobs have one left to wait for that nobody is just writing or deleting; if not, whether
--- they have one that somebody is.
+-- Whether waiting jobs have one left to wait for that nobody is just writing or deleting; null if only one that
+-- somebody is.
 create or replace function pgqueue._held_up(waiter_ids bigint[])
-    returns table (waiter_id bigint, is_held_up boolean, touched bigint)
+    returns table (waiter_id bigint, is_held_up boolean)
     language plpgsql
     set enable_sort = off
 as $$
@@ -74,27 +74,32 @@ declare
     start int := ((random() - 0.5) * 4294967294)::int;
 begin
     return query
-    select w.id, coalesce((
-        select true
-        from (values (start, 2147483647), (-2147483648, start - 1)) as half (low, high)
-        cross join lateral (
+    select w.id, case
+        when (
             select true
-            from pgqueue.dependency as d
-            join pgqueue.job as j on j.id = d.job_id
-            where d.waiter_id = w.id and hashint8(d.job_id) between half.low and half.high
-                and j.xmax in ('0'::xid, j.xmin)
+            from (values (start, 2147483647), (-2147483648, start - 1)) as half (low, high)
+            cross join lateral (
+                select true
+                from pgqueue.dependency as d
+                join pgqueue.job as j on j.id = d.job_id
+                where d.waiter_id = w.id and hashint8(d.job_id) between half.low and half.high
+                    and j.xmax in ('0'::xid, j.xmin)
+                limit 1
+            ) as held
             limit 1
-        ) as held
-        limit 1
-    ), false), (
+        ) then true
+        when l.id is null then false
+        when pgqueue._is_left_alone(l.id) then true
+    end
+    -- "exists" would hash all of them.
+    from unnest(waiter_ids) as w (id)
+    left join lateral (
         select j.id
         from pgqueue.dependency as d
         join pgqueue.job as j on j.id = d.job_id
         where d.waiter_id = w.id
         limit 1
-    )
-    -- "exists" would hash all of them.
-    from unnest(waiter_ids) as w (id);
+    ) as l on true;
 end;
 $$;
 
@@ -274,17 +279,11 @@ begin
     cancelled := pgqueue._doom(hand, cardinality(hand) = cardinality(found), ended, outcomes);
     hand := array(select h from unnest(hand) as h where h.is_first or h.job_id = any (cancelled));
 
-    select array_agg(h.waiter_id) filter (where h.is_held_up), array_agg(h.waiter_id) filter (where h.is_alone)
+    select array_agg(w.waiter_id) filter (where w.is_held_up), array_agg(w.waiter_id) filter (where not w.is_held_up)
     into held, alone
-    from (
-        select
-            w.waiter_id, w.touched is null as is_alone,
-            case when w.is_held_up or w.touched is null then w.is_held_up else pgqueue._is_left_alone(w.touched) end
-                as is_held_up
-        from pgqueue._held_up(array(
-            select distinct h.waiter_id from unnest(hand) as h where h.waiter_id <> all (doomed)
-        )) as w
-    ) as h;
+    from pgqueue._held_up(array(
+        select distinct h.waiter_id from unnest(hand) as h where h.waiter_id <> all (doomed)
+    )) as w;
     if alone is not null then
         alone := array(
             select j.id

@@ -41,10 +41,14 @@ begin
         execute format('grant usage on schema pgqueue to %I', role);
     end if;
     for change in select g.is_function, g.object from pgqueue._grants(kind) as g loop
-        execute format(
-            case when is_granted then 'grant %s pgqueue.%I to %I' else 'revoke %s pgqueue.%I from %I' end,
-            case when change.is_function then 'execute on function' else 'select on' end, change.object, role
-        );
+        execute case
+            when is_granted and change.is_function
+                then format('grant execute on function pgqueue.%I to %I', change.object, role)
+            when is_granted then format('grant select on pgqueue.%I to %I', change.object, role)
+            when change.is_function
+                then format('revoke execute on function pgqueue.%I from %I', change.object, role)
+            else format('revoke select on pgqueue.%I from %I', change.object, role)
+        end;
     end loop;
     -- A role that may no longer do anything does not see the schema either.
     if not is_granted and not exists (
