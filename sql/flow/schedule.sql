@@ -249,20 +249,16 @@ begin
         given.due_at := case when given.is_paused then 'infinity'
             else given.next_slot + pgqueue._share_of_jitter(given.name, given.jitter)
         end;
-        if old.name is null then
-            insert into pgqueue.schedule values (given.*) on conflict do nothing;
-            -- Otherwise somebody has just created it.
-            exit when found;
-        else
-            update pgqueue.schedule as s
-            set due_at = given.due_at, next_slot = given.next_slot, problem = given.problem,
-                every = given.every, jitter = given.jitter, priority = given.priority,
-                max_attempts = given.max_attempts, queue = given.queue, kind = given.kind,
-                group_key = given.group_key, cron = given.cron, timezone = given.timezone,
-                catch_up = given.catch_up, payload = given.payload, headers = given.headers
-            where s.name = given.name and given is distinct from old;
-            exit;
-        end if;
+        insert into pgqueue.schedule as s values (given.*)
+        on conflict on constraint schedule_pkey do update
+        set due_at = given.due_at, next_slot = given.next_slot, problem = given.problem,
+            every = given.every, jitter = given.jitter, priority = given.priority,
+            max_attempts = given.max_attempts, queue = given.queue, kind = given.kind,
+            group_key = given.group_key, cron = given.cron, timezone = given.timezone,
+            catch_up = given.catch_up, payload = given.payload, headers = given.headers
+        where old.name is not null and given is distinct from old;
+        -- Otherwise somebody has just created it.
+        exit when found or old.name is not null;
     end loop;
     perform setval('pgqueue._cell_due', pgqueue._since_2020(moment));
     perform pgqueue._wake(queue);
