@@ -52,6 +52,9 @@ create or replace function pgqueue._end_death(
 )
     returns bigint[]
     language plpgsql
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
 as $$
 declare
     ids bigint[];
@@ -100,9 +103,6 @@ create or replace function pgqueue.redrive(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
-    set jit = off
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));
@@ -172,9 +172,6 @@ create or replace function pgqueue.discard_many(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
-    set jit = off
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_max_jobs(max_jobs));

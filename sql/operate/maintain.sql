@@ -37,9 +37,9 @@ Claims do this for what they come across in their own queue; any number of
 reaps may run at once.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
--- Empties a table of the ring run, unless it is in use, or holds runs that ended later than its last day; returns
--- whether it did. Nobody can read run until the transaction ends, so nobody may queue up behind us behind a long
--- SELECT. With statements for each table, because a name put together at run time is dynamic SQL.
+-- Empties a table of the ring run, unless it is in use, or holds runs that ended after its day; returns whether it
+-- did. Nobody can read run until the transaction ends; and without nowait all would queue up behind us, and we
+-- behind a long SELECT. With statements for each table, because a name put together at run time is dynamic SQL.
 do $do$
 begin
     execute format(
