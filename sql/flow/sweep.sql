@@ -73,25 +73,22 @@ begin
             returning l.id, l.what
         )
         select
-            array_agg(distinct d.id) filter (where d.what = 'ended') as ended,
+            array_agg(distinct d.id) filter (where d.what <> 'batch') as jobs,
             array_agg(distinct d.id) filter (where d.what = 'new') as recent,
             array_agg(distinct d.id) filter (where d.what = 'batch') as batches,
             count(*) as ends
         into picked
         from dropped as d;
         done := picked.ends;
-        if picked.ended is not null then
-            done := done + pgqueue._cut_ties(picked.ended, most);
-        end if;
-        if picked.recent is not null then
-            -- Whoever is perhaps just ending one may not see who waits for it.
-            perform pgqueue._leave_loose_ends(array_agg(u.id), 'new', interval '200 milliseconds')
-            from unnest(picked.recent) as u (id)
-            where case when (
-                select j.xmax not in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = u.id
-            ) then not pgqueue._is_left_alone(u.id) end
-            having count(*) > 0;
-            done := done + pgqueue._cut_ties(picked.recent, most);
+        -- Whoever is perhaps just ending one may not see who waits for it.
+        perform pgqueue._leave_loose_ends(array_agg(u.id), 'new', interval '200 milliseconds')
+        from unnest(picked.recent) as u (id)
+        where case when (
+            select j.xmax not in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = u.id
+        ) then not pgqueue._is_left_alone(u.id) end
+        having count(*) > 0;
+        if picked.jobs is not null then
+            done := done + pgqueue._cut_ties(picked.jobs, most);
         end if;
         if picked.batches is not null then
             perform pgqueue._look_at_batches(picked.batches);
