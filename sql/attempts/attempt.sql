@@ -217,25 +217,22 @@ create or replace function pgqueue._after_end(ended pgqueue._ended[], is_in_chai
 as $$
 declare
     has record;
-    back record;
-    gone_ids bigint[];
 begin
     select
         bool_or(e.permits is not null) as permits, bool_or(e.back_at is not null) as back,
-        bool_or(e.outcome = 'cancelled') as cancelled, bool_or(e.back_at is null and e.batch_id is not null) as batches
+        bool_or(e.back_at is null) as gone, bool_or(e.outcome = 'cancelled') as cancelled,
+        bool_or(e.back_at is null and e.batch_id is not null) as batches
     into has
     from unnest(ended) as e;
     if has.permits then
         perform pgqueue._return_permits(ended);
     end if;
     if has.back then
-        select
-            array_agg(e.queue) as queues, array_agg(e.priority) as priorities, array_agg(e.group_key) as keys,
-            array_agg(e.back_at) as run_ats
-        into back
+        perform pgqueue._reopened(
+            array_agg(e.queue), array_agg(e.priority), array_agg(e.group_key), array_agg(e.back_at)
+        )
         from unnest(ended) as e
         where e.back_at is not null;
-        perform pgqueue._reopened(back.queues, back.priorities, back.keys, back.run_ats);
     end if;
     if has.cancelled then
         perform pgqueue._note_gone(array(select e.id from unnest(ended) as e where e.outcome = 'cancelled'));
@@ -244,13 +241,10 @@ begin
     if has.batches then
         perform pgqueue._count_ends(ended);
     end if;
-    if not is_in_chain and pg_relation_size('pgqueue.dependency') > 0 then
-        gone_ids := array(select e.id from unnest(ended) as e where e.back_at is null);
-        if gone_ids <> '{}' then
-            perform pgqueue._cut_ties(gone_ids);
-        end if;
+    if has.gone and not is_in_chain and pg_relation_size('pgqueue.dependency') > 0 then
+        perform pgqueue._cut_ties(array(select e.id from unnest(ended) as e where e.back_at is null));
     end if;
-    if has.batches then
+    if has.batches and not pgqueue._is_lost() then
         perform pgqueue._look_at_batches(array(
             select e.batch_id from unnest(ended) as e where e.back_at is null and e.batch_id is not null
         ));

@@ -18,7 +18,6 @@
 -- another, if there is one, is in touched.
 create or replace function pgqueue._last_job(batch_id bigint, below bigint, out id bigint, out touched bigint)
     language plpgsql
-    set plan_cache_mode = force_generic_plan
     set enable_sort = off
     set enable_bitmapscan = off
 as $$
@@ -59,7 +58,6 @@ $$;
 create or replace function pgqueue._is_batch_over(batch_id bigint)
     returns boolean
     language plpgsql
-    set plan_cache_mode = force_generic_plan
 as $$
 declare
     cell regclass := ('pgqueue._cell_batch_' || batch_id % 5)::regclass;
@@ -90,12 +88,11 @@ begin
 end;
 $$;
 
--- Looks at batches, and finishes those that are closed and over. At the end of a job it is only a hint.
-create or replace function pgqueue._look_at_batches(batch_ids bigint[], is_hint boolean default true)
+-- Looks at batches, and finishes those that are closed and over.
+create or replace function pgqueue._look_at_batches(batch_ids bigint[])
     returns void
     language plpgsql
     set jit = off
-    set enable_indexscan = on
 as $$
 declare
     looked_at bigint[] := array(
@@ -109,20 +106,16 @@ begin
         perform pgqueue._leave_loose_ends(looked_at, 'batch');
         return;
     end if;
-    if is_hint and pgqueue._is_lost() then
-        return;
-    end if;
     foreach batch_id in array looked_at loop
         continue when (
             select b.closed_at is null or b.finished_at is not null from pgqueue.batch as b where b.id = batch_id
         ) is not false;
         is_over := pgqueue._is_batch_over(batch_id);
         if is_over then
-            perform pgqueue._finish_batch(batch_id);
-        elsif is_over is null then
-            perform pgqueue._leave_loose_ends(
-                array[batch_id], 'batch', clock_timestamp() + interval '200 milliseconds'
-            );
+            is_over := pgqueue._finish_batch(batch_id);
+        end if;
+        if is_over is null then
+            perform pgqueue._leave_loose_ends(array[batch_id], 'batch', interval '200 milliseconds');
         end if;
     end loop;
 end;
@@ -142,21 +135,6 @@ begin
     where e.outcome in ('dead', 'cancelled') and e.batch_id is not null
         and (select true from pgqueue.batch as b where b.id = e.batch_id and b.finished_at is null)
     group by e.batch_id;
-end;
-$$;
-
--- The payload of a batch's callback.
-create or replace function pgqueue._with_counts(
-    payload jsonb, batch_id bigint, completed bigint, dead bigint, cancelled bigint
-)
-    returns jsonb
-    language plpgsql
-    immutable
-as $$
-begin
-    return coalesce(payload, '{}') || jsonb_build_object('batch', jsonb_build_object(
-        'id', batch_id, 'completed', completed, 'dead', dead, 'cancelled', cancelled
-    ));
 end;
 $$;
 
@@ -185,9 +163,10 @@ declare
         ] end,
         -- With the longest possible counts.
         pgqueue._check_payload(
-            pgqueue._with_counts(
-                payload, 9223372036854775807, 9223372036854775807, 9223372036854775807, 9223372036854775807
-            ),
+            coalesce(payload, '{}') || '{"batch": {
+                "id": 9223372036854775807, "completed": 9223372036854775807, "dead": 9223372036854775807,
+                "cancelled": 9223372036854775807
+            }}',
             (pgqueue._in_force(queue, coalesce(kind, queue), group_key)).max_payload_bytes
         )
     ));
@@ -222,6 +201,7 @@ create or replace function pgqueue.close_batch(batch_id bigint)
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
+    set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_indexscan = on
 as $$
@@ -252,9 +232,9 @@ jobs add: once they have ended, at once if there are none, its callback is
 enqueued. Closing it again changes nothing.
 Raises PQ001 (no such batch).';
 
--- Enqueues the callback of a batch that is closed and has no jobs left, once.
+-- Enqueues the callback of a closed batch, once, and returns whether it has no jobs left; null: it may have.
 create or replace function pgqueue._finish_batch(batch_id bigint)
-    returns void
+    returns boolean
     language plpgsql
 as $$
 declare
@@ -270,23 +250,18 @@ begin
     select b.* into batch from pgqueue.batch as b where b.id = _finish_batch.batch_id for update skip locked;
     -- Otherwise a job is just being added. Now none can be.
     is_over := case when batch.id is not null then pgqueue._is_batch_over(batch_id) end;
-    if is_over is null then
-        perform pgqueue._leave_loose_ends(
-            array[batch_id], 'batch', clock_timestamp() + interval '200 milliseconds'
-        );
-    end if;
     if is_over is not true or batch.finished_at is not null then
-        return;
+        return is_over;
     end if;
     select
-        coalesce(sum(t.jobs), 0) - coalesce(sum(t.dead + t.cancelled), 0) as completed,
+        coalesce(sum(t.jobs - t.dead - t.cancelled), 0) as completed,
         coalesce(sum(t.dead), 0) as dead, coalesce(sum(t.cancelled), 0) as cancelled
     into counts
     from pgqueue.tally as t
     where t.batch_id = batch.id;
-    payload := pgqueue._with_counts(
-        batch.payload, batch.id, counts.completed, counts.dead, counts.cancelled
-    );
+    payload := batch.payload || jsonb_build_object('batch', jsonb_build_object(
+        'id', batch.id, 'completed', counts.completed, 'dead', counts.dead, 'cancelled', counts.cancelled
+    ));
     -- The end of a job must not fail because of it.
     begin
         callback := pgqueue.enqueue(
@@ -316,27 +291,23 @@ begin
         completed = counts.completed, dead = counts.dead, cancelled = counts.cancelled
     where b.id = batch.id;
     delete from pgqueue.tally as t where t.batch_id = batch.id;
+    return true;
 end;
 $$;
 
--- Makes redriven jobs part of their batches again, if these have not finished: they no longer count as
--- dead.
-create or replace function pgqueue._rejoin_batches(job_ids bigint[])
+-- For each redriven job, its batch, if it has one: it is part of that again, if that has not finished, and no
+-- longer counts as dead.
+create or replace function pgqueue._rejoin_batches(batch_ids bigint[])
     returns void
     language plpgsql
-    set enable_nestloop = on
 as $$
 begin
     -- Now none of them finishes.
-    perform from pgqueue.batch as b
-    where b.id = any (array(select (j.terms).batch_id from pgqueue.job as j where j.id = any (job_ids)))
-    order by b.id
-    for key share;
+    perform from pgqueue.batch as b where b.id = any (batch_ids) order by b.id for key share;
     insert into pgqueue.tally (batch_id, dead)
-    select b.id, -count(*)
-    from pgqueue.job as j
-    join pgqueue.batch as b on b.id = (j.terms).batch_id
-    where j.id = any (job_ids) and b.finished_at is null
-    group by b.id;
+    select u.id, -count(*)
+    from unnest(batch_ids) as u (id)
+    where (select b.finished_at is null from pgqueue.batch as b where b.id = u.id)
+    group by u.id;
 end;
 $$;

@@ -59,16 +59,13 @@ create or replace function pgqueue._cron_fields(cron text)
 as $$
 begin
     return string_to_array(
-        case lower(btrim(cron, E' \t') collate "C")
-            when '@yearly' then '0 0 1 1 *'
-            when '@annually' then '0 0 1 1 *'
-            when '@monthly' then '0 0 1 * *'
-            when '@weekly' then '0 0 * * 0'
-            when '@daily' then '0 0 * * *'
-            when '@midnight' then '0 0 * * *'
-            when '@hourly' then '0 * * * *'
-            else regexp_replace(btrim(cron, E' \t'), '[ \t]+', ' ', 'g')
-        end,
+        coalesce(
+            '{
+                "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *", "@monthly": "0 0 1 * *", "@weekly": "0 0 * * 0",
+                "@daily": "0 0 * * *", "@midnight": "0 0 * * *", "@hourly": "0 * * * *"
+            }'::jsonb ->> lower(btrim(cron, E' \t') collate "C"),
+            regexp_replace(btrim(cron, E' \t'), '[ \t]+', ' ', 'g')
+        ),
         ' '
     );
 end;
@@ -136,10 +133,7 @@ begin
         ) as f (name, field, range, listed)
         where f.listed is null
         limit 1
-    ), case when not listed.is_either and listed.days[1] > (
-        select max(case when m.month = 2 then 29 when m.month in (4, 6, 9, 11) then 30 else 31 end)
-        from unnest(listed.months) as m (month)
-    ) then array[
+    ), case when pgqueue._local_slot_after(listed, '2000-01-01') is null then array[
         'cron names a day that never comes',
         format('"%s" asks for day %s of a month that has fewer.', cron, listed.days[1]),
         'The longest February has 29 days; April, June, September and November have 30.'

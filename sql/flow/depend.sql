@@ -22,23 +22,23 @@
 --
 -- A claim locks a job first, and leaves the new version with an xmax that equals its xmin.
 
--- Makes others look soon, once this has committed, at the ties of jobs that have ended (ended), or of
--- jobs that wait (waiter; new, less urgent), or at batches (batch). A hint: the sweep gets there as well.
-create or replace function pgqueue._leave_loose_ends(
-    ids bigint[], what text, look_at timestamptz default clock_timestamp()
-)
+-- Makes others look soon, once this has committed, at the ties of jobs that have ended (ended), or may have
+-- ended while another was enqueued after them (new, less urgent), or at batches (batch). A hint: the sweep gets
+-- there as well.
+create or replace function pgqueue._leave_loose_ends(ids bigint[], what text, delay interval default '0')
     returns void
     language plpgsql
 as $$
+declare
+    moment timestamptz := clock_timestamp() + delay;
 begin
     if pgqueue._is_lost() then
         return;
     end if;
     insert into pgqueue.loose_end (look_at, id, what)
-    select _leave_loose_ends.look_at, i.id, _leave_loose_ends.what
-    from unnest(ids) as i (id);
+    select moment, i.id, _leave_loose_ends.what from unnest(ids) as i (id);
     perform setval('pgqueue._cell_due', least(
-        pg_sequence_last_value('pgqueue._cell_due'), pgqueue._since_2020(look_at)
+        pg_sequence_last_value('pgqueue._cell_due'), pgqueue._since_2020(moment)
     ));
 end;
 $$;
@@ -62,10 +62,10 @@ exception when sqlstate 'PQ000' then
 end;
 $$;
 
--- Whether waiting jobs have one left to wait for that nobody is just writing or deleting; if not, whether
--- they have one that somebody is.
+-- Whether waiting jobs have one left to wait for that nobody is just writing or deleting; null if only one that
+-- somebody is.
 create or replace function pgqueue._held_up(waiter_ids bigint[])
-    returns table (waiter_id bigint, is_held_up boolean, touched bigint)
+    returns table (waiter_id bigint, is_held_up boolean)
     language plpgsql
     set enable_sort = off
 as $$
@@ -74,27 +74,32 @@ declare
     start int := ((random() - 0.5) * 4294967294)::int;
 begin
     return query
-    select w.id, coalesce((
-        select true
-        from (values (start, 2147483647), (-2147483648, start - 1)) as half (low, high)
-        cross join lateral (
+    select w.id, case
+        when (
             select true
-            from pgqueue.dependency as d
-            join pgqueue.job as j on j.id = d.job_id
-            where d.waiter_id = w.id and hashint8(d.job_id) between half.low and half.high
-                and j.xmax in ('0'::xid, j.xmin)
+            from (values (start, 2147483647), (-2147483648, start - 1)) as half (low, high)
+            cross join lateral (
+                select true
+                from pgqueue.dependency as d
+                join pgqueue.job as j on j.id = d.job_id
+                where d.waiter_id = w.id and hashint8(d.job_id) between half.low and half.high
+                    and j.xmax in ('0'::xid, j.xmin)
+                limit 1
+            ) as held
             limit 1
-        ) as held
-        limit 1
-    ), false), (
+        ) then true
+        when l.id is null then false
+        when pgqueue._is_left_alone(l.id) then true
+    end
+    -- "exists" would hash all of them.
+    from unnest(waiter_ids) as w (id)
+    left join lateral (
         select j.id
         from pgqueue.dependency as d
         join pgqueue.job as j on j.id = d.job_id
         where d.waiter_id = w.id
         limit 1
-    )
-    -- "exists" would hash all of them.
-    from unnest(waiter_ids) as w (id);
+    ) as l on true;
 end;
 $$;
 
@@ -110,11 +115,11 @@ begin
     with back as (
         update pgqueue.job as j
         set run_at = coalesce(
-                (j.terms).run_at, moment - (cardinality(job_ids) - w.place) * interval '1 microsecond'
+                (j.terms).run_at,
+                moment - (cardinality(job_ids) - array_position(job_ids, j.id)) * interval '1 microsecond'
             ),
             terms = row((j.terms).expires_at, null, (j.terms).batch_id)
-        from unnest(job_ids) with ordinality as w (id, place)
-        where j.id = w.id
+        where j.id = any (job_ids)
         returning j.queue, j.priority, j.group_key, j.run_at
     )
     select
@@ -204,13 +209,8 @@ $$;
 create or replace function pgqueue._cut_ties(job_ids bigint[], most int default null, is_choosy boolean default false)
     returns int
     language plpgsql
-    set plan_cache_mode = force_generic_plan
     set jit = off
-    set enable_seqscan = off
-    set enable_indexscan = on
     set enable_bitmapscan = off
-    set enable_tidscan = on
-    set enable_nestloop = on
     set enable_hashjoin = off
     set enable_mergejoin = off
 as $$
@@ -279,17 +279,11 @@ begin
     cancelled := pgqueue._doom(hand, cardinality(hand) = cardinality(found), ended, outcomes);
     hand := array(select h from unnest(hand) as h where h.is_first or h.job_id = any (cancelled));
 
-    select array_agg(h.waiter_id) filter (where h.is_held_up), array_agg(h.waiter_id) filter (where h.is_alone)
+    select array_agg(w.waiter_id) filter (where w.is_held_up), array_agg(w.waiter_id) filter (where not w.is_held_up)
     into held, alone
-    from (
-        select
-            w.waiter_id, w.touched is null as is_alone,
-            case when w.is_held_up or w.touched is null then w.is_held_up else pgqueue._is_left_alone(w.touched) end
-                as is_held_up
-        from pgqueue._held_up(array(
-            select distinct h.waiter_id from unnest(hand) as h where h.waiter_id <> all (doomed)
-        )) as w
-    ) as h;
+    from pgqueue._held_up(array(
+        select distinct h.waiter_id from unnest(hand) as h where h.waiter_id <> all (doomed)
+    )) as w;
     if alone is not null then
         alone := array(
             select j.id
@@ -337,7 +331,7 @@ begin
     if cardinality(found) = most and cut < most / 2 and not is_choosy then
         return cut + pgqueue._cut_ties(ended, most, true);
     end if;
-    perform pgqueue._leave_loose_ends(array_agg(r.id), 'ended', clock_timestamp() + case
+    perform pgqueue._leave_loose_ends(array_agg(r.id), 'ended', case
         when cut > 0 and cardinality(found) = most or others is not null then interval '0'
         else interval '200 milliseconds'
     end)
@@ -356,10 +350,6 @@ create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_d
     set jit = off
     set enable_seqscan = off
     set enable_indexscan = on
-    set enable_bitmapscan = off
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     is_current boolean := current_setting('transaction_isolation') = 'read committed';
@@ -385,65 +375,20 @@ begin
         perform pgqueue._free(array[job_id]);
     else
         -- One that is not visible may be of any queue.
-        perform pgqueue._mark(
-            bit_or(coalesce(1::bigint << (hashtext(j.queue) & 63), -1)), 'pgqueue.awaited_seq'
-        )
-        from unnest(living) as l (id)
-        left join pgqueue.job as j on j.id = l.id;
+        perform pgqueue._mark(bit_or(coalesce((
+            select 1::bigint << (hashtext(j.queue) & 63) from pgqueue.job as j where j.id = l.id
+        ), -1)), 'pgqueue.awaited_seq')
+        from unnest(living) as l (id);
         insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
         select l.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
         from unnest(living) as l (id);
         -- If one of them ends meanwhile, its end does not see this. Nobody can end those of this transaction.
-        perform pgqueue._leave_loose_ends(array[job_id], 'new', clock_timestamp() + interval '1 second')
-        where exists (
-            select from unnest(living) as l (id)
-            where (
-                select j.xmin = pg_current_xact_id()::xid from pgqueue.job as j where j.id = l.id
-            ) is not true
-        );
-    end if;
-end;
-$$;
-
--- Looks for jobs that have ended unseen while these wait for them, and cuts at most this many ties to
--- them. Leaves a loose end if one may just be ending.
-create or replace function pgqueue._look_at_waiters(waiter_ids bigint[], most int)
-    returns int
-    language plpgsql
-as $$
-declare
-    looked record;
-begin
-    -- A job may wait for 10,000.
-    select
-        max(t.place) as last_place, count(*) > 10000 as is_cut_off,
-        array_agg(distinct t.job_id) filter (where t.state is null) as missed,
-        array_agg(distinct t.job_id) filter (where t.state = 'touched') as touched
-    into looked
-    from (
-        select w.place, d.job_id, (
-            select case when j.xmax in ('0'::xid, j.xmin) then 'held' else 'touched' end
-            from pgqueue.job as j
-            where j.id = d.job_id
-        ) as state
-        from unnest(waiter_ids) with ordinality as w (id, place)
-        join pgqueue.dependency as d on d.waiter_id = w.id
-        limit 10001
-    ) as t;
-    if looked.is_cut_off then
-        perform pgqueue._leave_loose_ends(waiter_ids[looked.last_place :], 'new');
-    end if;
-    if looked.touched is not null then
-        perform pgqueue._leave_loose_ends(
-            array_agg(distinct w.id), 'waiter', clock_timestamp() + interval '200 milliseconds'
-        )
-        from unnest(waiter_ids) as w (id)
-        join pgqueue.dependency as d on d.waiter_id = w.id
-        where d.job_id = any (array(
-            select t.id from unnest(looked.touched) as t (id) where not pgqueue._is_left_alone(t.id)
-        ))
+        perform pgqueue._leave_loose_ends(array_agg(l.id), 'new', interval '1 second')
+        from unnest(living) as l (id)
+        where (
+            select j.xmin = pg_current_xact_id()::xid from pgqueue.job as j where j.id = l.id
+        ) is not true
         having count(*) > 0;
     end if;
-    return pgqueue._cut_ties(looked.missed, most);
 end;
 $$;

@@ -10,19 +10,19 @@
 -- is due, but never more than a second ahead: whoever writes it cannot see a schedule that has not
 -- been committed.
 
--- The first slot of a rule after a moment; null after the year 9998.
-create or replace function pgqueue._next_slot(
-    cron pgqueue._cron, every interval, timezone text, after timestamptz
-)
+-- The first slot of a schedule after a moment; infinity after the year 9998.
+create or replace function pgqueue._next_slot(schedule pgqueue.schedule, after timestamptz)
     returns timestamptz
     language plpgsql
     stable
 as $$
 begin
-    return case when every is null
-        then pgqueue._slot_after(cron, timezone, after)
+    return case when schedule.every is null
+        then coalesce(
+            pgqueue._slot_after(pgqueue._read_cron(schedule.cron), schedule.timezone, after), 'infinity'
+        )
         -- From a Monday, so that weeks begin on Mondays.
-        else date_bin(every, after, '1970-01-05 00:00 UTC') + every
+        else date_bin(schedule.every, after, '1970-01-05 00:00 UTC') + schedule.every
     end;
 end;
 $$;
@@ -38,43 +38,38 @@ begin
 end;
 $$;
 
--- The slots of a due schedule, from next_slot and the one after it, for which to make a job, as catch_up
--- says: the last one, unless (skip) it is more than two minutes late; or all, at most 1000.
-create or replace function pgqueue._slots_to_fire(
-    schedule pgqueue.schedule, cron pgqueue._cron, following timestamptz, upto timestamptz
-)
+-- The slots of a due schedule, from next_slot on, for which to make a job, as catch_up says: the last one,
+-- unless (skip) it is more than two minutes late; or all, at most 1000.
+create or replace function pgqueue._slots_to_fire(schedule pgqueue.schedule, upto timestamptz)
     returns timestamptz[]
     language plpgsql
     stable
 as $$
 declare
-    slots timestamptz[] := array[schedule.next_slot];
-    slot timestamptz := following;
+    slots timestamptz[] := '{}'::timestamptz[];
+    last timestamptz := schedule.next_slot;
     high timestamptz := upto;
-    middle timestamptz;
+    middle timestamptz := schedule.next_slot;
+    slot timestamptz;
 begin
     if schedule.catch_up = 'all' then
-        while slot <= upto and cardinality(slots) < 1000 loop
-            slots := slots || slot;
-            slot := pgqueue._next_slot(cron, schedule.every, schedule.timezone, slot);
+        while last <= upto and cardinality(slots) < 1000 loop
+            slots := slots || last;
+            last := pgqueue._next_slot(schedule, last);
         end loop;
-    elsif slot <= upto then
-        -- The last, by bisection: is there another slot in the later half?
-        slots := array[slot];
-        while high - slots[1] >= interval '1 second' loop
-            middle := slots[1] + (high - slots[1]) / 2;
-            slot := pgqueue._next_slot(cron, schedule.every, schedule.timezone, middle);
-            if slot <= upto then
-                slots := array[slot];
-            else
-                high := middle;
-            end if;
-        end loop;
+        return slots;
     end if;
-    if schedule.catch_up = 'skip' and slots[1] < upto - interval '2 minutes' then
-        return '{}'::timestamptz[];
-    end if;
-    return slots;
+    -- By bisection: is there another slot, and is there one in the later half?
+    while high - last >= interval '1 second' loop
+        slot := pgqueue._next_slot(schedule, middle);
+        if slot <= upto then
+            last := slot;
+        else
+            high := middle;
+        end if;
+        middle := last + (high - last) / 2;
+    end loop;
+    return case when schedule.catch_up = 'one' or last >= upto - interval '2 minutes' then array[last] else slots end;
 end;
 $$;
 
@@ -86,14 +81,12 @@ create or replace function pgqueue._fire(schedule pgqueue.schedule, moment times
 as $$
 declare
     delay interval := pgqueue._share_of_jitter(schedule.name, schedule.jitter);
-    cron pgqueue._cron := pgqueue._read_cron(schedule.cron);
-    following timestamptz;
     slots timestamptz[];
     slot timestamptz;
+    following timestamptz;
     job_id bigint := schedule.last_job_id;
 begin
-    following := pgqueue._next_slot(cron, schedule.every, schedule.timezone, schedule.next_slot);
-    slots := pgqueue._slots_to_fire(schedule, cron, following, moment - delay);
+    slots := pgqueue._slots_to_fire(schedule, moment - delay);
     foreach slot in array slots loop
         job_id := pgqueue.enqueue(
             schedule.queue, schedule.payload, schedule.kind, schedule.priority,
@@ -104,12 +97,10 @@ begin
             )
         );
     end loop;
-    if following <= moment - delay then
-        following := pgqueue._next_slot(cron, schedule.every, schedule.timezone, moment - delay);
-    end if;
+    following := pgqueue._next_slot(schedule, greatest(schedule.next_slot, moment - delay));
     update pgqueue.schedule as s
-    set next_slot = coalesce(following, 'infinity'),
-        due_at = coalesce(following + delay, 'infinity'),
+    set next_slot = following,
+        due_at = following + delay,
         last_slot = coalesce(slots[cardinality(slots)], s.last_slot),
         last_job_id = job_id,
         problem = null
@@ -129,8 +120,6 @@ $$;
 create or replace function pgqueue._fire_due(moment timestamptz, most int)
     returns int
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
     set enable_indexscan = on
 as $$
@@ -158,32 +147,13 @@ begin
         fired := fired + pgqueue._fire(due, moment);
         exit when fired >= 1000;
     end loop;
-    if cardinality(picks) = most or fired >= 1000 then
-        look_again_at := moment;
-    else
-        look_again_at := greatest(look_again_at, least(
+    perform setval('pgqueue._cell_due', pgqueue._since_2020(case
+        when cardinality(picks) = most or fired >= 1000 then moment
+        else greatest(look_again_at, least(
             moment + interval '1 second', (select min(s.due_at) from pgqueue.schedule as s where s.due_at > moment)
-        ));
-    end if;
-    perform setval('pgqueue._cell_due', pgqueue._since_2020(look_again_at));
+        ))
+    end));
     return fired;
-end;
-$$;
-
--- The first slot of a schedule after a moment that has no job; infinity for none.
-create or replace function pgqueue._slot_of(schedule pgqueue.schedule, after timestamptz)
-    returns timestamptz
-    language plpgsql
-    stable
-as $$
-begin
-    return coalesce(
-        pgqueue._next_slot(
-            pgqueue._read_cron(schedule.cron), schedule.every, schedule.timezone,
-            greatest(_slot_of.after, schedule.last_slot)
-        ),
-        'infinity'
-    );
 end;
 $$;
 
@@ -207,8 +177,6 @@ create or replace function pgqueue.schedule(
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 #variable_conflict use_column
 declare
@@ -251,23 +219,14 @@ begin
     perform pgqueue._look_from_now_on();
     loop
         select s.* into old from pgqueue.schedule as s where s.name = schedule.name for update;
-        -- A row of nulls for a new one; in a record, because pgspot knows the fields of no other type.
-        given := jsonb_populate_record(old, '{}');
-        given.name := schedule.name;
-        given.queue := schedule.queue;
-        given.kind := schedule.kind;
-        given.group_key := schedule.group_key;
-        given.cron := schedule.cron;
-        -- In hours: the clocks of the caller may give a day 23.
-        given.every := make_interval(secs => extract(epoch from schedule.every)::float8);
-        given.timezone := coalesce(schedule.timezone, 'UTC');
-        given.catch_up := coalesce(schedule.catch_up, 'one');
-        given.jitter := schedule.jitter;
-        given.priority := schedule.priority;
-        given.max_attempts := schedule.max_attempts;
-        given.payload := coalesce(schedule.payload, '{}');
-        given.headers := schedule.headers;
-        given.is_paused := coalesce(old.is_paused, false);
+        -- In a record, because pgspot knows the fields of no other type.
+        given := row(
+            old.due_at, old.next_slot, old.last_slot, old.last_job_id,
+            -- In hours: the clocks of the caller may give a day 23.
+            make_interval(secs => extract(epoch from every)::float8),
+            jitter, priority, max_attempts, coalesce(old.is_paused, false), name, queue, kind, group_key, cron,
+            coalesce(timezone, 'UTC'), coalesce(catch_up, 'one'), old.problem, coalesce(payload, '{}'), headers
+        )::pgqueue.schedule;
         if row(old.cron, old.every, old.timezone) is distinct from row(given.cron, given.every, given.timezone) then
             moment := clock_timestamp();
             -- With another rule it first fires what is due by the old one, without its jitter.
@@ -282,7 +241,7 @@ begin
                     exit when (select s.problem is null from pgqueue.schedule as s where s.name = old.name);
                 end loop;
             end if;
-            given.next_slot := pgqueue._slot_of(given, moment);
+            given.next_slot := pgqueue._next_slot(given, greatest(moment, given.last_slot));
         end if;
         if given is distinct from old then
             given.problem := null;
@@ -290,20 +249,16 @@ begin
         given.due_at := case when given.is_paused then 'infinity'
             else given.next_slot + pgqueue._share_of_jitter(given.name, given.jitter)
         end;
-        if old.name is null then
-            insert into pgqueue.schedule values (given.*) on conflict do nothing;
-            -- Otherwise somebody has just created it.
-            exit when found;
-        else
-            update pgqueue.schedule as s
-            set due_at = given.due_at, next_slot = given.next_slot, problem = given.problem,
-                every = given.every, jitter = given.jitter, priority = given.priority,
-                max_attempts = given.max_attempts, queue = given.queue, kind = given.kind,
-                group_key = given.group_key, cron = given.cron, timezone = given.timezone,
-                catch_up = given.catch_up, payload = given.payload, headers = given.headers
-            where s.name = given.name and given is distinct from old;
-            exit;
-        end if;
+        insert into pgqueue.schedule as s values (given.*)
+        on conflict on constraint schedule_pkey do update
+        set due_at = given.due_at, next_slot = given.next_slot, problem = given.problem,
+            every = given.every, jitter = given.jitter, priority = given.priority,
+            max_attempts = given.max_attempts, queue = given.queue, kind = given.kind,
+            group_key = given.group_key, cron = given.cron, timezone = given.timezone,
+            catch_up = given.catch_up, payload = given.payload, headers = given.headers
+        where old.name is not null and given is distinct from old;
+        -- Otherwise somebody has just created it.
+        exit when found or old.name is not null;
     end loop;
     perform setval('pgqueue._cell_due', pgqueue._since_2020(moment));
     perform pgqueue._wake(queue);
@@ -346,9 +301,6 @@ create or replace function pgqueue.unschedule(name text)
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
-    set jit = off
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 declare
     refused boolean;
@@ -367,9 +319,6 @@ create or replace function pgqueue.pause_schedule(name text)
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
-    set jit = off
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 declare
     refused boolean;
@@ -392,8 +341,6 @@ create or replace function pgqueue.resume_schedule(name text)
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 declare
     old pgqueue.schedule;
@@ -406,7 +353,7 @@ begin
     if old.is_paused then
         -- Not earlier: whoever had it locked may have given it another rule.
         moment := clock_timestamp();
-        slot := pgqueue._slot_of(old, moment);
+        slot := pgqueue._next_slot(old, greatest(moment, old.last_slot));
         update pgqueue.schedule as s
         set is_paused = false, next_slot = slot, due_at = slot + pgqueue._share_of_jitter(s.name, s.jitter),
             problem = null

@@ -35,7 +35,7 @@ begin
     perform pgqueue._look_at_batches(array(
         select u.id from unnest(ids) as u (id)
         where (select b.closed_at is not null from pgqueue.batch as b where b.id = u.id)
-    ), false);
+    ));
     return pgqueue._cut_ties(ids, most);
 end;
 $$;
@@ -73,61 +73,30 @@ begin
             returning l.id, l.what
         )
         select
-            array_agg(distinct d.id) filter (where d.what = 'ended') as ended,
-            array_agg(distinct d.id) filter (where d.what in ('waiter', 'new')) as waiters,
+            array_agg(distinct d.id) filter (where d.what <> 'batch') as jobs,
+            array_agg(distinct d.id) filter (where d.what = 'new') as recent,
             array_agg(distinct d.id) filter (where d.what = 'batch') as batches,
             count(*) as ends
         into picked
         from dropped as d;
         done := picked.ends;
-        if picked.ended is not null then
-            done := done + pgqueue._cut_ties(picked.ended, most);
-        end if;
-        if picked.waiters is not null then
-            done := done + pgqueue._look_at_waiters(picked.waiters, most);
+        -- Whoever is perhaps just ending one may not see who waits for it.
+        perform pgqueue._leave_loose_ends(array_agg(u.id), 'new', interval '200 milliseconds')
+        from unnest(picked.recent) as u (id)
+        where case when (
+            select j.xmax not in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = u.id
+        ) then not pgqueue._is_left_alone(u.id) end
+        having count(*) > 0;
+        if picked.jobs is not null then
+            done := done + pgqueue._cut_ties(picked.jobs, most);
         end if;
         if picked.batches is not null then
-            perform pgqueue._look_at_batches(picked.batches, false);
+            perform pgqueue._look_at_batches(picked.batches);
         end if;
     end if;
     if done < most then
         done := done + pgqueue._sweep(most);
     end if;
     return done;
-end;
-$$;
-
--- Deletes what is known of ends more than 14 days ago: at most 100,000 rows of gone, and 10,000 batches.
--- Returns how many batches.
-create or replace function pgqueue._forget_ends()
-    returns bigint
-    language plpgsql
-    set enable_seqscan = off
-    set enable_sort = off
-as $$
-declare
-    old timestamptz := clock_timestamp() - interval '14 days';
-    forgotten bigint;
-begin
-    delete from pgqueue.gone as g
-    where g.ctid = any (array(
-        select f.ctid
-        from pgqueue.gone as f
-        where f.ended_at < old
-        order by f.ended_at
-        limit 100000
-        for update skip locked
-    ));
-    delete from pgqueue.batch as b
-    where b.ctid = any (array(
-        select f.ctid
-        from pgqueue.batch as f
-        where f.finished_at < old
-        order by f.finished_at
-        limit 10000
-        for update skip locked
-    ));
-    get diagnostics forgotten = row_count;
-    return forgotten;
 end;
 $$;

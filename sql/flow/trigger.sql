@@ -47,9 +47,9 @@ begin
         name := case when strpos(argument, '=') in (0, length(argument)) or options ? name then '' else name end;
         options[name] := to_jsonb(substr(argument, strpos(argument, '=') + 1));
     end loop;
-    columns := string_to_array(replace(replace(options ->> 'columns', ', ', ','), ' ,', ','), ',');
-    watched := string_to_array(replace(replace(options ->> 'when_changed', ', ', ','), ' ,', ','), ',');
-    key := string_to_array(replace(replace(options ->> 'key', ', ', ','), ' ,', ','), ',');
+    columns := regexp_split_to_array(options ->> 'columns', ' ?, ?');
+    watched := regexp_split_to_array(options ->> 'when_changed', ' ?, ?');
+    key := regexp_split_to_array(options ->> 'key', ' ?, ?');
     if options ? 'run_in' then
         begin
             run_in := (options ->> 'run_in')::interval;

@@ -2,7 +2,7 @@
 
 -- Sends locked dead jobs back to work and returns their ids; one whose unique_key is taken stays dead.
 create or replace function pgqueue._redrive(dead_ids bigint[])
-    returns setof bigint
+    returns bigint[]
     language plpgsql
 as $$
 declare
@@ -25,11 +25,11 @@ begin
         where d.id = any (_redrive.dead_ids)
         order by d.unique_key, d.id
         on conflict do nothing
-        returning j.id, j.queue, j.priority, j.group_key, j.run_at
+        returning j.id, j.queue, j.priority, j.group_key, j.run_at, (j.terms).batch_id
     )
     select
         array_agg(b.id order by b.id) as ids, array_agg(b.queue) as queues, array_agg(b.priority) as priorities,
-        array_agg(b.group_key) as keys, array_agg(b.run_at) as run_ats
+        array_agg(b.group_key) as keys, array_agg(b.run_at) as run_ats, array_agg(b.batch_id) as batch_ids
     into revived
     from back as b;
     perform
@@ -37,13 +37,10 @@ begin
         pgqueue._make_permits_for(u.queue, (pgqueue._in_force(u.queue)).caps)
     from unnest(revived.queues, revived.keys) as u (queue, group_key)
     group by u.queue;
-
-    if pg_relation_size('pgqueue.batch') > 0 then
-        perform pgqueue._rejoin_batches(revived.ids);
-    end if;
+    perform pgqueue._rejoin_batches(revived.batch_ids);
     delete from pgqueue.dead_job as d where d.id = any (revived.ids);
     perform pgqueue._reopened(revived.queues, revived.priorities, revived.keys, revived.run_ats);
-    return query select r.id from unnest(revived.ids) as r (id);
+    return revived.ids;
 end;
 $$;
 
@@ -53,16 +50,17 @@ create or replace function pgqueue._end_death(
     verb text, queue text, kind text, error_like text, died_after timestamptz, died_before timestamptz,
     max_jobs int, dry_run boolean
 )
-    returns setof bigint
+    returns bigint[]
     language plpgsql
+    set jit = off
+    set enable_indexscan = on
+    set enable_seqscan = off
 as $$
 declare
-    found record;
+    ids bigint[];
+    summaries text[];
 begin
-    select
-        coalesce(array_agg(f.id order by f.id), '{}') as ids,
-        array_agg(f.summary) as summaries
-    into found
+    select array_agg(f.id order by f.id), array_agg(f.summary) into ids, summaries
     from (
         select d.id, pgqueue._summary(d.error) as summary
         from pgqueue.dead_job as d
@@ -81,15 +79,14 @@ begin
         for update of d skip locked
     ) as f;
     if dry_run then
-        perform pgqueue._tell_counts('the dead jobs to ' || verb, found.summaries);
+        perform pgqueue._tell_counts('the dead jobs to ' || verb, summaries);
     elsif verb = 'redrive' then
-        return query select r.id from pgqueue._redrive(found.ids) as r (id);
-        return;
+        ids := pgqueue._redrive(ids);
     else
-        delete from pgqueue.dead_job as d where d.id = any (found.ids);
-        perform pgqueue._note_gone(found.ids);
+        delete from pgqueue.dead_job as d where d.id = any (ids);
+        perform pgqueue._note_gone(ids);
     end if;
-    return query select d.id from unnest(found.ids) as d (id);
+    return ids;
 end;
 $$;
 
@@ -106,18 +103,14 @@ create or replace function pgqueue.redrive(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
-    set jit = off
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs));
 begin
     return query
-    select d.id
-    from pgqueue._end_death(
+    select unnest(pgqueue._end_death(
         'redrive', queue, kind, error_like, died_after, died_before, max_jobs, dry_run
-    ) as d (id);
+    ));
 end;
 $$;
 
@@ -156,7 +149,7 @@ begin
     if payload is not null then
         update pgqueue.dead_job as d set payload = redrive_job.payload where d.id = dead.id;
     end if;
-    return (select r.id from pgqueue._redrive(array[dead_id]) as r (id));
+    return (pgqueue._redrive(array[dead_id]))[1];
 end;
 $$;
 
@@ -179,18 +172,14 @@ create or replace function pgqueue.discard_many(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
-    set jit = off
-    set enable_indexscan = on
-    set enable_seqscan = off
 as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs));
 begin
     return query
-    select d.id
-    from pgqueue._end_death(
+    select unnest(pgqueue._end_death(
         'discard', queue, kind, error_like, died_after, died_before, max_jobs, dry_run
-    ) as d (id);
+    ));
 end;
 $$;
 
@@ -240,13 +229,8 @@ create or replace function pgqueue._dead_kinds()
 as $$
 begin
     return query
-    with recursive step as (
-        (
-            select d.queue, d.kind, d.died_at
-            from pgqueue.dead_job as d
-            order by d.queue, d.kind, d.died_at
-            limit 1
-        )
+    with recursive step (queue, kind, oldest) as (
+        values ('', '', null::timestamptz)
         union all
         select n.*
         from step as s
@@ -258,7 +242,7 @@ begin
             limit 1
         ) as n
     )
-    select s.* from step as s;
+    select s.* from step as s where s.oldest is not null;
 end;
 $$;
 
@@ -272,20 +256,10 @@ create or replace function pgqueue._dead_kinds_of_groups()
 as $$
 begin
     return query
-    with recursive step as (
-        select n.*
-        from (
-            select distinct q.group_key
-            from pgqueue.queue as q
-            where q.keep_dead is not null and q.group_key <> ''
-        ) as own
-        cross join lateral (
-            select d.queue, d.kind, d.died_at, d.group_key
-            from pgqueue.dead_job as d
-            where d.group_key = own.group_key
-            order by d.queue, d.kind, d.died_at
-            limit 1
-        ) as n
+    with recursive step (queue, kind, oldest, group_key) as (
+        select distinct '', '', null::timestamptz, q.group_key
+        from pgqueue.queue as q
+        where q.keep_dead is not null and q.group_key <> ''
         union all
         select n.*
         from step as s
@@ -297,46 +271,7 @@ begin
             limit 1
         ) as n
     )
-    select s.* from step as s;
-end;
-$$;
-
--- Locks dead jobs of a kind, or of a kind and a group, that died by then, the oldest first. Those of a
--- group with its own setting do not count for the kind.
-create or replace function pgqueue._pick_over(
-    queue text, kind text, group_key text, died_by timestamptz, max_jobs bigint
-)
-    returns tid[]
-    language plpgsql
-    set enable_sort = off
-    set enable_bitmapscan = off
-as $$
-begin
-    return case when group_key is null
-        then array(
-            select d.ctid
-            from pgqueue.dead_job as d
-            where d.queue = _pick_over.queue and d.kind = _pick_over.kind
-                and d.died_at <= _pick_over.died_by
-                and not exists (
-                    select from pgqueue.queue as q
-                    where q.group_key = d.group_key and q.keep_dead is not null
-                    offset 0
-                )
-            order by d.died_at
-            limit _pick_over.max_jobs
-            for update skip locked
-        )
-        else array(
-            select d.ctid
-            from pgqueue.dead_job as d
-            where d.group_key = _pick_over.group_key and d.queue = _pick_over.queue
-                and d.kind = _pick_over.kind and d.died_at <= _pick_over.died_by
-            order by d.died_at
-            limit _pick_over.max_jobs
-            for update skip locked
-        )
-    end;
+    select s.* from step as s where s.oldest is not null;
 end;
 $$;
 
@@ -345,17 +280,17 @@ $$;
 create or replace function pgqueue._forget_dead()
     returns bigint
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
+    set enable_sort = off
+    set enable_bitmapscan = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    forgotten bigint := 0;
-    dropped bigint[];
+    latest timestamptz := (select max(moment - q.keep_dead) from pgqueue.queue as q where q.keep_dead is not null);
+    dropped bigint[] := '{}'::bigint[];
     picks tid[];
     given record;
 begin
-    if not exists (select from pgqueue.queue as q where q.keep_dead is not null) then
+    if latest is null then
         return 0;
     end if;
     for given in
@@ -366,32 +301,42 @@ begin
             select g.* from pgqueue._dead_kinds_of_groups() as g
         ) as u
         -- The settings are read only if something may be over.
-        where u.oldest <= greatest(
-            (
-                select max(moment - q.keep_dead)
-                from pgqueue.queue as q
-                where q.name in ('', u.queue) and left(q.group_key, 1) = '' and q.keep_dead is not null
-            ),
-            (
-                select max(moment - q.keep_dead)
-                from pgqueue.queue as q
-                where q.group_key = u.group_key and q.keep_dead is not null
-            )
-        )
+        where u.oldest <= latest
         order by u.oldest
     loop
         continue when (given.oldest <= given.died_by) is not true;
-        picks := pgqueue._pick_over(
-            given.queue, given.kind, given.group_key, given.died_by, 10000 - forgotten
-        );
+        picks := case when given.group_key is null
+            then array(
+                select d.ctid
+                from pgqueue.dead_job as d
+                where d.queue = given.queue and d.kind = given.kind and d.died_at <= given.died_by
+                    -- Those of a group with its own setting do not count for the kind.
+                    and not exists (
+                        select from pgqueue.queue as q
+                        where q.group_key = d.group_key and q.keep_dead is not null
+                        offset 0
+                    )
+                order by d.died_at
+                limit 10000 - cardinality(dropped)
+                for update skip locked
+            )
+            else array(
+                select d.ctid
+                from pgqueue.dead_job as d
+                where d.group_key = given.group_key and d.queue = given.queue and d.kind = given.kind
+                    and d.died_at <= given.died_by
+                order by d.died_at
+                limit 10000 - cardinality(dropped)
+                for update skip locked
+            )
+        end;
         with deleted as (
             delete from pgqueue.dead_job as d where d.ctid = any (picks) returning d.id
         )
         select dropped || array_agg(d.id) into dropped from deleted as d;
-        forgotten := coalesce(cardinality(dropped), 0);
-        exit when forgotten = 10000;
+        exit when cardinality(dropped) = 10000;
     end loop;
     perform pgqueue._note_gone(dropped);
-    return forgotten;
+    return cardinality(dropped);
 end;
 $$;

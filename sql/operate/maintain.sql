@@ -37,30 +37,40 @@ Claims do this for what they come across in their own queue; any number of
 reaps may run at once.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
--- Two functions for one table of the ring run: _lock_run locks it, or raises 55P03 if it is in use, so nobody
--- queues up behind us behind a long SELECT; _empty_run empties it, or raises 55006 if a cursor of this session
--- is reading it. With a statement for each table, because a name put together at run time is dynamic SQL.
+-- Empties a table of the ring run, unless it is in use, or holds runs that ended after its day; returns whether it
+-- did. Nobody can read run until the transaction ends; and without nowait all would queue up behind us, and we
+-- behind a long SELECT. With statements for each table, because a name put together at run time is dynamic SQL.
 do $do$
-declare
-    made record;
 begin
-    for made in
-        select f.name, string_agg(format(E'when %s then\n' || f.statement || E';\n', n.slot), '' order by n.slot) as cases
-        from (
-            values
-                ('_lock_run', 'lock table pgqueue.run_%1$s in access exclusive mode nowait'),
-                -- See module schema.
-                ('_empty_run', $$truncate pgqueue.run_%1$s;
-                    perform brin_desummarize_range('pgqueue.run_%1$s_finished_at_job_id_idx', 0)$$)
-        ) as f (name, statement)
-        cross join generate_series(0, 15) as n (slot)
-        group by f.name
-    loop
-        execute format(
-            'create or replace function pgqueue.%I(slot int) returns void language plpgsql as %L',
-            made.name, E'begin\ncase slot\n' || made.cases || E'end case;\nend;'
-        );
-    end loop;
+    execute format(
+        'create or replace function pgqueue._empty_run(slot int, day_ends_at timestamptz)
+            returns boolean
+            language plpgsql
+        as %L',
+        E'begin\ncase slot\n' || (
+            select string_agg(format(
+                $case$
+                    when %1$s then
+                        lock table pgqueue.run_%1$s in access exclusive mode nowait;
+                        -- Others may have written to it since.
+                        if exists (select from pgqueue.run_%1$s as r where r.finished_at >= day_ends_at) then
+                            return false;
+                        end if;
+                        truncate pgqueue.run_%1$s;
+                        -- See module schema.
+                        perform brin_desummarize_range('pgqueue.run_%1$s_finished_at_job_id_idx', 0);
+                $case$, n.slot
+            ), '' order by n.slot)
+            from generate_series(0, 15) as n (slot)
+        ) || $end$
+            end case;
+            return true;
+            exception
+                -- Another session, or an open cursor of this one, is reading it.
+                when lock_not_available or object_in_use then return false;
+            end;
+        $end$
+    );
 end;
 $do$;
 
@@ -101,100 +111,83 @@ begin
 end;
 $$;
 
--- Empties the table of the ring run of a day that is over, unless it is in use; returns whether it did.
--- Nobody can read run until the transaction ends.
-create or replace function pgqueue._empty_runs(day int)
-    returns boolean
-    language plpgsql
-    set enable_seqscan = off
-    set enable_bitmapscan = on
-as $$
-begin
-    perform pgqueue._lock_run(day % 16);
-    -- Others may have written to it since. By the index: now others wait.
-    if exists (
-        select from pgqueue.run as r
-        where r.slot = day % 16 and r.finished_at >= to_timestamp((day + 1) * 86400::float8)
-    ) then
-        return false;
-    end if;
-    perform pgqueue._empty_run(day % 16);
-    return true;
-exception
-    -- Another session, or an open cursor of this one, is reading it.
-    when lock_not_available or object_in_use then return false;
-end;
-$$;
-
--- Deletes runs of a day that is over, at most this many, and returns how many. Nobody waits for it, but
--- VACUUM has to follow.
-create or replace function pgqueue._delete_runs(day int, most int)
-    returns int
-    language plpgsql
-    set enable_seqscan = off
-    set enable_bitmapscan = on
-as $$
-declare
-    picks tid[] := array(
-        select r.ctid
-        from pgqueue.run as r
-        where r.slot = _delete_runs.day % 16 and r.finished_at < to_timestamp((_delete_runs.day + 1) * 86400::float8)
-        limit most
-        for update skip locked
-    );
-    deleted int;
-begin
-    delete from pgqueue.run as r where r.slot = _delete_runs.day % 16 and r.ctid = any (picks);
-    get diagnostics deleted = row_count;
-    return deleted;
-end;
-$$;
-
--- Empties the tables of the ring run whose day is over, except those in use, and returns how many; or, in
--- a transaction that may continue, deletes at most 100,000 of their rows, and returns how many.
+-- Empties the tables of the ring run whose day is over, except those in use, and returns how many; or, in a
+-- transaction that may continue, deletes at most 100,000 of their rows, and returns how many: nobody waits for
+-- that, but VACUUM has to follow.
 create or replace function pgqueue._forget_runs(is_alone boolean)
-    returns int
+    returns bigint
     language plpgsql
+    set enable_bitmapscan = on
     set enable_partition_pruning = on
 as $$
 declare
     today int := floor(date_part('epoch', clock_timestamp()) / 86400)::int;
-    forgotten int := 0;
+    day_ends_at timestamptz;
+    deleted int;
+    forgotten bigint := 0;
 begin
     -- The last deletion day of each table is one of the 16 days before today. A row written
     -- after that day is kept until the next one, 16 days later.
     for day in today - 16 .. today - 1 loop
         continue when not pgqueue._is_over(day);
-        forgotten := forgotten + case when is_alone
-            then pgqueue._empty_runs(day)::int else pgqueue._delete_runs(day, 100000 - forgotten) end;
+        day_ends_at := to_timestamp((day + 1) * 86400::float8);
+        if is_alone then
+            deleted := pgqueue._empty_run(day % 16, day_ends_at)::int;
+        else
+            delete from pgqueue.run as r
+            where r.slot = day % 16 and r.ctid = any (array(
+                select o.ctid
+                from pgqueue.run as o
+                where o.slot = day % 16 and o.finished_at < day_ends_at
+                limit 100000 - forgotten
+                for update skip locked
+            ));
+            get diagnostics deleted = row_count;
+        end if;
+        forgotten := forgotten + deleted;
     end loop;
     return forgotten;
 end;
 $$;
 
--- Deletes at most 100,000 unique_for windows that have ended; returns how many.
-create or replace function pgqueue._forget_keys()
-    returns int
+-- Deletes what nobody will look for any more: at most 100,000 unique_for windows that have ended and, of ends
+-- more than 14 days ago, 100,000 rows of gone and 10,000 batches. Returns how many windows and batches.
+create or replace function pgqueue._forget_ends(out windows bigint, out batches bigint)
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    forgotten int;
 begin
     delete from pgqueue.recent_key as k
     where k.ctid = any (array(
-        select e.ctid
-        from pgqueue.recent_key as e
-        where e.expires_at <= moment
-        order by e.expires_at
+        select f.ctid
+        from pgqueue.recent_key as f
+        where f.expires_at <= moment
+        order by f.expires_at
         limit 100000
         for update skip locked
     ));
-    get diagnostics forgotten = row_count;
-    return forgotten;
+    get diagnostics windows = row_count;
+    delete from pgqueue.gone as g
+    where g.ctid = any (array(
+        select f.ctid
+        from pgqueue.gone as f
+        where f.ended_at < moment - interval '14 days'
+        order by f.ended_at
+        limit 100000
+        for update skip locked
+    ));
+    delete from pgqueue.batch as b
+    where b.ctid = any (array(
+        select f.ctid
+        from pgqueue.batch as f
+        where f.finished_at < moment - interval '14 days'
+        order by f.finished_at
+        limit 10000
+        for update skip locked
+    ));
+    get diagnostics batches = row_count;
 end;
 $$;
 
@@ -204,6 +197,8 @@ create or replace function pgqueue.maintain()
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
     set enable_indexscan = on
     set enable_tidscan = on
     set enable_nestloop = on
@@ -211,6 +206,7 @@ as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_isolation());
     callers text;
+    ends record;
 begin
     get diagnostics callers = pg_context;
     return query
@@ -219,15 +215,18 @@ begin
         ('fire schedules', pgqueue._fire_due(clock_timestamp(), 100)),
         ('tie loose ends', pgqueue._tie_loose_ends(1000)),
         ('sweep groups', pgqueue._sweep_groups(1000)),
-        ('drop permits', pgqueue._drop_permits()),
-        ('forget keys', pgqueue._forget_keys()),
+        ('drop permits', pgqueue._drop_permits());
+    ends := pgqueue._forget_ends();
+    return query
+    values
+        ('forget keys', ends.windows),
         ('forget dead jobs', pgqueue._forget_dead());
     perform pgqueue._repair_settings();
     -- As there: for copies of the rows alone.
     perform pgqueue._use_lanes(l.queue) from pgqueue._lanes(0) as l where l.lane <> 0;
     return query
     values
-        ('forget batches', pgqueue._forget_ends()::bigint),
+        ('forget batches', ends.batches),
         -- Last, because nobody can read run from here on.
         ('forget runs', pgqueue._forget_runs(pgqueue._is_alone(callers)));
 end;

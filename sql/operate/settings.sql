@@ -1,19 +1,8 @@
 -- What an operator sets: settings of all queues, of one, of a kind or a group, and pauses. How they are read is
 -- in module resolve.
 
--- Waits for others that change settings.
-create or replace function pgqueue._begin_change()
-    returns void
-    language plpgsql
-as $$
-begin
-    -- What is in force for a queue also depends on what was set for all.
-    lock table pgqueue.queue in share row exclusive mode;
-end;
-$$;
-
--- Sets for a queue, kind and group (empty for all) what is given, by name, in addition to what was set
--- before, or instead of it, except paused.
+-- Sets for a queue, kind and group (null for all) what is given, by name, in addition to what was set
+-- before, or instead of it, except paused. Waits for others that change settings.
 create or replace function pgqueue._set(queue text, kind text, group_key text, given jsonb, reset boolean)
     returns void
     language plpgsql
@@ -21,11 +10,16 @@ create or replace function pgqueue._set(queue text, kind text, group_key text, g
     set enable_seqscan = off
 as $$
 declare
-    scope jsonb := jsonb_build_object('name', queue, 'kind', kind, 'group_key', group_key);
+    scope jsonb := jsonb_build_object(
+        'name', coalesce(queue, ''), 'kind', coalesce(kind, ''), 'group_key', coalesce(group_key, '')
+    );
     before jsonb;
 begin
+    -- What is in force for a queue also depends on what was set for all.
+    lock table pgqueue.queue in share row exclusive mode;
     delete from pgqueue.queue as q
-    where q.name = _set.queue and q.kind = _set.kind and q.group_key = _set.group_key
+    where q.name = coalesce(_set.queue, '') and q.kind = coalesce(_set.kind, '')
+        and q.group_key = coalesce(_set.group_key, '')
     returning to_jsonb(q) into before;
     given := jsonb_strip_nulls(
         case when reset then jsonb_build_object('paused', before -> 'paused') else coalesce(before, '{}') end
@@ -47,48 +41,44 @@ create or replace function pgqueue._check_settings(given jsonb, kind text, group
     stable
 as $$
 begin
-    return coalesce(
-        (
-            select array[
+    return (
+        select case when w.place is null
+            then array[
                 format('%s must be %s', s.name, s.said),
                 format('It is %s.', case when s.type = 'text' then to_json(g.value)::text else g.value end),
                 s.meaning || '. Omit a setting to keep it as it is.'
             ]
-            from jsonb_each_text(given) as g
-            join pgqueue._setting as s on s.name = g.key
-            where not case s.type
-                when 'int' then g.value::int between s.range[1]::int and coalesce(s.range[2], g.value)::int
-                when 'interval' then g.value::interval between s.range[1]::interval and s.range[2]::interval
-                when 'text' then g.value = any (s.range)
-                else true
-            end
-            order by s.place
-            limit 1
-        ),
-        (
-            select array[
-                format('%s cannot be set for %s', s.name, n.what),
+            else array[
+                format('%s cannot be set for %s', s.name, w.place),
                 format('It is %s, for %s.', g.value, concat_ws(
                     ' and ', 'kind "' || _check_settings.kind || '"', 'group "' || _check_settings.group_key || '"'
                 )),
-                format('%s. Set it in a call without %s.', s.meaning, case n.what
+                format('%s. Set it in a call without %s.', s.meaning, case w.place
                     when 'a kind' then 'kind'
                     when 'a kind and a group together' then 'one of the two'
                     else 'group_key'
                 end)
             ]
-            from jsonb_each_text(given) as g
-            join pgqueue._setting as s on s.name = g.key
-            cross join unnest(s.not_for) as n (what)
-            where case n.what
+        end
+        from jsonb_each_text(given) as g
+        join pgqueue._setting as s on s.name = g.key
+        cross join lateral (
+            select null where not case s.type
+                when 'int' then g.value::int between s.range[1]::int and coalesce(s.range[2], g.value)::int
+                when 'interval' then g.value::interval between s.range[1]::interval and s.range[2]::interval
+                when 'text' then g.value = any (s.range)
+                else true
+            end
+            union all
+            select n.place from unnest(s.not_for) as n (place) where case n.place
                 when 'a kind' then _check_settings.kind is not null
                 when 'a group' then _check_settings.group_key is not null
                 when 'each group' then _check_settings.group_key = '*'
                 else num_nonnulls(_check_settings.kind, _check_settings.group_key) = 2
             end
-            order by s.place
-            limit 1
-        )
+        ) as w (place)
+        order by num_nonnulls(w.place), s.place
+        limit 1
     );
 end;
 $$;
@@ -139,11 +129,7 @@ declare
         pgqueue._check_settings(given, configure.kind, configure.group_key)
     ));
 begin
-    perform pgqueue._begin_change();
-    perform pgqueue._set(
-        coalesce(configure.queue, ''), coalesce(configure.kind, ''), coalesce(configure.group_key, ''), given,
-        configure.reset
-    );
+    perform pgqueue._set(configure.queue, configure.kind, configure.group_key, given, configure.reset);
     perform pgqueue._resolve(coalesce(configure.queue, ''));
     if given ?| '{group_limit,max_running,rate_limit,rate_period}'
         or configure.reset and pg_relation_size('pgqueue.permit') > 0
@@ -191,9 +177,9 @@ create or replace function pgqueue._set_paused(queue text, kind text, group_key 
 as $$
 #variable_conflict use_column
 declare
+    scope text[] := array[coalesce(queue, ''), coalesce(kind, ''), coalesce(group_key, '')];
     written tid[];
 begin
-    perform pgqueue._begin_change();
     if _set_paused.queue is not null
         and not exists (select from pgqueue.queue as q where q.name = _set_paused.queue)
         and not exists (
@@ -205,35 +191,26 @@ begin
             message = format('queue "%s" has neither jobs nor settings', _set_paused.queue),
             hint = 'Is the name right? select queue from pgqueue.queues lists existing queues.';
     end if;
+    perform pgqueue._set(queue, kind, group_key, jsonb_build_object('paused', _set_paused.paused), false);
     with cleared as (
         update pgqueue.queue as q
         set paused = null
-        where q.paused is not null
-            and q.name = coalesce(_set_paused.queue, q.name)
-            and q.kind = coalesce(_set_paused.kind, q.kind)
-            and q.group_key = coalesce(_set_paused.group_key, q.group_key)
-        returning q.ctid
-    )
-    select array_agg(c.ctid) into written from cleared as c;
-    perform pgqueue._set(
-        coalesce(queue, ''), coalesce(kind, ''), coalesce(group_key, ''),
-        jsonb_build_object('paused', _set_paused.paused), false
-    );
-    -- "Not paused" matters only while something wider is paused.
-    with cleared as (
-        update pgqueue.queue as q
-        set paused = null
-        where not q.paused and not exists (
-            select from pgqueue.queue as wider
-            where wider.paused and wider.name in ('', q.name) and wider.kind in ('', q.kind)
-                and wider.group_key in ('', q.group_key)
+        where q.paused is not null and (
+            scope[1] in ('', q.name) and scope[2] in ('', q.kind) and scope[3] in ('', q.group_key)
+                and scope <> array[q.name, q.kind, q.group_key]
+            -- "Not paused" matters only while something wider is paused.
+            or not q.paused and not exists (
+                select from pgqueue.queue as wider
+                where wider.paused and wider.name in ('', q.name) and wider.kind in ('', q.kind)
+                    and wider.group_key in ('', q.group_key)
+            )
         )
         returning q.ctid
     )
-    select written || array_agg(c.ctid) into written from cleared as c;
+    select array_agg(c.ctid) into written from cleared as c;
     delete from pgqueue.queue as q
     where q.ctid = any (written) and jsonb_strip_nulls(to_jsonb(q) - '{name,kind,group_key}'::text[]) = '{}';
-    perform pgqueue._resolve(coalesce(queue, ''));
+    perform pgqueue._resolve(scope[1]);
 end;
 $$;
 
@@ -298,7 +275,8 @@ begin
         where not exists (select from pgqueue.queue_in_force as f where f.queue = q.name)
             or ~pg_sequence_last_value('pgqueue.used_seq'::regclass) & pgqueue._settings_bits(q.name) <> 0
     ) then
-        perform pgqueue._begin_change(), pgqueue._resolve('');
+        lock table pgqueue.queue in share row exclusive mode;
+        perform pgqueue._resolve('');
     end if;
     if exists (select from pgqueue.schedule) or exists (select from pgqueue.batch)
         or exists (select from pgqueue.dependency)

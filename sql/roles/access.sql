@@ -8,36 +8,25 @@ create or replace function pgqueue._grants(kind text)
     language sql
     immutable
 as $$
-    select true, f.name
-    from unnest(case _grants.kind
-        when 'producer' then array[
-            'enqueue', 'enqueue_many', 'enqueue_row', 'create_batch', 'close_batch', 'status', 'result',
-            'await', 'version'
-        ]
-        when 'worker' then array[
-            'claim', 'claim_from', 'extend', 'progress', 'complete', 'complete_many', 'fail', 'release',
-            'finish', 'reap', 'maintain', 'rest', 'schedule', 'next_slots', 'version'
-        ]
-        when 'operator' then array[
-            'cancel', 'cancel_many', 'redrive', 'redrive_job', 'discard', 'discard_many',
-            'purge', 'pause', 'resume', 'rerun',
-            'run_now', 'reprioritize', 'configure', 'schedule', 'unschedule', 'pause_schedule',
-            'resume_schedule', 'reap', 'maintain', 'status', 'result', 'await'
-        ]
-    end || case when _grants.kind in ('operator', 'reader') then array[
-        'next_slots', 'why', 'health', 'metrics', 'version',
-        -- The views call these as their reader.
-        '_count_jobs', '_count_dead', '_dead_kinds', '_leased', '_recent_runs', '_dead_errors', '_error_like',
-        '_last_state'
-    ] end) as f (name)
-    union all
-    select false, v.name
-    from unnest(case when _grants.kind in ('operator', 'reader') then array[
-        'jobs', 'queues', 'running', 'workers', 'kinds', 'throughput', 'failures', 'dead', 'stuck', 'settings',
-        'schedules', 'batches', 'retention'
-    ] end || case when _grants.kind = 'operator' then array[
-        'queue', 'job', 'dead_job', 'run', 'schedule'
-    ] end) as v (name)
+    select g.is_function, unnest(g.objects::text[])
+    from (
+        values
+            ('{producer}', true, '{enqueue,enqueue_many,enqueue_row,create_batch,close_batch}'),
+            ('{producer}', true, '{status,result,await,version}'),
+            ('{worker}', true, '{claim,claim_from,extend,progress,complete,complete_many,fail,release,finish}'),
+            ('{worker}', true, '{reap,maintain,rest,schedule,next_slots,version}'),
+            ('{operator}', true, '{cancel,cancel_many,redrive,redrive_job,discard,discard_many,purge,pause,resume}'),
+            ('{operator}', true, '{rerun,run_now,reprioritize,configure,reap,maintain,status,result,await}'),
+            ('{operator}', true, '{schedule,unschedule,pause_schedule,resume_schedule}'),
+            ('{operator,reader}', true, '{next_slots,why,health,metrics,version}'),
+            -- The views call these as their reader.
+            ('{operator,reader}', true, '{_count_jobs,_count_dead,_dead_kinds,_leased,_recent_runs}'),
+            ('{operator,reader}', true, '{_dead_errors,_error_like,_last_state}'),
+            ('{operator,reader}', false, '{jobs,queues,running,workers,kinds,throughput,failures,dead,stuck}'),
+            ('{operator,reader}', false, '{settings,schedules,batches,retention}'),
+            ('{operator}', false, '{queue,job,dead_job,run,schedule}')
+    ) as g (kinds, is_function, objects)
+    where _grants.kind = any (g.kinds::text[])
 $$;
 
 -- Grants or revokes what _grants lists: the only dynamic SQL, because GRANT takes no parameters.
@@ -52,15 +41,14 @@ begin
         execute format('grant usage on schema pgqueue to %I', role);
     end if;
     for change in select g.is_function, g.object from pgqueue._grants(kind) as g loop
-        if is_granted and change.is_function then
-            execute format('grant execute on function pgqueue.%I to %I', change.object, role);
-        elsif is_granted then
-            execute format('grant select on pgqueue.%I to %I', change.object, role);
-        elsif change.is_function then
-            execute format('revoke execute on function pgqueue.%I from %I', change.object, role);
-        else
-            execute format('revoke select on pgqueue.%I from %I', change.object, role);
-        end if;
+        execute case
+            when is_granted and change.is_function
+                then format('grant execute on function pgqueue.%I to %I', change.object, role)
+            when is_granted then format('grant select on pgqueue.%I to %I', change.object, role)
+            when change.is_function
+                then format('revoke execute on function pgqueue.%I from %I', change.object, role)
+            else format('revoke select on pgqueue.%I from %I', change.object, role)
+        end;
     end loop;
     -- A role that may no longer do anything does not see the schema either.
     if not is_granted and not exists (

@@ -749,9 +749,9 @@ lose.';
 comment on column pgqueue.loose_end.look_at is 'Not before this moment.';
 comment on column pgqueue.loose_end.id is 'A job, or a batch.';
 comment on column pgqueue.loose_end.what is
-'ended: a job that others may still wait for; waiter: a job that may have nothing
-left to wait for; new: the same for a job just enqueued, after all others;
-batch: a batch that may be over.';
+'ended: a job that others may still wait for; new: one that may have ended while
+another was enqueued after it, to look at after all others; batch: a batch that
+may be over.';
 create index loose_end_look_idx on pgqueue.loose_end ((what = 'new'), look_at);
 comment on index pgqueue.loose_end_look_idx is 'Where to look next?';
 

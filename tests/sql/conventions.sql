@@ -157,7 +157,7 @@ select is_empty(
     $$ select r.name from routine as r
        where r.prosrc ~ '\mpg_advisory_(xact_)?lock' or r.prosrc ~* '\mlock table\M(?![^;]*\mnowait\M)'
            -- Who changes settings waits for others that do; only the owner can.
-           and r.name not in ('_begin_change', '_mark') $$,
+           and r.name not in ('_set', '_repair_settings', '_mark') $$,
     'no function waits for a lock that any role may take'
 );
 

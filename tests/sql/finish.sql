@@ -174,7 +174,7 @@ create function pg_temp.summarize() returns bigint language sql as $$
     where i.inhparent = 'pgqueue.run_finished_idx'::regclass
 $$;
 select cmp_ok(pg_temp.summarize(), '>', 0::bigint, 'no completion has to write a summary of the log''s first range');
-select pgqueue._empty_run(slot) from generate_series(0, 15) as s (slot);
+select pgqueue._empty_run(slot, 'infinity') from generate_series(0, 15) as s (slot);
 select pgqueue.enqueue('again');
 select pgqueue.complete(c.id, c.token) from pgqueue.claim('again', 'w') as c;
 select is(pg_temp.summarize(), 1::bigint, 'nor when it has been emptied');

@@ -11,9 +11,8 @@ create function pg_temp.late(name text, by interval)
     language sql
 as $$
     update pgqueue.schedule as s
-    set next_slot = pgqueue._next_slot(pgqueue._read_cron(s.cron), s.every, s.timezone, clock_timestamp() - by),
-        due_at = pgqueue._next_slot(pgqueue._read_cron(s.cron), s.every, s.timezone, clock_timestamp() - by)
-            + pgqueue._share_of_jitter(s.name, s.jitter)
+    set next_slot = pgqueue._next_slot(s, clock_timestamp() - by),
+        due_at = pgqueue._next_slot(s, clock_timestamp() - by) + pgqueue._share_of_jitter(s.name, s.jitter)
     where s.name = $1
 $$;
 create function pg_temp.fired()
