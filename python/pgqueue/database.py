@@ -32,6 +32,7 @@ PATIENCE = {
 }
 ENVIRONMENT = {"PGCONNECT_TIMEOUT": "connect_timeout", "PGAPPNAME": "application_name"}
 
+BACKEND = "select pg_catalog.pg_backend_pid()"
 READ_COMMITTED = psycopg.IsolationLevel.READ_COMMITTED
 SEARCH_PATH = "search_path = pg_catalog, pg_temp"
 
@@ -99,12 +100,12 @@ def set_up(conn: Connection) -> None:
     """Have READ COMMITTED and, unless behind a pooler, prepare statements."""
     conn.isolation_level = READ_COMMITTED
     if not is_pooled(conn):
-        conn.execute(f"set {SEARCH_PATH}")
-        conn.prepare_threshold = 0
-        conn.execute("set default_transaction_isolation = 'read committed'")
         # Compiling a plan takes longer than any of our statements.
-        conn.execute("set jit = off")
-        conn.execute("set idle_session_timeout = 0")
+        conn.execute(
+            f"set {SEARCH_PATH}; set jit = off; set idle_session_timeout = 0;"
+            " set default_transaction_isolation = 'read committed'"
+        )
+        conn.prepare_threshold = 0
 
 
 def transaction(conn: Connection) -> AbstractContextManager[Any]:
@@ -123,8 +124,7 @@ def execute(
 
 def is_pooled(conn: Connection) -> bool:
     """Whether a pooler answers: it does not reveal the backend's process id."""
-    row = conn.execute("select pg_catalog.pg_backend_pid()").fetchone()
-    return row is None or row[0] != conn.info.backend_pid
+    return conn.execute(BACKEND).fetchone() != (conn.info.backend_pid,)
 
 
 def backoff(failures: int) -> float:

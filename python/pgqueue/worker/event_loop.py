@@ -5,9 +5,11 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from typing import Any
+
+from pgqueue.drivers import settled
 
 log = logging.getLogger("pgqueue")
 
@@ -65,7 +67,7 @@ class EventLoop:
             try:
                 for function in functions:
                     if inspect.isawaitable(result := function()):
-                        on_loop = _wait_for(result)
+                        on_loop = settled(result)
                         asyncio.run_coroutine_threadsafe(on_loop, self.get()).result()
                 called.set_result(None)
             except BaseException as error:
@@ -111,7 +113,3 @@ def is_in_this_thread() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-async def _wait_for(result: Awaitable[Any]) -> None:
-    await result

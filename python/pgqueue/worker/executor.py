@@ -28,6 +28,8 @@ from pgqueue.worker.event_loop import EventLoop
 
 log = logging.getLogger("pgqueue")
 
+RETURNED = "%s has returned: its slot is free"
+
 
 class Executor:
     """Begins attempts in the order given, and passes each to `on_end` when it ends."""
@@ -85,16 +87,12 @@ class Executor:
         except KeyError:
             if attempt in self.given_up:
                 self.given_up.discard(attempt)
-                self._say_returned(attempt)
+                log.info(RETURNED, attempt)
             return
         if attempt.has_timed_out and not runs_on:
-            self._say_returned(attempt)
+            log.info(RETURNED, attempt)
         attempt.outcome = outcome if attempt.started else RELEASED
         self._on_end(attempt)
-
-    def _say_returned(self, attempt: Attempt) -> None:
-        extra = attempt.fields
-        log.info("%s has returned: its slot is free", attempt, extra=extra)
 
     def give_up_all(self, outcome: Outcome) -> None:
         """End what still runs; async handlers may clean up until `close` has to end."""

@@ -51,10 +51,8 @@ class Finisher(Service):
     def put(self, attempt: Attempt) -> None:
         outcome = attempt.outcome
         if outcome.error is not None and outcome.name in ("complete", "none"):
-            reason, extra = one_line(outcome.error), attempt.fields
-            log.warning(
-                "%s: its result is not stored: %s", attempt, reason, extra=extra
-            )
+            reason = one_line(outcome.error)
+            log.warning("%s: its result is not stored: %s", attempt, reason)
         self._ended.put(attempt)
 
     def wake(self) -> None:
@@ -170,5 +168,5 @@ class Finisher(Service):
         why = f": {printable(summary)}" if summary else ""
         error = outcome.error if level > logging.INFO else None
         # Our formatters need not show the error again, which takes as long as the job.
-        fields = attempt.fields | {"trace": shown if level > logging.INFO else ""}
-        log.log(level, "%s: %s%s", attempt, status, why, extra=fields, exc_info=error)
+        extra = {"trace": shown if level > logging.INFO else ""}
+        log.log(level, "%s: %s%s", attempt, status, why, extra=extra, exc_info=error)

@@ -18,7 +18,7 @@ from pgqueue.attempt import Attempt
 from pgqueue.client import LeaseLost
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import NEVER, Deadline
-from pgqueue.worker.seldom import Outages, Seldom, one_line
+from pgqueue.worker.seldom import Outages, one_line
 from pgqueue.worker.service import KEEP, Service
 
 log = logging.getLogger("pgqueue")
@@ -47,7 +47,6 @@ class Heartbeat(Service):
         self._woken = threading.Event()
         self._is_alarmed = False  # some job was cancelled
         self._told: set[Attempt] = set()  # with progress to send
-        self._seldom = Seldom()
 
     def wake(self) -> None:
         self._woken.set()
@@ -127,11 +126,11 @@ class Heartbeat(Service):
 
     def _warn_if_late(self, late: float) -> None:
         if late > self.lease / 3:
-            log.log(
-                self._seldom.level("late"),
+            log.warning(
                 "heartbeat %.1f s late: the process was stopped, or a handler does"
                 " not release the interpreter",
                 late,
+                extra={"seldom": None},
             )
 
     def _extend_all(self, conn: database.Connection, looks: bool) -> None:
@@ -184,10 +183,7 @@ class Heartbeat(Service):
                     self._tell(conn, [attempt])
             elif not isinstance(error, LeaseLost):  # which extend() will notice
                 (attempt,) = attempts
-                log.log(
-                    self._seldom.level(attempt.id),
-                    "%s: progress was refused: %s",
-                    attempt,
-                    one_line(error),
-                    extra=attempt.fields,
+                reason, extra = one_line(error), {"seldom": attempt.id}
+                log.warning(
+                    "%s: progress was refused: %s", attempt, reason, extra=extra
                 )

@@ -13,7 +13,6 @@ from pgqueue.worker.executor import Executor
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
 from pgqueue.worker.prefetch import Prefetch
-from pgqueue.worker.seldom import Seldom
 from pgqueue.worker.terms import Terms
 
 log = logging.getLogger("pgqueue")
@@ -39,7 +38,6 @@ class Intake:
         self._executor = executor
         self.heartbeat = heartbeat
         self._finisher = finisher
-        self._seldom = Seldom()
 
     def kinds(self) -> list[str] | None:
         """Return the kinds to claim; None is all."""
@@ -110,5 +108,5 @@ class Intake:
         """Leave a job of an unknown kind to other workers, but not at once."""
         attempt.outcome = UNKNOWN_KIND
         self._finisher.put(attempt)
-        level, extra = self._seldom.level(attempt.kind), attempt.fields
-        log.log(level, "no handler for the kind of %s: put off", attempt, extra=extra)
+        extra = {"seldom": attempt.kind}
+        log.warning("no handler for the kind of %s: put off", attempt, extra=extra)

@@ -12,6 +12,7 @@ from collections.abc import Hashable
 
 import psycopg
 
+from pgqueue.attempt import Attempt
 from pgqueue.terminal import explain, printable
 
 log = logging.getLogger("pgqueue")
@@ -35,6 +36,27 @@ class Seldom:
             self._said.clear()
         self._said[what] = now + AGAIN
         return logging.WARNING
+
+
+warnings = Seldom()
+
+
+def fill_in(record: logging.LogRecord) -> bool:
+    """Add what a line says of its attempt; lower to DEBUG what was said a while ago.
+
+    That is a line with the field `seldom`, which names what else it has in common with others of
+    its text.
+    """
+    for said in record.args or ():
+        if isinstance(said, Attempt):
+            record.__dict__.update(said.fields)
+    if hasattr(record, "seldom"):
+        record.levelno = warnings.level((record.msg, record.seldom))
+        record.levelname = logging.getLevelName(record.levelno)
+    return log.isEnabledFor(record.levelno)
+
+
+log.addFilter(fill_in)
 
 
 class Outages:
