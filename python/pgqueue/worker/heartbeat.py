@@ -8,8 +8,9 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 import psycopg
 
@@ -166,24 +167,13 @@ class Heartbeat(Service):
             while True:
                 told.append(self._told.pop())  # before its progress is read
         # What has ended meanwhile no longer has a row.
-        self._tell(conn, [attempt for attempt in told if attempt in self.held])
+        told = [attempt for attempt in told if attempt in self.held]
+        with self._lock:
+            protocol.one_by_one(partial(protocol.progress, conn), told, drop)
 
-    def _tell(self, conn: database.Connection, attempts: Sequence[Attempt]) -> None:
-        """Send progress; if it is refused, each alone, and drop what is to blame."""
-        if not attempts:
-            return
-        try:
-            with self._lock:
-                protocol.progress(conn, attempts)
-        except psycopg.Error as error:
-            if database.is_outage(error):
-                raise
-            if len(attempts) > 1:
-                for attempt in attempts:
-                    self._tell(conn, [attempt])
-            elif not isinstance(error, LeaseLost):  # which extend() will notice
-                (attempt,) = attempts
-                reason, extra = one_line(error), {"seldom": attempt.id}
-                log.warning(
-                    "%s: progress was refused: %s", attempt, reason, extra=extra
-                )
+
+def drop(attempt: Attempt, error: psycopg.Error) -> None:
+    """Send no progress that is refused."""
+    if not isinstance(error, LeaseLost):  # which extend() will notice
+        reason, extra = one_line(error), {"seldom": attempt.id}
+        log.warning("%s: progress was refused: %s", attempt, reason, extra=extra)

@@ -30,10 +30,9 @@ class Maintenance(Service):
         self._app = app
         self._is_declared = not app.schedules
 
-    def pause(self) -> float:
-        if self._failures or not self._is_declared:
-            return 0.0
-        return EVERY * random.uniform(0.5, 1.5)
+    def is_needed(self) -> bool:
+        pause = EVERY * random.uniform(0.5, 1.5) if self._is_declared else 0.0
+        return not self.over.wait(pause)
 
     def work(self, conn: database.Connection) -> None:
         if not self._is_declared:

@@ -30,7 +30,7 @@ class Service(ABC):
         self.is_connected = False
         self._failures = 0
         self.thread = threading.Thread(
-            target=self._run, name=f"pgqueue-{self.name}", daemon=True
+            target=self.run, name=f"pgqueue-{self.name}", daemon=True
         )
 
     @abstractmethod
@@ -40,9 +40,6 @@ class Service(ABC):
     def wake(self) -> None:  # noqa: B027, not all of them sleep
         """Interrupt the sleep of `work`, which then looks at `over`."""
 
-    def ended(self) -> None:  # noqa: B027, not all of them have something to close
-        """Clean up; the last thing its thread does."""
-
     def is_needed(self) -> bool:
         """Wait until it needs a connection, or has to end; and say which."""
         return True
@@ -51,13 +48,9 @@ class Service(ABC):
         """Whether to wait for the end of an outage."""
         return True
 
-    def has_left(self) -> bool:
-        """Whether it has something to do before it ends."""
-        return False
-
-    def pause(self) -> float:
-        """Return for how many seconds it needs no connection."""
-        return 0.0
+    def goes_on(self) -> bool:
+        """Whether there is something to do, or may be later."""
+        return not self.over.is_set()
 
     def close(self) -> None:
         """Make it end, without waiting for that."""
@@ -83,15 +76,13 @@ class Service(ABC):
             self._failures = 0
             self._outages.is_over(self.name)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
-            while not self.over.wait(self.pause()) or self.has_left():
+            while self.goes_on():
                 if self._failures or self.is_needed():
                     self._connect_and_work()
         except BaseException as error:
             self.error = error
-        finally:
-            self.ended()
 
     def _connect_and_work(self) -> None:
         try:

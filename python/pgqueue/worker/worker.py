@@ -1,7 +1,7 @@
 """The worker: claims jobs, runs their handlers, and reports how they ended.
 
     dispatcher   claims jobs for the free slots, and sleeps when none is due
-    intake       says how much to claim, and takes what was claimed
+    prefetch     says how many jobs to claim ahead of that
     executor     runs handlers, in threads and on an event loop
     watch        ends handlers that must not go on
     finisher     reports to the server how attempts ended
@@ -33,7 +33,6 @@ from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
-from pgqueue.worker.intake import Intake
 from pgqueue.worker.maintenance import Maintenance
 from pgqueue.worker.prefetch import Prefetch
 from pgqueue.worker.seldom import Outages, one_line, unless_from_server
@@ -84,10 +83,8 @@ class Worker(Terms):
         self.watch = Watch(self.executor)
         self.heartbeat = Heartbeat(beat, outages, self.executor.cancel)
         self.finisher = Finisher(call, outages, self.prefetch, self._committed)
-        self.intake = Intake(
-            self, self.prefetch, self.executor, self.heartbeat, self.finisher
-        )
-        self.dispatcher = Dispatcher(call, outages, self, self.intake)
+        parts = self.prefetch, self.executor, self.heartbeat, self.finisher
+        self.dispatcher = Dispatcher(call, outages, self, *parts)
         self._services: list[Service] = [self.finisher, self.heartbeat]
         maintenance = Maintenance(long, outages, self.app)
         self._services += [maintenance, self.dispatcher]
