@@ -28,7 +28,7 @@ class Maintenance(Service):
     def __init__(self, deadline: Deadline, outages: Outages, app: App) -> None:
         super().__init__(deadline, outages)
         self._app = app
-        self._is_declared = not app.schedules
+        self._is_declared = all(t.schedule is None for t in app.tasks.values())
 
     def is_needed(self) -> bool:
         pause = EVERY * random.uniform(0.5, 1.5) if self._is_declared else 0.0
@@ -36,8 +36,9 @@ class Maintenance(Service):
 
     def work(self, conn: database.Connection) -> None:
         if not self._is_declared:
-            for kind, schedule in self._app.schedules.items():
-                schedule.declare(conn, self._app.tasks[kind])
+            for task in self._app.tasks.values():
+                if task.schedule is not None:
+                    task.declare(conn)
             self._is_declared = True
         try:
             # Not in a transaction: there it cannot empty the tables of old runs.
