@@ -63,10 +63,13 @@ def is_outage(error: psycopg.Error) -> bool:
     return error.sqlstate.startswith(OUTAGES)
 
 
-def conninfo(dsn: str | None, environ: Mapping[str, str] = os.environ) -> str:
+def conninfo(
+    dsn: str | None, environ: Mapping[str, str] = os.environ, name: str = "pgqueue"
+) -> str:
     """Complete a dsn by PGQUEUE_DSN, DATABASE_URL or libpq's variables, and by PATIENCE.
 
-    Raises psycopg.ProgrammingError for one that libpq does not understand.
+    The sessions get this name unless they have one; Postgres keeps 63 bytes of it. Raises
+    psycopg.ProgrammingError for one that libpq does not understand.
     """
     dsn = dsn or environ.get("PGQUEUE_DSN") or environ.get("DATABASE_URL") or ""
     dsn = re.sub(r"^postgres(ql)?\+\w+:", "postgresql:", dsn)  # as SQLAlchemy writes it
@@ -74,26 +77,9 @@ def conninfo(dsn: str | None, environ: Mapping[str, str] = os.environ) -> str:
     known = set(given) | {ENVIRONMENT[name] for name in ENVIRONMENT if name in environ}
     if "," in str(given.get("host") or environ.get("PGHOST") or ""):
         given.setdefault("target_session_attrs", "read-write")
-    added: dict[str, Any] = {k: v for k, v in PATIENCE.items() if k not in known}
+    ours: dict[str, Any] = {**PATIENCE, "application_name": name}
+    added = {k: v for k, v in ours.items() if k not in known}
     return make_conninfo(**{**given, **added})
-
-
-def named(dsn: str, name: str) -> str:
-    """Name the sessions, unless they have a name; Postgres keeps 63 bytes of it."""
-    if conninfo_to_dict(dsn).get("application_name") != PATIENCE["application_name"]:
-        return dsn
-    return make_conninfo(dsn, application_name=name)
-
-
-def connect(dsn: str) -> Connection:
-    """Connect, and `set_up` the connection."""
-    conn = psycopg.connect(dsn, autocommit=True, prepare_threshold=None)
-    try:
-        set_up(conn)
-    except BaseException:
-        conn.close()
-        raise
-    return conn
 
 
 def set_up(conn: Connection) -> None:

@@ -114,14 +114,10 @@ class Executor:
         if self._error or not all(thread.is_alive() for thread in self._threads):
             raise RuntimeError("a thread of handlers has ended") from self._error
 
-    def stop(self, attempt: Attempt) -> None:
-        """Cancel an async handler, once: a second time would interrupt its clean-up."""
-        self.loop.get().call_soon_threadsafe(self._cancel, attempt)
-
     def cancel(self, attempt: Attempt) -> None:
-        """Cancel an async handler now, not at the next check; from any thread."""
+        """Cancel an async handler, once: a second time would interrupt its clean-up."""
         if attempt.started and attempt.task.is_async:
-            self.stop(attempt)
+            self.loop.get().call_soon_threadsafe(self._cancel, attempt)
 
     def close(self, until: float) -> None:
         """End idle threads and the loop; a handler that runs on is left to itself.

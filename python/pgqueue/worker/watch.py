@@ -77,7 +77,7 @@ class Watch:
         if is_async:
             patience = CLEAN_UP if attempt.stops_since else DELIVERY
             if not attempt.stops_since and (must_stop or attempt.is_late()):
-                self._executor.stop(attempt)
+                self._executor.cancel(attempt)
         else:
             patience = RETURN
             if must_stop and not attempt.stops_since:

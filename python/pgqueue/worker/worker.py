@@ -74,7 +74,7 @@ class Worker(Terms):
 
         # As the view workers expects.
         session = f"pgqueue {re.sub('[^ -~]', '?', self.id[-55:])}"
-        dsn, outages = database.named(database.conninfo(self.dsn), session), Outages()
+        dsn, outages = database.conninfo(self.dsn, name=session), Outages()
         beat, call, long = (Deadline(dsn, self._patience, n) for n in (1 / 3, 1, 10))
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         around = self.app.middleware
@@ -85,8 +85,8 @@ class Worker(Terms):
         self.finisher = Finisher(call, outages, self.prefetch, self._committed)
         parts = self.prefetch, self.executor, self.heartbeat, self.finisher
         self.dispatcher = Dispatcher(call, outages, self, *parts)
-        self._services: list[Service] = [self.finisher, self.heartbeat]
         maintenance = Maintenance(long, outages, self.app)
+        self._services: list[Service] = [self.finisher, self.heartbeat]
         self._services += [maintenance, self.dispatcher]
 
     def stop(self, why: str = "asked to") -> None:
