@@ -74,11 +74,13 @@ def conninfo(
     dsn = dsn or environ.get("PGQUEUE_DSN") or environ.get("DATABASE_URL") or ""
     dsn = re.sub(r"^postgres(ql)?\+\w+:", "postgresql:", dsn)  # as SQLAlchemy writes it
     given = conninfo_to_dict(dsn)
-    known = set(given) | {ENVIRONMENT[name] for name in ENVIRONMENT if name in environ}
+    known = set(given) | {
+        ours for theirs, ours in ENVIRONMENT.items() if theirs in environ
+    }
     if "," in str(given.get("host") or environ.get("PGHOST") or ""):
         given.setdefault("target_session_attrs", "read-write")
-    ours: dict[str, Any] = {**PATIENCE, "application_name": name}
-    added = {k: v for k, v in ours.items() if k not in known}
+    wanted: dict[str, Any] = {**PATIENCE, "application_name": name}
+    added = {k: v for k, v in wanted.items() if k not in known}
     return make_conninfo(**{**given, **added})
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import psycopg
@@ -12,7 +12,7 @@ from psycopg import pq
 from pgqueue import database
 from pgqueue.attempt import Attempt, Unready
 from pgqueue.drivers import either, settled
-from pgqueue.worker.deadline import NEVER, Deadline, NoAnswer, Watched, WatchedAsync
+from pgqueue.worker.deadline import NEVER, NoAnswer, Server, Watched, WatchedAsync
 from pgqueue.worker.seldom import one_line
 
 log = logging.getLogger("pgqueue")
@@ -23,7 +23,7 @@ CLOSED = pq.PGconn.connect_start(b"none")
 CLOSED.finish()
 
 
-class Connections(Deadline):
+class Connections:
     """Gives each attempt a new connection object over a session that has been reset.
 
     No setting, row factory or temporary table of one job is left for the next. Behind a pooler
@@ -31,8 +31,8 @@ class Connections(Deadline):
     set is for one transaction.
     """
 
-    def __init__(self, dsn: str, patience: Callable[[], float]) -> None:
-        super().__init__(dsn, patience)
+    def __init__(self, server: Server) -> None:
+        self._server = server
         # With the moment since which they idle; the latest is used first.
         self._idle: list[tuple[float, pq.abc.PGconn]] = []
         self._is_pooled = False
@@ -46,7 +46,7 @@ class Connections(Deadline):
         make: Any = WatchedAsync if attempt.task.is_async else Watched
         conn = await self._reset(make, attempt) or await self._connect(make)
         # The deadline is for our own statements, not for the handler's.
-        conn.patience = lambda: NEVER if attempt.in_handler else self.seconds()
+        conn.patience = lambda: NEVER if attempt.in_handler else self.patience()
         try:
             conn.prepare_threshold = None
             await settled(conn.set_autocommit(False))
@@ -84,8 +84,7 @@ class Connections(Deadline):
 
     async def _connect(self, make: Any) -> Any:
         try:
-            connecting = make.connect(self.dsn, connect_timeout=self.connect_timeout())
-            conn = await settled(connecting)
+            conn = await settled(self._server.connect(self.patience, make))
             cursor = await self._execute(conn, database.BACKEND)
             (backend,) = await settled(cursor.fetchone())
             self._is_pooled = backend != conn.info.backend_pid
@@ -101,7 +100,7 @@ class Connections(Deadline):
 
     async def _execute(self, conn: Any, statement: str) -> Any:
         """Run a statement of ours outside a transaction; close what fails."""
-        conn.patience = self.seconds
+        conn.patience = self.patience
         try:
             await settled(conn.set_autocommit(True))
             return await settled(conn.execute(statement))
@@ -117,6 +116,9 @@ class Connections(Deadline):
             extra={"seldom": None},
         )
         self.close_idle(after=0)  # which will not be better
+
+    def patience(self) -> float:
+        return max(1.0, self._server.patience())
 
     def close_idle(self, after: float = KEEP) -> None:
         """Close the sessions that have been idle for this many seconds."""

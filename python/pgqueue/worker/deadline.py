@@ -6,15 +6,15 @@ may have forgotten the connection, and a backend may stand still.
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, timeout_from_conninfo
 from psycopg.rows import TupleRow
 
-from pgqueue import database
+from pgqueue.worker.seldom import Outages
 
 NEVER = float("inf")
 
@@ -69,46 +69,18 @@ def in_time(conn: Watched | WatchedAsync, call: Any) -> Generator[Any, Any, Any]
         return end.value
 
 
-class Deadline:
-    """Makes connections that give up what takes longer than a call may.
+@dataclass
+class Server:
+    """Where it is, how many seconds a call to it is of use, and who says that it fails."""
 
-    That is so many times what `patience()` says in seconds, a second at least. Connecting may
-    take no longer either, but two seconds at least, as libpq has it.
-    """
+    dsn: str
+    patience: Callable[[], float]
+    outages: Outages
 
-    def __init__(
-        self, dsn: str, patience: Callable[[], float], times: float = 1.0
-    ) -> None:
-        self.dsn = dsn
-        self._patience = patience
-        self._times = times
-        self._open: set[Watched] = set()
-
-    @contextmanager
-    def connect(self) -> Iterator[database.Connection]:
-        conn = Watched.connect(
-            self.dsn,
-            autocommit=True,
-            prepare_threshold=None,
-            connect_timeout=self.connect_timeout(),
-        )
-        conn.patience = self.seconds
-        self._open.add(conn)
-        try:
-            database.set_up(conn)
-            yield conn
-        finally:
-            conn.close()
-            self._open.discard(conn)
-
-    def check(self) -> bool:
-        """Say whether no call is overdue; from another thread."""
-        late = time.monotonic() - self.seconds()
-        return all(conn.waits_since >= late for conn in list(self._open))
-
-    def seconds(self) -> float:
-        return max(1.0, self._patience() * self._times)
-
-    def connect_timeout(self) -> int:
+    def connect(
+        self, patience: Callable[[], float], make: Any = Watched, **options: Any
+    ) -> Any:
+        """Connect, in the time of a call, but two seconds at least, as libpq has it."""
         given = timeout_from_conninfo(conninfo_to_dict(self.dsn))
-        return min(given, math.ceil(self.seconds()))
+        timeout = min(given, math.ceil(patience()))
+        return make.connect(self.dsn, connect_timeout=timeout, **options)

@@ -15,12 +15,11 @@ import psycopg
 from pgqueue import database
 from pgqueue.attempt import NO_TASK, Attempt, Outcome
 from pgqueue.worker import protocol
-from pgqueue.worker.deadline import Deadline
+from pgqueue.worker.deadline import Server
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
 from pgqueue.worker.prefetch import GATHER, Prefetch
-from pgqueue.worker.seldom import Outages
 from pgqueue.worker.service import Service
 from pgqueue.worker.terms import Terms
 
@@ -37,15 +36,14 @@ class Dispatcher(Service):
 
     def __init__(
         self,
-        deadline: Deadline,
-        outages: Outages,
+        server: Server,
         terms: Terms,
         prefetch: Prefetch,
         executor: Executor,
         heartbeat: Heartbeat,
         finisher: Finisher,
     ) -> None:
-        super().__init__(deadline, outages)
+        super().__init__(server)
         self.is_paused = False  # to drain: it claims no more
         self._terms = terms
         self._prefetch = prefetch

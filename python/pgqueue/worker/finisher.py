@@ -15,9 +15,9 @@ from pgqueue.attempt import LARGEST_RESULT, LOST, Attempt, Outcome
 from pgqueue.policy import Retry
 from pgqueue.terminal import printable
 from pgqueue.worker import protocol
-from pgqueue.worker.deadline import Deadline
+from pgqueue.worker.deadline import Server
 from pgqueue.worker.prefetch import GATHER, Prefetch
-from pgqueue.worker.seldom import Outages, one_line
+from pgqueue.worker.seldom import one_line
 from pgqueue.worker.service import KEEP, Service
 
 log = logging.getLogger("pgqueue")
@@ -34,12 +34,11 @@ class Finisher(Service):
 
     def __init__(
         self,
-        deadline: Deadline,
-        outages: Outages,
+        server: Server,
         prefetch: Prefetch,
         on_commit: Callable[[list[Attempt], set[str]], None],
     ) -> None:
-        super().__init__(deadline, outages)
+        super().__init__(server)
         self.statuses: Counter[str] = Counter()
         self._prefetch = prefetch
         self._on_commit = on_commit

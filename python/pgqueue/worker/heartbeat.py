@@ -18,8 +18,8 @@ from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.client import LeaseLost
 from pgqueue.worker import protocol
-from pgqueue.worker.deadline import NEVER, Deadline
-from pgqueue.worker.seldom import Outages, one_line
+from pgqueue.worker.deadline import NEVER, Server
+from pgqueue.worker.seldom import one_line
 from pgqueue.worker.service import KEEP, Service
 
 log = logging.getLogger("pgqueue")
@@ -35,15 +35,13 @@ class Heartbeat(Service):
     """
 
     name = "heartbeat"
+    times = 1 / 3  # of the time there is, it must not lose all
 
-    def __init__(
-        self, deadline: Deadline, outages: Outages, on_cancel: Callable[[Attempt], None]
-    ) -> None:
-        super().__init__(deadline, outages)
+    def __init__(self, server: Server, on_cancel: Callable[[Attempt], None]) -> None:
+        super().__init__(server)
         self.held: set[Attempt] = set()
         self._on_cancel = on_cancel
         self.lease = 30.0  # the shortest yet
-        self._conn: database.Connection | None = None
         self._lock = threading.Lock()
         self._woken = threading.Event()
         self._is_alarmed = False  # some job was cancelled
@@ -68,9 +66,9 @@ class Heartbeat(Service):
     def extend(self, attempt: Attempt) -> bool:
         """Extend one lease now, for a handler; without a connection, make one for it."""
         with self._lock:
-            conn = self._conn
+            conn = self.conn
             if conn is None or conn.closed:
-                with self.deadline.connect() as conn:
+                with self.connect() as conn:
                     self._extend(conn, [attempt], attempt.lease)
             else:
                 self._extend(conn, [attempt], attempt.lease)
@@ -95,7 +93,6 @@ class Heartbeat(Service):
 
     def work(self, conn: database.Connection) -> None:
         """Extend until it is over, or nothing was held for a while."""
-        self._conn = conn
         used_at = time.monotonic()
         extend_at = time.monotonic()  # after an outage it is overdue
         look_at = tell_at = 0.0

@@ -10,8 +10,7 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.app import App
-from pgqueue.worker.deadline import Deadline
-from pgqueue.worker.seldom import Outages
+from pgqueue.worker.deadline import Server
 from pgqueue.worker.service import Service
 
 log = logging.getLogger("pgqueue")
@@ -24,9 +23,10 @@ class Maintenance(Service):
     """Connects for each call: a session for a second of work a minute would be a waste."""
 
     name = "maintenance"
+    times = 10.0
 
-    def __init__(self, deadline: Deadline, outages: Outages, app: App) -> None:
-        super().__init__(deadline, outages)
+    def __init__(self, server: Server, app: App) -> None:
+        super().__init__(server)
         self._app = app
         self._is_declared = all(t.schedule is None for t in app.tasks.values())
 

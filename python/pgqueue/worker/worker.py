@@ -27,7 +27,7 @@ from pgqueue import database
 from pgqueue.attempt import Attempt, Outcome
 from pgqueue.terminal import version
 from pgqueue.worker.connections import Connections
-from pgqueue.worker.deadline import Deadline
+from pgqueue.worker.deadline import Server
 from pgqueue.worker.dispatcher import Dispatcher
 from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
@@ -74,18 +74,18 @@ class Worker(Terms):
 
         # As the view workers expects.
         session = f"pgqueue {re.sub('[^ -~]', '?', self.id[-55:])}"
-        dsn, outages = database.conninfo(self.dsn, name=session), Outages()
-        beat, call, long = (Deadline(dsn, self._patience, n) for n in (1 / 3, 1, 10))
+        dsn = database.conninfo(self.dsn, name=session)
+        server = Server(dsn, self._patience, Outages())
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         around = self.app.middleware
-        connections = Connections(dsn, self._patience)
+        connections = Connections(server)
         self.executor = Executor(connections, self.concurrency, self._ended, around)
         self.watch = Watch(self.executor)
-        self.heartbeat = Heartbeat(beat, outages, self.executor.cancel)
-        self.finisher = Finisher(call, outages, self.prefetch, self._committed)
+        self.heartbeat = Heartbeat(server, self.executor.cancel)
+        self.finisher = Finisher(server, self.prefetch, self._committed)
         parts = self.prefetch, self.executor, self.heartbeat, self.finisher
-        self.dispatcher = Dispatcher(call, outages, self, *parts)
-        maintenance = Maintenance(long, outages, self.app)
+        self.dispatcher = Dispatcher(server, self, *parts)
+        maintenance = Maintenance(server, self.app)
         self._services: list[Service] = [self.finisher, self.heartbeat]
         self._services += [maintenance, self.dispatcher]
 
@@ -183,7 +183,6 @@ class Worker(Terms):
     def _check(self) -> None:
         for service in self._services:
             service.check()
-        answers = [service.deadline.check() for service in self._services]
         self.watch.check()
         self.finisher.count_quick()
         if self._stops and not self.dispatcher.is_paused:
@@ -194,7 +193,7 @@ class Worker(Terms):
             self.dispatcher.is_paused = True
         if self._stops or self.prefetch.is_too_much(len(self.executor.waiting)):
             self.executor.release_waiting()
-        if all(answers):
+        if not any(service.is_late() for service in self._services):
             self.on_tick()
 
     def _patience(self) -> float:
