@@ -7,7 +7,6 @@ one of another version, 130 or 143 ended by a second signal. See python/README.m
 import argparse
 import atexit
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -27,10 +26,8 @@ from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging
 from pgqueue.worker.options import load, merge, parse
-from pgqueue.worker.seldom import one_line, unless_from_server
+from pgqueue.worker.seldom import log, one_line, unless_from_server
 from pgqueue.worker.supervisor import CANNOT, DONE, READY, SIGNALS, Link, Supervisor
-
-log = logging.getLogger("pgqueue")
 
 VERBS = "claim, claim_from, complete, extend, finish, maintain, rest".split(", ")
 PRIVILEGES = (

@@ -1,7 +1,6 @@
 """Connections for handlers with transaction=True, over sessions that are reused."""
 
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,9 +12,7 @@ from pgqueue import database
 from pgqueue.attempt import Attempt, Unready
 from pgqueue.drivers import either, settled
 from pgqueue.worker.deadline import NEVER, NoAnswer, Server, Watched, WatchedAsync
-from pgqueue.worker.seldom import one_line
-
-log = logging.getLogger("pgqueue")
+from pgqueue.worker.seldom import log, one_line
 
 KEEP = 60.0  # seconds for which an idle session is kept
 # What an object holds once its session has been given to another.

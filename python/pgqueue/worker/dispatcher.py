@@ -1,7 +1,6 @@
 """Claims jobs for the free slots; when none is due, sleeps until one is, or a NOTIFY."""
 
 import contextlib
-import logging
 import math
 import random
 import select
@@ -20,10 +19,9 @@ from pgqueue.worker.executor import Executor
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
 from pgqueue.worker.prefetch import GATHER, Prefetch
+from pgqueue.worker.seldom import log
 from pgqueue.worker.service import Service
 from pgqueue.worker.terms import Terms
-
-log = logging.getLogger("pgqueue")
 
 HANDOVER = 0.0002  # seconds for handlers' threads to start
 UNKNOWN_KIND = Outcome("release", "no handler for its kind", timedelta(minutes=1))

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -10,8 +9,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from pgqueue.drivers import settled
-
-log = logging.getLogger("pgqueue")
+from pgqueue.worker.seldom import log
 
 TICK = 0.25  # seconds between checks, here and in the worker
 # Probes without an answer

@@ -12,7 +12,6 @@ get what it can still release at once, and the rest when its lease expires.
 
 import contextlib
 import contextvars
-import logging
 import threading
 import time
 from collections import deque
@@ -25,8 +24,7 @@ from pgqueue.policy import Middleware
 from pgqueue.running import run, run_async
 from pgqueue.worker.connections import Connections
 from pgqueue.worker.event_loop import EventLoop
-
-log = logging.getLogger("pgqueue")
+from pgqueue.worker.seldom import log
 
 RETURNED = "%s has returned: its slot is free"
 

@@ -17,10 +17,8 @@ from pgqueue.terminal import printable
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import Server
 from pgqueue.worker.prefetch import GATHER, Prefetch
-from pgqueue.worker.seldom import one_line
+from pgqueue.worker.seldom import log, one_line
 from pgqueue.worker.service import KEEP, Service
-
-log = logging.getLogger("pgqueue")
 
 MAX_BATCH = 2000  # attempts in one call
 COUNT = 10.0  # seconds between two counts of jobs too quick for a line each

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pgqueue.terminal import LINES, LONGEST, printable, trace
-
-log = logging.getLogger("pgqueue")
+from pgqueue.worker.seldom import log
 
 
 class Health:

@@ -4,7 +4,6 @@ It has a thread and a connection of its own, so that no long claim delays it. It
 sends the progress that handlers report.
 """
 
-import logging
 import threading
 import time
 from collections import defaultdict
@@ -19,10 +18,8 @@ from pgqueue.attempt import Attempt
 from pgqueue.client import LeaseLost
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import NEVER, Server
-from pgqueue.worker.seldom import one_line
+from pgqueue.worker.seldom import log, one_line
 from pgqueue.worker.service import KEEP, Service
-
-log = logging.getLogger("pgqueue")
 
 LOST = float("-inf")  # as the end of a lease
 PROGRESS = 1.0  # seconds between two reports of progress

@@ -3,7 +3,6 @@
 Apart from the other threads, because maintain() may take a while.
 """
 
-import logging
 import random
 
 import psycopg
@@ -11,9 +10,8 @@ import psycopg
 from pgqueue import database
 from pgqueue.app import App
 from pgqueue.worker.deadline import Server
+from pgqueue.worker.seldom import log
 from pgqueue.worker.service import Service
-
-log = logging.getLogger("pgqueue")
 
 EVERY = 60.0  # seconds, give or take half
 MAINTAIN = "select task, done from pgqueue.maintain()"

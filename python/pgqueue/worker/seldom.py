@@ -38,22 +38,24 @@ class Seldom:
         return logging.WARNING
 
 
-warnings = Seldom()
+said = Seldom()
 
 
 def fill_in(record: logging.LogRecord) -> bool:
-    """Add what a line says of its attempt; lower to DEBUG what was said a while ago.
+    """Lower to DEBUG what was said in the last minute, and add the fields of an attempt.
 
-    That is a line with the field `seldom`, which names what else it has in common with others of
-    its text.
+    The first are lines with a field `seldom`, which says what those that say the same have in
+    common besides their text; the second, lines with an attempt among their arguments.
     """
-    for said in record.args or ():
-        if isinstance(said, Attempt):
-            record.__dict__.update(said.fields)
     if hasattr(record, "seldom"):
-        record.levelno = warnings.level((record.msg, record.seldom))
+        record.levelno = said.level((record.msg, record.seldom))
         record.levelname = logging.getLevelName(record.levelno)
-    return log.isEnabledFor(record.levelno)
+        if not log.isEnabledFor(record.levelno):
+            return False
+    for argument in record.args or ():
+        if isinstance(argument, Attempt):
+            record.__dict__.update(argument.fields)
+    return True
 
 
 log.addFilter(fill_in)

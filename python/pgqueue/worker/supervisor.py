@@ -9,7 +9,6 @@ can produce: READY, then DONE; or CANNOT, which counts as long as no child was r
 """
 
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -21,8 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pgqueue.worker.health import notify_systemd
-
-log = logging.getLogger("pgqueue")
+from pgqueue.worker.seldom import log
 
 FATAL = (2, 3)  # exit codes: wrong usage, no schema
 READY, DONE, CANNOT = b"r", b"d", b"f"  # it works; it has done its work; it cannot

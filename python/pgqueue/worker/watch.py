@@ -1,14 +1,12 @@
 """Watches over handlers: ends what must not go on, and says what does not react."""
 
-import logging
 import time
 from asyncio import CancelledError
 
 from pgqueue.attempt import Attempt
 from pgqueue.judge import judge
 from pgqueue.worker.executor import Executor
-
-log = logging.getLogger("pgqueue")
+from pgqueue.worker.seldom import log
 
 # Seconds
 REACT = 10.0  # for a handler to stop after a cancellation, before a warning

@@ -14,7 +14,6 @@ Dispatcher, finisher, heartbeat and maintenance have a thread and a connection o
 
 import asyncio
 import contextlib
-import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -35,12 +34,10 @@ from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
 from pgqueue.worker.maintenance import Maintenance
 from pgqueue.worker.prefetch import Prefetch
-from pgqueue.worker.seldom import Outages, one_line, unless_from_server
+from pgqueue.worker.seldom import Outages, log, one_line, unless_from_server
 from pgqueue.worker.service import Service
 from pgqueue.worker.terms import Terms
 from pgqueue.worker.watch import Watch
-
-log = logging.getLogger("pgqueue")
 
 # Seconds
 SHORTEST = 3.0  # that a call may take, however short the lease
