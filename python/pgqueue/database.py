@@ -87,6 +87,7 @@ def conninfo(
 def set_up(conn: Connection) -> None:
     """Have READ COMMITTED and, unless behind a pooler, prepare statements."""
     conn.isolation_level = READ_COMMITTED
+    conn.prepare_threshold = None
     if not is_pooled(conn):
         # Compiling a plan takes longer than any of our statements.
         conn.execute(

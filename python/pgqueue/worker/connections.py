@@ -43,7 +43,8 @@ class Connections:
         make: Any = WatchedAsync if attempt.task.is_async else Watched
         conn = await self._reset(make, attempt) or await self._connect(make)
         # The deadline is for our own statements, not for the handler's.
-        conn.patience = lambda: NEVER if attempt.in_handler else self.patience()
+        server = self._server
+        conn.patience = lambda: NEVER if attempt.in_handler else server.patience()
         try:
             conn.prepare_threshold = None
             await settled(conn.set_autocommit(False))
@@ -66,7 +67,7 @@ class Connections:
                 session.finish()
 
     async def _reset(self, make: Any, attempt: Attempt) -> Any:
-        """Connect an object with an idle session that still works, if there is one."""
+        """Reset an idle session that still works, if there is one, for a new object."""
         with contextlib.suppress(IndexError):
             while True:
                 conn = make(self._idle.pop()[1])
@@ -81,7 +82,7 @@ class Connections:
 
     async def _connect(self, make: Any) -> Any:
         try:
-            conn = await settled(self._server.connect(self.patience, make))
+            conn = await settled(self._server.connect(make=make))
             cursor = await self._execute(conn, database.BACKEND)
             (backend,) = await settled(cursor.fetchone())
             self._is_pooled = backend != conn.info.backend_pid
@@ -97,7 +98,7 @@ class Connections:
 
     async def _execute(self, conn: Any, statement: str) -> Any:
         """Run a statement of ours outside a transaction; close what fails."""
-        conn.patience = self.patience
+        conn.patience = self._server.patience
         try:
             await settled(conn.set_autocommit(True))
             return await settled(conn.execute(statement))
@@ -113,9 +114,6 @@ class Connections:
             extra={"seldom": None},
         )
         self.close_idle(after=0)  # which will not be better
-
-    def patience(self) -> float:
-        return max(1.0, self._server.patience())
 
     def close_idle(self, after: float = KEEP) -> None:
         """Close the sessions that have been idle for this many seconds."""

@@ -74,13 +74,15 @@ class Server:
     """Where it is, how many seconds a call to it is of use, and who says that it fails."""
 
     dsn: str
-    patience: Callable[[], float]
+    useful: Callable[[], float]
     outages: Outages
 
-    def connect(
-        self, patience: Callable[[], float], make: Any = Watched, **options: Any
-    ) -> Any:
+    def connect(self, times: float = 1.0, make: Any = Watched, **options: Any) -> Any:
         """Connect, in the time of a call, but two seconds at least, as libpq has it."""
         given = timeout_from_conninfo(conninfo_to_dict(self.dsn))
-        timeout = min(given, math.ceil(patience()))
+        timeout = min(given, math.ceil(self.patience(times)))
         return make.connect(self.dsn, connect_timeout=timeout, **options)
+
+    def patience(self, times: float = 1.0) -> float:
+        """Return how many seconds a call may take: a second at least."""
+        return max(1.0, self.useful() * times)

@@ -59,18 +59,16 @@ class Service(ABC):
 
     @contextmanager
     def connect(self) -> Iterator[Watched]:
-        options = {"autocommit": True, "prepare_threshold": None}
-        with closing(self._server.connect(self.patience, **options)) as conn:
+        with closing(self._server.connect(self.times, autocommit=True)) as conn:
             conn.patience = self.patience
             database.set_up(conn)
             yield conn
 
     def patience(self) -> float:
-        """Return how many seconds a call may take: a second at least."""
-        return max(1.0, self._server.patience() * self.times)
+        return self._server.patience(self.times)
 
     def is_late(self) -> bool:
-        """Whether a call takes longer than that; from any thread."""
+        """Whether a call takes longer than it may; from any thread."""
         conn, late = self.conn, time.monotonic() - self.patience()
         return conn is not None and conn.waits_since < late
 
