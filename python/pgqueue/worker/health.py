@@ -26,15 +26,17 @@ class Health:
         self._has_complained = False
 
     def __call__(self, is_ready: bool) -> None:
+        state = "WATCHDOG=1"
         if is_ready and not self._is_ready:
             self._is_ready = True
-            notify_systemd("READY=1")
             self._on_ready()
-        if time.monotonic() >= self._next_at:
-            self._next_at = time.monotonic() + 1
-            if self._file:
-                self._touch(self._file)
-            notify_systemd("WATCHDOG=1")
+            state = f"READY=1\n{state}"
+        elif time.monotonic() < self._next_at:
+            return
+        self._next_at = time.monotonic() + 1
+        if self._file:
+            self._touch(self._file)
+        notify_systemd(state)
 
     def _touch(self, file: pathlib.Path) -> None:
         try:
