@@ -54,7 +54,7 @@ class Heartbeat(Service):
             attempt.extender = self.extend
             attempt.teller = self.tell
             self.held.add(attempt)
-            if not self.is_connected:
+            if self.conn is None:
                 self.wake()
             if attempt.lease < self.lease:
                 self.lease = attempt.lease
