@@ -44,10 +44,11 @@ def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        dsn = database.conninfo(args.dsn or os.environ.get("PGQUEUE_DSN") or dsn)
+        dsn = args.dsn or os.environ.get("PGQUEUE_DSN") or dsn or ""
         if args.command == "dashboard":
             return serve(dsn, args)
-        with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as conn:
+        conninfo = database.conninfo(dsn)
+        with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as conn:
             conn.add_notice_handler(say_notice)
             try:
                 code = run(conn, args)

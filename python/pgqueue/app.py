@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Concatenate, TypeVar, overload
+from typing import Any, Concatenate, Literal, TypeVar, overload
 
 from pgqueue.job import Job
 from pgqueue.payload import Arguments
@@ -17,7 +17,7 @@ from pgqueue.policy import (
     to_timeout,
     within,
 )
-from pgqueue.task import CatchUp, P, R, Schedule, Task, TaskOptions
+from pgqueue.task import P, R, Task, TaskOptions
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -34,7 +34,6 @@ class App:
         self, *, timeout: Seconds | None = None, middleware: Middleware | None = None
     ) -> None:
         self.tasks: dict[str, Task[Any, Any]] = {}
-        self.schedules: dict[str, Schedule] = {}
         self.timeout = to_timeout(timeout)
         self.middleware = middleware
         self.startup: list[Callable[[], Any]] = []
@@ -71,7 +70,6 @@ class App:
                 known = self.tasks.get(task.kind)
                 if known is None or known.function is not task.function:
                     self.add(replace(task, policy=policy))
-            self.schedules |= app.schedules
             self.startup += [hook for hook in app.startup if hook not in self.startup]
             self.shutdown += [h for h in app.shutdown if h not in self.shutdown]
 
@@ -103,7 +101,7 @@ class App:
         cron: str | None = None,
         every: Seconds | None = None,
         timezone: str = "UTC",
-        catch_up: CatchUp = "one",
+        catch_up: Literal["skip", "one", "all"] = "one",
         jitter: Seconds | None = None,
     ) -> "Register":
         """Make the decorated function, `def` or `async def`, the handler of a kind.
@@ -146,17 +144,21 @@ class App:
             retry_for,
             give_up_on,
         )
-        options: TaskOptions = {"queue": queue}
-        if max_attempts is not None:
-            options["max_attempts"] = max_attempts
-        if group_key is not None:
-            options["group_key"] = group_key
-        if headers is not None:
-            options["headers"] = headers
+        options: TaskOptions = {
+            "queue": queue,
+            "max_attempts": max_attempts,
+            "group_key": group_key,
+            "headers": headers,
+        }
         schedule = None
         if cron is not None or every is not None:
-            times = [None if t is None else to_timedelta(t) for t in (every, jitter)]
-            schedule = Schedule(cron, times[0], timezone, catch_up, times[1])
+            schedule = {
+                "cron": cron,
+                "every": None if every is None else to_timedelta(every),
+                "timezone": timezone,
+                "catch_up": catch_up,
+                "jitter": None if jitter is None else to_timedelta(jitter),
+            }
         return Register(self, kind, policy, options, schedule)
 
 
@@ -168,7 +170,7 @@ class Register:
     kind: str
     policy: Policy
     options: TaskOptions
-    schedule: Schedule | None
+    schedule: dict[str, Any] | None
 
     @overload
     def __call__(self, function: Callable[Concatenate[Job, P], R]) -> Task[P, R]: ...
@@ -184,10 +186,9 @@ class Register:
             self.policy,
             self.options,
             inspect.iscoroutinefunction(function),
+            self.schedule,
         )
         if self.schedule is not None:
             task.arguments.payload((), {})
         self.app.add(task)
-        if self.schedule is not None:
-            self.app.schedules[self.kind] = self.schedule
         return task

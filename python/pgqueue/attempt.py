@@ -61,7 +61,7 @@ class Attempt:
     expires: float = float("inf")  # monotonic, as all moments here
     is_cancelled: bool = False  # an operator asked it to stop
     connection: Any = None
-    waits_since: float = float("inf")  # for the server, by statements of ours
+    in_handler: bool = False  # the statements on its connection are the handler's
     started: float = 0.0
     has_timed_out: bool = False  # and is known to run on, in a thread
     stops_since: float = 0.0  # when it had to stop, by a timeout or otherwise

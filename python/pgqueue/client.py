@@ -22,15 +22,26 @@ class LeaseLost(psycopg.DatabaseError, code="PQ002", name="LEASE_LOST"):
     """The job may be running elsewhere: discard the result (SQLSTATE PQ002)."""
 
 
-class _Options(TypedDict, total=False):
-    """What both functions take; None, or omitted, means the queue's default."""
+class _CommonOptions(TypedDict, total=False):
+    """What all take; None, or omitted, means the queue's default."""
 
     kind: str | None
     priority: int | None  # a larger one runs first
-    run_at: datetime | timedelta | None  # with a time zone; a timedelta is from now
     max_attempts: int | None
-    on_duplicate: OnDuplicate | None
     headers: Mapping[str, Any] | None
+
+
+class BatchOptions(_CommonOptions, total=False):
+    """The options of `create_batch`, for its callback."""
+
+    group_key: str | None
+
+
+class _Options(_CommonOptions, total=False):
+    """What both `enqueue` and `enqueue_many` take."""
+
+    run_at: datetime | timedelta | None  # with a time zone; a timedelta is from now
+    on_duplicate: OnDuplicate | None
     expires_at: datetime | timedelta | None  # like run_at; no attempt begins later
     batch_id: int | None  # what create_batch returned
 
@@ -43,16 +54,6 @@ class Options(_Options, total=False):
     group_key: str | None
     after: Sequence[int] | None  # the ids of jobs that have to complete first
     if_dead: Literal["cancel", "run"] | None  # if one of them dies or is cancelled
-
-
-class BatchOptions(TypedDict, total=False):
-    """The options of `create_batch`, for its callback."""
-
-    kind: str | None
-    priority: int | None
-    max_attempts: int | None
-    headers: Mapping[str, Any] | None
-    group_key: str | None
 
 
 class ManyOptions(_Options, total=False):

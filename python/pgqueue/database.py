@@ -32,6 +32,7 @@ PATIENCE = {
 }
 ENVIRONMENT = {"PGCONNECT_TIMEOUT": "connect_timeout", "PGAPPNAME": "application_name"}
 
+BACKEND = "select pg_catalog.pg_backend_pid()"
 READ_COMMITTED = psycopg.IsolationLevel.READ_COMMITTED
 SEARCH_PATH = "search_path = pg_catalog, pg_temp"
 
@@ -62,49 +63,38 @@ def is_outage(error: psycopg.Error) -> bool:
     return error.sqlstate.startswith(OUTAGES)
 
 
-def conninfo(dsn: str | None, environ: Mapping[str, str] = os.environ) -> str:
+def conninfo(
+    dsn: str | None, environ: Mapping[str, str] = os.environ, name: str = "pgqueue"
+) -> str:
     """Complete a dsn by PGQUEUE_DSN, DATABASE_URL or libpq's variables, and by PATIENCE.
 
-    Raises psycopg.ProgrammingError for one that libpq does not understand.
+    The sessions get this name unless they have one; Postgres keeps 63 bytes of it. Raises
+    psycopg.ProgrammingError for one that libpq does not understand.
     """
     dsn = dsn or environ.get("PGQUEUE_DSN") or environ.get("DATABASE_URL") or ""
     dsn = re.sub(r"^postgres(ql)?\+\w+:", "postgresql:", dsn)  # as SQLAlchemy writes it
     given = conninfo_to_dict(dsn)
-    known = set(given) | {ENVIRONMENT[name] for name in ENVIRONMENT if name in environ}
+    known = set(given) | {
+        ours for theirs, ours in ENVIRONMENT.items() if theirs in environ
+    }
     if "," in str(given.get("host") or environ.get("PGHOST") or ""):
         given.setdefault("target_session_attrs", "read-write")
-    added: dict[str, Any] = {k: v for k, v in PATIENCE.items() if k not in known}
+    wanted: dict[str, Any] = {**PATIENCE, "application_name": name}
+    added = {k: v for k, v in wanted.items() if k not in known}
     return make_conninfo(**{**given, **added})
-
-
-def named(dsn: str, name: str) -> str:
-    """Name the sessions, unless they have a name; Postgres keeps 63 bytes of it."""
-    if conninfo_to_dict(dsn).get("application_name") != PATIENCE["application_name"]:
-        return dsn
-    return make_conninfo(dsn, application_name=name)
-
-
-def connect(dsn: str) -> Connection:
-    """Connect, and `set_up` the connection."""
-    conn = psycopg.connect(dsn, autocommit=True, prepare_threshold=None)
-    try:
-        set_up(conn)
-    except BaseException:
-        conn.close()
-        raise
-    return conn
 
 
 def set_up(conn: Connection) -> None:
     """Have READ COMMITTED and, unless behind a pooler, prepare statements."""
     conn.isolation_level = READ_COMMITTED
+    conn.prepare_threshold = None
     if not is_pooled(conn):
-        conn.execute(f"set {SEARCH_PATH}")
-        conn.prepare_threshold = 0
-        conn.execute("set default_transaction_isolation = 'read committed'")
         # Compiling a plan takes longer than any of our statements.
-        conn.execute("set jit = off")
-        conn.execute("set idle_session_timeout = 0")
+        conn.execute(
+            f"set {SEARCH_PATH}; set jit = off; set idle_session_timeout = 0;"
+            " set default_transaction_isolation = 'read committed'"
+        )
+        conn.prepare_threshold = 0
 
 
 def transaction(conn: Connection) -> AbstractContextManager[Any]:
@@ -123,8 +113,7 @@ def execute(
 
 def is_pooled(conn: Connection) -> bool:
     """Whether a pooler answers: it does not reveal the backend's process id."""
-    row = conn.execute("select pg_catalog.pg_backend_pid()").fetchone()
-    return row is None or row[0] != conn.info.backend_pid
+    return conn.execute(BACKEND).fetchone() != (conn.info.backend_pid,)
 
 
 def backoff(failures: int) -> float:

@@ -1,7 +1,8 @@
 """Runs a query on the producer's connection, whichever driver it is from."""
 
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 import psycopg
@@ -61,6 +62,22 @@ def run_without_loop(running: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("it waits for an event loop")
 
 
+async def settled(value: Any) -> Any:
+    """Await what an async connection returns; what a sync one returns is the value."""
+    return await value if inspect.isawaitable(value) else value
+
+
+@asynccontextmanager
+async def either(manager: Any) -> AsyncIterator[Any]:
+    """Enter a context manager, async or not; one that is not awaits nothing."""
+    if hasattr(manager, "__aenter__"):
+        async with manager as value:
+            yield value
+    else:
+        with manager as value:
+            yield value
+
+
 def _fetch(conn: Any, query: str, params: tuple[Any, ...]) -> Any:
     """Return the rows of a query, or an awaitable of them."""
     if isinstance(conn, psycopg.Cursor | psycopg.AsyncCursor):
@@ -104,8 +121,7 @@ def _then(value: Any, function: Callable[[Any], Any]) -> Any:
         return function(value)
 
     async def later() -> Any:
-        result = function(await value)
-        return await result if inspect.isawaitable(result) else result
+        return await settled(function(await value))
 
     return later()
 

@@ -4,21 +4,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
-from typing import Any, Protocol
-
-
-class Lease(Protocol):
-    """The worker's hold on a job."""
-
-    expires: float  # in this machine's monotonic seconds
-    is_cancelled: bool  # an operator asked it to stop
-    connection: Any
-
-    def extend(self) -> bool: ...
-
-    def tell(
-        self, done: float | Decimal, total: float | Decimal | None, message: str | None
-    ) -> None: ...
+from typing import Any
 
 
 @dataclass(slots=True, eq=False)
@@ -34,17 +20,17 @@ class Job:
     headers: Any  # likewise; None without headers
     deadline: datetime | None  # the end of its timeout, in UTC; None without one
     batch_id: int | None  # the batch it is part of; None for none
-    _lease: Lease = field(repr=False)
+    _attempt: Any = field(repr=False)  # the Attempt that it belongs to
 
     @property
     def cancelled(self) -> bool:
         """Whether an operator has called pgqueue.cancel(): stop soon."""
-        return self._lease.is_cancelled
+        return bool(self._attempt.is_cancelled)
 
     @property
     def lost(self) -> bool:
         """Whether the lease is lost, according to the server or this machine's clock."""
-        return time.monotonic() >= self._lease.expires
+        return bool(time.monotonic() >= self._attempt.expires)
 
     def extend(self) -> bool:
         """Extend the lease now by pgqueue.extend(), and return whether to go on.
@@ -52,7 +38,7 @@ class Job:
         The worker does so automatically every third of the lease. This call blocks for a round
         trip (async: `await asyncio.to_thread(job.extend)`) and may raise psycopg.Error.
         """
-        return self._lease.extend()
+        return bool(self._attempt.extend())
 
     def progress(
         self,
@@ -65,7 +51,7 @@ class Job:
         It costs next to nothing: the worker sends the latest about once a second, in a thread
         of its own. Numbers that Postgres refuses only show up in the log.
         """
-        self._lease.tell(done, total, message)
+        self._attempt.tell(done, total, message)
 
     @property
     def connection(self) -> Any:
@@ -74,6 +60,6 @@ class Job:
         A psycopg.Connection, or in an async handler a psycopg.AsyncConnection. Raises
         RuntimeError for other handlers.
         """
-        if self._lease.connection is None:
+        if self._attempt.connection is None:
             raise RuntimeError("a connection needs @app.job(..., transaction=True)")
-        return self._lease.connection
+        return self._attempt.connection

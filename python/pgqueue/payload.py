@@ -6,6 +6,7 @@ it is installed; without it only plain values and flat dataclasses work.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import types
@@ -19,6 +20,7 @@ try:
 except ImportError:
     pydantic = None  # type: ignore[assignment]
 
+Read = Callable[..., Any] | None
 PLAIN = (str, int, float, bool, list, dict, type(None), object, Any)
 
 
@@ -74,33 +76,31 @@ class Arguments:
                 raise TypeError(f"{where}: a payload has no name for {str(p)!r}")
         self._names = [p.name for p in parameters]
         self._function = function
-        self._is_prepared = False
         with contextlib.suppress(NameError):  # of a class that may follow
-            self._prepare()
+            self._reading  # noqa: B018
 
-    def prepare(self) -> None:
+    def prepare(self) -> tuple[bool, Read]:
         """Raise TypeError if an annotation names what is not there at run time."""
         try:
-            self._prepare()
+            return self._reading
         except NameError as error:
             where = self._function.__qualname__
             text = f"{where}: {error}: is it imported for type checkers only?"
             raise TypeError(text) from None
 
-    def _prepare(self) -> None:
-        if self._is_prepared:
-            return
+    @functools.cached_property
+    def _reading(self) -> tuple[bool, Read]:
+        """Whether there is a single parameter for the whole payload, and what reads it."""
         function, hints = self._function, _hints(self._function, self._names)
-        self._is_model = len(self._names) == 1 and _is_model(hints.get(self._names[0]))
+        is_model = len(self._names) == 1 and _is_model(hints.get(self._names[0]))
         read = _read_plainly if pydantic is None else _read_by_pydantic
-        self._read = read(function, self._signature, hints, self._is_model)
-        self._is_prepared = True
+        return is_model, read(function, self._signature, hints, is_model)
 
     def payload(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the payload of a call; raises TypeError for a call that does not bind."""
-        self.prepare()
+        is_model, _ = self.prepare()
         bound = self._signature.bind(*args, **kwargs).arguments
-        if self._is_model:
+        if is_model:
             return bound.get(self._names[0])
         for parameter in self._signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
@@ -109,20 +109,16 @@ class Arguments:
 
     def read(self, payload: Any) -> dict[str, Any]:
         """Make the arguments of a payload; raises ValueError or TypeError for a bad one."""
-        if not self._is_prepared:
-            self.prepare()
-        if self._is_model and self._read:
-            return {self._names[0]: self._read(payload)}
+        is_model, reader = self.prepare()
+        if is_model and reader:
+            return {self._names[0]: reader(payload)}
         if self.takes_job and not self._names:
             return {}
         if not isinstance(payload, dict):
             kind = type(payload).__name__
             raise TypeError(f"the payload is not a JSON object but {kind}")
-        arguments: dict[str, Any] = self._read(**payload) if self._read else payload
+        arguments: dict[str, Any] = reader(**payload) if reader else payload
         return arguments
-
-
-Read = Callable[..., Any] | None
 
 
 def _hints(function: Callable[..., Any], names: list[str]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ The worker and pgqueue.testing share it. It never raises: at most the job fails.
 
 import contextvars
 import os
-import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from pgqueue import tracing
 from pgqueue.attempt import COMPLETED, LOST, RELEASED, Attempt, Outcome, decode
 from pgqueue.client import LeaseLost
-from pgqueue.drivers import run_without_loop
+from pgqueue.drivers import run_without_loop, settled
 from pgqueue.judge import completed, judge
 from pgqueue.policy import Middleware, within
 
@@ -65,10 +64,8 @@ async def _run(
         async with connect() as attempt.connection:
             outcome = await _call(attempt, middleware)
             params = attempt.id, attempt.token, outcome.text
-            attempt.waits_since = time.monotonic()
-            executed = attempt.connection.execute(COMPLETE, params)
-            if attempt.task.is_async:
-                await executed
+            attempt.in_handler = False
+            await settled(attempt.connection.execute(COMPLETE, params))
         return Outcome("none", outcome.text, error=outcome.error)
     except BaseException as error:  # whatever a handler raises fails its job only
         return judge(attempt, error)

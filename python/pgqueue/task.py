@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 from pgqueue.client import Options, enqueue
 from pgqueue.drivers import AsyncConn
@@ -12,7 +11,6 @@ from pgqueue.policy import MAX_ATTEMPTS, Policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
-CatchUp = Literal["skip", "one", "all"]
 
 
 class TaskOptions(Options, total=False):
@@ -21,37 +19,12 @@ class TaskOptions(Options, total=False):
     queue: str
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """When jobs of a kind recur; the schedule is named after the kind."""
-
-    cron: str | None
-    every: timedelta | None
-    timezone: str
-    catch_up: CatchUp
-    jitter: timedelta | None
-
-    def declare(self, conn: Any, task: "Task[..., Any]") -> None:
-        """Create or change the schedule of a task by pgqueue.schedule()."""
-        conn.execute(
-            "select pgqueue.schedule(%s, %s, %s, %s, %s::pg_catalog.jsonb, %s, timezone => %s,"
-            " catch_up => %s, jitter => %s, max_attempts => %s,"
-            " headers => %s::pg_catalog.jsonb, group_key => %s)",
-            (
-                task.kind,
-                task.options["queue"],
-                self.cron,
-                self.every,
-                to_json(task.arguments.payload((), {}), "payload"),
-                task.kind,
-                self.timezone,
-                self.catch_up,
-                self.jitter,
-                task.policy.max_attempts,
-                to_json(task.options.get("headers"), "headers"),
-                task.options.get("group_key"),
-            ),
-        )
+DECLARE = (
+    "select pgqueue.schedule(%(kind)s, %(queue)s, %(cron)s, %(every)s,"
+    " %(payload)s::pg_catalog.jsonb, %(kind)s, timezone => %(timezone)s,"
+    " catch_up => %(catch_up)s, jitter => %(jitter)s, max_attempts => %(max_attempts)s,"
+    " headers => %(headers)s::pg_catalog.jsonb, group_key => %(group_key)s)"
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +37,7 @@ class Task(Generic[P, R]):
     policy: Policy
     options: TaskOptions
     is_async: bool
+    schedule: dict[str, Any] | None = None  # what its jobs recur by
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         return self.function(*args, **kwargs)
@@ -89,3 +63,10 @@ class Task(Generic[P, R]):
         if given is not None and own is not None and given > own:
             options["headers"] = {**(options.get("headers") or {}), MAX_ATTEMPTS: given}
         return enqueue(conn, options.pop("queue"), payload, **options)
+
+    def declare(self, conn: Any) -> None:
+        """Create or change the schedule of its jobs, named after the kind."""
+        payload = to_json(self.arguments.payload((), {}), "payload")
+        headers = to_json(self.options.get("headers"), "headers")
+        own = {"kind": self.kind, "payload": payload, "headers": headers}
+        conn.execute(DECLARE, {**self.options, **(self.schedule or {}), **own})

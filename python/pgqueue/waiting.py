@@ -1,10 +1,8 @@
 """What happened to a job: ask, or wait for its end."""
 
-import asyncio
 import json
-import select
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Generator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
@@ -14,9 +12,10 @@ from typing import Any, Literal, overload
 import psycopg
 from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
+from psycopg.waiting import Ready, Wait
 
 from pgqueue import drivers
-from pgqueue.drivers import AsyncConn, run_without_loop
+from pgqueue.drivers import AsyncConn, either, run_without_loop, settled
 
 State = Literal[
     "scheduled", "ready", "running", "expired", "blocked",  # as in the view jobs
@@ -164,7 +163,6 @@ class _Session:
 
     def __init__(self, conn: Any) -> None:
         self._conn = conn
-        self._is_async = isinstance(conn, psycopg.AsyncConnection)
         self._has_heard = False
         if conn.info.transaction_status != TransactionStatus.IDLE:
             raise ValueError("no notification arrives in a transaction: end it first")
@@ -176,18 +174,11 @@ class _Session:
 
         Never prepared: a pooler may send the next one to another backend.
         """
-        transaction: Any = nullcontext()
-        if not self._conn.autocommit:
-            transaction = self._conn.transaction()
-        cursor = self._conn.cursor(row_factory=tuple_row)
+        conn, cursor = self._conn, self._conn.cursor(row_factory=tuple_row)
         query = drivers.spelled_for(cursor, query)
-        if self._is_async:
-            async with transaction:
-                await cursor.execute(query, params, prepare=False)
-                return await cursor.fetchall() if cursor.description else []
-        with transaction:
-            cursor.execute(query, params, prepare=False)
-            return cursor.fetchall() if cursor.description else []
+        async with either(nullcontext() if conn.autocommit else conn.transaction()):
+            await settled(cursor.execute(query, params, prepare=False))
+            return await settled(cursor.fetchall()) if cursor.description else []
 
     @asynccontextmanager
     async def listening(self, wanted: bool) -> AsyncIterator[bool]:
@@ -217,29 +208,20 @@ class _Session:
         while (
             left := began + (deaf if self._has_heard else seconds) - time.monotonic()
         ) > 0:
-            if self._is_async:
-                async with self._conn.lock:
-                    await self._readable(left)
-                    self._receive()
-            else:
-                with self._conn.lock:
-                    poll = select.poll()
-                    poll.register(self._conn.fileno(), select.POLLIN)
-                    poll.poll(left * 1000)
-                    self._receive()
+            async with either(self._conn.lock):
+                arrival = self._arrival(left)
+                await settled(self._conn.wait(arrival, interval=min(left, 0.1)))
         self._has_heard = False
 
-    async def _readable(self, seconds: float) -> None:
-        loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._conn.fileno(), is_readable.set)
-        try:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(is_readable.wait(), seconds)
-        finally:
-            loop.remove_reader(self._conn.fileno())
+    def _arrival(self, seconds: float) -> Generator[Wait, Ready, None]:
+        """Pass notifications to the handlers, including the caller's own.
 
-    def _receive(self) -> None:
-        """Pass notifications to the handlers, including the caller's own."""
+        As notifies() does, which warns of handlers, and in psycopg 3.2 leaves them out.
+        """
+        until = time.monotonic() + seconds
+        while not (yield Wait.R):
+            if time.monotonic() >= until:
+                return
         pgconn = self._conn.pgconn
         pgconn.consume_input()
         while notify := pgconn.notifies():

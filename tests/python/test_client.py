@@ -486,7 +486,7 @@ def test_group_and_headers_of_a_handler_are_those_of_its_jobs_and_its_schedule(d
     @app.job("sync", every=3600, group_key="acme", headers={"team": "blue"})
     def sync() -> None: ...
 
-    app.schedules["sync"].declare(db, sync)
+    sync.declare(db)
     schedule = db.execute("select group_key, headers from pgqueue.schedules").fetchone()
     sync.enqueue(db)
     sync.with_options(group_key="other", headers={}).enqueue(db)

@@ -156,13 +156,15 @@ def test_a_worker_is_not_healthy_while_a_call_is_past_its_deadline(db, dsn) -> N
     thread.start()
     try:
         wait_until(lambda: worker.dispatcher.is_ready and ticks)
-        with worker.dispatcher.deadline.connect() as conn:
+        with worker.dispatcher.connect() as conn:
             conn.waits_since = 0.0
-            wait_until(lambda: not worker.dispatcher.deadline.check())
+            own, worker.dispatcher.conn = worker.dispatcher.conn, conn
+            assert worker.dispatcher.is_late()
             worker._check()  # that of the other thread may have begun before
             count = len(ticks)
             worker._check()
             assert len(ticks) == count
+            worker.dispatcher.conn = own
         wait_until(lambda: len(ticks) > count)
     finally:
         worker.stop()

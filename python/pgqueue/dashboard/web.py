@@ -91,7 +91,7 @@ class Dashboard:
         self, dsn: str | None, allow_actions: bool, hosts: Collection[str]
     ) -> None:
         # Not named as a worker's would be.
-        self.dsn = database.named(database.conninfo(dsn), "pgqueue-dashboard")
+        self.dsn = database.conninfo(dsn, name="pgqueue-dashboard")
         self.allow_actions = allow_actions
         self.hosts = {host.lower() for host in hosts}
         # Our own threads: those of the app that we are mounted in have other things to do.

@@ -7,7 +7,6 @@ one of another version, 130 or 143 ended by a second signal. See python/README.m
 import argparse
 import atexit
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import partial
 from types import FrameType
 
 import psycopg
@@ -26,10 +26,8 @@ from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging
 from pgqueue.worker.options import load, merge, parse
-from pgqueue.worker.seldom import one_line, unless_from_server
+from pgqueue.worker.seldom import log, one_line, unless_from_server
 from pgqueue.worker.supervisor import CANNOT, DONE, READY, SIGNALS, Link, Supervisor
-
-log = logging.getLogger("pgqueue")
 
 VERBS = "claim, claim_from, complete, extend, finish, maintain, rest".split(", ")
 PRIVILEGES = (
@@ -65,9 +63,10 @@ def main(
     args = parse(sys.argv[1:] if argv is None else argv, needs_app=not discover)
     set_up_logging(args.log_level, args.log_format)
     try:
-        dsn = database.conninfo(args.dsn or dsn)
+        dsn = args.dsn or dsn
+        conninfo = database.conninfo(dsn)
         if args.check:
-            return check(dsn)
+            return check(conninfo)
         if args.processes > 1:
             return Supervisor(args.processes, args.burst).run()
         app = import_apps(args.app, discover)
@@ -97,18 +96,8 @@ def import_apps(
 
 def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
     stop_by_signal(worker, supervisor)
-    health = Health(args.health_file)
-    was_ready = False
-
-    def on_tick() -> None:
-        nonlocal was_ready
-        is_ready = worker.dispatcher.is_ready
-        health(is_ready)
-        if is_ready and not was_ready:
-            was_ready = True
-            supervisor.say(READY)
-
-    worker.on_tick = on_tick
+    health = Health(args.health_file, partial(supervisor.say, READY))
+    worker.on_tick = lambda: health(worker.dispatcher.is_ready)
     code = 0
     try:
         worker.run()
@@ -190,17 +179,17 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
     supervisor.listen(on_relay)
 
 
-def check(dsn: str) -> int:
+def check(conninfo: str) -> int:
     """Say in one line whether a worker can use this database."""
     # stop_early would exit with 0: ok.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     try:
-        with database.connect(dsn) as conn:
-            row = conn.execute("select pgqueue.version()").fetchone()
+        with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as conn:
+            row = database.execute(conn, "select pgqueue.version()").fetchone()
             rows = database.execute(conn, PRIVILEGES, {"verbs": VERBS})
             granted = {verb: is_granted for verb, is_granted in rows}
-            is_pooled = conn.prepare_threshold is None
+            is_pooled = database.is_pooled(conn)
     except database.INCOMPATIBLE as error:
         print(f"no pgqueue: {explain(error)}")
         return 3

@@ -1,10 +1,8 @@
 """Connections for handlers with transaction=True, over sessions that are reused."""
 
-import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import psycopg
@@ -12,10 +10,9 @@ from psycopg import pq
 
 from pgqueue import database
 from pgqueue.attempt import Attempt, Unready
-from pgqueue.worker.deadline import NEVER, Deadline
-from pgqueue.worker.seldom import Seldom, one_line
-
-log = logging.getLogger("pgqueue")
+from pgqueue.drivers import either, settled
+from pgqueue.worker.deadline import NEVER, NoAnswer, Server, Watched, WatchedAsync
+from pgqueue.worker.seldom import log, one_line
 
 KEEP = 60.0  # seconds for which an idle session is kept
 # What an object holds once its session has been given to another.
@@ -23,14 +20,7 @@ CLOSED = pq.PGconn.connect_start(b"none")
 CLOSED.finish()
 
 
-def reset(session: pq.abc.PGconn) -> bool:
-    """Reset a session, and return whether it still works."""
-    with contextlib.suppress(psycopg.OperationalError):  # libpq knows it is lost
-        return session.exec_(b"discard all").status == pq.ExecStatus.COMMAND_OK
-    return False
-
-
-class Connections(Deadline):
+class Connections:
     """Gives each attempt a new connection object over a session that has been reset.
 
     No setting, row factory or temporary table of one job is left for the next. Behind a pooler
@@ -38,12 +28,11 @@ class Connections(Deadline):
     set is for one transaction.
     """
 
-    def __init__(self, dsn: str, patience: Callable[[], float]) -> None:
-        super().__init__(dsn, patience)
+    def __init__(self, server: Server) -> None:
+        self._server = server
         # With the moment since which they idle; the latest is used first.
         self._idle: list[tuple[float, pq.abc.PGconn]] = []
         self._is_pooled = False
-        self._seldom = Seldom()
 
     @contextlib.asynccontextmanager
     async def connection(self, attempt: Attempt) -> AsyncIterator[Any]:
@@ -51,72 +40,24 @@ class Connections(Deadline):
 
         For a `def` handler it blocks the thread, and never awaits.
         """
+        make: Any = WatchedAsync if attempt.task.is_async else Watched
+        conn = await self._reset(make, attempt) or await self._connect(make)
+        # The deadline is for our own statements, not for the handler's.
+        server = self._server
+        conn.patience = lambda: NEVER if attempt.in_handler else server.patience()
         try:
-            if attempt.task.is_async:
-                session = await asyncio.to_thread(self._session, attempt)
-                conn = psycopg.AsyncConnection[Any](session)
-                with self._kept(conn):
-                    await conn.set_isolation_level(database.READ_COMMITTED)
-                    async with conn.transaction():
-                        attempt.waits_since = NEVER
-                        yield conn
-            else:
-                plain = psycopg.Connection[Any](self._session(attempt))
-                plain.isolation_level = database.READ_COMMITTED
-                with self._kept(plain), plain.transaction():
-                    attempt.waits_since = NEVER
-                    yield plain
-        finally:
-            self.forget(attempt)
-
-    def _session(self, attempt: Attempt) -> pq.abc.PGconn:
-        """Reset an idle session that still works; else connect."""
-        with contextlib.suppress(IndexError):
-            while session := self._idle.pop()[1]:
-                self.watch(attempt, session)
-                if reset(session):
-                    return session
-                session.finish()
-        try:
-            conn = psycopg.connect(
-                self.dsn, autocommit=True, connect_timeout=self.connect_timeout()
-            )
-            self.watch(attempt, conn.pgconn)
-            self._is_pooled = database.is_pooled(conn)
-        except psycopg.Error as error:
-            reason = one_line(error)
-            level = self._seldom.level(reason)
-            log.log(level, "no connection for a handler, put off: %s", reason)
-            raise Unready(reason) from error
-        # The object would warn that nobody closed it.
-        session, conn.pgconn = conn.pgconn, CLOSED
-        return session
-
-    def watch(self, owner: Attempt, session: pq.abc.PGconn) -> None:
-        """Watch our own statements, not the handler's."""
-        self.forget(owner)
-        owner.waits_since = time.monotonic()
-        super().watch(owner, session)
-
-    def give_up(self, owner: Attempt, after: float) -> None:
-        level, extra = self._seldom.level("late"), owner.fields
-        log.log(
-            level,
-            "%s: no answer in %g s: its connection is given up",
-            owner,
-            after,
-            extra=extra,
-        )
-        self.close_idle(after=0)  # which will not be better
-
-    @contextlib.contextmanager
-    def _kept(
-        self, conn: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
-    ) -> Iterator[None]:
-        """Keep the session of a connection afterwards, unless it is broken."""
-        conn.prepare_threshold = None
-        try:
-            yield
+            conn.prepare_threshold = None
+            await settled(conn.set_autocommit(False))
+            await settled(conn.set_isolation_level(database.READ_COMMITTED))
+            async with either(conn.transaction()):
+                attempt.in_handler = True
+                try:
+                    yield conn
+                finally:
+                    attempt.in_handler = False
+        except NoAnswer as error:
+            self._give_up(attempt, error)
+            raise
         finally:
             session, conn.pgconn = conn.pgconn, CLOSED  # the handler may have kept it
             is_idle = session.transaction_status == pq.TransactionStatus.IDLE
@@ -124,6 +65,55 @@ class Connections(Deadline):
                 self._idle.append((time.monotonic(), session))
             else:
                 session.finish()
+
+    async def _reset(self, make: Any, attempt: Attempt) -> Any:
+        """Reset an idle session that still works, if there is one, for a new object."""
+        with contextlib.suppress(IndexError):
+            while True:
+                conn = make(self._idle.pop()[1])
+                try:
+                    await self._execute(conn, "discard all")
+                    return conn
+                except NoAnswer as error:
+                    self._give_up(attempt, error)
+                except psycopg.Error:  # it has broken while it was idle
+                    continue
+        return None
+
+    async def _connect(self, make: Any) -> Any:
+        try:
+            conn = await settled(self._server.connect(make=make))
+            cursor = await self._execute(conn, database.BACKEND)
+            (backend,) = await settled(cursor.fetchone())
+            self._is_pooled = backend != conn.info.backend_pid
+        except psycopg.Error as error:
+            reason = one_line(error)
+            log.warning(
+                "no connection for a handler, put off: %s",
+                reason,
+                extra={"seldom": reason},
+            )
+            raise Unready(reason) from error
+        return conn
+
+    async def _execute(self, conn: Any, statement: str) -> Any:
+        """Run a statement of ours outside a transaction; close what fails."""
+        conn.patience = self._server.patience
+        try:
+            await settled(conn.set_autocommit(True))
+            return await settled(conn.execute(statement))
+        except BaseException:
+            conn.pgconn.finish()
+            raise
+
+    def _give_up(self, attempt: Attempt, error: NoAnswer) -> None:
+        log.warning(
+            "%s: no answer in %g s: its connection is given up",
+            attempt,
+            error.seconds,
+            extra={"seldom": None},
+        )
+        self.close_idle(after=0)  # which will not be better
 
     def close_idle(self, after: float = KEEP) -> None:
         """Close the sessions that have been idle for this many seconds."""

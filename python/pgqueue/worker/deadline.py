@@ -5,107 +5,84 @@ may have forgotten the connection, and a backend may stand still.
 """
 
 import math
-import os
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any
 
 import psycopg
-from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, timeout_from_conninfo
 from psycopg.rows import TupleRow
 
-from pgqueue import database
+from pgqueue.worker.seldom import Outages
 
 NEVER = float("inf")
 
 
+class NoAnswer(psycopg.OperationalError):
+    """The server did not answer in so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no answer in {seconds:g} s: connection given up")
+        self.seconds = seconds
+
+
 class Watched(psycopg.Connection[TupleRow]):
-    """Knows since when it waits for the server."""
+    """Gives up a call that takes longer than `patience` says."""
 
+    patience: Callable[[], float] = staticmethod(lambda: NEVER)
     waits_since = NEVER
-    gave_up_after = 0.0
 
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
+    def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
         """Wait for the server; all calls of psycopg come by here."""
         self.waits_since = time.monotonic()
         try:
-            return super().wait(*args, **kwargs)
-        except psycopg.OperationalError as error:
-            if not self.gave_up_after:
-                raise
-            text = f"no answer in {self.gave_up_after:g} s: connection given up"
-            raise psycopg.OperationalError(text) from error
+            return super().wait(in_time(self, gen), *args, **kwargs)
         finally:
             self.waits_since = NEVER
 
 
-class Deadline:
-    """Makes connections, and gives up those that wait longer than a call may take.
+class WatchedAsync(psycopg.AsyncConnection[TupleRow]):
+    """The same for an async handler."""
 
-    That is so many times what `patience()` says in seconds, a second at least. Connecting may
-    take no longer either, but two seconds at least, as libpq has it.
+    patience: Callable[[], float] = staticmethod(lambda: NEVER)
+
+    async def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
+        return await super().wait(in_time(self, gen), *args, **kwargs)
+
+
+def in_time(conn: Watched | WatchedAsync, call: Any) -> Generator[Any, Any, Any]:
+    """Pass on what a call of psycopg waits for; raise NoAnswer when time is up.
+
+    psycopg comes back ten times a second, even if nothing has arrived.
     """
+    seconds = conn.patience()
+    until, ready = time.monotonic() + seconds, None
+    try:
+        while True:
+            waits_for = call.send(ready)
+            if time.monotonic() > until:
+                conn.pgconn.finish()
+                raise NoAnswer(seconds)
+            ready = yield waits_for
+    except StopIteration as end:
+        return end.value
 
-    def __init__(
-        self, dsn: str, patience: Callable[[], float], times: float = 1.0
-    ) -> None:
-        self.dsn = dsn
-        self._patience = patience
-        self._times = times
-        self._sockets: dict[Any, socket.socket] = {}  # by what has a `waits_since`
-        self._lock = threading.Lock()
 
-    @contextmanager
-    def connect(self) -> Iterator[database.Connection]:
-        conn = Watched.connect(
-            self.dsn,
-            autocommit=True,
-            prepare_threshold=None,
-            connect_timeout=self.connect_timeout(),
-        )
-        self.watch(conn, conn.pgconn)
-        try:
-            database.set_up(conn)
-            yield conn
-        finally:
-            conn.close()
-            self.forget(conn)
+@dataclass
+class Server:
+    """Where it is, how many seconds a call to it is of use, and who says that it fails."""
 
-    def watch(self, owner: Any, session: pq.abc.PGconn) -> None:
-        """Give up a session when `owner.waits_since` is too long ago."""
-        # Of its own: the number of libpq's may belong to another file by then.
-        way = socket.socket(fileno=os.dup(session.socket))
-        with self._lock:
-            self._sockets[owner] = way
+    dsn: str
+    useful: Callable[[], float]
+    outages: Outages
 
-    def forget(self, owner: Any) -> None:
-        with self._lock:
-            if way := self._sockets.pop(owner, None):
-                way.close()
-
-    def check(self) -> bool:
-        """Give up what is overdue, and return whether nothing was; from another thread."""
-        seconds = self._seconds()
-        late = time.monotonic() - seconds
-        with self._lock:
-            overdue = [x for x in self._sockets.items() if x[0].waits_since < late]
-            for owner, way in overdue:
-                self.give_up(owner, seconds)
-                with suppress(OSError):  # it has just broken
-                    way.shutdown(socket.SHUT_RDWR)
-        return not overdue
-
-    def give_up(self, owner: Any, after: float) -> None:
-        """Note that its call fails after so many seconds."""
-        owner.gave_up_after = after
-
-    def _seconds(self) -> float:
-        return max(1.0, self._patience() * self._times)
-
-    def connect_timeout(self) -> int:
+    def connect(self, times: float = 1.0, make: Any = Watched, **options: Any) -> Any:
+        """Connect, in the time of a call, but two seconds at least, as libpq has it."""
         given = timeout_from_conninfo(conninfo_to_dict(self.dsn))
-        return min(given, math.ceil(self._seconds()))
+        timeout = min(given, math.ceil(self.patience(times)))
+        return make.connect(self.dsn, connect_timeout=timeout, **options)
+
+    def patience(self, times: float = 1.0) -> float:
+        """Return how many seconds a call may take: a second at least."""
+        return max(1.0, self.useful() * times)

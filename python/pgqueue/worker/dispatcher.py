@@ -1,42 +1,53 @@
 """Claims jobs for the free slots; when none is due, sleeps until one is, or a NOTIFY."""
 
 import contextlib
-import logging
+import math
 import random
 import select
 import socket
 import time
 from collections import Counter
+from datetime import timedelta
 
 import psycopg
 
 from pgqueue import database
+from pgqueue.attempt import NO_TASK, Attempt, Outcome
 from pgqueue.worker import protocol
-from pgqueue.worker.deadline import Deadline
-from pgqueue.worker.intake import Intake
-from pgqueue.worker.prefetch import GATHER
-from pgqueue.worker.seldom import Outages
+from pgqueue.worker.deadline import Server
+from pgqueue.worker.executor import Executor
+from pgqueue.worker.finisher import Finisher
+from pgqueue.worker.heartbeat import Heartbeat
+from pgqueue.worker.prefetch import GATHER, Prefetch
+from pgqueue.worker.seldom import log
 from pgqueue.worker.service import Service
 from pgqueue.worker.terms import Terms
 
-log = logging.getLogger("pgqueue")
-
-CHANNEL = "pgqueue"
 HANDOVER = 0.0002  # seconds for handlers' threads to start
+UNKNOWN_KIND = Outcome("release", "no handler for its kind", timedelta(minutes=1))
 
 
 class Dispatcher(Service):
-    """Claims what the worker wants, and passes it to `Intake.begin`."""
+    """Claims what the executor has slots for, and what prefetch adds to that."""
 
     name = "dispatcher"
 
     def __init__(
-        self, deadline: Deadline, outages: Outages, terms: Terms, intake: Intake
+        self,
+        server: Server,
+        terms: Terms,
+        prefetch: Prefetch,
+        executor: Executor,
+        heartbeat: Heartbeat,
+        finisher: Finisher,
     ) -> None:
-        super().__init__(deadline, outages)
+        super().__init__(server)
         self.is_paused = False  # to drain: it claims no more
         self._terms = terms
-        self._intake = intake
+        self._prefetch = prefetch
+        self._executor = executor
+        self._heartbeat = heartbeat
+        self._finisher = finisher
         self.has_limits = any(share.limit for share in self._terms.shares.values())
         self._has_news = True  # there may be something to claim
         self._quiet_until = 0.0
@@ -74,9 +85,10 @@ class Dispatcher(Service):
         self._has_news, has_looked = True, False
         while not self.over.is_set():
             self._lacks_slots = True  # before counting them, or one freed now is missed
-            queues, kinds, want = self._open_queues(), self._intake.kinds(), 0
+            queues, kinds, want = self._open_queues(), self._kinds(), 0
             if queues and kinds != [] and not self.is_paused:
-                want = self._intake.want()
+                held = len(self._heartbeat.held)
+                want = self._prefetch.want(self._executor.unfinished, held)
             self._lacks_slots = want <= 0
             if want > 0 and not self._is_settled():
                 # When merely polling, only rest() looks: one walk over the queue is enough.
@@ -87,21 +99,28 @@ class Dispatcher(Service):
                 self._rest(protocol.rest(conn, list(queues), kinds, parks))
                 has_looked = len(queues) == len(self._terms.shares)
             # In this order: news of what a job has left come before its end.
-            is_free = has_looked and not self._intake.heartbeat.held
+            is_free = has_looked and not self._heartbeat.held
             self.is_drained = is_free and self._is_settled()
             self._sleep(conn, want)
 
-    def ended(self) -> None:
-        self._woken.close()
-        self._waker.close()
+    def run(self) -> None:
+        with self._woken, self._waker:
+            super().run()
 
     def _open_queues(self) -> dict[str, int | None]:
         """Return the queues that are not at their limit, and what is left of it."""
         if not self.has_limits:
             return dict.fromkeys(self._terms.shares)
-        held = Counter(attempt.queue for attempt in list(self._intake.heartbeat.held))
+        held = Counter(attempt.queue for attempt in list(self._heartbeat.held))
         left = {n: s.limit and s.limit - held[n] for n, s in self._terms.shares.items()}
         return {name: n for name, n in left.items() if n is None or n > 0}
+
+    def _kinds(self) -> list[str] | None:
+        """Return the kinds to claim; None is all."""
+        tasks = self._terms.app.tasks
+        if self._executor.loop.is_blocked:
+            return [kind for kind, task in tasks.items() if not task.is_async]
+        return list(tasks) if self._terms.only_known else None
 
     def _claim(
         self,
@@ -119,13 +138,61 @@ class Dispatcher(Service):
         )
         if attempts:
             self.succeeded()
-        self._intake.begin(conn, attempts, now, self.is_paused)
-        if attempts and not self._intake.prefetch.is_quick:
+        self._begin(conn, attempts, now)
+        if attempts and not self._prefetch.is_quick:
             # A thread can start only when this one releases the interpreter.
             time.sleep(HANDOVER)
         if 2 * len(attempts) >= want:
             self._has_news = True
         return len(attempts)
+
+    def _begin(
+        self, conn: database.Connection, attempts: list[Attempt], since: float
+    ) -> None:
+        """Run what was claimed at a moment of the monotonic clock; not if it is paused."""
+        self._heartbeat.hold(attempts, since)
+        self._prefetch.claimed(len(attempts))
+        unfinished = self._executor.unfinished
+        attempts, not_ahead = self._prefetch.sort(attempts, unfinished)
+        if not_ahead:
+            self._give_back_at_once(conn, not_ahead)
+        if payloads := [len(a.payload) for a in attempts if a.payload]:
+            self._prefetch.weigh(len(payloads), sum(payloads))
+        if attempts and not self._finisher.is_connected:
+            self._finisher.wake()  # it will be needed
+        for attempt in attempts:
+            # Claimed meanwhile, or never to wait here: leave it to other workers.
+            if self.is_paused or not attempt.payload:
+                self._give_back(attempt)
+            elif task := self._terms.app.find(attempt.kind):
+                attempt.task = task
+                timeout = task.policy.timeout or self._terms.timeout
+                attempt.timeout = None if timeout == math.inf else timeout
+            else:  # leave it to other workers, but not at once
+                attempt.outcome = UNKNOWN_KIND
+                self._finisher.put(attempt)
+                again = {"seldom": attempt.kind}
+                log.warning(
+                    "no handler for the kind of %s: put off", attempt, extra=again
+                )
+        self._executor.submit(a for a in attempts if a.task is not NO_TASK)
+
+    def _give_back_at_once(
+        self, conn: database.Connection, attempts: list[Attempt]
+    ) -> None:
+        """Give back last attempts before anything runs: in a worker that is killed they would die."""
+        try:
+            protocol.finish(conn, attempts)
+        except psycopg.Error:  # the finisher tries again, and says what is wrong
+            for attempt in attempts:
+                self._give_back(attempt)
+        else:
+            self._prefetch.claimed(-len(attempts))
+            self._heartbeat.held.difference_update(attempts)
+
+    def _give_back(self, attempt: Attempt) -> None:
+        self._prefetch.claimed(-1)
+        self._finisher.put(attempt)
 
     def _is_settled(self) -> bool:
         """Whether nothing was due at the last look, and there has been no news since."""
@@ -141,7 +208,7 @@ class Dispatcher(Service):
     def _sleep(self, conn: database.Connection, want: int) -> None:
         """Sleep until there is news or something to do, at most a second."""
         self.succeeded()  # or it has just connected, and wants nothing
-        if self._intake.prefetch.is_quick:
+        if self._prefetch.is_quick:
             time.sleep(GATHER)
         # Before looking at _has_news: from here on, news wakes it.
         self._is_asleep = True
@@ -162,21 +229,19 @@ class Dispatcher(Service):
         self._is_asleep = False
 
     def _start_listening(self, conn: database.Connection) -> bool:
-        if not self._terms.listen:
-            return False
-        if conn.prepare_threshold is None:
+        if self._terms.listen and conn.prepare_threshold is None:
             self._terms.listen = False  # nor after a reconnect
             log.warning(
                 "NOTIFY does not arrive through a pooler: polling every %s s",
                 self._terms.poll_interval,
             )
-            return False
-        conn.add_notify_handler(lambda notify: self._hear(notify.payload.encode()))
-        conn.execute(f"listen {CHANNEL}")
-        return True
+        if self._terms.listen:
+            conn.add_notify_handler(lambda notify: self._hear(notify.payload.encode()))
+            conn.execute("listen pgqueue")
+        return self._terms.listen
 
     def _hear(self, news: bytes) -> None:
         if news == b"cancel":
-            self._intake.heartbeat.look_for_cancelled()
+            self._heartbeat.look_for_cancelled()
         elif news != b"end":  # which is for those who wait for a job to end
             self._has_news = True

@@ -2,14 +2,14 @@
 
 import asyncio
 import inspect
-import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from typing import Any
 
-log = logging.getLogger("pgqueue")
+from pgqueue.drivers import settled
+from pgqueue.worker.seldom import log
 
 TICK = 0.25  # seconds between checks, here and in the worker
 # Probes without an answer
@@ -65,7 +65,7 @@ class EventLoop:
             try:
                 for function in functions:
                     if inspect.isawaitable(result := function()):
-                        on_loop = _wait_for(result)
+                        on_loop = settled(result)
                         asyncio.run_coroutine_threadsafe(on_loop, self.get()).result()
                 called.set_result(None)
             except BaseException as error:
@@ -111,7 +111,3 @@ def is_in_this_thread() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-async def _wait_for(result: Awaitable[Any]) -> None:
-    await result

@@ -12,7 +12,6 @@ get what it can still release at once, and the rest when its lease expires.
 
 import contextlib
 import contextvars
-import logging
 import threading
 import time
 from collections import deque
@@ -25,8 +24,9 @@ from pgqueue.policy import Middleware
 from pgqueue.running import run, run_async
 from pgqueue.worker.connections import Connections
 from pgqueue.worker.event_loop import EventLoop
+from pgqueue.worker.seldom import log
 
-log = logging.getLogger("pgqueue")
+RETURNED = "%s has returned: its slot is free"
 
 
 class Executor:
@@ -85,16 +85,12 @@ class Executor:
         except KeyError:
             if attempt in self.given_up:
                 self.given_up.discard(attempt)
-                self._say_returned(attempt)
+                log.info(RETURNED, attempt)
             return
         if attempt.has_timed_out and not runs_on:
-            self._say_returned(attempt)
+            log.info(RETURNED, attempt)
         attempt.outcome = outcome if attempt.started else RELEASED
         self._on_end(attempt)
-
-    def _say_returned(self, attempt: Attempt) -> None:
-        extra = attempt.fields
-        log.info("%s has returned: its slot is free", attempt, extra=extra)
 
     def give_up_all(self, outcome: Outcome) -> None:
         """End what still runs; async handlers may clean up until `close` has to end."""
@@ -116,14 +112,10 @@ class Executor:
         if self._error or not all(thread.is_alive() for thread in self._threads):
             raise RuntimeError("a thread of handlers has ended") from self._error
 
-    def stop(self, attempt: Attempt) -> None:
-        """Cancel an async handler, once: a second time would interrupt its clean-up."""
-        self.loop.get().call_soon_threadsafe(self._cancel, attempt)
-
     def cancel(self, attempt: Attempt) -> None:
-        """Cancel an async handler now, not at the next check; from any thread."""
+        """Cancel an async handler, once: a second time would interrupt its clean-up."""
         if attempt.started and attempt.task.is_async:
-            self.stop(attempt)
+            self.loop.get().call_soon_threadsafe(self._cancel, attempt)
 
     def close(self, until: float) -> None:
         """End idle threads and the loop; a handler that runs on is left to itself.

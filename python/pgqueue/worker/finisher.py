@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import psycopg
@@ -14,12 +15,10 @@ from pgqueue.attempt import LARGEST_RESULT, LOST, Attempt, Outcome
 from pgqueue.policy import Retry
 from pgqueue.terminal import printable
 from pgqueue.worker import protocol
-from pgqueue.worker.deadline import Deadline
+from pgqueue.worker.deadline import Server
 from pgqueue.worker.prefetch import GATHER, Prefetch
-from pgqueue.worker.seldom import Outages, one_line
+from pgqueue.worker.seldom import log, one_line
 from pgqueue.worker.service import KEEP, Service
-
-log = logging.getLogger("pgqueue")
 
 MAX_BATCH = 2000  # attempts in one call
 COUNT = 10.0  # seconds between two counts of jobs too quick for a line each
@@ -33,12 +32,11 @@ class Finisher(Service):
 
     def __init__(
         self,
-        deadline: Deadline,
-        outages: Outages,
+        server: Server,
         prefetch: Prefetch,
         on_commit: Callable[[list[Attempt], set[str]], None],
     ) -> None:
-        super().__init__(deadline, outages)
+        super().__init__(server)
         self.statuses: Counter[str] = Counter()
         self._prefetch = prefetch
         self._on_commit = on_commit
@@ -51,10 +49,8 @@ class Finisher(Service):
     def put(self, attempt: Attempt) -> None:
         outcome = attempt.outcome
         if outcome.error is not None and outcome.name in ("complete", "none"):
-            reason, extra = one_line(outcome.error), attempt.fields
-            log.warning(
-                "%s: its result is not stored: %s", attempt, reason, extra=extra
-            )
+            reason = one_line(outcome.error)
+            log.warning("%s: its result is not stored: %s", attempt, reason)
         self._ended.put(attempt)
 
     def wake(self) -> None:
@@ -65,36 +61,32 @@ class Finisher(Service):
             self._batch.append(first)
         return bool(self._batch) or not self.over.is_set()
 
-    def has_left(self) -> bool:
-        return not self._failures and not (self._ended.empty() and not self._batch)
+    def goes_on(self) -> bool:
+        has_left = bool(self._batch) or not self._ended.empty()
+        return super().goes_on() or (has_left and not self._failures)
 
     def work(self, conn: database.Connection) -> None:
         """Report until it is over, or nothing has ended for a while."""
         used_at = time.monotonic()
         while self._batch or not (self.over.is_set() and self._ended.empty()):
             self._gather()
-            if not self._batch and time.monotonic() > used_at + KEEP:
-                return
             if self._batch:
                 used_at = time.monotonic()
-                is_again, self._is_unsure = self._is_unsure, True
-                self._report(conn, self._batch, is_again)
-                self._is_unsure = False
+                self._report(conn, self._batch)
                 self._batch = []
+            elif time.monotonic() > used_at + KEEP:
+                return
 
     def _gather(self) -> None:
         """Take what has ended; wait for the first."""
         batch, before = self._batch, len(self._batch)
         if not batch:
             self.succeeded()
-        first = None
-        if not batch:
             with suppress(Empty):
-                first = self._ended.get(timeout=KEEP)
-        if first:
-            batch.append(first)
-            if self._prefetch.is_quick and not self.over.is_set():
-                time.sleep(GATHER)
+                if first := self._ended.get(timeout=KEEP):
+                    batch.append(first)
+                    if self._prefetch.is_quick and not self.over.is_set():
+                        time.sleep(GATHER)
         # A message holds at most 1 GB; what an outage has left in the batch also counts.
         size = sum(len(attempt.outcome.text or "") for attempt in batch)
         with suppress(Empty):
@@ -104,11 +96,14 @@ class Finisher(Service):
                     size += len(attempt.outcome.text or "")
         self._prefetch.count(len(batch) - before)
 
-    def _report(
-        self, conn: database.Connection, batch: list[Attempt], is_again: bool
-    ) -> None:
+    def _report(self, conn: database.Connection, batch: list[Attempt]) -> None:
+        is_again, self._is_unsure = self._is_unsure, True
+        statuses: dict[int, str] = {}
         to_finish = [a for a in batch if a.outcome.name != "none"]
-        statuses = self._finish(conn, to_finish) if to_finish else {}
+        finish, refused = partial(protocol.finish, conn), partial(fail, conn)
+        for found in protocol.one_by_one(finish, to_finish, refused):
+            statuses |= found
+        self._is_unsure = False
         if is_again:  # those that are lost now may have ended by the first report
             statuses = {
                 i: "reported" if s == "lost" else s for i, s in statuses.items()
@@ -134,24 +129,6 @@ class Finisher(Service):
             log.info(text, quick - self._counted, now - self._counted_at)
             self._counted, self._counted_at = quick, now
 
-    def _finish(
-        self, conn: database.Connection, attempts: list[Attempt]
-    ) -> dict[int, str]:
-        """Finish a batch; if it is refused, each alone, and fail the one to blame."""
-        try:
-            return protocol.finish(conn, attempts)
-        except psycopg.Error as error:
-            if database.is_outage(error):
-                raise
-            if len(attempts) > 1:
-                statuses: dict[int, str] = {}
-                for attempt in attempts:
-                    statuses |= self._finish(conn, [attempt])
-                return statuses
-            text = f"{attempts[0].outcome.name} was refused: {str(error).strip()}"
-            attempts[0].outcome = Outcome("fail", text, error=error)
-            return protocol.finish(conn, attempts)
-
     def _log(self, attempt: Attempt, status: str, least: int) -> None:
         outcome, level = attempt.outcome, LEVELS.get(status, least)
         if status == "retry" and isinstance(outcome.error, Retry):
@@ -170,5 +147,14 @@ class Finisher(Service):
         why = f": {printable(summary)}" if summary else ""
         error = outcome.error if level > logging.INFO else None
         # Our formatters need not show the error again, which takes as long as the job.
-        fields = attempt.fields | {"trace": shown if level > logging.INFO else ""}
-        log.log(level, "%s: %s%s", attempt, status, why, extra=fields, exc_info=error)
+        extra = {"trace": shown if level > logging.INFO else ""}
+        log.log(level, "%s: %s%s", attempt, status, why, extra=extra, exc_info=error)
+
+
+def fail(
+    conn: database.Connection, attempt: Attempt, error: psycopg.Error
+) -> dict[int, str]:
+    """Fail an attempt whose own outcome is refused."""
+    text = f"{attempt.outcome.name} was refused: {str(error).strip()}"
+    attempt.outcome = Outcome("fail", text, error=error)
+    return protocol.finish(conn, [attempt])

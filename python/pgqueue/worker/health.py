@@ -8,32 +8,34 @@ import pathlib
 import socket
 import textwrap
 import time
+from collections.abc import Callable
 from typing import Any
 
 from pgqueue.terminal import LINES, LONGEST, printable, trace
-
-log = logging.getLogger("pgqueue")
+from pgqueue.worker.seldom import log
 
 
 class Health:
-    """Shows once a second that no part of the worker has died."""
+    """Shows once that the worker is ready, and each second that no part of it has died."""
 
-    def __init__(self, file: str | None) -> None:
+    def __init__(self, file: str | None, on_ready: Callable[[], None]) -> None:
         self._file = pathlib.Path(file) if file else None
+        self._on_ready = on_ready
         self._next_at = 0.0
         self._is_ready = False
         self._has_complained = False
 
     def __call__(self, is_ready: bool) -> None:
-        if time.monotonic() < self._next_at:
+        state = "WATCHDOG=1"
+        if is_ready and not self._is_ready:
+            self._is_ready = True
+            self._on_ready()
+            state = f"READY=1\n{state}"
+        elif time.monotonic() < self._next_at:
             return
         self._next_at = time.monotonic() + 1
         if self._file:
             self._touch(self._file)
-        state = "WATCHDOG=1"
-        if is_ready and not self._is_ready:
-            self._is_ready = True
-            state = f"READY=1\n{state}"
         notify_systemd(state)
 
     def _touch(self, file: pathlib.Path) -> None:

@@ -4,12 +4,12 @@ It has a thread and a connection of its own, so that no long claim delays it. It
 sends the progress that handlers report.
 """
 
-import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 import psycopg
 
@@ -17,11 +17,9 @@ from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.client import LeaseLost
 from pgqueue.worker import protocol
-from pgqueue.worker.deadline import NEVER, Deadline
-from pgqueue.worker.seldom import Outages, Seldom, one_line
+from pgqueue.worker.deadline import NEVER, Server
+from pgqueue.worker.seldom import log, one_line
 from pgqueue.worker.service import KEEP, Service
-
-log = logging.getLogger("pgqueue")
 
 LOST = float("-inf")  # as the end of a lease
 PROGRESS = 1.0  # seconds between two reports of progress
@@ -34,20 +32,17 @@ class Heartbeat(Service):
     """
 
     name = "heartbeat"
+    times = 1 / 3  # of the time there is, it must not lose all
 
-    def __init__(
-        self, deadline: Deadline, outages: Outages, on_cancel: Callable[[Attempt], None]
-    ) -> None:
-        super().__init__(deadline, outages)
+    def __init__(self, server: Server, on_cancel: Callable[[Attempt], None]) -> None:
+        super().__init__(server)
         self.held: set[Attempt] = set()
         self._on_cancel = on_cancel
         self.lease = 30.0  # the shortest yet
-        self._conn: database.Connection | None = None
         self._lock = threading.Lock()
         self._woken = threading.Event()
         self._is_alarmed = False  # some job was cancelled
         self._told: set[Attempt] = set()  # with progress to send
-        self._seldom = Seldom()
 
     def wake(self) -> None:
         self._woken.set()
@@ -59,7 +54,7 @@ class Heartbeat(Service):
             attempt.extender = self.extend
             attempt.teller = self.tell
             self.held.add(attempt)
-            if not self.is_connected:
+            if self.conn is None:
                 self.wake()
             if attempt.lease < self.lease:
                 self.lease = attempt.lease
@@ -68,9 +63,9 @@ class Heartbeat(Service):
     def extend(self, attempt: Attempt) -> bool:
         """Extend one lease now, for a handler; without a connection, make one for it."""
         with self._lock:
-            conn = self._conn
+            conn = self.conn
             if conn is None or conn.closed:
-                with self.deadline.connect() as conn:
+                with self.connect() as conn:
                     self._extend(conn, [attempt], attempt.lease)
             else:
                 self._extend(conn, [attempt], attempt.lease)
@@ -95,7 +90,6 @@ class Heartbeat(Service):
 
     def work(self, conn: database.Connection) -> None:
         """Extend until it is over, or nothing was held for a while."""
-        self._conn = conn
         used_at = time.monotonic()
         extend_at = time.monotonic()  # after an outage it is overdue
         look_at = tell_at = 0.0
@@ -127,11 +121,11 @@ class Heartbeat(Service):
 
     def _warn_if_late(self, late: float) -> None:
         if late > self.lease / 3:
-            log.log(
-                self._seldom.level("late"),
+            log.warning(
                 "heartbeat %.1f s late: the process was stopped, or a handler does"
                 " not release the interpreter",
                 late,
+                extra={"seldom": None},
             )
 
     def _extend_all(self, conn: database.Connection, looks: bool) -> None:
@@ -167,27 +161,13 @@ class Heartbeat(Service):
             while True:
                 told.append(self._told.pop())  # before its progress is read
         # What has ended meanwhile no longer has a row.
-        self._tell(conn, [attempt for attempt in told if attempt in self.held])
+        told = [attempt for attempt in told if attempt in self.held]
+        with self._lock:
+            protocol.one_by_one(partial(protocol.progress, conn), told, drop)
 
-    def _tell(self, conn: database.Connection, attempts: Sequence[Attempt]) -> None:
-        """Send progress; if it is refused, each alone, and drop what is to blame."""
-        if not attempts:
-            return
-        try:
-            with self._lock:
-                protocol.progress(conn, attempts)
-        except psycopg.Error as error:
-            if database.is_outage(error):
-                raise
-            if len(attempts) > 1:
-                for attempt in attempts:
-                    self._tell(conn, [attempt])
-            elif not isinstance(error, LeaseLost):  # which extend() will notice
-                (attempt,) = attempts
-                log.log(
-                    self._seldom.level(attempt.id),
-                    "%s: progress was refused: %s",
-                    attempt,
-                    one_line(error),
-                    extra=attempt.fields,
-                )
+
+def drop(attempt: Attempt, error: psycopg.Error) -> None:
+    """Send no progress that is refused."""
+    if not isinstance(error, LeaseLost):  # which extend() will notice
+        reason, extra = one_line(error), {"seldom": attempt.id}
+        log.warning("%s: progress was refused: %s", attempt, reason, extra=extra)

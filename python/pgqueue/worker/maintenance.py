@@ -3,18 +3,15 @@
 Apart from the other threads, because maintain() may take a while.
 """
 
-import logging
 import random
 
 import psycopg
 
 from pgqueue import database
 from pgqueue.app import App
-from pgqueue.worker.deadline import Deadline
-from pgqueue.worker.seldom import Outages
+from pgqueue.worker.deadline import Server
+from pgqueue.worker.seldom import log
 from pgqueue.worker.service import Service
-
-log = logging.getLogger("pgqueue")
 
 EVERY = 60.0  # seconds, give or take half
 MAINTAIN = "select task, done from pgqueue.maintain()"
@@ -24,21 +21,22 @@ class Maintenance(Service):
     """Connects for each call: a session for a second of work a minute would be a waste."""
 
     name = "maintenance"
+    times = 10.0
 
-    def __init__(self, deadline: Deadline, outages: Outages, app: App) -> None:
-        super().__init__(deadline, outages)
+    def __init__(self, server: Server, app: App) -> None:
+        super().__init__(server)
         self._app = app
-        self._is_declared = not app.schedules
+        self._is_declared = all(t.schedule is None for t in app.tasks.values())
 
-    def pause(self) -> float:
-        if self._failures or not self._is_declared:
-            return 0.0
-        return EVERY * random.uniform(0.5, 1.5)
+    def is_needed(self) -> bool:
+        pause = EVERY * random.uniform(0.5, 1.5) if self._is_declared else 0.0
+        return not self.over.wait(pause)
 
     def work(self, conn: database.Connection) -> None:
         if not self._is_declared:
-            for kind, schedule in self._app.schedules.items():
-                schedule.declare(conn, self._app.tasks[kind])
+            for task in self._app.tasks.values():
+                if task.schedule is not None:
+                    task.declare(conn)
             self._is_declared = True
         try:
             # Not in a transaction: there it cannot empty the tables of old runs.

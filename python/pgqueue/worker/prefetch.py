@@ -5,6 +5,7 @@ None is claimed ahead on its last attempt: if the worker were killed, it would d
 
 import time
 
+from pgqueue.attempt import Attempt
 from pgqueue.worker.protocol import MOST_BYTES
 
 AHEAD = 0.1  # seconds of work to claim beyond what the free slots take
@@ -49,16 +50,26 @@ class Prefetch:
         """Note how many bytes the payloads of some jobs have."""
         self._size = size / jobs
 
-    def saw_last_attempts(self) -> None:
-        """Claim none ahead for a while."""
+    def sort(
+        self, attempts: list[Attempt], unfinished: int
+    ) -> tuple[list[Attempt], list[Attempt]]:
+        """Put last attempts first, and apart those that would have to wait here."""
+        last = [a for a in attempts if a.number >= a.max_attempts]
+        if not last:
+            return attempts, []
         self._none_ahead_until = time.monotonic() + LAST_ATTEMPTS
+        others = [a for a in attempts if a.number < a.max_attempts]
+        free = max(0, self.concurrency - unfinished)
+        return last[:free] + others, last[free:]
 
     def is_too_much(self, waiting: int) -> bool:
         """Whether this many jobs wait too long: they are slower than those before."""
         return waiting > self.concurrency + self.rate * PATIENCE
 
-    def want(self, unfinished: int) -> int:
-        """Say how many jobs to claim."""
+    def want(self, unfinished: int, held: int = 0) -> int:
+        """Say how many jobs to claim: 0 while the finisher has fallen behind."""
+        if held > 2 * (self.batch + self.concurrency):
+            return 0
         now = time.monotonic()
         is_fresh = self._none_ahead_until <= now < self._counted_at + PATIENCE
         ahead = min(self.batch, int(self.rate * AHEAD)) if is_fresh else 0

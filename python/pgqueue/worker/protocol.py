@@ -1,13 +1,16 @@
 """The SQL functions that a worker calls, as a worker in any language would."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import psycopg
 from psycopg.rows import TupleRow
 
 from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.client import to_array
+
+T = TypeVar("T")
 
 # Of payloads it sends so many bytes, and one more; after that, empty texts.
 CLAIM = (
@@ -125,6 +128,22 @@ def rest(
         conn, REST, (to_array(queues), kinds and to_array(kinds), park)
     )
     return None if seconds is None else float(seconds)
+
+
+def one_by_one(
+    call: Callable[[Sequence[Attempt]], T],
+    attempts: Sequence[Attempt],
+    refused: Callable[[Attempt, psycopg.Error], T],
+) -> list[T]:
+    """Call with all attempts; if that is refused, with each, and `refused` with the one to blame."""
+    try:
+        return [call(attempts)] if attempts else []
+    except psycopg.Error as error:
+        if database.is_outage(error):
+            raise
+        if len(attempts) == 1:
+            return [refused(attempts[0], error)]
+    return [one for a in attempts for one in one_by_one(call, [a], refused)]
 
 
 def _call(

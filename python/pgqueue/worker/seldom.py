@@ -12,6 +12,7 @@ from collections.abc import Hashable
 
 import psycopg
 
+from pgqueue.attempt import Attempt
 from pgqueue.terminal import explain, printable
 
 log = logging.getLogger("pgqueue")
@@ -35,6 +36,29 @@ class Seldom:
             self._said.clear()
         self._said[what] = now + AGAIN
         return logging.WARNING
+
+
+said = Seldom()
+
+
+def fill_in(record: logging.LogRecord) -> bool:
+    """Lower to DEBUG what was said in the last minute, and add the fields of an attempt.
+
+    The first are lines with a field `seldom`, which says what those that say the same have in
+    common besides their text; the second, lines with an attempt among their arguments.
+    """
+    if hasattr(record, "seldom"):
+        record.levelno = said.level((record.msg, record.seldom))
+        record.levelname = logging.getLevelName(record.levelno)
+        if not log.isEnabledFor(record.levelno):
+            return False
+    for argument in record.args or ():
+        if isinstance(argument, Attempt):
+            record.__dict__.update(argument.fields)
+    return True
+
+
+log.addFilter(fill_in)
 
 
 class Outages:

@@ -6,12 +6,13 @@ It makes it again after each outage.
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import psycopg
 
 from pgqueue import database
-from pgqueue.worker.deadline import Deadline
-from pgqueue.worker.seldom import Outages
+from pgqueue.worker.deadline import Server, Watched
 
 KEEP = 60.0  # seconds for which a connection is kept that is not needed
 
@@ -20,17 +21,17 @@ class Service(ABC):
     """Runs `work` until it is closed, or fails with what no reconnect can fix."""
 
     name: str
+    times = 1.0  # a call may take so many times what others may
 
-    def __init__(self, deadline: Deadline, outages: Outages) -> None:
-        self.deadline = deadline
-        self._outages = outages
+    def __init__(self, server: Server) -> None:
+        self._server = server
         self.over = threading.Event()  # it has to end
         self.error: BaseException | None = None  # what ended it
         self.is_ready = False  # the server has answered it
-        self.is_connected = False
+        self.conn: Watched | None = None
         self._failures = 0
         self.thread = threading.Thread(
-            target=self._run, name=f"pgqueue-{self.name}", daemon=True
+            target=self.run, name=f"pgqueue-{self.name}", daemon=True
         )
 
     @abstractmethod
@@ -40,9 +41,6 @@ class Service(ABC):
     def wake(self) -> None:  # noqa: B027, not all of them sleep
         """Interrupt the sleep of `work`, which then looks at `over`."""
 
-    def ended(self) -> None:  # noqa: B027, not all of them have something to close
-        """Clean up; the last thing its thread does."""
-
     def is_needed(self) -> bool:
         """Wait until it needs a connection, or has to end; and say which."""
         return True
@@ -51,13 +49,28 @@ class Service(ABC):
         """Whether to wait for the end of an outage."""
         return True
 
-    def has_left(self) -> bool:
-        """Whether it has something to do before it ends."""
-        return False
+    def goes_on(self) -> bool:
+        """Whether there is something to do, or may be later."""
+        return not self.over.is_set()
 
-    def pause(self) -> float:
-        """Return for how many seconds it needs no connection."""
-        return 0.0
+    @property
+    def is_connected(self) -> bool:
+        return self.conn is not None
+
+    @contextmanager
+    def connect(self) -> Iterator[Watched]:
+        with closing(self._server.connect(self.times, autocommit=True)) as conn:
+            conn.patience = self.patience
+            database.set_up(conn)
+            yield conn
+
+    def patience(self) -> float:
+        return self._server.patience(self.times)
+
+    def is_late(self) -> bool:
+        """Whether a call takes longer than it may; from any thread."""
+        conn, late = self.conn, time.monotonic() - self.patience()
+        return conn is not None and conn.waits_since < late
 
     def close(self) -> None:
         """Make it end, without waiting for that."""
@@ -81,30 +94,27 @@ class Service(ABC):
         self.is_ready = True
         if self._failures:
             self._failures = 0
-            self._outages.is_over(self.name)
+            self._server.outages.is_over(self.name)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
-            while not self.over.wait(self.pause()) or self.has_left():
+            while self.goes_on():
                 if self._failures or self.is_needed():
                     self._connect_and_work()
         except BaseException as error:
             self.error = error
-        finally:
-            self.ended()
 
     def _connect_and_work(self) -> None:
         try:
-            with self.deadline.connect() as conn:
-                self.is_connected = True
+            with self.connect() as self.conn:
                 try:
-                    self.work(conn)
+                    self.work(self.conn)
                 finally:
-                    self.is_connected = False
+                    self.conn = None
                 self.succeeded()
         except psycopg.Error as error:
             if not database.is_outage(error) or not self.may_wait(error):
                 raise
             self._failures += 1
-            self._outages.failed(self.name, error)
+            self._server.outages.failed(self.name, error)
             self.over.wait(database.backoff(self._failures))

@@ -9,7 +9,6 @@ can produce: READY, then DONE; or CANNOT, which counts as long as no child was r
 """
 
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -21,9 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pgqueue.worker.health import notify_systemd
-from pgqueue.worker.seldom import Seldom
-
-log = logging.getLogger("pgqueue")
+from pgqueue.worker.seldom import log
 
 FATAL = (2, 3)  # exit codes: wrong usage, no schema
 READY, DONE, CANNOT = b"r", b"d", b"f"  # it works; it has done its work; it cannot
@@ -58,7 +55,6 @@ class Supervisor:
         self._code = 0
         self._short_lives = 0  # in a row
         self._was_ready = False  # some child
-        self._seldom = Seldom()
 
     def run(self) -> int:
         """Run until all have ended, and return the exit code."""
@@ -79,8 +75,7 @@ class Supervisor:
                 try:
                     self._start()
                 except OSError as error:
-                    level = self._seldom.level("no process")
-                    log.log(level, "no new process: %s", error)
+                    log.warning("no new process: %s", error, extra={"seldom": None})
                     self._start_at.append(time.monotonic() + 1)
         return self._code or (128 + self._stops[-1] if len(self._stops) > 1 else 0)
 

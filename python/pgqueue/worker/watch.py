@@ -1,15 +1,12 @@
 """Watches over handlers: ends what must not go on, and says what does not react."""
 
-import logging
 import time
 from asyncio import CancelledError
 
 from pgqueue.attempt import Attempt
 from pgqueue.judge import judge
 from pgqueue.worker.executor import Executor
-from pgqueue.worker.seldom import Seldom
-
-log = logging.getLogger("pgqueue")
+from pgqueue.worker.seldom import log
 
 # Seconds
 REACT = 10.0  # for a handler to stop after a cancellation, before a warning
@@ -25,7 +22,6 @@ class Watch:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._seldom = Seldom()
 
     def check(self) -> None:
         """Stop what must not go on; to be called several times a second. It needs no server.
@@ -38,7 +34,6 @@ class Watch:
             if attempt.started:
                 self._watch(attempt, now)
         executor.connections.close_idle()
-        executor.connections.check()
         if now > executor.began_at + STALE:
             executor.release_waiting()
         self._check_loop()
@@ -53,8 +48,11 @@ class Watch:
         if executor.loop.probe():
             began = [a for a in on_loop if a.started]
             names = "; ".join(map(str, began[:NAMED])) + "; …" * (len(began) > NAMED)
-            level = self._seldom.level("blocks")
-            log.log(level, "a handler blocks the event loop: one of %s", names)
+            log.warning(
+                "a handler blocks the event loop: one of %s",
+                names,
+                extra={"seldom": None},
+            )
         if executor.loop.is_blocked:
             for attempt in on_loop:
                 if not attempt.started:
@@ -73,33 +71,23 @@ class Watch:
 
     def _watch(self, attempt: Attempt, now: float) -> None:
         must_stop = attempt.is_cancelled or now >= attempt.expires
-        patience = 0.0
-        if attempt.task.is_async:
+        is_async = attempt.task.is_async
+        if is_async:
             patience = CLEAN_UP if attempt.stops_since else DELIVERY
             if not attempt.stops_since and (must_stop or attempt.is_late()):
-                self._executor.stop(attempt)
+                self._executor.cancel(attempt)
         else:
             patience = RETURN
             if must_stop and not attempt.stops_since:
                 attempt.stops_since = now
+        if not attempt.has_timed_out and attempt.is_late(patience if is_async else 0):
+            attempt.has_timed_out = True
+            log.warning("%s timed out, still runs in its slot", attempt)
         is_over = attempt.is_late(patience)
-        if is_over or (attempt.is_late() and not attempt.task.is_async):
-            self._say_late(attempt)
+        if not is_over and attempt.stops_since and now > attempt.stops_since + REACT:
+            attempt.stops_since = now
+            extra = {"seldom": attempt.id}
+            log.warning("%s was told to stop and does not react", attempt, extra=extra)
+            is_over = attempt.is_cancelled
         if is_over:
             self._executor.end(attempt, judge(attempt, CancelledError()), runs_on=True)
-        elif attempt.stops_since and now > attempt.stops_since + REACT:
-            attempt.stops_since = now
-            level, extra = self._seldom.level(attempt.id), attempt.fields
-            log.log(
-                level, "%s was told to stop and does not react", attempt, extra=extra
-            )
-            if attempt.is_cancelled:
-                self._executor.end(
-                    attempt, judge(attempt, CancelledError()), runs_on=True
-                )
-
-    def _say_late(self, attempt: Attempt) -> None:
-        if not attempt.has_timed_out:
-            attempt.has_timed_out = True
-            extra = attempt.fields
-            log.warning("%s timed out, still runs in its slot", attempt, extra=extra)

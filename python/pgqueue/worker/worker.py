@@ -1,7 +1,7 @@
 """The worker: claims jobs, runs their handlers, and reports how they ended.
 
     dispatcher   claims jobs for the free slots, and sleeps when none is due
-    intake       says how much to claim, and takes what was claimed
+    prefetch     says how many jobs to claim ahead of that
     executor     runs handlers, in threads and on an event loop
     watch        ends handlers that must not go on
     finisher     reports to the server how attempts ended
@@ -14,7 +14,6 @@ Dispatcher, finisher, heartbeat and maintenance have a thread and a connection o
 
 import asyncio
 import contextlib
-import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -27,21 +26,18 @@ from pgqueue import database
 from pgqueue.attempt import Attempt, Outcome
 from pgqueue.terminal import version
 from pgqueue.worker.connections import Connections
-from pgqueue.worker.deadline import Deadline
+from pgqueue.worker.deadline import Server
 from pgqueue.worker.dispatcher import Dispatcher
 from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
-from pgqueue.worker.intake import Intake
 from pgqueue.worker.maintenance import Maintenance
 from pgqueue.worker.prefetch import Prefetch
-from pgqueue.worker.seldom import Outages, one_line, unless_from_server
+from pgqueue.worker.seldom import Outages, log, one_line, unless_from_server
 from pgqueue.worker.service import Service
 from pgqueue.worker.terms import Terms
 from pgqueue.worker.watch import Watch
-
-log = logging.getLogger("pgqueue")
 
 # Seconds
 SHORTEST = 3.0  # that a call may take, however short the lease
@@ -75,21 +71,19 @@ class Worker(Terms):
 
         # As the view workers expects.
         session = f"pgqueue {re.sub('[^ -~]', '?', self.id[-55:])}"
-        dsn, outages = database.named(database.conninfo(self.dsn), session), Outages()
-        beat, call, long = (Deadline(dsn, self._patience, n) for n in (1 / 3, 1, 10))
+        dsn = database.conninfo(self.dsn, name=session)
+        server = Server(dsn, self._patience, Outages())
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         around = self.app.middleware
-        connections = Connections(dsn, self._patience)
+        connections = Connections(server)
         self.executor = Executor(connections, self.concurrency, self._ended, around)
         self.watch = Watch(self.executor)
-        self.heartbeat = Heartbeat(beat, outages, self.executor.cancel)
-        self.finisher = Finisher(call, outages, self.prefetch, self._committed)
-        self.intake = Intake(
-            self, self.prefetch, self.executor, self.heartbeat, self.finisher
-        )
-        self.dispatcher = Dispatcher(call, outages, self, self.intake)
+        self.heartbeat = Heartbeat(server, self.executor.cancel)
+        self.finisher = Finisher(server, self.prefetch, self._committed)
+        parts = self.prefetch, self.executor, self.heartbeat, self.finisher
+        self.dispatcher = Dispatcher(server, self, *parts)
+        maintenance = Maintenance(server, self.app)
         self._services: list[Service] = [self.finisher, self.heartbeat]
-        maintenance = Maintenance(long, outages, self.app)
         self._services += [maintenance, self.dispatcher]
 
     def stop(self, why: str = "asked to") -> None:
@@ -186,7 +180,6 @@ class Worker(Terms):
     def _check(self) -> None:
         for service in self._services:
             service.check()
-        answers = [service.deadline.check() for service in self._services]
         self.watch.check()
         self.finisher.count_quick()
         if self._stops and not self.dispatcher.is_paused:
@@ -197,7 +190,7 @@ class Worker(Terms):
             self.dispatcher.is_paused = True
         if self._stops or self.prefetch.is_too_much(len(self.executor.waiting)):
             self.executor.release_waiting()
-        if all(answers):
+        if not any(service.is_late() for service in self._services):
             self.on_tick()
 
     def _patience(self) -> float:
