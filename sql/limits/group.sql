@@ -778,7 +778,6 @@ declare
     is_over boolean;
     is_new boolean;
     is_enough boolean;
-    last timestamptz;
 begin
     if (pg_sequence_last_value('pgqueue._cell_groups_due'::regclass) between now_us and now_us + 60000000) is not true then
         perform pgqueue._sweep_groups_if_due(moment, null);
@@ -843,8 +842,7 @@ begin
                 where pgqueue._is_ticket_in(t, _pick_plain_groups.queue, lane - 1000)
                     and t.at > begin_at and t.at <= _pick_plain_groups.moment
                 order by t.at
-                -- Some are full.
-                limit batch + batch / 2 + 10
+                limit batch
                 for update skip locked
             ) as t
             -- In order, and none in place of one that another has locked.
@@ -884,8 +882,7 @@ begin
             limit wanted
         ) as v;
     end if;
-    -- If each may run one job, half of what is wanted is found at a third of the price of all of it.
-    is_enough := cardinality(picks) >= case when most = 1 then (wanted + 1) / 2 else wanted end and not is_over
+    is_enough := cardinality(picks) = wanted and not is_over
         -- Or _pick_groups has to remember where to start.
         and pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass) - walked <= 200 + 3 * (batch + wanted)
         and pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs < 60 * batch + 3 * wanted;
@@ -904,22 +901,13 @@ begin
     end if;
     if is_enough and wanted > 1 then
         -- A group that has two tickets may come twice.
-        is_enough := cardinality(picks) = (select count(distinct u.tid) from unnest(picks) as u (tid));
+        is_enough := wanted = (select count(distinct u.tid) from unnest(picks) as u (tid));
     end if;
     if is_enough then
-        last := greatest(clock_timestamp(), moment);
-        -- Among few it is found quickly.
-        if wanted <= 300 then
-            update pgqueue.ticket as t
-            set at = last + array_position(tickets, t.ctid) * interval '1 microsecond',
-                served = 0, is_blocked = false, is_full = false
-            where t.ctid = any (tickets);
-        else
-            update pgqueue.ticket as t
-            set at = last + g.nth * interval '1 microsecond', served = 0, is_blocked = false, is_full = false
-            from unnest(tickets) with ordinality as g (tid, nth)
-            where t.ctid = g.tid;
-        end if;
+        update pgqueue.ticket as t
+        set at = greatest(clock_timestamp(), _pick_plain_groups.moment) + array_position(tickets, t.ctid) * interval '1 microsecond',
+            served = 0, is_blocked = false, is_full = false
+        where t.ctid = any (tickets);
         if most is not null then
             new_token := nextval('pgqueue.token_seq');
             permits := pgqueue._give_permits(permits, job_of, new_token, moment);

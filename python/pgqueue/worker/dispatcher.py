@@ -93,8 +93,7 @@ class Dispatcher(Service):
             if want > 0 and not self._is_settled():
                 # When merely polling, only rest() looks: one walk over the queue is enough.
                 may_claim = self._has_news or self._is_due
-                # Half of it or more: there may be others.
-                if may_claim and 2 * self._claim(conn, queues, kinds, want) >= want:
+                if may_claim and self._claim(conn, queues, kinds, want) == want:
                     continue
                 self._rest(protocol.rest(conn, list(queues), kinds, parks))
                 has_looked = len(queues) == len(self._terms.shares)
@@ -142,7 +141,7 @@ class Dispatcher(Service):
         if attempts and not self._prefetch.is_quick:
             # A thread can start only when this one releases the interpreter.
             time.sleep(HANDOVER)
-        if 2 * len(attempts) >= want:
+        if len(attempts) == want:
             self._has_news = True
         return len(attempts)
 
