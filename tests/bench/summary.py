@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 PAGE, RESULTS = HERE / "README.md", HERE / "results.md"
 OURS = "pgqueue"
 ORDER = [system.name for system in SYSTEMS]
-RIVALS = [name for name in ORDER if name not in (OURS, "bare-sql")]
+RIVALS = [name for name in ORDER if name not in (OURS, f"{OURS}-alone", "bare-sql")]
 HELD = "drain while a snapshot is held, the last round"
 
 # What the page shows, a workload or two of each section.
