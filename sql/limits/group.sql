@@ -776,7 +776,6 @@ declare
     walked_jobs bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
     tickets tid[];
     is_over boolean;
-    is_new boolean;
     is_enough boolean;
 begin
     if (pg_sequence_last_value('pgqueue._cell_groups_due'::regclass) between now_us and now_us + 60000000) is not true then
@@ -832,10 +831,10 @@ begin
         and pg_relation_size('pgqueue.permit_surplus_idx') <= 8192
     then
         select
-            array_agg(v.tid), array_agg(v.ticket), bool_or(v.is_over), array_agg(v.id), array_agg(v.permit), bool_or(v.is_new)
-        into picks, tickets, is_over, job_of, permits, is_new
+            array_agg(v.tid), array_agg(v.ticket), bool_or(v.is_over), array_agg(v.id), array_agg(v.permit)
+        into picks, tickets, is_over, job_of, permits
         from (
-            select h.*, t.tid as ticket, u.permit, p.is_new
+            select h.*, t.tid as ticket, u.permit
             from (
                 select t.ctid as tid, t.group_key
                 from pgqueue.ticket as t
@@ -860,16 +859,16 @@ begin
                 offset 0
             ) as c
             cross join lateral (
-                select array_agg(l.tid) as tids, bool_or(l.is_new) as is_new
-                from (
-                    select p.ctid as tid, p.taken_at is null as is_new
+                select array(
+                    select p.ctid
                     from pgqueue.permit as p
                     where pgqueue._is_permit_of(p, _pick_plain_groups.queue, '', t.group_key)
                         and not p.is_rate and p.free_at < 'infinity' and p.place <= most
                     order by p.free_at desc
                     limit cardinality(c.tids)
                     for update skip locked
-                ) as l
+                ) as tids
+                offset 0
             ) as p
             cross join lateral unnest(c.tids[:cardinality(p.tids)], p.tids) as u (tid, permit)
             cross join lateral (
@@ -886,7 +885,7 @@ begin
         -- Or _pick_groups has to remember where to start.
         and pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass) - walked <= 200 + 3 * (batch + wanted)
         and pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs < 60 * batch + 3 * wanted;
-    if is_enough and is_new then
+    if is_enough and most is not null then
         -- Of a permit that nobody has taken yet there may be a copy, or nobody else sees it.
         is_enough := not exists (
             select
