@@ -5,6 +5,7 @@ import contextlib
 import psycopg
 import pytest
 from conftest import column, one
+from worker_harness import wait_until
 
 FILL = (
     "insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload) "
@@ -158,11 +159,15 @@ def test_finished_jobs_of_groups_under_a_held_snapshot_are_not_walked(
     db, usual, held_snapshot, groups
 ):
     fill_groups(db, groups, 100_000 // groups)
+    filled_at = one(db, "select clock_timestamp()")
     # A claim of so many comes back short after 100 ms.
     while one(db, "select count(*) from pgqueue.claim('q', 'w', 10000)"):
         pass
     assert one(db, "select count(*) from pgqueue.job where token is null") == 0
     db.execute("delete from pgqueue.job")
+    # A new ticket begins a second before its first job.
+    is_past = "select clock_timestamp() > %s + interval '1 second'"
+    wait_until(lambda: one(db, is_past, filled_at))
     fill_groups(db, 500, 2)
     assert is_flat(counts := warmed(db), usual), (counts, usual)
 

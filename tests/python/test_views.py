@@ -853,6 +853,7 @@ def test_a_worker_is_seen_while_it_works_sleeps_and_when_it_is_gone(db, workers)
     assert rows(db, "select * from pgqueue.queues") == []
     id = one(db, "select pgqueue.enqueue(%s, kind => 'hold')", QUEUE)
     workers.began()
+    wait_until(lambda: seen()["sessions"] >= 2)  # one that finishes connects meanwhile
     busy = seen()
     assert busy["worker"] == one(db, "select worker from pgqueue.job where id = %s", id)
     assert (busy["held"], busy["queues"]) == (1, [QUEUE]) and busy["sessions"] >= 2
