@@ -326,6 +326,8 @@ begin
     where p.ctid = any (locked) and not exists (
         select from pgqueue.job as j
         where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
+            -- That may have been reset since.
+            and (j.token is not null or (pgqueue._in_force(j.queue, j.kind, j.group_key)).group_on_retry = 'block')
         offset 0
     );
     get diagnostics freed = row_count;

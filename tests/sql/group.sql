@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(109);
+select plan(111);
 
 -- What a commit would do: nobody takes a permit that his own transaction has made.
 create function pg_temp.commit() returns void
@@ -427,6 +427,13 @@ select is(pg_temp.claimed('over retry', 5), 'a1', 'a job with a strict group run
 select pg_temp.fail('over retry', 'a1', '0');
 select pg_temp.make_late('over retry', 'a1');
 select is(pg_temp.claimed('over retry', 5), 'a2', 'a retry that comes too late does not hold up its group');
+
+select pgqueue.configure('no longer', group_key => 'a', group_limit => 1, group_on_retry => 'block');
+select pg_temp.fill('no longer', array['a', 'a']);
+select is(pg_temp.claimed('no longer', 5), 'a1', 'a job of another strict group runs');
+select pg_temp.fail('no longer', 'a1', '1 hour');
+select pgqueue.configure('no longer', group_key => 'a', group_limit => 1, reset => true);
+select is(pg_temp.claimed('no longer', 5), 'a2', 'a group that is strict no longer does not wait for the retry');
 
 select * from finish();
 rollback;
