@@ -250,7 +250,7 @@ begin
             'max_jobs must be 1 to 10000', format('It is %s.', max_jobs),
             'Claim what you can begin within one lease.'
         ]
-        when lease <= '0' or lease > '30 days' then pgqueue._check_ranges(lease => lease)
+        when lease is not null then pgqueue._check_ranges(lease => lease)
     end;
 end;
 $$;

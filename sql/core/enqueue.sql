@@ -265,7 +265,7 @@ begin
                 refused := pgqueue._refuse(pgqueue._check_payload(payload, settings.max_payload_bytes));
             end if;
             if settings.caps is not null then
-                perform pgqueue._make_permits_for(queue, pgqueue._caps_of(settings.caps, array[coalesce(kind, queue)]));
+                perform pgqueue._make_permits_for(queue, settings.caps, array[coalesce(kind, queue)]);
             end if;
         end if;
     end if;
@@ -538,7 +538,7 @@ begin
     end if;
     perform pgqueue._wake(queue);
     if settings.caps is not null then
-        perform pgqueue._make_permits_for(queue, pgqueue._caps_of(settings.caps, array[coalesce(kind, queue)]));
+        perform pgqueue._make_permits_for(queue, settings.caps, array[coalesce(kind, queue)]);
     end if;
     if has_groups then
         if settings.has_groups or settings.group_limit is not null then

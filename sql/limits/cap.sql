@@ -21,8 +21,9 @@ begin
 end;
 $$;
 
--- Creates the permits of these caps of a queue if settings of all queues require any, and there are none.
-create or replace function pgqueue._make_permits_for(queue text, caps pgqueue._cap[])
+-- Of these caps of a queue, creates the permits of some kinds (null: all) if settings of all queues require
+-- any, and there are none.
+create or replace function pgqueue._make_permits_for(queue text, caps pgqueue._cap[], kinds text[])
     returns void
     language plpgsql
     set plan_cache_mode = force_generic_plan
@@ -36,6 +37,7 @@ begin
         where q.name = '' and left(q.group_key, 1) = ''
             and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
     ) then
+        caps := pgqueue._caps_of(caps, kinds);
         perform pgqueue._make_permits(queue, caps, array(select c.most from unnest(caps) as c), 1);
     end if;
 end;

@@ -312,7 +312,7 @@ create or replace function pgqueue._rate_gives(
     language plpgsql
 as $$
 declare
-    of_groups record := pgqueue._group_caps(group_keys, null, rates, periods, gives);
+    of_groups record := pgqueue._group_caps(group_keys, null, rates, periods, null);
     room record := pgqueue._room(queue, of_groups.caps, (select max(u.give) from unnest(gives) as u (give)), moment);
 begin
     return array(

@@ -326,7 +326,7 @@ begin
     where p.ctid = any (locked) and not exists (
         select from pgqueue.job as j
         where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
-            -- That may have been reset since.
+            -- A retry keeps it only as long as its group is set to wait for it.
             and (j.token is not null or (pgqueue._in_force(j.queue, j.kind, j.group_key)).group_on_retry = 'block')
         offset 0
     );

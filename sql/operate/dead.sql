@@ -34,7 +34,7 @@ begin
     from back as b;
     perform
         pgqueue._make_group_permits(u.queue, array_agg(u.group_key), pgqueue._in_force(u.queue)),
-        pgqueue._make_permits_for(u.queue, (pgqueue._in_force(u.queue)).caps)
+        pgqueue._make_permits_for(u.queue, (pgqueue._in_force(u.queue)).caps, null)
     from unnest(revived.queues, revived.keys) as u (queue, group_key)
     group by u.queue;
     perform pgqueue._rejoin_batches(revived.batch_ids);
