@@ -124,12 +124,14 @@ installcheck: ## the SQL tests, on the installed server of PGHOST, PGPORT ...
 
 clean: ## remove what was built
 
-# Run both suites even if one fails.
+# Run both suites even if one fails. Python tests wait for each other's processes as much as they
+# compute: one more of them than there are cores.
+PROCESSES := $(shell echo $$(($$(nproc) + 1)))
 .PHONY: suite
 suite:
 	@status=0; \
 	$(MAKE) -s installcheck || status=1; \
-	$(VENV)/pytest -c $(CONFIG) --rootdir . tests/python || status=1; \
+	$(VENV)/pytest -c $(CONFIG) --rootdir . -n $(PROCESSES) --dist worksteal tests/python || status=1; \
 	exit $$status
 
 ifneq ($(wildcard $(PGXS)),)

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import psycopg
 import pytest
+from cluster import Cluster
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
@@ -29,8 +30,17 @@ Found = TypeVar("Found")
 TEMPLATE = "pgqueue_template"
 NUMBERS = itertools.count()
 LIMIT = pytest.StashKey[float]()  # seconds that a test may take
+OWN_CLUSTER = pytest.StashKey[Cluster]()
 # How many hints get lost. Which ones is by chance.
 LOST = [0.5] * 10 + [1] if os.environ.get("PGQUEUE_TEST_LONG") else [0.5]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each process of pytest-xdist a server of its own: tests change and stop it."""
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
+        config.stash[OWN_CLUSTER] = cluster = Cluster(fast=True)
+        cluster.__enter__()
+        os.environ.update(cluster.env)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -72,9 +82,11 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     return (yield)
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """End also if a test has left a thread that never does; Python would wait for it."""
     faulthandler.dump_traceback_later(60, exit=True)
+    if cluster := config.stash.get(OWN_CLUSTER, None):
+        cluster.remove()
 
 
 @pytest.fixture(scope="session")

@@ -308,7 +308,7 @@ def test_health_finds_the_settings_of_one_of_many_queues_by_an_index(db):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Cluster]:
-    with Cluster(fast=True, settings={"autovacuum": "off"}) as cluster:
+    with Cluster(fast=True) as cluster:
         with psycopg.connect(where(cluster), autocommit=True) as db:
             db.execute("create extension pgqueue")
         yield cluster
@@ -316,6 +316,10 @@ def server() -> Iterator[Cluster]:
 
 def test_autovacuum_that_is_off_is_critical_and_can_be_switched_on(server):
     with psycopg.connect(where(server), autocommit=True) as db:
+        assert found(db, "autovacuum") == []
+        db.execute("alter system set autovacuum = off")
+        db.execute("select pg_reload_conf()")
+        wait_until(lambda: found(db, "autovacuum"))
         assert [row[0] for row in found(db, "autovacuum")] == ["critical"]
         assert (
             fix(db, "autovacuum")

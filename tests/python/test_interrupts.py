@@ -284,9 +284,9 @@ def interrupted(
 ) -> Iterator[str | None]:
     """Try the call again and again, until many were interrupted."""
     began, reach = time.monotonic(), usual
-    while victim.attempts < ATTEMPTS:
+    while victim.attempts < ATTEMPTS or victim.interrupted <= 30:
         # A busy machine needs longer.
-        limit = SECONDS if victim.interrupted > 30 else 10 * SECONDS
+        limit = SECONDS if victim.interrupted > 30 else 30 * SECONDS
         if time.monotonic() > began + limit:
             break
         where = victim.attempt(call, given, reach)
