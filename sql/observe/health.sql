@@ -3,37 +3,6 @@
 -- All checks only read, work on a standby, and look at catalogs, at the fronts of lanes and at the view queues, never
 -- at all jobs.
 
--- Who else holds or awaits table locks in this database, and what ends them.
-create or replace function pgqueue._lock_holders()
-    returns table (relation oid, mode text, is_held boolean, since timestamptz, holder text, hint text)
-    language plpgsql
-as $$
-begin
-    return query
-    select
-        l.relation, l.mode, l.granted, coalesce(a.xact_start, p.prepared),
-        case when p.gid is null
-            then concat(
-                'session ', l.pid, case when l.granted then ' has used it' else ' has waited for it' end,
-                ' since ' || pgqueue._written(a.xact_start)
-            )
-            else format('prepared transaction %s has used it', p.gid)
-        end,
-        case when p.gid is null
-            then format('select pg_terminate_backend(%s)', l.pid) else format('rollback prepared %L', p.gid)
-        end
-    from pg_locks as l
-    left join pg_stat_activity as a on a.pid = l.pid
-    -- Only the lock on its own id says which prepared transaction it is.
-    left join (
-        pg_locks as own
-        join pg_prepared_xacts as p on p.transaction = own.transactionid
-    ) on own.virtualtransaction = l.virtualtransaction and l.pid is null and own.pid is null
-    where l.database = (select d.oid from pg_database as d where d.datname = current_database())
-        and l.pid is distinct from pg_backend_pid();
-end;
-$$;
-
 -- Every check, with all its facts: the function _found, and so health, follow from this list. The query returns a
 -- row for each finding: whether it is critical, which is four times beyond the thresholds patience and most, the
 -- detail, and the hint. In it, moment is the clock, and seen the rows of the view queues.
@@ -47,7 +16,9 @@ values
             format(
                 'queue %s: job %s has been due for %s, the wait_target is %s', o.queue, o.id,
                 date_trunc('second', o.wait), o.target
-            ) || coalesce('; ' || coalesce(r.reason, pgqueue._why_full(s.job), pgqueue._why_capped(s.job, moment)), ''),
+            ) || coalesce('; ' || coalesce(
+                r.reason, pgqueue._why_full(s.job), pgqueue._why_capped(s.job, moment), pgqueue._why_locked(o.id)
+            ), ''),
             case r.reason
                 when 'its queue is paused' then format('select pgqueue.resume(%L)', o.queue)
                 when 'its kind is paused' then format('select pgqueue.resume(%L, %L)', o.queue, (s.job).kind)
@@ -91,6 +62,75 @@ values
         ) as o
         cross join lateral (select j as job from pgqueue.job as j where j.id = o.id offset 0) as s
         cross join lateral (select case when o.is_paused then pgqueue._why_paused(s.job) end as reason offset 0) as r
+    $$),
+    -- Who has locked for that long what enqueue, claim or complete need: a table, or the row of a job that is among
+    -- the first to run in its lane; or has kept a session waiting for one for a fifth of that.
+    ('locks', '5 seconds', null, 'nobody locks what enqueue, claim and complete need', $$
+        with lock as materialized (
+            select * from pgqueue._lock_holders()
+        ), ours as materialized (
+            select c.oid, c.relname
+            from pg_class as c
+            where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p')
+                -- Nobody needs old runs: see the check of this name.
+                and (c.relname !~ '^run_' or c.relname = 'run_' || floor(date_part('epoch', moment) / 86400)::int % 16)
+        ), waiter as materialized (
+            select
+                w.relation, w.xid, min(w.waits_since) as since,
+                format('; %s for it', case count(*) when 1 then 'a session waits' else count(*) || ' sessions wait' end)
+                    as said
+            from lock as w
+            where not w.is_held and case w.what
+                when 'relation' then w.relation in (select o.oid from ours as o)
+                -- Who waits for a row has locked its place.
+                when 'transactionid' then exists (
+                    select
+                    from lock as t
+                    where t.what = 'tuple' and t.pid = w.pid and t.relation in (select o.oid from ours as o)
+                )
+            end
+            group by w.relation, w.xid
+        ), found as (
+            select
+                l.pid, l.holder, l.hint, l.since, w.since as waits_since, w.said,
+                format('table %s is locked in %s mode', o.relname, regexp_replace(l.mode, 'Lock$', '')) as what
+            from lock as l
+            join ours as o on o.oid = l.relation
+            left join waiter as w on w.relation = l.relation
+            where l.what = 'relation'
+                and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+                -- VACUUM cuts off the end of a file in a moment.
+                and (l.pid in (select v.pid from pg_stat_progress_vacuum as v)) is not true
+            union all
+            select
+                l.pid, l.holder, l.hint, case when j.id is not null then l.since end, w.since, w.said,
+                coalesce('the row of job ' || j.id || ' of queue ' || j.queue, 'a row') || ' is locked'
+            from lock as l
+            left join waiter as w on w.xid = l.xid
+            left join (
+                select j.queue, j.id, j.xmax as xid
+                from pgqueue._lanes(0) as f
+                cross join lateral (
+                    select j.queue, j.id, j.xmax
+                    from pgqueue.job as j
+                    where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment - patience
+                        -- One that runs is locked while it completes.
+                        and j.lease_expires_at is null
+                    order by j.run_at, j.id
+                    limit 20
+                ) as j
+                where f.first < moment - patience
+            ) as j on j.xid = l.xid
+            where l.what = 'transactionid' and l.is_held and (w.xid is not null or j.id is not null)
+        )
+        select
+            coalesce(moment - least(min(f.since), min(f.waits_since)) > 4 * patience, false),
+            concat(min(f.what), ', and ' || nullif(count(distinct f.what) - 1, 0) || ' more', ': ', f.holder, max(f.said)),
+            f.hint
+        from found as f
+        group by f.pid, f.holder, f.hint
+        having min(f.since) < moment - patience or min(f.waits_since) < moment - patience / 5
+        order by min(f.since)
     $$),
     -- Each queue in which leases expired that long ago and nobody has recovered the jobs, among the first
     -- hundred of each lane, where such jobs end up.
@@ -617,7 +657,7 @@ exception when lock_not_available then
         ),
         coalesce(l.hint, 'select * from pgqueue.health()')
     from (select) as always
-    left join pgqueue._lock_holders() as l on l.mode = 'AccessExclusiveLock' and l.relation in (
+    left join pgqueue._lock_holders() as l on l.what = 'relation' and l.mode = 'AccessExclusiveLock' and l.relation in (
         select c.oid from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
     )
     order by l.is_held desc, l.since

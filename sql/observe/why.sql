@@ -104,6 +104,62 @@ begin
 end;
 $$;
 
+-- Who else holds or awaits locks of tables and rows in this database, and what ends them. A row is locked by the id
+-- of a transaction, its xmax.
+create or replace function pgqueue._lock_holders()
+    returns table (
+        what text, relation oid, xid xid, mode text, is_held boolean, pid int, since timestamptz,
+        waits_since timestamptz, holder text, hint text
+    )
+    language plpgsql
+as $$
+begin
+    return query
+    select
+        l.locktype, l.relation, l.transactionid, l.mode, l.granted, l.pid, coalesce(a.xact_start, p.prepared),
+        l.waitstart,
+        case when p.gid is null
+            then concat(
+                'session ', l.pid, case when l.granted then ' has used it' else ' has waited for it' end,
+                ' since ' || pgqueue._written(a.xact_start),
+                ' (' || nullif(concat_ws(', ', a.usename, nullif(a.application_name, ''), a.state), '') || ')'
+            )
+            else format('prepared transaction %s has used it', p.gid)
+        end,
+        case when p.gid is null
+            then format('select pg_terminate_backend(%s)', l.pid) else format('rollback prepared %L', p.gid)
+        end
+    from pg_locks as l
+    left join pg_stat_activity as a on a.pid = l.pid
+    -- Only the lock on its own id says which prepared transaction it is.
+    left join (
+        pg_locks as own
+        join pg_prepared_xacts as p on p.transaction = own.transactionid
+    ) on own.virtualtransaction = l.virtualtransaction and l.pid is null and own.pid is null
+    where (
+            l.database = (select d.oid from pg_database as d where d.datname = current_database())
+            or l.locktype = 'transactionid'
+        )
+        and l.pid is distinct from pg_backend_pid();
+end;
+$$;
+
+-- Who has locked the row of a job, if anybody has, so that no claim can take it.
+create or replace function pgqueue._why_locked(job_id bigint)
+    returns text
+    language plpgsql
+as $$
+begin
+    return (
+        select 'its row is locked: ' || l.holder
+        from pgqueue.job as j
+        join pgqueue._lock_holders() as l on l.xid = j.xmax and l.what = 'transactionid' and l.is_held
+        where j.id = _why_locked.job_id
+        limit 1
+    );
+end;
+$$;
+
 -- How many ready jobs are ahead of this one; beyond 10,000 it stops counting.
 create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestamptz)
     returns bigint
@@ -211,6 +267,7 @@ begin
             )
             when job.run_at <= moment then coalesce(
                 pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment),
+                pgqueue._why_locked(job.id),
                 (
                     select case
                         when a.jobs = 0 then 'ready: next in its queue'

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 from cluster import Cluster
-from conftest import one
+from conftest import column, one
 from test_plans import fill, pages
 from worker_harness import wait_until, where
 
@@ -266,6 +266,96 @@ def test_who_waits_for_a_lock_and_lets_nobody_pass_is_named(db, connect):
     other.pgconn.send_query(b"begin; lock table pgqueue.job")
     detail = fix(db, "waits")
     assert f"{other.info.backend_pid} has waited for it since " in detail
+
+
+LOCK = "'locks', '500 ms'"
+
+
+@pytest.mark.parametrize(
+    ("mode", "table", "call"),
+    [
+        ("share", "job", "select pgqueue.enqueue('q')"),
+        ("exclusive", "job, pgqueue.run", "select pgqueue.enqueue('q')"),
+        ("share row exclusive", "run", "select pgqueue.complete(id, token) from j"),
+    ],
+)
+def test_who_locks_a_table_below_access_exclusive_is_named_with_who_waits(
+    db, connect, mode, table, call
+):
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute("create table j as select id, token from pgqueue.claim('q', 'w')")
+    other = connect(autocommit=False, application_name="index builder")
+    other.execute(f"lock table pgqueue.{table} in {mode} mode")
+    waiting = connect()
+    waiting.pgconn.send_query(call.encode())
+    pid = other.info.backend_pid
+    wait_until(lambda: "waits" in "".join(d for _, d, _ in found(db, "locks")))
+    ((status, detail, hint),) = found(db, "locks")
+    assert detail.startswith(f"table {table.split(',')[0]}"), detail
+    assert f": session {pid} has used it since " in detail
+    assert "(postgres, index builder, idle in transaction); a session waits" in detail
+    assert " is locked in " + mode.title().replace(" ", "") + " mode" in detail
+    assert (", and 2 more: session" in detail) is ("," in table)
+    wait_until(lambda: found(db, LOCK) and found(db, "locks")[0][0] == status)
+    run_hint(db, hint)
+    wait_until(lambda: not found(db, "locks"))
+    waiting.close()
+
+
+def test_a_lock_that_nobody_waits_for_is_reported_after_a_while(db, connect):
+    other = connect(autocommit=False)
+    other.execute("lock table pgqueue.ticket in share mode")
+    assert found(db, "locks") == []
+    assert str(other.info.backend_pid) in fix(db, LOCK)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_who_has_locked_the_rows_of_jobs_is_named(db, connect, is_prepared):
+    many = "select pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[30]))"
+    job = min(column(db, many))
+    db.execute("update pgqueue.job set run_at = run_at - interval '1 hour'")
+    other = connect(autocommit=False)
+    other.execute("select from pgqueue.job for update")
+    who = f"session {other.info.backend_pid} has used it"
+    if is_prepared:
+        other.execute("prepare transaction 'rows'")
+        who = "prepared transaction rows has used it"
+    assert f"its row is locked: {who}" in one(db, "select pgqueue.why(%s)", job)
+    (waits,) = [detail for _, detail, _ in found(db, "waits")]
+    assert f"its row is locked: {who}" in waits
+    assert found(db, "locks") == []
+    detail = fix(db, LOCK)
+    assert f"the row of job {job} of queue q is locked, and " in detail
+    assert f" more: {who}" in detail
+    assert one(db, "select pgqueue.why(%s)", job).startswith("ready")
+
+
+def test_who_keeps_an_end_of_a_job_waiting_is_named(db, connect):
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute("create table j as select id, token from pgqueue.claim('q', 'w')")
+    other = connect(autocommit=False)
+    other.execute("select from pgqueue.job for update")
+    waiting = connect()
+    waiting.pgconn.send_query(b"select pgqueue.complete(id, token) from j")
+    wait_until(lambda: found(db, "locks"))
+    detail = fix(db, "locks")
+    assert detail.startswith(f"a row is locked: session {other.info.backend_pid} has")
+    assert detail.endswith("; a session waits for it")
+    waiting.close()
+
+
+def test_who_waits_for_other_rows_after_an_enqueue_is_no_concern_of_health(db, connect):
+    db.execute("create table mine as select 1 as n")
+    other = connect(autocommit=False)
+    other.execute("select from mine for update")
+    waiting = connect()
+    waiting.pgconn.send_query(
+        b"begin; select pgqueue.enqueue('q'); select from mine for update"
+    )
+    blocked = "select count(*) from pg_locks where not granted"
+    wait_until(lambda: one(db, blocked))
+    assert found(db, "'locks', '0 s'") == []
+    waiting.close()
 
 
 # What it costs

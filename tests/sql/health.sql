@@ -34,7 +34,7 @@ select is_empty(
 select is(
     (select array_agg(h.check collate "default" order by h.check collate "C") from pgqueue.health() as h),
     array[
-        'autovacuum', 'backlog', 'batches', 'bloat', 'dead', 'failures', 'horizon', 'leases', 'notifications',
+        'autovacuum', 'backlog', 'batches', 'bloat', 'dead', 'failures', 'horizon', 'leases', 'locks', 'notifications',
         'runs', 'schedules', 'sequences', 'vacuum', 'version', 'waits', 'wal', 'workers', 'wraparound'
     ],
     'health returns a row for each check'
