@@ -229,6 +229,7 @@ declare
     pause interval;
 begin
     perform pgqueue._look_around(moment, 100);
+    perform pgqueue._serve(queues, kinds, park is false);
     if park is not false then
         is_quiet := pgqueue._park(queues);
     end if;

@@ -202,9 +202,26 @@ begin
 end;
 $$;
 
--- Says that nobody has claimed from a queue for a while, judging by the running jobs and the runs of the
--- last ten minutes; null if somebody has.
-create or replace function pgqueue._unclaimed(queue text, moment timestamptz)
+-- Which kinds of which queues live sessions have said that they serve; null kinds are all. A standby does not know
+-- which sessions live.
+create or replace function pgqueue._served()
+    returns table (queue text, kinds text[])
+    language plpgsql
+as $$
+begin
+    return query
+    select s.queue, case when bool_and(s.kinds is not null) then array_agg(distinct k.kind) end
+    from pgqueue.service as s
+    left join pg_stat_activity as a on a.pid = s.pid and (a.backend_start = s.started) is not false
+    left join lateral unnest(s.kinds) as k (kind) on true
+    where s.until > clock_timestamp() and (a.pid is not null or pg_is_in_recovery())
+    group by s.queue;
+end;
+$$;
+
+-- Says that nobody has claimed from a queue, or a kind of it, for a while, judging by the running jobs and the runs
+-- of the last ten minutes; null if somebody has.
+create or replace function pgqueue._unclaimed(queue text, moment timestamptz, kind text default null)
     returns text
     language plpgsql
     set enable_sort = off
@@ -212,17 +229,19 @@ create or replace function pgqueue._unclaimed(queue text, moment timestamptz)
 as $$
 declare
     lately timestamptz := moment - interval '10 minutes';
+    whose text := case when kind is null then 'from it' else 'its kind' end;
     last_claim timestamptz := (
         select max(f.claimed_at)
         from pgqueue._live_lanes(queue) as l
         cross join lateral (
             -- Running jobs keep their places, near the beginning.
-            select j.claimed_at
+            select j.claimed_at, j.kind
             from pgqueue.job as j
             where pgqueue._is_in_lane(j, _unclaimed.queue, l.lane)
             order by j.run_at, j.id
             limit 1000
         ) as f
+        where f.kind = _unclaimed.kind or _unclaimed.kind is null
     );
 begin
     return case
@@ -230,12 +249,38 @@ begin
         when (pgqueue._in_force(queue)).keep_runs = 0 or last_claim > lately or exists (
             select from pgqueue.run as r
             where r.finished_at > lately and r.queue = _unclaimed.queue and r.worker is not null
+                and (r.kind = _unclaimed.kind or _unclaimed.kind is null)
         ) then null
         when last_claim is not null or exists (
-            select from pgqueue.run as r where r.queue = _unclaimed.queue and r.worker is not null
-        ) then 'no worker has claimed from it for 10 minutes'
-        else 'no worker has claimed from it that it remembers'
+            select from pgqueue.run as r
+            where r.queue = _unclaimed.queue and r.worker is not null
+                and (r.kind = _unclaimed.kind or _unclaimed.kind is null)
+        ) then format('no worker has claimed %s for 10 minutes', whose)
+        else format('no worker has claimed %s that it remembers', whose)
     end;
+end;
+$$;
+
+-- Says that nobody takes the kind of a ready job, or anything of its queue; null if somebody does, or has put it off.
+create or replace function pgqueue._why_unclaimed(job pgqueue.job, moment timestamptz)
+    returns text
+    language plpgsql
+as $$
+begin
+    if (pgqueue._put_off(job) ->> 'at')::timestamptz > moment - interval '10 minutes' then
+        return null;
+    end if;
+    return coalesce(
+        case when pgqueue._unclaimed(job.queue, moment, job.kind) is not null then (
+            select 'no worker takes its kind: those of its queue take others'
+            from pgqueue._served() as s
+            where s.queue = job.queue and job.kind <> all (s.kinds)
+        ) end,
+        pgqueue._unclaimed(job.queue, moment),
+        case when job.run_at < moment - interval '10 minutes'
+            then pgqueue._unclaimed(job.queue, moment, job.kind)
+        end
+    );
 end;
 $$;
 
@@ -276,10 +321,7 @@ begin
                             case when a.jobs > 10000 then 'more than 10,000' else to_char(a.jobs, 'FM999,999,999') end,
                             case when a.jobs = 1 then 'job' else 'jobs' end
                         )
-                    end || coalesce('; ' || case
-                        when ((pgqueue._put_off(job) ->> 'at')::timestamptz > moment - interval '10 minutes') is not true
-                            then pgqueue._unclaimed(job.queue, moment)
-                    end, '')
+                    end || coalesce('; ' || pgqueue._why_unclaimed(job, moment), '')
                     from pgqueue._count_ahead(job, moment) as a (jobs)
                 )
             )
