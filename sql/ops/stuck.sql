@@ -66,6 +66,7 @@ from (
             when w.problem like 'its row is locked: session %' then format(
                 'select pg_terminate_backend(%s);', (regexp_match(w.problem, '^its row is locked: session (\d+)'))[1]
             )
+            when w.problem like 'ready: %no worker %its kind%' then 'start a worker for its kind'
             when w.problem like 'ready: %no worker has claimed%' then 'start a worker'
             when w.problem like 'ready: waits behind%' then 'start more workers, or look at waits.sql'
             else ''

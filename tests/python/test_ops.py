@@ -103,6 +103,12 @@ def test_top_has_the_worst_finding_of_each_check_of_health(db, run):
     found = [line for line in run("top").splitlines() if " waits: " in line]
     assert len(found) == 1
     assert found[0].startswith("critical waits: 1 of 2, queue mail: job 1 ")
+    late = "now() - interval '1 day' - n * interval '1 hour'"
+    do(
+        db,
+        f"select pgqueue.enqueue('q ' || n, run_at => {late}) from generate_series(1, 9) as n",
+    )
+    assert "critical waits: 1 of 11, queue mail: job 1 " in run("top")
 
 
 def test_top_is_drawn_again_in_one_place(db, role, run):
