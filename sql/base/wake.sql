@@ -134,7 +134,8 @@ declare
     said text := current_setting('pgqueue.serves', true);
     news text := concat(
         hashtextextended(queues::text, 0), ' ', hashtextextended(kinds::text, 0), ' ',
-        case when is_shared then floor(date_part('epoch', moment) / 300) end
+        -- Once a minute it looks whether what it said still holds for a while.
+        case when is_shared then floor(date_part('epoch', moment) / 60) end
     );
 begin
     if said = news or current_setting('transaction_read_only') = 'on' then

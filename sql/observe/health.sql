@@ -934,7 +934,8 @@ $$;
 comment on function pgqueue.health() is
 'Checks what is wrong or soon will be. A row for each finding, the worst first:
 the check, its status (warning, critical), what was found, and as hint the SQL
-that fixes it. A row with the status ok for each check that found nothing; one
-that fails says so, with the SQLSTATE, and stops no other. Only reads, works on
+that fixes it; of many findings of a check the worst five. A row with the status
+ok for each check that found nothing; one that fails says so, with the SQLSTATE,
+and stops no other. The view checks lists the thresholds. Only reads, works on
 a standby, and counts nothing in full. The query of a session is shown to
 members of pg_read_all_stats.';
