@@ -123,6 +123,49 @@ begin
 end;
 $$;
 
+-- Notes that this session serves these queues, or these kinds of them: for as long as it lives, or for ten minutes if
+-- many may use it, as behind a pooler. Locks need no looking after, but any role could take them, and they know no kinds.
+create or replace function pgqueue._serve(queues text[], kinds text[], is_shared boolean)
+    returns void
+    language plpgsql
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    said text := current_setting('pgqueue.serves', true);
+    news text := concat(
+        hashtextextended(queues::text, 0), ' ', hashtextextended(kinds::text, 0), ' ',
+        -- Once a minute it looks whether what it said still holds for a while.
+        case when is_shared then floor(date_part('epoch', moment) / 60) end
+    );
+begin
+    if said = news or current_setting('transaction_read_only') = 'on' then
+        return;
+    end if;
+    -- What a session of the same number has left does not hold for this one.
+    delete from pgqueue.service as s
+    where s.ctid = any (array(
+        select s.ctid
+        from pgqueue.service as s
+        left join pg_stat_activity as a on a.pid = s.pid and (a.backend_start = s.started) is not false
+        where a.pid is null or s.until < moment or s.pid = pg_backend_pid() and coalesce(said, '') = ''
+        for update of s skip locked
+    ));
+    insert into pgqueue.service (until, started, pid, queue, kinds)
+    select
+        case when is_shared then moment + interval '10 minutes' else 'infinity' end,
+        (select a.backend_start from pg_stat_activity as a where a.pid = pg_backend_pid()),
+        pg_backend_pid(), q.name, _serve.kinds
+    from (select distinct unnest(queues)) as q (name)
+    where not exists (
+        select
+        from pgqueue.service as s
+        where s.pid = pg_backend_pid() and s.queue = q.name and s.until > moment + interval '5 minutes'
+            and (s.kinds is null or s.kinds @> _serve.kinds)
+    );
+    perform set_config('pgqueue.serves', news, false);
+end;
+$$;
+
 -- Notifies sessions that wait for one of these jobs, which this transaction has deleted, when it commits.
 create or replace function pgqueue._tell_end(ended pgqueue._ended[])
     returns void

@@ -229,6 +229,7 @@ declare
     pause interval;
 begin
     perform pgqueue._look_around(moment, 100);
+    perform pgqueue._serve(queues, kinds, park is false);
     if park is not false then
         is_quiet := pgqueue._park(queues);
     end if;
@@ -281,4 +282,6 @@ Fires due schedules. From now on enqueues into these queues notify it; 100 ms
 of work without a rest end that. NOTIFY is a hint, so look every few seconds
 anyway.
 Behind a transaction pooler none arrive: park => false only looks.
+Also notes, for health and why, that this session serves these queues and kinds:
+while it lives, or for ten minutes with park => false.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

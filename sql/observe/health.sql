@@ -3,51 +3,22 @@
 -- All checks only read, work on a standby, and look at catalogs, at the fronts of lanes and at the view queues, never
 -- at all jobs.
 
--- Who else holds or awaits table locks in this database, and what ends them.
-create or replace function pgqueue._lock_holders()
-    returns table (relation oid, mode text, is_held boolean, since timestamptz, holder text, hint text)
-    language plpgsql
-as $$
-begin
-    return query
-    select
-        l.relation, l.mode, l.granted, coalesce(a.xact_start, p.prepared),
-        case when p.gid is null
-            then concat(
-                'session ', l.pid, case when l.granted then ' has used it' else ' has waited for it' end,
-                ' since ' || pgqueue._written(a.xact_start)
-            )
-            else format('prepared transaction %s has used it', p.gid)
-        end,
-        case when p.gid is null
-            then format('select pg_terminate_backend(%s)', l.pid) else format('rollback prepared %L', p.gid)
-        end
-    from pg_locks as l
-    left join pg_stat_activity as a on a.pid = l.pid
-    -- Only the lock on its own id says which prepared transaction it is.
-    left join (
-        pg_locks as own
-        join pg_prepared_xacts as p on p.transaction = own.transactionid
-    ) on own.virtualtransaction = l.virtualtransaction and l.pid is null and own.pid is null
-    where l.database = (select d.oid from pg_database as d where d.datname = current_database())
-        and l.pid is distinct from pg_backend_pid();
-end;
-$$;
-
 -- Every check, with all its facts: the function _found, and so health, follow from this list. The query returns a
 -- row for each finding: whether it is critical, which is four times beyond the thresholds patience and most, the
 -- detail, and the hint. In it, moment is the clock, and seen the rows of the view queues.
-create or replace view pgqueue._check (name, patience, most, fine, query) as
+create or replace view pgqueue._check (name, patience, most, few, fine, query) as
 values
     -- Each queue whose oldest ready job waits beyond its wait_target, by the first of each lane. Paused jobs
     -- are reported separately, and never critical.
-    ('waits', null::interval, null::float8, 'no queue keeps a job waiting beyond its wait_target', $$
+    ('waits', null::interval, null::float8, null::float8, 'no queue keeps a job waiting beyond its wait_target', $$
         select
             not o.is_paused and o.wait > 4 * o.target,
             format(
                 'queue %s: job %s has been due for %s, the wait_target is %s', o.queue, o.id,
                 date_trunc('second', o.wait), o.target
-            ) || coalesce('; ' || coalesce(r.reason, pgqueue._why_full(s.job), pgqueue._why_capped(s.job, moment)), ''),
+            ) || coalesce('; ' || case when o.place <= 5 then coalesce(
+                r.reason, pgqueue._why_full(s.job), pgqueue._why_capped(s.job, moment), pgqueue._why_locked(o.id)
+            ) end, ''),
             case r.reason
                 when 'its queue is paused' then format('select pgqueue.resume(%L)', o.queue)
                 when 'its kind is paused' then format('select pgqueue.resume(%L, %L)', o.queue, (s.job).kind)
@@ -56,67 +27,200 @@ values
                 else format('select pgqueue.why(%s)', o.id)
             end
         from (
-            -- Paused jobs separately, or they would come before what should run.
-            select distinct on (f.queue, p.is_paused)
-                f.queue, w.id, moment - w.run_at as wait, q.target, p.is_paused
-            from pgqueue._lanes(0) as f
-            cross join lateral (
-                select
-                    s.wait_target as target, s.paused as is_paused,
-                    case when s.has_pauses then pgqueue._paused(f.queue, s.paused) end as others
-                from pgqueue._in_force(f.queue) as s
-                offset 0
-            ) as q
-            join (values (false), (true)) as p (is_paused) on p.is_paused = q.is_paused or q.others is not null
-            cross join lateral (
-                select j.id, j.run_at
-                from (
-                    select j.*
-                    from pgqueue.job as j
-                    where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
-                    order by j.run_at, j.id
-                    limit 10000
-                ) as j
-                where j.lease_expires_at is null and ((j.terms).expires_at <= moment) is not true
-                    and (j.group_key is null or not exists (
-                        select
-                        from pgqueue.ticket as t
-                        where pgqueue._is_ticket_of(t, j.queue, j.group_key) and t.priority = j.priority and t.is_full
-                    ))
-                    and (q.others is null or p.is_paused <> pgqueue._is_wanted(j.kind, j.group_key, null, q.others))
-                limit 1
-            ) as w
-            where f.first <= moment and moment - w.run_at > q.target
-            order by f.queue, p.is_paused, w.run_at
+            -- Why is dear to say.
+            select e.*, row_number() over (
+                order by not e.is_paused and e.wait > 4 * e.target desc, e.wait desc, e.id
+            ) as place
+            from (
+                -- Paused jobs separately, or they would come before what should run.
+                select distinct on (f.queue, p.is_paused)
+                    f.queue, w.id, moment - w.run_at as wait, q.target, p.is_paused
+                from pgqueue._lanes(0) as f
+                cross join lateral (
+                    select
+                        s.wait_target as target, s.paused as is_paused,
+                        case when s.has_pauses then pgqueue._paused(f.queue, s.paused) end as others
+                    from pgqueue._in_force(f.queue) as s
+                    offset 0
+                ) as q
+                join (values (false), (true)) as p (is_paused) on p.is_paused = q.is_paused or q.others is not null
+                cross join lateral (
+                    select j.id, j.run_at
+                    from (
+                        select j.*
+                        from pgqueue.job as j
+                        where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
+                        order by j.run_at, j.id
+                        limit 10000
+                    ) as j
+                    where j.lease_expires_at is null and ((j.terms).expires_at <= moment) is not true
+                        and (j.group_key is null or not exists (
+                            select
+                            from pgqueue.ticket as t
+                            where pgqueue._is_ticket_of(t, j.queue, j.group_key) and t.priority = j.priority and t.is_full
+                        ))
+                        and (q.others is null or p.is_paused <> pgqueue._is_wanted(j.kind, j.group_key, null, q.others))
+                    limit 1
+                ) as w
+                where f.first <= moment and moment - w.run_at > q.target
+                order by f.queue, p.is_paused, w.run_at
+            ) as e
         ) as o
         cross join lateral (select j as job from pgqueue.job as j where j.id = o.id offset 0) as s
-        cross join lateral (select case when o.is_paused then pgqueue._why_paused(s.job) end as reason offset 0) as r
+        cross join lateral (
+            select case when o.is_paused and o.place <= 5 then pgqueue._why_paused(s.job) end as reason offset 0
+        ) as r
+        order by o.place
+    $$),
+    -- Who has locked for that long what enqueue, claim or complete need: a table, or the row of a job that is among
+    -- the first to run in its lane; or has kept a session waiting for one for a fifth of that.
+    ('locks', '5 seconds', null, null, 'nobody locks what enqueue, claim and complete need', $$
+        with lock as materialized (
+            select * from pgqueue._lock_holders()
+        ), ours as materialized (
+            select c.oid, c.relname
+            from pg_class as c
+            where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p')
+                -- Nobody needs old runs: see the check of this name.
+                and (c.relname !~ '^run_' or c.relname = 'run_' || floor(date_part('epoch', moment) / 86400)::int % 16)
+        ), waiter as materialized (
+            select
+                w.relation, w.xid, min(w.waits_since) as since,
+                format('; %s for it', case count(*) when 1 then 'a session waits' else count(*) || ' sessions wait' end)
+                    as said
+            from lock as w
+            where not w.is_held and case w.what
+                when 'relation' then w.relation in (select o.oid from ours as o)
+                -- Who waits for a row has locked its place.
+                when 'transactionid' then exists (
+                    select
+                    from lock as t
+                    where t.what = 'tuple' and t.pid = w.pid and t.relation in (select o.oid from ours as o)
+                )
+            end
+            group by w.relation, w.xid
+        ), found as (
+            select
+                l.pid, l.holder, l.hint, l.since, w.since as waits_since, w.said,
+                format('table %s is locked in %s mode', o.relname, regexp_replace(l.mode, 'Lock$', '')) as what
+            from lock as l
+            join ours as o on o.oid = l.relation
+            left join waiter as w on w.relation = l.relation
+            where l.what = 'relation'
+                and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+                -- VACUUM cuts off the end of a file in a moment.
+                and (l.pid in (select v.pid from pg_stat_progress_vacuum as v)) is not true
+            union all
+            select
+                l.pid, l.holder, l.hint, case when j.id is not null then l.since end, w.since, w.said,
+                coalesce('the row of job ' || j.id || ' of queue ' || j.queue, 'a row') || ' is locked'
+            from lock as l
+            left join waiter as w on w.xid = l.xid
+            left join (
+                select j.queue, j.id, j.xmax as xid
+                from pgqueue._lanes(0) as f
+                cross join lateral (
+                    select j.queue, j.id, j.xmax
+                    from pgqueue.job as j
+                    where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment - patience
+                        -- One that runs is locked while it completes.
+                        and j.lease_expires_at is null
+                    order by j.run_at, j.id
+                    limit 20
+                ) as j
+                where f.first < moment - patience
+            ) as j on j.xid = l.xid
+            where l.what = 'transactionid' and l.is_held and (w.xid is not null or j.id is not null)
+        )
+        select
+            coalesce(moment - least(min(f.since), min(f.waits_since)) > 4 * patience, false),
+            concat(min(f.what), ', and ' || nullif(count(distinct f.what) - 1, 0) || ' more', ': ', f.holder, max(f.said)),
+            f.hint
+        from found as f
+        group by f.pid, f.holder, f.hint
+        having min(f.since) < moment - patience or min(f.waits_since) < moment - patience / 5
+        order by min(f.since)
+    $$),
+    -- Each queue with jobs that have run for that long, and that many times as long as 99 % of their kind; or six times
+    -- that long where none is known; or that were asked to stop that long ago. Of the first thousand of each lane: what
+    -- has run for long is in front.
+    ('hung', '10 minutes', 10, null, 'no job runs for much too long', $$
+        with old as materialized (
+            select j.*
+            from pgqueue._lanes(0) as f
+            cross join lateral (
+                select j.*
+                from pgqueue.job as j
+                where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
+                order by j.run_at, j.id
+                limit 1000
+            ) as j
+            where f.first <= moment and j.claimed_at < moment - patience and j.lease_expires_at > moment
+        ), usual as materialized (
+            select k.queue, k.kind, k.p99_taken from pgqueue.kinds as k where exists (select from old)
+        )
+        select
+            h.lasts > 4 * h.limit,
+            format(
+                'queue %s: job %s of kind %s has run for %s in worker %s%s%s', h.queue, h.id, h.kind,
+                date_trunc('second', moment - h.claimed_at), h.worker,
+                ', and was asked to stop at ' || pgqueue._written(h.cancelled_at),
+                '; ' || nullif(h.jobs - 1, 0) || ' more hang, too'
+            ),
+            case when h.cancelled_at is null
+                then format('select pgqueue.cancel(%s, %L)', h.id, 'hangs')
+                else 'end its worker: when the lease has expired, the next claim cancels the job'
+            end
+        from (
+            select distinct on (o.queue)
+                o.*, t.limit, t.lasts, count(*) over (partition by o.queue) as jobs
+            from old as o
+            left join usual as u on u.queue = o.queue collate "C" and u.kind = o.kind collate "C"
+            cross join lateral (
+                select
+                    case
+                        when o.cancelled_at is not null then patience
+                        when u.p99_taken is null then 6 * patience
+                        else greatest(patience, most * u.p99_taken)
+                    end as limit,
+                    moment - coalesce(o.cancelled_at, o.claimed_at) as lasts
+            ) as t
+            where t.lasts > t.limit
+            order by o.queue, t.lasts desc
+        ) as h
+        order by h.lasts desc
     $$),
     -- Each queue in which leases expired that long ago and nobody has recovered the jobs, among the first
     -- hundred of each lane, where such jobs end up.
-    ('leases', '3 minutes', null, 'jobs whose lease expired are recovered', $$
-        select distinct on (j.queue)
-            moment - j.lease_expires_at > 4 * patience,
+    ('leases', '3 minutes', null, null, 'jobs whose lease expired are recovered', $$
+        select
+            e.late > 4 * patience,
             format(
                 'queue %s: the lease of job %s expired %s ago (worker %s), and neither a claim nor maintain() '
                 'has recovered it%s',
-                j.queue, j.id, date_trunc('second', moment - j.lease_expires_at), j.worker,
-                '; ' || nullif(count(*) over (partition by j.queue) - 1, 0) || ' more expired, too'
+                e.queue, e.id, date_trunc('second', e.late), e.worker,
+                '; ' || nullif(e.all_late - 1, 0) || ' more expired, too'
             ),
             'select pgqueue.reap()'
-        from pgqueue._lanes(0) as f
-        cross join lateral (
-            select j.*
-            from pgqueue.job as j
-            where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
-            order by j.run_at, j.id
-            limit 100
-        ) as j
-        where f.first <= moment and j.lease_expires_at < moment - patience
-        order by j.queue, j.lease_expires_at
+        from (
+            select distinct on (j.queue)
+                j.queue, j.id, j.worker, moment - j.lease_expires_at as late,
+                count(*) over (partition by j.queue) as all_late
+            from pgqueue._lanes(0) as f
+            cross join lateral (
+                select j.*
+                from pgqueue.job as j
+                where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
+                order by j.run_at, j.id
+                limit 100
+            ) as j
+            where f.first <= moment and j.lease_expires_at < moment - patience
+            order by j.queue, j.lease_expires_at
+        ) as e
+        order by e.late desc
     $$),
     -- Schedules that nobody has fired for that long, and those that cannot be fired.
-    ('schedules', '2 minutes', null, 'schedules are fired in time', $$
+    ('schedules', '2 minutes', null, null, 'schedules are fired in time', $$
         (
             select
                 moment - s.due_at > 4 * patience,
@@ -137,9 +241,17 @@ values
         from pgqueue.schedule as s
         where s.problem is not null and not s.is_paused
     $$),
-    -- Batches whose callback could not be enqueued, and, of the first 1000 that have not finished, those that
-    -- nobody has closed for that long.
-    ('batches', '1 day', null, 'batches are closed, and their callbacks enqueued', $$
+    -- Batches whose callback could not be enqueued; and, of the first 1000 that have not finished for that long, those
+    -- without jobs, which nobody closes or sees, and those that have jobs a week of that later.
+    ('batches', '1 day', null, null, 'batches are closed, and their callbacks enqueued', $$
+        with open as (
+            select o.*, l.id as job_id, l.touched
+            from (
+                select b.* from pgqueue.batch as b where b.finished_at is null order by b.id limit 1000
+            ) as o
+            cross join lateral pgqueue._last_job(o.id, 9223372036854775807) as l
+            where coalesce(o.closed_at, o.created_at) < moment - patience
+        )
         (
             select
                 true, format('the callback of batch %s is dead job %s, because it could not be enqueued: %s',
@@ -155,26 +267,41 @@ values
         union all
         (
             select
-                moment - min(o.created_at) over () > 4 * patience,
+                moment - min(coalesce(o.closed_at, o.created_at)) over () > 4 * patience,
                 format(
-                    'batch %s of queue %s has been open for %s, and has no job that waits or runs%s', o.id, o.queue,
-                    date_trunc('second', moment - min(o.created_at) over ()),
+                    'batch %s of queue %s has been %s for %s, and has no job that waits or runs%s', o.id, o.queue,
+                    case when o.closed_at is null then 'open' else 'closed' end,
+                    date_trunc('second', moment - min(coalesce(o.closed_at, o.created_at)) over ()),
                     '; so have ' || nullif(count(*) over () - 1, 0) || ' more'
                 ),
-                format('select pgqueue.close_batch(%s)', o.id)
-            from (
-                select b.* from pgqueue.batch as b where b.finished_at is null order by b.id limit 1000
-            ) as o
-            cross join lateral pgqueue._last_job(o.id, 9223372036854775807) as l
-            where o.closed_at is null and o.created_at < moment - patience and num_nonnulls(l.id, l.touched) = 0
+                case when o.closed_at is null
+                    then format('select pgqueue.close_batch(%s)', o.id) else 'select from pgqueue.maintain()'
+                end
+            from open as o
+            where num_nonnulls(o.job_id, o.touched) = 0
+            order by o.id
+            limit 1
+        )
+        union all
+        (
+            select
+                false,
+                format(
+                    'batch %s of queue %s has not finished for %s, and waits for job %s, and perhaps for more%s', o.id,
+                    o.queue, date_trunc('second', moment - o.created_at), coalesce(o.job_id, o.touched),
+                    '; so do ' || nullif(count(*) over () - 1, 0) || ' more batches'
+                ),
+                format('select pgqueue.why(%s)', coalesce(o.job_id, o.touched))
+            from open as o
+            where o.created_at < moment - 7 * patience and num_nonnulls(o.job_id, o.touched) > 0
             order by o.id
             limit 1
         )
     $$),
-    -- Each queue whose jobs have waited that long while no worker serves it.
-    ('workers', '2 minutes', null, 'somebody works each queue that has jobs', $$
+    -- Each queue whose jobs have waited that long, and nearly as long as they may, while no session serves it.
+    ('workers', '2 minutes', null, null, 'somebody works each queue that has jobs', $$
         select
-            q.oldest_wait > 4 * patience,
+            q.oldest_wait > 4 * t.allowed,
             format(
                 'queue %s has %s ready jobs, the oldest due for %s, and no worker serves it', q.queue,
                 to_char(q.ready, 'FM999,999,999,999'), date_trunc('second', q.oldest_wait)
@@ -183,7 +310,12 @@ values
         from unnest(seen) as q
         -- The view has another collation, which no index of names has.
         cross join lateral (values (q.queue collate "default")) as n (name)
-        where not q.paused and q.oldest_wait > patience and q.workers = 0 and q.parked = 0
+        -- A queue that is worked once a day has a wait_target of a day.
+        cross join lateral (
+            select greatest(patience, (pgqueue._in_force(n.name)).wait_target - interval '3 minutes') as allowed
+        ) as t
+        where not q.paused and q.oldest_wait > t.allowed and q.workers = 0
+            and n.name not in (select s.queue from pgqueue._served() as s)
             -- Perhaps all waiting jobs are paused.
             and pgqueue._paused(n.name, false) is null
             -- Without runs this is unknown, and jobs may begin rarely.
@@ -193,10 +325,69 @@ values
                 where s.name in ('', n.name) and num_nonnulls(s.max_running, s.rate_limit, s.rate_period) > 0
                     and s.rate_period > patience
             )
+        order by q.oldest_wait desc
+    $$),
+    -- Each kind whose jobs have waited that long while those who serve its queue take others, or have no handler for
+    -- it and put its jobs off; among some 20,000 jobs.
+    ('kinds', '2 minutes', null, null, 'somebody takes each kind that has jobs', $$
+        with serving as materialized (
+            select * from pgqueue._served()
+        ), taken as materialized (
+            select r.queue, r.kind
+            from pgqueue._recent_runs(moment - interval '10 minutes') as r
+            where r.worker is not null
+            union
+            select j.queue, j.kind from pgqueue._leased() as l (id) join pgqueue.job as j on j.id = l.id
+        ), waiting as (
+            select
+                w.queue, w.kind, count(*) as jobs, min(w.id) as id,
+                moment - min(case when w.worker is null then w.run_at else w.enqueued_at end) as wait,
+                max(w.worker) as worker
+            from pgqueue._lanes(0) as f
+            cross join lateral (
+                select
+                    j.id, j.queue, j.kind, j.run_at, j.enqueued_at,
+                    case when p.news ->> 'error' = 'no handler for its kind' then p.news ->> 'worker' end as worker
+                from (
+                    select j.*
+                    from pgqueue.job as j
+                    where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first
+                        and j.run_at < moment + interval '1 minute'
+                    order by j.run_at, j.id
+                    limit 10000
+                ) as j
+                cross join lateral (select case when j.errors is not null then pgqueue._put_off(j) end as news) as p
+                where j.lease_expires_at is null and (j.run_at < moment or p.news is not null)
+                limit 200
+            ) as w
+            group by w.queue, w.kind
+        )
+        select
+            w.wait > 4 * t.allowed,
+            format(
+                'queue %s: nobody has taken job %s of kind %s%s for %s; %s', w.queue, w.id, w.kind,
+                ', and ' || nullif(w.jobs - 1, 0) || ' more,', date_trunc('second', w.wait),
+                coalesce(
+                    'worker ' || w.worker || ' puts them off: no handler for its kind',
+                    'those that serve the queue take other kinds'
+                )
+            ),
+            format('select pgqueue.cancel_many(%L, kind => %L, dry_run => true)', w.queue, w.kind)
+        from waiting as w
+        cross join lateral pgqueue._in_force(w.queue, w.kind) as s
+        cross join lateral (select greatest(patience, s.wait_target - interval '3 minutes') as allowed) as t
+        where w.wait > t.allowed and not s.paused and s.keep_runs > 0
+            -- What was taken is dear to know.
+            and case
+                when w.worker is not null
+                    or exists (select from serving as v where v.queue = w.queue and w.kind <> all (v.kinds))
+                then (w.queue, w.kind) not in (select t.queue, t.kind from taken as t)
+            end
+        order by w.wait desc
     $$),
     -- Each queue whose jobs have waited that long and will take that many times its wait_target at the current
     -- rate.
-    ('backlog', '2 minutes', 12, 'no queue has more jobs than are soon done', $$
+    ('backlog', '2 minutes', 12, null, 'no queue has more jobs than are soon done', $$
         select
             q.time_to_empty > 4 * t.most,
             format(
@@ -211,45 +402,62 @@ values
         -- The rate of a burst that has just begun is not known yet; nor how many of the jobs are paused.
         where not q.paused and q.oldest_wait > patience and q.time_to_empty > t.most
             and pgqueue._paused(n.name, false) is null
+        order by q.time_to_empty desc
     $$),
     -- Each queue that share of whose attempts failed, and ten in an hour.
-    ('failures', null, 0.2, 'no queue fails much', $$
+    ('failures', null, 0.2, 10, 'no queue fails much', $$
         select
-            q.failure_rate_5m > 4 * most and q.failed_last_hour >= 40,
+            q.failure_rate_5m > 4 * most and q.failed_last_hour >= 4 * few,
             format(
                 'queue %s: %s %% of the attempts of the last five minutes failed or expired, and %s in the last hour',
                 q.queue, round(100 * q.failure_rate_5m), to_char(q.failed_last_hour, 'FM999,999,999,999')
             ),
             format('select * from pgqueue.failures where queue = %L', q.queue)
         from unnest(seen) as q
-        where not q.paused and q.failure_rate_5m > most and q.failed_last_hour >= 10
+        where not q.paused and q.failure_rate_5m > most and q.failed_last_hour >= few
+        order by q.failed_last_hour desc
     $$),
-    -- Each queue of which this many jobs died in the last hour, counted up to 1,000 of a kind.
-    ('dead', null, 10, 'few jobs died in the last hour', $$
+    -- Each queue of which this many jobs died in the last hour, or five times as many in the last day, counted up to
+    -- 1,000 of a kind; or which keeps a thousand times as many.
+    ('dead', null, 10, null, 'few jobs died, and few are kept', $$
+        (
+            select
+                sum(c.hour) > 4 * most,
+                format(
+                    case when sum(c.hour) < most
+                        then 'queue %1$s: %3$s jobs died in the last day'
+                        else 'queue %1$s: %2$s jobs died in the last hour'
+                    end, k.queue,
+                    case when max(c.hour) > 1000 then 'more than 1,000' else to_char(sum(c.hour), 'FM999,999,999,999') end,
+                    case when max(c.day) > 1000 then 'more than 1,000' else to_char(sum(c.day), 'FM999,999,999,999') end
+                ),
+                format('select * from pgqueue.dead where queue = %L', k.queue)
+            from pgqueue._dead_kinds() as k
+            cross join lateral (
+                select count(*) as day, count(*) filter (where d.died_at > moment - interval '1 hour') as hour
+                from (
+                    select d.died_at
+                    from pgqueue.dead_job as d
+                    where d.queue = k.queue and d.kind = k.kind and d.died_at > moment - interval '1 day'
+                    order by d.queue desc, d.kind desc, d.died_at desc
+                    limit 1001
+                ) as d
+            ) as c
+            group by k.queue
+            having sum(c.hour) >= most or sum(c.day) >= 5 * most
+            order by sum(c.hour) desc, sum(c.day) desc
+        )
+        union all
         select
-            sum(c.jobs) > 4 * most,
-            format(
-                'queue %s: %s jobs died in the last hour', k.queue,
-                case when max(c.jobs) > 1000 then 'more than 1,000' else to_char(sum(c.jobs), 'FM999,999,999,999') end
-            ),
-            format('select * from pgqueue.dead where queue = %L', k.queue)
-        from pgqueue._dead_kinds() as k
-        cross join lateral (
-            select count(*) as jobs
-            from (
-                select
-                from pgqueue.dead_job as d
-                where d.queue = k.queue and d.kind = k.kind and d.died_at > moment - interval '1 hour'
-                limit 1001
-            ) as d
-        ) as c
-        group by k.queue
-        having sum(c.jobs) >= most
+            false, format('queue %s keeps %s dead jobs', q.queue, to_char(q.dead, 'FM999,999,999,999')),
+            format('select * from pgqueue.dead where queue = %L', q.queue)
+        from unnest(seen) as q
+        where q.dead >= 1000 * most
     $$),
     -- Who has held a snapshot for that long, while the tables of pgqueue have that many dead rows: sessions,
     -- standbys, prepared transactions, replication slots. If the time is unknown, who has held it for that
     -- many transactions.
-    ('horizon', '15 minutes', 100000, 'nobody keeps VACUUM from removing dead rows', $$
+    ('horizon', '15 minutes', 100000, 20000, 'nobody keeps VACUUM from removing dead rows', $$
         select
             coalesce(moment - h.since > 4 * patience, h.age > 4 * most),
             format('%s keeps VACUUM from removing what was deleted in the last %s', h.holder, concat_ws(
@@ -306,13 +514,13 @@ values
         where coalesce(moment - h.since > patience, h.age > most) and h.age > 0
             -- The dead rows that a standby keeps are counted on the primary.
             and (pg_is_in_recovery() and current_setting('hot_standby_feedback')::boolean or (
-                select sum(pg_stat_get_dead_tuples(c.oid)) >= dead_rows
+                select sum(pg_stat_get_dead_tuples(c.oid)) >= few
                 from pg_class as c
                 where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
             ))
     $$),
     -- Unused replication slots that keep that much WAL.
-    ('wal', null, 1073741824, 'no unused replication slot keeps much WAL', $$
+    ('wal', null, 1073741824, null, 'no unused replication slot keeps much WAL', $$
         select
             k.bytes > 4 * most,
             format('the unused replication slot %s keeps %s of WAL on the disk', s.slot_name, pg_size_pretty(k.bytes)),
@@ -326,7 +534,7 @@ values
     $$),
     -- Tables with that many times the dead rows at which autovacuum should start, for which no VACUUM has
     -- ended for that long.
-    ('vacuum', '10 minutes', 10, 'VACUUM keeps up with the dead rows', $$
+    ('vacuum', '10 minutes', 10, null, 'VACUUM keeps up with the dead rows', $$
         select
             moment - v.since > 4 * patience and v.dead > 4 * most * v.threshold,
             format(
@@ -359,7 +567,7 @@ values
             and v.dead > most * v.threshold and moment - v.since > patience
     $$),
     -- Whether autovacuum is off, for all or for a table of pgqueue.
-    ('autovacuum', null, null, 'autovacuum is on', $$
+    ('autovacuum', null, null, null, 'autovacuum is on', $$
         select
             true, format('%s is off on this server: dead rows pile up', s.name),
             format('alter system set %s = on; select pg_reload_conf()', s.name)
@@ -374,9 +582,65 @@ values
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
             and o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
     $$),
+    -- Indexes that are invalid, as an interrupted REINDEX CONCURRENTLY leaves them; and those on what claims change.
+    ('indexes', null, null, null, 'all indexes are valid, and let claims be HOT updates', $$
+        select
+            false,
+            format('index %s of table %s is invalid: each write keeps it, and no query uses it', c.relname, t.relname),
+            format(
+                case when o.is_ours then 'reindex index concurrently' else 'drop index concurrently' end || ' pgqueue.%I',
+                c.relname
+            )
+        from pg_index as i
+        join pg_class as c on c.oid = i.indexrelid
+        join pg_class as t on t.oid = i.indrelid
+        cross join lateral (
+            select obj_description(c.oid, 'pg_class') is not null or c.relispartition
+                or exists (select from pg_constraint as k where k.conindid = c.oid) as is_ours
+        ) as o
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'i' and not i.indisvalid
+            and i.indrelid not in (select p.relid from pg_stat_progress_create_index as p)
+        union all
+        select
+            false,
+            format('index %s has column %s of table job, which each claim changes: it has to write to all indexes of job',
+                c.relname, string_agg(a.attname, ', ')
+            ),
+            format('drop index concurrently pgqueue.%I', c.relname)
+        from pg_index as i
+        join pg_class as c on c.oid = i.indexrelid
+        join pg_depend as d on d.classid = 'pg_class'::regclass and d.objid = c.oid
+            and d.refclassid = 'pg_class'::regclass and d.refobjid = i.indrelid
+        join pg_attribute as a on a.attrelid = i.indrelid and a.attnum = d.refobjsubid
+        where i.indrelid = 'pgqueue.job'::regclass
+            and a.attname in ('token', 'attempt', 'worker', 'claimed_at', 'lease_expires_at')
+        group by c.relname
+    $$),
+    -- Whether enqueues are kept from waking workers by a setting of this database, of a role, or of the server.
+    ('notify', null, null, null, 'enqueues may wake workers', $$
+        select
+            false, format('pgqueue.notify is off for %s: enqueues wake no worker, and jobs wait for the next poll', w.whom),
+            format('alter %s reset pgqueue.notify', w.whom)
+        from pg_db_role_setting as s
+        cross join lateral (
+            select concat_ws(
+                ' in ',
+                'role ' || case when s.setrole <> 0 then s.setrole::regrole::text when s.setdatabase = 0 then 'all' end,
+                'database ' || case when s.setdatabase <> 0 then quote_ident(current_database()) end
+            ) as whom
+        ) as w
+        where s.setdatabase in (0, (select d.oid from pg_database as d where d.datname = current_database()))
+            and 'pgqueue.notify=off' = any (s.setconfig)
+        union all
+        select
+            false, 'pgqueue.notify is off for this server: enqueues wake no worker, and jobs wait for the next poll',
+            'alter system reset pgqueue.notify; select pg_reload_conf()'
+        from pg_settings as s
+        where s.name = 'pgqueue.notify' and s.source = 'configuration file' and s.setting = 'off'
+    $$),
     -- Tables and indexes that are larger, and have more than 20 pages per row: a row needs one at most. reap
     -- reads all of the table job.
-    ('bloat', null, 1073741824, 'no table or index is much too large', $$
+    ('bloat', null, 1073741824, null, 'no table or index is much too large', $$
         -- relpages, because asking for the size waits for whoever has locked the table.
         select
             false,
@@ -399,7 +663,7 @@ values
     $$),
     -- Whether ids of transactions or multixacts are older than that, or than autovacuum should let them become,
     -- in any database: one stops the whole server.
-    ('wraparound', null, null, 'old transaction ids are frozen in time', $$
+    ('wraparound', null, null, null, 'old transaction ids are frozen in time', $$
         select
             a.age > least(4 * a.most, 1600000000),
             format(
@@ -421,7 +685,7 @@ values
     $$),
     -- Whether the notification queue is full to that share, and which session has been in a transaction for
     -- longest.
-    ('notifications', null, 0.1, 'the notification queue is nearly empty', $$
+    ('notifications', null, 0.1, null, 'the notification queue is nearly empty', $$
         select
             q.used > 4 * most,
             format(
@@ -447,7 +711,7 @@ values
         where q.used > most
     $$),
     -- Whether a sequence was set back, as by a careless restore, or has used up that share of its numbers.
-    ('sequences', null, 0.2, 'sequences are ahead of what they have handed out', $$
+    ('sequences', null, 0.2, null, 'sequences are ahead of what they have handed out', $$
         select
             s.last < t.highest or s.last > 4 * most * 9223372036854775807,
             case when s.last < t.highest
@@ -483,7 +747,7 @@ values
         where s.last < t.highest or s.last > most * 9223372036854775807
     $$),
     -- Tables of the ring run that should have been emptied a day ago, and what keeps maintain from doing it.
-    ('runs', null, null, 'old runs are deleted', $$
+    ('runs', null, null, null, 'old runs are deleted', $$
         select
             t.today - o.day > 4,
             format(
@@ -506,7 +770,7 @@ values
     $$),
     -- Whether what is installed differs from itself, or from the files on the server. The plain install has
     -- neither.
-    ('version', null, null, 'all parts are of version ' || pgqueue.version(), $$
+    ('version', null, null, null, 'all parts are of version ' || pgqueue.version(), $$
         select
             e.extversion <> pgqueue.version(),
             format(
@@ -524,6 +788,7 @@ comment on view pgqueue._check is 'What health looks at.';
 comment on column pgqueue._check.name is 'As health names it.';
 comment on column pgqueue._check.patience is 'How long something may last.';
 comment on column pgqueue._check.most is 'How much of something there may be.';
+comment on column pgqueue._check.few is 'Of how little of it nothing is said.';
 comment on column pgqueue._check.fine is 'What health says if all is well.';
 comment on column pgqueue._check.query is 'What finds what is wrong.';
 
@@ -534,7 +799,7 @@ begin
         $$
             create or replace function pgqueue._found(
                 name text, patience interval default null, most float8 default null,
-                seen pgqueue.queues[] default null, dead_rows bigint default 20000
+                seen pgqueue.queues[] default null, few float8 default 20000
             )
                 returns table (is_critical boolean, detail text, hint text)
                 language plpgsql
@@ -556,26 +821,67 @@ begin
 end;
 $do$;
 
--- What the checks find, or that it is nothing. One that fails says so, and stops no other.
+create or replace view pgqueue.checks as
+select
+    c.name,
+    coalesce((g.given ->> 'patience')::interval, c.patience) as patience,
+    coalesce((g.given ->> 'most')::float8, c.most) as most,
+    coalesce((g.given ->> 'few')::float8, c.few) as few,
+    c.fine
+from pgqueue._check as c
+cross join lateral (select nullif(current_setting('pgqueue.thresholds', true), '')::jsonb -> c.name as given) as g;
+
+comment on view pgqueue.checks is
+'What health looks at, and from where on it warns; critical is four times as
+much. The setting pgqueue.thresholds changes that, for a session or a database:
+alter database app set pgqueue.thresholds = ''{"dead": {"most": 100}}''.';
+comment on column pgqueue.checks.name is 'The check.';
+comment on column pgqueue.checks.patience is 'How long something may last; null if that does not matter.';
+comment on column pgqueue.checks.most is 'How much of something there may be.';
+comment on column pgqueue.checks.few is 'Of less than that it says nothing.';
+comment on column pgqueue.checks.fine is 'What health says if it finds nothing.';
+
+-- What the checks find, the worst five of each first, or that it is nothing. One that fails says so, and stops no
+-- other.
 create or replace function pgqueue._findings()
-    returns table (name text, status text, detail text, hint text)
+    returns table (name text, status text, detail text, hint text, place bigint)
     language plpgsql
 as $$
 declare
+    known pgqueue.checks[];
     one record;
     seen pgqueue.queues[];
 begin
-    for one in select c.* from pgqueue._check as c loop
+    begin
+        known := array(select c from pgqueue.checks as c);
+    exception when data_exception then
+        known := array(select row(c.name, c.patience, c.most, c.few, c.fine)::pgqueue.checks from pgqueue._check as c);
+        return query
+        select
+            'thresholds', 'critical', 'the setting pgqueue.thresholds is not in force: ' || sqlerrm,
+            'alter database ' || quote_ident(current_database()) || ' reset pgqueue.thresholds', 1::bigint;
+    end;
+    for one in select k.*, c.query from unnest(known) as k join pgqueue._check as c on c.name = k.name loop
         begin
             if seen is null and strpos(one.query, 'unnest(seen)') > 0 then
                 seen := array(select q from pgqueue.queues as q);
             end if;
             return query
             select
-                one.name, case when f.is_critical then 'critical' when f.detail <> '' then 'warning' else 'ok' end,
-                coalesce(f.detail, one.fine), f.hint
+                one.name, case when w.is_critical then 'critical' when w.detail <> '' then 'warning' else 'ok' end,
+                coalesce(w.detail || case when w.place = 5 and w.all_found > 5 then concat(
+                    '; and ', to_char(w.all_found - 5, 'FM999,999,999'), ' more',
+                    ', ' || to_char(nullif(greatest(w.all_critical - 5, 0), 0), 'FM999,999,999') || ' of them critical'
+                ) else '' end, one.fine),
+                w.hint, w.place
             from (select) as always
-            left join pgqueue._found(one.name, one.patience, one.most, seen) as f on true;
+            left join (
+                select
+                    f.*, count(*) over () as all_found, count(*) filter (where f.is_critical) over () as all_critical,
+                    row_number() over (order by f.is_critical desc, f.n) as place
+                from pgqueue._found(one.name, one.patience, one.most, seen, one.few)
+                    with ordinality as f (is_critical, detail, hint, n)
+            ) as w on w.place <= 5;
         exception
             -- health says who holds the lock.
             when lock_not_available then
@@ -585,7 +891,7 @@ begin
                 or program_limit_exceeded or system_error or internal_error
             then
                 return query
-                select one.name, 'critical', format('health could not look: %s (SQLSTATE %s)', sqlerrm, sqlstate), null;
+                select one.name, 'critical', format('health could not look: %s (SQLSTATE %s)', sqlerrm, sqlstate), null, 1::bigint;
         end;
     end loop;
 end;
@@ -604,9 +910,9 @@ create or replace function pgqueue.health()
 as $$
 begin
     return query
-    select f.*
+    select f.name, f.status, f.detail, f.hint
     from pgqueue._findings() as f
-    order by array_position('{critical,warning}', f.status), f.name collate "C", f.detail collate "C";
+    order by array_position('{critical,warning}', f.status), f.name collate "C", f.place;
 exception when lock_not_available then
     return query
     select
@@ -617,7 +923,7 @@ exception when lock_not_available then
         ),
         coalesce(l.hint, 'select * from pgqueue.health()')
     from (select) as always
-    left join pgqueue._lock_holders() as l on l.mode = 'AccessExclusiveLock' and l.relation in (
+    left join pgqueue._lock_holders() as l on l.what = 'relation' and l.mode = 'AccessExclusiveLock' and l.relation in (
         select c.oid from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
     )
     order by l.is_held desc, l.since
@@ -628,7 +934,8 @@ $$;
 comment on function pgqueue.health() is
 'Checks what is wrong or soon will be. A row for each finding, the worst first:
 the check, its status (warning, critical), what was found, and as hint the SQL
-that fixes it. A row with the status ok for each check that found nothing; one
-that fails says so, with the SQLSTATE, and stops no other. Only reads, works on
+that fixes it; of many findings of a check the worst five. A row with the status
+ok for each check that found nothing; one that fails says so, with the SQLSTATE,
+and stops no other. The view checks lists the thresholds. Only reads, works on
 a standby, and counts nothing in full. The query of a session is shown to
 members of pg_read_all_stats.';

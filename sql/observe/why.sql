@@ -104,6 +104,62 @@ begin
 end;
 $$;
 
+-- Who else holds or awaits locks of tables and rows in this database, and what ends them. A row is locked by the id
+-- of a transaction, its xmax.
+create or replace function pgqueue._lock_holders()
+    returns table (
+        what text, relation oid, xid xid, mode text, is_held boolean, pid int, since timestamptz,
+        waits_since timestamptz, holder text, hint text
+    )
+    language plpgsql
+as $$
+begin
+    return query
+    select
+        l.locktype, l.relation, l.transactionid, l.mode, l.granted, l.pid, coalesce(a.xact_start, p.prepared),
+        l.waitstart,
+        case when p.gid is null
+            then concat(
+                'session ', l.pid, case when l.granted then ' has used it' else ' has waited for it' end,
+                ' since ' || pgqueue._written(a.xact_start),
+                ' (' || nullif(concat_ws(', ', a.usename, nullif(a.application_name, ''), a.state), '') || ')'
+            )
+            else format('prepared transaction %s has used it', p.gid)
+        end,
+        case when p.gid is null
+            then format('select pg_terminate_backend(%s)', l.pid) else format('rollback prepared %L', p.gid)
+        end
+    from pg_locks as l
+    left join pg_stat_activity as a on a.pid = l.pid
+    -- Only the lock on its own id says which prepared transaction it is.
+    left join (
+        pg_locks as own
+        join pg_prepared_xacts as p on p.transaction = own.transactionid
+    ) on own.virtualtransaction = l.virtualtransaction and l.pid is null and own.pid is null
+    where (
+            l.database = (select d.oid from pg_database as d where d.datname = current_database())
+            or l.locktype = 'transactionid'
+        )
+        and l.pid is distinct from pg_backend_pid();
+end;
+$$;
+
+-- Who has locked the row of a job, if anybody has, so that no claim can take it.
+create or replace function pgqueue._why_locked(job_id bigint)
+    returns text
+    language plpgsql
+as $$
+begin
+    return (
+        select 'its row is locked: ' || l.holder
+        from pgqueue.job as j
+        join pgqueue._lock_holders() as l on l.xid = j.xmax and l.what = 'transactionid' and l.is_held
+        where j.id = _why_locked.job_id
+        limit 1
+    );
+end;
+$$;
+
 -- How many ready jobs are ahead of this one; beyond 10,000 it stops counting.
 create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestamptz)
     returns bigint
@@ -146,9 +202,26 @@ begin
 end;
 $$;
 
--- Says that nobody has claimed from a queue for a while, judging by the running jobs and the runs of the
--- last ten minutes; null if somebody has.
-create or replace function pgqueue._unclaimed(queue text, moment timestamptz)
+-- Which kinds of which queues live sessions have said that they serve; null kinds are all. A standby does not know
+-- which sessions live.
+create or replace function pgqueue._served()
+    returns table (queue text, kinds text[])
+    language plpgsql
+as $$
+begin
+    return query
+    select s.queue, case when bool_and(s.kinds is not null) then array_agg(distinct k.kind) end
+    from pgqueue.service as s
+    left join pg_stat_activity as a on a.pid = s.pid and (a.backend_start = s.started) is not false
+    left join lateral unnest(s.kinds) as k (kind) on true
+    where s.until > clock_timestamp() and (a.pid is not null or pg_is_in_recovery())
+    group by s.queue;
+end;
+$$;
+
+-- Says that nobody has claimed from a queue, or a kind of it, for a while, judging by the running jobs and the runs
+-- of the last ten minutes; null if somebody has.
+create or replace function pgqueue._unclaimed(queue text, moment timestamptz, kind text default null)
     returns text
     language plpgsql
     set enable_sort = off
@@ -156,17 +229,19 @@ create or replace function pgqueue._unclaimed(queue text, moment timestamptz)
 as $$
 declare
     lately timestamptz := moment - interval '10 minutes';
+    whose text := case when kind is null then 'from it' else 'its kind' end;
     last_claim timestamptz := (
         select max(f.claimed_at)
         from pgqueue._live_lanes(queue) as l
         cross join lateral (
             -- Running jobs keep their places, near the beginning.
-            select j.claimed_at
+            select j.claimed_at, j.kind
             from pgqueue.job as j
             where pgqueue._is_in_lane(j, _unclaimed.queue, l.lane)
             order by j.run_at, j.id
             limit 1000
         ) as f
+        where f.kind = _unclaimed.kind or _unclaimed.kind is null
     );
 begin
     return case
@@ -174,12 +249,38 @@ begin
         when (pgqueue._in_force(queue)).keep_runs = 0 or last_claim > lately or exists (
             select from pgqueue.run as r
             where r.finished_at > lately and r.queue = _unclaimed.queue and r.worker is not null
+                and (r.kind = _unclaimed.kind or _unclaimed.kind is null)
         ) then null
         when last_claim is not null or exists (
-            select from pgqueue.run as r where r.queue = _unclaimed.queue and r.worker is not null
-        ) then 'no worker has claimed from it for 10 minutes'
-        else 'no worker has claimed from it that it remembers'
+            select from pgqueue.run as r
+            where r.queue = _unclaimed.queue and r.worker is not null
+                and (r.kind = _unclaimed.kind or _unclaimed.kind is null)
+        ) then format('no worker has claimed %s for 10 minutes', whose)
+        else format('no worker has claimed %s that it remembers', whose)
     end;
+end;
+$$;
+
+-- Says that nobody takes the kind of a ready job, or anything of its queue; null if somebody does, or has put it off.
+create or replace function pgqueue._why_unclaimed(job pgqueue.job, moment timestamptz)
+    returns text
+    language plpgsql
+as $$
+begin
+    if (pgqueue._put_off(job) ->> 'at')::timestamptz > moment - interval '10 minutes' then
+        return null;
+    end if;
+    return coalesce(
+        case when pgqueue._unclaimed(job.queue, moment, job.kind) is not null then (
+            select 'no worker takes its kind: those of its queue take others'
+            from pgqueue._served() as s
+            where s.queue = job.queue and job.kind <> all (s.kinds)
+        ) end,
+        pgqueue._unclaimed(job.queue, moment),
+        case when job.run_at < moment - interval '10 minutes'
+            then pgqueue._unclaimed(job.queue, moment, job.kind)
+        end
+    );
 end;
 $$;
 
@@ -211,6 +312,7 @@ begin
             )
             when job.run_at <= moment then coalesce(
                 pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment),
+                pgqueue._why_locked(job.id),
                 (
                     select case
                         when a.jobs = 0 then 'ready: next in its queue'
@@ -219,10 +321,7 @@ begin
                             case when a.jobs > 10000 then 'more than 10,000' else to_char(a.jobs, 'FM999,999,999') end,
                             case when a.jobs = 1 then 'job' else 'jobs' end
                         )
-                    end || coalesce('; ' || case
-                        when ((pgqueue._put_off(job) ->> 'at')::timestamptz > moment - interval '10 minutes') is not true
-                            then pgqueue._unclaimed(job.queue, moment)
-                    end, '')
+                    end || coalesce('; ' || pgqueue._why_unclaimed(job, moment), '')
                     from pgqueue._count_ahead(job, moment) as a (jobs)
                 )
             )

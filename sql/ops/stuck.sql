@@ -1,5 +1,5 @@
--- What does not move: leased jobs that need a look, and for each queue the job that has been due for longest, with
--- why() it does not run; and the call that fixes it, for an operator. For a reader, also on a standby.
+-- What does not move: who has locked what all need, leased jobs that need a look, and for each queue the job that has
+-- been due for longest, with why() it does not run; and the call that fixes it, for an operator. For a reader, also on a standby.
 --
 --     psql -Xf stuck.sql
 --     psql -X -v queue=emails -f stuck.sql   for one queue
@@ -33,6 +33,8 @@ with leased as (
     where :'queue' in ('', s.queue)
     order by place
     limit 10
+), locked as (
+    select h.detail as problem, h.hint || ';' as fix from pgqueue.health() as h where h.check = 'locks' and h.hint <> ''
 ), due as (
     select distinct on (j.queue) j.id, j.queue, j.kind, j.group_key, j.run_at
     from (select j.* from pgqueue.jobs as j order by j.id limit 50000) as j
@@ -47,6 +49,8 @@ with leased as (
 select
     l.id, left(l.queue, 40) as queue, left(l.kind, 40) as kind, l.problem, l.fix
 from (
+    select null::bigint as id, null as queue, null as kind, 0 as place, l.problem, l.fix from locked as l
+    union all
     select l.id, l.queue, l.kind, l.place, l.problem, l.fix from leased as l
     union all
     select
@@ -59,6 +63,10 @@ from (
                 then format('select pgqueue.resume(%L, group_key => %L);', w.queue, w.group_key)
             when w.problem like '%runs as many jobs as it may%' then 'raise max_running with pgqueue.configure'
             when w.problem like 'rate limited%' then 'raise rate_limit with pgqueue.configure'
+            when w.problem like 'its row is locked: session %' then format(
+                'select pg_terminate_backend(%s);', (regexp_match(w.problem, '^its row is locked: session (\d+)'))[1]
+            )
+            when w.problem like 'ready: %no worker %its kind%' then 'start a worker for its kind'
             when w.problem like 'ready: %no worker has claimed%' then 'start a worker'
             when w.problem like 'ready: waits behind%' then 'start more workers, or look at waits.sql'
             else ''

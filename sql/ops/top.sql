@@ -110,9 +110,13 @@ with minute as (
         -- The worst finding of each check.
         select distinct on (h.name)
             h.status, h.name, h.detail,
-            coalesce('1 of ' || nullif(count(*) over (partition by h.name), 1) || ', ', '') as more
+            coalesce('1 of ' || nullif(count(*) over of_check + coalesce(sum(
+                -- What the last of five says of the others.
+                replace((regexp_match(h.detail, '; and ([0-9,]+) more(?:, [0-9,]+ of them critical)?$'))[1], ',', '')::int
+            ) over of_check, 0), 1) || ', ', '') as more
         from :health as h (name, status, detail, hint)
         where h.status <> 'ok'
+        window of_check as (partition by h.name)
         order by h.name, h.status <> 'critical', h.detail
     ) as h
 )

@@ -601,6 +601,26 @@ create index queue_group_idx on pgqueue.queue (name)
 where group_key <> '' and num_nonnulls(weight, group_limit, group_on_retry, rate_limit, rate_period) > 0;
 comment on index pgqueue.queue_group_idx is 'Which settings of the groups of a queue must a claim know?';
 
+create table pgqueue.service (
+    until timestamptz not null,
+    started timestamptz,
+    pid int not null,
+    queue text not null,
+    kinds text[]
+);
+comment on table pgqueue.service is
+'Which sessions serve which queues, as they said in rest: for health and why.
+Rows of sessions that have ended are deleted by the next that says something.';
+comment on column pgqueue.service.until is
+'How long this holds, if the session lives so long.';
+comment on column pgqueue.service.started is
+'When the session began; null if the owner of pgqueue may not see that.';
+comment on column pgqueue.service.pid is 'The process of the session.';
+comment on column pgqueue.service.queue is 'The queue.';
+comment on column pgqueue.service.kinds is 'The kinds that it takes; null for all.';
+create index service_session_idx on pgqueue.service (pid, queue);
+comment on index pgqueue.service_session_idx is 'Has this session said that it serves a queue?';
+
 -- What is used, so that nobody pays for what others use. Bits are only ever set, at once, whatever happens to
 -- the transaction: they may say too much, never too little.
 create sequence pgqueue.used_seq minvalue -9223372036854775808 start 0;
@@ -843,7 +863,7 @@ begin
                     '{job,recent_key}',
                     'set (autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 50000)'
                 ),
-                ('{ticket,permit,gone,loose_end,tally}', 'replica identity full')
+                ('{ticket,permit,gone,loose_end,tally,service}', 'replica identity full')
         ) as c (names, what)
         cross join unnest(c.names::text[]) as r (name)
     loop

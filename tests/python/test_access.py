@@ -36,6 +36,7 @@ VIEWS = {
     "schedules",
     "batches",
     "retention",
+    "checks",
 }
 # What the views call, they call as their reader.
 MEASURES = {

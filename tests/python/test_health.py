@@ -7,9 +7,13 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 from cluster import Cluster
-from conftest import one
+from conftest import column, one
 from test_plans import fill, pages
-from worker_harness import wait_until, where
+from worker_harness import (  # noqa: F401 (a fixture)
+    wait_until,
+    where,
+    workers,
+)
 
 Row = tuple[str, str, str]
 
@@ -70,12 +74,12 @@ def test_a_prepared_transaction_is_named_and_can_be_rolled_back(db, connect):
         holder.execute("prepare transaction 'o''clock'")
     db.execute("select pgqueue.enqueue('q')")
     (row,) = [
-        r for r in found(db, "'horizon', '0', 100000, dead_rows => 0") if "prep" in r[1]
+        r for r in found(db, "'horizon', '0', 100000, few => 0") if "prep" in r[1]
     ]
     assert row[1].startswith("prepared transaction o'clock (postgres) keeps VACUUM")
     assert row[2] == "rollback prepared 'o''clock'"
     run_hint(db, row[2])
-    rows = found(db, "'horizon', '0', 100000, dead_rows => 0")
+    rows = found(db, "'horizon', '0', 100000, few => 0")
     assert not [detail for _, detail, _ in rows if "prep" in detail]
 
 
@@ -94,7 +98,7 @@ def test_who_writes_in_another_database_is_named_because_snapshots_here_see_it(
         reader.rollback()
         dead = "select pg_stat_get_dead_tuples('pgqueue.job'::regclass)"
         wait_until(lambda: one(db, dead) == 10)
-        rows = found(db, "'horizon', '0', 100000, dead_rows => 0")
+        rows = found(db, "'horizon', '0', 100000, few => 0")
         (hint,) = [row[2] for row in rows if "prepared transaction far" in row[1]]
         assert hint == "in database postgres: rollback prepared 'far'"
     finally:
@@ -114,7 +118,7 @@ def test_a_query_is_shown_to_those_who_might_see_it_anyway(db, connect, role):
     session = f"session {holder.info.backend_pid} ("
 
     def said() -> str:
-        rows = found(reader, "'horizon', '0', 100000, dead_rows => 0")
+        rows = found(reader, "'horizon', '0', 100000, few => 0")
         return next(detail for _, detail, _ in rows if session in detail)
 
     assert "secret" not in said() and "pg_read_all_stats" in said()
@@ -133,7 +137,7 @@ def test_an_owner_who_may_see_little_still_finds_the_holder(db, connect, role):
     holder.execute("select pg_current_xact_id()")
     for _ in range(20):
         owner.execute("select pgqueue.enqueue('q')")
-    check = "'horizon', '0', {}, dead_rows => 0"
+    check = "'horizon', '0', {}, few => 0"
     session = f"session {holder.info.backend_pid} (postgres) keeps VACUUM from removing"
     (detail,) = [d for _, d, _ in found(owner, check.format(10)) if session in d]
     assert " transactions: its query is shown to members of pg_read_all_stats" in detail
@@ -161,7 +165,7 @@ def test_a_check_that_fails_says_so_and_stops_no_other(db, connect, role):
         " (SQLSTATE 42501)",
         "schedules": "health could not look: column s.problem does not exist (SQLSTATE 42703)",
     }
-    assert len(owner.execute("select from pgqueue.health()").fetchall()) == 18
+    assert len(owner.execute("select from pgqueue.health()").fetchall()) == 23
     db.execute("drop extension pgqueue")
 
 
@@ -266,6 +270,298 @@ def test_who_waits_for_a_lock_and_lets_nobody_pass_is_named(db, connect):
     other.pgconn.send_query(b"begin; lock table pgqueue.job")
     detail = fix(db, "waits")
     assert f"{other.info.backend_pid} has waited for it since " in detail
+
+
+LOCK = "'locks', '500 ms'"
+
+
+@pytest.mark.parametrize(
+    ("mode", "table", "call"),
+    [
+        ("share", "job", "select pgqueue.enqueue('q')"),
+        ("exclusive", "job, pgqueue.run", "select pgqueue.enqueue('q')"),
+        ("share row exclusive", "run", "select pgqueue.complete(id, token) from j"),
+    ],
+)
+def test_who_locks_a_table_below_access_exclusive_is_named_with_who_waits(
+    db, connect, mode, table, call
+):
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute("create table j as select id, token from pgqueue.claim('q', 'w')")
+    other = connect(autocommit=False, application_name="index builder")
+    other.execute(f"lock table pgqueue.{table} in {mode} mode")
+    waiting = connect()
+    waiting.pgconn.send_query(call.encode())
+    pid = other.info.backend_pid
+    wait_until(lambda: "waits" in "".join(d for _, d, _ in found(db, "locks")))
+    ((status, detail, hint),) = found(db, "locks")
+    assert detail.startswith(f"table {table.split(',')[0]}"), detail
+    assert f": session {pid} has used it since " in detail
+    assert "(postgres, index builder, idle in transaction); a session waits" in detail
+    assert " is locked in " + mode.title().replace(" ", "") + " mode" in detail
+    assert (", and 2 more: session" in detail) is ("," in table)
+    wait_until(lambda: found(db, LOCK) and found(db, "locks")[0][0] == status)
+    run_hint(db, hint)
+    wait_until(lambda: not found(db, "locks"))
+    waiting.close()
+
+
+def test_a_lock_that_nobody_waits_for_is_reported_after_a_while(db, connect):
+    other = connect(autocommit=False)
+    other.execute("lock table pgqueue.ticket in share mode")
+    assert found(db, "locks") == []
+    assert str(other.info.backend_pid) in fix(db, LOCK)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_who_has_locked_the_rows_of_jobs_is_named(db, connect, is_prepared):
+    many = "select pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[30]))"
+    job = min(column(db, many))
+    db.execute("update pgqueue.job set run_at = run_at - interval '1 hour'")
+    other = connect(autocommit=False)
+    other.execute("select from pgqueue.job for update")
+    who = f"session {other.info.backend_pid} has used it"
+    if is_prepared:
+        other.execute("prepare transaction 'rows'")
+        who = "prepared transaction rows has used it"
+    assert f"its row is locked: {who}" in one(db, "select pgqueue.why(%s)", job)
+    (waits,) = [detail for _, detail, _ in found(db, "waits")]
+    assert f"its row is locked: {who}" in waits
+    assert found(db, "locks") == []
+    detail = fix(db, LOCK)
+    assert f"the row of job {job} of queue q is locked, and " in detail
+    assert f" more: {who}" in detail
+    assert one(db, "select pgqueue.why(%s)", job).startswith("ready")
+
+
+def test_who_keeps_an_end_of_a_job_waiting_is_named(db, connect):
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute("create table j as select id, token from pgqueue.claim('q', 'w')")
+    other = connect(autocommit=False)
+    other.execute("select from pgqueue.job for update")
+    waiting = connect()
+    waiting.pgconn.send_query(b"select pgqueue.complete(id, token) from j")
+    wait_until(lambda: found(db, "locks"))
+    detail = fix(db, "locks")
+    assert detail.startswith(f"a row is locked: session {other.info.backend_pid} has")
+    assert detail.endswith("; a session waits for it")
+    waiting.close()
+
+
+def test_who_waits_for_other_rows_after_an_enqueue_is_no_concern_of_health(db, connect):
+    db.execute("create table mine as select 1 as n")
+    other = connect(autocommit=False)
+    other.execute("select from mine for update")
+    waiting = connect()
+    waiting.pgconn.send_query(
+        b"begin; select pgqueue.enqueue('q'); select from mine for update"
+    )
+    blocked = "select count(*) from pg_locks where not granted"
+    wait_until(lambda: one(db, blocked))
+    assert found(db, "'locks', '0 s'") == []
+    waiting.close()
+
+
+# Who serves what
+
+
+def late(db: psycopg.Connection, queue: str, kind: str | None = None) -> int:
+    """Enqueue a job that has been due for three minutes."""
+    due = "now() - interval '3 minutes'"
+    enqueue = f"select pgqueue.enqueue(%s, kind => %s, run_at => {due})"
+    return one(db, enqueue, queue, kind)
+
+
+def test_a_queue_is_served_by_a_session_that_is_busy_with_another_until_it_ends(
+    db, connect
+):
+    late(db, "rare")
+    assert "queue rare has 1 ready jobs" in found(db, "workers")[0][1]
+    worker = connect()
+    worker.execute("select pgqueue.rest(array['rare', 'often'])")
+    db.execute("select pgqueue.enqueue('often')")
+    worker.execute("select pgqueue.claim('often', 'w')")
+    worker.execute("select pgqueue._unpark()")
+    assert found(db, "workers") == []
+    worker.close()
+    wait_until(lambda: found(db, "workers"))
+    # The next session that says what it serves forgets what others have left.
+    db.execute("select pgqueue.rest(array['often'])")
+    assert column(db, "select queue from pgqueue.service") == ["often"]
+
+
+def test_no_lock_and_no_queue_of_the_same_fold_stands_for_a_worker(db, connect, role):
+    late(db, "q")
+    stranger = connect(user=role)
+    stranger.execute(
+        "select pg_advisory_lock_shared(7366514, n) from generate_series(0, 255) as n"
+    )
+    others = "select array_agg('other ' || n) from generate_series(1, 3000) as n"
+    connect().execute(f"select pgqueue.rest(({others}))")
+    assert [detail for _, detail, _ in found(db, "workers")]
+
+
+def test_a_number_of_a_process_that_comes_again_does_not_serve_what_it_did(db):
+    late(db, "q")
+    db.execute("select pgqueue.rest(array['q'])")
+    db.execute("update pgqueue.service set started = started - interval '1 day'")
+    assert found(db, "workers"), "another session had this number"
+    db.execute("select set_config('pgqueue.serves', '', false)")
+    db.execute("select pgqueue.rest(array['other'])")
+    assert column(db, "select queue from pgqueue.service") == ["other"]
+
+
+def test_behind_a_pooler_a_queue_is_served_for_ten_minutes(db):
+    late(db, "q")
+    db.execute("select pgqueue.rest(array['q'], park => false)")
+    assert found(db, "workers") == []
+    db.execute("update pgqueue.service set until = until - interval '10 minutes'")
+    assert found(db, "workers")
+
+
+def test_a_session_says_what_it_serves_once_and_not_in_what_is_rolled_back(db):
+    rest = "select pgqueue.rest(array['a', 'b'], array['k'])"
+    db.execute("begin")
+    db.execute(rest)
+    db.execute("rollback")
+    rows = "select count(*) from pgqueue.service"
+    assert one(db, rows) == 0
+    for _ in range(3):
+        db.execute(rest)
+        db.execute("select pgqueue.rest(array['a'], array['k'])")
+        db.execute("select pgqueue.rest(array['b'], array['j'])")
+    assert one(db, rows) == 3
+    before = one(db, "select pg_current_wal_insert_lsn()")
+    db.execute("select pgqueue.rest(array['b'], array['j'])")
+    written = "select pg_current_wal_insert_lsn() - %s::pg_lsn"
+    assert one(db, written, before) < 200
+
+
+def test_a_kind_without_a_handler_is_reported_while_a_python_worker_puts_it_off(
+    db,
+    workers,  # noqa: F811
+):
+    late(db, "q", "no such kind")
+    db.execute("update pgqueue.job set enqueued_at = now() - interval '3 minutes'")
+    worker = workers.start("--queue", "q")
+    wait_until(lambda: found(db, "kinds"))
+    ((_, detail, _),) = found(db, "kinds")
+    assert detail.startswith("queue q: nobody has taken job 1 of kind no such kind for")
+    assert detail.endswith("puts them off: no handler for its kind")
+    assert found(db, "workers") == []
+    worker.terminate()
+
+
+def test_a_python_worker_says_what_it_serves_before_it_is_idle(db, workers):  # noqa: F811
+    naps = "select pgqueue.enqueue('busy', '{\"seconds\": 60}', 'nap')"
+    for _ in range(9):
+        db.execute(naps)
+    worker = workers.start("--queue", "busy", "--queue", "rare", "--concurrency", "1")
+    wait_until(lambda: one(db, "select count(*) from pgqueue.running"))
+    late(db, "rare")
+    assert set(column(db, "select queue from pgqueue.service")) == {"busy", "rare"}
+    assert found(db, "workers") == []
+    worker.kill()
+
+
+def test_an_index_that_an_interrupted_reindex_has_left_is_reported(db, connect):
+    reader = connect(autocommit=False)
+    reader.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    reader.execute("select from pgqueue.job")
+    reader.execute("select pg_current_xact_id()")
+    db.execute("set statement_timeout = '1 s'")
+    with pytest.raises(psycopg.errors.QueryCanceled):
+        db.execute("reindex index concurrently pgqueue.job_lane_idx")
+    db.execute("reset statement_timeout")
+    reader.close()
+    assert "index job_lane_idx_ccnew of table job is invalid" in fix(db, "indexes")
+    valid = "select bool_and(indisvalid) from pg_index where indrelid = 'pgqueue.job'::regclass"
+    assert one(db, valid)
+
+
+# A healthy system
+
+PASS = """
+update pgqueue.job
+set run_at = run_at - %(span)s, enqueued_at = enqueued_at - %(span)s, claimed_at = claimed_at - %(span)s,
+    lease_expires_at = lease_expires_at - %(span)s;
+update pgqueue.run set finished_at = finished_at - %(span)s;
+update pgqueue.dead_job set died_at = died_at - %(span)s;
+update pgqueue.ticket set at = at - %(span)s;
+update pgqueue.permit set free_at = free_at - %(span)s;
+update pgqueue.batch set created_at = created_at - %(span)s;
+update pgqueue.service set until = until - %(span)s;
+update pgqueue.schedule set due_at = due_at - %(span)s, next_slot = next_slot - %(span)s;
+""".replace("%(span)s", "interval '1 minute'")
+
+
+def words(db: psycopg.Connection) -> list[tuple[str, str]]:
+    query = "select h.check, h.detail from pgqueue.health() as h where status <> 'ok'"
+    return db.execute(query).fetchall()
+
+
+def begin_hour(db: psycopg.Connection, worker: psycopg.Connection) -> None:
+    worker.execute("select pgqueue.rest(array['mail', 'reports', 'tenants'])")
+    db.execute("select pgqueue.configure('nightly', wait_target => '1 day')")
+    db.execute("select pgqueue.configure('tenants', group_limit => 1)")
+    db.execute("select pgqueue.schedule('s', 'reports', every => '5 minutes')")
+
+
+def test_an_hour_of_a_quiet_system_passes_without_a_word(db, connect):
+    worker = connect()
+    begin_hour(db, worker)
+    db.execute("select pgqueue.enqueue('nightly')")
+    for minute in range(60):
+        db.execute("select from pgqueue.maintain()")
+        worker.execute("select pgqueue.rest(array['mail', 'reports', 'tenants'])")
+        ran = "select pgqueue.complete(id, token) from pgqueue.claim('reports', 'w')"
+        worker.execute(ran)
+        assert words(db) == [], minute
+        db.execute(PASS)
+    assert one(db, "select count(*) from pgqueue.run") >= 11
+
+
+def test_an_hour_of_a_busy_system_passes_without_a_word(db, connect):
+    """Retries, a few deaths, long jobs, full groups, a batch, a queue for the night."""
+    worker = connect()
+    begin_hour(db, worker)
+    batch = one(db, "select pgqueue.create_batch('mail')")
+    held: list[tuple[int, int]] = []
+    for minute in range(60):
+        db.execute(
+            "select pgqueue.enqueue_many('mail', array_fill('{}'::jsonb, array[60]), kind => k)"
+            " from unnest(array['welcome', 'invoice']) as k"
+        )
+        db.execute(
+            "select pgqueue.enqueue('mail', batch_id => %s, max_attempts => %s)",
+            (batch, 1 if minute % 15 == 0 else 20),
+        )
+        db.execute("select pgqueue.enqueue('nightly')")
+        db.execute(
+            "select pgqueue.enqueue_many('tenants', array_fill('{}'::jsonb, array[3]),"
+            " group_keys => array['a', 'a', 'b'])"
+        )
+        # A report takes eight minutes; its lease is extended.
+        if minute % 8 == 0:
+            done = "select pgqueue.complete(%s, %s)"
+            worker.cursor().executemany(done, held)
+            db.execute("select pgqueue.enqueue('reports', kind => 'long')")
+            claim = "select id, token from pgqueue.claim('reports', 'w 2', kinds => array['long'])"
+            held = worker.execute(claim).fetchall()
+        for job, token in held:
+            worker.execute("select pgqueue.extend(array[%s], array[%s])", (job, token))
+        for _ in range(4):
+            worker.execute(
+                "select case"
+                " when attempt = 1 and id % 50 = 0 or max_attempts = 1 then pgqueue.fail(id, token, 'E')"
+                " else pgqueue.complete(id, token)::text end"
+                " from pgqueue.claim_from(array['mail', 'tenants', 'reports'], 'w 1', 50)",
+            )
+        db.execute("select from pgqueue.maintain()")
+        assert words(db) == [], minute
+        db.execute(PASS)
+    assert 1 < one(db, "select count(*) from pgqueue.dead_job") < 10
+    assert one(db, "select count(*) from pgqueue.run") > 7000
 
 
 # What it costs
@@ -387,7 +683,7 @@ def standby_of(primary: Cluster) -> Iterator[Cluster]:
 
 
 def test_a_standby_that_holds_the_horizon_is_named_and_names_its_session(server):
-    check = "'horizon', '0', 0, dead_rows => 0"
+    check = "'horizon', '0', 0, few => 0"
     with (
         standby_of(server) as standby,
         psycopg.connect(where(standby), autocommit=True) as far,

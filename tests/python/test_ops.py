@@ -8,6 +8,7 @@ import psycopg
 import pytest
 from conftest import column
 from documents import REPO
+from worker_harness import wait_until
 
 OPS = REPO / "sql/ops"
 SCRIPTS = sorted(path.stem for path in OPS.iterdir())
@@ -102,6 +103,12 @@ def test_top_has_the_worst_finding_of_each_check_of_health(db, run):
     found = [line for line in run("top").splitlines() if " waits: " in line]
     assert len(found) == 1
     assert found[0].startswith("critical waits: 1 of 2, queue mail: job 1 ")
+    late = "now() - interval '1 day' - n * interval '1 hour'"
+    do(
+        db,
+        f"select pgqueue.enqueue('q ' || n, run_at => {late}) from generate_series(1, 9) as n",
+    )
+    assert "critical waits: 1 of 11, queue mail: job 1 " in run("top")
 
 
 def test_top_is_drawn_again_in_one_place(db, role, run):
@@ -220,6 +227,24 @@ def test_no_script_sends_the_terminal_what_others_have_named(db, run):
         assert re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", said) == []
         assert "it's" in said, script
     assert max(map(len, run("top").splitlines())) <= 100
+
+
+def test_stuck_names_who_has_locked_a_table_or_a_job(db, run, connect):
+    do(db, "select pgqueue.enqueue('q')")
+    other = connect(autocommit=False)
+    other.execute("select from pgqueue.job for update")
+    end = f"select pg_terminate_backend({other.info.backend_pid});"
+    (hint,) = calls(run("stuck"), "fix")
+    assert hint == end
+    other.rollback()
+    other.execute("lock table pgqueue.job in share mode")
+    waiting = connect()
+    waiting.pgconn.send_query(b"select pgqueue.enqueue('q')")
+    wait_until(lambda: "is locked in Share mode" in run("stuck"))
+    assert calls(run("stuck"), "fix")[0] == end
+    do(db, end)
+    wait_until(lambda: "locked" not in run("stuck"))
+    waiting.close()
 
 
 def test_stuck_prints_the_calls_that_fix_it(db, run):

@@ -116,6 +116,7 @@ def names(rows: list[list[str]]) -> list[str]:
         "stuck",
         "settings",
         "retention",
+        "checks",
         "dead_job",
         "run",
     ],

@@ -92,6 +92,34 @@ def test_a_worker_leaves_no_file_thread_or_session_behind(db, dsn) -> None:
             run_all(db, Worker(make_app(), {"default": 1}, dsn=dsn))
 
 
+def test_a_busy_worker_that_cannot_listen_says_again_what_it_serves(
+    db, dsn, monkeypatch
+) -> None:
+    monkeypatch.setattr("pgqueue.worker.dispatcher.SAY_AGAIN", 0.1)
+    app, may_end = pgqueue.App(), threading.Event()
+
+    @app.job("holds")
+    def holds() -> None:
+        may_end.wait(30)
+
+    pgqueue.enqueue(db, "a", kind="holds")
+    worker = Worker(app, {"a": 1, "b": 1}, dsn=dsn, concurrency=1, listen=False)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    wait_until(lambda: one(db, "select count(*) from pgqueue.running"))
+    # As if nine minutes had passed, and the session were another one of a pooler.
+    db.execute(
+        "update pgqueue.service set until = until - interval '9 minutes', pid = 0"
+    )
+    served = (
+        "select array_agg(queue order by queue) from pgqueue.service where pid <> 0"
+    )
+    wait_until(lambda: one(db, served) == ["a", "b"], 90)
+    may_end.set()
+    worker.stop()
+    thread.join(20)
+
+
 def test_run_returns_after_its_threads_have_ended(db, dsn) -> None:
     """A thread that starts or ends while Python shuts down would crash it."""
     before = threads()

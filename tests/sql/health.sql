@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(58);
+select plan(90);
 
 create function pg_temp.found(name text)
     returns text
@@ -34,7 +34,8 @@ select is_empty(
 select is(
     (select array_agg(h.check collate "default" order by h.check collate "C") from pgqueue.health() as h),
     array[
-        'autovacuum', 'backlog', 'batches', 'bloat', 'dead', 'failures', 'horizon', 'leases', 'notifications',
+        'autovacuum', 'backlog', 'batches', 'bloat', 'dead', 'failures', 'horizon', 'hung', 'indexes', 'kinds', 'leases',
+        'locks', 'notifications', 'notify',
         'runs', 'schedules', 'sequences', 'vacuum', 'version', 'waits', 'wal', 'workers', 'wraparound'
     ],
     'health returns a row for each check'
@@ -58,6 +59,8 @@ select pgqueue.resume('h q');
 select pgqueue.rest(array['h q']);
 select alike(pg_temp.found('workers'), 'ok: %', 'nor while a session is parked for it');
 select pgqueue._unpark();
+-- As if its session had ended.
+delete from pgqueue.service;
 select pgqueue.pause('h q', 'h q');
 select alike(pg_temp.found('workers'), 'ok: %', 'nor when all that waits may be paused');
 select pgqueue.resume('h q', 'h q');
@@ -109,6 +112,24 @@ select count(pgqueue.complete(c.id, c.token)) from pgqueue.claim('h q', 'w', 20)
 select alike(pg_temp.found('failures'), 'warning: %: 66 \% of %', 'and of failures four times the share');
 update pgqueue.dead_job set died_at = died_at - interval '1 hour';
 select alike(pg_temp.found('dead'), 'ok: %', 'what died an hour ago is known');
+update pgqueue.dead_job set died_at = died_at - interval '9 hours' where id % 10 <> 0;
+insert into pgqueue.dead_job
+select (jsonb_populate_record(d, jsonb_build_object('id', d.id + 1000000, 'died_at', now() - interval '2 hours'))).*
+from pgqueue.dead_job as d limit 9;
+select is(
+    pg_temp.found('dead'), 'warning: queue h q: 50 jobs died in the last day', 'unless nearly as many have died each hour'
+);
+insert into pgqueue.dead_job
+select (jsonb_populate_record(d, jsonb_build_object('id', 2000000 + n, 'died_at', now() - interval '1 year'))).*
+from (select d as d from pgqueue.dead_job as d limit 1) as one cross join generate_series(1, 9950) as n;
+update pgqueue.dead_job set died_at = now() - interval '1 year';
+select is(
+    pg_temp.found('dead') || '; ' || pg_temp.hint('dead'),
+    'warning: queue h q keeps 10,000 dead jobs; select * from pgqueue.dead where queue = ''h q''',
+    'ten thousand old ones are many'
+);
+delete from pgqueue.dead_job where id = 2000001;
+select alike(pg_temp.found('dead'), 'ok: %', 'one less is few');
 select pgqueue.configure('h q', reset => true);
 truncate pgqueue.job, pgqueue.dead_job, pgqueue.run;
 
@@ -191,6 +212,92 @@ select matches(
 select pg_temp.hint('leases') \gexec
 select alike(pg_temp.found('leases'), 'ok: %', 'reap fixes it');
 truncate pgqueue.job;
+
+-- Jobs that hang
+
+select pgqueue.configure('long', lease => '30 days');
+select pgqueue.enqueue_many('long', array_fill('{}'::jsonb, array[3]));
+select min(c.id) as job from pgqueue.claim('long', 'me', 3) as c \gset
+update pgqueue.job set claimed_at = now() - interval '59 minutes';
+select alike(pg_temp.found('hung'), 'ok: %', 'a job may run for an hour when nothing is known of its kind');
+update pgqueue.job set claimed_at = now() - interval '61 minutes' where id > :job;
+update pgqueue.job set claimed_at = now() - interval '2 hours' where id = :job;
+select matches(
+    pg_temp.found('hung'),
+    format('^warning: queue long: job %s of kind long has run for 02:00:\d\d in worker me; 2 more hang, too$', :job),
+    'jobs that run for longer hang'
+);
+update pgqueue.job set claimed_at = now() - interval '3 days' where id = :job;
+select alike(pg_temp.found('hung'), 'critical: %3 days%', 'and critically after four hours');
+insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome)
+select 0, 1, 1, now() - interval '1 hour', '0', '8 hours', 'long', 'long', 'completed' from generate_series(1, 3);
+select alike(pg_temp.found('hung'), 'ok: %', 'unless its kind is known to take long');
+update pgqueue.run set taken = '2 minutes';
+select alike(pg_temp.found('hung'), 'critical: %', 'which is ten times as long as nearly all of its kind');
+select pg_temp.hint('hung') \gexec
+select alike(
+    pg_temp.found('hung'), 'warning: queue long: job %; 1 more hang, too', 'once it has been asked to stop, it has time'
+);
+update pgqueue.job set cancelled_at = now() - interval '11 minutes' where id = :job;
+update pgqueue.job set claimed_at = now() where id <> :job;
+select is(
+    regexp_replace(pg_temp.found('hung'), '^(.*) for .* (in .* stop) at .*$', '\1 \2') || ', ' || pg_temp.hint('hung'),
+    format('warning: queue long: job %s of kind long has run in worker me, and was asked to stop, ', :job)
+        || 'end its worker: when the lease has expired, the next claim cancels the job',
+    'but not for ever'
+);
+select pgqueue.configure('long', reset => true);
+truncate pgqueue.job, pgqueue.run;
+
+-- Kinds that nobody takes
+
+select pgqueue.rest(array['some'], array['a', 'b']);
+select pgqueue.enqueue('some', kind => 'a');
+select max(j.id) as job from pgqueue.enqueue_many('some', array_fill('{}'::jsonb, array[3]), kind => 'new') as j (id) \gset
+select pg_temp.pass('110 seconds');
+select alike(pg_temp.found('kinds'), 'ok: %', 'a kind may be new');
+select pg_temp.pass('20 seconds');
+select is(
+    regexp_replace(pg_temp.found('kinds'), '00:02:1\d', '00:02:10'),
+    format(
+        'warning: queue some: nobody has taken job %s of kind new, and 2 more, for 00:02:10; those that serve the '
+        'queue take other kinds', :job - 2
+    ),
+    'but not for longer than two minutes'
+);
+select is(
+    (select pgqueue.why(:job)), 'ready: waits behind 3 jobs of higher priority or earlier turn in its queue; '
+    'no worker takes its kind: those of its queue take others', 'why says so, too'
+);
+select alike(pg_temp.found('workers'), 'ok: %', 'while its queue is served');
+select pgqueue.pause('some', 'new');
+select alike(pg_temp.found('kinds'), 'ok: %', 'a kind that is paused is not wanted');
+select pgqueue.resume('some', 'new');
+select pgqueue.configure('some', wait_target => '1 day');
+select alike(pg_temp.found('kinds'), 'ok: %', 'one that may wait for a day has time');
+select pgqueue.configure('some', wait_target => '3 minutes');
+select pg_temp.pass('7 minutes');
+select alike(pg_temp.found('kinds'), 'critical: %', 'after eight minutes it is critical');
+select pgqueue.rest(array['some'], array['new']);
+select alike(pg_temp.found('kinds'), 'ok: %', 'until a session serves it');
+truncate pgqueue.service;
+update pgqueue.job set enqueued_at = now() - interval '3 minutes';
+select pgqueue.finish(
+    array_agg(c.id), array_agg(c.token), array_agg('release'::text), array_agg(t.text), array_agg(interval '1 minute')
+)
+from pgqueue.claim('some', 'w 1', 4, kinds => '{new}') as c
+cross join (values ('no handler for its kind')) as t (text);
+select matches(
+    pg_temp.found('kinds'),
+    '^warning: queue some: nobody has taken job \d+ of kind new, and 2 more, for 00:03:0\d; worker w 1 puts them off: '
+    'no handler for its kind$',
+    'nobody takes what is put off for want of a handler'
+);
+update pgqueue.job set run_at = now() where kind = 'new' and run_at > now();
+select count(pgqueue.complete(c.id, c.token)) from pgqueue.claim('some', 'w 2', 1, kinds => '{new}') as c;
+select alike(pg_temp.found('kinds'), 'ok: %', 'unless another worker has just run some of it');
+truncate pgqueue.job, pgqueue.service;
+select set_config('pgqueue.serves', '', false);
 
 -- Schedules
 
@@ -303,6 +410,86 @@ select is(
     (select j.payload -> 'batch' ->> 'id' from pgqueue.job as j where j.queue = 'h b' and j.payload ? 'text'), :'large',
     'and it has the counts'
 );
+
+select pgqueue.create_batch('h b') as batch \gset
+select pgqueue.enqueue('h b', batch_id => :batch) as member \gset
+update pgqueue.batch set created_at = created_at - interval '8 days' where id = :batch;
+select is(
+    regexp_replace(pg_temp.found('batches'), '8 days 0\d:00:0\d', '8 days') || ', ' || pg_temp.hint('batches'),
+    format(
+        'warning: batch %s of queue h b has not finished for 8 days, and waits for job %2$s, and perhaps for more, '
+        'select pgqueue.why(%2$s)', :batch, :member
+    ),
+    'a batch that has jobs for more than a week is named'
+);
+update pgqueue.batch set closed_at = now() - interval '25 hours' where id = :batch;
+delete from pgqueue.job where id = :member;
+select is(
+    regexp_replace(pg_temp.found('batches'), '01:00:0\d', '01:00:00') || ', ' || pg_temp.hint('batches'),
+    format(
+        'warning: batch %s of queue h b has been closed for 1 day 01:00:00, and has no job that waits or runs, '
+        'select from pgqueue.maintain()', :batch
+    ),
+    'one that has been closed and does not finish, too'
+);
+truncate pgqueue.batch, pgqueue.tally, pgqueue.job;
+
+-- Indexes, and what keeps enqueues from waking workers
+
+create index busy_idx on pgqueue.job (queue, (worker || 'x')) where claimed_at is not null;
+select is(
+    pg_temp.found('indexes'),
+    'warning: index busy_idx has column claimed_at, worker of table job, which each claim changes: it has to write to '
+    'all indexes of job', 'an index that keeps claims from being HOT updates is told of'
+);
+select replace(pg_temp.hint('indexes'), 'concurrently', '') \gexec
+select alike(pg_temp.found('indexes'), 'ok: %', 'dropping it fixes it');
+select format('alter database %I set pgqueue.notify = off', current_database()) \gexec
+select format('alter role %I in database %I set pgqueue.notify = off', current_user, current_database()) \gexec
+select is(
+    regexp_replace(pg_temp.found('notify'), 'database [^:]*', 'database db', 'g'),
+    'warning: pgqueue.notify is off for database db: enqueues wake no worker, and jobs wait for the next poll' || E'\n'
+    || format(
+        'warning: pgqueue.notify is off for role %s in database db: enqueues wake no worker, and jobs wait for the next '
+        'poll', quote_ident(current_user)
+    ),
+    'a database or role for which notifications are off is told of'
+);
+select h.hint from pgqueue.health() as h where h.check = 'notify' \gexec
+select alike(pg_temp.found('notify'), 'ok: %', 'resetting it fixes it');
+
+-- Many findings, and other thresholds
+
+select pgqueue.enqueue('many ' || n, run_at => now() - interval '6 minutes') from generate_series(1, 1002) as n;
+select pgqueue.enqueue('late ' || n, run_at => now() - n * interval '1 hour') from generate_series(1, 6) as n;
+select results_eq(
+    $$ select h.check, h.status, substring(h.detail, 'queue (.*?)(?: has|:)'), substring(h.detail, '; and .*')
+       from pgqueue.health() as h where h.status <> 'ok' $$,
+    $$ select c.name, 'critical', 'late ' || 7 - n, case when n = 5 then '; and 1,003 more, 1 of them critical' end
+       from (values ('waits'), ('workers')) as c (name) cross join generate_series(1, 5) as n
+       order by c.name, n $$,
+    'of many findings of a check the worst five are told of, and how many there are'
+);
+select pg_temp.found('vacuum') as before \gset
+set pgqueue.thresholds = '{"workers": {"patience": "7 minutes"}, "backlog": {"most": 3}, "failures": {"few": 1e6}}';
+select alike(pg_temp.found('workers'), 'critical: queue late 6%; and 1 more, 1 of them critical', 'a threshold can be set');
+select results_eq(
+    $$ select c.name, c.patience, c.most, c.few from pgqueue.checks as c
+       where c.name in ('workers', 'backlog', 'failures', 'leases') order by 1 $$,
+    $$ values ('backlog', interval '2 minutes', 3::float8, null::float8), ('failures', null, 0.2, 1e6),
+           ('leases', '3 minutes', null, null), ('workers', '7 minutes', null, null) $$,
+    'checks lists those in force'
+);
+set pgqueue.thresholds = '{"workers": {"patience": "much"}}';
+select is(
+    (select h.detail || h.hint from pgqueue.health() as h limit 1),
+    'the setting pgqueue.thresholds is not in force: invalid input syntax for type interval: "much"'
+    || format('alter database %I reset pgqueue.thresholds', current_database()),
+    'a setting that nobody can read is told of'
+);
+select is(pg_temp.found('workers') like '%; and 1,003 more, 1 of them critical', true, 'and stops no check');
+set pgqueue.thresholds = '';
+select is((select count(*) from pgqueue.checks as c where c.patience is not null), 10::bigint, 'an empty one is none');
 
 select * from finish();
 rollback;

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(41);
+select plan(44);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -201,6 +201,23 @@ select pgqueue.claim('both', 'w3');
 select matches(
     pg_temp.why(:both), '^cancelled at', 'why says what came last, where a claim met both a lease and a job that were over'
 );
+-- Kinds that nobody takes
+
+select pgqueue.enqueue('kinds', kind => 'other', run_at => now() - interval '9 minutes') as other \gset
+select pgqueue.enqueue('kinds', kind => 'one');
+select count(*) from pgqueue.claim('kinds', 'w', kinds => array['one']);
+select is(pg_temp.why(:other), 'ready: next in its queue', 'why leaves a kind time until somebody claims it');
+update pgqueue.job set run_at = run_at - interval '2 minutes' where id = :other;
+select is(
+    pg_temp.why(:other), 'ready: next in its queue; no worker has claimed its kind that it remembers',
+    'why tells that nobody claims a kind of a queue from which others are claimed'
+);
+select pgqueue.rest(array['kinds'], array['one', 'two']);
+select is(
+    pg_temp.why(:other), 'ready: next in its queue; no worker takes its kind: those of its queue take others',
+    'why tells that those who serve its queue take other kinds'
+);
+
 select throws_ok('select pgqueue.why(-1)', 'PQ001', null, 'why refuses an id that nothing remembers');
 
 set transaction_read_only = on;

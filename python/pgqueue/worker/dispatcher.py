@@ -23,6 +23,7 @@ from pgqueue.worker.seldom import log
 from pgqueue.worker.service import Service
 from pgqueue.worker.terms import Terms
 
+SAY_AGAIN = 240.0  # seconds; of a session of a pooler it is believed for ten minutes
 HANDOVER = 0.0002  # seconds for handlers' threads to start
 UNKNOWN_KIND = Outcome("release", "no handler for its kind", timedelta(minutes=1))
 
@@ -82,8 +83,11 @@ class Dispatcher(Service):
 
     def work(self, conn: database.Connection) -> None:
         parks = self._start_listening(conn)
-        self._has_news, has_looked = True, False
+        self._has_news, has_looked, say_at = True, False, 0.0
         while not self.over.is_set():
+            if time.monotonic() >= say_at:  # what it serves: a busy one never rests
+                say_at = math.inf if parks else time.monotonic() + SAY_AGAIN
+                protocol.rest(conn, list(self._terms.shares), self._terms.kinds, parks)
             self._lacks_slots = True  # before counting them, or one freed now is missed
             queues, kinds, want = self._open_queues(), self._kinds(), 0
             if queues and kinds != [] and not self.is_paused:
@@ -119,7 +123,7 @@ class Dispatcher(Service):
         tasks = self._terms.app.tasks
         if self._executor.loop.is_blocked:
             return [kind for kind, task in tasks.items() if not task.is_async]
-        return list(tasks) if self._terms.only_known else None
+        return self._terms.kinds
 
     def _claim(
         self,

@@ -75,3 +75,8 @@ class Terms:
             name: share if isinstance(share, Share) else Share(share)
             for name, share in (self.queues or own).items()
         }
+
+    @property
+    def kinds(self) -> list[str] | None:
+        """The kinds to claim; None is all."""
+        return list(self.app.tasks) if self.only_known else None
