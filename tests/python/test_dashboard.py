@@ -1,5 +1,6 @@
 """The dashboard, asked as a browser asks; test_dashboard_browser.py looks at it in one."""
 
+import html
 import json
 import os
 import re
@@ -10,14 +11,14 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import documents
 import psycopg
 import pytest
 from cluster import Cluster
 from conftest import column, one
-from dashboard_site import PAGES, Site, kill
+from dashboard_site import PAGES, Answer, Site, kill
 from pgqueue.dashboard import app
 from pgqueue.dashboard.pages import Page, Reading, read
 from recipes import blocks
@@ -37,6 +38,7 @@ NASTY = (
 class Form:
     action: str
     fields: dict[str, str]
+    method: str = "post"
     label: str = ""
 
 
@@ -47,7 +49,7 @@ class Found(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.rows: list[list[str]] = []
-        self.posts: list[Form] = []
+        self.forms: list[Form] = []
         self.text = ""
         self.inside: list[str] = []
         self.feed(text)
@@ -61,10 +63,11 @@ class Found(HTMLParser):
             self.rows.append([])
         elif tag in ("td", "th"):
             self.rows[-1].append("")
-        elif tag == "form" and attributes.get("method") == "post":
-            self.posts.append(Form(attributes["action"], {}))
-        elif tag == "input" and self.posts and "form" in self.inside:
-            self.posts[-1].fields[attributes["name"]] = attributes.get("value", "")
+        elif tag == "form":
+            method = attributes.get("method", "get")
+            self.forms.append(Form(attributes["action"], {}, method))
+        elif tag == "input" and "form" in self.inside:
+            self.forms[-1].fields[attributes["name"]] = attributes.get("value", "")
         if tag in ("input", "meta", "link", "img"):
             self.inside.pop()
 
@@ -77,15 +80,40 @@ class Found(HTMLParser):
         self.text += data
         if {"td", "th"} & set(self.inside):
             self.rows[-1][-1] += data
-        if "button" in self.inside and self.posts:
-            self.posts[-1].label += data
+        if "button" in self.inside and self.forms:
+            self.forms[-1].label += data
+
+    @property
+    def posts(self) -> list[Form]:
+        return [form for form in self.forms if form.method == "post"]
 
 
 def press(site: Site, path: str, label: str, **changes: str):
     """Send the form that has this button, as it stands on that page."""
-    forms = [f for f in Found(site.get(path).text).posts if f.label == label]
-    assert forms, f"no button {label} on {path}"
-    return site.post(forms[0].action, {**forms[0].fields, **changes})
+    return send(site, site.get(path), label, **changes)
+
+
+def send(site: Site, page: Answer, label: str, **changes: str):
+    """Send the form that has this button, as it stands there."""
+    forms = [f for f in Found(page.text).forms if f.label == label]
+    assert forms, f"no button {label}"
+    form = forms[0]
+    fields = {**form.fields, **changes}
+    if form.method == "get":
+        return site.get(f"{form.action}?{urlencode(fields)}")
+    return site.post(form.action, fields)
+
+
+def said(site: Site, done: Answer) -> str:
+    """Go where an action sends us, and return what that page says of it."""
+    assert done.status == 303
+    cookie = done.headers["Set-Cookie"].split(";")[0]
+    answer = site.get(done.headers["Location"], Cookie=cookie)
+    assert answer.status == 200
+    (text,) = re.findall('<p id="said" role="status">(.*)</p>', answer.text)
+    # It is said once.
+    assert 'pgqueue-said="";' in answer.headers["Set-Cookie"]
+    return html.unescape(text)
 
 
 def is_paused(db, queue: str) -> bool:
@@ -317,7 +345,11 @@ def test_each_action_does_what_the_function_of_that_name_does(site, db) -> None:
     assert not is_paused(db, "q")
     press(page, f"/job?id={later}", "Run now")
     assert column(db, "select id from pgqueue.claim('q', 'me')") == [later]
-    press(page, f"/job?id={later}", "Cancel")
+    sure = press(page, f"/job?id={later}", "Cancel")
+    assert "1 job would be cancelled" in Found(sure.text).text
+    query = "select cancelled_at is not null from pgqueue.jobs where id = %s"
+    assert not one(db, query, later)
+    assert "asked to stop" in said(page, send(page, sure, "Cancel 1 job"))
     query = "select cancelled_at is not null from pgqueue.jobs where id = %s"
     assert one(db, query, later)
 
@@ -330,12 +362,92 @@ def test_redrive_shows_first_what_it_would_send_back(site, db) -> None:
     dry = press(page, "/dead", "Dry run")
     assert "2 jobs would go back" in Found(dry.text).text
     assert one(db, "select count(*) from pgqueue.dead_job") == 3
-    (form,) = Found(dry.text).posts
-    some = page.post(form.action, {**form.fields, "max_jobs": "1"})
-    assert "1 job went back" in Found(some.text).text and "More" in some.text
-    page.post(form.action, form.fields)
+    some = said(page, send(page, dry, "Redrive", max_jobs="1"))
+    assert "1 job went back" in some and "More" in some
+    assert said(page, send(page, dry, "Redrive")) == "1 job went back to work."
     assert column(db, "select error from pgqueue.dead_job") == ["KeyError: 'a'"]
     assert one(db, "select count(*) from pgqueue.job") == 2
+
+
+def test_what_an_action_has_done_is_said_once_and_a_reload_does_nothing(
+    site, db
+) -> None:
+    db.execute("select pgqueue.enqueue('q <b>')")
+    page = site(allow_actions=True)
+    done = press(page, "/queue?name=q%20%3Cb%3E", "Pause")
+    assert said(page, done) == "Paused: queue q <b>. What runs goes on."
+    again = page.get(done.headers["Location"])
+    assert again.status == 200 and 'id="said"' not in again.text
+
+
+def test_a_dead_job_is_retried_or_discarded_on_its_page(site, db) -> None:
+    page = site(allow_actions=True)
+    for _ in range(2):
+        db.execute("select pgqueue.enqueue('q', unique_key => 'k')")
+        kill(db, "q", "boom")
+    first, second = column(db, "select id from pgqueue.dead_job order by id")
+    done = said(page, press(page, f"/job?id={first}", "Retry"))
+    assert done == f"Job {first} went back to work."
+    done = said(page, press(page, f"/job?id={second}", "Retry"))
+    assert done == f"Job {second} stays dead: another job has its unique key."
+    sure = press(page, f"/job?id={second}", "Discard")
+    assert "1 job would be deleted" in Found(sure.text).text
+    assert one(db, "select count(*) from pgqueue.dead_job") == 1
+    assert said(page, send(page, sure, "Discard 1 job")) == f"Job {second} is deleted."
+    assert one(db, "select count(*) from pgqueue.dead_job") == 0
+
+
+def test_an_ended_job_shows_its_kept_payload_and_can_be_run_again(site, db) -> None:
+    page = site(allow_actions=True)
+    ids = []
+    for keeps in False, True:
+        db.execute("select pgqueue.configure(null, keep_payloads => %s)", (keeps,))
+        ids.append(one(db, """select pgqueue.enqueue('q', '{"to": "ada"}')"""))
+        db.execute("select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')")
+    plain = page.get(f"/job?id={ids[0]}&payload=1").text
+    assert "keep_payloads" in plain and "Run again" not in plain
+    assert "ada" in page.get(f"/job?id={ids[1]}&payload=1").text
+    sure = press(page, f"/job?id={ids[1]}", "Run again")
+    assert one(db, "select count(*) from pgqueue.job") == 0
+    done = send(page, sure, "Run again")
+    new = one(db, "select id from pgqueue.job")
+    assert done.headers["Location"] == f"/job?id={new}"
+    assert said(page, done) == f"Job {ids[1]} was enqueued once more: this is job {new}."
+
+
+def test_a_long_payload_says_how_much_of_it_is_missing(site, db) -> None:
+    id = one(db, "select pgqueue.enqueue('q', to_jsonb(repeat('x', 30000)))")
+    seen = site().get(f"/job?id={id}&payload=1").text
+    assert "and 10,002 more characters" in seen
+
+
+def test_a_job_has_links_to_what_it_waits_for_and_to_its_batch(site, db) -> None:
+    batch = one(db, "select pgqueue.create_batch('q')")
+    first = one(db, "select pgqueue.enqueue('q', batch_id => %s)", batch)
+    query = "select pgqueue.enqueue('q', kind => 'next', after => array[%s::bigint])"
+    second = one(db, query, first)
+    page = site()
+    for id, links in (
+        (first, {f"/job?id={second}", f"/batch?id={batch}"}),
+        (second, {f"/job?id={first}"}),
+    ):
+        hrefs = {a.get("href") for _, a in Found(page.get(f"/job?id={id}").text).tags}
+        assert links <= hrefs
+    kill(db, "q", "boom")
+    assert f"/batch?id={batch}" in page.get(f"/job?id={first}").text
+
+
+def test_each_attempt_of_a_dead_job_is_there_with_its_traceback(site, db) -> None:
+    id = one(db, "select pgqueue.enqueue('q', max_attempts => 3)")
+    for n in range(3):
+        db.execute(
+            "select pgqueue.fail(id, token, %s, '0 s') from pgqueue.claim('q', 'w')",
+            (f"Error {n}\n  File mail.py, line {n}",),
+        )
+    seen = Found(site().get(f"/job?id={id}").text)
+    assert [f"mail.py, line {n}" in seen.text for n in range(3)] == [True] * 3
+    outcomes = [row[1] for row in seen.rows if len(row) == 7]
+    assert outcomes == ["Outcome", "dead", "retry", "retry"]
 
 
 @pytest.mark.parametrize(
@@ -535,6 +647,8 @@ def test_every_link_leads_somewhere_below_a_prefix_that_a_proxy_takes_away(
         assert answer.status == 200, link
         for tag, given in Found(answer.text).tags:
             link = given.get("href") or given.get("src") or given.get("action")
+            if link == "#main":
+                continue
             assert link is None or link.startswith("/api/ops/queue/"), link
             if tag in ("a", "link", "script") and link not in found:
                 found.add(link)

@@ -3,14 +3,10 @@
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
-from urllib.parse import quote
 
 import psycopg
 from psycopg.rows import dict_row
-
-from pgqueue.terminal import sentences
 
 Row = dict[str, Any]
 Connection = psycopg.Connection[Row]
@@ -101,47 +97,6 @@ limit %(shown)s
 SCHEDULES = "select *, count(*) over () as matches from pgqueue.schedules limit 1000"
 BATCHES = """
 select *, count(*) over () as matches from pgqueue.batches order by id desc limit %(shown)s
-"""
-LIVE = "select * from pgqueue.jobs where id = %(id)s"
-STATUS = "select * from pgqueue.status(%(id)s)"
-KEPT = """
-select errors, case when %(payload)s then left(jsonb_pretty(payload), 20000) end as payload,
-    case when %(payload)s then left(headers::text, 20000) end as headers
-from pgqueue.{} where id = %(id)s
-"""
-# What is known about a job, from whichever of the two knows it.
-FACTS = dict.fromkeys(
-    (
-        "queue",
-        "kind",
-        "state",
-        "attempt",
-        "max_attempts",
-        "priority",
-        "enqueued_at",
-        "run_at",
-        "expires_at",
-        "claimed_at",
-        "finished_at",
-        "lease_expires_at",
-        "cancelled_at",
-        "worker",
-        "group_key",
-        "unique_key",
-        "done",
-        "total",
-        "message",
-        "time_left",
-        "last_error",
-    )
-)
-RUNS = """
-select attempt, finished_at, waited, taken, outcome, worker, left(error, 20000) as error,
-    left(result::text, 20000) as result
-from pgqueue.run
-where job_id = %(id)s
-order by finished_at desc, attempt desc
-limit 200
 """
 ORDERS = {
     "queue",
@@ -277,40 +232,6 @@ def batches(reading: Reading) -> Page:
     return Page("batches.html", {"batches": reading.rows(BATCHES)})
 
 
-def job(reading: Reading) -> Page:
-    """The life of a job. A reader of the views sees why(), and what waits or runs."""
-    id, wants_payload = job_id(reading.asked.get("id", "")), "payload" in reading.asked
-    why = reading.row("select pgqueue.why(%(id)s) as why", id=id) or {}
-    live = reading.row(LIVE, id=id)
-    status, kept, runs = {}, None, None
-    if reading.rights["sees_all"]:
-        status = reading.row(STATUS, id=id) or {}
-        table = "job" if live else "dead_job"
-        kept = reading.row(KEPT.format(table), id=id, payload=wants_payload)
-        # The log may be long: it is read once, not every two seconds.
-        if kept is None or "log" in reading.asked:
-            reading.conn.execute("set local enable_seqscan = off")
-            runs = reading.rows(RUNS, id=id)
-    errors = [
-        {**error, "at": datetime.fromisoformat(error["at"])}
-        for error in reversed(kept["errors"] if kept else [])
-    ]
-    return Page(
-        "job.html",
-        {
-            "id": id,
-            "why": why["why"],
-            "job": {**FACTS, **status, **(live or {})},
-            "is_present": live is not None,
-            "kept": kept,
-            "errors": errors,
-            "runs": runs,
-            "wants_payload": wants_payload,
-        },
-        is_live=runs is None and (live is not None or kept is not None),
-    )
-
-
 def job_id(text: str) -> int:
     try:
         id = int(text)
@@ -321,35 +242,3 @@ def job_id(text: str) -> int:
     if not -(2**63) <= id < 2**63:
         raise NotFound("No job has an id that large.")
     return id
-
-
-# What an operator may do: a call of the SQL function of that name, and where to see its effect.
-CALLS = {
-    "pause": ("select pgqueue.pause(%(queue)s::text)", "/queue?name={queue}"),
-    "resume": ("select pgqueue.resume(%(queue)s::text)", "/queue?name={queue}"),
-    "cancel": ("select pgqueue.cancel(%(id)s::bigint)", "/job?id={id}"),
-    "run_now": ("select pgqueue.run_now(%(id)s::bigint)", "/job?id={id}"),
-}
-REDRIVE = """
-select pgqueue.redrive(
-    %(queue)s::text, %(kind)s::text, %(error_like)s::text, max_jobs => %(max_jobs)s::int,
-    dry_run => %(dry_run)s::boolean
-) as id
-"""
-ACTIONS = (*CALLS, "redrive")
-
-
-def act(dsn: str, action: str, of: Row, max_jobs: int) -> Page | str:
-    """Call a function with the arguments in `of`; return what to show, or where to look."""
-    notes: list[str] = []
-    with psycopg.connect(dsn, row_factory=dict_row, prepare_threshold=None) as conn:
-        conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
-        conn.add_notice_handler(lambda notice: notes.append(sentences(notice)))
-        conn.execute(SESSION)
-        if action in CALLS:
-            query, where = CALLS[action]
-            conn.execute(query, of)
-            return where.format_map({k: quote(str(v), safe="") for k, v in of.items()})
-        values = {**of, "max_jobs": max_jobs}
-        ids = [row["id"] for row in conn.execute(REDRIVE, values)]
-    return Page("redrive.html", {**values, "ids": ids, "notes": notes}, is_live=False)

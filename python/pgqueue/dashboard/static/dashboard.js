@@ -54,7 +54,8 @@ function change(old, next) {
     if (!next.hasAttribute(name) && name !== "open") old.removeAttribute(name);
   }
   for (const { name, value } of next.attributes) {
-    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+    // What its reader has folded stays folded.
+    if (name !== "open" && old.getAttribute(name) !== value) old.setAttribute(name, value);
   }
   changeChildren(old, next);
 }
