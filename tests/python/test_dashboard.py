@@ -412,7 +412,9 @@ def test_an_ended_job_shows_its_kept_payload_and_can_be_run_again(site, db) -> N
     done = send(page, sure, "Run again")
     new = one(db, "select id from pgqueue.job")
     assert done.headers["Location"] == f"/job?id={new}"
-    assert said(page, done) == f"Job {ids[1]} was enqueued once more: this is job {new}."
+    assert (
+        said(page, done) == f"Job {ids[1]} was enqueued once more: this is job {new}."
+    )
 
 
 def test_a_long_payload_says_how_much_of_it_is_missing(site, db) -> None:
@@ -679,7 +681,7 @@ def test_its_sessions_are_not_taken_for_workers(site, db) -> None:
     assert "<h2>Workers" not in page.get("/running").text
 
 
-@pytest.mark.parametrize("more", [[], ["--json"]])
+@pytest.mark.parametrize("more", [[], ["--json"], ["--no-secret"]])
 def test_the_command_serves_until_ctrl_c(dsn, free_port, more) -> None:
     command = [sys.executable, "-m", "pgqueue", "dashboard", "--port", str(free_port)]
     env = {**os.environ, "PGQUEUE_DSN": dsn}
@@ -691,18 +693,57 @@ def test_the_command_serves_until_ctrl_c(dsn, free_port, more) -> None:
         text=True,
     ) as child:
         try:
-            if more:
-                told = json.loads(child.stdout.readline())
-                assert told == {"url": f"http://127.0.0.1:{free_port}/"}
+            if more == ["--json"]:
+                told = json.loads(child.stdout.readline())["url"]
             else:
-                assert f":{free_port}/" in child.stderr.readline()
-            answer = Site.wait_for(free_port).get("/")
+                told = child.stderr.readline().split()[-1]
+            url, _, secret = told.partition("?secret=")
+            assert url == f"http://127.0.0.1:{free_port}/"
+            assert (len(secret) >= 20) == (more != ["--no-secret"])
+            page = Site.wait_for(free_port)
+            cookie = {}
+            if secret:
+                assert page.get("/").status == 403
+                let_in = page.get(f"/?secret={secret}")
+                assert (let_in.status, let_in.headers["Location"]) == (303, "/")
+                cookie = {"Cookie": let_in.headers["Set-Cookie"].split(";")[0]}
+            answer = page.get("/", **cookie)
             assert answer.status == 200 and 'method="post"' not in answer.text
             child.send_signal(signal.SIGINT)
             assert child.wait(20) == 130
             assert "Traceback" not in child.stderr.read()
         finally:
             child.kill()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "jobs.example"])
+def test_actions_for_the_world_without_a_secret_are_refused(run, host) -> None:
+    options = ["--host", host, "--allow-actions", "--no-secret"]
+    done = run("pgqueue", "dashboard", *options)
+    assert done.returncode == 2 and "could act" in done.stderr
+
+
+def test_a_secret_opens_one_browser_and_no_other(site, dsn, db, serve) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    page = serve(dsn, allow_actions=True, secret="it's one")
+    of = {"of": json.dumps({"queue": "q"})}
+    for path in ("/", "/static/dashboard.css", "/?secret=", "/?secret=it", "/nowhere"):
+        assert page.get(path).status == 403
+    assert page.post("/action/pause", of).status == 403
+    assert page.post("/action/pause?secret=it's%20one", of).status == 303
+    assert not is_paused(db, "q")
+    let_in = page.get("/queue?secret=it's%20one&name=q")
+    assert let_in.headers["Location"] == "/queue?name=q"
+    cookie, *how = let_in.headers["Set-Cookie"].split("; ")
+    assert {"HttpOnly", "SameSite=lax"} <= set(how) and "one" not in cookie
+    assert page.get("/queue?name=q", Cookie=cookie).status == 200
+    assert page.get("/", Cookie=cookie[:-1] + "ä").status == 403
+    assert page.post("/action/pause", of, Cookie=cookie).status == 303
+    assert is_paused(db, "q")
+    assert page.post("/action/pause", of, Cookie=cookie, Origin="null").status == 403
+    # Another one, though ports share their cookies.
+    other = serve(dsn, secret="another")
+    assert other.get("/", Cookie=cookie).status == 403
 
 
 def test_the_command_says_what_to_install(run, tmp_path) -> None:

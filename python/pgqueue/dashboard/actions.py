@@ -125,14 +125,18 @@ STAYS = "One whose unique key is taken by a living job stays dead."
 NO_RUN = "A waiting job is gone at once. The worker of a running one is asked to stop. None of them runs again."
 FOR_GOOD = "They are deleted for good, with their payloads."
 JOBS = {
-    "cancel": Job("Cancel", LIVING, "would be cancelled", "cancelled, or asked to stop", NO_RUN),
+    "cancel": Job(
+        "Cancel", LIVING, "would be cancelled", "cancelled, or asked to stop", NO_RUN
+    ),
     "run_now": Job("Run now", LIVING, "would be due now", "due now"),
     "retry": Job("Retry", DEAD, "would go back to work", "went back to work", STAYS),
     "discard": Job("Discard", DEAD, "would be deleted", "deleted", FOR_GOOD),
     # By queue, kind and error.
     "redrive": Job("Redrive", "", "would go back to work", "went back to work", STAYS),
     "discard_many": Job("Discard", "", "would be deleted", "deleted", FOR_GOOD),
-    "cancel_many": Job("Cancel", "", "would be cancelled", "cancelled, or asked to stop", NO_RUN),
+    "cancel_many": Job(
+        "Cancel", "", "would be cancelled", "cancelled, or asked to stop", NO_RUN
+    ),
 }
 MANY = """
 select pgqueue.{}(

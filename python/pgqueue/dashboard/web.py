@@ -1,7 +1,7 @@
 """The ASGI app: routes, who may request them, and what is said when something is wrong.
 
-Starlette routes and Jinja2 escapes; uvicorn serves. There are no accounts here: put a proxy
-that asks for a password in front wherever other machines can reach it.
+Starlette routes and Jinja2 escapes; uvicorn serves. There are no accounts here, only a secret in
+the address: put a proxy that asks for a password in front wherever other machines can reach it.
 """
 
 import functools
@@ -78,21 +78,30 @@ def app(
     allow_actions: bool = False,
     *,
     hosts: Collection[str] = LOOPBACK,
+    secret: str | None = None,
 ) -> "Dashboard":
     """Make the app. It answers only to these names in the Host header, "*" being any.
 
     Without that check a foreign page could point its name to this machine, and read (DNS
-    rebinding). When you mount it, give the names that your users see.
+    rebinding). When you mount it, give the names that your users see. With a secret it
+    answers only to browsers that have once asked with ?secret=... in the address.
     """
-    return Dashboard(dsn, allow_actions, hosts)
+    return Dashboard(dsn, allow_actions, hosts, secret)
 
 
 class Dashboard:
     """The ASGI app: refuses other names of this machine, sends the same headers on every answer."""
 
     def __init__(
-        self, dsn: str | None, allow_actions: bool, hosts: Collection[str]
+        self,
+        dsn: str | None,
+        allow_actions: bool,
+        hosts: Collection[str],
+        secret: str | None,
     ) -> None:
+        self.secret = secret
+        # Not the secret itself, which opens other browsers. Ports share their cookies.
+        self.pass_ = hashlib.sha256(f"pgqueue {secret}".encode()).hexdigest()
         # Not named as a worker's would be.
         self.dsn = database.conninfo(dsn, name="pgqueue-dashboard")
         self.allow_actions = allow_actions
@@ -135,7 +144,33 @@ class Dashboard:
                 " or app(hosts=[...]) says so.\n",
                 HTTPStatus.MISDIRECTED_REQUEST,
             )
+        elif scope["type"] == "http" and self.secret:
+            inner = self.ask_for_secret(Request(scope)) or inner
         await inner(scope, receive, send_with_headers)
+
+    def ask_for_secret(self, request: Request) -> Response | None:
+        """Let in who has shown the secret before; who shows it now gets a cookie for it."""
+        name = f"pgqueue-{self.pass_[:8]}"
+        if hmac.compare_digest(
+            request.cookies.get(name, "").encode(), self.pass_.encode()
+        ):
+            return None
+        shown = request.query_params.get("secret", "").encode()
+        if not hmac.compare_digest(shown, str(self.secret).encode()):
+            return PlainTextResponse(
+                "This dashboard has a secret: open the address that it printed when it started.\n",
+                HTTPStatus.FORBIDDEN,
+            )
+        # Not left in the address, where others may see it.
+        where = request.url.remove_query_params("secret")
+        answer = RedirectResponse(
+            where.path + (f"?{where.query}" if where.query else ""),
+            HTTPStatus.SEE_OTHER,
+        )
+        # Lax: who follows a link to us from elsewhere arrives; no other site's form does.
+        base = request.scope.get("root_path", "") or "/"
+        answer.set_cookie(name, self.pass_, path=base, httponly=True, samesite="lax")
+        return answer
 
     def is_known(self, headers: Headers) -> bool:
         name = re.sub(r":\d+$", "", headers.get("host", "")).rstrip(".").lower()
@@ -199,7 +234,12 @@ class Dashboard:
         base = request.scope.get("root_path", "")
         answer = RedirectResponse(base + where, HTTPStatus.SEE_OTHER)
         answer.set_cookie(
-            SAID, quote(said[:1000]), 60, path=base or "/", httponly=True, samesite="strict"
+            SAID,
+            quote(said[:1000]),
+            60,
+            path=base or "/",
+            httponly=True,
+            samesite="strict",
         )
         return answer
 
@@ -263,7 +303,10 @@ def arguments(form: Mapping[str, str]) -> tuple[Row, int, str]:
     """Return what an action is for, at most how many jobs, and where to go back to."""
     back = form.get("back", "")
     try:
-        of, max_jobs = dict(json.loads(form.get("of", "{}"))), form.get("max_jobs", "1000")
+        of, max_jobs = (
+            dict(json.loads(form.get("of", "{}"))),
+            form.get("max_jobs", "1000"),
+        )
         json.dumps(of, ensure_ascii=False).encode()  # half a character is not UTF-8
         if "ids" in of:
             of = {"ids": [pages.job_id(str(id)) for id in of["ids"]]}
