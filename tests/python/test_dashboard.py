@@ -66,7 +66,7 @@ class Found(HTMLParser):
         elif tag == "form":
             method = attributes.get("method", "get")
             self.forms.append(Form(attributes["action"], {}, method))
-        elif tag == "input" and "form" in self.inside:
+        elif tag == "input" and "form" in self.inside and "name" in attributes:
             self.forms[-1].fields[attributes["name"]] = attributes.get("value", "")
         if tag in ("input", "meta", "link", "img"):
             self.inside.pop()

@@ -2,7 +2,7 @@
 
 from datetime import datetime
 
-from pgqueue.dashboard.pages import Page, Reading, job_id
+from pgqueue.dashboard.pages import Page, Reading, Row, job_id
 
 MOST = 20_000  # characters of a payload
 AROUND = 50  # jobs
@@ -58,7 +58,7 @@ def page(reading: Reading) -> Page:
     why = reading.row("select pgqueue.why(%(id)s) as why", id=id) or {}
     found = reading.row(LIVE, id=id) or {}
     is_living, runs = bool(found), None
-    errors = []
+    errors: list[Row] = []
     if reading.rights["sees_all"]:
         wants = {"payload": "payload" in reading.asked, "most": MOST}
         status = reading.row(STATUS, id=id, **wants) or {}

@@ -33,7 +33,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pgqueue import database
-from pgqueue.dashboard import actions, job, pages, shape
+from pgqueue.dashboard import actions, job, pages, search, shape
 from pgqueue.dashboard.pages import NotFound, Page, Reading, Row
 from pgqueue.terminal import explain
 
@@ -57,6 +57,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 MISSING = (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable)
+NONSENSE = "No form of this dashboard sends that."
 UNSAID = {
     HTTPStatus.NOT_FOUND: "The dashboard has no such page.",
     HTTPStatus.METHOD_NOT_ALLOWED: "Only a button on a page does that: go back, and press it.",
@@ -65,6 +66,7 @@ UNSAID = {
 PAGES: dict[str, Callable[[Reading], Page]] = {
     "/": pages.queues,
     "/queue": pages.queue,
+    "/jobs": search.page,
     "/running": pages.running,
     "/dead": pages.dead,
     "/job": job.page,
@@ -187,7 +189,9 @@ class Dashboard:
         asked = request.query_params
         action = self.allowed(asked.get("action", ""))
         of, max_jobs, back = arguments(asked)
-        if not of and action in actions.JOBS:
+        if not of:
+            if action not in actions.JOBS:
+                raise HTTPException(HTTPStatus.BAD_REQUEST, NONSENSE)
             of = {"ids": [pages.job_id(id) for id in asked.getlist("id")]}
         work = functools.partial(actions.ask, self.dsn, action, of, max_jobs, back)
         return await self.answer(request, work, "operator")
@@ -315,9 +319,7 @@ def arguments(form: Mapping[str, str]) -> tuple[Row, int, str]:
             raise ValueError
         return of, int(max_jobs), back
     except (NotFound, TypeError, ValueError, RecursionError):
-        raise HTTPException(
-            HTTPStatus.BAD_REQUEST, "No form of this dashboard sends that."
-        ) from None
+        raise HTTPException(HTTPStatus.BAD_REQUEST, NONSENSE) from None
 
 
 async def read_form(request: Request) -> dict[str, str]:

@@ -85,4 +85,12 @@ function changeChildren(old, next) {
   }
 }
 
+// One box ticks all others of its form.
+for (const all of document.querySelectorAll("[data-all]")) {
+  all.closest("[hidden]").hidden = false;
+  all.addEventListener("change", () => {
+    for (const box of all.form.querySelectorAll("[name=id]")) box.checked = all.checked;
+  });
+}
+
 setTimeout(refresh, EVERY);
