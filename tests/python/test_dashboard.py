@@ -452,6 +452,96 @@ def test_each_attempt_of_a_dead_job_is_there_with_its_traceback(site, db) -> Non
     assert outcomes == ["Outcome", "dead", "retry", "retry"]
 
 
+def paused(db) -> list[tuple]:
+    query = (
+        "select queue, kind, group_key from pgqueue.settings where setting = 'paused'"
+        " and value = 'true' and set_for not like 'all%' order by 1, 2, 3"
+    )
+    return db.execute(query).fetchall()
+
+
+def test_kinds_and_groups_are_paused_and_resumed_by_row_and_by_name(site, db) -> None:
+    page, path = site(allow_actions=True), "/queue?name=q"
+    db.execute("select pgqueue.enqueue('q', kind => 'k', group_key => 'g')")
+    forms = [f for f in Found(page.get(path).text).posts if f.label == "Pause"]
+    whole, kind, group = forms
+    assert said(page, page.post(kind.action, kind.fields)) == (
+        "Paused: kind k of queue q. What runs goes on."
+    )
+    done = page.post(group.action, group.fields)
+    assert done.headers["Location"] == path
+    assert paused(db) == [("q", "k", None), ("q", None, "g")]
+    by_name = press(page, path, "Pause it", kind="a <b>", group_key="c")
+    assert said(page, by_name).startswith("Paused: kind a <b> and group c of queue q.")
+    seen = Found(page.get(path).text)
+    assert "Paused: kind a <b> and group c" in " ".join(seen.text.split())
+    assert [row[0] for row in seen.rows if "paused" in row[0]] == [
+        "k paused",
+        "g paused",
+        "paused",  # the settings
+        "paused",
+        "paused",
+    ]
+    while resume := [
+        f for f in Found(page.get(path).text).posts if f.label == "Resume"
+    ]:
+        assert page.post(resume[0].action, resume[0].fields).status == 303
+    assert paused(db) == []
+
+
+def test_all_queues_are_paused_and_resumed_once_it_is_confirmed(site, db) -> None:
+    db.execute("select pgqueue.enqueue(q) from unnest('{q,r}'::text[]) as q")
+    page = site(allow_actions=True)
+    sure = press(page, "/", "Pause all queues")
+    assert not is_paused(db, "q") and "No queue hands out jobs" in sure.text
+    done = send(page, sure, "Pause all queues")
+    assert done.headers["Location"] == "/" and is_paused(db, "q") and is_paused(db, "r")
+    send(page, press(page, "/", "Resume all queues"), "Resume all queues")
+    assert not is_paused(db, "q")
+
+
+def test_a_schedule_is_paused_resumed_and_run_at_once(site, db) -> None:
+    page = site(allow_actions=True)
+    db.execute(
+        """select pgqueue.schedule('s <b>', 'q', '@daily', payload => '{"a": 1}')"""
+    )
+    assert said(page, press(page, "/schedules", "Pause")) == "Paused: schedule s <b>."
+    assert one(db, "select paused from pgqueue.schedules")
+    sure = press(page, "/schedules", "Run now")
+    assert one(db, "select count(*) from pgqueue.job") == 0
+    done = send(page, sure, "Run now")
+    id, payload = db.execute("select id, payload from pgqueue.job").fetchone()
+    assert payload == {"a": 1} and done.headers["Location"] == f"/job?id={id}"
+    press(page, "/schedules", "Resume")
+    assert not one(db, "select paused from pgqueue.schedules")
+
+
+def test_a_batch_is_shown_with_its_jobs(site, db) -> None:
+    batch = one(db, "select pgqueue.create_batch('after')")
+    query = "select pgqueue.enqueue('q', batch_id => %s) from generate_series(1, 300)"
+    ids = column(db, query, batch)
+    kill(db, "q", "boom", jobs=1)
+    page = site()
+    assert f"/batch?id={batch}" in page.get("/batches").text
+    seen = Found(page.get(f"/batch?id={batch}").text)
+    assert seen.rows[1][:2] == [str(ids[0]), "dead"]
+    assert len(seen.rows) == 201 and "first 200 of 300" in seen.text
+    db.execute("select pgqueue.close_batch(%s)", (batch,))
+    db.execute("select pgqueue.cancel_many('q')")
+    seen = Found(page.get(f"/batch?id={batch}").text)
+    assert "finished" in seen.text and len(seen.rows) == 2
+    assert page.get("/batch?id=1000000").status == 404
+
+
+def test_a_worker_is_shown_with_a_link_to_its_jobs(site, db) -> None:
+    id = one(db, "select pgqueue.enqueue('q')")
+    db.execute("select pgqueue.claim('q', 'me & you')")
+    page = site()
+    links = [a.get("href") for _, a in Found(page.get("/workers").text).tags]
+    assert "/jobs?worker=me%20%26%20you" in links
+    assert f"/job?id={id}" in page.get("/jobs?worker=me%20%26%20you").text
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -467,7 +557,7 @@ def test_each_attempt_of_a_dead_job_is_there_with_its_traceback(site, db) -> Non
 def test_a_request_of_another_site_does_nothing(site, db, headers) -> None:
     db.execute("select pgqueue.enqueue('q')")
     page = site(allow_actions=True)
-    (form,) = Found(page.get("/queue?name=q").text).posts
+    form, *_ = Found(page.get("/queue?name=q").text).posts
     assert page.post(form.action, form.fields, **headers).status == 403
     assert not is_paused(db, "q")
     for mine in {}, {"Origin": "", "Sec-Fetch-Site": "same-origin"}:
@@ -476,7 +566,7 @@ def test_a_request_of_another_site_does_nothing(site, db, headers) -> None:
 
 def test_a_form_outlives_the_process_that_showed_it(site, db) -> None:
     db.execute("select pgqueue.enqueue('q')")
-    (form,) = Found(site(allow_actions=True).get("/queue?name=q").text).posts
+    form, *_ = Found(site(allow_actions=True).get("/queue?name=q").text).posts
     assert site(allow_actions=True).post(form.action, form.fields).status == 303
     assert is_paused(db, "q")
 
@@ -659,7 +749,7 @@ def test_every_link_leads_somewhere_below_a_prefix_that_a_proxy_takes_away(
         *("", "queue", "job", "running", "dead", "schedules", "batches"),
         *("dashboard.css", "dashboard.js"),
     }
-    (form,) = Found(page.get("/ops/queue/queue?name=q").text).posts
+    form, *_ = Found(page.get("/ops/queue/queue?name=q").text).posts
     answer = page.post(form.action.removeprefix("/api"), form.fields)
     assert answer.headers["Location"] == "/api/ops/queue/queue?name=q"
     assert is_paused(db, "q")

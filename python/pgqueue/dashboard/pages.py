@@ -69,6 +69,17 @@ from (
     limit 10000
 ) as j
 """
+WAITING_KINDS = f"""
+select kind, count(*) as jobs {FIRST} group by kind order by jobs desc, kind limit 200
+"""
+# What is paused within the queue, at the level at which it was said.
+PAUSES = """
+select queue, kind, group_key
+from pgqueue.settings
+where (queue = %(queue)s or queue is null) and num_nonnulls(kind, group_key) > 0
+    and setting = 'paused' and value = 'true' and (queue is null) = (set_for like '%% in all queues')
+limit 200
+"""
 GROUPS = f"""
 select
     group_key, count(*) as jobs, count(*) filter (where state = 'running') as running,
@@ -95,9 +106,18 @@ where %(queue)s::text is null or queue = %(queue)s
 limit %(shown)s
 """
 SCHEDULES = "select *, count(*) over () as matches from pgqueue.schedules limit 1000"
+BATCH = "select * from pgqueue.batches where id = %(id)s"
+BATCH_JOBS = """
+select *
+from (select * from pgqueue.batch_jobs where batch_id = %(id)s limit 10000) as j
+order by state, id
+"""
 BATCHES = """
 select *, count(*) over () as matches from pgqueue.batches order by id desc limit %(shown)s
 """
+NO_RUNS = dict.fromkeys(
+    ("runs", "failures", "p50_taken", "p99_taken", "last_finished_at")
+)
 ORDERS = {
     "queue",
     "ready",
@@ -198,13 +218,29 @@ def queue(reading: Reading) -> Page:
         for part, query in {
             "minutes": THROUGHPUT,
             "kinds": KINDS,
+            "waiting": WAITING_KINDS,
+            "pauses": PAUSES,
             "groups": GROUPS,
             "jobs": JOBS,
             "failures": FAILURES,
             "settings": SETTINGS,
         }.items()
     }
-    return Page("queue.html", {"queue": found, **context})
+    # Those that wait, though none has run yet, too.
+    jobs = {row["kind"]: row["jobs"] for row in context.pop("waiting")}
+    ran = {row["kind"] for row in context["kinds"]}
+    context["kinds"] += [NO_RUNS | {"kind": kind} for kind in jobs if kind not in ran]
+    own = [row for row in context["pauses"] if row["queue"] == name]
+    return Page(
+        "queue.html",
+        {
+            "queue": found,
+            "waiting": jobs,
+            "paused_kinds": {r["kind"] for r in own if r["group_key"] is None},
+            "paused_groups": {r["group_key"] for r in own if r["kind"] is None},
+            **context,
+        },
+    )
 
 
 def running(reading: Reading) -> Page:
@@ -213,9 +249,12 @@ def running(reading: Reading) -> Page:
         {
             "stuck": reading.rows(STUCK),
             "running": reading.rows(RUNNING),
-            "workers": reading.rows(WORKERS),
         },
     )
+
+
+def workers(reading: Reading) -> Page:
+    return Page("workers.html", {"workers": reading.rows(WORKERS)})
 
 
 def dead(reading: Reading) -> Page:
@@ -230,6 +269,16 @@ def schedules(reading: Reading) -> Page:
 
 def batches(reading: Reading) -> Page:
     return Page("batches.html", {"batches": reading.rows(BATCHES)})
+
+
+def batch(reading: Reading) -> Page:
+    id = job_id(reading.asked.get("id", ""))
+    found = reading.row(BATCH, id=id)
+    if found is None:
+        raise NotFound(
+            f"There is no batch {id}; one is known for 14 days after its end."
+        )
+    return Page("batch.html", {"batch": found, "jobs": reading.rows(BATCH_JOBS, id=id)})
 
 
 def job_id(text: str) -> int:

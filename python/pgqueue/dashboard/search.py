@@ -182,7 +182,7 @@ def page(reading: Reading) -> Page:
         shown["is_first"] = "from" not in reading.asked
         # What redrive, discard_many and cancel_many can do to all of them.
         is_known = given.keys() <= {"queue", "kind", "error"}
-        is_one = asked["state"] == "dead" or asked["state"] == "" and given
+        is_one = asked["state"] == "dead" or (asked["state"] == "" and given)
         is_all = is_known and is_one
         shown["of"] = is_all and {
             "queue": given.get("queue"),

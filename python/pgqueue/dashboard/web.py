@@ -68,6 +68,8 @@ PAGES: dict[str, Callable[[Reading], Page]] = {
     "/queue": pages.queue,
     "/jobs": search.page,
     "/running": pages.running,
+    "/workers": pages.workers,
+    "/batch": pages.batch,
     "/dead": pages.dead,
     "/job": job.page,
     "/schedules": pages.schedules,
@@ -311,6 +313,8 @@ def arguments(form: Mapping[str, str]) -> tuple[Row, int, str]:
             dict(json.loads(form.get("of", "{}"))),
             form.get("max_jobs", "1000"),
         )
+        # Where a person types what it is for.
+        of |= {name: form[name] for name in ("kind", "group_key") if form.get(name)}
         json.dumps(of, ensure_ascii=False).encode()  # half a character is not UTF-8
         if "ids" in of:
             of = {"ids": [pages.job_id(str(id)) for id in of["ids"]]}
