@@ -452,6 +452,54 @@ def test_each_attempt_of_a_dead_job_is_there_with_its_traceback(site, db) -> Non
     assert outcomes == ["Outcome", "dead", "retry", "retry"]
 
 
+def test_the_jobs_of_an_error_are_listed_and_can_be_discarded(site, db) -> None:
+    page = site(allow_actions=True)
+    for error in ("100 % \\ of it_\nat line 1", "100 percent", "abc_\\" * 99):
+        db.execute("select pgqueue.enqueue('q &')")
+        kill(db, "q &", error)
+    dead = page.get("/dead").text
+    links = [
+        a["href"] for _, a in Found(dead).tags if "state=dead" in a.get("href", "")
+    ]
+    assert len(links) == 3
+    for link in links:
+        assert len(Found(page.get(link).text).rows) == 2
+    forms = [f for f in Found(dead).forms if f.label == "Dry run"]
+    (form,) = [f for f in forms if "of it" in f.fields["of"]]
+    dry = page.get(f"{form.action}?{urlencode(form.fields)}")
+    sure = send(page, dry, "Discard instead")
+    assert said(page, send(page, sure, "Discard")) == "1 job deleted."
+    assert one(db, "select count(*) from pgqueue.dead_job") == 2
+
+
+@pytest.mark.parametrize(
+    ("span", "ago", "seen"),
+    [
+        ("hour", "0 s", True),
+        ("hour", "61 min", False),
+        ("day", "23 h", True),
+        ("day", "25 h", False),
+        ("week", "6 d", True),
+        ("week", "8 d", False),
+        ("nonsense", "0 s", True),
+    ],
+)
+def test_the_charts_of_a_queue_go_back_a_week(site, db, span, ago, seen) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute("select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')")
+    query = "update pgqueue.run set finished_at = now() - %s::interval, waited = '7 s'"
+    db.execute(query, (ago,))
+    db.execute("select pgqueue.enqueue('q')")
+    answer = site().get(f"/queue?name=q&span={span}")
+    found = Found(answer.text)
+    labels = [a.get("aria-label", "") for tag, a in found.tags if tag == "svg"]
+    assert labels == [] if not seen else ["at most 7.0 s" in text for text in labels] == [
+        False, True, False
+    ]  # fmt: skip
+    assert ("No attempt has ended in that time" in found.text) != seen
+    assert seen == any(row[1:3] == ["1", "0"] for row in found.rows)
+
+
 def paused(db) -> list[tuple]:
     query = (
         "select queue, kind, group_key from pgqueue.settings where setting = 'paused'"
@@ -464,7 +512,7 @@ def test_kinds_and_groups_are_paused_and_resumed_by_row_and_by_name(site, db) ->
     page, path = site(allow_actions=True), "/queue?name=q"
     db.execute("select pgqueue.enqueue('q', kind => 'k', group_key => 'g')")
     forms = [f for f in Found(page.get(path).text).posts if f.label == "Pause"]
-    whole, kind, group = forms
+    _, kind, group = forms
     assert said(page, page.post(kind.action, kind.fields)) == (
         "Paused: kind k of queue q. What runs goes on."
     )

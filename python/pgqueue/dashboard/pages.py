@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -48,10 +49,24 @@ group by queue
 """
 THROUGHPUT = f"""
 select
-    minute, finished, failed, p50_waited, p99_waited, p50_taken, p99_taken, {AGO} as ago
+    minute as moment, finished, failed, p50_waited, p99_waited, p50_taken, p99_taken, {AGO} as ago,
+    false as is_estimate
 from pgqueue.throughput
 where queue = %(queue)s
 order by minute desc
+"""
+HOURS = """
+select *
+from (
+    select
+        hour as moment, finished, failed, null::interval as p50_waited, p99_waited,
+        null::interval as p50_taken, p99_taken, is_estimate,
+        (extract(epoch from date_trunc('hour', clock_timestamp()) - hour) / 3600)::int as ago
+    from pgqueue.hours
+    where queue = %(queue)s
+) as h
+where ago < %(slots)s
+order by moment desc
 """
 KINDS = "select * from pgqueue.kinds where queue = %(queue)s order by kind limit 200"
 FAILURES = "select * from pgqueue.failures where queue = %(queue)s limit 20"
@@ -115,6 +130,31 @@ order by state, id
 BATCHES = """
 select *, count(*) over () as matches from pgqueue.batches order by id desc limit %(shown)s
 """
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time that charts show, in slots."""
+
+    query: str
+    slots: int
+    slot: timedelta
+    unit: str
+    tick: str  # how a moment is written
+    ticks: int
+
+    def axis(self, now: datetime) -> list[str]:
+        """Write the moments at equal distances, from the first slot on."""
+        whole = self.slot * self.slots
+        parts = (now - whole * (1 - n / self.ticks) for n in range(self.ticks))
+        return [format(moment, self.tick) for moment in parts]
+
+
+SPANS = {
+    "hour": Span(THROUGHPUT, 60, timedelta(minutes=1), "minute", "%H:%M", 4),
+    "day": Span(HOURS, 24, timedelta(hours=1), "hour", "%H:%M", 4),
+    "week": Span(HOURS, 168, timedelta(hours=1), "hour", "%a %d", 7),
+}
 NO_RUNS = dict.fromkeys(
     ("runs", "failures", "p50_taken", "p99_taken", "last_finished_at")
 )
@@ -216,7 +256,6 @@ def queue(reading: Reading) -> Page:
     context = {
         part: reading.rows(query, queue=name)
         for part, query in {
-            "minutes": THROUGHPUT,
             "kinds": KINDS,
             "waiting": WAITING_KINDS,
             "pauses": PAUSES,
@@ -226,6 +265,7 @@ def queue(reading: Reading) -> Page:
             "settings": SETTINGS,
         }.items()
     }
+    span = SPANS.get(reading.asked.get("span", ""), SPANS["hour"])
     # Those that wait, though none has run yet, too.
     jobs = {row["kind"]: row["jobs"] for row in context.pop("waiting")}
     ran = {row["kind"] for row in context["kinds"]}
@@ -236,6 +276,10 @@ def queue(reading: Reading) -> Page:
         {
             "queue": found,
             "waiting": jobs,
+            "spans": SPANS,
+            "span": span,
+            "axis": span.axis(reading.rights["now"]),
+            "slots": reading.rows(span.query, queue=name, slots=span.slots),
             "paused_kinds": {r["kind"] for r in own if r["group_key"] is None},
             "paused_groups": {r["group_key"] for r in own if r["kind"] is None},
             **context,
