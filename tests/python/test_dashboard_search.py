@@ -5,6 +5,7 @@ import re
 from html import unescape
 from urllib.parse import quote, urlencode
 
+import documents
 import pytest
 from conftest import column, one
 from dashboard_site import Site, kill
@@ -13,6 +14,9 @@ from pgqueue.dashboard.pages import Page, Reading, read
 from test_dashboard import Found, press, said, send
 
 pytest_plugins = ["dashboard_site"]
+
+OBSERVE = documents.sections("sql/README.md")["Observe"]
+OWN_PAGE = OBSERVE.split("### A page of your own\n")[1]
 
 
 def ids(text: str) -> list[int]:
@@ -347,3 +351,18 @@ def test_no_page_reads_more_than_a_bounded_part_of_what_is_there(
     assert read(dsn, look, asked).context["jobs"] is not None
     # 5,000 rows of the walk, each with a page of the table and a few of the key's index.
     assert sum(read_by) < 8 * search.LOOKED
+
+
+def test_what_a_page_of_your_own_asks_reads_as_little(db, many) -> None:
+    (block,) = documents.blocks(OWN_PAGE)
+    db.execute("select pgqueue.enqueue('emails')")
+    db.execute("select pgqueue.complete(id, token) from pgqueue.claim('emails', 'w')")
+    # As autovacuum leaves them.
+    db.execute("analyze pgqueue.job, pgqueue.dead_job, pgqueue.run")
+    explain = "explain (analyze, buffers, timing off, format json) "
+    queries = re.sub("^--.*", "", block.text, flags=re.M).split(";")[:-1]
+    assert len(queries) == 12
+    for query in queries:
+        (top,) = db.execute(explain + query).fetchone()[0]
+        plan = top["Plan"]
+        assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 3000, query
