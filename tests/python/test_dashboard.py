@@ -110,7 +110,9 @@ def said(site: Site, done: Answer) -> str:
     cookie = done.headers["Set-Cookie"].split(";")[0]
     answer = site.get(done.headers["Location"], Cookie=cookie)
     assert answer.status == 200
-    (text,) = re.findall('<p id="said" role="status">(.*)</p>', answer.text)
+    (text,) = re.findall(
+        '<p id="said" role="status" tabindex="-1">(.*)</p>', answer.text
+    )
     # It is said once.
     assert 'pgqueue-said="";' in answer.headers["Set-Cookie"]
     return html.unescape(text)

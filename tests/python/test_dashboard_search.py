@@ -185,6 +185,8 @@ def test_a_search_that_stops_early_says_so_and_can_go_on(
         ("payload=" + "[" * 9000, 200, "has to be JSON"),
         ("batch=x", 200, "whole number"),
         ("batch=" + "9" * 99, 200, "whole number"),
+        ("state=completed&key=k", 200, "neither its unique key nor its batch"),
+        ("state=cancelled&batch=7", 200, "neither its unique key nor its batch"),
         ("state=some", 404, "No job has the state"),
         ("from=x", 404, "no such page"),
         ("from=[1,2]", 404, "no such page"),

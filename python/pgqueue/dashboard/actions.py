@@ -109,7 +109,7 @@ ONE = {
 
 
 @dataclass(frozen=True)
-class Job:
+class Wording:
     """What a dry run says of jobs: to which of those selected it applies, and what happens to them."""
 
     label: str
@@ -125,16 +125,20 @@ STAYS = "One whose unique key is taken by a living job stays dead."
 NO_RUN = "A waiting job is gone at once. The worker of a running one is asked to stop. None of them runs again."
 FOR_GOOD = "They are deleted for good, with their payloads."
 JOBS = {
-    "cancel": Job(
+    "cancel": Wording(
         "Cancel", LIVING, "would be cancelled", "cancelled, or asked to stop", NO_RUN
     ),
-    "run_now": Job("Run now", LIVING, "would be due now", "due now"),
-    "retry": Job("Retry", DEAD, "would go back to work", "went back to work", STAYS),
-    "discard": Job("Discard", DEAD, "would be deleted", "deleted", FOR_GOOD),
+    "run_now": Wording("Run now", LIVING, "would be due now", "due now"),
+    "retry": Wording(
+        "Retry", DEAD, "would go back to work", "went back to work", STAYS
+    ),
+    "discard": Wording("Discard", DEAD, "would be deleted", "deleted", FOR_GOOD),
     # By queue, kind and error.
-    "redrive": Job("Redrive", "", "would go back to work", "went back to work", STAYS),
-    "discard_many": Job("Discard", "", "would be deleted", "deleted", FOR_GOOD),
-    "cancel_many": Job(
+    "redrive": Wording(
+        "Redrive", "", "would go back to work", "went back to work", STAYS
+    ),
+    "discard_many": Wording("Discard", "", "would be deleted", "deleted", FOR_GOOD),
+    "cancel_many": Wording(
         "Cancel", "", "would be cancelled", "cancelled, or asked to stop", NO_RUN
     ),
 }
@@ -144,8 +148,8 @@ select pgqueue.{}(
     dry_run => %(dry_run)s::boolean
 ) as id
 """
-MANY_ARE = ("redrive", "discard_many", "cancel_many")
-ACTIONS = (*ONE, *MANY_ARE)
+BY_FILTER = ("redrive", "discard_many", "cancel_many")
+ACTIONS = (*ONE, *BY_FILTER)
 ID = "{} where id = any (%(ids)s::bigint[]) order by id"
 
 
@@ -171,7 +175,7 @@ def ask(dsn: str, action: str, of: Row, max_jobs: int, back: str) -> Page:
     shown: Row = {"action": action, "of": of, "back": back, "max_jobs": max_jobs}
     notes: list[str] = []
     with connect(dsn, notes) as conn:
-        if action in MANY_ARE:
+        if action in BY_FILTER:
             shown["ids"] = many(conn, action, of, max_jobs, dry=True)
             shown["is_all"] = len(shown["ids"]) < max_jobs
         elif "ids" in of and action in JOBS:
@@ -188,7 +192,7 @@ def ask(dsn: str, action: str, of: Row, max_jobs: int, back: str) -> Page:
 def act(dsn: str, action: str, of: Row, max_jobs: int, back: str) -> tuple[str, str]:
     """Call the function with the arguments in `of`; return where to look, and what to say."""
     with connect(dsn, []) as conn:
-        if action in MANY_ARE:
+        if action in BY_FILTER:
             ids = many(conn, action, of, max_jobs, dry=False)
             left = "" if len(ids) < max_jobs else " More may be left."
             return back or "/dead", f"{jobs(len(ids))} {JOBS[action].did}.{left}"
@@ -208,6 +212,8 @@ def act(dsn: str, action: str, of: Row, max_jobs: int, back: str) -> tuple[str, 
 
 def each(conn: Connection, action: str, ids: list[int]) -> str:
     """Do it to each of these jobs; one that has moved on meanwhile stops no other."""
+    # In the order in which everything that locks several jobs locks them.
+    ids = sorted(set(ids))
     said, done = [], 0
     for id in ids:
         try:
@@ -219,7 +225,7 @@ def each(conn: Connection, action: str, ids: list[int]) -> str:
             said.append(f"Job {id} is not there any more.")
         else:
             (result,) = row.values()
-            # Null says so where a function can decline: it returns text, or the id.
+            # Only redrive_job can decline: then it returns null.
             done += action != "retry" or result is not None
             said.append(ONE[action].said({"id": id}, result))
     if len(ids) == 1:

@@ -170,7 +170,7 @@ def page(reading: Reading) -> Page:
     given = {name: value for name, value in asked.items() if value and name != "state"}
     shown: Row = {"asked": asked, "states": STATES, "looked": LOOKED}
     shown |= {"jobs": None, "back_to": None, "short": False, "next": None, "of": None}
-    shown["problem"] = problem(given)
+    shown["problem"] = problem(asked["state"], given)
     if reading.rights["sees_all"] and not shown["problem"]:
         reading.conn.execute(
             "set local enable_seqscan = off; set local enable_bitmapscan = off"
@@ -196,7 +196,7 @@ def nonempty(asked: Row) -> Row:
     return {name: value for name, value in asked.items() if value}
 
 
-def problem(given: Row) -> str | None:
+def problem(state: str, given: Row) -> str | None:
     """Say what cannot be searched for."""
     try:
         json.loads(given.get("payload", "{}"))
@@ -204,6 +204,10 @@ def problem(given: Row) -> str | None:
         return """What the payload contains has to be JSON, such as {"to": "ada"}."""
     if not re.fullmatch("[0-9]{1,18}", given.get("batch", "0")):
         return "The id of a batch is a whole number."
+    if state in OUTCOMES and {"key", "batch"} & given.keys():
+        return (
+            "Of a job that has ended, the log has neither its unique key nor its batch."
+        )
     return None
 
 
@@ -246,11 +250,7 @@ def find_ended(reading: Reading, state: str, given: Row) -> Row:
     now = reading.rights["now"]
     place = place_of(reading.asked.get("from"), 2) or [str(now), str(2**63 - 1)]
     until = moment(place[0])
-    filters = [
-        FILTERS[name]
-        for name in given
-        if name in FILTERS and name not in ("group", "key")
-    ]
+    filters = [FILTERS[name] for name in given if name in FILTERS and name != "group"]
     if "group" in given:
         filters.append("w.options ->> 'group_key' = %(group)s")
     if "error" in given:

@@ -85,6 +85,9 @@ function changeChildren(old, next) {
   }
 }
 
+// So that a screen reader says what was done, and Tab goes on from there.
+document.getElementById("said")?.focus();
+
 // One box ticks all others of its form.
 for (const all of document.querySelectorAll("[data-all]")) {
   all.closest("[hidden]").hidden = false;
