@@ -66,10 +66,10 @@ def as_json(value: Any) -> str:
 
 def pattern(error_like: str) -> str:
     """Make a pattern short enough for a link: it may then match more."""
-    if len(error_like) <= 120:
+    if len(error_like) <= 60:
         return error_like
     # Half an escape would be another pattern.
-    return error_like[:120].rstrip("\\") + "%"
+    return error_like[:60].rstrip("\\") + "%"
 
 
 def outline(
