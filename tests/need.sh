@@ -17,6 +17,8 @@ fi
 # Debian keeps the half of venv that fills it in a package of its own.
 [ -x .venv/bin/python ] || "$python" -c 'import ensurepip' 2>/dev/null || need python3-venv
 
+# For the tests that look at the dashboard, which are skipped without it.
+[ "$what" != test ] || command -v chromium >/dev/null || need chromium
 [ "$what" != instructions ] || command -v valgrind >/dev/null || need valgrind
 if [ "$what" = move-in ]; then
     command -v npm >/dev/null || need npm

@@ -117,6 +117,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--port", type=port, default=7070, help="else %(default)s")
     command.add_argument("--allow-actions", action="store_true", help="not read-only")
     command.add_argument(
+        "--no-secret", action="store_true", help="let in whoever reaches the port"
+    )
+    command.add_argument(
         "--allow-host",
         action="append",
         default=[],
@@ -161,8 +164,15 @@ def serve(dsn: str, args: argparse.Namespace) -> int:
         say(f"the dashboard needs {extra}: {error}")
         return 1
     hosts = args.allow_host
-    serve.serve(dsn, args.host, args.port, args.allow_actions, hosts, args.json)
-    return 0
+    return serve.serve(
+        dsn,
+        args.host,
+        args.port,
+        args.allow_actions,
+        hosts,
+        args.json,
+        has_secret=not args.no_secret,
+    )
 
 
 if __name__ == "__main__":

@@ -73,6 +73,23 @@ begin
 end;
 $$;
 
+-- Enqueues the job of a slot.
+create or replace function pgqueue._enqueue_slot(schedule pgqueue.schedule, slot timestamptz)
+    returns bigint
+    language plpgsql
+as $$
+begin
+    return pgqueue.enqueue(
+        schedule.queue, schedule.payload, schedule.kind, schedule.priority,
+        max_attempts => schedule.max_attempts, group_key => schedule.group_key,
+        headers => coalesce(schedule.headers, '{}') || jsonb_build_object(
+            'schedule', schedule.name,
+            'slot', to_char(slot at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')
+        )
+    );
+end;
+$$;
+
 -- Enqueues the jobs of a locked, due schedule, and advances it to its next slot. Returns how many. If
 -- enqueue refuses (the payload is now too large), that is recorded as its problem.
 create or replace function pgqueue._fire(schedule pgqueue.schedule, moment timestamptz)
@@ -88,14 +105,7 @@ declare
 begin
     slots := pgqueue._slots_to_fire(schedule, moment - delay);
     foreach slot in array slots loop
-        job_id := pgqueue.enqueue(
-            schedule.queue, schedule.payload, schedule.kind, schedule.priority,
-            max_attempts => schedule.max_attempts, group_key => schedule.group_key,
-            headers => coalesce(schedule.headers, '{}') || jsonb_build_object(
-                'schedule', schedule.name,
-                'slot', to_char(slot at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')
-            )
-        );
+        job_id := pgqueue._enqueue_slot(schedule, slot);
     end loop;
     following := pgqueue._next_slot(schedule, greatest(schedule.next_slot, moment - delay));
     update pgqueue.schedule as s
@@ -367,3 +377,32 @@ $$;
 comment on function pgqueue.resume_schedule(text) is
 'Undoes pause_schedule, from the next slot on.
 Raises PQ001 (no such schedule).';
+
+create or replace function pgqueue.run_schedule(name text)
+    returns bigint
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+as $$
+declare
+    asked pgqueue.schedule;
+    refused boolean;
+begin
+    select s.* into asked from pgqueue.schedule as s where s.name = run_schedule.name;
+    refused := pgqueue._refuse(case when not found
+        then pgqueue._no_schedule(name)
+        else pgqueue._check_payload(
+            asked.payload,
+            (pgqueue._in_force(asked.queue, coalesce(asked.kind, asked.queue), asked.group_key)).max_payload_bytes
+        )
+    end);
+    return pgqueue._enqueue_slot(asked, clock_timestamp());
+end;
+$$;
+
+comment on function pgqueue.run_schedule(text) is
+'Enqueues a job of a schedule at once, also while it is paused, and returns its
+id: as at a slot, with this moment as the header slot. The slots stay as they
+are.
+Raises PQ001 (no such schedule), 54000 (its payload is too large by now).';

@@ -31,7 +31,7 @@ select
             - (c.moment - (j.progress).told_at),
         interval '0'
     ) end as time_left,
-    (j.terms).expires_at
+    (j.terms).expires_at, (j.terms).batch_id
 from (select clock_timestamp() as moment) as c
 cross join pgqueue.job as j;
 
@@ -51,7 +51,8 @@ total: How much there is to do, as reported.
 message: What it is doing, as reported.
 rate: How much it has done per second, from its claim to its last report.
 time_left: How much longer it takes at that rate.
-expires_at: From then on no attempt begins; null for never.';
+expires_at: From then on no attempt begins; null for never.
+batch_id: The batch it belongs to; null for none.';
 
 -- Whether a queue is paused is found by a join: a reader of the view may not call _in_force().
 create or replace view pgqueue.queues as
@@ -310,6 +311,33 @@ p99_waited: 99 % of them did.
 p50_taken: Half of them took at most this long.
 p99_taken: 99 % of them did.';
 
+create or replace view pgqueue.hours as
+select
+    date_trunc('hour', r.finished_at) as hour,
+    r.queue,
+    sum(r.done) as finished,
+    sum(r.failed) as failed,
+    percentile_disc(0.99) within group (order by r.waited) as p99_waited,
+    percentile_disc(0.99) within group (order by r.taken) as p99_taken,
+    bool_or(r.weight > 1) as is_estimate
+from pgqueue._recent_runs(date_trunc('hour', clock_timestamp()) - interval '167 hours', 1000) as r
+where r.worker is not null
+group by 1, 2
+order by 1, 2;
+
+comment on view pgqueue.hours is
+'What each queue did in each hour of the last week in which it did anything, as
+far back as run goes; the current hour is not over. Beyond 1,000 pages of runs,
+some 65,000, only a sample is read: of a queue that did little, hours may be
+missing.
+hour: When the hour began.
+queue: The queue.
+finished: Attempts completed.
+failed: Attempts failed or expired.
+p99_waited: 99 % of them began at most this long after they were due.
+p99_taken: 99 % of them took at most this long.
+is_estimate: Whether only a sample was read.';
+
 create or replace view pgqueue.failures as
 select
     f.queue, f.kind, f.error_like,
@@ -508,6 +536,38 @@ running: Jobs that are leased.
 completed: Jobs that completed.
 dead: Jobs that died, and were not redriven before it finished.
 cancelled: Jobs that were cancelled, or purged.';
+
+-- Jobs have ids between that of their batch and that of its callback: all three come from one sequence.
+create or replace view pgqueue.batch_jobs as
+with part as (
+    select n.batch_id, n.part << 10 as first, (n.part << 10) + 1023 as last
+    from pgqueue.tally as n
+    group by n.batch_id, n.part
+)
+select p.batch_id, j.id, j.queue, j.kind, j.state, j.attempt
+from part as p
+join pgqueue.jobs as j on j.id between p.first and p.last and j.batch_id = p.batch_id
+union all
+select r.batch_id, d.id, d.queue, d.kind, 'dead', d.attempt
+from (
+    select p.* from part as p
+    union all
+    select b.id, b.id, b.callback_id from pgqueue.batch as b where b.finished_at is not null
+) as r
+join pgqueue.dead_job as d on d.id between r.first and r.last and (d.terms).batch_id = r.batch_id;
+
+comment on view pgqueue.batch_jobs is
+'The jobs of batches, but for those that completed or were cancelled. Ask for
+those of one batch_id: they are found by their ids.
+batch_id: The batch.
+state: As in jobs, or dead.';
+
+create or replace view pgqueue.dependencies as
+select d.job_id, d.waiter_id, d.runs_if_dead
+from pgqueue.dependency as d;
+
+comment on view pgqueue.dependencies is
+'Which jobs wait for which others to end. Found by either id.';
 
 -- A function, because it is stable: a query without last_state does not look for it.
 -- The state of a waiting or running job, dead, or its outcome in run; null if it is no longer known.

@@ -17,13 +17,13 @@ as $$
             ('{worker}', true, '{reap,maintain,rest,schedule,next_slots,version}'),
             ('{operator}', true, '{cancel,cancel_many,redrive,redrive_job,discard,discard_many,purge,pause,resume}'),
             ('{operator}', true, '{rerun,run_now,reprioritize,configure,reap,maintain,status,result,await}'),
-            ('{operator}', true, '{schedule,unschedule,pause_schedule,resume_schedule}'),
+            ('{operator}', true, '{schedule,unschedule,pause_schedule,resume_schedule,run_schedule}'),
             ('{operator,reader}', true, '{next_slots,why,health,metrics,version}'),
             -- The views call these as their reader.
             ('{operator,reader}', true, '{_count_jobs,_count_dead,_dead_kinds,_leased,_recent_runs}'),
             ('{operator,reader}', true, '{_dead_errors,_error_like,_last_state}'),
             ('{operator,reader}', false, '{jobs,queues,running,workers,kinds,throughput,failures,dead,stuck}'),
-            ('{operator,reader}', false, '{settings,schedules,batches,retention,checks}'),
+            ('{operator,reader}', false, '{settings,schedules,batches,batch_jobs,dependencies,hours,retention,checks}'),
             ('{operator}', false, '{queue,job,dead_job,run,schedule}')
     ) as g (kinds, is_function, objects)
     where _grants.kind = any (g.kinds::text[])

@@ -15,7 +15,7 @@ import uvicorn
 from pgqueue.dashboard import app
 from psycopg.conninfo import make_conninfo
 
-PAGES = ["/", "/running", "/dead", "/schedules", "/batches"]
+PAGES = ["/", "/jobs", "/running", "/workers", "/dead", "/schedules", "/batches"]
 
 
 @dataclass

@@ -19,7 +19,7 @@ WORKER = {
 OPERATOR = {
     "cancel", "cancel_many", "redrive", "redrive_job", "discard", "discard_many",
     "purge", "pause", "resume", "rerun", "run_now", "reprioritize", "configure",
-    "schedule", "unschedule", "pause_schedule", "resume_schedule", "next_slots", "reap", "maintain", "why", "health", "metrics",
+    "schedule", "unschedule", "pause_schedule", "resume_schedule", "run_schedule", "next_slots", "reap", "maintain", "why", "health", "metrics",
     "status", "result", "await", "version",
 }  # fmt: skip
 VIEWS = {
@@ -35,6 +35,9 @@ VIEWS = {
     "settings",
     "schedules",
     "batches",
+    "batch_jobs",
+    "dependencies",
+    "hours",
     "retention",
     "checks",
 }

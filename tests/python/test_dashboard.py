@@ -1,5 +1,6 @@
 """The dashboard, asked as a browser asks; test_dashboard_browser.py looks at it in one."""
 
+import html
 import json
 import os
 import re
@@ -10,14 +11,14 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import documents
 import psycopg
 import pytest
 from cluster import Cluster
 from conftest import column, one
-from dashboard_site import PAGES, Site, kill
+from dashboard_site import PAGES, Answer, Site, kill
 from pgqueue.dashboard import app
 from pgqueue.dashboard.pages import Page, Reading, read
 from recipes import blocks
@@ -37,6 +38,7 @@ NASTY = (
 class Form:
     action: str
     fields: dict[str, str]
+    method: str = "post"
     label: str = ""
 
 
@@ -47,7 +49,7 @@ class Found(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.rows: list[list[str]] = []
-        self.posts: list[Form] = []
+        self.forms: list[Form] = []
         self.text = ""
         self.inside: list[str] = []
         self.feed(text)
@@ -61,10 +63,11 @@ class Found(HTMLParser):
             self.rows.append([])
         elif tag in ("td", "th"):
             self.rows[-1].append("")
-        elif tag == "form" and attributes.get("method") == "post":
-            self.posts.append(Form(attributes["action"], {}))
-        elif tag == "input" and self.posts and "form" in self.inside:
-            self.posts[-1].fields[attributes["name"]] = attributes.get("value", "")
+        elif tag == "form":
+            method = attributes.get("method", "get")
+            self.forms.append(Form(attributes["action"], {}, method))
+        elif tag == "input" and "form" in self.inside and "name" in attributes:
+            self.forms[-1].fields[attributes["name"]] = attributes.get("value", "")
         if tag in ("input", "meta", "link", "img"):
             self.inside.pop()
 
@@ -77,15 +80,42 @@ class Found(HTMLParser):
         self.text += data
         if {"td", "th"} & set(self.inside):
             self.rows[-1][-1] += data
-        if "button" in self.inside and self.posts:
-            self.posts[-1].label += data
+        if "button" in self.inside and self.forms:
+            self.forms[-1].label += data
+
+    @property
+    def posts(self) -> list[Form]:
+        return [form for form in self.forms if form.method == "post"]
 
 
 def press(site: Site, path: str, label: str, **changes: str):
     """Send the form that has this button, as it stands on that page."""
-    forms = [f for f in Found(site.get(path).text).posts if f.label == label]
-    assert forms, f"no button {label} on {path}"
-    return site.post(forms[0].action, {**forms[0].fields, **changes})
+    return send(site, site.get(path), label, **changes)
+
+
+def send(site: Site, page: Answer, label: str, **changes: str):
+    """Send the form that has this button, as it stands there."""
+    forms = [f for f in Found(page.text).forms if f.label == label]
+    assert forms, f"no button {label}"
+    form = forms[0]
+    fields = {**form.fields, **changes}
+    if form.method == "get":
+        return site.get(f"{form.action}?{urlencode(fields)}")
+    return site.post(form.action, fields)
+
+
+def said(site: Site, done: Answer) -> str:
+    """Go where an action sends us, and return what that page says of it."""
+    assert done.status == 303
+    cookie = done.headers["Set-Cookie"].split(";")[0]
+    answer = site.get(done.headers["Location"], Cookie=cookie)
+    assert answer.status == 200
+    (text,) = re.findall(
+        '<p id="said" role="status" tabindex="-1">(.*)</p>', answer.text
+    )
+    # It is said once.
+    assert 'pgqueue-said="";' in answer.headers["Set-Cookie"]
+    return html.unescape(text)
 
 
 def is_paused(db, queue: str) -> bool:
@@ -318,7 +348,11 @@ def test_each_action_does_what_the_function_of_that_name_does(site, db) -> None:
     assert not is_paused(db, "q")
     press(page, f"/job?id={later}", "Run now")
     assert column(db, "select id from pgqueue.claim('q', 'me')") == [later]
-    press(page, f"/job?id={later}", "Cancel")
+    sure = press(page, f"/job?id={later}", "Cancel")
+    assert "1 job would be cancelled" in Found(sure.text).text
+    query = "select cancelled_at is not null from pgqueue.jobs where id = %s"
+    assert not one(db, query, later)
+    assert "asked to stop" in said(page, send(page, sure, "Cancel 1 job"))
     query = "select cancelled_at is not null from pgqueue.jobs where id = %s"
     assert one(db, query, later)
 
@@ -331,12 +365,232 @@ def test_redrive_shows_first_what_it_would_send_back(site, db) -> None:
     dry = press(page, "/dead", "Dry run")
     assert "2 jobs would go back" in Found(dry.text).text
     assert one(db, "select count(*) from pgqueue.dead_job") == 3
-    (form,) = Found(dry.text).posts
-    some = page.post(form.action, {**form.fields, "max_jobs": "1"})
-    assert "1 job went back" in Found(some.text).text and "More" in some.text
-    page.post(form.action, form.fields)
+    some = said(page, send(page, dry, "Redrive", max_jobs="1"))
+    assert "1 job went back" in some and "More" in some
+    assert said(page, send(page, dry, "Redrive")) == "1 job went back to work."
     assert column(db, "select error from pgqueue.dead_job") == ["KeyError: 'a'"]
     assert one(db, "select count(*) from pgqueue.job") == 2
+
+
+def test_what_an_action_has_done_is_said_once_and_a_reload_does_nothing(
+    site, db
+) -> None:
+    db.execute("select pgqueue.enqueue('q <b>')")
+    page = site(allow_actions=True)
+    done = press(page, "/queue?name=q%20%3Cb%3E", "Pause")
+    assert said(page, done) == "Paused: queue q <b>. What runs goes on."
+    again = page.get(done.headers["Location"])
+    assert again.status == 200 and 'id="said"' not in again.text
+
+
+def test_a_dead_job_is_retried_or_discarded_on_its_page(site, db) -> None:
+    page = site(allow_actions=True)
+    for _ in range(2):
+        db.execute("select pgqueue.enqueue('q', unique_key => 'k')")
+        kill(db, "q", "boom")
+    first, second = column(db, "select id from pgqueue.dead_job order by id")
+    done = said(page, press(page, f"/job?id={first}", "Retry"))
+    assert done == f"Job {first} went back to work."
+    done = said(page, press(page, f"/job?id={second}", "Retry"))
+    assert done == f"Job {second} stays dead: another job has its unique key."
+    sure = press(page, f"/job?id={second}", "Discard")
+    assert "1 job would be deleted" in Found(sure.text).text
+    assert one(db, "select count(*) from pgqueue.dead_job") == 1
+    assert said(page, send(page, sure, "Discard 1 job")) == f"Job {second} is deleted."
+    assert one(db, "select count(*) from pgqueue.dead_job") == 0
+
+
+def test_an_ended_job_shows_its_kept_payload_and_can_be_run_again(site, db) -> None:
+    page = site(allow_actions=True)
+    ids = []
+    for keeps in False, True:
+        db.execute("select pgqueue.configure(null, keep_payloads => %s)", (keeps,))
+        ids.append(one(db, """select pgqueue.enqueue('q', '{"to": "ada"}')"""))
+        db.execute("select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')")
+    plain = page.get(f"/job?id={ids[0]}&payload=1").text
+    assert "keep_payloads" in plain and "Run again" not in plain
+    assert "ada" in page.get(f"/job?id={ids[1]}&payload=1").text
+    sure = press(page, f"/job?id={ids[1]}", "Run again")
+    assert one(db, "select count(*) from pgqueue.job") == 0
+    done = send(page, sure, "Run again")
+    new = one(db, "select id from pgqueue.job")
+    assert done.headers["Location"] == f"/job?id={new}"
+    assert (
+        said(page, done) == f"Job {ids[1]} was enqueued once more: this is job {new}."
+    )
+
+
+def test_a_long_payload_says_how_much_of_it_is_missing(site, db) -> None:
+    id = one(db, "select pgqueue.enqueue('q', to_jsonb(repeat('x', 30000)))")
+    seen = site().get(f"/job?id={id}&payload=1").text
+    assert "and 10,002 more characters" in seen
+
+
+def test_a_job_has_links_to_what_it_waits_for_and_to_its_batch(site, db) -> None:
+    batch = one(db, "select pgqueue.create_batch('q')")
+    first = one(db, "select pgqueue.enqueue('q', batch_id => %s)", batch)
+    query = "select pgqueue.enqueue('q', kind => 'next', after => array[%s::bigint])"
+    second = one(db, query, first)
+    page = site()
+    for id, links in (
+        (first, {f"/job?id={second}", f"/batch?id={batch}"}),
+        (second, {f"/job?id={first}"}),
+    ):
+        hrefs = {a.get("href") for _, a in Found(page.get(f"/job?id={id}").text).tags}
+        assert links <= hrefs
+    kill(db, "q", "boom")
+    assert f"/batch?id={batch}" in page.get(f"/job?id={first}").text
+
+
+def test_each_attempt_of_a_dead_job_is_there_with_its_traceback(site, db) -> None:
+    id = one(db, "select pgqueue.enqueue('q', max_attempts => 3)")
+    for n in range(3):
+        db.execute(
+            "select pgqueue.fail(id, token, %s, '0 s') from pgqueue.claim('q', 'w')",
+            (f"Error {n}\n  File mail.py, line {n}",),
+        )
+    seen = Found(site().get(f"/job?id={id}").text)
+    assert [f"mail.py, line {n}" in seen.text for n in range(3)] == [True] * 3
+    outcomes = [row[1] for row in seen.rows if len(row) == 7]
+    assert outcomes == ["Outcome", "dead", "retry", "retry"]
+
+
+def test_the_jobs_of_an_error_are_listed_and_can_be_discarded(site, db) -> None:
+    page = site(allow_actions=True)
+    for error in ("100 % \\ of it_\nat line 1", "100 percent", "abc_\\" * 99):
+        db.execute("select pgqueue.enqueue('q &')")
+        kill(db, "q &", error)
+    dead = page.get("/dead").text
+    links = [
+        a["href"] for _, a in Found(dead).tags if "state=dead" in a.get("href", "")
+    ]
+    assert len(links) == 3
+    for link in links:
+        assert len(Found(page.get(link).text).rows) == 2
+    forms = [f for f in Found(dead).forms if f.label == "Dry run"]
+    (form,) = [f for f in forms if "of it" in f.fields["of"]]
+    dry = page.get(f"{form.action}?{urlencode(form.fields)}")
+    sure = send(page, dry, "Discard instead")
+    assert said(page, send(page, sure, "Discard")) == "1 job deleted."
+    assert one(db, "select count(*) from pgqueue.dead_job") == 2
+
+
+@pytest.mark.parametrize(
+    ("span", "ago", "seen"),
+    [
+        ("hour", "0 s", True),
+        ("hour", "61 min", False),
+        ("day", "23 h", True),
+        ("day", "25 h", False),
+        ("week", "6 d", True),
+        ("week", "8 d", False),
+        ("nonsense", "0 s", True),
+    ],
+)
+def test_the_charts_of_a_queue_go_back_a_week(site, db, span, ago, seen) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute("select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')")
+    query = "update pgqueue.run set finished_at = now() - %s::interval, waited = '7 s'"
+    db.execute(query, (ago,))
+    db.execute("select pgqueue.enqueue('q')")
+    answer = site().get(f"/queue?name=q&span={span}")
+    found = Found(answer.text)
+    labels = [a.get("aria-label", "") for tag, a in found.tags if tag == "svg"]
+    assert labels == [] if not seen else ["at most 7.0 s" in text for text in labels] == [
+        False, True, False
+    ]  # fmt: skip
+    assert ("No attempt has ended in that time" in found.text) != seen
+    assert seen == any(row[1:3] == ["1", "0"] for row in found.rows)
+
+
+def paused(db) -> list[tuple]:
+    query = (
+        "select queue, kind, group_key from pgqueue.settings where setting = 'paused'"
+        " and value = 'true' and set_for not like 'all%' order by 1, 2, 3"
+    )
+    return db.execute(query).fetchall()
+
+
+def test_kinds_and_groups_are_paused_and_resumed_by_row_and_by_name(site, db) -> None:
+    page, path = site(allow_actions=True), "/queue?name=q"
+    db.execute("select pgqueue.enqueue('q', kind => 'k', group_key => 'g')")
+    forms = [f for f in Found(page.get(path).text).posts if f.label == "Pause"]
+    _, kind, group = forms
+    assert said(page, page.post(kind.action, kind.fields)) == (
+        "Paused: kind k of queue q. What runs goes on."
+    )
+    done = page.post(group.action, group.fields)
+    assert done.headers["Location"] == path
+    assert paused(db) == [("q", "k", None), ("q", None, "g")]
+    by_name = press(page, path, "Pause it", kind="a <b>", group_key="c")
+    assert said(page, by_name).startswith("Paused: kind a <b> and group c of queue q.")
+    seen = Found(page.get(path).text)
+    assert "Paused: kind a <b> and group c" in " ".join(seen.text.split())
+    assert [row[0] for row in seen.rows if "paused" in row[0]] == [
+        "k paused",
+        "g paused",
+        "paused",  # the settings
+        "paused",
+        "paused",
+    ]
+    while resume := [
+        f for f in Found(page.get(path).text).posts if f.label == "Resume"
+    ]:
+        assert page.post(resume[0].action, resume[0].fields).status == 303
+    assert paused(db) == []
+
+
+def test_all_queues_are_paused_and_resumed_once_it_is_confirmed(site, db) -> None:
+    db.execute("select pgqueue.enqueue(q) from unnest('{q,r}'::text[]) as q")
+    page = site(allow_actions=True)
+    sure = press(page, "/", "Pause all queues")
+    assert not is_paused(db, "q") and "No queue hands out jobs" in sure.text
+    done = send(page, sure, "Pause all queues")
+    assert done.headers["Location"] == "/" and is_paused(db, "q") and is_paused(db, "r")
+    send(page, press(page, "/", "Resume all queues"), "Resume all queues")
+    assert not is_paused(db, "q")
+
+
+def test_a_schedule_is_paused_resumed_and_run_at_once(site, db) -> None:
+    page = site(allow_actions=True)
+    db.execute(
+        """select pgqueue.schedule('s <b>', 'q', '@daily', payload => '{"a": 1}')"""
+    )
+    assert said(page, press(page, "/schedules", "Pause")) == "Paused: schedule s <b>."
+    assert one(db, "select paused from pgqueue.schedules")
+    sure = press(page, "/schedules", "Run now")
+    assert one(db, "select count(*) from pgqueue.job") == 0
+    done = send(page, sure, "Run now")
+    id, payload = db.execute("select id, payload from pgqueue.job").fetchone()
+    assert payload == {"a": 1} and done.headers["Location"] == f"/job?id={id}"
+    press(page, "/schedules", "Resume")
+    assert not one(db, "select paused from pgqueue.schedules")
+
+
+def test_a_batch_is_shown_with_its_jobs(site, db) -> None:
+    batch = one(db, "select pgqueue.create_batch('after')")
+    query = "select pgqueue.enqueue('q', batch_id => %s) from generate_series(1, 300)"
+    ids = column(db, query, batch)
+    kill(db, "q", "boom", jobs=1)
+    page = site()
+    assert f"/batch?id={batch}" in page.get("/batches").text
+    seen = Found(page.get(f"/batch?id={batch}").text)
+    assert seen.rows[1][:2] == [str(ids[0]), "dead"]
+    assert len(seen.rows) == 201 and "first 200 of 300" in seen.text
+    db.execute("select pgqueue.close_batch(%s)", (batch,))
+    db.execute("select pgqueue.cancel_many('q')")
+    seen = Found(page.get(f"/batch?id={batch}").text)
+    assert "finished" in seen.text and len(seen.rows) == 2
+    assert page.get("/batch?id=1000000").status == 404
+
+
+def test_a_worker_is_shown_with_a_link_to_its_jobs(site, db) -> None:
+    id = one(db, "select pgqueue.enqueue('q')")
+    db.execute("select pgqueue.claim('q', 'me & you')")
+    page = site()
+    links = [a.get("href") for _, a in Found(page.get("/workers").text).tags]
+    assert "/jobs?worker=me%20%26%20you" in links
+    assert f"/job?id={id}" in page.get("/jobs?worker=me%20%26%20you").text
 
 
 @pytest.mark.parametrize(
@@ -354,7 +608,7 @@ def test_redrive_shows_first_what_it_would_send_back(site, db) -> None:
 def test_a_request_of_another_site_does_nothing(site, db, headers) -> None:
     db.execute("select pgqueue.enqueue('q')")
     page = site(allow_actions=True)
-    (form,) = Found(page.get("/queue?name=q").text).posts
+    form, *_ = Found(page.get("/queue?name=q").text).posts
     assert page.post(form.action, form.fields, **headers).status == 403
     assert not is_paused(db, "q")
     for mine in {}, {"Origin": "", "Sec-Fetch-Site": "same-origin"}:
@@ -363,7 +617,7 @@ def test_a_request_of_another_site_does_nothing(site, db, headers) -> None:
 
 def test_a_form_outlives_the_process_that_showed_it(site, db) -> None:
     db.execute("select pgqueue.enqueue('q')")
-    (form,) = Found(site(allow_actions=True).get("/queue?name=q").text).posts
+    form, *_ = Found(site(allow_actions=True).get("/queue?name=q").text).posts
     assert site(allow_actions=True).post(form.action, form.fields).status == 303
     assert is_paused(db, "q")
 
@@ -536,6 +790,8 @@ def test_every_link_leads_somewhere_below_a_prefix_that_a_proxy_takes_away(
         assert answer.status == 200, link
         for tag, given in Found(answer.text).tags:
             link = given.get("href") or given.get("src") or given.get("action")
+            if link == "#main":
+                continue
             assert link is None or link.startswith("/api/ops/queue/"), link
             if tag in ("a", "link", "script") and link not in found:
                 found.add(link)
@@ -544,7 +800,7 @@ def test_every_link_leads_somewhere_below_a_prefix_that_a_proxy_takes_away(
         *("", "queue", "job", "running", "dead", "schedules", "batches"),
         *("dashboard.css", "dashboard.js"),
     }
-    (form,) = Found(page.get("/ops/queue/queue?name=q").text).posts
+    form, *_ = Found(page.get("/ops/queue/queue?name=q").text).posts
     answer = page.post(form.action.removeprefix("/api"), form.fields)
     assert answer.headers["Location"] == "/api/ops/queue/queue?name=q"
     assert is_paused(db, "q")
@@ -566,7 +822,7 @@ def test_its_sessions_are_not_taken_for_workers(site, db) -> None:
     assert "<h2>Workers" not in page.get("/running").text
 
 
-@pytest.mark.parametrize("more", [[], ["--json"]])
+@pytest.mark.parametrize("more", [[], ["--json"], ["--no-secret"]])
 def test_the_command_serves_until_ctrl_c(dsn, free_port, more) -> None:
     command = [sys.executable, "-m", "pgqueue", "dashboard", "--port", str(free_port)]
     env = {**os.environ, "PGQUEUE_DSN": dsn}
@@ -578,18 +834,57 @@ def test_the_command_serves_until_ctrl_c(dsn, free_port, more) -> None:
         text=True,
     ) as child:
         try:
-            if more:
-                told = json.loads(child.stdout.readline())
-                assert told == {"url": f"http://127.0.0.1:{free_port}/"}
+            if more == ["--json"]:
+                told = json.loads(child.stdout.readline())["url"]
             else:
-                assert f":{free_port}/" in child.stderr.readline()
-            answer = Site.wait_for(free_port).get("/")
+                told = child.stderr.readline().split()[-1]
+            url, _, secret = told.partition("?secret=")
+            assert url == f"http://127.0.0.1:{free_port}/"
+            assert (len(secret) >= 20) == (more != ["--no-secret"])
+            page = Site.wait_for(free_port)
+            cookie = {}
+            if secret:
+                assert page.get("/").status == 403
+                let_in = page.get(f"/?secret={secret}")
+                assert (let_in.status, let_in.headers["Location"]) == (303, "/")
+                cookie = {"Cookie": let_in.headers["Set-Cookie"].split(";")[0]}
+            answer = page.get("/", **cookie)
             assert answer.status == 200 and 'method="post"' not in answer.text
             child.send_signal(signal.SIGINT)
             assert child.wait(20) == 130
             assert "Traceback" not in child.stderr.read()
         finally:
             child.kill()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "jobs.example"])
+def test_actions_for_the_world_without_a_secret_are_refused(run, host) -> None:
+    options = ["--host", host, "--allow-actions", "--no-secret"]
+    done = run("pgqueue", "dashboard", *options)
+    assert done.returncode == 2 and "could act" in done.stderr
+
+
+def test_a_secret_opens_one_browser_and_no_other(site, dsn, db, serve) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    page = serve(dsn, allow_actions=True, secret="it's one")
+    of = {"of": json.dumps({"queue": "q"})}
+    for path in ("/", "/static/dashboard.css", "/?secret=", "/?secret=it", "/nowhere"):
+        assert page.get(path).status == 403
+    assert page.post("/action/pause", of).status == 403
+    assert page.post("/action/pause?secret=it's%20one", of).status == 303
+    assert not is_paused(db, "q")
+    let_in = page.get("/queue?secret=it's%20one&name=q")
+    assert let_in.headers["Location"] == "/queue?name=q"
+    cookie, *how = let_in.headers["Set-Cookie"].split("; ")
+    assert {"HttpOnly", "SameSite=lax"} <= set(how) and "one" not in cookie
+    assert page.get("/queue?name=q", Cookie=cookie).status == 200
+    assert page.get("/", Cookie=cookie[:-1] + "ä").status == 403
+    assert page.post("/action/pause", of, Cookie=cookie).status == 303
+    assert is_paused(db, "q")
+    assert page.post("/action/pause", of, Cookie=cookie, Origin="null").status == 403
+    # Another one, though ports share their cookies.
+    other = serve(dsn, secret="another")
+    assert other.get("/", Cookie=cookie).status == 403
 
 
 def test_the_command_says_what_to_install(run, tmp_path) -> None:

@@ -19,7 +19,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 OPTIONS = "--no-sandbox --disable-gpu --disable-quic --no-first-run"
 OPTIONS += " --disable-background-networking --disable-component-update --disable-sync"
 NASTY = "</code><script>alert(1)</script><img src=x onerror='alert(2)'>\"&amp;\u202e"
-LONG = "ä" * 50 + "x" * 60
+LONG = "ä" * 50 + "x" * 98  # a digit more, and no name could be longer
 # Errors of which a part cannot be seen.
 CUT = """[...document.querySelectorAll("td:has(code)")]
     .filter(td => td.scrollWidth > td.clientWidth).map(td => td.textContent)"""
@@ -189,6 +189,48 @@ def test_redrive_in_a_browser_sends_back_what_the_dry_run_showed(
     assert db.execute("select count(*) from pgqueue.dead_job").fetchone() == (0,)
 
 
+def test_a_selection_is_made_confirmed_and_done_once(site, db, look) -> None:
+    db.execute("select pgqueue.enqueue('q') from generate_series(1, 3)")
+    kill(db, "q", "boom")
+    page = look(site(allow_actions=True), "/jobs?state=dead")
+    page.check("text=all on this page")
+    page.uncheck("td [name=id] >> nth=0")
+    page.click("button:has-text('Retry')")
+    page.wait_for_selector("text=2 jobs would go back to work")
+    page.click("button:has-text('Retry 2 jobs')")
+    page.wait_for_selector("#said:has-text('2 jobs went back to work')")
+    assert page.url.endswith("/jobs?state=dead")
+    left = db.execute("select count(*) from pgqueue.job").fetchone()
+    db.execute(
+        "select pgqueue.fail(id, token, 'boom', permanent => true) from pgqueue.claim('q', 'w', 9)"
+    )
+    page.reload()
+    assert left == (2,) and page.locator("#said").count() == 0
+    assert db.execute("select count(*) from pgqueue.job").fetchone() == (0,)
+
+
+def test_what_was_said_stays_while_the_page_refreshes(site, db, look) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    page = look(site(allow_actions=True), "/queue?name=q")
+    page.click("button:has-text('Pause')")
+    page.wait_for_selector("#said:has-text('Paused: queue q')")
+    db.execute("select pgqueue.enqueue('q', kind => 'new')")
+    page.wait_for_selector("td:has-text('new')", state="attached")
+    assert page.is_visible("#said")
+
+
+def test_a_typed_name_and_the_focus_survive_a_refresh(site, db, look) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    page = look(site(allow_actions=True), "/queue?name=q")
+    page.click("summary:has-text('by its name')")
+    page.fill("[name=group_key]", "acme")
+    db.execute("select pgqueue.enqueue('q', kind => 'new')")
+    page.wait_for_selector("td:has-text('new')", state="attached")
+    assert page.input_value("[name=group_key]") == "acme"
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#said:has-text('Paused: group acme of queue q')")
+
+
 def test_no_other_page_may_frame_it_or_post_to_it(site, db, look, serve) -> None:
     from starlette.applications import Starlette
     from starlette.responses import HTMLResponse
@@ -232,6 +274,6 @@ def test_it_shows_what_it_last_saw_while_the_server_restarts(serve, look) -> Non
 def test_without_scripts_it_is_a_plain_page(site, db, look) -> None:
     db.execute("select pgqueue.enqueue('q')")
     page = look(site(allow_actions=True), java_script_enabled=False)
-    page.click("text=q >> nth=-1")
+    page.click("a:text-is('q')")
     page.click("button:has-text('Pause')")
     page.wait_for_selector("button:has-text('Resume')")

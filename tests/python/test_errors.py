@@ -240,6 +240,16 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
     "unschedule": {"PQ001": [("'s'",), ("null",)]},
     "pause_schedule": {"PQ001": [("'s'",)]},
     "resume_schedule": {"PQ001": [("'s'",)]},
+    "run_schedule": {
+        "PQ001": [("'s'",), ("null",)],
+        "54000": [
+            (
+                "'s'",
+                f"select pgqueue.schedule('s', 'q', '@daily', payload => {FAT})",
+                SMALL,
+            )
+        ],
+    },
     "next_slots": {
         "22023": [
             ("'x'",),

@@ -169,6 +169,7 @@ CALLS = {
     "unschedule": f"pgqueue.unschedule('s ' || n) {SIXTY}",
     "pause_schedule": f"pgqueue.pause_schedule('s ' || n) {SIXTY}",
     "resume_schedule": f"pgqueue.resume_schedule('s ' || n) {SIXTY}",
+    "run_schedule": f"pgqueue.run_schedule('s ' || n) {SIXTY}",
     "configure": f"pgqueue.configure('q ' || n, '1 minute') {SIXTY}",
 }
 REST = "pgqueue.rest(%(queues)s)"

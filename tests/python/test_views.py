@@ -448,6 +448,29 @@ class Truth:
             for key, runs in by(ran, "minute", "queue").items()
         }
 
+    def hours(self) -> dict[tuple, dict[str, Any]]:
+        ran = [run for run in self.since(days=6) if run["worker"]]
+        for run in ran:
+            run["hour"] = run["finished_at"].replace(minute=0, second=0, microsecond=0)
+        return {
+            key: {
+                "finished": count(runs, lambda run: run["outcome"] == "completed"),
+                "failed": count(runs, lambda run: run["failed"]),
+                "p99_waited": percentile((run["waited"] for run in runs), 0.99),
+                "p99_taken": percentile((run["taken"] for run in runs), 0.99),
+                "is_estimate": False,
+            }
+            for key, runs in by(ran, "hour", "queue").items()
+        }
+
+    def batch_jobs(self) -> dict[tuple, dict[str, Any]]:
+        return {
+            (batch, id): {"state": self.last[id]}
+            for batch, ids in self.members.items()
+            for id in ids
+            if self.last[id] not in ("completed", "cancelled")
+        }
+
     def failures(self) -> dict[tuple, dict[str, Any]]:
         failed = [run for run in self.since(days=1) if run["failed"]]
         return {
@@ -540,6 +563,8 @@ def test_every_number_of_every_view_is_what_the_tables_say(db, rng) -> None:
             ("workers", ("worker",), truth.workers()),
             ("kinds", ("queue", "kind"), truth.kinds()),
             ("throughput", ("minute", "queue"), truth.throughput()),
+            ("hours", ("hour", "queue"), truth.hours()),
+            ("batch_jobs", ("batch_id", "id"), truth.batch_jobs()),
             ("failures", ("queue", "kind", "error_like"), truth.failures()),
             ("dead", ("queue", "kind", "error_like"), truth.dead_jobs()),
             ("stuck", ("id",), truth.stuck()),

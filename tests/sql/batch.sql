@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(42);
+select plan(45);
 
 create function pg_temp.end_all(queue text, outcome text)
     returns bigint
@@ -95,11 +95,23 @@ select results_eq(
     format('select waiting, dead from pgqueue.batches where id = %s', :id), 'values (2::bigint, 0::bigint)',
     'a job that is redriven before its batch finishes belongs to it again'
 );
+select is((select batch_id from pgqueue.jobs where id = :b), :id::bigint, 'the view jobs says to which batch a job belongs');
+select pg_temp.end_all('r', 'reject');
+select results_eq(
+    format('select id, queue, kind, state, attempt from pgqueue.batch_jobs where batch_id = %s order by id', :id),
+    format($$ values (%s::bigint, 'r', 'r', 'dead', 1), (%s, 'r2', 'r2', 'ready', 0) $$, :a, :b),
+    'batch_jobs has the jobs of a batch that wait, run or are dead'
+);
+select pgqueue.redrive_job(:a);
 select pg_temp.end_all('r2', 'complete');
 select is_empty($$ select from pgqueue.job where queue = 'again' $$, 'which waits for it');
 select pg_temp.end_all('r', 'reject');
 select is(
     (select payload -> 'batch' ->> 'dead' from pgqueue.job where queue = 'again'), '1', 'and counts how it ends then'
+);
+select results_eq(
+    format('select id, state from pgqueue.batch_jobs where batch_id = %s', :id), format($$ values (%s::bigint, 'dead') $$, :a),
+    'and the dead ones of a batch that has finished'
 );
 select pgqueue.redrive_job(:a);
 select pg_temp.end_all('r', 'complete');

@@ -4,7 +4,7 @@ set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
 select setval('pgqueue.awaited_seq', 0);
-select plan(49);
+select plan(50);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -38,6 +38,10 @@ select is(
 select is_empty($$ select pgqueue.claim('c', 'w') $$, 'no claim gets it');
 select is((select run_at from pgqueue.jobs where id = :c), null, 'it has no run_at');
 select is(pgqueue.why(:c), format('blocked: waits for job %s and 1 more', :a), 'why says for which');
+select results_eq(
+    format('select job_id, runs_if_dead from pgqueue.dependencies where waiter_id = %s order by job_id', :c),
+    format('values (%s::bigint, false), (%s, false)', :a, :b), 'dependencies shows for which'
+);
 select is(pgqueue.rest(array['c']), null, 'rest does not wait for it');
 select pgqueue.run_now(:c);
 select is(pg_temp.state(:c), 'blocked', 'run_now leaves it blocked');

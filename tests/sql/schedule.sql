@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(55);
+select plan(60);
 
 -- Makes a schedule due, this long ago.
 create function pg_temp.late(name text, by interval)
@@ -235,6 +235,32 @@ select pgqueue.resume_schedule('nightly');
 select throws_ok($$ select pgqueue.pause_schedule('x') $$, 'PQ001', null, 'pause_schedule of an unknown name raises PQ001');
 select throws_ok($$ select pgqueue.resume_schedule('x') $$, 'PQ001', null, 'so does resume_schedule');
 select throws_ok($$ select pgqueue.unschedule(null) $$, 'PQ001', null, 'so does unschedule');
+
+-- At once
+
+select pgqueue.schedule(
+    'nightly', 'by hand', '@daily', payload => '{"of": 1}', kind => 'k', priority => 7, group_key => 'g', headers => '{"trace": 1}'
+);
+select pgqueue.pause_schedule('nightly');
+select s::text as before from pgqueue.schedule as s where s.name = 'nightly' \gset
+select pgqueue.run_schedule('nightly') as id \gset
+select results_eq(
+    format('select queue, kind, priority, group_key, payload from pgqueue.job where id = %s', :id),
+    $$ values ('by hand', 'k', 7, 'g', '{"of": 1}'::jsonb) $$, 'run_schedule enqueues a job of a schedule, also of a paused one'
+);
+select ok(
+    (select headers @> '{"trace": 1, "schedule": "nightly"}' from pgqueue.job where id = :id), 'its headers say of which'
+);
+select ok(
+    (
+        select clock_timestamp() - (headers ->> 'slot')::timestamptz between '0' and interval '1 minute'
+        from pgqueue.job where id = :id
+    ),
+    'and the moment, as the slot'
+);
+select is((select s::text from pgqueue.schedule as s where s.name = 'nightly'), :'before', 'the schedule itself stays as it is');
+select throws_ok($$ select pgqueue.run_schedule('x') $$, 'PQ001', null, 'run_schedule of an unknown name raises PQ001');
+select pgqueue.unschedule('nightly');
 
 -- Jitter
 

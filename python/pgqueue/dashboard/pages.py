@@ -3,14 +3,11 @@
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
-from urllib.parse import quote
 
 import psycopg
 from psycopg.rows import dict_row
-
-from pgqueue.terminal import sentences
 
 Row = dict[str, Any]
 Connection = psycopg.Connection[Row]
@@ -52,10 +49,24 @@ group by queue
 """
 THROUGHPUT = f"""
 select
-    minute, finished, failed, p50_waited, p99_waited, p50_taken, p99_taken, {AGO} as ago
+    minute as moment, finished, failed, p50_waited, p99_waited, p50_taken, p99_taken, {AGO} as ago,
+    false as is_estimate
 from pgqueue.throughput
 where queue = %(queue)s
 order by minute desc
+"""
+HOURS = """
+select *
+from (
+    select
+        hour as moment, finished, failed, null::interval as p50_waited, p99_waited,
+        null::interval as p50_taken, p99_taken, is_estimate,
+        (extract(epoch from date_trunc('hour', clock_timestamp()) - hour) / 3600)::int as ago
+    from pgqueue.hours
+    where queue = %(queue)s
+) as h
+where ago < %(slots)s
+order by moment desc
 """
 KINDS = "select * from pgqueue.kinds where queue = %(queue)s order by kind limit 200"
 FAILURES = "select * from pgqueue.failures where queue = %(queue)s limit 20"
@@ -72,6 +83,17 @@ from (
     where hashtext(queue) = hashtext(%(queue)s) and queue = %(queue)s
     limit 10000
 ) as j
+"""
+WAITING_KINDS = f"""
+select kind, count(*) as jobs {FIRST} group by kind order by jobs desc, kind limit 200
+"""
+# What is paused within the queue, at the level at which it was said.
+PAUSES = """
+select queue, kind, group_key
+from pgqueue.settings
+where (queue = %(queue)s or queue is null) and num_nonnulls(kind, group_key) > 0
+    and setting = 'paused' and value = 'true' and (queue is null) = (set_for like '%% in all queues')
+limit 200
 """
 GROUPS = f"""
 select
@@ -99,50 +121,43 @@ where %(queue)s::text is null or queue = %(queue)s
 limit %(shown)s
 """
 SCHEDULES = "select *, count(*) over () as matches from pgqueue.schedules limit 1000"
+BATCH = "select * from pgqueue.batches where id = %(id)s"
+BATCH_JOBS = """
+select *
+from (select * from pgqueue.batch_jobs where batch_id = %(id)s limit 10000) as j
+order by state, id
+"""
 BATCHES = """
 select *, count(*) over () as matches from pgqueue.batches order by id desc limit %(shown)s
 """
-LIVE = "select * from pgqueue.jobs where id = %(id)s"
-STATUS = "select * from pgqueue.status(%(id)s)"
-KEPT = """
-select errors, case when %(payload)s then left(jsonb_pretty(payload), 20000) end as payload,
-    case when %(payload)s then left(headers::text, 20000) end as headers
-from pgqueue.{} where id = %(id)s
-"""
-# What is known about a job, from whichever of the two knows it.
-FACTS = dict.fromkeys(
-    (
-        "queue",
-        "kind",
-        "state",
-        "attempt",
-        "max_attempts",
-        "priority",
-        "enqueued_at",
-        "run_at",
-        "expires_at",
-        "claimed_at",
-        "finished_at",
-        "lease_expires_at",
-        "cancelled_at",
-        "worker",
-        "group_key",
-        "unique_key",
-        "done",
-        "total",
-        "message",
-        "time_left",
-        "last_error",
-    )
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time that charts show, in slots."""
+
+    query: str
+    slots: int
+    slot: timedelta
+    unit: str
+    tick: str  # how a moment is written
+    ticks: int
+
+    def axis(self, now: datetime) -> list[str]:
+        """Write the moments at equal distances, from the first slot on."""
+        whole = self.slot * self.slots
+        parts = (now - whole * (1 - n / self.ticks) for n in range(self.ticks))
+        return [format(moment, self.tick) for moment in parts]
+
+
+SPANS = {
+    "hour": Span(THROUGHPUT, 60, timedelta(minutes=1), "minute", "%H:%M", 4),
+    "day": Span(HOURS, 24, timedelta(hours=1), "hour", "%H:%M", 4),
+    "week": Span(HOURS, 168, timedelta(hours=1), "hour", "%a %d", 7),
+}
+NO_RUNS = dict.fromkeys(
+    ("runs", "failures", "p50_taken", "p99_taken", "last_finished_at")
 )
-RUNS = """
-select attempt, finished_at, waited, taken, outcome, worker, left(error, 20000) as error,
-    left(result::text, 20000) as result
-from pgqueue.run
-where job_id = %(id)s
-order by finished_at desc, attempt desc
-limit 200
-"""
 ORDERS = {
     "queue",
     "ready",
@@ -241,15 +256,35 @@ def queue(reading: Reading) -> Page:
     context = {
         part: reading.rows(query, queue=name)
         for part, query in {
-            "minutes": THROUGHPUT,
             "kinds": KINDS,
+            "waiting": WAITING_KINDS,
+            "pauses": PAUSES,
             "groups": GROUPS,
             "jobs": JOBS,
             "failures": FAILURES,
             "settings": SETTINGS,
         }.items()
     }
-    return Page("queue.html", {"queue": found, **context})
+    span = SPANS.get(reading.asked.get("span", ""), SPANS["hour"])
+    # Those that wait, though none has run yet, too.
+    jobs = {row["kind"]: row["jobs"] for row in context.pop("waiting")}
+    ran = {row["kind"] for row in context["kinds"]}
+    context["kinds"] += [NO_RUNS | {"kind": kind} for kind in jobs if kind not in ran]
+    own = [row for row in context["pauses"] if row["queue"] == name]
+    return Page(
+        "queue.html",
+        {
+            "queue": found,
+            "waiting": jobs,
+            "spans": SPANS,
+            "span": span,
+            "axis": span.axis(reading.rights["now"]),
+            "slots": reading.rows(span.query, queue=name, slots=span.slots),
+            "paused_kinds": {r["kind"] for r in own if r["group_key"] is None},
+            "paused_groups": {r["group_key"] for r in own if r["kind"] is None},
+            **context,
+        },
+    )
 
 
 def running(reading: Reading) -> Page:
@@ -258,9 +293,12 @@ def running(reading: Reading) -> Page:
         {
             "stuck": reading.rows(STUCK),
             "running": reading.rows(RUNNING),
-            "workers": reading.rows(WORKERS),
         },
     )
+
+
+def workers(reading: Reading) -> Page:
+    return Page("workers.html", {"workers": reading.rows(WORKERS)})
 
 
 def dead(reading: Reading) -> Page:
@@ -277,38 +315,14 @@ def batches(reading: Reading) -> Page:
     return Page("batches.html", {"batches": reading.rows(BATCHES)})
 
 
-def job(reading: Reading) -> Page:
-    """The life of a job. A reader of the views sees why(), and what waits or runs."""
-    id, wants_payload = job_id(reading.asked.get("id", "")), "payload" in reading.asked
-    why = reading.row("select pgqueue.why(%(id)s) as why", id=id) or {}
-    live = reading.row(LIVE, id=id)
-    status, kept, runs = {}, None, None
-    if reading.rights["sees_all"]:
-        status = reading.row(STATUS, id=id) or {}
-        table = "job" if live else "dead_job"
-        kept = reading.row(KEPT.format(table), id=id, payload=wants_payload)
-        # The log may be long: it is read once, not every two seconds.
-        if kept is None or "log" in reading.asked:
-            reading.conn.execute("set local enable_seqscan = off")
-            runs = reading.rows(RUNS, id=id)
-    errors = [
-        {**error, "at": datetime.fromisoformat(error["at"])}
-        for error in reversed(kept["errors"] if kept else [])
-    ]
-    return Page(
-        "job.html",
-        {
-            "id": id,
-            "why": why["why"],
-            "job": {**FACTS, **status, **(live or {})},
-            "is_present": live is not None,
-            "kept": kept,
-            "errors": errors,
-            "runs": runs,
-            "wants_payload": wants_payload,
-        },
-        is_live=runs is None and (live is not None or kept is not None),
-    )
+def batch(reading: Reading) -> Page:
+    id = job_id(reading.asked.get("id", ""))
+    found = reading.row(BATCH, id=id)
+    if found is None:
+        raise NotFound(
+            f"There is no batch {id}; one is known for 14 days after its end."
+        )
+    return Page("batch.html", {"batch": found, "jobs": reading.rows(BATCH_JOBS, id=id)})
 
 
 def job_id(text: str) -> int:
@@ -321,35 +335,3 @@ def job_id(text: str) -> int:
     if not -(2**63) <= id < 2**63:
         raise NotFound("No job has an id that large.")
     return id
-
-
-# What an operator may do: a call of the SQL function of that name, and where to see its effect.
-CALLS = {
-    "pause": ("select pgqueue.pause(%(queue)s::text)", "/queue?name={queue}"),
-    "resume": ("select pgqueue.resume(%(queue)s::text)", "/queue?name={queue}"),
-    "cancel": ("select pgqueue.cancel(%(id)s::bigint)", "/job?id={id}"),
-    "run_now": ("select pgqueue.run_now(%(id)s::bigint)", "/job?id={id}"),
-}
-REDRIVE = """
-select pgqueue.redrive(
-    %(queue)s::text, %(kind)s::text, %(error_like)s::text, max_jobs => %(max_jobs)s::int,
-    dry_run => %(dry_run)s::boolean
-) as id
-"""
-ACTIONS = (*CALLS, "redrive")
-
-
-def act(dsn: str, action: str, of: Row, max_jobs: int) -> Page | str:
-    """Call a function with the arguments in `of`; return what to show, or where to look."""
-    notes: list[str] = []
-    with psycopg.connect(dsn, row_factory=dict_row, prepare_threshold=None) as conn:
-        conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
-        conn.add_notice_handler(lambda notice: notes.append(sentences(notice)))
-        conn.execute(SESSION)
-        if action in CALLS:
-            query, where = CALLS[action]
-            conn.execute(query, of)
-            return where.format_map({k: quote(str(v), safe="") for k, v in of.items()})
-        values = {**of, "max_jobs": max_jobs}
-        ids = [row["id"] for row in conn.execute(REDRIVE, values)]
-    return Page("redrive.html", {**values, "ids": ids, "notes": notes}, is_live=False)

@@ -64,24 +64,36 @@ def as_json(value: Any) -> str:
     return json.dumps(value)
 
 
+def pattern(error_like: str) -> str:
+    """Make a pattern short enough for a link: it may then match more."""
+    if len(error_like) <= 60:
+        return error_like
+    # Half an escape would be another pattern.
+    return error_like[:60].rstrip("\\") + "%"
+
+
 def outline(
-    ago: Iterable[int], values: Sequence[Any], height: int, most: Any = None
+    ago: Iterable[int],
+    values: Sequence[Any],
+    height: int,
+    most: Any = None,
+    slots: int = 60,
 ) -> str:
-    """The path around the value of each of the last 60 minutes, the current one at the right.
+    """The path around the value of each of the last slots, the current one at the right.
 
     Each is one wide. Any value above zero is visible.
     """
     most = max(values, default=0) if most is None else most
-    heights = [0] * 60
-    for minutes, value in zip(ago, values, strict=True):
+    heights = [0] * slots
+    for before, value in zip(ago, values, strict=True):
         if value:
-            heights[59 - min(59, max(0, minutes))] = max(
+            heights[slots - 1 - min(slots - 1, max(0, before))] = max(
                 1, round(height * float(value / most))
             )
-    steps, before = [f"M0 {height}"], 0
-    for tall, minutes_alike in itertools.groupby(heights):
-        steps.append(f"v{before - tall}h{len(list(minutes_alike))}")
-        before = tall
+    steps, last = [f"M0 {height}"], 0
+    for tall, alike in itertools.groupby(heights):
+        steps.append(f"v{last - tall}h{len(list(alike))}")
+        last = tall
     return "".join(steps) + f"V{height}z"
 
 
@@ -92,5 +104,6 @@ FILTERS = {
     "seconds": seconds,
     "exact": exact,
     "as_json": as_json,
+    "pattern": pattern,
 }
 FUNCTIONS = {"since": since, "outline": outline}

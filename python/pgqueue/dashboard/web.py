@@ -1,16 +1,18 @@
 """The ASGI app: routes, who may request them, and what is said when something is wrong.
 
-Starlette routes and Jinja2 escapes; uvicorn serves. There are no accounts here: put a proxy
-that asks for a password in front wherever other machines can reach it.
+Starlette routes and Jinja2 escapes; uvicorn serves. There are no accounts here, only a secret in
+the address: put a proxy that asks for a password in front wherever other machines can reach it.
 """
 
 import functools
+import hashlib
+import hmac
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
 from pathlib import Path
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, quote, unquote
 
 import anyio
 import anyio.to_thread
@@ -31,14 +33,15 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pgqueue import database
-from pgqueue.dashboard import pages, shape
-from pgqueue.dashboard.pages import NotFound, Page, Reading
+from pgqueue.dashboard import actions, job, pages, search, shape
+from pgqueue.dashboard.pages import NotFound, Page, Reading, Row
 from pgqueue.terminal import explain
 
 HERE = Path(__file__).resolve().parent
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 CONNECTIONS = 4  # at a time, whoever asks
 MOST_FORM = 65_536  # bytes
+SAID = "pgqueue-said"  # a cookie: what an action did, until a page has shown it
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -54,6 +57,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 MISSING = (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable)
+NONSENSE = "No form of this dashboard sends that."
 UNSAID = {
     HTTPStatus.NOT_FOUND: "The dashboard has no such page.",
     HTTPStatus.METHOD_NOT_ALLOWED: "Only a button on a page does that: go back, and press it.",
@@ -62,9 +66,12 @@ UNSAID = {
 PAGES: dict[str, Callable[[Reading], Page]] = {
     "/": pages.queues,
     "/queue": pages.queue,
+    "/jobs": search.page,
     "/running": pages.running,
+    "/workers": pages.workers,
+    "/batch": pages.batch,
     "/dead": pages.dead,
-    "/job": pages.job,
+    "/job": job.page,
     "/schedules": pages.schedules,
     "/batches": pages.batches,
 }
@@ -75,21 +82,30 @@ def app(
     allow_actions: bool = False,
     *,
     hosts: Collection[str] = LOOPBACK,
+    secret: str | None = None,
 ) -> "Dashboard":
     """Make the app. It answers only to these names in the Host header, "*" being any.
 
     Without that check a foreign page could point its name to this machine, and read (DNS
-    rebinding). When you mount it, give the names that your users see.
+    rebinding). When you mount it, give the names that your users see. With a secret it
+    answers only to browsers that have once asked with ?secret=... in the address.
     """
-    return Dashboard(dsn, allow_actions, hosts)
+    return Dashboard(dsn, allow_actions, hosts, secret)
 
 
 class Dashboard:
     """The ASGI app: refuses other names of this machine, sends the same headers on every answer."""
 
     def __init__(
-        self, dsn: str | None, allow_actions: bool, hosts: Collection[str]
+        self,
+        dsn: str | None,
+        allow_actions: bool,
+        hosts: Collection[str],
+        secret: str | None,
     ) -> None:
+        self.secret = secret
+        # Not the secret itself, which opens other browsers. Ports share their cookies.
+        self.pass_ = hashlib.sha256(f"pgqueue {secret}".encode()).hexdigest()
         # Not named as a worker's would be.
         self.dsn = database.conninfo(dsn, name="pgqueue-dashboard")
         self.allow_actions = allow_actions
@@ -112,6 +128,7 @@ class Dashboard:
         self.inner = Starlette(
             routes=[
                 *routes,
+                Route("/confirm", self.ask),
                 Route("/action/{action}", self.post, methods=["POST"]),
                 Mount("/static", StaticFiles(directory=HERE / "static")),
             ],
@@ -131,54 +148,86 @@ class Dashboard:
                 " or app(hosts=[...]) says so.\n",
                 HTTPStatus.MISDIRECTED_REQUEST,
             )
+        elif scope["type"] == "http" and self.secret:
+            inner = self.ask_for_secret(Request(scope)) or inner
         await inner(scope, receive, send_with_headers)
+
+    def ask_for_secret(self, request: Request) -> Response | None:
+        """Let in who has shown the secret before; who shows it now gets a cookie for it."""
+        name = f"pgqueue-{self.pass_[:8]}"
+        if hmac.compare_digest(
+            request.cookies.get(name, "").encode(), self.pass_.encode()
+        ):
+            return None
+        shown = request.query_params.get("secret", "").encode()
+        if not hmac.compare_digest(shown, str(self.secret).encode()):
+            return PlainTextResponse(
+                "This dashboard has a secret: open the address that it printed when it started.\n",
+                HTTPStatus.FORBIDDEN,
+            )
+        # Not left in the address, where others may see it.
+        where = request.url.remove_query_params("secret")
+        answer = RedirectResponse(
+            where.path + (f"?{where.query}" if where.query else ""),
+            HTTPStatus.SEE_OTHER,
+        )
+        # Lax: who follows a link to us from elsewhere arrives; no other site's form does.
+        base = request.scope.get("root_path", "") or "/"
+        answer.set_cookie(name, self.pass_, path=base, httponly=True, samesite="lax")
+        return answer
 
     def is_known(self, headers: Headers) -> bool:
         name = re.sub(r":\d+$", "", headers.get("host", "")).rstrip(".").lower()
         return "*" in self.hosts or name in self.hosts
 
     async def get(self, page: Callable[[Reading], Page], request: Request) -> Response:
-        asked = dict(request.query_params)
+        asked = request.query_params
         return await self.answer(
             request, lambda: pages.read(self.dsn, page, asked), "reader"
         )
 
+    async def ask(self, request: Request) -> Response:
+        """Show what an action would do, before it is done."""
+        asked = request.query_params
+        action = self.allowed(asked.get("action", ""))
+        of, max_jobs, back = arguments(asked)
+        if not of:
+            if action not in actions.JOBS:
+                raise HTTPException(HTTPStatus.BAD_REQUEST, NONSENSE)
+            of = {"ids": [pages.job_id(id) for id in asked.getlist("id")]}
+        work = functools.partial(actions.ask, self.dsn, action, of, max_jobs, back)
+        return await self.answer(request, work, "operator")
+
     async def post(self, request: Request) -> Response:
-        action = request.path_params["action"]
-        if action not in pages.ACTIONS:
+        action = self.allowed(request.path_params["action"])
+        if not is_from_here(request):
+            raise HTTPException(
+                HTTPStatus.FORBIDDEN, "That did not come from a page of this dashboard."
+            )
+        of, max_jobs, back = arguments(await read_form(request))
+        work = functools.partial(actions.act, self.dsn, action, of, max_jobs, back)
+        return await self.answer(request, work, "operator")
+
+    def allowed(self, action: str) -> str:
+        if action not in actions.ACTIONS:
             raise HTTPException(HTTPStatus.NOT_FOUND)
         if not self.allow_actions:
             raise HTTPException(
                 HTTPStatus.FORBIDDEN, "It was started without --allow-actions."
             )
-        if not is_from_here(request):
-            raise HTTPException(
-                HTTPStatus.FORBIDDEN, "That did not come from a page of this dashboard."
-            )
-        form = await read_form(request)
-        try:
-            of, max_jobs = dict(json.loads(form["of"])), int(form.get("max_jobs", 1000))
-            json.dumps(of, ensure_ascii=False).encode()  # half a character is not UTF-8
-        except (KeyError, TypeError, ValueError, RecursionError):
-            raise HTTPException(
-                HTTPStatus.BAD_REQUEST, "No form of this dashboard sends that."
-            ) from None
-        return await self.answer(
-            request, lambda: pages.act(self.dsn, action, of, max_jobs), "operator"
-        )
+        return action
 
     async def answer(
-        self, request: Request, work: Callable[[], Page | str], role: str
+        self, request: Request, work: Callable[[], Page | tuple[str, str]], role: str
     ) -> Response:
         """Do what takes time in a thread, and turn its result or error into an answer."""
 
         def answer() -> Response:
             try:
                 found = work()
-                if isinstance(found, str):
-                    where = request.scope.get("root_path", "") + found
-                    return RedirectResponse(where, HTTPStatus.SEE_OTHER)
-                return self.render(request, found)
+                if isinstance(found, Page):
+                    return self.render(request, found)
+                return self.send_to(request, *found)
             except psycopg.Error as error:
                 return self.explain(request, error, role)
             except NotFound as error:
@@ -186,19 +235,41 @@ class Dashboard:
 
         return await anyio.to_thread.run_sync(answer, limiter=self.limiter)
 
+    def send_to(self, request: Request, where: str, said: str) -> Response:
+        """A reload of the page that says what was done does nothing."""
+        base = request.scope.get("root_path", "")
+        answer = RedirectResponse(base + where, HTTPStatus.SEE_OTHER)
+        answer.set_cookie(
+            SAID,
+            quote(said[:1000]),
+            60,
+            path=base or "/",
+            httponly=True,
+            samesite="strict",
+        )
+        return answer
+
     def render(self, request: Request, page: Page, status: int = 200) -> Response:
+        is_part = "x-part" in request.headers
+        base = request.scope.get("root_path", "")
+        said = "" if is_part else unquote(request.cookies.get(SAID, ""))
         may_act = self.allow_actions and page.context.get("may_act", False)
         context = {
             **page.context,
             "may_act": may_act,
             "allow_actions": self.allow_actions,
             "is_live": page.is_live,
-            "base": request.scope.get("root_path", ""),
-            "here": request.url.path.removeprefix(request.scope.get("root_path", "")),
-            "layout": "part.html" if "x-part" in request.headers else "whole.html",
+            "base": base,
+            "here": request.url.path.removeprefix(base),
+            "query": request.url.query,
+            "said": said,
+            "layout": "part.html" if is_part else "whole.html",
         }
         text = self.templates.get_template(page.template).render(context)
-        return HTMLResponse(text, status)
+        answer = HTMLResponse(text, status)
+        if said:
+            answer.delete_cookie(SAID, base or "/")
+        return answer
 
     def explain(self, request: Request, error: psycopg.Error, role: str) -> Response:
         text = explain(error, role)
@@ -232,6 +303,27 @@ def status_of(error: psycopg.Error) -> HTTPStatus:
     if isinstance(error, psycopg.DataError | psycopg.ProgrammingError):
         return HTTPStatus.BAD_REQUEST
     return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def arguments(form: Mapping[str, str]) -> tuple[Row, int, str]:
+    """Return what an action is for, at most how many jobs, and where to go back to."""
+    back = form.get("back", "")
+    try:
+        of, max_jobs = (
+            dict(json.loads(form.get("of", "{}"))),
+            form.get("max_jobs", "1000"),
+        )
+        # Where a person types what it is for.
+        of |= {name: form[name] for name in ("kind", "group_key") if form.get(name)}
+        json.dumps(of, ensure_ascii=False).encode()  # half a character is not UTF-8
+        if "ids" in of:
+            of = {"ids": [pages.job_id(str(id)) for id in of["ids"]]}
+        # To a page of ours, and no other site.
+        if back and not re.fullmatch(r"/(?![/\\])[!-~]*", back):
+            raise ValueError
+        return of, int(max_jobs), back
+    except (NotFound, TypeError, ValueError, RecursionError):
+        raise HTTPException(HTTPStatus.BAD_REQUEST, NONSENSE) from None
 
 
 async def read_form(request: Request) -> dict[str, str]:

@@ -54,7 +54,8 @@ function change(old, next) {
     if (!next.hasAttribute(name) && name !== "open") old.removeAttribute(name);
   }
   for (const { name, value } of next.attributes) {
-    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+    // What its reader has folded stays folded.
+    if (name !== "open" && old.getAttribute(name) !== value) old.setAttribute(name, value);
   }
   changeChildren(old, next);
 }
@@ -82,6 +83,17 @@ function changeChildren(old, next) {
     at = at.nextSibling;
     rest.remove();
   }
+}
+
+// So that a screen reader says what was done, and Tab goes on from there.
+document.getElementById("said")?.focus();
+
+// One box ticks all others of its form.
+for (const all of document.querySelectorAll("[data-all]")) {
+  all.closest("[hidden]").hidden = false;
+  all.addEventListener("change", () => {
+    for (const box of all.form.querySelectorAll("[name=id]")) box.checked = all.checked;
+  });
 }
 
 setTimeout(refresh, EVERY);

@@ -1,0 +1,96 @@
+"""The life of one job: what is known of it, wherever it is, and of those around it."""
+
+from datetime import datetime
+
+from pgqueue.dashboard.pages import Page, Reading, Row, job_id
+
+MOST = 20_000  # characters of a payload
+AROUND = 50  # jobs
+
+LIVE = "select * from pgqueue.jobs where id = %(id)s"
+STATUS = """
+select
+    queue, kind, state, attempt, max_attempts, priority, enqueued_at, run_at, expires_at, claimed_at,
+    finished_at, worker, done, total, message, rate, time_left, last_error, errors,
+    payload is not null as has_payload,
+    case when %(payload)s then left(jsonb_pretty(payload), %(most)s) end as payload,
+    case when %(payload)s then length(jsonb_pretty(payload)) end as payload_length
+from pgqueue.status(%(id)s)
+"""
+# What only the tables know.
+REST = """
+select left(headers::text, %(most)s) as headers, (terms).batch_id, group_key, unique_key
+from pgqueue.job where id = %(id)s
+union all
+select left(headers::text, %(most)s), (terms).batch_id, group_key, unique_key
+from pgqueue.dead_job where id = %(id)s
+"""
+RUNS = """
+select attempt, finished_at, waited, taken, outcome, worker, left(error, 20000) as error,
+    left(result::text, 20000) as result, left(headers::text, 20000) as headers
+from pgqueue.run
+where job_id = %(id)s
+order by finished_at desc, attempt desc
+limit 200
+"""
+# Each by its id, however many jobs there are.
+NEAR = """
+select d.{1} as id, coalesce(j.state, 'ended') as state, j.queue, j.kind
+from (select d.{1} from pgqueue.dependencies as d where d.{0} = %(id)s order by 1 limit %(most)s) as d
+left join lateral (select * from pgqueue.jobs as j where j.id = d.{1} limit 1) as j on true
+order by d.{1}
+"""
+# What is known about a job, from whichever of these knows it.
+FACTS = dict.fromkeys(
+    (
+        *("queue", "kind", "state", "attempt", "max_attempts", "priority"),
+        *("enqueued_at", "run_at", "expires_at", "claimed_at", "finished_at"),
+        *("lease_expires_at", "cancelled_at", "worker", "group_key", "unique_key"),
+        *("batch_id", "headers", "done", "total", "message", "time_left"),
+        *("last_error", "has_payload", "payload", "payload_length"),
+    )
+)
+
+
+def page(reading: Reading) -> Page:
+    """Show a job. A reader of the views sees why(), and what waits or runs."""
+    id = job_id(reading.asked.get("id", ""))
+    why = reading.row("select pgqueue.why(%(id)s) as why", id=id) or {}
+    found = reading.row(LIVE, id=id) or {}
+    is_living, runs = bool(found), None
+    errors: list[Row] = []
+    if reading.rights["sees_all"]:
+        wants = {"payload": "payload" in reading.asked, "most": MOST}
+        status = reading.row(STATUS, id=id, **wants) or {}
+        found = {**status, **(reading.row(REST, id=id, most=MOST) or {}), **found}
+        # Of one that has ended the log has the same.
+        if is_living or found["state"] == "dead":
+            errors = status.get("errors") or []
+        # The log may be long: it is read once, not every two seconds.
+        if not is_living or "log" in reading.asked:
+            reading.conn.execute("set local enable_seqscan = off")
+            runs = reading.rows(RUNS, id=id)
+            found["headers"] = found.get("headers") or (runs and runs[0]["headers"])
+    return Page(
+        "job.html",
+        {
+            "id": id,
+            "why": why["why"],
+            "job": {**FACTS, **found},
+            "is_living": is_living,
+            "errors": [
+                {**error, "at": datetime.fromisoformat(error["at"])}
+                for error in reversed(errors)
+            ],
+            "runs": runs,
+            "waits_for": reading.rows(
+                NEAR.format("waiter_id", "job_id"), id=id, most=AROUND + 1
+            ),
+            "waiters": reading.rows(
+                NEAR.format("job_id", "waiter_id"), id=id, most=AROUND + 1
+            ),
+            "around": AROUND,
+            "most": MOST,
+        },
+        is_live=is_living and runs is None,
+    )
