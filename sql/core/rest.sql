@@ -221,7 +221,7 @@ create or replace function pgqueue.rest(
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_queues(queues), pgqueue._check_isolation()
+        pgqueue._check_queues(queues), pgqueue._check_isolation(), pgqueue._check_access('worker', queues)
     ));
     moment timestamptz := clock_timestamp();
     is_swept boolean := true;
@@ -281,4 +281,5 @@ Fires due schedules. From now on enqueues into these queues notify it; 100 ms
 of work without a rest end that. NOTIFY is a hint, so look every few seconds
 anyway.
 Behind a transaction pooler none arrive: park => false only looks.
-Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
+Raises 25001 outside READ COMMITTED, 22023 (bad argument), 42501 (the caller is
+a worker of other queues only).';
