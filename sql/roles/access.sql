@@ -25,7 +25,7 @@ as $$
             ('{operator,reader}', true, '{_count_jobs,_count_dead,_dead_kinds,_leased,_recent_runs}'),
             ('{operator,reader}', true, '{_dead_errors,_error_like,_last_state}'),
             ('{operator,reader}', false, '{jobs,queues,running,workers,kinds,throughput,failures,dead,stuck}'),
-            ('{operator,reader}', false, '{settings,schedules,batches,retention}'),
+            ('{operator,reader}', false, '{settings,schedules,batches,retention,counter}'),
             ('{operator}', false, '{queue,job,dead_job,run,schedule}')
     ) as g (kinds, is_function, objects)
     where _grants.kind = any (g.kinds::text[])

@@ -849,6 +849,39 @@ comment on column pgqueue.tally.cancelled is 'How many were cancelled.';
 create index tally_batch_idx on pgqueue.tally (batch_id, part);
 comment on index pgqueue.tally_batch_idx is 'Where are the jobs of a batch, and how have they ended?';
 
+-- What metrics() counts. No job passes through these two: maintain() adds up the log.
+create table pgqueue.counter (
+    queue text not null,
+    counted_at timestamptz not null,
+    enqueued bigint not null,
+    completed bigint not null,
+    failed bigint not null,
+    dead bigint not null,
+    constraint counter_pkey primary key (queue)
+);
+comment on table pgqueue.counter is
+'What has happened in each queue since maintain first counted: numbers that only
+grow. A queue in which nothing happens for 14 days is forgotten.';
+comment on column pgqueue.counter.queue is 'The queue.';
+comment on column pgqueue.counter.counted_at is 'When any of them last grew.';
+comment on column pgqueue.counter.enqueued is 'Jobs enqueued.';
+comment on column pgqueue.counter.completed is 'Attempts that completed their jobs.';
+comment on column pgqueue.counter.failed is 'Attempts that failed or expired, also those after which the job was dead.';
+comment on column pgqueue.counter.dead is 'Jobs that died.';
+
+create table pgqueue.cut (
+    at timestamptz not null,
+    last_id bigint not null,
+    xid xid8 not null,
+    constraint cut_pkey primary key (at)
+);
+comment on table pgqueue.cut is
+'Moments up to which counter counts: the first, how far it has; the others, how
+far it will, once all that wrote before them have committed.';
+comment on column pgqueue.cut.at is 'Attempts that ended until then are before the cut.';
+comment on column pgqueue.cut.last_id is 'The last id of the jobs that are before it.';
+comment on column pgqueue.cut.xid is 'Transactions that wrote before it have lower numbers.';
+
 -- A queue makes garbage at the rate of its work whatever its length, so vacuum by count, at full speed, and
 -- before the planner's statistics are far off. Dead index entries slow every claim, and returning the empty
 -- end of a file to the system would lock everybody out for space that the next burst needs; only where a
