@@ -390,8 +390,9 @@ begin
 end;
 $$;
 
--- Refuses an unknown kind, one that is for all queues, and a role that does not exist (42704).
-create or replace function pgqueue._check_grant(role text, kind text, queue text)
+-- Refuses an unknown kind, one that is for all queues, and a role that does not exist (42704); with is_over, only if
+-- nothing is left of its access.
+create or replace function pgqueue._check_grant(role text, kind text, queue text, is_over boolean)
     returns text[]
     language plpgsql
     stable
@@ -409,7 +410,8 @@ begin
             format('The queue is "%s".', queue),
             'Omit queue. Only producers, workers and schedulers may be limited.'
         ]
-        when not exists (select from pg_roles as r where r.rolname = role) then array[
+        when not exists (select from pg_roles as r where r.rolname = role)
+            and not (is_over and exists (select from pgqueue.access as a where a.role = _check_grant.role)) then array[
             format('role "%s" does not exist', role),
             'Roles belong to the whole cluster, and pgqueue creates none.',
             'CREATE ROLE makes one.',

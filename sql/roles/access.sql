@@ -109,7 +109,7 @@ create or replace function pgqueue.grant_access(role text, kind text, queue text
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind, queue));
+    refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind, queue, false));
 begin
     -- What is left of a role that had this name, and was dropped.
     delete from pgqueue.access as a
@@ -120,6 +120,14 @@ begin
     on conflict do nothing;
     perform pgqueue._change_access(role, kind, true);
     if queue is not null then
+        if exists (
+            select from pgqueue.access as a
+            where a.role = grant_access.role and a.kind = grant_access.kind and a.queue = ''
+        ) then
+            raise notice using
+                message = format('role %I still is a %s of all queues', role, kind),
+                hint = 'To limit it, revoke_access without a queue, then grant_access with one.';
+        end if;
         perform pgqueue._resolve_access();
     end if;
 end;
@@ -131,8 +139,8 @@ worker (claim and end attempts), scheduler (own recurring jobs), operator
 (manage, and read all) or reader (why, health, metrics and the views, which
 hold no payload). Kinds include no other kind.
 queue limits the access of a producer, worker or scheduler to that queue, and
-others for which it is called; without it, the access is to all queues, also if
-it was limited before.
+others for which it is called; without it, the access is to all queues, and a
+later call with queue does not limit it: only revoke_access does.
 Raises 22023 (unknown kind, or one that is not limited), 42704 (no such role).';
 
 create or replace function pgqueue.revoke_access(role text, kind text, queue text default null)
@@ -142,14 +150,14 @@ create or replace function pgqueue.revoke_access(role text, kind text, queue tex
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind, queue));
+    refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind, queue, true));
 begin
     delete from pgqueue.access as a
     where a.role = revoke_access.role and a.kind = revoke_access.kind
         and a.queue = coalesce(revoke_access.queue, a.queue);
     if not exists (
         select from pgqueue.access as a where a.role = revoke_access.role and a.kind = revoke_access.kind
-    ) then
+    ) and exists (select from pg_roles as r where r.rolname = role) then
         perform pgqueue._change_access(role, kind, false);
     end if;
     perform pgqueue._resolve_access();
@@ -158,7 +166,7 @@ $$;
 
 comment on function pgqueue.revoke_access(text, text, text) is
 'Undoes grant_access: for a queue, or for all of them. What the role may do by
-another kind of access stays.
+another kind of access stays. The role may have been dropped.
 Raises 22023 (unknown kind, or one that is not limited), 42704 (no such role).';
 
 revoke all on schema pgqueue from public;

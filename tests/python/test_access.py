@@ -277,6 +277,26 @@ def test_a_role_that_is_dropped_and_made_again_has_none_of_its_old_access(
     refused(connect(user=role), "enqueue('other')")
 
 
+def test_what_is_left_of_a_dropped_role_can_be_revoked(db, role):
+    db.execute("create role pgqueue_gone")
+    db.execute("select pgqueue.grant_access('pgqueue_gone', 'worker', 'mine')")
+    db.execute("drop owned by pgqueue_gone")
+    db.execute("drop role pgqueue_gone")
+    db.execute("select pgqueue.revoke_access('pgqueue_gone', 'worker')")
+    assert one(db, "select count(*) from pgqueue.access") == 0
+    assert one(db, "select count(*) from pgqueue.queue_in_force") == 0
+    with pytest.raises(errors.UndefinedObject):
+        db.execute("select pgqueue.revoke_access('pgqueue_gone', 'worker')")
+
+
+def test_a_role_of_all_queues_is_told_that_a_queue_does_not_limit_it(db, role):
+    said = []
+    db.add_notice_handler(lambda notice: said.append(notice.message_primary))
+    db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
+    db.execute("select pgqueue.grant_access(%s, 'producer', 'mine')", (role,))
+    assert said == [f"role {role} still is a producer of all queues"]
+
+
 def test_superusers_and_roles_of_all_queues_are_not_limited(db, mine, connect: Connect):
     db.execute("select pgqueue.enqueue('other')")
     db.execute("create role pgqueue_all login")
