@@ -210,6 +210,8 @@ as $$
 #variable_conflict use_column
 declare
     settings pgqueue.queue_in_force;
+    -- Apart, because a record costs even when it is null.
+    notify boolean;
     moment timestamptz := clock_timestamp();
     fold int := hashtext(enqueue.queue) & 255;
     has_options boolean;
@@ -265,12 +267,14 @@ begin
                 perform pgqueue._make_permits_for(queue, settings.caps, array[coalesce(kind, queue)]);
             end if;
         end if;
+        max_attempts := coalesce(max_attempts, settings.max_attempts);
+        notify := settings.notify;
     end if;
 
     if has_options is not true then
         insert into pgqueue.job as j (run_at, enqueued_at, priority, max_attempts, queue, kind, group_key, payload)
         values (
-            moment, moment, 0, coalesce(settings.max_attempts, 20),
+            moment, moment, 0, coalesce(enqueue.max_attempts, 20),
             enqueue.queue, coalesce(enqueue.kind, enqueue.queue), enqueue.group_key, coalesce(enqueue.payload, '{}')
         )
         returning j.id into job_id;
@@ -288,7 +292,7 @@ begin
             )
             values (
                 coalesce(enqueue.run_at, moment), moment, coalesce(enqueue.priority, 0),
-                coalesce(enqueue.max_attempts, settings.max_attempts, 20),
+                coalesce(enqueue.max_attempts, 20),
                 enqueue.queue, coalesce(enqueue.kind, enqueue.queue),
                 enqueue.unique_key, enqueue.group_key, terms,
                 coalesce(enqueue.payload, '{}'), enqueue.headers
@@ -346,7 +350,7 @@ begin
     end if;
 
     -- Whoever can get the second lock exclusively knows that nobody is parked.
-    if settings.notify is not false
+    if notify is not false
         and current_setting('pgqueue.notify', true) is distinct from 'off'
         and (
             pg_try_advisory_xact_lock_shared(7366513, fold)
