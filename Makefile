@@ -157,9 +157,10 @@ endif
 $(SCRIPT): pgqueue.control Makefile $(TABLES) $(FUNCTIONS)
 	@cat $(TABLES) $(FUNCTIONS) | sed 's/@VERSION@/$(EXTVERSION)/g' > $@
 
-# Line 1 is the guard against running the script in psql, which is the point here.
+# Line 1 is the guard against running the script in psql, which is the point here. Nothing in it is for psql
+# alone, so that any driver and web editor can run it.
 $(PLAIN): $(SCRIPT)
-	@{ printf '%s\n' '\set ON_ERROR_STOP on' 'begin;'; tail -n +2 $<; echo 'commit;'; } > $@
+	@{ echo 'begin;'; tail -n +2 $<; echo 'commit;'; } > $@
 
 .venv/bin/python:
 	@echo "making .venv"

@@ -98,7 +98,12 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("install", help="install pgqueue in the database")
     command.add_argument("--plain", action="store_true", help="not as an extension")
-    commands.add_parser("metrics", help="the queues, in the text format of Prometheus")
+    command = commands.add_parser(
+        "metrics", help="the queues, in the text format of Prometheus"
+    )
+    command.add_argument(
+        "--by-queue", action="store_true", help="all numbers for each queue"
+    )
     commands.add_parser("status", help="the queues, and the progress of long jobs")
     command = commands.add_parser(
         "health",

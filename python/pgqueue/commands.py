@@ -63,6 +63,7 @@ REDRIVE = (
     "select pgqueue.redrive(%(queue)s, %(kind)s, %(error_like)s,"
     " max_jobs => %(limit)s, dry_run => %(dry_run)s)"
 )
+METRICS = "select pgqueue.metrics(%(by_queue)s)"
 SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.M)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 # Each is the SQL function of that name: its parameters, and what it does.
@@ -95,7 +96,7 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
             did = install(conn, args.plain)
         say_json({"did": did}) if args.json else print(did)
     elif args.command == "metrics":
-        row = database.execute(conn, "select pgqueue.metrics()").fetchone()
+        row = database.execute(conn, METRICS, {"by_queue": args.by_queue}).fetchone()
         (text,) = row or ("",)
         if args.json:
             say_json(samples(text))

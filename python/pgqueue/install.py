@@ -19,13 +19,10 @@ def script() -> str:
     """Read the plain script that came with this package."""
     packaged = importlib.resources.files("pgqueue") / "pgqueue.sql"
     if packaged.is_file():
-        text = packaged.read_text()
-    elif found := sorted(SOURCE.glob("pgqueue--*.plain.sql")):
-        text = found[-1].read_text()
-    else:
-        raise FileNotFoundError("there is no script here: make plain writes it")
-    lines = text.splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith("\\"))
+        return packaged.read_text()
+    if found := sorted(SOURCE.glob("pgqueue--*.plain.sql")):
+        return found[-1].read_text()
+    raise FileNotFoundError("there is no script here: make plain writes it")
 
 
 def install(conn: Any, plain: bool = False) -> str:

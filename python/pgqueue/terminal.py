@@ -37,13 +37,17 @@ def say(text: str) -> None:
     print(f"pgqueue: {printable(text, keep=LINES)}", file=sys.stderr)
 
 
+ALLOWS = "pgqueue.grant_access(role, '{}') allows it"
+
+
 def explain(error: BaseException, role: str | None = None) -> str:
     """Return what went wrong and, if a right is missing, the grant that provides it."""
     text = str(error)
     if isinstance(error, psycopg.Error):
         text = sentences(error.diag) or text
     if role and isinstance(error, psycopg.errors.InsufficientPrivilege):
-        text += f"; pgqueue.grant_access(role, '{role}') allows it"
+        if not error.diag.message_hint:  # which would say what allows it
+            text += "; " + getattr(error, "__notes__", [ALLOWS.format(role)])[0]
     return text.strip()
 
 

@@ -1,5 +1,6 @@
 -- Leases: who holds a job, and for how long. A lease is held by (id, token), and no function
--- but claim touches a job that is not leased under the token it is given.
+-- but claim touches a job that is not leased under the token it is given. To a worker that may work on some
+-- queues only, a job of another is lost whatever its token, which could be guessed.
 --
 -- Locks: claim, reap and extend skip what is locked and never wait. The functions that end
 -- attempts lock jobs in the order of their ids. So no two of them wait for each other.
@@ -12,6 +13,8 @@ create or replace function pgqueue._lock_held(job_ids bigint[], tokens bigint[])
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
+declare
+    own text[] := pgqueue._own_queues('worker');
 begin
     return array(
         select j.ctid
@@ -20,6 +23,7 @@ begin
             and ((j.id, j.token) in (
                 select h.id, h.token from unnest(_lock_held.job_ids, _lock_held.tokens) as h (id, token)
             )) is true
+            and pgqueue._is_own(j.queue, own)
         order by j.id
         for update
     );
@@ -46,6 +50,7 @@ declare
         case when lease is not null then pgqueue._check_ranges(lease => lease) end
     ));
     moment timestamptz := clock_timestamp();
+    own text[] := pgqueue._own_queues('worker');
     picks tid[];
 begin
     -- A heartbeat never waits: a handler that has completed its job and not yet committed
@@ -57,6 +62,7 @@ begin
             and ((j.id, j.token) in (
                 select h.id, h.token from unnest(extend.job_ids, extend.tokens) as h (id, token)
             )) is true
+            and pgqueue._is_own(j.queue, own)
         order by j.id
         for update skip locked
     );
@@ -79,7 +85,7 @@ begin
                     when j.lease_expires_at > moment then 'held'
                 end
                 from pgqueue.job as j
-                where j.id = h.id and j.token = h.token
+                where j.id = h.id and j.token = h.token and pgqueue._is_own(j.queue, own)
             ),
             'lost'
         )

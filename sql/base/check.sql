@@ -7,7 +7,7 @@
 --
 --     refused boolean := pgqueue._refuse(coalesce(pgqueue._check_this(...), pgqueue._check_that(...)));
 --
--- Only what checks batches and the ids of jobs reads a table.
+-- Only what checks access, batches and the ids of jobs reads a table.
 
 -- Raises the error that a check has found; null raises nothing.
 create or replace function pgqueue._refuse(problem text[])
@@ -390,26 +390,109 @@ begin
 end;
 $$;
 
--- Refuses an unknown kind, and a role that does not exist (42704).
-create or replace function pgqueue._check_grant(role text, kind text)
+-- Refuses an unknown kind, one that is for all queues, and a role that does not exist (42704); with is_over, only if
+-- nothing is left of its access.
+create or replace function pgqueue._check_grant(role text, kind text, queue text, is_over boolean)
     returns text[]
     language plpgsql
     stable
 as $$
 begin
     return case
-        when (kind in ('producer', 'worker', 'operator', 'reader')) is not true then array[
-            'kind must be producer, worker, operator or reader',
+        when (kind in ('producer', 'worker', 'scheduler', 'operator', 'reader')) is not true then array[
+            'kind must be producer, worker, scheduler, operator or reader',
             coalesce('It is "' || kind || '".', 'It is null.'),
             'A role may have several kinds of access: call once for each.'
         ]
-        when not exists (select from pg_roles as r where r.rolname = role) then array[
+        when octet_length(queue) not between 1 and 200 then pgqueue._bad_name('queue', queue)
+        when queue is not null and kind in ('operator', 'reader') then array[
+            format('the access of a role that is %s cannot be limited to a queue', kind),
+            format('The queue is "%s".', queue),
+            'Omit queue. Only producers, workers and schedulers may be limited.'
+        ]
+        when not exists (select from pg_roles as r where r.rolname = role)
+            and not (is_over and exists (select from pgqueue.access as a where a.role = _check_grant.role)) then array[
             format('role "%s" does not exist', role),
             'Roles belong to the whole cluster, and pgqueue creates none.',
             'CREATE ROLE makes one.',
             '42704'
         ]
     end;
+end;
+$$;
+
+-- Who calls. The public functions run as their owner, so it is the role that the session has logged in as, or
+-- has taken on. Refuses (42501) where that is somebody else: ANALYZE and its like run functions as the owner of
+-- the table, in the session of whoever maintains it, and there even this statement, which changes nothing, fails.
+create or replace function pgqueue._caller()
+    returns text
+    language plpgsql
+as $$
+begin
+    unlisten pgqueue_nobody;
+    return coalesce(nullif(current_setting('role'), 'none'), session_user);
+end;
+$$;
+
+-- The queues for which the caller has any of these kinds of access; null if it is not limited. This, and nothing
+-- else, decides about queues.
+create or replace function pgqueue._own_queues(variadic kinds text[])
+    returns text[]
+    language plpgsql
+as $$
+declare
+    caller name;
+    queues text[];
+begin
+    -- One page as long as nobody's access is limited.
+    if pg_relation_size('pgqueue.access_queue_idx') <= 8192
+        or not exists (select from pgqueue.access as a where a.queue <> '')
+    then
+        return null;
+    end if;
+    caller := pgqueue._caller();
+    queues := array(
+        select a.queue
+        from pgqueue.access as a
+        join pg_roles as r on r.rolname = a.role
+        where a.kind = any (kinds) and pg_has_role(caller, r.oid, 'usage')
+    );
+    return case when not ('' = any (queues) or pg_has_role(caller, current_user, 'usage')) then queues end;
+end;
+$$;
+
+-- Whether a queue is one of _own_queues. By bytes, because to a collation of the caller others may look the same.
+create or replace function pgqueue._is_own(queue text, own text[])
+    returns boolean
+    language sql
+    immutable
+as $$
+    select own is null or queue collate "C" = any (own)
+$$;
+
+-- Refuses a caller whose access is limited to other queues (42501).
+create or replace function pgqueue._check_access(kind text, queues text[])
+    returns text[]
+    language plpgsql
+as $$
+declare
+    own text[] := pgqueue._own_queues(kind, case when kind = 'scheduler' then 'operator' end);
+begin
+    return case when own is not null then (
+        select array[
+            format('role %I is no %s of queue "%s"', c.caller, kind, q.name),
+            case when own = '{}' then format('It is a %s of no queue.', kind)
+                else format('It is a %s of %s only.', kind, array_to_string(own, ', '))
+            end,
+            format('select pgqueue.grant_access(%L, %L, queue => %L) makes it one. ', c.caller, kind, q.name)
+                || 'Within a security definer function, too, the role of the session counts.',
+            '42501'
+        ]
+        from pgqueue._caller() as c (caller)
+        cross join unnest(queues) as q (name)
+        where not pgqueue._is_own(q.name, own)
+        limit 1
+    ) end;
 end;
 $$;
 
@@ -422,9 +505,13 @@ create or replace function pgqueue._lock_batch(batch_id bigint)
     set enable_indexscan = on
 as $$
 declare
+    own text[] := pgqueue._own_queues('producer');
     batch pgqueue.batch;
 begin
-    select b.* into batch from pgqueue.batch as b where b.id = _lock_batch.batch_id for key share;
+    select b.* into batch
+    from pgqueue.batch as b
+    where b.id = _lock_batch.batch_id and pgqueue._is_own(b.queue, own)
+    for key share;
     return case
         when batch.id is null then pgqueue._not_found('batch', batch_id)
         when batch.finished_at is not null then array[

@@ -66,7 +66,8 @@ begin
                 language sql
                 immutable
             as 'select row(
-                settings.queue, settings.has_narrow, settings.has_pauses, settings.has_groups, settings.caps, %s
+                settings.queue, settings.has_narrow, settings.has_pauses, settings.has_groups, settings.has_access,
+                settings.caps, %s
             )::pgqueue.queue_in_force'
         $$,
         (
@@ -115,6 +116,7 @@ begin
         where q.name in (_resolved.name, '') and q.group_key <> ''
             and num_nonnulls(q.weight, q.group_limit, q.group_on_retry, q.rate_limit, q.rate_period) > 0
     );
+    settings.has_access := nullif(exists (select from pgqueue.access as a where a.queue <> ''), false);
     settings.caps := (
         select array_agg(
             row(s.kind, '', c.is_rate, c.most, coalesce(s.period, '1 second'))::pgqueue._cap
@@ -138,6 +140,21 @@ begin
 end;
 $$;
 
+-- The queue, or (an empty name) those queues, for which anything is set; an empty name among them if that is for
+-- all, or if any access is limited.
+create or replace function pgqueue._named_queues(queue text default '')
+    returns table (name text)
+    language plpgsql
+    stable
+as $$
+begin
+    return query
+    select q.name from pgqueue.queue as q where _named_queues.queue in ('', q.name)
+    union
+    select '' from pgqueue.access as a where _named_queues.queue = '' and a.queue <> '';
+end;
+$$;
+
 -- After a change of what was set for a queue, or (an empty name) for all: derives what is in force.
 create or replace function pgqueue._resolve(queue text)
     returns void
@@ -148,11 +165,11 @@ begin
     delete from pgqueue.queue_in_force as f
     where _resolve.queue in ('', f.queue) and (
         f is distinct from pgqueue._resolved(f.queue)
-        or not exists (select from pgqueue.queue as q where q.name = f.queue)
+        or f.queue not in (select n.name from pgqueue._named_queues(_resolve.queue) as n)
     );
     insert into pgqueue.queue_in_force
     select r.*
-    from (select distinct q.name from pgqueue.queue as q where _resolve.queue in ('', q.name)) as n
+    from pgqueue._named_queues(_resolve.queue) as n
     cross join lateral pgqueue._resolved(n.name) as r
     where not exists (select from pgqueue.queue_in_force as f where f.queue = n.name);
     perform pgqueue._mark(pgqueue._settings_bits(f.queue))

@@ -42,7 +42,7 @@ declare
     permits_of jsonb;
     has_leases boolean;
     is_capped boolean;
-    has_one_each boolean := false;
+    has_one_each boolean;
     refused boolean;
 begin
     -- Three shortcuts for the plain call: its arguments are checked in one expression,
@@ -67,7 +67,10 @@ begin
             if not found then
                 select f.* into settings from pgqueue.queue_in_force as f where f.queue = '';
             end if;
-            if settings.has_pauses then
+            if settings.has_pauses or settings.has_access then
+                if settings.has_access then
+                    refused := pgqueue._refuse(pgqueue._check_access('worker', array[queue]));
+                end if;
                 paused := pgqueue._paused(queue, settings.paused);
                 has_leases := lease is null and exists (
                     select from pgqueue.queue as q
@@ -207,7 +210,8 @@ attempt and is leased under its token until lease_expires_at. As a side effect
 recovers expired leases. Never waits. A claim counts from its commit: one that
 is rolled back, or cut off by a crash, never happened.
 Raises 25001 outside READ COMMITTED, 25006 (the transaction is read-only, or
-the server a standby), 22023 (bad argument).';
+the server a standby), 22023 (bad argument), 42501 (the caller is a worker of
+other queues only).';
 
 -- How many of the wanted jobs each queue may have, by its weight and its limit, in the order in which to
 -- ask them.

@@ -210,6 +210,8 @@ as $$
 #variable_conflict use_column
 declare
     settings pgqueue.queue_in_force;
+    -- Apart, because a record costs even when it is null.
+    notify boolean;
     moment timestamptz := clock_timestamp();
     fold int := hashtext(enqueue.queue) & 255;
     has_options boolean;
@@ -241,12 +243,6 @@ begin
             terms := row(expires_at, case when after is not null then run_at end, batch_id);
             run_at := case when after is null then run_at else 'infinity' end;
         end if;
-        if unique_for is not null then
-            job_id := pgqueue._recent_job(queue collate "default", unique_key, on_duplicate);
-            if job_id is not null then
-                return job_id;
-            end if;
-        end if;
     elsif kind is not null then
         if octet_length(kind) not between 1 and 200 then
             refused := pgqueue._refuse(pgqueue._bad_name('kind', kind));
@@ -257,7 +253,10 @@ begin
         if not found then
             select f.* into settings from pgqueue.queue_in_force as f where f.queue = '';
         end if;
-        if settings.has_narrow or num_nonnulls(settings.caps, settings.max_payload_bytes) > 0 then
+        if settings.has_narrow or num_nonnulls(settings.caps, settings.max_payload_bytes, settings.has_access) > 0 then
+            if settings.has_access then
+                refused := pgqueue._refuse(pgqueue._check_access('producer', array[queue]));
+            end if;
             if settings.has_narrow then
                 settings := pgqueue._in_force(queue, coalesce(kind, queue), group_key);
             end if;
@@ -268,16 +267,24 @@ begin
                 perform pgqueue._make_permits_for(queue, settings.caps, array[coalesce(kind, queue)]);
             end if;
         end if;
+        max_attempts := coalesce(max_attempts, settings.max_attempts);
+        notify := settings.notify;
     end if;
 
     if has_options is not true then
         insert into pgqueue.job as j (run_at, enqueued_at, priority, max_attempts, queue, kind, group_key, payload)
         values (
-            moment, moment, 0, coalesce(settings.max_attempts, 20),
+            moment, moment, 0, coalesce(enqueue.max_attempts, 20),
             enqueue.queue, coalesce(enqueue.kind, enqueue.queue), enqueue.group_key, coalesce(enqueue.payload, '{}')
         )
         returning j.id into job_id;
     else
+        if unique_for is not null then
+            job_id := pgqueue._recent_job(queue collate "default", unique_key, on_duplicate);
+            if job_id is not null then
+                return job_id;
+            end if;
+        end if;
         loop
             insert into pgqueue.job as j (
                 run_at, enqueued_at, priority, max_attempts,
@@ -285,7 +292,7 @@ begin
             )
             values (
                 coalesce(enqueue.run_at, moment), moment, coalesce(enqueue.priority, 0),
-                coalesce(enqueue.max_attempts, settings.max_attempts, 20),
+                coalesce(enqueue.max_attempts, 20),
                 enqueue.queue, coalesce(enqueue.kind, enqueue.queue),
                 enqueue.unique_key, enqueue.group_key, terms,
                 coalesce(enqueue.payload, '{}'), enqueue.headers
@@ -343,7 +350,7 @@ begin
     end if;
 
     -- Whoever can get the second lock exclusively knows that nobody is parked.
-    if settings.notify is not false
+    if notify is not false
         and current_setting('pgqueue.notify', true) is distinct from 'off'
         and (
             pg_try_advisory_xact_lock_shared(7366513, fold)
@@ -374,8 +381,8 @@ With after it is blocked until these jobs have completed; if one of them dies
 or is cancelled it is cancelled, or with if_dead run it need not wait for it.
 An enqueue that adds no job joins no batch and waits for nothing.
 Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with
-on_duplicate error), PQ001 (no such batch, or an unknown job in after),
-55000 (the batch has finished).';
+on_duplicate error), PQ001 (no such batch, or an unknown job in after), 55000
+(the batch has finished), 42501 (the caller is a producer of other queues only).';
 
 -- Adds the jobs whose keys are free and returns their ids, null for the others, whose jobs it locks if
 -- they are to be replaced or postponed.
@@ -482,6 +489,64 @@ begin
 end;
 $$;
 
+-- What comes before the jobs of an enqueue_many: wakes workers, and gives claims what they look for.
+create or replace function pgqueue._prepare(
+    settings pgqueue.queue_in_force, queue text, kind text, priority int, run_at timestamptz, group_keys text[],
+    jobs int
+)
+    returns void
+    language plpgsql
+as $$
+begin
+    perform pgqueue._wake(queue);
+    if settings.caps is not null then
+        perform pgqueue._make_permits_for(queue, settings.caps, array[coalesce(kind, queue)]);
+    end if;
+    if num_nonnulls(variadic group_keys) > 0 then
+        if settings.has_groups or settings.group_limit is not null then
+            perform pgqueue._make_group_permits(queue, group_keys, settings);
+        end if;
+        perform pgqueue._insert_tickets(
+            array_fill(queue, array[cardinality(group_keys)]), group_keys,
+            array_fill(coalesce(priority, 0), array[cardinality(group_keys)]),
+            array_fill(coalesce(run_at, clock_timestamp()), array[cardinality(group_keys)])
+        );
+        perform pgqueue._list_lane(queue, 1000 + coalesce(priority, 0));
+    end if;
+    if num_nonnulls(variadic group_keys) < jobs or group_keys is null then
+        perform pgqueue._announce(queue, priority, run_at);
+    end if;
+end;
+$$;
+
+-- Enqueues the job of a schedule or a batch, or one once more, whoever calls. Refuses a payload that is too large.
+create or replace function pgqueue._enqueue_again(
+    queue text, payload jsonb, kind text, priority int, max_attempts int, group_key text, headers jsonb
+)
+    returns bigint
+    language plpgsql
+as $$
+declare
+    settings pgqueue.queue_in_force := pgqueue._in_force(queue, coalesce(kind, queue), group_key);
+    refused boolean := pgqueue._refuse(pgqueue._check_payload(payload, settings.max_payload_bytes));
+    moment timestamptz := clock_timestamp();
+    job_id bigint;
+begin
+    perform pgqueue._prepare(
+        settings, queue, kind, priority, null, case when group_key is not null then array[group_key] end, 1
+    );
+    insert into pgqueue.job as j (run_at, enqueued_at, priority, max_attempts, queue, kind, group_key, payload, headers)
+    values (
+        moment, moment, coalesce(_enqueue_again.priority, 0),
+        coalesce(_enqueue_again.max_attempts, settings.max_attempts), _enqueue_again.queue,
+        coalesce(_enqueue_again.kind, _enqueue_again.queue), _enqueue_again.group_key, _enqueue_again.payload,
+        _enqueue_again.headers
+    )
+    returning j.id into job_id;
+    return job_id;
+end;
+$$;
+
 create or replace function pgqueue.enqueue_many(
     queue text,
     payloads jsonb[],
@@ -508,7 +573,6 @@ declare
     own_bytes int[];
     refused boolean;
     moment timestamptz := clock_timestamp();
-    has_groups boolean := num_nonnulls(variadic group_keys) > 0;
     terms pgqueue._terms := case when num_nonnulls(expires_at, batch_id) > 0
         then row(expires_at, null, batch_id)
     end;
@@ -518,12 +582,13 @@ declare
 begin
     if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> (hashtext(queue) & 255) % 63 & 1 = 1 then
         settings := pgqueue._in_force(queue, coalesce(kind, queue));
-        if has_groups and settings.has_narrow then
+        if settings.has_narrow and num_nonnulls(variadic group_keys) > 0 then
             select s.max_attempts, s.max_bytes into own_attempts, own_bytes
             from pgqueue._settings_of_groups(queue, coalesce(kind, queue), group_keys) as s;
         end if;
     end if;
     refused := pgqueue._refuse(coalesce(
+        case when settings.has_access then pgqueue._check_access('producer', array[queue]) end,
         pgqueue._check_job(
             queue, kind, priority, run_at, max_attempts, null, on_duplicate, null, headers, null, expires_at
         ),
@@ -536,25 +601,7 @@ begin
     if batch_id is not null then
         refused := pgqueue._refuse(pgqueue._lock_batch(batch_id));
     end if;
-    perform pgqueue._wake(queue);
-    if settings.caps is not null then
-        perform pgqueue._make_permits_for(queue, settings.caps, array[coalesce(kind, queue)]);
-    end if;
-    if has_groups then
-        if settings.has_groups or settings.group_limit is not null then
-            perform pgqueue._make_group_permits(queue, group_keys, settings);
-        end if;
-        perform pgqueue._insert_tickets(
-            array_fill(queue, array[cardinality(group_keys)]), group_keys,
-            array_fill(coalesce(priority, 0), array[cardinality(group_keys)]),
-            array_fill(coalesce(run_at, moment), array[cardinality(group_keys)])
-        );
-        perform pgqueue._list_lane(queue, 1000 + coalesce(priority, 0));
-    end if;
-    if num_nonnulls(variadic group_keys) < cardinality(payloads) or group_keys is null then
-        perform pgqueue._announce(queue, priority, run_at);
-    end if;
-
+    perform pgqueue._prepare(settings, queue, kind, priority, run_at, group_keys, cardinality(payloads));
     if unique_keys is null and batch_id is null then
         return query
         insert into pgqueue.job as j (
@@ -613,4 +660,5 @@ of the input. unique_keys and group_keys, if given, are as long as payloads; a
 null in them means none. on_duplicate treats a key that occurs twice, or is
 taken, as in enqueue; expires_at and batch_id are as in enqueue.
 Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with
-on_duplicate error), PQ001 (no such batch), 55000 (the batch has finished).';
+on_duplicate error), PQ001 (no such batch), 55000 (the batch has finished),
+42501 (the caller is a producer of other queues only).';

@@ -39,10 +39,13 @@ begin
     where j.id = complete.job_id and j.token = complete.token
     returning j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.permits, (j.terms).batch_id
     into done;
-    if not found or num_nonnulls(is_configured, done.batch_id, done.permits) > 0
-        or awaited >> (hashtext(done.queue) & 63) & 1 = 1
+    if not found or is_configured or done.batch_id is not null or done.permits is not null
+        or awaited >> (hashtext(done.queue) & 255) % 63 & 1 = 1
     then
         if not found then
+            refused := pgqueue._refuse(pgqueue._lost(job_id, token));
+        end if;
+        if awaited < 0 and not pgqueue._is_own(done.queue, pgqueue._own_queues('worker')) then
             refused := pgqueue._refuse(pgqueue._lost(job_id, token));
         end if;
         if is_configured then
@@ -59,7 +62,7 @@ begin
             where j.id = found_before and (j.terms).batch_id = done.batch_id and j.xmax in ('0'::xid, j.xmin);
             is_followed := not found;
         end if;
-        if is_followed is not true and awaited >> (hashtext(done.queue) & 63) & 1 = 1 then
+        if is_followed is not true and awaited >> (hashtext(done.queue) & 255) % 63 & 1 = 1 then
             perform from pgqueue.dependency as d where d.job_id = complete.job_id limit 1;
             is_followed := found;
         end if;
@@ -121,6 +124,7 @@ declare
     is_logged boolean;
     is_awaited boolean := false;
     awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
+    own text[] := case when awaited < 0 then pgqueue._own_queues('worker') end;
     done_ids bigint[];
     followed pgqueue._ended[];
 begin
@@ -139,6 +143,7 @@ begin
                 select h.id, h.token
                 from unnest(complete_many.job_ids, complete_many.tokens) as h (id, token)
             )) is true
+            and pgqueue._is_own(j.queue, own)
         returning
             j.id, j.token, j.attempt, j.run_at, j.claimed_at, j.queue, j.kind, j.worker, j.group_key, j.permits,
             (j.terms).batch_id,
@@ -174,7 +179,7 @@ begin
         )::pgqueue._ended) filter (
             where is_awaited or num_nonnulls(d.batch_id, d.permits) > 0
                 -- A job that begins to wait for one just now leaves a loose end.
-                or awaited >> (hashtext(d.queue) & 63) & 1 = 1
+                or awaited >> (hashtext(d.queue) & 255) % 63 & 1 = 1
                     and (select true from pgqueue.dependency as t where t.job_id = d.id limit 1)
         )
     into done_ids, followed

@@ -221,7 +221,7 @@ create or replace function pgqueue.rest(
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_queues(queues), pgqueue._check_isolation()
+        pgqueue._check_queues(queues), pgqueue._check_isolation(), pgqueue._check_access('worker', queues)
     ));
     moment timestamptz := clock_timestamp();
     is_swept boolean := true;
@@ -284,4 +284,5 @@ anyway.
 Behind a transaction pooler none arrive: park => false only looks.
 Also notes, for health and why, that this session serves these queues and kinds:
 while it lives, or for ten minutes with park => false.
-Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
+Raises 25001 outside READ COMMITTED, 22023 (bad argument), 42501 (the caller is
+a worker of other queues only).';

@@ -157,6 +157,7 @@ as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, group_key, headers),
+        pgqueue._check_access('producer', array[queue]),
         case when jsonb_typeof(payload) <> 'object' then array[
             'the payload of a batch must be a JSON object', format('It is a JSON %s.', jsonb_typeof(payload)),
             'The callback gets it with the counts of the batch added, under the key batch.'
@@ -193,7 +194,8 @@ kind, priority, max_attempts, headers and group_key. Its payload has one more
 key, batch:
 {"id", "completed", "dead", "cancelled"}. A callback that cannot be enqueued
 then becomes a dead job.
-Raises 22023 (bad argument), 54000 (payload too large, with that key).';
+Raises 22023 (bad argument), 54000 (payload too large, with that key),
+42501 (the caller is a producer of other queues only).';
 
 create or replace function pgqueue.close_batch(batch_id bigint)
     returns void
@@ -206,6 +208,7 @@ create or replace function pgqueue.close_batch(batch_id bigint)
     set enable_indexscan = on
 as $$
 declare
+    own text[] := pgqueue._own_queues('producer');
     is_alone boolean := false;
     refused boolean;
 begin
@@ -217,7 +220,7 @@ begin
     end if;
     update pgqueue.batch as b
     set closed_at = coalesce(b.closed_at, clock_timestamp())
-    where b.id = close_batch.batch_id;
+    where b.id = close_batch.batch_id and pgqueue._is_own(b.queue, own);
     refused := pgqueue._refuse(case when not found then pgqueue._not_found('batch', batch_id) end);
     perform pgqueue._leave_loose_ends(array[batch_id], 'batch');
     if is_alone and not pgqueue._is_lost() then
@@ -264,9 +267,8 @@ begin
     ));
     -- The end of a job must not fail because of it.
     begin
-        callback := pgqueue.enqueue(
-            batch.queue, payload, batch.kind, batch.priority,
-            max_attempts => batch.max_attempts, group_key => batch.group_key, headers => batch.headers
+        callback := pgqueue._enqueue_again(
+            batch.queue, payload, batch.kind, batch.priority, batch.max_attempts, batch.group_key, batch.headers
         );
     exception when program_limit_exceeded or data_exception or integrity_constraint_violation then
         get stacked diagnostics failure = message_text;

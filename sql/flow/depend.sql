@@ -376,8 +376,8 @@ begin
     else
         -- One that is not visible may be of any queue.
         perform pgqueue._mark(bit_or(coalesce((
-            select 1::bigint << (hashtext(j.queue) & 63) from pgqueue.job as j where j.id = l.id
-        ), -1)), 'pgqueue.awaited_seq')
+            select pgqueue._settings_bits(j.queue) from pgqueue.job as j where j.id = l.id
+        ), pgqueue._settings_bits(''))), 'pgqueue.awaited_seq')
         from unnest(living) as l (id);
         insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
         select l.id, _wait_for.job_id, coalesce(if_dead = 'run', false)

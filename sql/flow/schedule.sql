@@ -79,10 +79,9 @@ create or replace function pgqueue._enqueue_slot(schedule pgqueue.schedule, slot
     language plpgsql
 as $$
 begin
-    return pgqueue.enqueue(
-        schedule.queue, schedule.payload, schedule.kind, schedule.priority,
-        max_attempts => schedule.max_attempts, group_key => schedule.group_key,
-        headers => coalesce(schedule.headers, '{}') || jsonb_build_object(
+    return pgqueue._enqueue_again(
+        schedule.queue, schedule.payload, schedule.kind, schedule.priority, schedule.max_attempts,
+        schedule.group_key, coalesce(schedule.headers, '{}') || jsonb_build_object(
             'schedule', schedule.name,
             'slot', to_char(slot at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')
         )
@@ -215,6 +214,7 @@ declare
             ]
         end,
         pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, group_key, headers),
+        pgqueue._check_access('scheduler', array[queue]),
         case when cron is not null then pgqueue._check_cron(cron) end,
         pgqueue._check_timezone(timezone),
         pgqueue._check_payload(
@@ -222,6 +222,7 @@ declare
         )
     ));
     moment timestamptz := clock_timestamp();
+    caller text := pgqueue._caller();
     old pgqueue.schedule;
     given record;
     due record;
@@ -229,13 +230,26 @@ begin
     perform pgqueue._look_from_now_on();
     loop
         select s.* into old from pgqueue.schedule as s where s.name = schedule.name for update;
+        -- A role that is gone owns nothing.
+        if exists (
+            select from pg_roles as r where r.rolname = old.owner and not pg_has_role(caller::name, r.oid, 'usage')
+        ) then
+            refused := pgqueue._refuse(array[
+                format('schedule "%s" belongs to role %I', name, old.owner),
+                format('Role %I is not a member of it.', caller),
+                format('Choose another name, or let an operator call unschedule(%L) first.', name),
+                '42501'
+            ]);
+        end if;
         -- In a record, because pgspot knows the fields of no other type.
         given := row(
             old.due_at, old.next_slot, old.last_slot, old.last_job_id,
             -- In hours: the clocks of the caller may give a day 23.
             make_interval(secs => extract(epoch from every)::float8),
             jitter, priority, max_attempts, coalesce(old.is_paused, false), name, queue, kind, group_key, cron,
-            coalesce(timezone, 'UTC'), coalesce(catch_up, 'one'), old.problem, coalesce(payload, '{}'), headers
+            coalesce(timezone, 'UTC'), coalesce(catch_up, 'one'),
+            coalesce((select r.rolname from pg_roles as r where r.rolname = old.owner), caller), old.problem,
+            coalesce(payload, '{}'), headers
         )::pgqueue.schedule;
         if row(old.cron, old.every, old.timezone) is distinct from row(given.cron, given.every, given.timezone) then
             moment := clock_timestamp();
@@ -265,7 +279,7 @@ begin
             every = given.every, jitter = given.jitter, priority = given.priority,
             max_attempts = given.max_attempts, queue = given.queue, kind = given.kind,
             group_key = given.group_key, cron = given.cron, timezone = given.timezone,
-            catch_up = given.catch_up, payload = given.payload, headers = given.headers
+            catch_up = given.catch_up, owner = given.owner, payload = given.payload, headers = given.headers
         where old.name is not null and given is distinct from old;
         -- Otherwise somebody has just created it.
         exit when found or old.name is not null;
@@ -288,8 +302,10 @@ catch_up, for missed slots: skip (those that are more than two minutes late),
 one (default: one job, for the last of them) or all (the first 1000). Calling
 it again changes only what differs, and fires no slot twice; a paused schedule
 stays paused. With a new rule it first enqueues the jobs of those old slots
-that are due, with the new arguments.
-Raises 22023 (bad argument), 54000 (payload too large).';
+that are due, with the new arguments. It belongs to the role that created it;
+nobody else may change it but by unschedule, pause_schedule, resume_schedule.
+Raises 22023 (bad argument), 54000 (payload too large), 42501 (it belongs to
+another role, or the caller is a scheduler of other queues only).';
 
 -- What is wrong with the name of a schedule that does not exist (PQ001).
 create or replace function pgqueue._no_schedule(name text)

@@ -570,7 +570,7 @@ values
     ('autovacuum', null, null, null, 'autovacuum is on', $$
         select
             true, format('%s is off on this server: dead rows pile up', s.name),
-            format('alter system set %s = on; select pg_reload_conf()', s.name)
+            format('alter system set %s = on; select pg_reload_conf() -- or in your provider''s settings', s.name)
         from unnest('{autovacuum,track_counts}'::text[]) as s (name)
         where not current_setting(s.name)::boolean
         union all

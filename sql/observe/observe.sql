@@ -63,6 +63,9 @@ with counted as materialized (
 ), recent as materialized (
     select
         r.queue collate "C" as queue,
+        max(r.weight) > 1 as is_estimate,
+        -- Of more than twice as many pages as are read, it reads each eighth or fewer, and may miss a queue.
+        max(r.weight) >= 8 as misses_some,
         sum(r.done) as done,
         coalesce(sum(r.done) filter (where r.finished_at >= s.minutes), 0) as done_5m,
         coalesce(sum(r.done) filter (where r.finished_at >= s.minute), 0) as done_1m,
@@ -96,7 +99,7 @@ select
     coalesce(c.expired, 0) as expired,
     coalesce(c.blocked, 0) as blocked,
     coalesce(d.dead, 0) as dead,
-    coalesce(c.is_estimate, false) or coalesce(d.is_estimate, false) as is_estimate,
+    coalesce(c.is_estimate or d.is_estimate or r.is_estimate, false) or r.queue is null and e.misses_some as is_estimate,
     clock_timestamp() - c.oldest as oldest_wait,
     clock_timestamp() - c.p99 as p99_wait,
     coalesce(own.paused, shared.paused, false) as paused,
@@ -132,6 +135,7 @@ from (
 left join counted as c on c.queue = k.queue
 left join buried as d on d.queue = k.queue
 left join recent as r on r.queue = k.queue
+cross join (select coalesce(bool_or(r.misses_some), false) as misses_some from recent as r) as e
 left join parked as p on p.fold = hashtext(k.queue) & 255
 left join pgqueue.queue as own on own.name = k.queue and own.kind = '' and own.group_key = ''
 left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and shared.group_key = '';
@@ -151,7 +155,7 @@ expired: Jobs whose lease has expired, or that were not begun in time. Alert if
 this stays above 0.
 blocked: Jobs that wait for something other than time.
 dead: Dead jobs. Alert if this grows.
-is_estimate: Whether any of the job counts is an estimate.
+is_estimate: Whether any number of this row is an estimate, but for parked.
 oldest_wait: How long the oldest ready job has been due; null if none is. Alert
 on this.
 p99_wait: The wait that 1 % of the ready jobs exceed.

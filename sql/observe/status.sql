@@ -44,6 +44,7 @@ declare
         ] end
     ));
     moment timestamptz := clock_timestamp();
+    own text[] := pgqueue._own_queues('worker');
 begin
     update pgqueue.job as j
     set progress = row(
@@ -55,12 +56,13 @@ begin
     where j.ctid = any (array(
         select l.ctid
         from pgqueue.job as l
-        where l.id = progress.job_id and l.token = progress.token
+        where l.id = progress.job_id and l.token = progress.token and pgqueue._is_own(l.queue, own)
         for update skip locked
     ));
     -- A job whose end has not committed yet is locked, and still held.
     if not found and not exists (
-        select from pgqueue.job as j where j.id = progress.job_id and j.token = progress.token
+        select from pgqueue.job as j
+        where j.id = progress.job_id and j.token = progress.token and pgqueue._is_own(j.queue, own)
     ) then
         refused := pgqueue._refuse(pgqueue._lost(job_id, token));
     end if;
@@ -112,10 +114,8 @@ create or replace function pgqueue.status(job_id bigint)
     set enable_indexscan = on
 as $$
 declare
-    -- The function runs as its owner, so the caller is the role that the session has taken on.
-    reads_jobs boolean := has_table_privilege(
-        coalesce(nullif(current_setting('role'), 'none'), session_user), 'pgqueue.job', 'select'
-    );
+    reads_jobs boolean := has_table_privilege(pgqueue._caller(), 'pgqueue.job', 'select');
+    own text[] := pgqueue._own_queues('producer', 'operator');
     last pgqueue.run;
     refused boolean;
 begin
@@ -127,20 +127,25 @@ begin
         coalesce(j.priority, d.priority), coalesce(j.enqueued_at, d.enqueued_at),
         case when d.id is null then j.run_at else d.run_at end, j.expires_at,
         coalesce(j.claimed_at, d.claimed_at), d.died_at, coalesce(j.worker, d.worker),
-        j.done, j.total, j.message, j.rate, j.time_left, null::jsonb, coalesce(j.last_error, d.error),
+        j.done, j.total, j.message, j.rate, j.time_left, null::jsonb,
+        case when reads_jobs then coalesce(j.last_error, d.error)
+            else pgqueue._summary(coalesce(j.last_error, d.error))
+        end,
         case when reads_jobs then coalesce(w.payload, d.payload) end,
         case when reads_jobs then coalesce(w.errors, d.errors) end
     from (values (status.job_id)) as asked (id)
     left join pgqueue.jobs as j on j.id = asked.id
     left join pgqueue.job as w on w.id = j.id
     left join pgqueue.dead_job as d on d.id = asked.id
-    where num_nonnulls(j.id, d.id) > 0;
+    where num_nonnulls(j.id, d.id) > 0 and pgqueue._is_own(coalesce(j.queue, d.queue), own);
     if found then
         return;
     end if;
 
     last := pgqueue._last_run(job_id);
-    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._not_found('job', job_id) end);
+    refused := pgqueue._refuse(case when last.job_id is null or not pgqueue._is_own(last.queue, own)
+        then pgqueue._not_found('job', job_id)
+    end);
     id := job_id;
     queue := last.queue;
     kind := last.kind;
@@ -169,10 +174,11 @@ it waits or runs, then dead, completed, cancelled, or gone (discarded or
 purged: the row is that of its last attempt). A job that has ended is looked
 up in run, which knows neither its priority, when it was enqueued nor its
 expires_at: these are null. last_error of a cancelled job is the reason.
+Who may not read the table job, as operators may, gets of last_error the first
+line, and no payload or errors; a producer of some queues, no jobs of others.
 payload and errors (the failures, oldest first: attempt, at, worker, error) are
-null unless the caller may read the table job, as operators may; of a job that
-has ended they are what run has: the first line of each error, and the payload
-with keep_payloads. Only reads.
+of a job that has ended what run has: the first line of each error, and the
+payload with keep_payloads. Only reads.
 Raises PQ001 (nothing is known about it).';
 
 create or replace function pgqueue.result(job_id bigint)
@@ -186,25 +192,29 @@ create or replace function pgqueue.result(job_id bigint)
     set enable_indexscan = on
 as $$
 declare
+    own text[] := pgqueue._own_queues('producer', 'operator');
     last pgqueue.run;
     refused boolean;
 begin
     -- In one statement, because it may just be moving from one to the other.
-    perform from pgqueue.job as j where j.id = result.job_id
+    perform from pgqueue.job as j where j.id = result.job_id and pgqueue._is_own(j.queue, own)
     union all
-    select from pgqueue.dead_job as d where d.id = result.job_id;
+    select from pgqueue.dead_job as d where d.id = result.job_id and pgqueue._is_own(d.queue, own);
     if found then
         return null;
     end if;
     last := pgqueue._last_run(job_id);
-    refused := pgqueue._refuse(case when last.job_id is null then pgqueue._not_found('job', job_id) end);
+    refused := pgqueue._refuse(case when last.job_id is null or not pgqueue._is_own(last.queue, own)
+        then pgqueue._not_found('job', job_id)
+    end);
     return case when last.outcome = 'completed' then last.result end;
 end;
 $$;
 
 comment on function pgqueue.result(bigint) is
-'The result given to complete for a job. Null if there was none, while the job
-waits or runs, and if it is dead, cancelled or gone: ask status.
+'The result given to complete for a job, which every producer of its queue may
+read. Null if there was none, while the job waits or runs, and if it is dead,
+cancelled or gone: ask status.
 Raises PQ001 (nothing is known about it).';
 
 -- Which locks a session that waits for jobs holds.
@@ -231,7 +241,7 @@ as $$
 declare
     noted text := coalesce(current_setting('pgqueue.awaited', true), '');
     note text := format(' %s ', job_id & 255);
-    bit bigint := (select 1::bigint << (hashtext(j.queue) & 63) from pgqueue.job as j where j.id = job_id);
+    bit bigint := (select pgqueue._settings_bits(j.queue) from pgqueue.job as j where j.id = job_id);
     is_heard boolean;
 begin
     if (
@@ -285,6 +295,8 @@ create or replace function pgqueue.await(job_id bigint)
 as $$
 declare
     refused boolean := pgqueue._refuse(case when job_id is not null then pgqueue._check_isolation() end);
+    own text[];
+    last pgqueue.run;
     is_heard boolean;
     is_changing boolean;
 begin
@@ -292,18 +304,21 @@ begin
         perform pgqueue._stop_awaiting();
         return null;
     end if;
+    own := pgqueue._own_queues('producer', 'operator');
     is_heard := pgqueue._await(job_id);
     select j.xmax <> '0'::xid and j.xmax <> j.xmin into is_changing
     from pgqueue.job as j
-    where j.id = await.job_id;
+    where j.id = await.job_id and pgqueue._is_own(j.queue, own);
     if found then
         return case when is_heard and not is_changing then interval '2 seconds' else interval '50 milliseconds' end;
     end if;
-    if not exists (select from pgqueue.dead_job as d where d.id = await.job_id)
-        and (pgqueue._last_run(job_id)).job_id is null
-    then
-        perform pgqueue._stop_awaiting();
-        refused := pgqueue._refuse(pgqueue._not_found('job', job_id));
+    perform from pgqueue.dead_job as d where d.id = await.job_id and pgqueue._is_own(d.queue, own);
+    if not found then
+        last := pgqueue._last_run(job_id);
+        if last.job_id is null or not pgqueue._is_own(last.queue, own) then
+            perform pgqueue._stop_awaiting();
+            refused := pgqueue._refuse(pgqueue._not_found('job', job_id));
+        end if;
     end if;
     return interval '0';
 -- An interrupted await() leaves the session not waiting.

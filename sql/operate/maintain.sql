@@ -191,6 +191,86 @@ begin
 end;
 $$;
 
+-- Adds to the counters of the queues what happened between two cuts, and makes another cut, unless there is a new
+-- one. A cut can be counted to when every transaction that wrote before it has ended, or after five minutes: what
+-- is open for longer may be missed. Ten seconds, because a call that waits may write later than it began.
+create or replace function pgqueue._count()
+    returns void
+    language plpgsql
+    set enable_bitmapscan = on
+    set enable_sort = on
+as $$
+#variable_conflict use_column
+declare
+    moment timestamptz := clock_timestamp();
+    first pgqueue.cut;
+    next pgqueue.cut;
+begin
+    -- The clock was set back.
+    delete from pgqueue.cut as c where c.at > moment;
+    if exists (select from pgqueue.cut as c where c.at > moment - interval '30 seconds') then
+        return;
+    end if;
+    -- One session at a time.
+    select c.* into first
+    from pgqueue.cut as c
+    where c.at = (select min(f.at) from pgqueue.cut as f)
+    for update skip locked;
+    if not found and exists (select from pgqueue.cut) then
+        return;
+    end if;
+    select c.* into next
+    from pgqueue.cut as c
+    where c.at > first.at
+        and (c.xid <= pg_snapshot_xmin(pg_current_snapshot()) or c.at < moment - interval '5 minutes')
+    order by c.at desc
+    limit 1;
+    if found then
+        insert into pgqueue.counter as c (queue, counted_at, enqueued, completed, failed, dead)
+        select
+            e.queue, moment, sum(e.enqueued), sum(e.completed), sum(e.failed), sum(e.dead)
+        from (
+            select
+                r.queue,
+                count(*) filter (
+                    where r.job_id > first.last_id and r.job_id <= next.last_id
+                        and r.outcome in ('completed', 'dead', 'cancelled')
+                ) as enqueued,
+                count(*) filter (where r.outcome = 'completed' and r.finished_at <= next.at) as completed,
+                count(*) filter (
+                    where r.finished_at <= next.at
+                        and r.outcome in (select o.name from pgqueue._outcome as o where o.is_failure)
+                ) as failed,
+                count(*) filter (where r.outcome = 'dead' and r.finished_at <= next.at) as dead
+            from pgqueue.run as r
+            where r.finished_at > first.at
+            group by r.queue
+            union all
+            select j.queue, count(*), 0, 0, 0
+            from pgqueue.job as j
+            where j.id > first.last_id and j.id <= next.last_id
+            group by j.queue
+        ) as e
+        group by e.queue
+        having sum(e.enqueued + e.completed + e.failed + e.dead) > 0
+        on conflict (queue) do update
+        set counted_at = excluded.counted_at,
+            enqueued = c.enqueued + excluded.enqueued,
+            completed = c.completed + excluded.completed,
+            failed = c.failed + excluded.failed,
+            dead = c.dead + excluded.dead;
+        delete from pgqueue.cut as c where c.at < next.at;
+        delete from pgqueue.counter as c where c.counted_at < moment - interval '14 days';
+    end if;
+    insert into pgqueue.cut (at, last_id, xid)
+    values (
+        moment - interval '10 seconds', coalesce(pg_sequence_last_value('pgqueue.job_id_seq'), 0),
+        pg_snapshot_xmax(pg_current_snapshot())
+    )
+    on conflict do nothing;
+end;
+$$;
+
 create or replace function pgqueue.maintain()
     returns table (task text, done bigint)
     language plpgsql
@@ -221,6 +301,7 @@ begin
     values
         ('forget keys', ends.windows),
         ('forget dead jobs', pgqueue._forget_dead());
+    perform pgqueue._count();
     perform pgqueue._repair_settings();
     -- As there: for copies of the rows alone.
     perform pgqueue._use_lanes(l.queue) from pgqueue._lanes(0) as l where l.lane <> 0;
@@ -241,10 +322,11 @@ run but no ticket, among the next 1000 (done: groups); drops the permits of
 groups that have had no job for a day (done: permits); deletes at most 100,000
 unique_for windows that have ended (done: windows), and at most 10,000 dead jobs
 that have been kept for keep_dead (done: jobs) and batches that finished 14 days
-ago (done: batches); forgets the ids of jobs that were cancelled, purged or
-discarded 14 days ago; empties the tables of run whose days are over (done:
-tables). Call it every minute or so, from a worker, cron or psql, as a statement
-of its own: in a transaction that may continue it deletes old runs instead, at
-most 100,000 (done: runs), which locks nobody out but leaves work to VACUUM. Any
-number may run at once.
+ago (done: batches); adds up for metrics what has happened, at most twice a
+minute; forgets the ids of jobs that were cancelled, purged or discarded 14 days
+ago; empties the tables of run whose days are over (done: tables). Call it every
+minute or so, from a worker, cron or psql, as a statement of its own: in a
+transaction that may continue it deletes old runs instead, at most 100,000
+(done: runs), which locks nobody out but leaves work to VACUUM. Any number may
+run at once.
 Raises 25001 outside READ COMMITTED.';

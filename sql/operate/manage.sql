@@ -247,10 +247,10 @@ begin
             last.payload, (pgqueue._in_force(last.queue, last.kind, last.options ->> 'group_key')).max_payload_bytes
         )
     ));
-    return pgqueue.enqueue(
+    return pgqueue._enqueue_again(
         last.queue, last.payload, last.kind, (last.options ->> 'priority')::int,
-        max_attempts => (last.options ->> 'max_attempts')::int, group_key => last.options ->> 'group_key',
-        headers => coalesce(last.headers, '{}') || jsonb_build_object('rerun_of', job_id)
+        (last.options ->> 'max_attempts')::int, last.options ->> 'group_key',
+        coalesce(last.headers, '{}') || jsonb_build_object('rerun_of', job_id)
     );
 end;
 $$;

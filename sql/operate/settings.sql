@@ -271,9 +271,9 @@ as $$
 begin
     -- A replica that was made by copying rows has no sequences.
     if exists (
-        select from pgqueue.queue as q
-        where not exists (select from pgqueue.queue_in_force as f where f.queue = q.name)
-            or ~pg_sequence_last_value('pgqueue.used_seq'::regclass) & pgqueue._settings_bits(q.name) <> 0
+        select from pgqueue._named_queues() as n
+        where not exists (select from pgqueue.queue_in_force as f where f.queue = n.name)
+            or ~pg_sequence_last_value('pgqueue.used_seq'::regclass) & pgqueue._settings_bits(n.name) <> 0
     ) then
         lock table pgqueue.queue in share row exclusive mode;
         perform pgqueue._resolve('');
@@ -284,6 +284,9 @@ begin
         perform pgqueue._look_from_now_on();
     end if;
     if exists (select from pgqueue.dependency) then
+        perform pgqueue._mark(pgqueue._settings_bits(''), 'pgqueue.awaited_seq');
+    end if;
+    if exists (select from pgqueue.access as a where a.queue <> '') then
         perform pgqueue._mark(-1, 'pgqueue.awaited_seq');
     end if;
 end;

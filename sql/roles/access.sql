@@ -1,6 +1,7 @@
 -- Which role may do what. PUBLIC may do nothing. Only the owner touches tables: the
 -- functions are security definer, so a role only needs the right to call them. Roles
--- belong to the cluster, so the extension creates none; it grants to yours.
+-- belong to the cluster, so the extension creates none; it grants to yours. For which queues is a row in access,
+-- which _own_queues reads in every function that is about a queue or a job.
 
 -- What a kind of role may do: one row for each grant; none for an unknown kind.
 create or replace function pgqueue._grants(kind text)
@@ -14,7 +15,8 @@ as $$
             ('{producer}', true, '{enqueue,enqueue_many,enqueue_row,create_batch,close_batch}'),
             ('{producer}', true, '{status,result,await,version}'),
             ('{worker}', true, '{claim,claim_from,extend,progress,complete,complete_many,fail,release,finish}'),
-            ('{worker}', true, '{reap,maintain,rest,schedule,next_slots,version}'),
+            ('{worker}', true, '{reap,maintain,rest,next_slots,version}'),
+            ('{scheduler}', true, '{schedule,next_slots,version}'),
             ('{operator}', true, '{cancel,cancel_many,redrive,redrive_job,discard,discard_many,purge,pause,resume}'),
             ('{operator}', true, '{rerun,run_now,reprioritize,configure,reap,maintain,status,result,await}'),
             ('{operator}', true, '{schedule,unschedule,pause_schedule,resume_schedule,run_schedule}'),
@@ -23,7 +25,7 @@ as $$
             ('{operator,reader}', true, '{_count_jobs,_count_dead,_dead_kinds,_leased,_recent_runs}'),
             ('{operator,reader}', true, '{_dead_errors,_error_like,_last_state}'),
             ('{operator,reader}', false, '{jobs,queues,running,workers,kinds,throughput,failures,dead,stuck}'),
-            ('{operator,reader}', false, '{settings,schedules,batches,batch_jobs,dependencies,hours,retention,checks}'),
+            ('{operator,reader}', false, '{settings,schedules,batches,batch_jobs,dependencies,hours,retention,checks,counter}'),
             ('{operator}', false, '{queue,job,dead_job,run,schedule}')
     ) as g (kinds, is_function, objects)
     where _grants.kind = any (g.kinds::text[])
@@ -40,7 +42,15 @@ begin
     if is_granted then
         execute format('grant usage on schema pgqueue to %I', role);
     end if;
-    for change in select g.is_function, g.object from pgqueue._grants(kind) as g loop
+    for change in
+        select g.is_function, g.object from pgqueue._grants(kind) as g
+        except
+        -- What it also has by another kind stays.
+        select o.is_function, o.object
+        from pgqueue.access as a
+        cross join lateral pgqueue._grants(a.kind) as o
+        where not is_granted and a.role = _change_access.role and a.kind <> _change_access.kind
+    loop
         execute case
             when is_granted and change.is_function
                 then format('grant execute on function pgqueue.%I to %I', change.object, role)
@@ -51,57 +61,113 @@ begin
         end;
     end loop;
     -- A role that may no longer do anything does not see the schema either.
-    if not is_granted and not exists (
-        select from (
-            select p.proacl from pg_proc as p where p.pronamespace = 'pgqueue'::regnamespace
-            union all
-            select c.relacl from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
-        ) as o (acl)
-        cross join lateral aclexplode(o.acl) as a
-        where a.grantee = format('%I', role)::regrole
-    ) then
+    if not is_granted and pgqueue._rights(role) = '{}' then
         execute format('revoke usage on schema pgqueue from %I', role);
     end if;
 end;
 $$;
 
-create or replace function pgqueue.grant_access(role text, kind text)
+-- Which functions, tables and views have been granted to a role itself.
+create or replace function pgqueue._rights(role text)
+    returns name[]
+    language plpgsql
+    stable
+as $$
+begin
+    return array(
+        select o.name
+        from (
+            select p.proname, p.proacl from pg_proc as p where p.pronamespace = 'pgqueue'::regnamespace
+            union all
+            select c.relname, c.relacl from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
+        ) as o (name, acl)
+        cross join lateral aclexplode(o.acl) as a
+        where a.grantee = (select r.oid from pg_roles as r where r.rolname = _rights.role)
+    );
+end;
+$$;
+
+-- After a change of access: derives again whether that of any role is limited to queues.
+create or replace function pgqueue._resolve_access()
+    returns void
+    language plpgsql
+as $$
+begin
+    if exists (select from pgqueue.access as a where a.queue <> '') then
+        perform pgqueue._mark(-1, 'pgqueue.awaited_seq');
+    end if;
+    -- Sets nothing, but waits for others that set anything: each has to see what the other did.
+    perform pgqueue._set(null, null, null, '{}', false);
+    perform pgqueue._resolve('');
+end;
+$$;
+
+create or replace function pgqueue.grant_access(role text, kind text, queue text default null)
     returns void
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind));
+    refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind, queue, false));
 begin
+    -- What is left of a role that had this name, and was dropped.
+    delete from pgqueue.access as a
+    where a.role = grant_access.role and a.kind = grant_access.kind
+        and (select g.object from pgqueue._grants(grant_access.kind) as g limit 1) <> all (pgqueue._rights(grant_access.role));
+    insert into pgqueue.access (role, kind, queue)
+    values (grant_access.role, grant_access.kind, coalesce(grant_access.queue, ''))
+    on conflict do nothing;
     perform pgqueue._change_access(role, kind, true);
+    if queue is not null then
+        if exists (
+            select from pgqueue.access as a
+            where a.role = grant_access.role and a.kind = grant_access.kind and a.queue = ''
+        ) then
+            raise notice using
+                message = format('role %I still is a %s of all queues', role, kind),
+                hint = 'To limit it, revoke_access without a queue, then grant_access with one.';
+        end if;
+        perform pgqueue._resolve_access();
+    end if;
 end;
 $$;
 
-comment on function pgqueue.grant_access(text, text) is
-'Lets a role be a producer (enqueue), worker (claim and end attempts), operator
+comment on function pgqueue.grant_access(text, text, text) is
+'Lets a role be a producer (enqueue, and ask status and result),
+worker (claim and end attempts), scheduler (own recurring jobs), operator
 (manage, and read all) or reader (why, health, metrics and the views, which
-hold no payload).
-Kinds include no other kind.
-Raises 22023 (unknown kind), 42704 (no such role).';
+hold no payload). Kinds include no other kind.
+queue limits the access of a producer, worker or scheduler to that queue, and
+others for which it is called; without it, the access is to all queues, and a
+later call with queue does not limit it: only revoke_access does.
+Raises 22023 (unknown kind, or one that is not limited), 42704 (no such role).';
 
-create or replace function pgqueue.revoke_access(role text, kind text)
+create or replace function pgqueue.revoke_access(role text, kind text, queue text default null)
     returns void
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind));
+    refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind, queue, true));
 begin
-    perform pgqueue._change_access(role, kind, false);
+    delete from pgqueue.access as a
+    where a.role = revoke_access.role and a.kind = revoke_access.kind
+        and a.queue = coalesce(revoke_access.queue, a.queue);
+    if not exists (
+        select from pgqueue.access as a where a.role = revoke_access.role and a.kind = revoke_access.kind
+    ) and exists (select from pg_roles as r where r.rolname = role) then
+        perform pgqueue._change_access(role, kind, false);
+    end if;
+    perform pgqueue._resolve_access();
 end;
 $$;
 
-comment on function pgqueue.revoke_access(text, text) is
-'Undoes grant_access; rights that the role also has through another kind must be
-granted again.
-Raises 22023 (unknown kind), 42704 (no such role).';
+comment on function pgqueue.revoke_access(text, text, text) is
+'Undoes grant_access: for a queue, or for all of them. What the role may do by
+another kind of access stays. The role may have been dropped.
+Raises 22023 (unknown kind, or one that is not limited), 42704 (no such role).';
 
 revoke all on schema pgqueue from public;
 revoke all on all tables in schema pgqueue from public;

@@ -417,9 +417,13 @@ create index run_finished_idx on pgqueue.run using brin (finished_at, job_id) wi
 comment on index pgqueue.run_finished_idx is 'What has finished since then? What happened to this job?';
 -- The index of an empty table has a summary of the first megabyte, which all completions would take
 -- turns to write. A range without one is read whole, and gets it when it is full.
-select brin_desummarize_range(i.inhrelid, 0)
-from pg_inherits as i
-where i.inhparent = 'pgqueue.run_finished_idx'::regclass;
+do $$
+begin
+    perform brin_desummarize_range(i.inhrelid, 0)
+    from pg_inherits as i
+    where i.inhparent = 'pgqueue.run_finished_idx'::regclass;
+end;
+$$;
 
 -- Every setting, with all its facts: its column in the two tables below, with comment and check, its
 -- default, what configure refuses, and the view settings follow from this list.
@@ -534,6 +538,7 @@ create table pgqueue.queue_in_force (
     has_narrow boolean not null,
     has_pauses boolean not null,
     has_groups boolean not null,
+    has_access boolean,
     caps pgqueue._cap[],
     constraint queue_in_force_pkey primary key (queue)
 );
@@ -544,6 +549,8 @@ comment on column pgqueue.queue_in_force.queue is 'The queue; empty for those wi
 comment on column pgqueue.queue_in_force.has_narrow is 'Whether anything is set for kinds or groups.';
 comment on column pgqueue.queue_in_force.has_pauses is 'Whether pauses, resumes or leases are set for kinds or groups.';
 comment on column pgqueue.queue_in_force.has_groups is 'Whether groups have weights, limits or rates of their own.';
+comment on column pgqueue.queue_in_force.has_access is
+'Whether the access of any role is limited to some queues; null for no.';
 comment on column pgqueue.queue_in_force.caps is 'The caps of its kinds, and then its own; null for none.';
 
 -- The columns of the settings.
@@ -627,19 +634,38 @@ create sequence pgqueue.used_seq minvalue -9223372036854775808 start 0;
 comment on sequence pgqueue.used_seq is
 'Bits: in which of 63 folds of queues something is set; below 0 if a schedule,
 a batch or a dependency was ever created, so that claims have to look around.';
-select setval('pgqueue.used_seq', 0);
 
 create sequence pgqueue.lanes_seq minvalue -9223372036854775808 start 0;
 comment on sequence pgqueue.lanes_seq is
 'Which folds of queues may have jobs with a priority, or in a group: a bit for
 each, 1 << (hashtext(queue) & 63).';
-select setval('pgqueue.lanes_seq', 0);
 
 create sequence pgqueue.awaited_seq minvalue -9223372036854775808 start 0;
 comment on sequence pgqueue.awaited_seq is
-'Which folds of queues may have jobs that others were enqueued after, or that
-sessions wait for, like lanes_seq.';
-select setval('pgqueue.awaited_seq', 0);
+'Bits: in which of 63 folds of queues there may be jobs that others were enqueued
+after, or that sessions wait for; below 0 if access was ever limited to queues.';
+
+-- Without printing anything.
+do $$
+begin
+    perform setval('pgqueue.used_seq', 0), setval('pgqueue.lanes_seq', 0), setval('pgqueue.awaited_seq', 0);
+end;
+$$;
+
+-- By name, because a restored database may have other roles, and its own rights.
+create table pgqueue.access (
+    role text not null,
+    kind text not null,
+    queue text not null,
+    constraint access_pkey primary key (role, kind, queue)
+);
+comment on table pgqueue.access is
+'Who has been granted which access. Rights on the functions come with it.';
+comment on column pgqueue.access.role is 'The role.';
+comment on column pgqueue.access.kind is 'The kind of access.';
+comment on column pgqueue.access.queue is 'The queue to which it is limited; empty for all.';
+create index access_queue_idx on pgqueue.access (queue) where queue <> '';
+comment on index pgqueue.access_queue_idx is 'Is the access of any role limited to some queues?';
 
 create table pgqueue.schedule (
     due_at timestamptz not null,
@@ -658,6 +684,7 @@ create table pgqueue.schedule (
     cron text,
     timezone text not null,
     catch_up text not null,
+    owner text,
     problem text,
     payload jsonb not null,
     headers jsonb,
@@ -692,6 +719,7 @@ comment on column pgqueue.schedule.group_key is 'The group of its jobs; null for
 comment on column pgqueue.schedule.cron is 'The slots, as a cron expression; null with every.';
 comment on column pgqueue.schedule.timezone is 'The time zone of the cron expression.';
 comment on column pgqueue.schedule.catch_up is 'What happens to missed slots: skip, one or all.';
+comment on column pgqueue.schedule.owner is 'The role that created it; nobody else may change it by schedule.';
 comment on column pgqueue.schedule.problem is
 'Why next_slot could not be fired; it is retried every minute. null: no problem.';
 comment on column pgqueue.schedule.payload is 'The payload of its jobs.';
@@ -840,6 +868,39 @@ comment on column pgqueue.tally.dead is 'How many died; negative if some were re
 comment on column pgqueue.tally.cancelled is 'How many were cancelled.';
 create index tally_batch_idx on pgqueue.tally (batch_id, part);
 comment on index pgqueue.tally_batch_idx is 'Where are the jobs of a batch, and how have they ended?';
+
+-- What metrics() counts. No job passes through these two: maintain() adds up the log.
+create table pgqueue.counter (
+    queue text not null,
+    counted_at timestamptz not null,
+    enqueued bigint not null,
+    completed bigint not null,
+    failed bigint not null,
+    dead bigint not null,
+    constraint counter_pkey primary key (queue)
+);
+comment on table pgqueue.counter is
+'What has happened in each queue since maintain first counted: numbers that only
+grow. A queue in which nothing happens for 14 days is forgotten.';
+comment on column pgqueue.counter.queue is 'The queue.';
+comment on column pgqueue.counter.counted_at is 'When any of them last grew.';
+comment on column pgqueue.counter.enqueued is 'Jobs enqueued.';
+comment on column pgqueue.counter.completed is 'Attempts that completed their jobs.';
+comment on column pgqueue.counter.failed is 'Attempts that failed or expired, also those after which the job was dead.';
+comment on column pgqueue.counter.dead is 'Jobs that died.';
+
+create table pgqueue.cut (
+    at timestamptz not null,
+    last_id bigint not null,
+    xid xid8 not null,
+    constraint cut_pkey primary key (at)
+);
+comment on table pgqueue.cut is
+'Moments up to which counter counts: the first, how far it has; the others, how
+far it will, once all that wrote before them have committed.';
+comment on column pgqueue.cut.at is 'Attempts that ended until then are before the cut.';
+comment on column pgqueue.cut.last_id is 'The last id of the jobs that are before it.';
+comment on column pgqueue.cut.xid is 'Transactions that wrote before it have lower numbers.';
 
 -- A queue makes garbage at the rate of its work whatever its length, so vacuum by count, at full speed, and
 -- before the planner's statistics are far off. Dead index entries slow every claim, and returning the empty

@@ -1,60 +1,28 @@
 """What each kind of role may do, and what no caller can trick a function into."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import psycopg
 import pytest
 from conftest import Connect, column, one
 from psycopg import errors
 
-# What each kind of role may call and read, to be compared with the catalog.
-PRODUCER = {
-    "enqueue", "enqueue_many", "enqueue_row", "create_batch", "close_batch",
-    "status", "result", "await", "version",
-}  # fmt: skip
-WORKER = {
-    "claim", "claim_from", "extend", "progress", "complete", "complete_many", "fail", "release",
-    "finish", "reap", "maintain", "rest", "schedule", "next_slots", "version",
-}  # fmt: skip
-OPERATOR = {
-    "cancel", "cancel_many", "redrive", "redrive_job", "discard", "discard_many",
-    "purge", "pause", "resume", "rerun", "run_now", "reprioritize", "configure",
-    "schedule", "unschedule", "pause_schedule", "resume_schedule", "run_schedule", "next_slots", "reap", "maintain", "why", "health", "metrics",
-    "status", "result", "await", "version",
-}  # fmt: skip
-VIEWS = {
-    "jobs",
-    "queues",
-    "running",
-    "workers",
-    "kinds",
-    "throughput",
-    "failures",
-    "dead",
-    "stuck",
-    "settings",
-    "schedules",
-    "batches",
-    "batch_jobs",
-    "dependencies",
-    "hours",
-    "retention",
-    "checks",
-}
-# What the views call, they call as their reader.
-MEASURES = {
-    "_count_jobs", "_count_dead", "_dead_kinds", "_leased", "_recent_runs", "_dead_errors",
-    "_error_like", "_last_state",
-}  # fmt: skip
-MATRIX = {
-    "producer": (PRODUCER, set()),
-    "worker": (WORKER, set()),
-    "operator": (
-        OPERATOR | MEASURES,
-        VIEWS | {"job", "dead_job", "run", "queue", "schedule"},
-    ),
-    "reader": ({"next_slots", "why", "health", "metrics", "version"} | MEASURES, VIEWS),
-}
+# One row for each routine and relation: its name, its mark for each kind, how to call it.
+TABLE = (Path(__file__).parents[1] / "access.md").read_text()
+HEAD, *ROWS = [
+    [cell.strip().strip("`") for cell in line.split("|")[1:-1]]
+    for line in TABLE.splitlines()
+    if line.startswith("|") and not line.startswith("|--")
+]
+KINDS = HEAD[1:-1]
+ROUTINES = [row for row in ROWS if row[-1]]
+RELATIONS = [row for row in ROWS if not row[-1]]
+LIMITED = ["producer", "worker", "scheduler"]
+
+
+def allowed(rows: list[list[str]], *kinds: str) -> set[str]:
+    return {row[0] for row in rows if any(row[HEAD.index(kind)] for kind in kinds)}
 
 
 def functions(db: psycopg.Connection, role: str) -> set[str]:
@@ -97,26 +65,376 @@ def test_a_role_without_grants_can_do_nothing(db, role):
     assert not one(db, "select has_schema_privilege(%s, 'pgqueue', 'usage')", role)
 
 
-@pytest.mark.parametrize("kind", MATRIX)
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_role_may_do_what_the_matrix_says_and_nothing_else(db, role, kind):
-    callable_, readable = MATRIX[kind]
     db.execute("select pgqueue.grant_access(%s, %s)", (role, kind))
-    assert functions(db, role) == callable_
-    assert relations(db, role, "select") == readable
+    assert functions(db, role) == allowed(ROUTINES, kind)
+    assert relations(db, role, "select") == allowed(RELATIONS, kind)
     assert relations(db, role, "insert, update, delete, truncate, trigger") == set()
     db.execute("select pgqueue.revoke_access(%s, %s)", (role, kind))
     assert functions(db, role) == set() and relations(db, role, "select") == set()
 
 
-def test_every_public_function_is_granted_to_a_kind_of_role_or_kept_for_the_owner(db):
-    public = set(
-        column(
-            db,
-            "select proname from pg_proc where pronamespace = 'pgqueue'::regnamespace and proname not like '\\_%%'",
-        )
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_call_and_view_is_refused_or_not_as_the_matrix_says(
+    db, connect: Connect, role, kind
+):
+    db.execute("select pgqueue.grant_access(%s, %s)", (role, kind))
+    caller = connect(user=role)
+    for name, *marks, call in ROWS:
+        said = None
+        try:
+            with caller.transaction(force_rollback=True):
+                what = f"pgqueue.{name}{call}" if call else f"from pgqueue.{name}"
+                caller.execute(f"select {what} limit 1")
+        except psycopg.Error as error:
+            said = error.sqlstate
+        is_refused = said == errors.InsufficientPrivilege.sqlstate
+        assert is_refused != bool(marks[KINDS.index(kind)]), (name, said)
+
+
+def test_the_matrix_lists_every_public_routine_and_relation(db):
+    public = "not like '\\_%%' and {} !~ '^run_[0-9]+$'"
+    routines = column(
+        db,
+        "select proname from pg_proc where pronamespace = 'pgqueue'::regnamespace "
+        f"and proname {public.format('proname')}",
     )
-    granted = set().union(*(functions for functions, _ in MATRIX.values()))
-    assert public - granted == {"grant_access", "revoke_access"}
+    tables = column(
+        db,
+        "select relname from pg_class where relnamespace = 'pgqueue'::regnamespace "
+        f"and relkind in ('r', 'p', 'v') and relname {public.format('relname')}",
+    )
+    assert {row[0] for row in ROUTINES if row[0][0] != "_"} == set(routines)
+    assert {row[0] for row in RELATIONS} == set(tables)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_role_may_do_by_another_kind_stays_when_one_is_revoked(db, role, kind):
+    for each in KINDS:
+        db.execute("select pgqueue.grant_access(%s, %s)", (role, each))
+    db.execute("select pgqueue.revoke_access(%s, %s)", (role, kind))
+    others = [each for each in KINDS if each != kind]
+    assert functions(db, role) == allowed(ROUTINES, *others)
+    assert relations(db, role, "select") == allowed(RELATIONS, *others)
+
+
+# Access to single queues.
+
+
+@pytest.fixture
+def mine(db, connect: Connect, role) -> psycopg.Connection:
+    """A session of a producer, worker and scheduler of the queue `mine` only."""
+    for kind in LIMITED:
+        db.execute("select pgqueue.grant_access(%s, %s, 'mine')", (role, kind))
+    return connect(user=role)
+
+
+def refused(caller: psycopg.Connection, call: str, *, by: str = "42501") -> None:
+    with pytest.raises(psycopg.Error) as error:
+        caller.execute(f"select * from pgqueue.{call}")
+    assert error.value.sqlstate == by, (call, error.value)
+    assert error.value.diag.message_hint
+
+
+def lease(db, queue: str) -> tuple[int, int]:
+    db.execute("select pgqueue.enqueue(%s)", (queue,))
+    return db.execute(
+        "select id, token from pgqueue.claim(%s, 'w')", (queue,)
+    ).fetchone()
+
+
+@pytest.mark.parametrize("kind", LIMITED)
+def test_a_role_limited_to_a_queue_has_the_same_functions(db, role, kind):
+    db.execute("select pgqueue.grant_access(%s, %s, 'mine')", (role, kind))
+    assert functions(db, role) == allowed(ROUTINES, kind)
+
+
+@pytest.mark.parametrize("setting", [None, "mine", "other"])
+def test_what_is_about_another_queue_is_refused(db, mine, setting):
+    if setting:
+        db.execute("select pgqueue.configure(%s, lease => '1 minute')", (setting,))
+    for call in (
+        "enqueue({})",
+        "enqueue({}, priority => 1)",
+        "enqueue({}, unique_key => 'k', unique_for => '1 hour')",
+        "enqueue_many({}, array['1']::jsonb[])",
+        "enqueue_many({}, array['1']::jsonb[], unique_keys => array['k'])",
+        "create_batch({})",
+        "claim({}, 'w')",
+        "claim_from(array[{}], 'w')",
+        "rest(array[{}], park => false)",
+        "schedule('s ' || {}, {}, every => '1 hour')",
+    ):
+        mine.execute("select pgqueue." + call.replace("{}", "'mine'"))
+        refused(mine, call.replace("{}", "'other'"))
+
+
+def test_a_key_of_another_queue_is_not_told(db, mine):
+    db.execute(
+        "select pgqueue.enqueue('other', unique_key => 'k', unique_for => '1 day')"
+    )
+    refused(mine, "enqueue('other', unique_key => 'k', unique_for => '1 day')")
+
+
+def test_a_producer_does_not_know_the_jobs_and_batches_of_another_queue(db, mine):
+    waiting = one(db, "select pgqueue.enqueue('other')")
+    done = lease(db, "other")
+    db.execute("select pgqueue.complete(%s, %s, '1')", done)
+    dead = lease(db, "other")
+    db.execute("select pgqueue.fail(%s, %s, 'e', permanent => true)", dead)
+    for id in waiting, done[0], dead[0]:
+        for verb in "status", "result", "await":
+            refused(mine, f"{verb}({id})", by="PQ001")
+    batch = one(db, "select pgqueue.create_batch('other')")
+    refused(mine, f"close_batch({batch})", by="PQ001")
+    refused(mine, f"enqueue('mine', batch_id => {batch})", by="PQ001")
+    own = lease(db, "mine")
+    assert one(mine, "select state from pgqueue.status(%s)", own[0]) == "running"
+    assert one(mine, "select pgqueue.await(%s)", own[0])
+    db.execute("select pgqueue.complete(%s, %s, '1')", own)
+    assert one(mine, "select pgqueue.result(%s)", own[0]) == 1
+
+
+@pytest.mark.parametrize("is_logged", [False, True])
+def test_a_worker_with_the_token_of_another_queue_has_lost_it(db, mine, is_logged):
+    if is_logged:
+        db.execute("select pgqueue.configure(null, keep_payloads => true)")
+    id, token = lease(db, "other")
+    for call in (
+        f"complete({id}, {token})",
+        f"fail({id}, {token}, 'e')",
+        f"progress({id}, {token}, 1)",
+    ):
+        refused(mine, call, by="PQ002")
+    ids = f"array[{id}], array[{token}]"
+    assert one(mine, f"select status from pgqueue.extend({ids})") == "lost"
+    assert (
+        one(mine, f"select status from pgqueue.finish({ids}, array['complete'])")
+        == "lost"
+    )
+    assert (
+        one(mine, f"select status from pgqueue.finish({ids}, array['fail'])") == "lost"
+    )
+    for verb in "complete_many", "release":
+        assert column(mine, f"select pgqueue.{verb}({ids})") == []
+    assert one(db, "select done is null and worker = 'w' from pgqueue.running")
+    assert one(db, "select count(*) from pgqueue.run") == 0
+    own = lease(db, "mine")
+    mine.execute("select pgqueue.progress(%s, %s, 1)", own)
+    mine.execute("select pgqueue.complete(%s, %s)", own)
+
+
+def test_what_a_schedule_or_batch_of_another_queue_enqueues_is_enqueued(db, mine):
+    db.execute("select pgqueue.schedule('s', 'other', every => '1 second')")
+    batch = one(db, "select pgqueue.create_batch('other')")
+    db.execute("select pgqueue.enqueue('mine', batch_id => %s)", (batch,))
+    db.execute("select pgqueue.close_batch(%s)", (batch,))
+    db.execute(
+        "update pgqueue.schedule set due_at = now(), next_slot = now() - interval '1 second'"
+    )
+    held = mine.execute("select id, token from pgqueue.claim('mine', 'w')").fetchone()
+    mine.execute("select pgqueue.complete(%s, %s)", held)
+    mine.execute("select pgqueue.maintain()")
+    counts = column(db, "select count(*) from pgqueue.job where queue = 'other'")
+    assert counts[0] >= 2
+    assert not one(db, "select problem from pgqueue.schedule")
+
+
+def test_a_role_is_limited_to_all_queues_of_its_grants_and_of_roles_it_is_member_of(
+    db, connect: Connect, role
+):
+    db.execute("create role pgqueue_team")
+    try:
+        db.execute(f"grant pgqueue_team to {role}")
+        for name, queue in (role, "a"), (role, "b"), ("pgqueue_team", "c"):
+            db.execute("select pgqueue.grant_access(%s, 'producer', %s)", (name, queue))
+        caller = connect(user=role)
+        for queue in "abc":
+            caller.execute("select pgqueue.enqueue(%s)", (queue,))
+        refused(caller, "enqueue('d')")
+        db.execute("select pgqueue.revoke_access(%s, 'producer', 'a')", (role,))
+        refused(caller, "enqueue('a')")
+        caller.execute("select pgqueue.enqueue('b')")
+        db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
+        caller.execute("select pgqueue.enqueue('d')")
+        db.execute("select pgqueue.revoke_access(%s, 'producer')", (role,))
+        refused(caller, "enqueue('d')")
+        caller.execute("select pgqueue.enqueue('c')")
+    finally:
+        db.execute("drop owned by pgqueue_team")
+        db.execute("drop role pgqueue_team")
+
+
+def test_a_role_that_is_dropped_and_made_again_has_none_of_its_old_access(
+    db, connect: Connect, role
+):
+    db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
+    db.execute(f"drop owned by {role}")
+    db.execute(f"drop role {role}")
+    db.execute(f"create role {role} login")
+    db.execute("select pgqueue.grant_access(%s, 'producer', 'mine')", (role,))
+    refused(connect(user=role), "enqueue('other')")
+
+
+def test_what_is_left_of_a_dropped_role_can_be_revoked(db, role):
+    db.execute("create role pgqueue_gone")
+    db.execute("select pgqueue.grant_access('pgqueue_gone', 'worker', 'mine')")
+    db.execute("drop owned by pgqueue_gone")
+    db.execute("drop role pgqueue_gone")
+    db.execute("select pgqueue.revoke_access('pgqueue_gone', 'worker')")
+    assert one(db, "select count(*) from pgqueue.access") == 0
+    assert one(db, "select count(*) from pgqueue.queue_in_force") == 0
+    with pytest.raises(errors.UndefinedObject):
+        db.execute("select pgqueue.revoke_access('pgqueue_gone', 'worker')")
+
+
+def test_a_role_of_all_queues_is_told_that_a_queue_does_not_limit_it(db, role):
+    said = []
+    db.add_notice_handler(lambda notice: said.append(notice.message_primary))
+    db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
+    db.execute("select pgqueue.grant_access(%s, 'producer', 'mine')", (role,))
+    assert said == [f"role {role} still is a producer of all queues"]
+
+
+def test_superusers_and_roles_of_all_queues_are_not_limited(db, mine, connect: Connect):
+    db.execute("select pgqueue.enqueue('other')")
+    db.execute("create role pgqueue_all login")
+    try:
+        db.execute("select pgqueue.grant_access('pgqueue_all', 'producer')")
+        connect(user="pgqueue_all").execute("select pgqueue.enqueue('other')")
+    finally:
+        db.execute("drop owned by pgqueue_all")
+        db.execute("drop role pgqueue_all")
+
+
+def test_the_last_limit_that_is_revoked_leaves_nothing_behind(db, role):
+    for kind in LIMITED:
+        db.execute("select pgqueue.grant_access(%s, %s, 'mine')", (role, kind))
+        db.execute("select pgqueue.revoke_access(%s, %s, 'mine')", (role, kind))
+    assert functions(db, role) == set()
+    assert one(db, "select count(*) from pgqueue.queue_in_force") == 0
+    assert one(db, "select count(*) from pgqueue.access") == 0
+
+
+def test_limits_outlive_a_reset_of_the_settings_of_all(db, mine):
+    db.execute("select pgqueue.configure(null, max_attempts => 3)")
+    refused(mine, "enqueue('other')")
+    db.execute("select pgqueue.configure(null, reset => true)")
+    refused(mine, "enqueue('other')")
+
+
+def test_maintain_restores_limits_where_a_copy_left_the_sequences_out(db, mine):
+    db.execute("delete from pgqueue.queue_in_force")
+    db.execute("select setval('pgqueue.used_seq', 0), setval('pgqueue.awaited_seq', 0)")
+    db.execute("select pgqueue.maintain()")
+    refused(mine, "enqueue('other')")
+    refused(mine, "complete({}, {})".format(*lease(db, "other")), by="PQ002")
+
+
+def test_another_role_lends_nothing_to_or_from_a_limited_one(
+    db, connect: Connect, mine
+):
+    """Neither a security definer function nor SET ROLE widens what is limited."""
+    db.execute(f"create schema own authorization {mine.info.user}")
+    mine.execute("""
+        create function own.lend() returns bigint language sql security definer
+            as $$ select pgqueue.enqueue('other') $$;
+        grant usage on schema own to public;
+    """)
+    db.execute("create role pgqueue_other login")
+    try:
+        db.execute(f"grant pgqueue_other to {mine.info.user}")
+        mine.execute("set role pgqueue_other")
+        for caller in mine, connect(user="pgqueue_other"):
+            with pytest.raises(errors.InsufficientPrivilege):
+                caller.execute("select own.lend()")
+    finally:
+        mine.execute("reset role")
+        db.execute("drop role pgqueue_other")
+        db.execute("drop schema own cascade")
+
+
+@pytest.mark.parametrize("call", ["enqueue('other')", "status(1)", "result(1)"])
+def test_maintenance_of_a_table_runs_nothing_with_the_rights_of_who_maintains_it(
+    db, mine, call
+):
+    """ANALYZE runs functions in indexes as the table's owner, in a superuser's session."""
+    db.execute("select pgqueue.enqueue('other')")
+    db.execute(f"create schema own authorization {mine.info.user}")
+    mine.execute(f"""
+        create function own.act() returns text language sql
+            as $$ select (pgqueue.{call})::text $$;
+        create function own.peek(int) returns text language plpgsql immutable as $$
+            begin
+                return case when current_setting('application_name') = 'pgqueue test'
+                    then own.act() end;
+            end $$;
+        create table own.bait as select n from generate_series(1, 10) as n;
+        create index on own.bait (own.peek(n));
+    """)
+    db.execute("set application_name = 'pgqueue test'")
+    with pytest.raises(errors.InsufficientPrivilege, match="security-restricted"):
+        db.execute("analyze own.bait")
+    db.execute("drop schema own cascade")
+
+
+def test_a_collation_makes_no_queue_look_like_another(db, mine):
+    db.execute("""
+        create collation blind (provider = icu, locale = 'und-u-ks-level1', deterministic = false)
+    """)
+    with pytest.raises(errors.InsufficientPrivilege):
+        mine.execute("select pgqueue.enqueue('MINE' collate blind)")
+
+
+# What producers read.
+
+
+def test_a_producer_reads_state_result_and_the_first_line_of_an_error(
+    db, connect: Connect, role
+):
+    db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
+    caller = connect(user=role)
+    id = one(caller, "select pgqueue.enqueue('q', '{\"secret\": 1}')")
+    said = "ValueError: no\nTraceback: secret"
+    for outcome in "retry", "dead":
+        token = one(db, "select token from pgqueue.claim('q', 'w')")
+        db.execute(
+            "select pgqueue.fail(%s, %s, %s, '0', %s)",
+            (id, token, said, outcome == "dead"),
+        )
+        row = caller.execute("select s::text, s.* from pgqueue.status(%s) as s", (id,))
+        row = row.fetchone()
+        assert "ValueError: no" in row[0] and "secret" not in row[0]
+    assert one(db, "select last_error from pgqueue.status(%s)", id) == said
+
+
+# Schedules belong to who created them.
+
+
+def test_nobody_overwrites_the_schedule_of_another(db, connect: Connect, role):
+    db.execute("create role pgqueue_ops login")
+    try:
+        db.execute("select pgqueue.grant_access(%s, 'scheduler')", (role,))
+        db.execute("select pgqueue.grant_access('pgqueue_ops', 'operator')")
+        app, ops = connect(user=role), connect(user="pgqueue_ops")
+        app.execute("select pgqueue.schedule('app', 'q', every => '1 hour')")
+        app.execute("select pgqueue.schedule('app', 'q', every => '2 hours')")
+        ops.execute("select pgqueue.schedule('ops', 'q', every => '1 hour')")
+        refused(app, "schedule('ops', 'mine', every => '1 hour')")
+        refused(ops, "schedule('app', 'mine', every => '1 hour')")
+        assert column(db, "select every::text from pgqueue.schedule order by name") == [
+            "02:00:00", "01:00:00",
+        ]  # fmt: skip
+        ops.execute("select pgqueue.pause_schedule('app'), pgqueue.unschedule('app')")
+        ops.execute("select pgqueue.schedule('app', 'q', every => '1 hour')")
+        refused(app, "schedule('app', 'mine', every => '1 hour')")
+    finally:
+        db.execute("drop owned by pgqueue_ops")
+        db.execute("drop role pgqueue_ops")
+    # It belongs to nobody any more.
+    app.execute("select pgqueue.schedule('app', 'mine', every => '1 hour')")
+    assert one(db, "select owner from pgqueue.schedule where name = 'app'") == role
 
 
 def test_a_role_that_is_producer_and_worker_needs_no_table(db, connect: Connect, role):
@@ -243,7 +561,7 @@ def test_a_producer_that_writes_a_table_enqueues(db, connect: Connect, role, tri
 
 
 @BOTH
-@pytest.mark.parametrize("kind", [None, "worker", "operator", "reader"])
+@pytest.mark.parametrize("kind", [None, "worker", "scheduler", "operator", "reader"])
 def test_who_is_no_producer_cannot_write_a_table_whose_trigger_enqueues(
     db, connect: Connect, role, trigger, kind
 ):

@@ -175,11 +175,13 @@ def test_what_is_scripted_answers_in_json(run, db) -> None:
     health = ask("health", code=2)
     assert health["status"] == "critical"
     assert {"status", "check", "detail", "hint"} == health["checks"][0].keys()
-    samples = ask("metrics")
+    samples = ask("metrics", "--by-queue")
     ready = {"queue": NASTY, "state": "ready"}
     (value,) = [s["value"] for s in samples if s["labels"] == ready]
     assert value == 1
-    assert len(samples) == len(re.findall(r"(?m)^\w", run("pgqueue", "metrics").stdout))
+    assert len(samples) == len(
+        re.findall(r"(?m)^\w", run("pgqueue", "metrics", "--by-queue").stdout)
+    )
 
 
 @pytest.mark.parametrize("args", [["cancel", "1"], ["enqueue", "", "{}"]])

@@ -26,6 +26,13 @@ STRANGER = """
 create role pgqueue_no_producer; grant insert on changed to pgqueue_no_producer;
 set local role pgqueue_no_producer
 """
+LIMITED = """
+create role pgqueue_limited;
+select pgqueue.grant_access('pgqueue_limited', k.kind, queue => 'own')
+from unnest(array['producer', 'worker', 'scheduler']) as k (kind);
+set local role pgqueue_limited
+"""
+SCHEDULED = "select pgqueue.schedule('s', 'own', '@daily')"
 
 BATCH = "create temporary table made as select pgqueue.create_batch('q') as id"
 CLOSE = "select pgqueue.close_batch(id) from made"
@@ -55,6 +62,7 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "PQ001": [("'q', after => '{7}'",), ("'q', batch_id => 7",)],
         "55000": [(f"'q', {MADE}", BATCH, CLOSE)],
+        "42501": [("'q'", LIMITED), ("'q', unique_key => 'k'", LIMITED)],
         "54000": [(f"'q', {FAT}", SMALL)],
         "23505": [
             ("'q', unique_key => 'k', on_duplicate => 'error'", TAKEN),
@@ -66,6 +74,7 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     "enqueue_many": {
+        "42501": [("'q', '{1}'", LIMITED)],
         "22023": [
             ("'', '{}'",),
             ("'q', null",),
@@ -86,6 +95,7 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "42501": [("'queue=q'", STRANGER)],
     },
     "claim": {
+        "42501": [("'q', 'w'", LIMITED)],
         "25001": [("'q', 'w'", LEVEL)],
         "25006": [("'q', 'w'", READ_ONLY), ("'q', 'w'", TAKEN, READ_ONLY)],
         "22023": [
@@ -140,7 +150,11 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'{1}', '{1}', '{fail}', delays => '{-1 s}'",),
         ],
     },
-    "rest": {"25001": [("array['q']", LEVEL)], "22023": [("'{}'",)]},
+    "rest": {
+        "25001": [("array['q']", LEVEL)],
+        "22023": [("'{}'",)],
+        "42501": [("array['own', 'q']", LIMITED)],
+    },
     "reap": {"25001": [("", LEVEL)], "22023": [("0",)]},
     "maintain": {"25001": [("", LEVEL)]},
     "cancel": {"PQ001": [("1",), ("null",)]},
@@ -208,6 +222,7 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ]
     },
     "create_batch": {
+        "42501": [("'q'", LIMITED)],
         "22023": [
             ("''",),
             ("'q', '[]'",),
@@ -219,6 +234,10 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
     },
     "close_batch": {"PQ001": [("7",), ("null",)]},
     "schedule": {
+        "42501": [
+            ("'s', 'q', '@daily'", LIMITED),
+            ("'s', 'own', '@daily'", SCHEDULED, LIMITED),
+        ],
         "22023": [
             ("'', 'q', '@daily'",),
             ("'s', '', '@daily'",),

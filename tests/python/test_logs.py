@@ -340,6 +340,30 @@ def test_an_embedded_worker_that_fails_says_so_at_once(dsn, role, caplog) -> Non
     assert not record.exc_info
 
 
+def test_a_worker_that_may_not_schedule_says_which_access_it_lacks(
+    db, dsn, role, caplog
+) -> None:
+    db.execute("select pgqueue.grant_access(%s, 'worker')", (role,))
+    app = pgqueue.App()
+    app.job("tick", queue="q", cron="@daily")(lambda: None)
+
+    async def serve() -> None:
+        async with pgqueue.Worker(app, {"q": 1}, dsn=f"{dsn} user={role}").running():
+            await asyncio.to_thread(wait_until, lambda: "has failed" in caplog.text)
+
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        asyncio.run(serve())
+    (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert "grant_access(role, 'scheduler')" in record.message
+    db.execute("select pgqueue.schedule('tick', 'q', cron => '@daily')")
+    db.execute("select pgqueue.grant_access(%s, 'scheduler')", (role,))
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        asyncio.run(serve())
+    record = [r for r in caplog.records if r.levelname == "ERROR"][-1]
+    assert "belongs to role postgres" in record.message
+    assert "grant_access" not in record.message
+
+
 # Hostile text
 
 NASTY = (

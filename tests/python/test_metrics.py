@@ -24,6 +24,8 @@ ALERTS = yaml.safe_load((MONITORING / "alerts.yml").read_text())
 RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
 DASHBOARD = json.loads((MONITORING / "grafana.json").read_text())
 
+COUNTERS = ("enqueued", "completed", "failed", "dead")
+
 Samples = dict[tuple[str, frozenset], float]
 
 HOSTILE = 'a "b"\\n\n{c="d"} 1 \tÜ\x1b[31m#'
@@ -50,6 +52,10 @@ select pgqueue.enqueue('other', unique_key => 'k', unique_for => '1 hour')
 @pytest.fixture
 def filled(db: psycopg.Connection) -> psycopg.Connection:
     psycopg.ClientCursor(db).execute(FILL, {"queue": HOSTILE})
+    # As if maintain had counted.
+    db.execute(
+        "insert into pgqueue.counter values (%s, now(), 32, 5, 3, 2)", (HOSTILE,)
+    )
     db.execute("analyze")
     return db
 
@@ -60,6 +66,11 @@ def reader(filled, connect: Connect, role) -> Iterator[psycopg.Connection]:
     filled.execute("select pgqueue.grant_access(%s, 'reader')", (role,))
     with connect(user=role) as session:
         yield session
+
+
+def name_of(family: Metric) -> str:
+    """Its name in the text; the client cuts the end off that of a counter."""
+    return f"{family.name}_total" if family.type == "counter" else family.name
 
 
 def families(text: str) -> list[Metric]:
@@ -117,15 +128,156 @@ def shown(db: psycopg.Connection) -> Samples:
     for row in rows(db, "select * from pgqueue.retention"):
         add("retention_rows", row["rows"], what=row["what"])
         add("retention_bytes", row["bytes"], what=row["what"])
+    for row in rows(db, "select * from pgqueue.counter"):
+        for name in COUNTERS:
+            add(f"{name}_total", row[name], queue=row["queue"])
     add("info", 1, version=one(db, "select pgqueue.version()"))
     return found
 
 
 def test_every_number_of_the_views_is_read_by_a_client_of_prometheus(filled):
-    found = families(one(filled, "select pgqueue.metrics()"))
+    found = families(one(filled, "select pgqueue.metrics(by_queue => true)"))
     assert differences(samples(found), shown(filled)) == []
-    assert all(family.type == "gauge" and family.documentation for family in found)
+    assert all(family.documentation for family in found)
+    counters = {f"pgqueue_{name}_total" for name in COUNTERS}
+    assert {name_of(f) for f in found if f.type == "counter"} == counters
+    assert {f.type for f in found} == {"gauge", "counter"}
     assert len({family.name for family in found}) == len(found)
+
+
+def test_by_default_gauges_are_of_all_queues_and_a_queue_takes_200_bytes(filled):
+    text = one(filled, "select pgqueue.metrics()")
+    found, each = samples(families(text)), shown(filled)
+    for name, total in ("jobs", sum), ("dead_jobs", sum), ("oldest_wait_seconds", max):
+        values = {}
+        for (metric, labels), value in each.items():
+            if metric == f"pgqueue_{name}":
+                rest = frozenset(kv for kv in labels if kv[0] == "state")
+                values.setdefault(rest, []).append(value)
+        for labels, listed in values.items():
+            value = found[f"pgqueue_{name}", labels]
+            assert value == pytest.approx(total(listed), abs=5)
+    by_queue = {name for name, labels in found if "queue" in dict(labels)}
+    assert by_queue == {f"pgqueue_{name}_total" for name in COUNTERS}
+    filled.execute("truncate pgqueue.job, pgqueue.dead_job, pgqueue.counter")
+    filled.execute("select pgqueue.unschedule(name) from pgqueue.schedules")
+    before = len(one(filled, "select pgqueue.metrics()"))
+    filled.execute(
+        "select pgqueue.enqueue('queue ' || n, run_at => now() - n * interval '1 s'),"
+        " pgqueue.schedule('s' || n, 'queue ' || n, every => '1 hour')"
+        " from generate_series(1, 1008) as n"
+    )
+    filled.execute(
+        "insert into pgqueue.counter"
+        " select 'queue ' || n, now(), 999999, 999999, 999999, 999999"
+        " from generate_series(1, 1008) as n"
+    )
+    assert len(one(filled, "select pgqueue.metrics()")) - before < 200 * 1008
+
+
+# Counters
+
+
+def pass_time(db: psycopg.Connection) -> None:
+    """Let 40 seconds pass, and maintain() count."""
+    db.execute("update pgqueue.cut set at = at - interval '40 s'")
+    db.execute("update pgqueue.run set finished_at = finished_at - interval '40 s'")
+    db.execute("select pgqueue.maintain()")
+
+
+def counted(db: psycopg.Connection) -> dict[str, tuple]:
+    query = "select queue, enqueued, completed, failed, dead from pgqueue.counter"
+    return {queue: tuple(numbers) for queue, *numbers in db.execute(query)}
+
+
+def end(db: psycopg.Connection, verb: str, jobs: int, queue: str = "q") -> None:
+    call = {
+        "complete": "pgqueue.complete(id, token)",
+        "fail": "pgqueue.fail(id, token, 'e', '1 day')",
+        "kill": "pgqueue.fail(id, token, 'e', permanent => true)",
+    }[verb]
+    db.execute(f"select {call} from pgqueue.claim(%s, 'w', %s)", (queue, jobs))
+
+
+def test_each_job_and_end_is_counted_once(db):
+    db.execute("select pgqueue.enqueue('before')")
+    db.execute("select pgqueue.maintain()")
+    assert counted(db) == {}
+    db.execute("select pgqueue.enqueue('q') from generate_series(1, 12)")
+    db.execute("select pgqueue.enqueue('other', run_at => now() + interval '1 day')")
+    for verb, jobs in ("complete", 4), ("fail", 2), ("kill", 1):
+        end(db, verb, jobs)
+    db.execute("select pgqueue.cancel(max(id)) from pgqueue.job where queue = 'q'")
+    for _ in range(2):
+        pass_time(db)
+    assert counted(db) == {"q": (12, 4, 3, 1), "other": (1, 0, 0, 0)}
+    end(db, "complete", 3)
+    for _ in range(4):
+        pass_time(db)
+    assert counted(db) == {"q": (12, 7, 3, 1), "other": (1, 0, 0, 0)}
+    assert one(db, "select count(*) from pgqueue.cut") == 2
+
+
+def test_what_commits_late_is_counted_when_it_has(db, connect: Connect):
+    db.execute("select pgqueue.maintain()")
+    db.execute("select pgqueue.enqueue('q') from generate_series(1, 3)")
+    late = connect(autocommit=False)
+    end(late, "complete", 1)
+    late.execute("select pgqueue.enqueue('late')")
+    for _ in range(3):
+        pass_time(db)
+    assert counted(db) == {}
+    late.commit()
+    for _ in range(2):
+        pass_time(db)
+    assert counted(db) == {"q": (3, 1, 0, 0), "late": (1, 0, 0, 0)}
+
+
+def test_a_transaction_that_stays_open_holds_up_counting_for_five_minutes(
+    db, connect: Connect
+):
+    db.execute("select pgqueue.maintain()")
+    connect(autocommit=False).execute("select pg_current_xact_id()")
+    db.execute("select pgqueue.enqueue('q')")
+    for _ in range(7):
+        pass_time(db)
+    assert counted(db) == {}
+    for _ in range(2):
+        pass_time(db)
+    assert counted(db) == {"q": (1, 0, 0, 0)}
+
+
+def test_only_one_session_counts_and_none_waits(db, connect: Connect):
+    db.execute("select pgqueue.maintain()")
+    db.execute("select pgqueue.enqueue('q')")
+    pass_time(db)
+    first = connect(autocommit=False)
+    pass_time(first)
+    db.execute("set lock_timeout = '1 s'")
+    db.execute("select pgqueue.maintain()")
+    assert counted(db) == {}
+    first.commit()
+    assert counted(db) == {"q": (1, 0, 0, 0)}
+
+
+def test_counting_goes_on_when_the_clock_has_been_set_back(db):
+    db.execute("select pgqueue.maintain()")
+    db.execute("update pgqueue.cut set at = now() + interval '1 day'")
+    db.execute("select pgqueue.maintain()")
+    db.execute("select pgqueue.enqueue('q')")
+    for _ in range(2):
+        pass_time(db)
+    assert counted(db) == {"q": (1, 0, 0, 0)}
+
+
+def test_an_idle_queue_is_forgotten(db):
+    db.execute(
+        "insert into pgqueue.counter values ('q', now() - interval '15 days', 1, 1, 1, 1)"
+    )
+    db.execute("select pgqueue.maintain()")
+    for _ in range(2):
+        pass_time(db)
+    assert counted(db) == {}
 
 
 def test_a_reader_gets_the_same_samples_by_sql_exporter(reader):
@@ -146,12 +298,12 @@ def test_a_reader_gets_the_same_samples_by_sql_exporter(reader):
                 if value is not None:  # of a null sql_exporter makes no sample
                     key = metric["metric_name"], frozenset((labels | more).items())
                     found[key] = float(value)
-    want = families(one(reader, "select pgqueue.metrics()"))
+    want = families(one(reader, "select pgqueue.metrics(by_queue => true)"))
     assert differences(found, samples(want)) == []
     about = {
         m["metric_name"]: (m["help"].strip(), m["type"]) for m in COLLECTOR["metrics"]
     }
-    assert about == {m.name: (m.documentation, m.type) for m in want}
+    assert about == {name_of(m): (m.documentation, m.type) for m in want}
 
 
 def test_the_reference_has_every_metric_with_its_labels(filled):
@@ -161,18 +313,21 @@ def test_the_reference_has_every_metric_with_its_labels(filled):
         for names, labels, _ in documents.table(section, "metric", "labels")
         for name in documents.quoted(names)
     }
-    found = families(one(filled, "select pgqueue.metrics()"))
-    assert told == {family.name: set(family.samples[0].labels) for family in found}
+    found = families(one(filled, "select pgqueue.metrics(by_queue => true)"))
+    assert told == {name_of(family): set(family.samples[0].labels) for family in found}
 
 
 def test_the_command_prints_utf8_whatever_the_terminal_has(run, filled):
-    done = run("pgqueue", "metrics", PYTHONIOENCODING="ascii")
+    done = run("pgqueue", "metrics", "--by-queue", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert differences(samples(families(done.stdout)), shown(filled)) == []
 
 
 def test_alerts_ask_for_metrics_and_labels_that_are_there(filled):
-    found = {f.name: f for f in families(one(filled, "select pgqueue.metrics()"))}
+    found = {
+        f.name: f
+        for f in families(one(filled, "select pgqueue.metrics(by_queue => true)"))
+    }
     named = "select proname from pg_proc where pronamespace = 'pgqueue'::regnamespace"
     named += " union select viewname from pg_views where schemaname = 'pgqueue'"
     objects = set(column(filled, named))

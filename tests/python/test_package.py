@@ -58,6 +58,19 @@ def empty(request):
         admin.execute(f"drop database {name} with (force)")
 
 
+@pytest.fixture
+def plain_db():
+    """A database into which the plain script has been run."""
+    name = "pgqueue_plain"
+    with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+        admin.execute(f"drop database if exists {name} with (force)")
+        admin.execute(f"create database {name}")
+        with psycopg.connect(dbname=name, autocommit=True) as conn:
+            conn.execute(script(".plain").read_text())
+            yield conn
+        admin.execute(f"drop database {name} with (force)")
+
+
 def test_every_place_says_the_same_version(db):
     project = tomllib.loads((REPO / "python/pyproject.toml").read_text())["project"]
     meta = json.loads((REPO / "META.json").read_text())
@@ -170,7 +183,8 @@ select 'function', p.oid::regprocedure::text, p.prosrc, p.proconfig::text, p.pro
 from pg_proc as p where p.pronamespace = 'pgqueue'::regnamespace
 union all
 select c.relkind::text, c.relname, a.attname, a.attnum::text, format_type(a.atttypid, a.atttypmod),
-    coalesce(c.relacl::text, '') || coalesce(c.reloptions::text, ''),
+    coalesce(c.relacl, acldefault((case c.relkind when 'S' then 's' else 'r' end)::"char", c.relowner))::text
+        || coalesce(c.reloptions::text, ''),
     coalesce(col_description(c.oid, a.attnum), obj_description(c.oid, 'pg_class'))
 from pg_class as c join pg_attribute as a on a.attrelid = c.oid
 where c.relnamespace = 'pgqueue'::regnamespace and a.attnum > 0
@@ -198,16 +212,55 @@ def test_a_database_of_any_encoding_takes_it(encoding, plain):
         admin.execute(f"drop database {name} with (force)")
 
 
-def test_the_plain_file_makes_the_same_objects_and_runs_only_once(db, empty):
+def run_by_psql(plain: Path, dbname: str) -> str:
+    done = client("psql", "-Xq", "-v", "ON_ERROR_STOP=1", "-f", str(plain), dbname)
+    assert (done.returncode != 0) == bool(done.stderr)
+    return done.stdout + done.stderr
+
+
+def run_by_a_driver(plain: Path, dbname: str, autocommit: bool = True) -> str:
+    with psycopg.connect(dbname=dbname, autocommit=autocommit) as conn:
+        try:
+            conn.execute(plain.read_text())
+        except psycopg.Error as error:
+            conn.rollback()
+            return str(error)
+    return ""
+
+
+def run_in_a_transaction(plain: Path, dbname: str) -> str:
+    return run_by_a_driver(plain, dbname, autocommit=False)
+
+
+@pytest.mark.parametrize("run", [run_by_psql, run_by_a_driver, run_in_a_transaction])
+def test_the_plain_file_makes_the_same_objects_and_runs_only_once(db, empty, run):
     plain = script(".plain")
-    first = client("psql", "-Xq", "-f", str(plain), empty)
-    assert (first.returncode, first.stderr) == (0, "")
+    assert run(plain, empty) == ""
     with psycopg.connect(dbname=empty, autocommit=True) as conn:
         assert conn.execute(CATALOG).fetchall() == db.execute(CATALOG).fetchall()
         id = one(conn, "select pgqueue.enqueue('q')")
-        again = client("psql", "-Xq", "-f", str(plain), empty)
-        assert again.returncode != 0 and "already exists" in again.stderr
+        assert "already exists" in run(plain, empty)
         assert column(conn, "select id from pgqueue.claim('q', 'w')") == [id]
+
+
+def test_nothing_in_the_plain_file_is_for_psql_alone():
+    lines = script(".plain").read_text().splitlines()
+    assert not [line for line in lines if line.lstrip().startswith("\\")]
+
+
+def test_the_plain_install_is_removed_with_its_schema(plain_db):
+    plain_db.execute("create table orders (id int)")
+    plain_db.execute(
+        "create trigger t after insert on orders for each row"
+        " execute function pgqueue.enqueue_row('queue=q')"
+    )
+    with pytest.raises(psycopg.errors.UndefinedObject):
+        plain_db.execute("drop extension pgqueue")
+    plain_db.execute("drop schema pgqueue cascade")
+    assert one(plain_db, "select to_regnamespace('pgqueue') is null")
+    plain_db.execute("insert into orders values (1)")
+    plain_db.execute(script(".plain").read_text())
+    assert one(plain_db, "select pgqueue.enqueue('q')") == 1
 
 
 # Dump and restore
@@ -223,6 +276,7 @@ TABLES = {
     "batch": "id",
     "tally": "batch_id, part",
     "schedule": "name",
+    "access": "role, kind, queue",
 }
 POPULATE = """
 select pgqueue.configure('mails', lease => '3 minutes', keep_runs => 14);
@@ -240,6 +294,7 @@ update pgqueue.job set lease_expires_at = now() - interval '1 hour'
 select pgqueue.cancel((select min(id) from pgqueue.job where token is not null), 'why');
 select pgqueue.cancel(pgqueue.enqueue('once', unique_key => 'k', unique_for => '1 hour'));
 select pgqueue.schedule('nightly', 'mails', '0 3 * * *', timezone => 'Europe/Berlin');
+select pgqueue.grant_access(current_user, 'producer', 'mails');
 select pgqueue.create_batch('done');
 select pgqueue.enqueue('work', batch_id => b.id) from pgqueue.batch as b;
 select pgqueue.enqueue('work', batch_id => b.id, after => array[j.id])
@@ -277,10 +332,25 @@ def dump_queue_only(source: str, target: str, folder: Path) -> list:
     return dump_plain(source, target, folder, "-e", "pgqueue", "-n", "pgqueue")
 
 
-@pytest.mark.parametrize("dump", [dump_plain, dump_custom, dump_queue_only])
+def dump_schema_only(source: str, target: str, folder: Path) -> list:
+    return dump_plain(source, target, folder, "-n", "pgqueue")
+
+
+@pytest.mark.parametrize(
+    ("source", "dump"),
+    [
+        ("db", dump_plain),
+        ("db", dump_custom),
+        ("db", dump_queue_only),
+        ("plain_db", dump_plain),
+        ("plain_db", dump_custom),
+        ("plain_db", dump_schema_only),
+    ],
+)
 def test_a_restored_queue_has_every_row_and_reuses_no_id_or_token(
-    db, empty, tmp_path, dump
+    request, empty, tmp_path, source, dump
 ):
+    db = request.getfixturevalue(source)
     if version_of("pg_dump") < db.info.server_version // 10000:
         pytest.skip("pg_dump is older than the server")
     db.execute(POPULATE)

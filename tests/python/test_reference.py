@@ -80,7 +80,7 @@ def test_the_examples_run_in_order_and_say_what_the_page_shows(db):
             run_sql(block, db.info.dbname)
         assert "enqueue" in granted(db, "shop")
     finally:
-        db.execute("drop owned by shop; drop role shop")
+        db.execute("drop owned by shop, partner; drop role shop, partner")
 
 
 def granted(db: psycopg.Connection, role: str) -> list[str]:

@@ -786,6 +786,7 @@ def test_of_very_many_runs_some_pages_stand_for_all_and_no_others_are_read(db):
         ("2 hours",),
     )
     (row,) = rows(db, "select * from pgqueue.queues")
+    assert row["is_estimate"]
     assert near(row["finished_last_hour"], 48000) and near(
         row["failed_last_hour"], 12000
     )
@@ -811,9 +812,25 @@ def test_a_queue_with_few_runs_beside_a_busy_one_is_counted(db):
     )
     query = "select max(weight) from pgqueue._recent_runs(now() - interval '1 hour')"
     assert one(db, query) > 1
-    busy, quiet = rows(db, "select * from pgqueue.queues order by queue")
+    db.execute("select pgqueue.enqueue('silent')")
+    busy, quiet, silent = rows(db, "select * from pgqueue.queues order by queue")
+    estimates = [row["is_estimate"] for row in (busy, quiet, silent)]
+    assert estimates == [True, False, False]
     assert near(busy["finished_last_hour"], 29997)
     assert (quiet["queue"], quiet["finished_last_hour"]) == ("quiet", 3)
+
+
+def test_of_a_queue_that_the_sample_may_have_missed_it_is_said_to_be_an_estimate(db):
+    db.execute(
+        "insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker)"
+        " select 1, 1, n, clock_timestamp() - interval '50 minutes' * (1 - n / 90000.0), '1 s', '1 s', 'busy', 'k',"
+        " 'completed', 'w' from generate_series(1, 90000) as n"
+    )
+    db.execute("select pgqueue.enqueue('silent')")
+    query = "select max(weight) from pgqueue._recent_runs(now() - interval '1 hour')"
+    assert one(db, query) == 8
+    found = column(db, "select is_estimate from pgqueue.queues order by queue")
+    assert found == [True, True]
 
 
 def test_the_last_state_of_a_schedule_is_found_without_reading_all_runs(db):

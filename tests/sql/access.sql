@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(13);
+select plan(15);
 
 create role pgqueue_test_role;
 select is(
@@ -26,6 +26,14 @@ select throws_ok(
 select throws_ok(
     $$ select pgqueue.grant_access('nobody; drop', 'reader') $$, '42704', null,
     'grant_access refuses a role that does not exist'
+);
+select throws_ok(
+    $$ select pgqueue.grant_access('pgqueue_test_role', 'reader', queue => 'q') $$, '22023', null,
+    'a reader cannot be limited to a queue'
+);
+select throws_ok(
+    $$ select pgqueue.grant_access('pgqueue_test_role', 'worker', queue => '') $$, '22023', null,
+    'grant_access refuses an empty name of a queue'
 );
 
 select pgqueue.grant_access('pgqueue_test_role', 'producer');

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(9);
+select plan(11);
 
 select matches(
     pgqueue.metrics(),
@@ -13,7 +13,7 @@ select matches(
 
 create temporary view line as
 select m.line, m.place
-from string_to_table(pgqueue.metrics(), E'\n') with ordinality as m (line, place);
+from string_to_table(pgqueue.metrics(by_queue => true), E'\n') with ordinality as m (line, place);
 create function pg_temp.of(label text)
     returns table (sample text)
     language sql
@@ -74,6 +74,22 @@ select results_eq(
            select distinct substring(m.line from '^\w+') collate "C" as name from line as m where m.line like 'pgqueue%'
        ) as s order by s.name $$,
     'each family is announced once, in the order of their names'
+);
+select is_empty(
+    $$ select m.line from string_to_table(pgqueue.metrics(), E'\n') as m (line) where m.line ~ '[{,]queue=' $$,
+    'without by_queue no gauge is by queue'
+);
+insert into pgqueue.counter values (E'a "b"', now(), 7, 5, 3, 0);
+select results_eq(
+    $$ select m.line from string_to_table(pgqueue.metrics(), E'\n') as m (line)
+       where m.line ~ '^[^#].*_total|^# TYPE.*(_total|_jobs) ' order by m.line collate "C" $$,
+    $$ values ('# TYPE pgqueue_completed_total counter'), ('# TYPE pgqueue_dead_jobs gauge'),
+        ('# TYPE pgqueue_dead_total counter'), ('# TYPE pgqueue_enqueued_total counter'),
+        ('# TYPE pgqueue_failed_total counter'), ('# TYPE pgqueue_jobs gauge'),
+        ('pgqueue_completed_total{queue="a \"b\""} 5'),
+        ('pgqueue_dead_total{queue="a \"b\""} 0'), ('pgqueue_enqueued_total{queue="a \"b\""} 7'),
+        ('pgqueue_failed_total{queue="a \"b\""} 3') $$,
+    'counters are by queue'
 );
 set transaction read only;
 select ok(pgqueue.metrics() like '%ready%', 'metrics needs no writing');

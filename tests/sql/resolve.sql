@@ -18,7 +18,7 @@ begin
         case when u.used < 0 then 'claims look around' end,
         case when u.used >> (hashtext('u') & 255) % 63 & 1 = 1 then 'calls read settings' end,
         case when u.used = -1 or u.used = 9223372036854775807 then 'of all queues' end,
-        case when u.awaited = 1::bigint << (hashtext('u') & 63) then 'completions look for who waits' end
+        case when u.awaited = pgqueue._settings_bits('u') then 'completions look for who waits' end
     )
     into marks
     from (

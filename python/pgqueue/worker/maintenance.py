@@ -4,11 +4,14 @@ Apart from the other threads, because maintain() may take a while.
 """
 
 import random
+from typing import Any
 
 import psycopg
 
 from pgqueue import database
 from pgqueue.app import App
+from pgqueue.task import Task
+from pgqueue.terminal import ALLOWS
 from pgqueue.worker.deadline import Server
 from pgqueue.worker.seldom import log
 from pgqueue.worker.service import Service
@@ -36,7 +39,7 @@ class Maintenance(Service):
         if not self._is_declared:
             for task in self._app.tasks.values():
                 if task.schedule is not None:
-                    task.declare(conn)
+                    self._declare(task, conn)
             self._is_declared = True
         try:
             # Not in a transaction: there it cannot empty the tables of old runs.
@@ -45,3 +48,10 @@ class Maintenance(Service):
             with database.transaction(conn):
                 rows = conn.execute(MAINTAIN).fetchall()
         log.debug("maintained: %s", ", ".join(f"{task} {n}" for task, n in rows if n))
+
+    def _declare(self, task: Task[..., Any], conn: database.Connection) -> None:
+        try:
+            task.declare(conn)
+        except psycopg.errors.InsufficientPrivilege as error:
+            error.add_note(ALLOWS.format("scheduler"))
+            raise
