@@ -39,7 +39,7 @@ CLUSTER  = $(VENV)/python tests/cluster.py
 CONFIG   = python/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test move-in bench instructions matrix bare lint pgspot plain all install uninstall \
+.PHONY: help demo test move-in soak mutants bench instructions matrix bare lint pgspot plain all install uninstall \
         installcheck clean
 
 help: ## this list
@@ -61,6 +61,17 @@ move-in: all plain ## the migration recipes of sql/moving.md, with the other sys
 	@$(MAKE) -s .venv/dev .venv/move-in/made
 	@PYTHONPATH=python:.venv/move-in/python $(CLUSTER) --fast \
 	    $(VENV)/pytest -c $(CONFIG) --rootdir . tests/python/test_move_in.py
+
+MINUTES = 10
+soak: all ## clients, faults, and a judge of what came of it (MINUTES=10, ARGS='--seed 7')
+	@PYTHON=$(PYTHON) sh tests/need.sh test
+	@$(MAKE) -s .venv/dev
+	@PYTHONPATH=tests:python $(VENV)/python -m soak --minutes $(MINUTES) $(ARGS)
+
+mutants: all ## small edits of the SQL, which the judge of the soak must catch (ARGS='token kept')
+	@PYTHON=$(PYTHON) sh tests/need.sh test
+	@$(MAKE) -s .venv/dev
+	@PYTHONPATH=tests:python $(VENV)/python -m soak.mutants $(ARGS)
 
 bench: all ## pgqueue compared with other queues, in a throwaway Postgres (ARGS='--rounds 1 held')
 	@PYTHON=$(PYTHON) sh tests/need.sh test

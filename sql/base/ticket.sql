@@ -23,6 +23,22 @@ begin
 end;
 $$;
 
+-- Whether another session has just changed a ticket of a group, perhaps because the group has more to do.
+-- Plans as its callers set it.
+create or replace function pgqueue._has_locked_ticket(queue text, group_key text, priority int)
+    returns boolean
+    language plpgsql
+as $$
+begin
+    return exists (
+        select
+        from pgqueue.ticket as t
+        where pgqueue._is_ticket_of(t, _has_locked_ticket.queue, _has_locked_ticket.group_key)
+            and t.priority = _has_locked_ticket.priority and t.xmax not in ('0'::xid, t.xmin)
+    );
+end;
+$$;
+
 -- Makes claims look at a group from this moment on, unless they do so anyway; returns whether it had no
 -- ticket.
 create or replace function pgqueue._insert_ticket(queue text, group_key text, priority int, at timestamptz)
@@ -51,11 +67,12 @@ begin
         return false;
     end if;
     insert into pgqueue.ticket (at, start_at, start_until, priority, queue, group_key)
-    -- It has had none, so nothing waits before this job.
+    -- If it has none, nothing waits before this job.
     values (
         moment, _insert_ticket.at,
         case when pg_sequence_last_value('pgqueue._cell_groups_slow')
             > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
+            and not pgqueue._has_locked_ticket(queue, group_key, priority)
         then moment + interval '1 second' end,
         _insert_ticket.priority, _insert_ticket.queue, _insert_ticket.group_key
     );
@@ -88,7 +105,10 @@ begin
     insert into pgqueue.ticket (at, start_at, start_until, priority, queue, group_key)
     -- A microsecond apart, so that a walk can go on between any two.
     select
-        n.at + (n.place - count(*) over ()) * interval '1 microsecond', n.first_at, case when is_slow then n.at + interval '1 second' end,
+        n.at + (n.place - count(*) over ()) * interval '1 microsecond', n.first_at,
+        case when is_slow and not pgqueue._has_locked_ticket(n.queue, n.key, n.priority)
+            then n.at + interval '1 second'
+        end,
         n.priority, n.queue, n.key
     from (
         select

@@ -209,7 +209,10 @@ begin
         cross join lateral (
             select c.tids[:coalesce(array_position(c.tids, null) - 1, cardinality(c.tids))] as tids
             from (
-                select array(
+                -- Asked once: for each job it could change in between, and leave out those before.
+                select case when is_top or g.most is distinct from 1
+                    or not pgqueue._has_higher(_take_limited.queue, g.key, _take_limited.priority, moment)
+                then array(
                     select case when w.is_wanted then j.ctid end
                     from pgqueue.job as j
                     cross join lateral (
@@ -221,11 +224,9 @@ begin
                         -- Only if a limit requires order does a job that is left out hold up the next.
                         and (g.most is not null or w.is_wanted)
                         and (taken is null or j.ctid <> all (taken))
-                        and (is_top or g.most is distinct from 1
-                            or not pgqueue._has_higher(_take_limited.queue, g.key, _take_limited.priority, moment))
                     order by j.run_at, j.id
                     limit g.give + least(coalesce(g.most - 1, extra), extra)
-                ) as tids
+                ) else '{}'::tid[] end as tids
                 offset 0
             ) as c
             offset 0

@@ -1016,3 +1016,50 @@ def test_limits_hold_and_nothing_is_lost_between_many_sessions(db, connect, lost
     completed = column(db, "select job_id from effect")
     dead = column(db, "select id from pgqueue.dead_job")
     assert sorted(completed + dead) == column(db, "select job_id from sent order by 1")
+
+
+@pytest.mark.parametrize(
+    "enqueue",
+    [
+        "enqueue('q', group_key => 'g')",
+        "enqueue_many('q', '{1}', group_keys => '{g}')",
+    ],
+)
+def test_no_job_overtakes_while_a_claim_has_the_ticket_of_its_group(
+    db, connect, enqueue
+):
+    """Not where walks over groups are long, which this cell remembers, either."""
+    db.execute("select pgqueue.configure('q', group_limit => 1)")
+    first, second = (
+        one(db, "select pgqueue.enqueue('q', group_key => 'g')") for _ in range(2)
+    )
+    until = "pgqueue._since_2020(clock_timestamp() + '1 minute')"
+    db.execute(f"select setval('pgqueue._cell_groups_slow', {until})")
+    claimer = connect(autocommit=False)
+    claim = "select id, token from pgqueue.claim('q', 'w')"
+    id, token = claimer.execute(claim).fetchone()
+    assert id == first
+    db.execute(f"select pgqueue.{enqueue}")
+    claimer.commit()
+    db.execute("select pgqueue.complete(%s, %s)", (id, token))
+    assert one(db, "select id from pgqueue.claim('q', 'w')") == second
+
+
+@pytest.mark.needs_hints
+def test_no_job_overtakes_when_one_of_higher_priority_ends_while_a_claim_looks(
+    db, connect
+):
+    """Whether there is one is a look of its own: were it taken for each job, the last could be first."""
+    db.execute("select pgqueue.configure('q', group_limit => 1)")
+    db.execute("select pgqueue.enqueue('q', group_key => 'g', priority => 5)")
+    many = "enqueue_many('q', array_fill('1'::jsonb, array[%s]), group_keys => array_fill('g'::text, array[%s]))"
+    first = one(db, f"select min(id) from pgqueue.{many} as id", 20000, 20000)
+    worker, claimer = connect(autocommit=False), connect()
+    worker.execute("select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')")
+    with ThreadPoolExecutor(1) as pool:
+        claim = pool.submit(column, claimer, "select id from pgqueue.claim('q', 'w')")
+        state = "select state from pg_stat_activity where pid = %s"
+        assert soon(lambda: one(db, state, claimer.info.backend_pid) == "active")
+        worker.commit()
+        assert claim.result() in ([], [first])
+    assert first == one(db, "select min(id) from pgqueue.job")
