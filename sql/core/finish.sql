@@ -312,7 +312,7 @@ $$;
 create or replace function pgqueue._finish_each(
     job_ids bigint[], tokens bigint[], outcomes text[], texts text[], delays interval[]
 )
-    returns table (job_id bigint, status text)
+    returns table (job_id bigint, token bigint, status text)
     language plpgsql
     set enable_seqscan = off
     set enable_tidscan = on
@@ -356,11 +356,12 @@ begin
     loop
         if given.is_done then
             return query
-            select c.id, 'completed'
+            select c.id, given.tokens[array_position(given.ids, c.id)], 'completed'
             from pgqueue.complete_many(given.ids, given.tokens, given.results) as c (id);
         else
             return query
-            select e.* from pgqueue._end_attempts(given.picks, given.outcomes, given.texts, given.run_ats, moment) as e;
+            select e.job_id, given.tokens[array_position(given.ids, e.job_id)], e.status
+            from pgqueue._end_attempts(given.picks, given.outcomes, given.texts, given.run_ats, moment) as e;
         end if;
     end loop;
 end;
@@ -386,22 +387,26 @@ declare
         pgqueue._check_outcomes(finish.job_ids, outcomes, texts, delays)
     ));
     ended bigint[];
+    held bigint[];
     statuses text[];
 begin
-    if 'complete' = all (outcomes) and coalesce(num_nonnulls(variadic texts), 0) = 0 then
+    if 'complete' = all (outcomes) and coalesce(num_nonnulls(variadic texts), 0) = 0
+        -- Of a job under two tokens one is lost, and complete_many does not say which.
+        and cardinality(finish.job_ids) = (select count(distinct u.id) from unnest(finish.job_ids) as u (id))
+    then
         ended := array(select pgqueue.complete_many(finish.job_ids, finish.tokens));
         statuses := array_fill('completed'::text, array[cardinality(ended)]);
     else
-        select array_agg(f.job_id), array_agg(f.status) into ended, statuses
+        select array_agg(f.job_id), array_agg(f.token), array_agg(f.status) into ended, held, statuses
         from pgqueue._finish_each(finish.job_ids, finish.tokens, outcomes, texts, delays) as f;
     end if;
     return query
     select g.id, case when g.nth = 1 then coalesce(e.status, 'lost') else 'lost' end
     from (
-        select u.id, u.place, row_number() over (partition by u.id, u.token order by u.place) as nth
+        select u.id, u.token, u.place, row_number() over (partition by u.id, u.token order by u.place) as nth
         from unnest(finish.job_ids, finish.tokens) with ordinality as u (id, token, place)
     ) as g
-    left join unnest(ended, statuses) as e (id, status) on e.id = g.id
+    left join unnest(ended, held, statuses) as e (id, token, status) on e.id = g.id and coalesce(e.token, g.token) = g.token
     order by g.place;
 end;
 $$;

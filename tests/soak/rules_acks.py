@@ -94,17 +94,18 @@ class Acknowledged(Rule):
         for entry in self.court.called(*self.ENDS):
             tokens = {lease[0]: lease[1] for lease in entry["leases"]}
             given = Counter(lease[0] for lease in entry["leases"])
-            for id, *status in entry["rows"]:
-                # Of one job under two tokens, finish does not say which has ended it.
-                if status == ["lost"] or given[id] > 1:
+            for place, (id, *status) in enumerate(entry["rows"]):
+                # finish answers each lease in its place; complete_many does not say which of two tokens it was.
+                if status == ["lost"] or not status and given[id] > 1:
                     continue
-                winners[id, tokens[id]] += 1
-                who = f"{entry['who']} was told that its {entry['do']} of {id} with token {tokens[id]}"
-                if (id, tokens[id]) not in self.ended:
+                token = entry["leases"][place][1] if status else tokens[id]
+                winners[id, token] += 1
+                who = f"{entry['who']} was told that its {entry['do']} of {id} with token {token}"
+                if (id, token) not in self.ended:
                     self.court.violated("I5", f"{who} ended it, and it did not")
                 if entry["do"] == "complete":
                     completed[id] += 1
-                    if self.completed_under.get(id) != tokens[id]:
+                    if self.completed_under.get(id) != token:
                         other = self.completed_under.get(id)
                         self.court.violated("I5", f"{who} counts, and not {other}")
         for (id, token), count in winners.items():

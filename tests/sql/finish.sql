@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(29);
+select plan(31);
 
 -- Complete
 
@@ -164,6 +164,19 @@ select token from pgqueue.claim('twice', 'w') \gset
 select results_eq(
     format('select status from pgqueue.finish(array[%1$s, %1$s], array[%2$s, %2$s], array[''complete'', ''fail''])', :id, :token),
     $$ values ('completed'), ('lost') $$, 'an attempt given twice to finish ends by its first outcome'
+);
+select pgqueue.enqueue('twice') as id \gset
+select token as lost from pgqueue.claim('twice', 'w') \gset
+select pgqueue.release(array[:id], array[:lost]);
+select token from pgqueue.claim('twice', 'w') \gset
+select results_eq(
+    format('select status from pgqueue.finish(array[%1$s, %1$s], array[%2$s, %3$s], array[''fail'', ''release''])', :id, :lost, :token),
+    $$ values ('lost'), ('released') $$, 'of a job under two tokens, finish ends the attempt whose lease is held'
+);
+select token as held from pgqueue.claim('twice', 'w') \gset
+select results_eq(
+    format('select status from pgqueue.finish(array[%1$s, %1$s], array[%3$s, %2$s], array[''complete'', ''complete''])', :id, :token, :held),
+    $$ values ('completed'), ('lost') $$, 'and completes only that one'
 );
 
 -- What summarizes the log
