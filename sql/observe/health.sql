@@ -445,14 +445,17 @@ values
             ) as c
             group by k.queue
             having sum(c.hour) >= most or sum(c.day) >= 5 * most
-            order by sum(c.hour) desc, sum(c.day) desc
+            order by sum(c.hour) desc, sum(c.day) desc, k.queue
         )
         union all
-        select
-            false, format('queue %s keeps %s dead jobs', q.queue, to_char(q.dead, 'FM999,999,999,999')),
-            format('select * from pgqueue.dead where queue = %L', q.queue)
-        from unnest(seen) as q
-        where q.dead >= 1000 * most
+        (
+            select
+                false, format('queue %s keeps %s dead jobs', q.queue, to_char(q.dead, 'FM999,999,999,999')),
+                format('select * from pgqueue.dead where queue = %L', q.queue)
+            from unnest(seen) as q
+            where q.dead >= 1000 * most
+            order by q.dead desc, q.queue
+        )
     $$),
     -- Who has held a snapshot for that long, while the tables of pgqueue have that many dead rows: sessions,
     -- standbys, prepared transactions, replication slots. If the time is unknown, who has held it for that

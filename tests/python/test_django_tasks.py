@@ -473,7 +473,9 @@ def test_tasks_run_in_several_processes(db, site) -> None:
     assert worker.wait(40) == 0
 
 
-def test_a_producer_gets_results_but_no_arguments(db, site, role) -> None:
+def test_a_producer_gets_results_but_no_arguments_and_no_traceback(
+    db, site, role
+) -> None:
     db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
     code = """
 from django.db import connection
@@ -489,9 +491,14 @@ print(f"<{result.id}>")
 from shop import tools
 found = tools.fail.get_result("{id}")
 print(found.status.value, found.kwargs, [e.exception_class.__name__ for e in found.errors])
+print([e.traceback for e in found.errors])
 """
-    assert "READY {} ['Refused']" in site.manage("shell", "-c", code, MORE=user)
-    assert "READY {'kind': 'Refused'} ['Refused']" in site.manage("shell", "-c", code)
+    said = site.manage("shell", "-c", code, MORE=user)
+    # Only the traceback says of which module the class is.
+    assert "READY {} ['Exception']" in said and "Refused" in said
+    assert "Traceback" not in said
+    said = site.manage("shell", "-c", code)
+    assert "READY {'kind': 'Refused'} ['Refused']" in said and "Traceback" in said
 
 
 def test_without_a_library_of_tasks_the_rest_of_it_works(db, site) -> None:

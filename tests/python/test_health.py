@@ -553,7 +553,7 @@ def test_an_hour_of_a_busy_system_passes_without_a_word(db, connect):
         for _ in range(4):
             worker.execute(
                 "select case"
-                " when attempt = 1 and id % 50 = 0 or max_attempts = 1 then pgqueue.fail(id, token, 'E')"
+                " when attempt = 1 and queue = 'mail' and id % 50 = 0 or max_attempts = 1 then pgqueue.fail(id, token, 'E')"
                 " else pgqueue.complete(id, token)::text end"
                 " from pgqueue.claim_from(array['mail', 'tenants', 'reports'], 'w 1', 50)",
             )

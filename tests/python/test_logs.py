@@ -357,9 +357,10 @@ def test_a_worker_that_may_not_schedule_says_which_access_it_lacks(
     assert "grant_access(role, 'scheduler')" in record.message
     db.execute("select pgqueue.schedule('tick', 'q', cron => '@daily')")
     db.execute("select pgqueue.grant_access(%s, 'scheduler')", (role,))
+    caplog.clear()
     with pytest.raises(psycopg.errors.InsufficientPrivilege):
         asyncio.run(serve())
-    record = [r for r in caplog.records if r.levelname == "ERROR"][-1]
+    (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
     assert "belongs to role postgres" in record.message
     assert "grant_access" not in record.message
 

@@ -27,7 +27,7 @@ from pglast.visitors import Visitor
 from pgqueue import __main__ as command_line
 from pgqueue import app, attempt, client, install, testing, waiting
 from pgqueue import database as database_module
-from pgqueue.dashboard import pages
+from pgqueue.dashboard import actions, job, pages, search
 from pgqueue.worker import protocol
 from psycopg.conninfo import conninfo_to_dict
 from test_metrics import COLLECTOR, DASHBOARD
@@ -301,18 +301,31 @@ def test_no_page_of_the_dashboard_is_caught(db, dsn) -> None:
     jobs = column(
         db, "select id from pgqueue.jobs union select id from pgqueue.dead_job"
     )
-    asked = [(page, {}) for page in (pages.queues, pages.running, pages.dead)]
-    asked += [(page, {}) for page in (pages.schedules, pages.batches)]
+    views = (pages.queues, pages.running, pages.workers, pages.dead, pages.schedules)
+    asked = [(page, {}) for page in (*views, pages.batches, search.page)]
     asked += [(pages.queue, {"name": "q"}), (pages.dead, {"queue": "q"})]
-    asked += [(pages.job, {"id": str(id), "payload": "", "log": ""}) for id in jobs]
+    asked += [(pages.batch, {"id": str(one(db, "select id from pgqueue.batch"))})]
+    asked += [(job.page, {"id": str(id), "payload": "", "log": ""}) for id in jobs]
+    asked += [(search.page, {"state": state, "queue": "q"}) for state in search.STATES]
+    asked += [(search.page, {"key": "u"}), (search.page, {"payload": "{}"})]
     for page, what in asked:
         assert pages.read(dsn, page, what).context
-    waits = one(db, "select id from pgqueue.jobs where state = 'ready' order by id")
-    for action in sorted(pages.CALLS, reverse=True):  # cancel comes last
-        pages.act(dsn, action, {"queue": "q", "id": waits}, 1)
+    done = one(db, "select job_id from pgqueue.run where outcome = 'completed'")
+    db.execute("select pgqueue.configure('q', keep_payloads => true)")
+    for name in "pause_schedule", "resume_schedule", "run_schedule":
+        actions.act(dsn, name, {"name": "s"}, 1, "")
+    for name in "pause", "resume":
+        actions.act(dsn, name, {"queue": "q"}, 1, "")
+    for name in "run_now", "retry", "cancel", "discard":
+        of = {"ids": jobs[:2]}
+        actions.ask(dsn, name, of, 2, "")
+        actions.act(dsn, name, of, 2, "")
+    with pytest.raises(psycopg.Error, match=r"payload|not kept"):
+        actions.act(dsn, "rerun", {"id": done}, 1, "")
     filters = {"queue": "q", "kind": None, "error_like": None}
-    for dry_run in True, False:
-        pages.act(dsn, "redrive", {**filters, "dry_run": dry_run}, 1)
+    for name in actions.BY_FILTER:
+        actions.ask(dsn, name, filters, 1, "")
+        actions.act(dsn, name, filters, 1, "")
 
 
 @pytest.fixture(params=["direct", "pooled"])

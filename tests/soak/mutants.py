@@ -303,8 +303,8 @@ MUTANTS = [
     Mutant(
         "a job joins a batch that just finishes",
         "base/check.sql",
-        "where b.id = _lock_batch.batch_id for key share;",
-        "where b.id = _lock_batch.batch_id;",
+        "_is_own(b.queue, own)\n    for key share;",
+        "_is_own(b.queue, own);",
         ("B",),
     ),
     Mutant(

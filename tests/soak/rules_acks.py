@@ -96,7 +96,7 @@ class Acknowledged(Rule):
             given = Counter(lease[0] for lease in entry["leases"])
             for place, (id, *status) in enumerate(entry["rows"]):
                 # finish answers each lease in its place; complete_many does not say which of two tokens it was.
-                if status == ["lost"] or not status and given[id] > 1:
+                if status == ["lost"] or (not status and given[id] > 1):
                     continue
                 token = entry["leases"][place][1] if status else tokens[id]
                 winners[id, token] += 1
