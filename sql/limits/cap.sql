@@ -181,9 +181,9 @@ begin
     if back.ids is null then
         return;
     end if;
-    -- As if this claim had not taken them.
+    -- As if this claim had not taken them: it may look at them again, and its clock stands at its beginning.
     update pgqueue.permit as p
-    set free_at = moment, job_id = null
+    set free_at = p.taken_at, job_id = null
     where p.ctid = any (group_permits) and p.job_id = any (back.ids) and not exists (
         select from pgqueue.job as j where j.id = p.job_id and j.permits is not null
     );

@@ -262,3 +262,17 @@ def test_a_lower_cap_holds_beside_an_attempt_that_may_be_ending(db, connect, end
         configure(db, "max_running of the queue", 2)
         assert claim(db) == {}, "nobody knows yet"
     assert len(claim(db)) == (2 if ends else 1)
+
+
+@pytest.mark.needs_hints
+def test_a_group_whose_job_a_cap_keeps_back_does_not_count_as_at_its_rate(db):
+    db.execute("select pgqueue.configure('q', group_limit => 1)")
+    db.execute("select pgqueue.configure('q', kind => 'x', max_running => 1)")
+    db.execute(
+        "select pgqueue.configure('q', group_key => '*', rate_limit => 1, rate_period => '1 day')"
+    )
+    db.execute(
+        "select pgqueue.enqueue('q', kind => 'x', group_key => g) from unnest('{a,b,c}'::text[]) as g"
+    )
+    db.execute("select from pgqueue.claim('q', 'w', 5)")
+    assert not one(db, "select bool_or(is_blocked) from pgqueue.ticket")
