@@ -560,6 +560,8 @@ def test_an_hour_of_a_busy_system_passes_without_a_word(db, connect):
         db.execute("select from pgqueue.maintain()")
         assert words(db) == [], minute
         db.execute(PASS)
+        # Only a log that has grown is sampled, and this one only moves.
+        db.execute("vacuum pgqueue.run")
     assert 1 < one(db, "select count(*) from pgqueue.dead_job") < 10
     assert one(db, "select count(*) from pgqueue.run") > 7000
 
