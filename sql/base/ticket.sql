@@ -23,25 +23,11 @@ begin
 end;
 $$;
 
--- Whether another session has just changed a ticket of a group, perhaps because the group has more to do.
--- Plans as its callers set it.
-create or replace function pgqueue._has_locked_ticket(queue text, group_key text, priority int)
-    returns boolean
-    language plpgsql
-as $$
-begin
-    return exists (
-        select
-        from pgqueue.ticket as t
-        where pgqueue._is_ticket_of(t, _has_locked_ticket.queue, _has_locked_ticket.group_key)
-            and t.priority = _has_locked_ticket.priority and t.xmax not in ('0'::xid, t.xmin)
-    );
-end;
-$$;
-
 -- Makes claims look at a group from this moment on, unless they do so anyway; returns whether it had no
--- ticket.
-create or replace function pgqueue._insert_ticket(queue text, group_key text, priority int, at timestamptz)
+-- ticket. in_order: whether a job must not overtake another.
+create or replace function pgqueue._insert_ticket(
+    queue text, group_key text, priority int, at timestamptz, in_order boolean
+)
     returns boolean
     language plpgsql
     set plan_cache_mode = force_generic_plan
@@ -67,12 +53,12 @@ begin
         return false;
     end if;
     insert into pgqueue.ticket (at, start_at, start_until, priority, queue, group_key)
-    -- If it has none, nothing waits before this job.
+    -- If it has none, nothing waits before this job, or else its ticket was lost.
     values (
         moment, _insert_ticket.at,
         case when pg_sequence_last_value('pgqueue._cell_groups_slow')
             > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
-            and not pgqueue._has_locked_ticket(queue, group_key, priority)
+            and in_order is not true
         then moment + interval '1 second' end,
         _insert_ticket.priority, _insert_ticket.queue, _insert_ticket.group_key
     );
@@ -83,7 +69,7 @@ $$;
 
 -- _insert_ticket for many; null among the groups means none.
 create or replace function pgqueue._insert_tickets(
-    queues text[], group_keys text[], priorities int[], ats timestamptz[]
+    queues text[], group_keys text[], priorities int[], ats timestamptz[], in_order boolean default true
 )
     returns void
     language plpgsql
@@ -106,9 +92,7 @@ begin
     -- A microsecond apart, so that a walk can go on between any two.
     select
         n.at + (n.place - count(*) over ()) * interval '1 microsecond', n.first_at,
-        case when is_slow and not pgqueue._has_locked_ticket(n.queue, n.key, n.priority)
-            then n.at + interval '1 second'
-        end,
+        case when is_slow and in_order is not true then n.at + interval '1 second' end,
         n.priority, n.queue, n.key
     from (
         select

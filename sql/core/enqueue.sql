@@ -342,7 +342,10 @@ begin
             refused := pgqueue._refuse(pgqueue._bad_name('group_key', group_key));
         end if;
         if (has_options is not true or new_id is not null)
-            and pgqueue._insert_ticket(queue, group_key, coalesce(priority, 0), coalesce(run_at, moment))
+            and pgqueue._insert_ticket(
+                queue, group_key, coalesce(priority, 0), coalesce(run_at, moment),
+                settings.has_groups or settings.group_limit is not null
+            )
             and (settings.has_groups or settings.group_limit is not null)
         then
             perform pgqueue._make_group_permits(queue, array[group_key], settings);
@@ -509,7 +512,8 @@ begin
         perform pgqueue._insert_tickets(
             array_fill(queue, array[cardinality(group_keys)]), group_keys,
             array_fill(coalesce(priority, 0), array[cardinality(group_keys)]),
-            array_fill(coalesce(run_at, clock_timestamp()), array[cardinality(group_keys)])
+            array_fill(coalesce(run_at, clock_timestamp()), array[cardinality(group_keys)]),
+            settings.has_groups or settings.group_limit is not null
         );
         perform pgqueue._list_lane(queue, 1000 + coalesce(priority, 0));
     end if;

@@ -287,7 +287,7 @@ MUTANTS = [
         "base/ticket.sql",
         """case when pg_sequence_last_value('pgqueue._cell_groups_slow')
             > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
-            and not pgqueue._has_locked_ticket(queue, group_key, priority)
+            and in_order is not true
         then moment + interval '1 second' end,""",
         "moment + interval '1 second',",
         ("O",),
