@@ -244,11 +244,12 @@ declare
     moment timestamptz := clock_timestamp();
     known record;
     settings pgqueue.queue_in_force;
+    cap pgqueue._cap;
 begin
     for known in
         select distinct j.queue, j.group_key
         from pgqueue.job as j
-        where j.group_key is not null and j.lease_expires_at is not null
+        where j.group_key is not null and (j.lease_expires_at is not null or j.xmax <> 0)
             and j.queue = coalesce(_apply_limits.queue, j.queue)
             and coalesce(_apply_limits.group_key, '*') in ('*', j.group_key)
         union
@@ -259,12 +260,8 @@ begin
     loop
         settings := pgqueue._in_force(known.queue, '', known.group_key);
         if settings.group_limit is not null then
-            perform pgqueue._count_running(
-                known.queue, row('', known.group_key, false, settings.group_limit, '1 second')::pgqueue._cap
-            );
-            perform pgqueue._fit_permits(
-                known.queue, row('', known.group_key, false, settings.group_limit, '1 second')::pgqueue._cap, moment
-            );
+            cap := row('', known.group_key, false, settings.group_limit, '1 second');
+            perform pgqueue._count_running(known.queue, cap), pgqueue._fit_permits(known.queue, cap, moment);
         end if;
         if settings.rate_limit is not null then
             perform pgqueue._fit_permits(

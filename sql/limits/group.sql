@@ -196,7 +196,7 @@ create or replace function pgqueue._take_limited(
 as $$
 declare
     own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
-    has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192;
+    has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192 and pgqueue._any_surplus(queue);
 begin
     select
         array_agg(v.tid), array_agg(v.nth::int), array_agg(v.run_at), min(v.run_at) filter (where v.is_over),
@@ -288,7 +288,7 @@ begin
             from pgqueue.permit as p
             join pgqueue.job as j on j.id = p.job_id
             where pgqueue._is_permit_of(p, _take_kept.queue, '', g.key)
-                and not p.is_rate and p.free_at = 'infinity' and p.place <= g.most
+                and not p.is_rate and p.free_at = 'infinity' and p.token <> -1 and p.place <= g.most
                 and j.token is null and j.permits is not null
                 and ((j.terms).expires_at <= _take_kept.moment) is not true
                 and j.priority = _take_kept.priority and j.run_at <= _take_kept.moment
@@ -829,7 +829,7 @@ begin
             limit wanted
         ) as v;
     elsif kinds is null and pg_sequence_last_value('pgqueue._cell_groups_slow') > now_us is not true
-        and pg_relation_size('pgqueue.permit_surplus_idx') <= 8192
+        and (pg_relation_size('pgqueue.permit_surplus_idx') <= 8192 or not pgqueue._any_surplus(queue))
     then
         select
             array_agg(v.tid), array_agg(v.ticket), bool_or(v.is_over), array_agg(v.id), array_agg(v.permit)

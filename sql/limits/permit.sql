@@ -14,6 +14,9 @@
 --
 -- When a cap is lowered, the held permits move to the lowest places, and those held beyond it are surplus:
 -- while there is any, no other is taken.
+--
+-- When a cap is set, the running jobs get permits. So do, with the token -1, the jobs that others have locked at that
+-- moment, because they may be claiming them: such a job keeps its permit if it turns out to run.
 
 -- Creates more permits of each cap, as many as are wanted, unless there are enough (null: as many as are
 -- wanted), or all; returns for which groups. They can be taken once this has committed.
@@ -78,6 +81,20 @@ begin
 end;
 $$;
 
+-- Whether any cap of a queue has a surplus. Hot paths first look whether there has ever been one.
+create or replace function pgqueue._any_surplus(queue text)
+    returns boolean
+    language plpgsql
+as $$
+begin
+    return exists (
+        select
+        from pgqueue.permit as s
+        where hashtext(s.queue) = hashtext(_any_surplus.queue) and s.queue = _any_surplus.queue and s.is_surplus
+    );
+end;
+$$;
+
 -- Whether more jobs of a queue, kind or group run than its cap allows. Plans as its callers set it.
 create or replace function pgqueue._has_surplus(queue text, kind text, group_key text)
     returns boolean
@@ -87,7 +104,8 @@ begin
     return exists (
         select
         from pgqueue.permit as s
-        where pgqueue._is_permit_of(s, _has_surplus.queue, _has_surplus.kind, _has_surplus.group_key)
+        where hashtext(s.queue) = hashtext(_has_surplus.queue)
+            and pgqueue._is_permit_of(s, _has_surplus.queue, _has_surplus.kind, _has_surplus.group_key)
             and s.is_surplus
     );
 end;
@@ -143,7 +161,7 @@ create or replace function pgqueue._room(
 as $$
 declare
     own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
-    has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192;
+    has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192 and pgqueue._any_surplus(queue);
 begin
     select
         array_agg(f.free), least(wanted, min(f.free) filter (where f.kind = '')),
@@ -159,7 +177,7 @@ begin
                 where pgqueue._is_permit_of(p, _room.queue, c.kind, c.group_key)
                     and pgqueue._is_free(p, c.is_rate, c.most, moment)
                     and (p.taken_at is not null or p.token is distinct from own_token)
-                    and not (has_surplus and pgqueue._has_surplus(_room.queue, c.kind, c.group_key))
+                    and not (has_surplus and not c.is_rate and pgqueue._has_surplus(_room.queue, c.kind, c.group_key))
                 -- The last ones given back, behind which some old snapshot may keep others.
                 order by p.free_at desc
                 limit wanted
@@ -180,7 +198,7 @@ create or replace function pgqueue._lock_free(
 as $$
 declare
     own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
-    has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192;
+    has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192 and pgqueue._any_surplus(queue);
 begin
     select array_agg(c.nth::int), array_agg(l.tid) into caps_of, permits
     from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
@@ -190,7 +208,7 @@ begin
         where pgqueue._is_permit_of(p, _lock_free.queue, c.kind, c.group_key)
             and pgqueue._is_free(p, c.is_rate, c.most, moment)
             and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
-            and not (has_surplus and pgqueue._has_surplus(_lock_free.queue, c.kind, c.group_key))
+            and not (has_surplus and not c.is_rate and pgqueue._has_surplus(_lock_free.queue, c.kind, c.group_key))
         order by p.free_at desc
         limit wanted[c.nth]
         for update skip locked
@@ -254,7 +272,7 @@ begin
     for cap in
         select _review_permits.kind, g.key, false, g.most, interval '1 second'
         from unnest(group_keys, mosts) as g (key, most)
-        where g.key = any (surplus)
+        where g.key = any (surplus) and g.most is not null
     loop
         perform pgqueue._fit_permits(queue, cap, moment, new_token);
         freed := freed + 1;
@@ -295,7 +313,7 @@ create or replace function pgqueue._holds(token bigint, permits tid[], permit_to
     language sql
     immutable
 as $$
-    select token = permit_token or token is null and permits is not null and group_key <> ''
+    select token = permit_token or token is null and permits is not null and group_key <> '' and permit_token <> -1
 $$;
 
 -- Frees those of some locked permits whose jobs no longer run, and ends the attempts whose leases have
@@ -306,6 +324,7 @@ create or replace function pgqueue._free_lost_permits(locked tid[], moment times
 as $$
 declare
     expired bigint[];
+    in_doubt bigint[] := pgqueue._in_doubt(locked);
     ended int := 0;
     freed int;
 begin
@@ -323,7 +342,7 @@ begin
     -- Also those that could not announce it, or whose hint was lost.
     update pgqueue.permit as p
     set free_at = _free_lost_permits.moment, job_id = null, is_surplus = false
-    where p.ctid = any (locked) and not exists (
+    where p.ctid = any (locked) and (p.job_id = any (in_doubt)) is not true and not exists (
         select from pgqueue.job as j
         where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
             -- A retry keeps it only as long as its group is set to wait for it.
@@ -352,12 +371,14 @@ declare
             and p.is_rate = cap.is_rate and (new_token is null or p.token is distinct from new_token)
         for update skip locked
     );
-    -- An attempt that is just ending holds one beyond the cap, and may go on: until that is known, none is taken.
+    in_doubt bigint[] := pgqueue._in_doubt(locked);
+    -- An attempt that is just beginning or ending holds one beyond the cap, and may go on: until that is known,
+    -- none is taken.
     is_unsure boolean := not cap.is_rate and exists (
         select
         from pgqueue.permit as p
         where pgqueue._is_permit_of(p, _fit_permits.queue, cap.kind, cap.group_key)
-            and not p.is_rate and p.free_at = 'infinity' and p.place > cap.most and p.ctid <> all (locked)
+            and not p.is_rate and p.place > cap.most and p.ctid <> all (locked)
             and (new_token is null or p.token is distinct from new_token)
     );
 begin
@@ -365,7 +386,7 @@ begin
         select
             p.ctid as tid, p.place, p.free_at,
             case when cap.is_rate then coalesce(p.taken_at + cap.period > _fit_permits.moment, false)
-                else exists (
+                else coalesce(p.job_id = any (in_doubt), false) or exists (
                     select from pgqueue.job as j
                     where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
                 )
@@ -399,11 +420,75 @@ begin
 end;
 $$;
 
--- Gives permits of a new cap to the running jobs, beyond the others.
+-- Which of these jobs others have locked.
+create or replace function pgqueue._locked_jobs(ids bigint[])
+    returns bigint[]
+    language plpgsql
+as $$
+declare
+    free bigint[];
+begin
+    ids := array(select j.id from pgqueue.job as j where j.id = any (ids) and j.xmax <> 0);
+    if ids = '{}' then
+        return ids;
+    end if;
+    free := array(select j.id from pgqueue.job as j where j.id = any (ids) for update skip locked);
+    -- It was only a look; a rollback releases the locks.
+    raise sqlstate 'PQ003';
+exception when sqlstate 'PQ003' then
+    return array(select u.id from unnest(ids) as u (id) where u.id <> all (free));
+end;
+$$;
+
+-- Which jobs that others had locked when they were counted, and that hold some of these permits, run without having
+-- any other of the cap, or may do so.
+create or replace function pgqueue._in_doubt(locked tid[])
+    returns bigint[]
+    language plpgsql
+as $$
+declare
+    ids bigint[] := array(
+        select p.job_id from pgqueue.permit as p
+        where p.ctid = any (locked) and p.token = -1 and p.job_id is not null
+    );
+begin
+    if ids = '{}' then
+        return ids;
+    end if;
+    return pgqueue._locked_jobs(ids) || array(
+        select j.id
+        from pgqueue.permit as p
+        join pgqueue.job as j on j.id = p.job_id
+        where p.ctid = any (locked) and p.token = -1 and j.lease_expires_at > clock_timestamp() and not exists (
+            select from pgqueue.permit as o
+            where pgqueue._is_permit_of(o, p.queue, p.kind, p.group_key) and o.job_id = j.id and o.token = j.token
+        )
+    );
+end;
+$$;
+
+-- Gives permits of a cap to the running jobs that have none, beyond the others; with the token -1 to those that others
+-- have locked, since they may be claiming them.
 create or replace function pgqueue._count_running(queue text, cap pgqueue._cap)
     returns void
     language plpgsql
 as $$
+declare
+    ids bigint[] := array(
+        select j.id
+        from pgqueue.job as j
+        where cap.group_key = '' and hashtext(j.queue) = hashtext(_count_running.queue)
+            and j.queue = _count_running.queue and cap.kind in ('', j.kind)
+            and (j.lease_expires_at is not null or j.xmax <> 0)
+        union all
+        select j.id
+        from pgqueue.job as j
+        where hashtextextended(j.group_key, hashtext(j.queue))
+            = hashtextextended(nullif(cap.group_key, ''), hashtext(_count_running.queue))
+            and j.queue = _count_running.queue and j.group_key = cap.group_key
+            and (j.lease_expires_at is not null or j.xmax <> 0)
+    );
+    in_doubt bigint[] := pgqueue._locked_jobs(ids);
 begin
     with known as (
         select p.place, p.job_id, p.token
@@ -414,18 +499,11 @@ begin
         insert into pgqueue.permit (free_at, place, is_rate, job_id, token, queue, kind, group_key)
         select
             'infinity', (select coalesce(max(k.place), 0) from known as k) + row_number() over (order by j.id),
-            false, j.id, j.token, j.queue, cap.kind, cap.group_key
+            false, j.id, j.token, _count_running.queue, cap.kind, cap.group_key
         from (
-            select j.id, j.token, j.queue
+            select j.id, case when j.id = any (in_doubt) then -1 else j.token end as token
             from pgqueue.job as j
-            where cap.group_key = '' and hashtext(j.queue) = hashtext(_count_running.queue)
-                and j.queue = _count_running.queue and cap.kind in ('', j.kind) and j.lease_expires_at is not null
-            union all
-            select j.id, j.token, j.queue
-            from pgqueue.job as j
-            where hashtextextended(j.group_key, hashtext(j.queue))
-                = hashtextextended(nullif(cap.group_key, ''), hashtext(_count_running.queue))
-                and j.queue = _count_running.queue and j.group_key = cap.group_key and j.lease_expires_at is not null
+            where j.id = any (ids) and (j.lease_expires_at is not null or j.id = any (in_doubt))
         ) as j
         where not exists (select from known as k where k.job_id = j.id and k.token = j.token)
         returning permit.job_id, permit.ctid as tid
@@ -435,7 +513,9 @@ begin
     set permits = j.permits || m.tid
     from made as m
     where j.ctid = any (array(
-        select k.ctid from made as o join pgqueue.job as k on k.id = o.job_id for update of k skip locked
+        select k.ctid from made as o join pgqueue.job as k on k.id = o.job_id
+        where k.lease_expires_at is not null
+        for update of k skip locked
     )) and j.id = m.job_id;
 end;
 $$;

@@ -224,7 +224,8 @@ comment on column pgqueue.permit.taken_at is 'When it was last taken; null for n
 comment on column pgqueue.permit.job_id is 'The job that holds it or, for a rate, last took it; null for none.';
 comment on column pgqueue.permit.token is
 'The token of the claim that last took it; before that, below 0, the transaction
-that created it, which must not take it.';
+that created it, which must not take it; -1 where a job holds it that was just
+being claimed when the cap was set.';
 comment on column pgqueue.permit.place is 'Its number among the permits of its cap, from 1.';
 comment on column pgqueue.permit.is_rate is 'Whether it is a permit to begin, not to run.';
 comment on column pgqueue.permit.is_surplus is
@@ -240,7 +241,7 @@ where queue is not null;
 comment on index pgqueue.permit_scope_idx is 'Which permits of a queue, kind or group are free?';
 -- Its first row brings a second page: hot paths check the size before they look.
 create index permit_surplus_idx
-on pgqueue.permit (hashtextextended(group_key, hashtextextended(kind, hashtext(queue))))
+on pgqueue.permit (hashtext(queue), hashtextextended(group_key, hashtextextended(kind, hashtext(queue))))
 where is_surplus;
 comment on index pgqueue.permit_surplus_idx is 'Are more jobs running than a cap allows?';
 

@@ -21,6 +21,12 @@ SCOPES = {
 }
 scopes = pytest.mark.parametrize("scope", SCOPES)
 RUNNING = list(SCOPES)[:2]
+LIMITS = {
+    **{scope: SCOPES[scope] for scope in RUNNING},
+    "limit of a group": "group_key => 'g', group_limit => 1",
+    "limit of each group": "group_limit => 1",
+    "cap of all queues": None,
+}
 ENDS = {
     "complete": "select pgqueue.complete(%(id)s, %(token)s)",
     "complete_many": "select pgqueue.complete_many(array[%(id)s], array[%(token)s])",
@@ -155,8 +161,75 @@ def test_a_cap_that_is_set_beside_an_open_claim_holds_for_later_claims(
     with db.transaction():
         assert len(claim(db, 1)) == 1
         configure(other, scope)
-        assert len(claim(other)) == 1
+        # To rates an open claim is not known.
+        assert len(claim(other)) == (scope not in RUNNING)
     assert claim(other) == {}
+
+
+def set_limit(db: psycopg.Connection, limit: str, most: int) -> None:
+    if LIMITS[limit]:
+        text = f"'q', {LIMITS[limit].replace('=> 1', f'=> {most}')}"
+    else:
+        text = f"null, max_running => {most}"
+    db.execute(f"select pgqueue.configure({text})")
+
+
+@pytest.mark.waits_for_sweeps
+@pytest.mark.parametrize("ends", ["completed", "failed", "rolled back"])
+@pytest.mark.parametrize("before", [None, 3])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_claim_that_does_not_see_a_new_limit_counts(
+    db, connect, limit, before, ends
+):
+    other = connect()
+    enqueue(db, 9)
+    if before:
+        set_limit(db, limit, before)
+    db.execute("begin")
+    ((id, token),) = claim(db, 1).items()
+    set_limit(other, limit, 1)
+    assert claim(other) == {}, "it may be running"
+    if ends == "rolled back":
+        db.rollback()
+    else:
+        db.commit()
+        assert claim(other) == {}, "it runs"
+        db.execute(
+            ENDS["complete" if ends == "completed" else "retry"],
+            {"id": id, "token": token},
+        )
+    assert len(soon(lambda: claim(other))) == 1
+    assert claim(db) == {}
+
+
+@pytest.mark.waits_for_sweeps
+@pytest.mark.parametrize("limit", LIMITS)
+def test_an_open_claim_has_one_place_of_a_new_limit(db, connect, limit):
+    other = connect()
+    enqueue(db, 9)
+    with db.transaction(force_rollback=True):
+        assert len(claim(db, 1)) == 1
+        set_limit(other, limit, 3)
+        assert len(claim(other)) == 2
+        assert claim(other) == {}
+    assert len(soon(lambda: claim(other))) == 1
+    assert claim(other) == {}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_limit_that_is_lowered_and_removed_leaves_nothing_behind(db, connect, limit):
+    enqueue(db, 9)
+    set_limit(db, limit, 3)
+    assert len(claim(db)) == 3
+    set_limit(db, limit, 1)
+    queue = "null" if limit == "cap of all queues" else "'q'"
+    for kind, group in ("null", "null"), ("'x'", "null"), ("null", "'g'"):
+        db.execute(
+            f"select pgqueue.configure({queue}, kind => {kind}, group_key => {group}, reset => true)"
+        )
+    configure(db, "rate of a group", 2)
+    configure(db, "rate of a kind", 4)
+    assert len(claim(db)) == 2
 
 
 @pytest.mark.needs_hints  # without them each claim comes twice, and what one has made the next uses

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(61);
+select plan(62);
 
 -- What a commit would do: nobody takes a permit that his own transaction has made.
 create function pg_temp.commit() returns void
@@ -204,6 +204,22 @@ select is(pg_temp.claimed('lower', 9), 'a5', 'with one that runs above it, one i
 select pgqueue.configure('lower', group_limit => 3);
 select is(pg_temp.claimed('lower', 9), 'a6', 'a limit that is raised again counts all of them');
 select is(pg_temp.claimed('lower', 9), '', 'and no more run');
+
+-- What has been lowered once costs others nothing
+select pgqueue.configure('quick', group_limit => 1);
+select pgqueue.enqueue('quick', group_key => 'g' || n) from generate_series(1, 60) as n;
+select pg_temp.commit();
+select count(*) from pgqueue.claim('quick', 'w', 5);
+set local track_functions = 'pl';
+select count(*) from pgqueue.claim('quick', 'w', 5);
+select results_eq(
+    $$
+        select pg_stat_get_xact_function_calls(p.oid) from pg_proc as p
+        where p.pronamespace = 'pgqueue'::regnamespace and p.proname in ('_pick_groups', '_pick_plain_groups')
+        order by p.proname
+    $$,
+    'values (null::bigint), (1)', 'where a limit was lowered, the claims of other queues go on by the shorter way'
+);
 
 -- Copies, as two sessions make them that do not see each other
 select pgqueue.configure('copies', group_limit => 2);
