@@ -178,9 +178,7 @@ def set_limit(db: psycopg.Connection, limit: str, most: int) -> None:
 @pytest.mark.parametrize("ends", ["completed", "failed", "rolled back"])
 @pytest.mark.parametrize("before", [None, 3])
 @pytest.mark.parametrize("limit", LIMITS)
-def test_a_claim_that_does_not_see_a_new_limit_counts(
-    db, connect, limit, before, ends
-):
+def test_a_claim_that_does_not_see_a_new_limit_counts(db, connect, limit, before, ends):
     other = connect()
     enqueue(db, 9)
     if before:

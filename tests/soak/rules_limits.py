@@ -18,8 +18,9 @@ def scopes(row: Row) -> Iterator[Scope]:
 
 
 class Limits(Rule):
-    """L: no job begins beside more than its limits allow, in no committed state. A claim beside a change of a
-    limit may go by either, and the change does not see it: what such a claim took is not counted."""
+    """L: no job begins beside more than its limits allow, in no committed state. A claim that began while a limit
+    was being changed may go by either, and the change does not see it: what such a claim took is not counted. One
+    that was open before is."""
 
     def prepare(self) -> None:
         self.running: dict[Scope, set[int]] = defaultdict(set)
@@ -29,7 +30,7 @@ class Limits(Rule):
         changes = self.court.called("configure", end=("ok", "unknown"))
         # Who was cut off may have committed a little later.
         self.windows = [
-            (e["start"] - 0.01, e["end_at"] + 0.1 + (e["end"] == "unknown") * 2)
+            (e["start"] - 0.1, e["end_at"] + 0.1 + (e["end"] == "unknown") * 2)
             for e in changes
         ]
         self.changes = [
@@ -52,8 +53,7 @@ class Limits(Rule):
         began, self.began = self.began, {}
         for id, row in began.items():
             if row["queue"] in (scene.LIMITED, scene.FLOW) and any(
-                start <= now.at and row["claimed_at"] <= end
-                for start, end in self.windows
+                start <= row["claimed_at"] <= end for start, end in self.windows
             ):
                 self.excused.add(id)
         for id, row in began.items():
