@@ -585,7 +585,14 @@ begin
                 when left_job.run_at > moment then 'later'
                 when g.gave = g.most and is_slow then 'full'
                 when g.is_lacking then 'tail'
-                when g.is_short then 'blocked'
+                -- Or its place is kept for a retry that is due, and that this claim may not take.
+                when g.is_short and not (is_filtered and exists (
+                    select from pgqueue.permit as p
+                    join pgqueue.job as j on j.id = p.job_id
+                    where pgqueue._is_permit_of(p, _settle_tickets.queue, '', g.key)
+                        and not p.is_rate and p.free_at = 'infinity'
+                        and j.token is null and j.permits is not null and j.run_at <= moment
+                )) then 'blocked'
                 -- A group that is not paused as a whole, and needs no order, may have another job.
                 when is_filtered or paused is not null and g.most is null and paused -> g.key <> '{"": true}' is not false
                     then 'same'

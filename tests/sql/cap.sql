@@ -288,6 +288,20 @@ select matches(
     'why says that the rate of a group is used up, and until when'
 );
 
+-- A retry that keeps its place in its group, and whose kind is at its cap
+select pgqueue.configure('kept', group_limit => 1, group_on_retry => 'block');
+select pgqueue.configure('kept', kind => 'a', max_running => 1);
+select pg_temp.fill('kept', 'a', 1, 'x');
+select is(pg_temp.claimed('kept', 9), 'ax1', 'a job of a strict group runs');
+select pgqueue.fail(id, token, 'e', '0') from pgqueue.job where queue = 'kept';
+select pg_temp.fill('kept', 'a', 1, 'y');
+update pgqueue.job set run_at = now() - interval '1 hour' where queue = 'kept';
+update pgqueue.ticket set at = now() - interval '1 hour' where queue = 'kept' and group_key = 'y';
+select is(pg_temp.claimed('kept', 1), 'ay1', 'while it waits for its retry, another has the place of their kind');
+select pg_temp.claimed('kept', 9) from generate_series(1, 5);
+select pg_temp.complete('kept');
+select is(pg_temp.claimed('kept', 9), 'ax1', 'whoever has looked in vain, it runs as soon as its kind is free');
+
 -- Jobs that may not begin any more
 select pgqueue.configure('late', max_running => 2);
 select pgqueue.configure('late', group_key => '*', rate_limit => 1, rate_period => '1 hour');
