@@ -355,7 +355,8 @@ end;
 $$;
 
 -- Moves the held permits of a cap (for a rate, the last ones taken) to the lowest places, and marks as
--- surplus those held beyond it. Leaves alone those that the claim of this token took.
+-- surplus those held beyond it; as long as that is not known, also one that nobody holds. Leaves alone those that the
+-- claim of this token took.
 create or replace function pgqueue._fit_permits(
     queue text, cap pgqueue._cap, moment timestamptz, new_token bigint default null
 )
@@ -417,6 +418,17 @@ begin
         p.place <> f.new_place or p.is_surplus or is_unsure or not cap.is_rate and f.is_held and f.new_place > cap.most
         or f.is_held is distinct from (p.free_at > _fit_permits.moment) or f.ends_at <> p.free_at
     );
+    if is_unsure and not exists (
+        select
+        from pgqueue.permit as p
+        where pgqueue._is_permit_of(p, _fit_permits.queue, cap.kind, cap.group_key)
+            and p.is_surplus and p.job_id is null
+    ) then
+        insert into pgqueue.permit (free_at, token, place, is_rate, is_surplus, queue, kind, group_key)
+        select 'infinity', -1, max(p.place) + 1, false, true, _fit_permits.queue, cap.kind, cap.group_key
+        from pgqueue.permit as p
+        where pgqueue._is_permit_of(p, _fit_permits.queue, cap.kind, cap.group_key) and not p.is_rate;
+    end if;
 end;
 $$;
 
@@ -467,8 +479,8 @@ begin
 end;
 $$;
 
--- Gives permits of a cap to the running jobs that have none, beyond the others; with the token -1 to those that others
--- have locked, since they may be claiming them.
+-- Gives permits of a cap to the running jobs that have none, whatever their places; with the token -1 to those that
+-- others have locked, since they may be claiming them.
 create or replace function pgqueue._count_running(queue text, cap pgqueue._cap)
     returns void
     language plpgsql
@@ -495,28 +507,52 @@ begin
         from pgqueue.permit as p
         where pgqueue._is_permit_of(p, _count_running.queue, cap.kind, cap.group_key)
             and not p.is_rate
-    ), made as (
-        insert into pgqueue.permit (free_at, place, is_rate, job_id, token, queue, kind, group_key)
-        select
-            'infinity', (select coalesce(max(k.place), 0) from known as k) + row_number() over (order by j.id),
-            false, j.id, j.token, _count_running.queue, cap.kind, cap.group_key
+    ), lacks as (
+        select l.*, row_number() over (order by l.id) as nth
         from (
             select j.id, case when j.id = any (in_doubt) then -1 else j.token end as token
             from pgqueue.job as j
             where j.id = any (ids) and (j.lease_expires_at is not null or j.id = any (in_doubt))
-        ) as j
-        where not exists (select from known as k where k.job_id = j.id and k.token = j.token)
+        ) as l
+        where not exists (select from known as k where k.job_id = l.id and k.token = l.token)
+    ), free as (
+        select f.tid, row_number() over () as nth
+        from (
+            select p.ctid as tid
+            from pgqueue.permit as p
+            where pgqueue._is_permit_of(p, _count_running.queue, cap.kind, cap.group_key)
+                and not p.is_rate and p.free_at < 'infinity'
+            limit (select count(*) from lacks)
+            for update skip locked
+        ) as f
+    ), given as (
+        update pgqueue.permit as p
+        set free_at = 'infinity', job_id = l.id, token = l.token
+        from free as f
+        join lacks as l using (nth)
+        where p.ctid = f.tid
+        returning p.job_id, p.ctid as tid
+    ), made as (
+        insert into pgqueue.permit (free_at, place, is_rate, job_id, token, queue, kind, group_key)
+        select
+            'infinity', (select coalesce(max(k.place), 0) from known as k) + l.nth - f.permits, false, l.id, l.token,
+            _count_running.queue, cap.kind, cap.group_key
+        from lacks as l
+        cross join (select count(*) as permits from free) as f
+        where l.nth > f.permits
         returning permit.job_id, permit.ctid as tid
+    ), has as (
+        select g.* from given as g union all select m.* from made as m
     )
     -- A job that is just ending need not know.
     update pgqueue.job as j
-    set permits = j.permits || m.tid
-    from made as m
+    set permits = j.permits || h.tid
+    from has as h
     where j.ctid = any (array(
-        select k.ctid from made as o join pgqueue.job as k on k.id = o.job_id
+        select k.ctid from has as o join pgqueue.job as k on k.id = o.job_id
         where k.lease_expires_at is not null
         for update of k skip locked
-    )) and j.id = m.job_id;
+    )) and j.id = h.job_id;
 end;
 $$;
 

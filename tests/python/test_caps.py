@@ -215,6 +215,30 @@ def test_an_open_claim_has_one_place_of_a_new_limit(db, connect, limit):
 
 
 @pytest.mark.parametrize("limit", LIMITS)
+def test_a_limit_that_is_lowered_while_others_have_locked_its_permits_holds(
+    db, connect, limit
+):
+    other = connect()
+    enqueue(db, 9)
+    set_limit(db, limit, 3)
+    held = claim(db, 3)
+    first = one(db, "select job_id from pgqueue.permit where place = 1")
+    db.execute("select pgqueue.complete(%s, %s)", (first, held.pop(first)))
+    with other.transaction():
+        other.execute("select from pgqueue.permit for update")
+        set_limit(db, limit, 1)
+    for id, token in held.items():
+        assert claim(db) == {}, "more run than may"
+        db.execute("select pgqueue.complete(%s, %s)", (id, token))
+    assert len(soon(lambda: claim(db))) == 1
+    permits = one(db, "select count(*) from pgqueue.permit")
+    for most in (2, 1, 3) * 5:
+        set_limit(db, limit, most)
+        claim(db)
+    assert one(db, "select count(*) from pgqueue.permit") <= permits + 1
+
+
+@pytest.mark.parametrize("limit", LIMITS)
 def test_a_limit_that_is_lowered_and_removed_leaves_nothing_behind(db, connect, limit):
     enqueue(db, 9)
     set_limit(db, limit, 3)
