@@ -63,8 +63,8 @@ end;
 $$;
 
 -- Whether waiting jobs have one left to wait for that nobody is just writing or deleting; null if only one that
--- somebody is.
-create or replace function pgqueue._held_up(waiter_ids bigint[])
+-- somebody is. Those that were seen to have ended do not count: they may have come back since.
+create or replace function pgqueue._held_up(waiter_ids bigint[], ended bigint[])
     returns table (waiter_id bigint, is_held_up boolean)
     language plpgsql
     set enable_sort = off
@@ -83,7 +83,7 @@ begin
                 from pgqueue.dependency as d
                 join pgqueue.job as j on j.id = d.job_id
                 where d.waiter_id = w.id and hashint8(d.job_id) between half.low and half.high
-                    and j.xmax in ('0'::xid, j.xmin)
+                    and j.xmax in ('0'::xid, j.xmin) and j.id <> all (ended)
                 limit 1
             ) as held
             limit 1
@@ -97,7 +97,7 @@ begin
         select j.id
         from pgqueue.dependency as d
         join pgqueue.job as j on j.id = d.job_id
-        where d.waiter_id = w.id
+        where d.waiter_id = w.id and j.id <> all (ended)
         limit 1
     ) as l on true;
 end;
@@ -283,7 +283,7 @@ begin
     into held, alone
     from pgqueue._held_up(array(
         select distinct h.waiter_id from unnest(hand) as h where h.waiter_id <> all (doomed)
-    )) as w;
+    ), ended) as w;
     if alone is not null then
         alone := array(
             select j.id

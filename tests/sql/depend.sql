@@ -4,7 +4,7 @@ set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
 select setval('pgqueue.awaited_seq', 0);
-select plan(50);
+select plan(51);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -187,5 +187,17 @@ select pgqueue.enqueue('e', after => array[pgqueue.enqueue('d')]);
 select setval('pgqueue.awaited_seq', 0);
 select pgqueue._repair_settings();
 select is(pg_sequence_last_value('pgqueue.awaited_seq'), pgqueue._settings_bits(''), 'and maintain repairs it');
+
+-- One that comes back to life
+
+select pgqueue.enqueue('f') as f \gset
+select pgqueue.enqueue('g', after => array[:f], if_dead => 'run') as g \gset
+-- As if it had been dead when its outcome was read, and redriven right after that.
+create or replace function pgqueue._outcomes_of(job_ids bigint[])
+    returns table (id bigint, outcome text)
+    language sql
+as $$ select u.id, 'dead' from unnest(job_ids) as u (id) $$;
+select pgqueue._cut_ties(array[:f], 10);
+select is(pg_temp.state(:g), 'ready', 'who waits for a job that is redriven just as it was seen to be dead is not lost');
 select * from finish();
 rollback;
