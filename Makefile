@@ -56,7 +56,7 @@ test: all plain ## everything, in a throwaway Postgres
 	@$(CLUSTER) --fast $(MAKE) -s suite
 
 # A Redis, node and the other systems are too much for everybody's `make test`.
-move-in: all plain ## the migration recipes of sql/moving.md, with the other systems' packages
+move-in: all plain ## the migration recipes of docs/moving.md, with the other systems' packages
 	@PYTHON=$(PYTHON) sh tests/need.sh move-in
 	@$(MAKE) -s .venv/dev .venv/move-in/made
 	@PYTHONPATH=python:.venv/move-in/python $(CLUSTER) --fast \

@@ -15,7 +15,7 @@ from test_dashboard import Found, press, said, send
 
 pytest_plugins = ["dashboard_site"]
 
-OBSERVE = documents.sections("sql/README.md")["Observe"]
+OBSERVE = documents.sections("docs/reference/observe.md")["Observe"]
 OWN_PAGE = OBSERVE.split("### A page of your own\n")[1]
 
 

@@ -1,4 +1,4 @@
-"""The two workers of sql/README.md: nothing but psycopg, and nothing but psql."""
+"""The two workers of docs/own-worker.md: nothing but psycopg, and nothing but psql."""
 
 import os
 import signal
@@ -13,8 +13,7 @@ import pytest
 from conftest import column, one
 from worker_harness import wait_until
 
-SECTION = documents.sections("sql/README.md")["A worker of your own"]
-PSYCOPG, PSQL, LOOP = documents.blocks(SECTION)
+PSYCOPG, PSQL, LOOP = documents.blocks(documents.text("docs/own-worker.md"))
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
