@@ -1,4 +1,4 @@
-"""Django: the README's project, with manage.py and the ORM, as real processes."""
+"""Django: the project of docs/django.md, with manage.py and the ORM, as real processes."""
 
 import signal
 from collections.abc import Iterator
