@@ -10,6 +10,7 @@ PAGES = (
     "docs/fastapi.md",
     "docs/django.md",
     "docs/celery.md",
+    "docs/dependencies.md",
     "docs/tracing.md",
     "docs/operating.md",
     "docs/dashboard.md",

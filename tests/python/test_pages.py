@@ -12,6 +12,12 @@ ELSEWHERE = {
     ("docs/moving.md", "python"): "test_move_in.py",
     ("docs/moving.md", "sh"): "test_move_in.py",
     ("docs/celery.md", "python"): "test_recipes.py",
+    ("docs/demo.md", "text"): "test_demo.py",
+    ("docs/dependencies.md", "python"): "test_recipes.py",
+    ("docs/jobs.md", "text"): "test_readme.py",
+    ("docs/playbook.md", "sh"): "test_readme.py",
+    ("docs/python.md", "python"): "test_readme.py",
+    ("docs/python.md", "sh"): "test_readme.py",
     ("docs/dashboard.md", "python"): "test_dashboard.py",
     ("docs/dashboard.md", "sh"): "test_dashboard.py",
     ("docs/django.md", "python"): "test_django.py",
@@ -30,6 +36,8 @@ ELSEWHERE = {
 }
 # What a page speaks of as if it were there.
 GIVEN = {
+    "docs/playbook.md": "select pgqueue.pause('emails')",
+    "docs/operating.md": "select pgqueue.enqueue(q) from unnest(array['a', 'b', 'c']) as q",
     "docs/dashboard.md": "select pgqueue.complete(id, token) from pgqueue.enqueue('q') as q, pgqueue.claim('q', 'w')",
 }
 # What is true when its examples have run.

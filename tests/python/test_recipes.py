@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -66,6 +67,7 @@ def test_every_section_with_python_is_tested() -> None:
         "Alembic",
         "Django",  # in test_django
         "Coming from Celery",
+        "A batch with a callback",
         "Around every attempt",
         "Tracing",
         "The dashboard",  # in test_dashboard
@@ -315,6 +317,27 @@ def test_the_celery_recipe_ends_each_job_as_it_says(db, project) -> None:
     ]
     error = one(db, "select error from pgqueue.dead_job")
     assert error.startswith("ValueError: no such account")
+
+
+def test_a_callback_finds_what_its_batch_has_done_and_sees_what_is_missing(
+    db, project
+) -> None:
+    db.execute("create table rendered (batch_id bigint, page int)")
+    project.write("book.py", blocks("A batch with a callback")[0])
+    main = """
+        import book, psycopg
+        with psycopg.connect() as conn:
+            book.publish(conn, "ada", [1, 2, 3])
+            book.publish(conn, "bob", [1, 0])
+    """
+    project.write("main.py", textwrap.dedent(main))
+    project.say("main.py")
+    project.say("-m", "pgqueue.worker", "--burst", "--app", "book")
+    sent = "select outcome, result, error from pgqueue.run where kind = 'send' order by job_id"
+    assert sorted(db.execute(sent)) == [
+        ("completed", "pages [1, 2, 3] to ada", None),
+        ("dead", None, "Reject: some pages are missing"),
+    ]
 
 
 def test_errors_go_to_sentry_and_planned_retries_do_not(db, project) -> None:
