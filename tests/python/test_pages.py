@@ -30,6 +30,7 @@ ELSEWHERE = {
     ("docs/testing.md", "python"): "test_recipes.py",
     ("docs/tracing.md", "python"): "test_recipes.py",
     ("docs/tracing.md", "sql"): "test_recipes.py",
+    ("docs/own-worker.md", "js"): "test_own_workers.py",
     ("docs/own-worker.md", "python"): "test_own_workers.py",
     ("docs/own-worker.md", "psql"): "test_own_workers.py",
     ("docs/own-worker.md", "sh"): "test_own_workers.py",
