@@ -32,6 +32,10 @@ def test_no_block_stands_in_two_places():
     assert [text for text, count in found.items() if count > 1] == []
 
 
+def test_the_first_page_stays_short():
+    assert len(documents.text("README.md").splitlines()) <= 200
+
+
 def anchors(path) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
     return set(map(anchor, titles))
@@ -45,6 +49,10 @@ def test_every_link_leads_to_a_file_and_to_a_title_in_it(document):
         path = (REPO / document).parent / name if name else REPO / document
         assert path.exists(), target
         assert not title or title in anchors(path), target
+    # Those of the form [pgmq] need a line [pgmq]: https://…, and no line is in vain.
+    said = re.sub(r"`[^`]*`", "", text)
+    named = set(re.findall(r"\[([\w-]+)\](?![(:])", said))
+    assert named == set(re.findall(r"^\[([\w-]+)\]: https://\S+$", said, re.M))
 
 
 @EVERYWHERE
