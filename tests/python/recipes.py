@@ -8,7 +8,6 @@ import documents
 PAGES = (
     "docs/reference/python.md",
     "docs/fastapi.md",
-    "docs/django.md",
     "docs/celery.md",
     "docs/dependencies.md",
     "docs/tracing.md",

@@ -9,6 +9,12 @@ from bench.summary import anchor
 from documents import DOCUMENTS, REPO
 
 EVERYWHERE = pytest.mark.parametrize("document", DOCUMENTS)
+# Pages of the tests, which are no documents for users: their links count as well.
+OTHERS = sorted(
+    str(page.relative_to(REPO))
+    for page in (REPO / "tests").rglob("*.md")
+    if "node_modules" not in page.parts
+)
 
 
 def words(sentence: str) -> str:
@@ -41,7 +47,7 @@ def anchors(path) -> set[str]:
     return set(map(anchor, titles))
 
 
-@EVERYWHERE
+@pytest.mark.parametrize("document", sorted({*DOCUMENTS, *OTHERS}))
 def test_every_link_leads_to_a_file_and_to_a_title_in_it(document):
     text = documents.FENCED.sub("", documents.text(document))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -53,6 +59,15 @@ def test_every_link_leads_to_a_file_and_to_a_title_in_it(document):
     said = re.sub(r"`[^`]*`", "", text)
     named = set(re.findall(r"\[([\w-]+)\](?![(:])", said))
     assert named == set(re.findall(r"^\[([\w-]+)\]: https://\S+$", said, re.M))
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached = set()
+    for index in "README.md", "docs/reference/README.md":
+        for target in re.findall(r"\]\(([^)#\s]+\.md)", documents.text(index)):
+            page = ((REPO / index).parent / target).resolve()
+            reached.add(str(page.relative_to(REPO)))
+    assert set(documents.PAGES) <= reached
 
 
 @EVERYWHERE

@@ -65,7 +65,6 @@ def test_every_section_with_python_is_tested() -> None:
         "Wait for a job",
         "FastAPI",
         "Alembic",
-        "Django",  # in test_django
         "Coming from Celery",
         "A batch with a callback",
         "Around every attempt",
