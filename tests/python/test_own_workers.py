@@ -273,6 +273,17 @@ def test_the_worker_of_node_is_woken_by_an_enqueue_and_seen_in_the_view(db, node
 
 
 @needs_node
+def test_the_worker_of_node_ends_with_an_error_when_it_loses_the_server(db, node):
+    worker = node("a")
+    wait_until(lambda: is_resting(db))
+    db.execute("""
+        select pg_terminate_backend(pid) from pg_stat_activity
+        where application_name like 'pgqueue %' and datname = current_database()
+    """)
+    assert worker.wait(20) == 1
+
+
+@needs_node
 def test_the_worker_of_node_fills_its_slots_and_takes_more_when_one_is_free(db, node):
     for _ in range(12):
         pgqueue.enqueue(db, "a", 2, kind="sleep")
