@@ -61,6 +61,35 @@ def test_every_link_leads_to_a_file_and_to_a_title_in_it(document):
     assert named == set(re.findall(r"^\[([\w-]+)\]: https://\S+$", said, re.M))
 
 
+@EVERYWHERE
+def test_every_row_of_a_table_has_a_cell_for_each_heading(document):
+    text = documents.FENCED.sub("", documents.text(document))
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        widths = {len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}
+        assert len(widths) == 1, table
+
+
+def test_the_costs_on_the_page_about_scaling_are_those_that_were_counted():
+    page = documents.text("tests/bench/instructions.md")
+    counts = {
+        name: int(now.replace(",", ""))
+        for name, now in re.findall(r"^\| ([^|]+) \|[^|]+\| ([\d,]+) \|", page, re.M)
+    }
+    plain = counts["claim and complete 50, for each job"]
+    rows = re.findall(
+        r"^\| (.+) \| (\d\.\d) \|$", documents.text("docs/scaling.md"), re.M
+    )
+    assert [float(ratio) for _, ratio in rows] == [
+        round(counts[f"claim and complete 50{what}"] / plain, 1)
+        for what in (
+            " of 500 groups",
+            ", max_running 1000",
+            ", group_limit 1",
+            ", all else used elsewhere",
+        )
+    ]
+
+
 def test_every_page_can_be_reached_from_the_readme():
     reached = set()
     for index in "README.md", "docs/reference/README.md":
