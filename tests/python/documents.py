@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parents[2]
-DOCUMENTS = (
-    "README.md",
-    "sql/README.md",
-    "sql/moving.md",
-    "python/README.md",
-    "tests/README.md",
-)
+PAGES = sorted(str(p.relative_to(REPO)) for p in REPO.glob("docs/**/*.md"))
+REFERENCE = [page for page in PAGES if page.startswith("docs/reference/")]
+DOCUMENTS = ("README.md", *PAGES, "python/README.md", "tests/README.md")
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```\n?", re.M | re.S)
 
 

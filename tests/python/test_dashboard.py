@@ -809,7 +809,7 @@ def test_every_link_leads_somewhere_below_a_prefix_that_a_proxy_takes_away(
 def test_the_readme_has_the_options_of_the_command(run) -> None:
     _, command = blocks("The dashboard", "sh")[0].splitlines()
     shown = run(*command.split()[2:], "--help").stdout
-    text = documents.sections("python/README.md")["The dashboard"]
+    text = documents.sections("docs/dashboard.md")[""]
     rows = documents.table(text, "option")
     named = {word for row in rows for word in re.findall(r"--[a-z-]+", row[0])}
     assert named == set(re.findall(r"--[a-z-]+", shown)) - {"--help"}

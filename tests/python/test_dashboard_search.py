@@ -15,8 +15,7 @@ from test_dashboard import Found, press, said, send
 
 pytest_plugins = ["dashboard_site"]
 
-OBSERVE = documents.sections("sql/README.md")["Observe"]
-OWN_PAGE = OBSERVE.split("### A page of your own\n")[1]
+OWN_PAGE = documents.sections("docs/dashboard.md")["A page of your own"]
 
 
 def ids(text: str) -> list[int]:

@@ -24,7 +24,7 @@ def test_the_demo_completes_all_but_the_three_jobs_that_cannot_be(db, tmp_path):
 
 
 def test_the_page_shows_what_the_demo_prints():
-    shown = (REPO / "README.md").read_text().partition("<!-- demo")[2]
+    shown = (REPO / "docs/demo.md").read_text().partition("<!-- demo")[2]
     source = (REPO / "python/demo/__main__.py").read_text()
     for line in shown.splitlines():
         if line.startswith("The "):

@@ -1,18 +1,20 @@
-"""Django: the README's project, with manage.py and the ORM, as real processes."""
+"""Django: the project of docs/django.md, with manage.py and the ORM, as real processes."""
 
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import django
+import documents
 import pgqueue
 import psycopg
 import pytest
 from conftest import column, one
 from projects import PACKAGE, Project
-from recipes import blocks
 from worker_harness import wait_until
 
+PAGE = documents.text("docs/django.md")
+BLOCKS = [block.text for block in documents.blocks(PAGE, "python")]
 MANAGE = """
 import os, sys
 from django.core.management import execute_from_command_line
@@ -61,7 +63,7 @@ class Site(Project):
         # Only Django's settings name the database of the test.
         env = {"PGDATABASE": "template1", "NAME": dbname, "PYTHONPATH": str(PACKAGE)}
         super().__init__(folder, **env)
-        installed, migration, tasks, jobs, tests = blocks("Django")
+        installed, migration, tasks, jobs, tests = BLOCKS
         if django.VERSION < (6,):  # there it is a package of its own
             tasks = tasks.replace("django.tasks", "django_tasks")
         for name, *texts in (
@@ -142,7 +144,7 @@ with transaction.atomic():
 
 
 def test_a_django_test_case_runs_jobs_in_its_transaction(site) -> None:
-    site.write("shop/tests.py", blocks("Django")[4], MORE_TESTS)
+    site.write("shop/tests.py", BLOCKS[4], MORE_TESTS)
     said = site.manage("test", "-v", "2")
     assert "Ran 6 tests" in said
     assert "Applying shop.0002_pgqueue" in said

@@ -39,7 +39,7 @@ DIFFERENT = {
         "TaskResultStatus.READY != TaskResultStatus.SUCCESSFUL"
     ),
     f"{IMMEDIATE}TestCase.test_throws_keyboard_interrupt": "state=FAILED",
-    # The work is done: the task does not fail for its result, see python/README.md.
+    # The work is done: the task does not fail for its result, see docs/django.md.
     f"{IMMEDIATE}TestCase.test_complex_return_value": "no logs of level ERROR",
     # They change a result in the memory of the dummy.
     f"{DUMMY}TestCase.test_refresh_result": "READY != TaskResultStatus.SUCCESSFUL",

@@ -9,6 +9,12 @@ from bench.summary import anchor
 from documents import DOCUMENTS, REPO
 
 EVERYWHERE = pytest.mark.parametrize("document", DOCUMENTS)
+# Pages of the tests, which are no documents for users: their links count as well.
+OTHERS = sorted(
+    str(page.relative_to(REPO))
+    for page in (REPO / "tests").rglob("*.md")
+    if "node_modules" not in page.parts
+)
 
 
 def words(sentence: str) -> str:
@@ -32,12 +38,16 @@ def test_no_block_stands_in_two_places():
     assert [text for text, count in found.items() if count > 1] == []
 
 
+def test_the_first_page_stays_short():
+    assert len(documents.text("README.md").splitlines()) <= 200
+
+
 def anchors(path) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
     return set(map(anchor, titles))
 
 
-@EVERYWHERE
+@pytest.mark.parametrize("document", sorted({*DOCUMENTS, *OTHERS}))
 def test_every_link_leads_to_a_file_and_to_a_title_in_it(document):
     text = documents.FENCED.sub("", documents.text(document))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -45,6 +55,48 @@ def test_every_link_leads_to_a_file_and_to_a_title_in_it(document):
         path = (REPO / document).parent / name if name else REPO / document
         assert path.exists(), target
         assert not title or title in anchors(path), target
+    # Those of the form [pgmq] need a line [pgmq]: https://…, and no line is in vain.
+    said = re.sub(r"`[^`]*`", "", text)
+    named = set(re.findall(r"\[([\w-]+)\](?![(:])", said))
+    assert named == set(re.findall(r"^\[([\w-]+)\]: https://\S+$", said, re.M))
+
+
+@EVERYWHERE
+def test_every_row_of_a_table_has_a_cell_for_each_heading(document):
+    text = documents.FENCED.sub("", documents.text(document))
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        widths = {len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}
+        assert len(widths) == 1, table
+
+
+def test_the_costs_on_the_page_about_scaling_are_those_that_were_counted():
+    page = documents.text("tests/bench/instructions.md")
+    counts = {
+        name: int(now.replace(",", ""))
+        for name, now in re.findall(r"^\| ([^|]+) \|[^|]+\| ([\d,]+) \|", page, re.M)
+    }
+    plain = counts["claim and complete 50, for each job"]
+    rows = re.findall(
+        r"^\| (.+) \| (\d\.\d) \|$", documents.text("docs/scaling.md"), re.M
+    )
+    assert [float(ratio) for _, ratio in rows] == [
+        round(counts[f"claim and complete 50{what}"] / plain, 1)
+        for what in (
+            " of 500 groups",
+            ", max_running 1000",
+            ", group_limit 1",
+            ", all else used elsewhere",
+        )
+    ]
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached = set()
+    for index in "README.md", "docs/reference/README.md":
+        for target in re.findall(r"\]\(([^)#\s]+\.md)", documents.text(index)):
+            page = ((REPO / index).parent / target).resolve()
+            reached.add(str(page.relative_to(REPO)))
+    assert set(documents.PAGES) <= reached
 
 
 @EVERYWHERE

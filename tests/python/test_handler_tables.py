@@ -1,4 +1,4 @@
-"""The tables of python/README.md, "Handlers", against the code."""
+"""The tables of docs/reference/python.md, "Handlers", against the code."""
 
 import dataclasses
 import inspect
@@ -9,7 +9,7 @@ import pytest
 from conftest import one
 from pgqueue.testing import drain
 
-SECTION = documents.sections("python/README.md")["Handlers"]
+SECTION = documents.sections("docs/reference/python.md")["Handlers"]
 
 
 def test_the_options_of_a_handler_are_all_there_with_their_defaults() -> None:

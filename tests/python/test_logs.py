@@ -1,4 +1,4 @@
-"""What a worker logs: each line at WARNING and above is in the table of python/README.md,
+"""What a worker logs: each line at WARNING and above is in the table of docs/reference/worker.md,
 can be seen, and comes once; and nothing that a job brings with it can forge one."""
 
 import ast
@@ -23,7 +23,7 @@ from worker_harness import QUEUE, outcomes, wait_until
 pytest_plugins = ["worker_harness", "command_line"]
 
 PACKAGE = Path(pgqueue.__file__).parent
-SECTION = documents.sections("python/README.md")["At run time"]
+SECTION = documents.text("docs/reference/worker.md")
 LEVELS = {"warning", "error", "critical", "exception"}
 ENDED = "%s: %s%s"  # how an attempt ended, at a level that depends on it
 NO_RETRY = "select pgqueue.configure(null, retry_base => '1 hour')"

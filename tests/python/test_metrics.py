@@ -307,7 +307,7 @@ def test_a_reader_gets_the_same_samples_by_sql_exporter(reader):
 
 
 def test_the_reference_has_every_metric_with_its_labels(filled):
-    section = documents.sections("sql/README.md")["Metrics"]
+    section = documents.sections("docs/reference/health.md")["Metrics"]
     told = {
         name: set(documents.quoted(labels))
         for names, labels, _ in documents.table(section, "metric", "labels")

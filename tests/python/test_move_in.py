@@ -1,4 +1,4 @@
-"""The recipes of sql/moving.md, on what the packages of the other systems make: `make move-in`."""
+"""The recipes of docs/moving.md, on what the packages of the other systems make: `make move-in`."""
 
 import os
 import shlex
@@ -16,7 +16,7 @@ import pytest
 from conftest import Connect, column, one
 from projects import PACKAGE, Project
 
-SECTIONS = documents.sections("sql/moving.md")
+SECTIONS = documents.sections("docs/moving.md")
 NODE = Path(os.environ.get("MOVE_IN", documents.REPO / ".venv/move-in"))
 JOBS = """
 select kind, payload, priority, round(extract(epoch from run_at - now()) / 3600)::int, unique_key,

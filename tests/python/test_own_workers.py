@@ -1,6 +1,7 @@
-"""The two workers of sql/README.md: nothing but psycopg, and nothing but psql."""
+"""The three workers of docs/own-worker.md: nothing but pg, nothing but psycopg, nothing but psql."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,15 +14,15 @@ import pytest
 from conftest import column, one
 from worker_harness import wait_until
 
-SECTION = documents.sections("sql/README.md")["A worker of your own"]
-PSYCOPG, PSQL, LOOP = documents.blocks(SECTION)
+NODE, PSYCOPG, PSQL, LOOP = documents.blocks(documents.text("docs/own-worker.md"))
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
 
 @pytest.fixture
 def here(db, tmp_path, monkeypatch) -> Path:
-    """A folder with both workers, in the environment."""
+    """A folder with the workers, in the environment."""
+    (tmp_path / "worker.mjs").write_text(NODE.text)
     (tmp_path / "worker.py").write_text(PSYCOPG.text)
     (tmp_path / "worker.sql").write_text(PSQL.text)
     monkeypatch.setenv("PGDATABASE", db.info.dbname)
@@ -211,3 +212,99 @@ def test_the_worker_of_psql_completes_what_works_and_undoes_what_fails(db, start
         ("completed", 3, None),
     ]
     assert column(db, "select payload ->> 'text' from done") == [quoted, quoted, None]
+
+
+# Node
+
+NODE_MODULES = documents.REPO / ".venv/node/node_modules"
+needs_node = pytest.mark.skipif(
+    not (NODE_MODULES / "pg").is_dir() or shutil.which("node") is None,
+    reason="make .venv/node needs npm",
+)
+
+
+@pytest.fixture
+def node(start: Start, here: Path) -> Start:
+    """Start the worker of Node on some queues."""
+    (here / "node_modules").symlink_to(NODE_MODULES)
+    return lambda *queues: start("node", "worker.mjs", *queues)
+
+
+@needs_node
+def test_the_worker_of_node_runs_jobs_side_by_side_and_ends_each_by_its_outcome(
+    db, node
+):
+    db.execute("select pgqueue.configure(null, retry_base => '0', max_attempts => 2)")
+    long = [pgqueue.enqueue(db, "b", 1000, kind="sleep") for _ in range(2)]
+    for payload in ("three", 7):
+        pgqueue.enqueue(db, "a", payload, kind="length")
+    theirs = pgqueue.enqueue(db, "b", kind="of another worker")
+    worker = node("a", "b")
+    wait_until(lambda: len(outcomes(db, "a")) == 3 and is_resting(db))
+    first, *failed = outcomes(db, "a")
+    assert first == ("completed", 5, None)
+    assert [outcome for outcome, *_ in failed] == ["retry", "dead"]
+    assert failed[0][2].startswith("TypeError: text.trim is not a function")
+    assert "worker.mjs" in one(db, "select error from pgqueue.dead_job")
+    assert one(db, "select count(*) from pgqueue.running") == 2, "slots stay free"
+
+    # A cancelled job is stopped, and a worker that is told to stop waits for its jobs.
+    for job in long:
+        assert one(db, "select pgqueue.cancel(%s)", job) == "cancelling"
+        if job == long[0]:
+            wait_until(lambda: len(outcomes(db, "b")) == 1)
+            worker.terminate()
+    assert worker.wait(20) == 0
+    assert [outcome for outcome, *_ in outcomes(db, "b")] == ["cancelled", "cancelled"]
+    assert column(db, "select id from pgqueue.job") == [theirs]
+
+
+@needs_node
+def test_the_worker_of_node_is_woken_by_an_enqueue_and_seen_in_the_view(db, node):
+    node("a")
+    shown = "select sessions > 1, parked from pgqueue.workers"
+    for _ in range(2):
+        wait_until(lambda: is_resting(db))
+        id = pgqueue.enqueue(db, "a", "x", kind="length")
+        ran = "select waited < interval '10 s' from pgqueue.run where job_id = %s"
+        # Unwoken it would have slept for half a minute.
+        assert wait_until(lambda: column(db, ran, id)) == [True]  # noqa: B023
+    wait_until(lambda: db.execute(shown).fetchall() == [(True, True)])
+
+
+@needs_node
+def test_the_worker_of_node_ends_with_an_error_when_it_loses_the_server(db, node):
+    worker = node("a")
+    wait_until(lambda: is_resting(db))
+    db.execute("""
+        select pg_terminate_backend(pid) from pg_stat_activity
+        where application_name like 'pgqueue %' and datname = current_database()
+    """)
+    assert worker.wait(20) == 1
+
+
+@needs_node
+def test_the_worker_of_node_fills_its_slots_and_takes_more_when_one_is_free(db, node):
+    for _ in range(12):
+        pgqueue.enqueue(db, "a", 2, kind="sleep")
+    worker = node("a")
+    wait_until(is_running(db, 10))
+    worker.terminate()
+    assert worker.wait(20) == 0
+    ended = outcomes(db, "a")
+    assert ended == [("completed", None, None)] * 10
+    node("a")
+    wait_until(has_ended(db, 12))
+
+
+@needs_node
+def test_the_worker_of_node_keeps_its_leases_and_maintains_other_queues(db, node):
+    db.execute("select pgqueue.configure(null, lease => '2 s')")
+    pgqueue.enqueue(db, "other")
+    assert column(db, "select id from pgqueue.claim('other', 'dead', lease => '1 ms')")
+    pgqueue.enqueue(db, "a", 4, kind="sleep")
+    node("a")
+    wait_until(lambda: outcomes(db, "other"))
+    assert [outcome for outcome, *_ in outcomes(db, "other")] == ["expired"]
+    wait_until(lambda: outcomes(db, "a"))
+    assert outcomes(db, "a") == [("completed", None, None)]

@@ -1,4 +1,4 @@
-"""The section "When something is wrong": each problem is caused, and fixed by its blocks."""
+"""docs/playbook.md: each problem is caused, and fixed by its blocks."""
 
 import re
 import shutil
@@ -18,10 +18,9 @@ from worker_harness import (  # noqa: F401 (fixtures)
     workers,
 )
 
-TEXT = documents.sections("README.md")["When something is wrong"]
 ENTRIES = {
     title: [block.text for block in documents.blocks(entry, "sql")]
-    for title, _, entry in (part.partition("\n") for part in TEXT.split("\n### ")[1:])
+    for title, entry in documents.sections("docs/playbook.md").items()
 }
 LOSE_LEASES = (
     "update pgqueue.job set lease_expires_at = now() - interval '3 minutes'"

@@ -1,4 +1,4 @@
-"""Sentences of the README that no other test proves."""
+"""Sentences of the documents that no other test proves."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The README's blocks, run as written, and its defaults."""
+"""The blocks of the README and of docs/python.md, run as written, and the defaults of docs/jobs.md."""
 
 import os
 import re
@@ -19,14 +19,14 @@ from projects import PACKAGE, Project
 TEXT = documents.text("README.md")
 PYTHON = [block.text for block in documents.blocks(TEXT, "python")]
 SHELL = documents.blocks(TEXT, "sh")
+(HANDLERS,) = documents.blocks(documents.text("docs/python.md"), "python")
+(COMMANDS,) = documents.blocks(documents.text("docs/python.md"), "sh")
 
 
 def test_every_block_is_of_a_language_that_is_run_here():
     languages = [block.language for block in documents.blocks(TEXT)]
-    # The life of a job, and the demo.
-    assert languages.count("text") == 2
-    assert set(languages) == {"text", "sql", "python", "sh"}
-    assert (len(PYTHON), len(SHELL)) == (2, 6)
+    assert set(languages) == {"sql", "python", "sh"}
+    assert (len(PYTHON), len(SHELL)) == (1, 4)
 
 
 def test_the_sql_runs_in_order_and_says_what_the_page_shows(db):
@@ -103,7 +103,7 @@ def project(db, tmp_path) -> Project:
     env = {"PGDATABASE": db.info.dbname, "PYTHONPATH": f"{tmp_path}:{PACKAGE}"}
     project = Project(tmp_path, **env)
     project.write("jobs.py", PYTHON[0])
-    project.write("handlers.py", PYTHON[1])
+    project.write("handlers.py", HANDLERS.text)
     return project
 
 
@@ -142,7 +142,7 @@ def test_the_handlers_and_the_commands_run(db, project):
         ("reports", "pay", {"account": 1, "amount": 7}),
     ):
         pgqueue.enqueue(db, queue, payload, kind=kind)
-    work, check, status = (shlex.split(line) for line in SHELL[4].text.splitlines())
+    work, check, status = (shlex.split(line) for line in COMMANDS.text.splitlines())
     project.run(*work[1:])
     assert dict(db.execute("select kind, outcome from pgqueue.run")) == {
         "count words": "completed",
@@ -158,7 +158,8 @@ def test_the_handlers_and_the_commands_run(db, project):
 
 def test_the_scripts_for_psql_run_in_the_clone(db, shell):
     pgqueue.enqueue(db, "emails")
-    said = shell(SHELL[5])
+    (scripts,) = documents.blocks(documents.text("docs/playbook.md"), "sh")
+    said = shell(scripts)
     assert "LONGEST RUNNING" in said and "start a worker" in said
 
 
@@ -179,9 +180,7 @@ def test_the_defaults_of_the_table_are_those_in_force(db):
     kept = "select distinct (slot - extract(epoch from finished_at)::bigint / 86400 % 16 + 16) % 16"
     assert column(db, f"{kept} from pgqueue.run") == [7]
 
-    said = dict(
-        documents.table(documents.sections("README.md")["The life of a job"], "default")
-    )
+    said = dict(documents.table(documents.text("docs/jobs.md"), "default"))
     assert said["lease"].startswith("30 seconds;")
     assert said["attempts"].startswith("20;")
     assert said["backoff"].startswith(

@@ -1,11 +1,13 @@
-"""The recipes of the package's README, run as written; Django's are in test_django."""
+"""The recipes of the pages about Python, run as written; Django's are in test_django."""
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -30,7 +32,7 @@ class Recipe(Project):
     def __init__(self, folder: Path, dbname: str) -> None:
         env = {"PGDATABASE": dbname, "PYTHONPATH": f"{folder}:{PACKAGE}"}
         super().__init__(folder, **env)
-        self.write("jobs.py", blocks("")[0])
+        self.write("jobs.py", blocks("Reference: Python")[0])
 
     def say(self, *args: str, **env: str) -> str:
         """Run Python, and return what it says."""
@@ -53,35 +55,47 @@ def ends(db) -> list[tuple[str, str]]:
     return [row[:2] for row in db.execute(ENDS)]
 
 
-def test_every_section_of_the_package_readme_is_tested() -> None:
-    assert sections() == [
+def test_every_section_with_python_is_tested() -> None:
+    with_python = [title for title in sections() if blocks(title)]
+    assert with_python == [
+        "Reference: Python",
         "Enqueue on your connection",
-        "Handlers",
+        "Arguments",
         "Several modules",
         "Wait for a job",
-        "Arguments",
         "FastAPI",
-        "Django",
         "Alembic",
         "Coming from Celery",
+        "A batch with a callback",
         "Around every attempt",
         "Tracing",
-        "Monitoring",
         "The dashboard",  # in test_dashboard
-        "Recurring jobs",
-        "In your tests",
-        "At run time",
+        "In Python",
+        "Testing your jobs",
     ]
 
 
-def test_the_commands_install_the_sql_and_run_the_worker(db, project) -> None:
+def test_the_package_page_installs_the_sql_and_runs_the_worker(db, project) -> None:
     db.execute("drop extension pgqueue")
-    install, worker = blocks("", "sh")
+    page = documents.text("python/README.md")
+    install, worker = (block.text for block in documents.blocks(page, "sh"))
     _, command = (shlex.split(line, comments=True) for line in install.splitlines())
     assert "created the extension" in project.say(*command[1:])
     assert "already installed" in project.say(*command[1:])
-    pgqueue.enqueue(db, "emails", {"to": "ada"}, kind="welcome")
+    jobs, enqueue = (block.text for block in documents.blocks(page, "python"))
+    project.write("jobs.py", jobs)
+    project.write("main.py", enqueue)
+    project.say("main.py")
     assert "hello ada" in project.say(*shlex.split(worker)[1:], "--burst")
+    assert ends(db) == [("greet", "completed")]
+
+
+def test_the_worker_of_the_reference_takes_the_queues_of_its_handlers(
+    db, project
+) -> None:
+    (command,) = re.findall(r"`python (.*?)`", sections()["Reference: Python"])
+    pgqueue.enqueue(db, "emails", {"to": "ada"}, kind="welcome")
+    assert "hello ada" in project.say(*shlex.split(command), "--burst")
     assert ends(db) == [("welcome", "completed")]
 
 
@@ -304,6 +318,27 @@ def test_the_celery_recipe_ends_each_job_as_it_says(db, project) -> None:
     assert error.startswith("ValueError: no such account")
 
 
+def test_a_callback_finds_what_its_batch_has_done_and_sees_what_is_missing(
+    db, project
+) -> None:
+    db.execute("create table rendered (batch_id bigint, page int)")
+    project.write("book.py", blocks("A batch with a callback")[0])
+    main = """
+        import book, psycopg
+        with psycopg.connect() as conn:
+            book.publish(conn, "ada", [1, 2, 3])
+            book.publish(conn, "bob", [1, 0])
+    """
+    project.write("main.py", textwrap.dedent(main))
+    project.say("main.py")
+    project.say("-m", "pgqueue.worker", "--burst", "--app", "book")
+    sent = "select outcome, result, error from pgqueue.run where kind = 'send' order by job_id"
+    assert sorted(db.execute(sent)) == [
+        ("completed", "pages [1, 2, 3] to ada", None),
+        ("dead", None, "Reject: some pages are missing"),
+    ]
+
+
 def test_errors_go_to_sentry_and_planned_retries_do_not(db, project) -> None:
     project.write("watched.py", blocks("Around every attempt")[0], WATCHED)
     for kind in ("fails", "again"):
@@ -344,15 +379,13 @@ def test_a_trace_continues_in_the_handler(db, project) -> None:
     above = [span["parent_id"] for span in (attempt, label)]
     assert above == [span["context"]["span_id"] for span in (request, attempt)]
 
-    told = documents.table(
-        documents.sections("python/README.md")["Tracing"], "of the span `process QUEUE`"
-    )
+    told = documents.table(sections()["Tracing"], "of the span `process QUEUE`")
     named = {name for row in told for name in documents.quoted(row[0])}
     assert named - {"error.type", "exception", "ERROR"} == set(attempt["attributes"])
 
 
 def test_a_job_of_sql_is_in_the_trace_that_its_headers_name(db, project) -> None:
-    text = documents.sections("python/README.md")["Tracing"]
+    text = sections()["Tracing"]
     project.write("shop.py", *blocks("Tracing"))
     (sql,) = documents.blocks(text, "sql")
     documents.run_sql(sql, db.info.dbname)
@@ -387,7 +420,7 @@ def test_the_metrics_come_into_the_folder_and_stay_when_nobody_answers(
 
 
 def test_handlers_recur_by_their_schedules(db, project) -> None:
-    (block,) = blocks("Recurring jobs")
+    (block,) = blocks("In Python")
     assert 'cron="30 2 * * mon-fri"' in block
     project.write("recurring.py", block.replace("30 2 * * mon-fri", "* * * * * *"))
     worker = project.start("-m", "pgqueue.worker", "--app", "recurring")
@@ -403,8 +436,8 @@ def test_handlers_recur_by_their_schedules(db, project) -> None:
     ]
 
 
-def test_the_tests_of_the_readme_pass_beside_jobs_of_others(db, dsn, project) -> None:
-    (block,) = blocks("In your tests")
+def test_the_tests_of_the_page_pass_beside_jobs_of_others(db, dsn, project) -> None:
+    (block,) = blocks("Testing your jobs")
     project.write("test_jobs.py", block)
     with psycopg.connect(dsn) as stranger:  # the tests must not run its job
         pgqueue.enqueue(stranger, "emails", kind="unheard of")

@@ -1,4 +1,4 @@
-"""sql/README.md against the catalog, both ways: what it says exists, and it says what exists."""
+"""docs/reference/ against the catalog, both ways: what it says exists, and it says what exists."""
 
 import re
 import subprocess
@@ -7,13 +7,16 @@ import documents
 import psycopg
 import pytest
 from conftest import column
-from documents import run_sql
 from psycopg import errors
 from psycopg.rows import namedtuple_row
 
-DOCUMENT = "sql/README.md"
-TEXT = documents.text(DOCUMENT)
-SECTIONS = documents.sections(DOCUMENT)
+TEXT = documents.text("docs/reference/README.md")
+SECTIONS = {
+    title: text
+    for page in documents.REFERENCE
+    for title, text in documents.sections(page).items()
+    if title
+}
 SIGNATURE = re.compile(r"^    (\w+)(\(.*\) returns .*)$", re.M)
 PUBLIC = "pronamespace = 'pgqueue'::regnamespace and left(proname, 1) <> '_'"
 CODE = re.compile(r"\b(?:PQ|\d\d)\d{3}\b")
@@ -70,17 +73,11 @@ def test_the_pattern_for_psql_lists_the_public_functions_and_no_other(db):
     assert sorted(listed) == sorted(entries())
 
 
-def test_the_examples_run_in_order_and_say_what_the_page_shows(db):
-    workers = documents.blocks(SECTIONS["A worker of your own"])
-    assert len(workers) == 3  # of test_own_workers
-    examples = documents.blocks(TEXT)[: -len(workers)]
-    assert {block.language for block in examples} == {"sql"}
-    try:
-        for block in examples:
-            run_sql(block, db.info.dbname)
-        assert "enqueue" in granted(db, "shop")
-    finally:
-        db.execute("drop owned by shop, partner; drop role shop, partner")
+def test_no_two_pages_have_a_section_of_the_same_name() -> None:
+    titles = [
+        title for page in documents.REFERENCE for title in documents.sections(page)
+    ]
+    assert len(SECTIONS) == len([title for title in titles if title])
 
 
 def granted(db: psycopg.Connection, role: str) -> list[str]:

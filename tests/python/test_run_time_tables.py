@@ -1,4 +1,4 @@
-"""The tables of python/README.md, "At run time", against the code: both ways."""
+"""The tables of docs/reference/worker.md against the code: both ways."""
 
 import ast
 import configparser
@@ -27,7 +27,7 @@ pytest_plugins = ["worker_harness", "command_line"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "pgqueue"
-SECTION = (ROOT / "python" / "README.md").read_text().split("\n## At run time\n")[1]
+SECTION = (ROOT / "docs/reference/worker.md").read_text()
 
 
 def table(head: str) -> list[list[str]]:

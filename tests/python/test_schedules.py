@@ -461,7 +461,7 @@ def test_the_line_for_pg_cron_fires_schedules():
             "cron.use_background_workers": "on",
         }
     ) as cluster:
-        reference = documents.text("sql/README.md")
+        reference = documents.text("docs/reference/schedule.md")
         (line,) = re.findall(r"`(select cron\.schedule.*?)`", reference)
         with psycopg.connect(where(cluster), autocommit=True) as db:
             db.execute("create extension pgqueue")

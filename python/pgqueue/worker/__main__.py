@@ -1,7 +1,7 @@
 """python -m pgqueue.worker --app MODULE[:NAME]: run the jobs of its queues.
 
 Exit codes: 0 done or drained, 1 failed, 2 wrong usage, 3 no pgqueue in the database or
-one of another version, 130 or 143 ended by a second signal. See python/README.md.
+one of another version, 130 or 143 ended by a second signal. See docs/reference/worker.md.
 """
 
 import argparse

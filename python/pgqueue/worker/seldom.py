@@ -1,7 +1,7 @@
 """What a worker logs, and how often it says the same: a night's outage must not fill a disk.
 
 ERROR: somebody has to act. WARNING: pgqueue coped, but look into it. INFO: what happened to
-each job and to the worker. DEBUG: the rest. python/README.md explains each line at WARNING
+each job and to the worker. DEBUG: the rest. docs/reference/worker.md explains each line at WARNING
 and above.
 """
 
