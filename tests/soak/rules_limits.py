@@ -133,12 +133,20 @@ class Pauses(Rule):
             )
             for e in pauses
         ]
+        self.began = {
+            row[1]: entry["start"]
+            for entry in self.court.called("claim")
+            if entry.get("queues") == [scene.SIDE]
+            for row in entry["rows"]
+        }
 
     def change(self, id: int, old: Row | None, new: Row | None) -> None:
         if new and new["queue"] == scene.SIDE and is_claim(old, new):
-            # A claim that began before goes on.
+            # A claim that began before goes on, long before on a busy machine.
             if any(
-                start + 0.05 < new["claimed_at"] < end for start, end in self.paused
+                start + 0.05 < new["claimed_at"] < end
+                and start < self.began.get(new["token"], end)
+                for start, end in self.paused
             ):
                 self.court.violated("P", f"{id} began while its queue was paused")
 
