@@ -3,6 +3,25 @@
 -- All checks only read, work on a standby, and look at catalogs, at the fronts of lanes and at the view queues, never
 -- at all jobs.
 
+-- The first jobs of each lane that are due or run, at most this many: what has run for long, or has lost its lease, is
+-- in front.
+create or replace function pgqueue._fronts(most int, moment timestamptz)
+    returns setof pgqueue.job
+    language sql
+    stable
+as $$
+    select w.*
+    from pgqueue._lanes(0) as f
+    cross join lateral (
+        select j.*
+        from pgqueue.job as j
+        where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < _fronts.moment
+        order by j.run_at, j.id
+        limit _fronts.most
+    ) as w
+    where f.first <= _fronts.moment
+$$;
+
 -- Every check, with all its facts: the function _found, and so health, follow from this list. The query returns a
 -- row for each finding: whether it is critical, which is four times beyond the thresholds patience and most, the
 -- detail, and the hint. In it, moment is the clock, and seen the rows of the view queues.
@@ -147,15 +166,8 @@ values
     ('hung', '10 minutes', 10, null, 'no job runs for much too long', $$
         with old as materialized (
             select j.*
-            from pgqueue._lanes(0) as f
-            cross join lateral (
-                select j.*
-                from pgqueue.job as j
-                where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
-                order by j.run_at, j.id
-                limit 1000
-            ) as j
-            where f.first <= moment and j.claimed_at < moment - patience and j.lease_expires_at > moment
+            from pgqueue._fronts(1000, moment) as j
+            where j.claimed_at < moment - patience and j.lease_expires_at > moment
         ), usual as materialized (
             select k.queue, k.kind, k.p99_taken from pgqueue.kinds as k where exists (select from old)
         )
@@ -206,15 +218,8 @@ values
             select distinct on (j.queue)
                 j.queue, j.id, j.worker, moment - j.lease_expires_at as late,
                 count(*) over (partition by j.queue) as all_late
-            from pgqueue._lanes(0) as f
-            cross join lateral (
-                select j.*
-                from pgqueue.job as j
-                where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
-                order by j.run_at, j.id
-                limit 100
-            ) as j
-            where f.first <= moment and j.lease_expires_at < moment - patience
+            from pgqueue._fronts(100, moment) as j
+            where j.lease_expires_at < moment - patience
             order by j.queue, j.lease_expires_at
         ) as e
         order by e.late desc
@@ -310,20 +315,19 @@ values
         from unnest(seen) as q
         -- The view has another collation, which no index of names has.
         cross join lateral (values (q.queue collate "default")) as n (name)
+        cross join lateral pgqueue._in_force(n.name) as s
         -- A queue that is worked once a day has a wait_target of a day.
-        cross join lateral (
-            select greatest(patience, (pgqueue._in_force(n.name)).wait_target - interval '3 minutes') as allowed
-        ) as t
+        cross join lateral (select greatest(patience, s.wait_target - interval '3 minutes') as allowed) as t
         where not q.paused and q.oldest_wait > t.allowed and q.workers = 0
-            and n.name not in (select s.queue from pgqueue._served() as s)
+            and n.name not in (select v.queue from pgqueue._served() as v)
             -- Perhaps all waiting jobs are paused.
             and pgqueue._paused(n.name, false) is null
             -- Without runs this is unknown, and jobs may begin rarely.
-            and (pgqueue._in_force(n.name)).keep_runs > 0
+            and s.keep_runs > 0
             and not exists (
-                select from pgqueue.queue as s
-                where s.name in ('', n.name) and num_nonnulls(s.max_running, s.rate_limit, s.rate_period) > 0
-                    and s.rate_period > patience
+                select from pgqueue.queue as o
+                where o.name in ('', n.name) and num_nonnulls(o.max_running, o.rate_limit, o.rate_period) > 0
+                    and o.rate_period > patience
             )
         order by q.oldest_wait desc
     $$),
@@ -733,16 +737,7 @@ values
                     (select max(b.id) from pgqueue.batch as b)
                 )),
                 ('token_seq', 'a lost worker might end the attempt of another', (
-                    select max(j.token)
-                    from pgqueue._lanes(0) as f
-                    cross join lateral (
-                        select j.token
-                        from pgqueue.job as j
-                        where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
-                        order by j.run_at, j.id
-                        limit 10
-                    ) as j
-                    where f.first <= moment
+                    select max(j.token) from pgqueue._fronts(10, moment) as j
                 ))
         ) as t (name, danger, highest)
         -- The snapshot is older: what is added in between has numbers above.
@@ -802,7 +797,7 @@ begin
         $$
             create or replace function pgqueue._found(
                 name text, patience interval default null, most float8 default null,
-                seen pgqueue.queues[] default null, few float8 default 20000
+                seen pgqueue.queues[] default null, few float8 default null
             )
                 returns table (is_critical boolean, detail text, hint text)
                 language plpgsql

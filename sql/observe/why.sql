@@ -266,20 +266,21 @@ create or replace function pgqueue._why_unclaimed(job pgqueue.job, moment timest
     returns text
     language plpgsql
 as $$
+declare
+    kind_unclaimed text;
 begin
     if (pgqueue._put_off(job) ->> 'at')::timestamptz > moment - interval '10 minutes' then
         return null;
     end if;
+    kind_unclaimed := pgqueue._unclaimed(job.queue, moment, job.kind);
     return coalesce(
-        case when pgqueue._unclaimed(job.queue, moment, job.kind) is not null then (
+        case when kind_unclaimed is not null then (
             select 'no worker takes its kind: those of its queue take others'
             from pgqueue._served() as s
             where s.queue = job.queue and job.kind <> all (s.kinds)
         ) end,
         pgqueue._unclaimed(job.queue, moment),
-        case when job.run_at < moment - interval '10 minutes'
-            then pgqueue._unclaimed(job.queue, moment, job.kind)
-        end
+        case when job.run_at < moment - interval '10 minutes' then kind_unclaimed end
     );
 end;
 $$;
