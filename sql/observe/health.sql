@@ -3,21 +3,21 @@
 -- All checks only read, work on a standby, and look at catalogs, at the fronts of lanes and at the view queues, never
 -- at all jobs.
 
--- The first jobs of each lane that are due or run, at most this many: what has run for long, or has lost its lease, is
--- in front.
+-- The first jobs of each lane that are due or run, at most this many, of many lanes a hundred: what has run for long, or
+-- has lost its lease, is in front.
 create or replace function pgqueue._fronts(most int, moment timestamptz)
     returns setof pgqueue.job
     language sql
     stable
 as $$
     select w.*
-    from pgqueue._lanes(0) as f
+    from (select l.*, greatest(20000 / count(*) over (), 100) as share from pgqueue._lanes(0) as l) as f
     cross join lateral (
         select j.*
         from pgqueue.job as j
         where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < _fronts.moment
         order by j.run_at, j.id
-        limit _fronts.most
+        limit least(_fronts.most, f.share)
     ) as w
     where f.first <= _fronts.moment
 $$;
@@ -161,8 +161,7 @@ values
         order by min(f.since)
     $$),
     -- Each queue with jobs that have run for that long, and that many times as long as 99 % of their kind; or six times
-    -- that long where none is known; or that were asked to stop that long ago. Of the first thousand of each lane: what
-    -- has run for long is in front.
+    -- that long where none is known; or that were asked to stop that long ago.
     ('hung', '10 minutes', 10, null, 'no job runs for much too long', $$
         with old as materialized (
             select j.*
@@ -347,7 +346,7 @@ values
                 w.queue, w.kind, count(*) as jobs, min(w.id) as id,
                 moment - min(case when w.worker is null then w.run_at else w.enqueued_at end) as wait,
                 max(w.worker) as worker
-            from pgqueue._lanes(0) as f
+            from (select l.*, greatest(20000 / count(*) over (), 20) as share from pgqueue._lanes(0) as l) as f
             cross join lateral (
                 select
                     j.id, j.queue, j.kind, j.run_at, j.enqueued_at,
@@ -362,7 +361,7 @@ values
                 ) as j
                 cross join lateral (select case when j.errors is not null then pgqueue._put_off(j) end as news) as p
                 where j.lease_expires_at is null and (j.run_at < moment or p.news is not null)
-                limit 200
+                limit least(200, f.share)
             ) as w
             group by w.queue, w.kind
         )

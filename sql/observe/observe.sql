@@ -268,8 +268,11 @@ select
     r.queue, r.kind,
     sum(r.weight) as runs,
     sum(r.failed) as failures,
-    percentile_disc(0.5) within group (order by r.taken) as p50_taken,
-    percentile_disc(0.99) within group (order by r.taken) as p99_taken,
+    -- As in queues.
+    justify_hours(make_interval(secs => percentile_disc(0.5) within group (order by date_part('epoch', r.taken))))
+        as p50_taken,
+    justify_hours(make_interval(secs => percentile_disc(0.99) within group (order by date_part('epoch', r.taken))))
+        as p99_taken,
     max(r.finished_at) as last_finished_at
 from pgqueue._recent_runs('-infinity', 2000) as r
 where r.done + r.failed > 0
@@ -409,8 +412,15 @@ select
     j.id, j.queue, j.kind, j.worker, p.problem,
     clock_timestamp() - p.since as stuck_for,
     j.attempt, j.max_attempts, j.last_error
-from pgqueue._leased() as l (id)
-join pgqueue.jobs as j on j.id = l.id
+from (
+    select j.*
+    from pgqueue._leased() as l (id)
+    join pgqueue.jobs as j on j.id = l.id
+    -- What is usual is dear to know, and needed for few.
+    where least(j.lease_expires_at, j.cancelled_at, j.claimed_at + interval '9 minutes')
+        < clock_timestamp() - interval '1 minute'
+    offset 0
+) as j
 left join pgqueue.kinds as k on k.queue = j.queue and k.kind = j.kind
 cross join lateral (
     -- The first that applies.
@@ -543,14 +553,16 @@ cancelled: Jobs that were cancelled, or purged.';
 
 -- Jobs have ids between that of their batch and that of its callback: all three come from one sequence.
 create or replace view pgqueue.batch_jobs as
-with part as (
+with part as not materialized (
     select n.batch_id, n.part << 10 as first, (n.part << 10) + 1023 as last
     from pgqueue.tally as n
     group by n.batch_id, n.part
 )
 select p.batch_id, j.id, j.queue, j.kind, j.state, j.attempt
 from part as p
-join pgqueue.jobs as j on j.id between p.first and p.last and j.batch_id = p.batch_id
+-- A part at a time: the planner may take the part for large, and then reads the whole table.
+cross join lateral (select * from pgqueue.jobs as j where j.id between p.first and p.last offset 0) as j
+where j.batch_id = p.batch_id
 union all
 select r.batch_id, d.id, d.queue, d.kind, 'dead', d.attempt
 from (
@@ -558,7 +570,13 @@ from (
     union all
     select b.id, b.id, b.callback_id from pgqueue.batch as b where b.finished_at is not null
 ) as r
-join pgqueue.dead_job as d on d.id between r.first and r.last and (d.terms).batch_id = r.batch_id;
+cross join lateral (
+    select d.*, (d.terms).batch_id
+    from pgqueue.dead_job as d
+    where d.id between r.first and r.last
+    offset 0
+) as d
+where d.batch_id = r.batch_id;
 
 comment on view pgqueue.batch_jobs is
 'The jobs of batches, but for those that completed or were cancelled. Ask for
@@ -604,7 +622,7 @@ select
     s.is_paused as paused,
     nullif(case when not s.is_paused then s.next_slot end, 'infinity') as next_slot,
     s.last_slot, s.last_job_id,
-    pgqueue._last_state(s.last_job_id) as last_state,
+    case when s.last_job_id is not null then pgqueue._last_state(s.last_job_id) end as last_state,
     s.problem, s.group_key, s.headers
 from pgqueue.schedule as s
 order by s.name;

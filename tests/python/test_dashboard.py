@@ -19,7 +19,7 @@ import pytest
 from cluster import Cluster
 from conftest import column, one
 from dashboard_site import PAGES, Answer, Site, kill
-from pgqueue.dashboard import app
+from pgqueue.dashboard import app, pages
 from pgqueue.dashboard.pages import Page, Reading, read
 from recipes import blocks
 from starlette.applications import Starlette
@@ -582,6 +582,40 @@ def test_a_batch_is_shown_with_its_jobs(site, db) -> None:
     seen = Found(page.get(f"/batch?id={batch}").text)
     assert "finished" in seen.text and len(seen.rows) == 2
     assert page.get("/batch?id=1000000").status == 404
+
+
+def test_batches_are_shown_although_their_jobs_take_long_to_count(
+    site, db, monkeypatch
+) -> None:
+    batch = one(db, "select pgqueue.create_batch('after')")
+    db.execute("select pgqueue.enqueue('q', batch_id => %s)", (batch,))
+    page = site()
+    assert Found(page.get("/batches").text).rows[1][4:9] == ["1", *4 * ["0"]]
+    for query in ("COUNTS", "BATCH_JOBS"):
+        monkeypatch.setattr(pages, query, "select 1 as id from pg_sleep(60)")
+    assert Found(page.get("/batches").text).rows[1][4:9] == 5 * ["?"]
+    text = page.get(f"/batch?id={batch}").text
+    assert "too many to be counted" in text and "not found in a second" in text
+
+
+def test_the_jobs_of_a_batch_are_found_by_their_ids_however_many_others(db) -> None:
+    batch = one(db, "select pgqueue.create_batch('after')")
+    for _ in range(20):
+        db.execute("select pgqueue.enqueue('q', batch_id => %s)", (batch,))
+        db.execute("select nextval('pgqueue.job_id_seq') from generate_series(1, 999)")
+    db.execute(
+        "insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload)"
+        " select now(), now(), 0, 20, 'q', 'q', '{}' from generate_series(1, 100000) as n"
+    )
+    # Others, by which the planner guesses how many parts one batch has.
+    db.execute(
+        "insert into pgqueue.tally (batch_id, part, jobs) select -n, n, 1 from generate_series(1, 20000) as n"
+    )
+    db.execute("analyze pgqueue.job, pgqueue.tally, pgqueue.batch")
+    query = f"select from pgqueue.batch_jobs where batch_id = {batch}"
+    (top,) = one(db, f"explain (analyze, buffers, format json) {query}")
+    assert top["Plan"]["Actual Rows"] == 20
+    assert top["Plan"]["Shared Hit Blocks"] < 1100
 
 
 def test_a_worker_is_shown_with_a_link_to_its_jobs(site, db) -> None:

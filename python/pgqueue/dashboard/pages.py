@@ -121,14 +121,23 @@ where %(queue)s::text is null or queue = %(queue)s
 limit %(shown)s
 """
 SCHEDULES = "select *, count(*) over () as matches from pgqueue.schedules limit 1000"
-BATCH = "select * from pgqueue.batches where id = %(id)s"
+# What costs nothing. To count the jobs of those that have not finished may take long.
+BATCH = """
+select id, queue, kind, state, created_at, closed_at, finished_at, age, callback_id
+from pgqueue.batches
+"""
+COUNTS = """
+select id, waiting, running, completed, dead, cancelled
+from pgqueue.batches
+where id = any (%(ids)s)
+"""
 BATCH_JOBS = """
 select *
 from (select * from pgqueue.batch_jobs where batch_id = %(id)s limit 10000) as j
 order by state, id
 """
-BATCHES = """
-select *, count(*) over () as matches from pgqueue.batches order by id desc limit %(shown)s
+BATCHES = f"""
+select *, count(*) over () as matches from ({BATCH}) as b order by id desc limit %(shown)s
 """
 
 
@@ -197,6 +206,15 @@ class Reading:
 
     def row(self, query: str, **values: Any) -> Row | None:
         return self.conn.execute(query, values).fetchone()
+
+    def tried(self, query: str, **values: Any) -> list[Row] | None:
+        """Return what a page can do without: None if it takes more than a second."""
+        try:
+            with self.conn.transaction():
+                self.conn.execute("set local statement_timeout = '1s'")
+                return self.rows(query, **values)
+        except psycopg.errors.QueryCanceled:
+            return None
 
 
 def read(dsn: str, page: Callable[[Reading], Page], asked: Asked) -> Page:
@@ -312,17 +330,25 @@ def schedules(reading: Reading) -> Page:
 
 
 def batches(reading: Reading) -> Page:
-    return Page("batches.html", {"batches": reading.rows(BATCHES)})
+    found = reading.rows(BATCHES)
+    for is_over in (True, False):
+        ids = [row["id"] for row in found if (row["state"] == "finished") == is_over]
+        counts = {row["id"]: row for row in reading.tried(COUNTS, ids=ids) or []}
+        found = [row | counts.get(row["id"], {}) for row in found]
+    return Page("batches.html", {"batches": found})
 
 
 def batch(reading: Reading) -> Page:
     id = job_id(reading.asked.get("id", ""))
-    found = reading.row(BATCH, id=id)
+    found = reading.row(f"{BATCH} where id = %(id)s", id=id)
     if found is None:
         raise NotFound(
             f"There is no batch {id}; one is known for 14 days after its end."
         )
-    return Page("batch.html", {"batch": found, "jobs": reading.rows(BATCH_JOBS, id=id)})
+    for counts in reading.tried(COUNTS, ids=[id]) or []:
+        found |= counts
+    jobs = reading.tried(BATCH_JOBS, id=id)
+    return Page("batch.html", {"batch": found, "jobs": jobs})
 
 
 def job_id(text: str) -> int:
