@@ -85,11 +85,13 @@ with counted as materialized (
     cross join lateral pgqueue._recent_runs(s.hour) as r
     group by 1
 ), parked as (
-    select l.objid::int as fold, count(distinct l.pid) as sessions
+    -- Queues may share a lock, and anybody could hold it: only who has said so serves the queue.
+    select s.queue, count(distinct l.pid) as sessions
     from pg_locks as l
+    join pgqueue.service as s on s.pid = l.pid and hashtext(s.queue) & 255 = l.objid::int
     where l.locktype = 'advisory' and l.classid = 7366514 and l.objsubid = 2 and l.mode = 'ShareLock' and l.granted
         and l.database = (select d.oid from pg_database as d where d.datname = current_database())
-    group by l.objid
+    group by s.queue
 )
 select
     k.queue,
@@ -136,7 +138,7 @@ left join counted as c on c.queue = k.queue
 left join buried as d on d.queue = k.queue
 left join recent as r on r.queue = k.queue
 cross join (select coalesce(bool_or(r.misses_some), false) as misses_some from recent as r) as e
-left join parked as p on p.fold = hashtext(k.queue) & 255
+left join parked as p on p.queue = k.queue
 left join pgqueue.queue as own on own.name = k.queue and own.kind = '' and own.group_key = ''
 left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and shared.group_key = '';
 
@@ -155,7 +157,7 @@ expired: Jobs whose lease has expired, or that were not begun in time. Alert if
 this stays above 0.
 blocked: Jobs that wait for something other than time.
 dead: Dead jobs. Alert if this grows.
-is_estimate: Whether any number of this row is an estimate, but for parked.
+is_estimate: Whether any number of this row is an estimate.
 oldest_wait: How long the oldest ready job has been due; null if none is. Alert
 on this.
 p99_wait: The wait that 1 % of the ready jobs exceed.
@@ -163,8 +165,7 @@ paused: Whether claims get nothing, except kinds or groups that were resumed;
 what is paused by kind or group is in the view settings.
 workers: Workers that hold one of its jobs, or held one that ended in the last 5
 minutes.
-parked: Sessions that sleep until notified of its jobs. One in 256 other queues
-counts them, too.
+parked: Sessions that sleep until notified of its jobs.
 time_to_empty: How long the ready jobs take at the rate of the last five
 minutes, if none are added; null if none completed.
 p50_wait_last_hour: Half of the attempts of the last hour began at most this
