@@ -1,6 +1,7 @@
 """What each page shows: the views, read in one read-only transaction."""
 
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -37,6 +38,7 @@ select
         else has_function_privilege('pgqueue.health()', 'execute')
     end as has_health
 """
+MORE = re.compile(r"; and ([\d,]+) more(?:, ([\d,]+) of them critical)?$")
 HEALTH = 'select "check", status, detail, hint from pgqueue.health()'
 QUEUES = "select * from pgqueue.queues order by queue"
 QUEUE = "select * from pgqueue.queues where queue = %(queue)s"
@@ -254,12 +256,24 @@ def queues(reading: Reading) -> Page:
     )
 
 
-def health(reading: Reading) -> list[list[Row]]:
-    """What is wrong, the worst first, the findings of a check together."""
+def health(reading: Reading) -> list[Row]:
+    """What is wrong, the worst first: the findings of a check that are listed, and how many it has."""
     wrong = itertools.groupby(
         reading.rows(HEALTH), key=lambda row: (row["status"], row["check"])
     )
-    return [list(found) for (status, _), found in wrong if status != "ok"]
+    listed = [(status, list(rows)) for (status, _), rows in wrong if status != "ok"]
+    return [
+        {"status": status, "rows": rows, "count": len(rows) + unlisted(rows[-1])}
+        for status, rows in listed
+    ]
+
+
+def unlisted(last: Row) -> int:
+    """How many more of this status there are, which only the last of five findings says."""
+    if (more := MORE.search(last["detail"])) is None:
+        return 0
+    count, critical = (int((n or "0").replace(",", "")) for n in more.groups())
+    return critical if last["status"] == "critical" else count - critical
 
 
 def queue(reading: Reading) -> Page:
