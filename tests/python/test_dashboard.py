@@ -244,6 +244,11 @@ def test_of_100_000_dead_jobs_the_most_frequent_errors_are_shown(
     dry = press(page, "/dead", "Dry run")
     assert "would go back" in dry.text and len(dry.text) < 50_000
     assert "≈" in page.get("/").text and page.get("/queue?name=q").status == 200
+    db.execute("select setval('pgqueue.job_id_seq', 100000)")
+    db.execute("select pgqueue.enqueue('rare')")
+    kill(db, "rare", "boom")
+    few = page.get("/dead?queue=rare").text
+    assert "1 job is dead" in few and "/jobs?state=dead&amp;queue=rare" in few
 
 
 def test_hostile_text_is_nothing_but_text(site, db) -> None:
@@ -674,6 +679,12 @@ def test_what_no_form_sends_is_refused(site, db, action, of) -> None:
     assert not is_paused(db, "q")
 
 
+@pytest.mark.parametrize("id", ["x", "", "9" * 30])
+def test_a_selection_of_what_is_no_job_is_told_so(site, id) -> None:
+    answer = site(allow_actions=True).get(f"/confirm?action=cancel&id={id}")
+    assert answer.status == 404 and "job" in answer.text
+
+
 @pytest.mark.parametrize("max_jobs", ["", "0", "1e3", "9" * 30, "9" * 9000])
 def test_a_number_of_jobs_that_is_none_is_refused(site, db, max_jobs) -> None:
     db.execute("select pgqueue.enqueue('q')")
@@ -728,6 +739,29 @@ def test_a_database_without_pgqueue_is_told_from_one_that_is_away(site) -> None:
     assert bare.status == 503 and "Install or update pgqueue" in bare.text
     away = site(host="127.0.0.1", port=1).get("/")
     assert away.status == 503 and "Install" not in away.text
+
+
+@pytest.mark.parametrize("table", ["job", "run", "queue", "ticket"])
+def test_who_has_locked_a_table_is_named_where_its_page_would_be(
+    site, db, connect, table
+) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    page = site(allow_actions=True)
+    form = next(f for f in Found(page.get("/queue?name=q").text).posts)
+    holder = connect()
+    holder.autocommit = False
+    holder.execute(f"lock table pgqueue.{table} in access exclusive mode")
+    answers = [page.get("/"), page.get("/queue?name=q")]
+    if table == "queue":
+        answers.append(page.post(form.action, form.fields))
+    for answer in answers:
+        assert answer.status == 503
+        (why,) = re.findall('<p class="why">(.*)</p>', answer.text)
+        assert f"session {holder.info.backend_pid} has used it since" in why
+        ends = f"<code>select pg_terminate_backend({holder.info.backend_pid})</code>"
+        assert ends in answer.text
+    holder.rollback()
+    assert page.get("/").status == 200
 
 
 def test_it_says_that_the_server_is_away_and_recovers_by_itself(serve) -> None:

@@ -16,11 +16,13 @@ Asked = Mapping[str, str]
 
 SHOWN = 200  # rows of a list that may be long
 
-# No role's settings change what is read; a page that takes longer is worth no more load. A laptop
-# that is closed while it reads must not hold a snapshot that VACUUM would wait for.
+# No role's settings change what is read; a page that takes longer is worth no more load, and who waits
+# for a lock shall soon see who holds it. A laptop that is closed while it reads must not hold a snapshot
+# that VACUUM would wait for.
 SESSION = """
 set local search_path = pg_catalog, pg_temp;
 set local statement_timeout = '5s';
+set local lock_timeout = '2s';
 set local idle_in_transaction_session_timeout = '5s';
 set local timezone = 'UTC';
 set local datestyle = 'ISO';
@@ -184,6 +186,9 @@ ORDERS = {
 }
 
 
+LATE = (psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable)
+
+
 class NotFound(Exception):
     """Nothing has that name."""
 
@@ -215,7 +220,7 @@ class Reading:
             with self.conn.transaction():
                 self.conn.execute("set local statement_timeout = '1s'")
                 return self.rows(query, **values)
-        except psycopg.errors.QueryCanceled:
+        except LATE:
             return None
 
 
@@ -266,6 +271,16 @@ def health(reading: Reading) -> list[Row]:
         {"status": status, "rows": rows, "count": len(rows) + unlisted(rows[-1])}
         for status, rows in listed
     ]
+
+
+def late(reading: Reading) -> Page:
+    """Say what was not read in time, and who has locked it."""
+    found = reading.rows(HEALTH) if reading.rights["has_health"] else []
+    found = [row for row in found if " locked" in row["detail"] and row["hint"]]
+    text = "Postgres has not answered in time."
+    for row in found[:1]:
+        text = f"Postgres has not answered in time: {row['detail']}."
+    return Page("error.html", {"text": text, "found": found})
 
 
 def unlisted(last: Row) -> int:
@@ -336,7 +351,9 @@ def workers(reading: Reading) -> Page:
 def dead(reading: Reading) -> Page:
     queue = reading.asked.get("queue") or None
     found = reading.rows(DEAD, queue=queue)
-    return Page("dead.html", {"dead": found, "queue": queue})
+    # Of very many, the few of one queue may not be in the sample.
+    kept = reading.row(QUEUE, queue=queue) if queue and not found else None
+    return Page("dead.html", {"dead": found, "queue": queue, "kept": kept})
 
 
 def schedules(reading: Reading) -> Page:
