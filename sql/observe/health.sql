@@ -909,7 +909,8 @@ begin
     return query
     select f.name, f.status, f.detail, f.hint
     from pgqueue._findings() as f
-    order by array_position('{critical,warning}', f.status), f.name collate "C", f.place;
+    -- What locks hold up, other checks find as well.
+    order by array_position('{critical,warning}', f.status), f.name <> 'locks', f.name collate "C", f.place;
 exception when lock_not_available then
     return query
     select

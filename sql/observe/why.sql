@@ -144,17 +144,20 @@ begin
 end;
 $$;
 
--- Who has locked the row of a job, if anybody has, so that no claim can take it.
+-- Who has locked the row of a job, or its table, if anybody has, so that no claim can take it.
 create or replace function pgqueue._why_locked(job_id bigint)
     returns text
     language plpgsql
 as $$
 begin
     return (
-        select 'its row is locked: ' || l.holder
+        select format('its %s is locked: %s', case l.what when 'relation' then 'table' else 'row' end, l.holder)
         from pgqueue.job as j
-        join pgqueue._lock_holders() as l on l.xid = j.xmax and l.what = 'transactionid' and l.is_held
-        where j.id = _why_locked.job_id
+        join pgqueue._lock_holders() as l on l.xid = j.xmax and l.what = 'transactionid'
+            or l.relation = 'pgqueue.job'::regclass and l.what = 'relation'
+                and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+        where j.id = _why_locked.job_id and l.is_held
+        order by l.since
         limit 1
     );
 end;

@@ -306,6 +306,23 @@ def test_who_locks_a_table_below_access_exclusive_is_named_with_who_waits(
     waiting.close()
 
 
+def test_a_lock_comes_before_what_it_holds_up_and_why_names_it(db, connect):
+    db.execute("select pgqueue.enqueue('q') from generate_series(1, 2)")
+    fail = "select pgqueue.fail(id, token, 'boom', permanent => true)"
+    db.execute(f"{fail} from pgqueue.claim('q', 'w')")
+    db.execute("update pgqueue.job set run_at = run_at - interval '1 hour'")
+    other = connect(autocommit=False)
+    other.execute("lock table pgqueue.job in share mode")
+    low = '{"locks": {"patience": "10 ms"}, "dead": {"most": 0.1}}'
+    db.execute(f"set pgqueue.thresholds = '{low}'")
+    wait_until(lambda: found(db, "locks") and found(db, "locks")[0][0] == "critical")
+    critical = """select "check" from pgqueue.health() where status = 'critical'"""
+    assert column(db, critical) == ["locks", "dead", "waits"]
+    who = f"its table is locked: session {other.info.backend_pid} has used it since"
+    assert who in found(db, "waits")[0][1]
+    assert who in one(db, "select pgqueue.why(id) from pgqueue.job")
+
+
 def test_a_lock_that_nobody_waits_for_is_reported_after_a_while(db, connect):
     other = connect(autocommit=False)
     other.execute("lock table pgqueue.ticket in share mode")
