@@ -123,20 +123,24 @@ begin
             order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
             limit 1
         ) as n
-    )
-    select
-        l.*, case when s.is_long then greatest(budget / count(*) filter (where s.is_long) over (), 100) else 100 end
-    from lanes as l
-    cross join lateral (
-        select budget > 0 and exists (
+    ), long as materialized (
+        select l.hash, l.lane
+        from lanes as l
+        where l.first is not null and exists (
             select from pgqueue.job as j
             where hashtext(j.queue) = l.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane and j.queue >= ''
                 and (j.run_at, j.id) >= (l.first, l.first_id)
             order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
             offset 100
-        ) as is_long
-        offset 0
-    ) as s
+        )
+        -- Of more, each has a hundred.
+        limit budget / 100
+    )
+    select
+        l.*, case when (l.hash, l.lane) in (select g.hash, g.lane from long as g)
+            then greatest(budget / (select count(*) from long), 100) else 100
+        end
+    from lanes as l
     where l.first is not null;
 end;
 $$;

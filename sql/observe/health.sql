@@ -3,6 +3,25 @@
 -- All checks only read, work on a standby, and look at catalogs, at the fronts of lanes and at the view queues, never
 -- at all jobs.
 
+-- The first jobs of each lane that are due or run, at most this many, of many lanes a hundred: what has run for long, or
+-- has lost its lease, is in front.
+create or replace function pgqueue._fronts(most int, moment timestamptz)
+    returns setof pgqueue.job
+    language sql
+    stable
+as $$
+    select w.*
+    from (select l.*, greatest(20000 / count(*) over (), 100) as share from pgqueue._lanes(0) as l) as f
+    cross join lateral (
+        select j.*
+        from pgqueue.job as j
+        where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < _fronts.moment
+        order by j.run_at, j.id
+        limit least(_fronts.most, f.share)
+    ) as w
+    where f.first <= _fronts.moment
+$$;
+
 -- Every check, with all its facts: the function _found, and so health, follow from this list. The query returns a
 -- row for each finding: whether it is critical, which is four times beyond the thresholds patience and most, the
 -- detail, and the hint. In it, moment is the clock, and seen the rows of the view queues.
@@ -142,20 +161,12 @@ values
         order by min(f.since)
     $$),
     -- Each queue with jobs that have run for that long, and that many times as long as 99 % of their kind; or six times
-    -- that long where none is known; or that were asked to stop that long ago. Of the first thousand of each lane: what
-    -- has run for long is in front.
+    -- that long where none is known; or that were asked to stop that long ago.
     ('hung', '10 minutes', 10, null, 'no job runs for much too long', $$
         with old as materialized (
             select j.*
-            from pgqueue._lanes(0) as f
-            cross join lateral (
-                select j.*
-                from pgqueue.job as j
-                where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
-                order by j.run_at, j.id
-                limit 1000
-            ) as j
-            where f.first <= moment and j.claimed_at < moment - patience and j.lease_expires_at > moment
+            from pgqueue._fronts(1000, moment) as j
+            where j.claimed_at < moment - patience and j.lease_expires_at > moment
         ), usual as materialized (
             select k.queue, k.kind, k.p99_taken from pgqueue.kinds as k where exists (select from old)
         )
@@ -206,15 +217,8 @@ values
             select distinct on (j.queue)
                 j.queue, j.id, j.worker, moment - j.lease_expires_at as late,
                 count(*) over (partition by j.queue) as all_late
-            from pgqueue._lanes(0) as f
-            cross join lateral (
-                select j.*
-                from pgqueue.job as j
-                where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
-                order by j.run_at, j.id
-                limit 100
-            ) as j
-            where f.first <= moment and j.lease_expires_at < moment - patience
+            from pgqueue._fronts(100, moment) as j
+            where j.lease_expires_at < moment - patience
             order by j.queue, j.lease_expires_at
         ) as e
         order by e.late desc
@@ -310,20 +314,19 @@ values
         from unnest(seen) as q
         -- The view has another collation, which no index of names has.
         cross join lateral (values (q.queue collate "default")) as n (name)
+        cross join lateral pgqueue._in_force(n.name) as s
         -- A queue that is worked once a day has a wait_target of a day.
-        cross join lateral (
-            select greatest(patience, (pgqueue._in_force(n.name)).wait_target - interval '3 minutes') as allowed
-        ) as t
+        cross join lateral (select greatest(patience, s.wait_target - interval '3 minutes') as allowed) as t
         where not q.paused and q.oldest_wait > t.allowed and q.workers = 0
-            and n.name not in (select s.queue from pgqueue._served() as s)
+            and n.name not in (select v.queue from pgqueue._served() as v)
             -- Perhaps all waiting jobs are paused.
             and pgqueue._paused(n.name, false) is null
             -- Without runs this is unknown, and jobs may begin rarely.
-            and (pgqueue._in_force(n.name)).keep_runs > 0
+            and s.keep_runs > 0
             and not exists (
-                select from pgqueue.queue as s
-                where s.name in ('', n.name) and num_nonnulls(s.max_running, s.rate_limit, s.rate_period) > 0
-                    and s.rate_period > patience
+                select from pgqueue.queue as o
+                where o.name in ('', n.name) and num_nonnulls(o.max_running, o.rate_limit, o.rate_period) > 0
+                    and o.rate_period > patience
             )
         order by q.oldest_wait desc
     $$),
@@ -343,7 +346,7 @@ values
                 w.queue, w.kind, count(*) as jobs, min(w.id) as id,
                 moment - min(case when w.worker is null then w.run_at else w.enqueued_at end) as wait,
                 max(w.worker) as worker
-            from pgqueue._lanes(0) as f
+            from (select l.*, greatest(20000 / count(*) over (), 20) as share from pgqueue._lanes(0) as l) as f
             cross join lateral (
                 select
                     j.id, j.queue, j.kind, j.run_at, j.enqueued_at,
@@ -358,7 +361,7 @@ values
                 ) as j
                 cross join lateral (select case when j.errors is not null then pgqueue._put_off(j) end as news) as p
                 where j.lease_expires_at is null and (j.run_at < moment or p.news is not null)
-                limit 200
+                limit least(200, f.share)
             ) as w
             group by w.queue, w.kind
         )
@@ -733,16 +736,7 @@ values
                     (select max(b.id) from pgqueue.batch as b)
                 )),
                 ('token_seq', 'a lost worker might end the attempt of another', (
-                    select max(j.token)
-                    from pgqueue._lanes(0) as f
-                    cross join lateral (
-                        select j.token
-                        from pgqueue.job as j
-                        where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment
-                        order by j.run_at, j.id
-                        limit 10
-                    ) as j
-                    where f.first <= moment
+                    select max(j.token) from pgqueue._fronts(10, moment) as j
                 ))
         ) as t (name, danger, highest)
         -- The snapshot is older: what is added in between has numbers above.
@@ -802,7 +796,7 @@ begin
         $$
             create or replace function pgqueue._found(
                 name text, patience interval default null, most float8 default null,
-                seen pgqueue.queues[] default null, few float8 default 20000
+                seen pgqueue.queues[] default null, few float8 default null
             )
                 returns table (is_critical boolean, detail text, hint text)
                 language plpgsql
@@ -915,7 +909,8 @@ begin
     return query
     select f.name, f.status, f.detail, f.hint
     from pgqueue._findings() as f
-    order by array_position('{critical,warning}', f.status), f.name collate "C", f.place;
+    -- What locks hold up, other checks find as well.
+    order by array_position('{critical,warning}', f.status), f.name <> 'locks', f.name collate "C", f.place;
 exception when lock_not_available then
     return query
     select

@@ -116,17 +116,22 @@ begin
         c.queue,
         max(c.ready * c.weight), max(c.scheduled * c.weight),
         -- Leased jobs are in front, and close together: a page of the sample would count for too many.
-        coalesce(max(c.running) filter (where not c.is_sample and not t.is_busy), max(c.running * c.weight)),
-        coalesce(max(c.expired) filter (where not c.is_sample and not t.is_busy), max(c.expired * c.weight))
+        coalesce(max(c.running) filter (where not c.is_sample and not c.is_busy), max(c.running * c.weight)),
+        coalesce(max(c.expired) filter (where not c.is_sample and not c.is_busy), max(c.expired * c.weight))
             + max(c.overdue * c.weight),
         max(c.blocked * c.weight),
         min(c.oldest),
         coalesce(min(c.p99) filter (where c.is_sample), min(c.p99)),
         coalesce(min(c.workers) filter (where not c.is_sample), min(c.workers)),
-        t.hash is not null
-    from counted as c
-    left join long as t on t.hash = hashtext(c.queue)
-    group by c.queue, t.hash;
+        c.is_long
+    from (
+        -- Not joined, which would compare each with each.
+        select
+            c.*, hashtext(c.queue) in (select t.hash from long as t) as is_long,
+            hashtext(c.queue) in (select t.hash from long as t where t.is_busy) as is_busy
+        from counted as c
+    ) as c
+    group by c.queue, c.is_long;
 end;
 $$;
 

@@ -85,11 +85,13 @@ with counted as materialized (
     cross join lateral pgqueue._recent_runs(s.hour) as r
     group by 1
 ), parked as (
-    select l.objid::int as fold, count(distinct l.pid) as sessions
+    -- Queues may share a lock, and anybody could hold it: only who has said so serves the queue.
+    select s.queue, count(distinct l.pid) as sessions
     from pg_locks as l
+    join pgqueue.service as s on s.pid = l.pid and hashtext(s.queue) & 255 = l.objid::int
     where l.locktype = 'advisory' and l.classid = 7366514 and l.objsubid = 2 and l.mode = 'ShareLock' and l.granted
         and l.database = (select d.oid from pg_database as d where d.datname = current_database())
-    group by l.objid
+    group by s.queue
 )
 select
     k.queue,
@@ -136,7 +138,7 @@ left join counted as c on c.queue = k.queue
 left join buried as d on d.queue = k.queue
 left join recent as r on r.queue = k.queue
 cross join (select coalesce(bool_or(r.misses_some), false) as misses_some from recent as r) as e
-left join parked as p on p.fold = hashtext(k.queue) & 255
+left join parked as p on p.queue = k.queue
 left join pgqueue.queue as own on own.name = k.queue and own.kind = '' and own.group_key = ''
 left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and shared.group_key = '';
 
@@ -146,7 +148,7 @@ the last hour. Counts while the table of jobs is small (16 MB), else reads an
 index and estimates (see is_estimate); beyond 400 pages of runs, some 26,000,
 only a sample is read, and beyond 800 pages a queue that has few of them may be
 missing. Takes a few tens of milliseconds, however many jobs there are; with
-30,000 queues half a second.
+30,000 queues, or 1,000 of hundreds of jobs each, some tenths of a second.
 queue: The queue.
 ready: Jobs that are due, paused or not.
 scheduled: Jobs that are not due yet, including retries.
@@ -155,7 +157,7 @@ expired: Jobs whose lease has expired, or that were not begun in time. Alert if
 this stays above 0.
 blocked: Jobs that wait for something other than time.
 dead: Dead jobs. Alert if this grows.
-is_estimate: Whether any number of this row is an estimate, but for parked.
+is_estimate: Whether any number of this row is an estimate.
 oldest_wait: How long the oldest ready job has been due; null if none is. Alert
 on this.
 p99_wait: The wait that 1 % of the ready jobs exceed.
@@ -163,8 +165,7 @@ paused: Whether claims get nothing, except kinds or groups that were resumed;
 what is paused by kind or group is in the view settings.
 workers: Workers that hold one of its jobs, or held one that ended in the last 5
 minutes.
-parked: Sessions that sleep until notified of its jobs. One in 256 other queues
-counts them, too.
+parked: Sessions that sleep until notified of its jobs.
 time_to_empty: How long the ready jobs take at the rate of the last five
 minutes, if none are added; null if none completed.
 p50_wait_last_hour: Half of the attempts of the last hour began at most this
@@ -268,8 +269,11 @@ select
     r.queue, r.kind,
     sum(r.weight) as runs,
     sum(r.failed) as failures,
-    percentile_disc(0.5) within group (order by r.taken) as p50_taken,
-    percentile_disc(0.99) within group (order by r.taken) as p99_taken,
+    -- As in queues.
+    justify_hours(make_interval(secs => percentile_disc(0.5) within group (order by date_part('epoch', r.taken))))
+        as p50_taken,
+    justify_hours(make_interval(secs => percentile_disc(0.99) within group (order by date_part('epoch', r.taken))))
+        as p99_taken,
     max(r.finished_at) as last_finished_at
 from pgqueue._recent_runs('-infinity', 2000) as r
 where r.done + r.failed > 0
@@ -409,8 +413,15 @@ select
     j.id, j.queue, j.kind, j.worker, p.problem,
     clock_timestamp() - p.since as stuck_for,
     j.attempt, j.max_attempts, j.last_error
-from pgqueue._leased() as l (id)
-join pgqueue.jobs as j on j.id = l.id
+from (
+    select j.*
+    from pgqueue._leased() as l (id)
+    join pgqueue.jobs as j on j.id = l.id
+    -- What is usual is dear to know, and needed for few.
+    where least(j.lease_expires_at, j.cancelled_at, j.claimed_at + interval '9 minutes')
+        < clock_timestamp() - interval '1 minute'
+    offset 0
+) as j
 left join pgqueue.kinds as k on k.queue = j.queue and k.kind = j.kind
 cross join lateral (
     -- The first that applies.
@@ -543,14 +554,16 @@ cancelled: Jobs that were cancelled, or purged.';
 
 -- Jobs have ids between that of their batch and that of its callback: all three come from one sequence.
 create or replace view pgqueue.batch_jobs as
-with part as (
+with part as not materialized (
     select n.batch_id, n.part << 10 as first, (n.part << 10) + 1023 as last
     from pgqueue.tally as n
     group by n.batch_id, n.part
 )
 select p.batch_id, j.id, j.queue, j.kind, j.state, j.attempt
 from part as p
-join pgqueue.jobs as j on j.id between p.first and p.last and j.batch_id = p.batch_id
+-- A part at a time: the planner may take the part for large, and then reads the whole table.
+cross join lateral (select * from pgqueue.jobs as j where j.id between p.first and p.last offset 0) as j
+where j.batch_id = p.batch_id
 union all
 select r.batch_id, d.id, d.queue, d.kind, 'dead', d.attempt
 from (
@@ -558,7 +571,13 @@ from (
     union all
     select b.id, b.id, b.callback_id from pgqueue.batch as b where b.finished_at is not null
 ) as r
-join pgqueue.dead_job as d on d.id between r.first and r.last and (d.terms).batch_id = r.batch_id;
+cross join lateral (
+    select d.*, (d.terms).batch_id
+    from pgqueue.dead_job as d
+    where d.id between r.first and r.last
+    offset 0
+) as d
+where d.batch_id = r.batch_id;
 
 comment on view pgqueue.batch_jobs is
 'The jobs of batches, but for those that completed or were cancelled. Ask for
@@ -604,7 +623,7 @@ select
     s.is_paused as paused,
     nullif(case when not s.is_paused then s.next_slot end, 'infinity') as next_slot,
     s.last_slot, s.last_job_id,
-    pgqueue._last_state(s.last_job_id) as last_state,
+    case when s.last_job_id is not null then pgqueue._last_state(s.last_job_id) end as last_state,
     s.problem, s.group_key, s.headers
 from pgqueue.schedule as s
 order by s.name;

@@ -144,17 +144,20 @@ begin
 end;
 $$;
 
--- Who has locked the row of a job, if anybody has, so that no claim can take it.
+-- Who has locked the row of a job, or its table, if anybody has, so that no claim can take it.
 create or replace function pgqueue._why_locked(job_id bigint)
     returns text
     language plpgsql
 as $$
 begin
     return (
-        select 'its row is locked: ' || l.holder
+        select format('its %s is locked: %s', case l.what when 'relation' then 'table' else 'row' end, l.holder)
         from pgqueue.job as j
-        join pgqueue._lock_holders() as l on l.xid = j.xmax and l.what = 'transactionid' and l.is_held
-        where j.id = _why_locked.job_id
+        join pgqueue._lock_holders() as l on l.xid = j.xmax and l.what = 'transactionid'
+            or l.relation = 'pgqueue.job'::regclass and l.what = 'relation'
+                and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+        where j.id = _why_locked.job_id and l.is_held
+        order by l.since
         limit 1
     );
 end;
@@ -220,7 +223,7 @@ end;
 $$;
 
 -- Says that nobody has claimed from a queue, or a kind of it, for a while, judging by the running jobs and the runs
--- of the last ten minutes; null if somebody has.
+-- of the last ten minutes; null if somebody has. Whether anybody ever has is known of a log of 100,000 runs.
 create or replace function pgqueue._unclaimed(queue text, moment timestamptz, kind text default null)
     returns text
     language plpgsql
@@ -251,10 +254,12 @@ begin
             where r.finished_at > lately and r.queue = _unclaimed.queue and r.worker is not null
                 and (r.kind = _unclaimed.kind or _unclaimed.kind is null)
         ) then null
-        when last_claim is not null or exists (
-            select from pgqueue.run as r
-            where r.queue = _unclaimed.queue and r.worker is not null
+        when last_claim is not null or (
+            select count(*) = 100000 or bool_or(
+                r.queue = _unclaimed.queue and r.worker is not null
                 and (r.kind = _unclaimed.kind or _unclaimed.kind is null)
+            )
+            from (select r.queue, r.kind, r.worker from pgqueue.run as r limit 100000) as r
         ) then format('no worker has claimed %s for 10 minutes', whose)
         else format('no worker has claimed %s that it remembers', whose)
     end;
@@ -266,18 +271,20 @@ create or replace function pgqueue._why_unclaimed(job pgqueue.job, moment timest
     returns text
     language plpgsql
 as $$
+declare
+    takes_others boolean := exists (
+        select from pgqueue._served() as s where s.queue = job.queue and job.kind <> all (s.kinds)
+    );
 begin
     if (pgqueue._put_off(job) ->> 'at')::timestamptz > moment - interval '10 minutes' then
         return null;
     end if;
     return coalesce(
-        case when pgqueue._unclaimed(job.queue, moment, job.kind) is not null then (
-            select 'no worker takes its kind: those of its queue take others'
-            from pgqueue._served() as s
-            where s.queue = job.queue and job.kind <> all (s.kinds)
-        ) end,
+        case when takes_others and pgqueue._unclaimed(job.queue, moment, job.kind) is not null
+            then 'no worker takes its kind: those of its queue take others'
+        end,
         pgqueue._unclaimed(job.queue, moment),
-        case when job.run_at < moment - interval '10 minutes'
+        case when not takes_others and job.run_at < moment - interval '10 minutes'
             then pgqueue._unclaimed(job.queue, moment, job.kind)
         end
     );

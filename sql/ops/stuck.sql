@@ -63,8 +63,17 @@ from (
                 then format('select pgqueue.resume(%L, group_key => %L);', w.queue, w.group_key)
             when w.problem like '%runs as many jobs as it may%' then 'raise max_running with pgqueue.configure'
             when w.problem like 'rate limited%' then 'raise rate_limit with pgqueue.configure'
-            when w.problem like 'its row is locked: session %' then format(
-                'select pg_terminate_backend(%s);', (regexp_match(w.problem, '^its row is locked: session (\d+)'))[1]
+            when w.problem ~ '^its (row|table) is locked: session ' then format(
+                'select pg_terminate_backend(%s);', (regexp_match(w.problem, '^its \w+ is locked: session (\d+)'))[1]
+            )
+            when w.problem ~ '^its (row|table) is locked: prepared ' then format(
+                'rollback prepared %L;', (regexp_match(w.problem, '^its \w+ is locked: prepared transaction (.*) has used it'))[1]
+            )
+            when w.problem ~ '^its group .* waits for the retry of job \d+ at ' then format(
+                'select pgqueue.run_now(%s);', (regexp_match(w.problem, '.* waits for the retry of job (\d+) at '))[1]
+            )
+            when w.problem like 'blocked: waits for job %' then format(
+                'select pgqueue.why(%s);', (regexp_match(w.problem, '^blocked: waits for job (\d+)'))[1]
             )
             when w.problem like 'ready: %no worker %its kind%' then 'start a worker for its kind'
             when w.problem like 'ready: %no worker has claimed%' then 'start a worker'

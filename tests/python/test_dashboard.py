@@ -19,7 +19,7 @@ import pytest
 from cluster import Cluster
 from conftest import column, one
 from dashboard_site import PAGES, Answer, Site, kill
-from pgqueue.dashboard import app
+from pgqueue.dashboard import app, pages
 from pgqueue.dashboard.pages import Page, Reading, read
 from recipes import blocks
 from starlette.applications import Starlette
@@ -166,8 +166,8 @@ def test_what_health_says_comes_first(site, db, role) -> None:
     query = "select pgqueue.enqueue('q' || n, run_at => now() - interval '1 hour')"
     ids = column(db, f"{query} from generate_series(1, 60) as n")
     text = " ".join(Found(site().get("/").text).text.split())
-    before, first, second = re.split(r"critical (?:waits|workers) \(5\):", text)
-    assert before.endswith("Health: 10 critical ")
+    before, first, second = re.split(r"critical (?:waits|workers) \(60\):", text)
+    assert before.endswith("Health: 120 critical ")
     assert "and 55 more, 55 of them critical" in first
     assert f"select pgqueue.why({ids[0]})" in first and "60 of 60 queues" in second
     db.execute("select pgqueue.grant_access(%s, 'reader')", (role,))
@@ -244,6 +244,11 @@ def test_of_100_000_dead_jobs_the_most_frequent_errors_are_shown(
     dry = press(page, "/dead", "Dry run")
     assert "would go back" in dry.text and len(dry.text) < 50_000
     assert "≈" in page.get("/").text and page.get("/queue?name=q").status == 200
+    db.execute("select setval('pgqueue.job_id_seq', 100000)")
+    db.execute("select pgqueue.enqueue('rare')")
+    kill(db, "rare", "boom")
+    few = page.get("/dead?queue=rare").text
+    assert "1 job is dead" in few and "/jobs?state=dead&amp;queue=rare" in few
 
 
 def test_hostile_text_is_nothing_but_text(site, db) -> None:
@@ -584,6 +589,40 @@ def test_a_batch_is_shown_with_its_jobs(site, db) -> None:
     assert page.get("/batch?id=1000000").status == 404
 
 
+def test_batches_are_shown_although_their_jobs_take_long_to_count(
+    site, db, monkeypatch
+) -> None:
+    batch = one(db, "select pgqueue.create_batch('after')")
+    db.execute("select pgqueue.enqueue('q', batch_id => %s)", (batch,))
+    page = site()
+    assert Found(page.get("/batches").text).rows[1][4:9] == ["1", *4 * ["0"]]
+    for query in ("COUNTS", "BATCH_JOBS"):
+        monkeypatch.setattr(pages, query, "select 1 as id from pg_sleep(60)")
+    assert Found(page.get("/batches").text).rows[1][4:9] == 5 * ["?"]
+    text = page.get(f"/batch?id={batch}").text
+    assert "too many to be counted" in text and "not found in a second" in text
+
+
+def test_the_jobs_of_a_batch_are_found_by_their_ids_however_many_others(db) -> None:
+    batch = one(db, "select pgqueue.create_batch('after')")
+    for _ in range(20):
+        db.execute("select pgqueue.enqueue('q', batch_id => %s)", (batch,))
+        db.execute("select nextval('pgqueue.job_id_seq') from generate_series(1, 999)")
+    db.execute(
+        "insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload)"
+        " select now(), now(), 0, 20, 'q', 'q', '{}' from generate_series(1, 100000) as n"
+    )
+    # Others, by which the planner guesses how many parts one batch has.
+    db.execute(
+        "insert into pgqueue.tally (batch_id, part, jobs) select -n, n, 1 from generate_series(1, 20000) as n"
+    )
+    db.execute("analyze pgqueue.job, pgqueue.tally, pgqueue.batch")
+    query = f"select from pgqueue.batch_jobs where batch_id = {batch}"
+    (top,) = one(db, f"explain (analyze, buffers, format json) {query}")
+    assert top["Plan"]["Actual Rows"] == 20
+    assert top["Plan"]["Shared Hit Blocks"] < 1100
+
+
 def test_a_worker_is_shown_with_a_link_to_its_jobs(site, db) -> None:
     id = one(db, "select pgqueue.enqueue('q')")
     db.execute("select pgqueue.claim('q', 'me & you')")
@@ -640,6 +679,12 @@ def test_what_no_form_sends_is_refused(site, db, action, of) -> None:
     assert not is_paused(db, "q")
 
 
+@pytest.mark.parametrize("id", ["x", "", "9" * 30])
+def test_a_selection_of_what_is_no_job_is_told_so(site, id) -> None:
+    answer = site(allow_actions=True).get(f"/confirm?action=cancel&id={id}")
+    assert answer.status == 404 and "job" in answer.text
+
+
 @pytest.mark.parametrize("max_jobs", ["", "0", "1e3", "9" * 30, "9" * 9000])
 def test_a_number_of_jobs_that_is_none_is_refused(site, db, max_jobs) -> None:
     db.execute("select pgqueue.enqueue('q')")
@@ -694,6 +739,29 @@ def test_a_database_without_pgqueue_is_told_from_one_that_is_away(site) -> None:
     assert bare.status == 503 and "Install or update pgqueue" in bare.text
     away = site(host="127.0.0.1", port=1).get("/")
     assert away.status == 503 and "Install" not in away.text
+
+
+@pytest.mark.parametrize("table", ["job", "run", "queue", "ticket"])
+def test_who_has_locked_a_table_is_named_where_its_page_would_be(
+    site, db, connect, table
+) -> None:
+    db.execute("select pgqueue.enqueue('q')")
+    page = site(allow_actions=True)
+    form = next(f for f in Found(page.get("/queue?name=q").text).posts)
+    holder = connect()
+    holder.autocommit = False
+    holder.execute(f"lock table pgqueue.{table} in access exclusive mode")
+    answers = [page.get("/"), page.get("/queue?name=q")]
+    if table == "queue":
+        answers.append(page.post(form.action, form.fields))
+    for answer in answers:
+        assert answer.status == 503
+        (why,) = re.findall('<p class="why">(.*)</p>', answer.text)
+        assert f"session {holder.info.backend_pid} has used it since" in why
+        ends = f"<code>select pg_terminate_backend({holder.info.backend_pid})</code>"
+        assert ends in answer.text
+    holder.rollback()
+    assert page.get("/").status == 200
 
 
 def test_it_says_that_the_server_is_away_and_recovers_by_itself(serve) -> None:

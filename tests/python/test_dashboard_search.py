@@ -326,9 +326,17 @@ def many(db) -> None:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("is_analyzed", [False, True])
 def test_no_page_reads_more_than_a_bounded_part_of_what_is_there(
-    db, dsn, many, asked
+    db, dsn, many, asked, is_analyzed
 ) -> None:
+    if is_analyzed:
+        # Many batches, by which the planner guesses how many jobs one has.
+        db.execute(
+            "insert into pgqueue.tally (batch_id, part, jobs) select -n % 200, n, 1"
+            " from generate_series(1, 20000) as n"
+        )
+        db.execute("analyze pgqueue.job, pgqueue.dead_job, pgqueue.tally")
     read_by: list[int] = []
 
     class Explained(Reading):
@@ -351,7 +359,7 @@ def test_no_page_reads_more_than_a_bounded_part_of_what_is_there(
 
     assert read(dsn, look, asked).context["jobs"] is not None
     # 5,000 rows of the walk, each with a page of the table and a few of the key's index.
-    assert sum(read_by) < 8 * search.LOOKED
+    assert sum(read_by) < (100 if "batch" in asked else 8 * search.LOOKED)
 
 
 def test_what_a_page_of_your_own_asks_reads_as_little(db, many) -> None:

@@ -59,7 +59,7 @@ def test_a_session_that_keeps_vacuum_from_its_work_is_named_and_can_be_ended(
     holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
     holder.execute("select 'a long report'")
     # 50 ms, which any other session of this test is done in.
-    check = "'horizon', '50 ms', 100000"
+    check = "'horizon', '50 ms', 100000, few => 20000"
     assert found(db, check) == []
     bury(connect, 21_000)
     detail = fix(db, check)
@@ -304,6 +304,23 @@ def test_who_locks_a_table_below_access_exclusive_is_named_with_who_waits(
     run_hint(db, hint)
     wait_until(lambda: not found(db, "locks"))
     waiting.close()
+
+
+def test_a_lock_comes_before_what_it_holds_up_and_why_names_it(db, connect):
+    db.execute("select pgqueue.enqueue('q') from generate_series(1, 2)")
+    fail = "select pgqueue.fail(id, token, 'boom', permanent => true)"
+    db.execute(f"{fail} from pgqueue.claim('q', 'w')")
+    db.execute("update pgqueue.job set run_at = run_at - interval '1 hour'")
+    other = connect(autocommit=False)
+    other.execute("lock table pgqueue.job in share mode")
+    low = '{"locks": {"patience": "10 ms"}, "dead": {"most": 0.1}}'
+    db.execute(f"set pgqueue.thresholds = '{low}'")
+    wait_until(lambda: found(db, "locks") and found(db, "locks")[0][0] == "critical")
+    critical = """select "check" from pgqueue.health() where status = 'critical'"""
+    assert column(db, critical) == ["locks", "dead", "waits"]
+    who = f"its table is locked: session {other.info.backend_pid} has used it since"
+    assert who in found(db, "waits")[0][1]
+    assert who in one(db, "select pgqueue.why(id) from pgqueue.job")
 
 
 def test_a_lock_that_nobody_waits_for_is_reported_after_a_while(db, connect):

@@ -241,10 +241,16 @@ def test_stuck_names_who_has_locked_a_table_or_a_job(db, run, connect):
     waiting = connect()
     waiting.pgconn.send_query(b"select pgqueue.enqueue('q')")
     wait_until(lambda: "is locked in Share mode" in run("stuck"))
-    assert calls(run("stuck"), "fix")[0] == end
+    assert calls(run("stuck"), "fix") == [end, end]
     do(db, end)
     wait_until(lambda: "locked" not in run("stuck"))
     waiting.close()
+    ghost = connect(autocommit=False)
+    ghost.execute("select from pgqueue.job for update")
+    ghost.execute("prepare transaction 'it''s a ghost'")
+    (end,) = re.findall("^fix +(rollback .*;)$", run("stuck"), re.M)
+    do(db, end)
+    assert "locked" not in run("stuck")
 
 
 def test_stuck_prints_the_calls_that_fix_it(db, run):
@@ -274,3 +280,16 @@ def test_stuck_prints_the_calls_that_fix_it(db, run):
     assert len(claimed) == 4
     fixed = run("stuck")
     assert re.findall("^queue +(.*)$", fixed, re.M) == ["slow", "expired"]
+
+
+def test_stuck_points_to_the_job_that_others_wait_for(db, run):
+    do(
+        db,
+        "select pgqueue.configure('q', group_limit => 1, group_on_retry => 'block')",
+        "select pgqueue.enqueue('q', group_key => 'waits for the retry of job 7 at') from generate_series(1, 2)",
+        "select pgqueue.fail(id, token, 'boom', retry_in => '1 h') from pgqueue.claim('q', 'w')",
+        "select from pgqueue.claim('q', 'w')",
+        "select pgqueue.enqueue('later', after => array[1])",
+    )
+    found = set(calls(run("stuck"), "fix"))
+    assert found == {"select pgqueue.run_now(1);", "select pgqueue.why(1);"}

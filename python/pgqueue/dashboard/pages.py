@@ -1,6 +1,7 @@
 """What each page shows: the views, read in one read-only transaction."""
 
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -15,11 +16,13 @@ Asked = Mapping[str, str]
 
 SHOWN = 200  # rows of a list that may be long
 
-# No role's settings change what is read; a page that takes longer is worth no more load. A laptop
-# that is closed while it reads must not hold a snapshot that VACUUM would wait for.
+# No role's settings change what is read; a page that takes longer is worth no more load, and who waits
+# for a lock shall soon see who holds it. A laptop that is closed while it reads must not hold a snapshot
+# that VACUUM would wait for.
 SESSION = """
 set local search_path = pg_catalog, pg_temp;
 set local statement_timeout = '5s';
+set local lock_timeout = '2s';
 set local idle_in_transaction_session_timeout = '5s';
 set local timezone = 'UTC';
 set local datestyle = 'ISO';
@@ -37,6 +40,7 @@ select
         else has_function_privilege('pgqueue.health()', 'execute')
     end as has_health
 """
+MORE = re.compile(r"; and ([\d,]+) more(?:, ([\d,]+) of them critical)?$")
 HEALTH = 'select "check", status, detail, hint from pgqueue.health()'
 QUEUES = "select * from pgqueue.queues order by queue"
 QUEUE = "select * from pgqueue.queues where queue = %(queue)s"
@@ -121,14 +125,23 @@ where %(queue)s::text is null or queue = %(queue)s
 limit %(shown)s
 """
 SCHEDULES = "select *, count(*) over () as matches from pgqueue.schedules limit 1000"
-BATCH = "select * from pgqueue.batches where id = %(id)s"
+# What costs nothing. To count the jobs of those that have not finished may take long.
+BATCH = """
+select id, queue, kind, state, created_at, closed_at, finished_at, age, callback_id
+from pgqueue.batches
+"""
+COUNTS = """
+select id, waiting, running, completed, dead, cancelled
+from pgqueue.batches
+where id = any (%(ids)s)
+"""
 BATCH_JOBS = """
 select *
 from (select * from pgqueue.batch_jobs where batch_id = %(id)s limit 10000) as j
 order by state, id
 """
-BATCHES = """
-select *, count(*) over () as matches from pgqueue.batches order by id desc limit %(shown)s
+BATCHES = f"""
+select *, count(*) over () as matches from ({BATCH}) as b order by id desc limit %(shown)s
 """
 
 
@@ -173,6 +186,9 @@ ORDERS = {
 }
 
 
+LATE = (psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable)
+
+
 class NotFound(Exception):
     """Nothing has that name."""
 
@@ -197,6 +213,15 @@ class Reading:
 
     def row(self, query: str, **values: Any) -> Row | None:
         return self.conn.execute(query, values).fetchone()
+
+    def tried(self, query: str, **values: Any) -> list[Row] | None:
+        """Return what a page can do without: None if it takes more than a second."""
+        try:
+            with self.conn.transaction():
+                self.conn.execute("set local statement_timeout = '1s'")
+                return self.rows(query, **values)
+        except LATE:
+            return None
 
 
 def read(dsn: str, page: Callable[[Reading], Page], asked: Asked) -> Page:
@@ -236,12 +261,34 @@ def queues(reading: Reading) -> Page:
     )
 
 
-def health(reading: Reading) -> list[list[Row]]:
-    """What is wrong, the worst first, the findings of a check together."""
+def health(reading: Reading) -> list[Row]:
+    """What is wrong, the worst first: the findings of a check that are listed, and how many it has."""
     wrong = itertools.groupby(
         reading.rows(HEALTH), key=lambda row: (row["status"], row["check"])
     )
-    return [list(found) for (status, _), found in wrong if status != "ok"]
+    listed = [(status, list(rows)) for (status, _), rows in wrong if status != "ok"]
+    return [
+        {"status": status, "rows": rows, "count": len(rows) + unlisted(rows[-1])}
+        for status, rows in listed
+    ]
+
+
+def late(reading: Reading) -> Page:
+    """Say what was not read in time, and who has locked it."""
+    found = reading.rows(HEALTH) if reading.rights["has_health"] else []
+    found = [row for row in found if " locked" in row["detail"] and row["hint"]]
+    text = "Postgres has not answered in time."
+    for row in found[:1]:
+        text = f"Postgres has not answered in time: {row['detail']}."
+    return Page("error.html", {"text": text, "found": found})
+
+
+def unlisted(last: Row) -> int:
+    """How many more of this status there are, which only the last of five findings says."""
+    if (more := MORE.search(last["detail"])) is None:
+        return 0
+    count, critical = (int((n or "0").replace(",", "")) for n in more.groups())
+    return critical if last["status"] == "critical" else count - critical
 
 
 def queue(reading: Reading) -> Page:
@@ -304,7 +351,9 @@ def workers(reading: Reading) -> Page:
 def dead(reading: Reading) -> Page:
     queue = reading.asked.get("queue") or None
     found = reading.rows(DEAD, queue=queue)
-    return Page("dead.html", {"dead": found, "queue": queue})
+    # Of very many, the few of one queue may not be in the sample.
+    kept = reading.row(QUEUE, queue=queue) if queue and not found else None
+    return Page("dead.html", {"dead": found, "queue": queue, "kept": kept})
 
 
 def schedules(reading: Reading) -> Page:
@@ -312,17 +361,25 @@ def schedules(reading: Reading) -> Page:
 
 
 def batches(reading: Reading) -> Page:
-    return Page("batches.html", {"batches": reading.rows(BATCHES)})
+    found = reading.rows(BATCHES)
+    for is_over in (True, False):
+        ids = [row["id"] for row in found if (row["state"] == "finished") == is_over]
+        counts = {row["id"]: row for row in reading.tried(COUNTS, ids=ids) or []}
+        found = [row | counts.get(row["id"], {}) for row in found]
+    return Page("batches.html", {"batches": found})
 
 
 def batch(reading: Reading) -> Page:
     id = job_id(reading.asked.get("id", ""))
-    found = reading.row(BATCH, id=id)
+    found = reading.row(f"{BATCH} where id = %(id)s", id=id)
     if found is None:
         raise NotFound(
             f"There is no batch {id}; one is known for 14 days after its end."
         )
-    return Page("batch.html", {"batch": found, "jobs": reading.rows(BATCH_JOBS, id=id)})
+    for counts in reading.tried(COUNTS, ids=[id]) or []:
+        found |= counts
+    jobs = reading.tried(BATCH_JOBS, id=id)
+    return Page("batch.html", {"batch": found, "jobs": jobs})
 
 
 def job_id(text: str) -> int:

@@ -50,7 +50,14 @@ class Walk:
         return query, {f"place{n}": part for n, part in enumerate(place or [])}
 
 
+def each(table: str, ids: str) -> str:
+    """One after the other: to have them in order, the planner would read the whole table."""
+    one = f"select * from {table} as j where j.id = b.id offset 0"
+    return f"(select j.* from ({ids} offset 0) as b cross join lateral ({one}) as j)"
+
+
 BY_ID = (("id",), ("bigint",))
+OF_BATCH = "select id from pgqueue.batch_jobs where batch_id = %(batch)s::bigint"
 LANE = "(priority + 1000 * num_nonnulls(group_key))"
 IN_QUEUE = "hashtext(queue) = hashtext(%(queue)s) and queue = %(queue)s"
 GROUP = "hashtextextended(group_key, hashtext(queue))"
@@ -67,12 +74,11 @@ LIVE_WALKS = {
         f" and {GROUP} = hashtextextended(%(group)s, hashtext(%(queue)s))",
     ),
     ("batch",): Walk(
-        "(select j.* from pgqueue.batch_jobs as b join pgqueue.job as j on j.id = b.id"
-        " where b.batch_id = %(batch)s::bigint)",
+        each("pgqueue.job", OF_BATCH),
         *BY_ID,
     ),
     ("leased",): Walk(
-        "(select j.* from pgqueue.running as r join pgqueue.job as j on j.id = r.id)",
+        each("pgqueue.job", "select id from pgqueue.running"),
         *BY_ID,
     ),
     ("queue",): Walk(
@@ -85,8 +91,7 @@ LIVE_WALKS = {
 }
 DEAD_WALKS = {
     ("batch",): Walk(
-        "(select d.* from pgqueue.batch_jobs as b join pgqueue.dead_job as d on d.id = b.id"
-        " where b.batch_id = %(batch)s::bigint)",
+        each("pgqueue.dead_job", OF_BATCH),
         *BY_ID,
     ),
     ("queue", "kind"): Walk(

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote
@@ -132,7 +132,7 @@ class Dashboard:
                 Route("/action/{action}", self.post, methods=["POST"]),
                 Mount("/static", StaticFiles(directory=HERE / "static")),
             ],
-            exception_handlers={HTTPException: self.refuse},
+            exception_handlers={HTTPException: self.refuse, NotFound: self.miss},
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -230,8 +230,6 @@ class Dashboard:
                 return self.send_to(request, *found)
             except psycopg.Error as error:
                 return self.explain(request, error, role)
-            except NotFound as error:
-                return self.say(request, HTTPStatus.NOT_FOUND, str(error))
 
         return await anyio.to_thread.run_sync(answer, limiter=self.limiter)
 
@@ -272,6 +270,12 @@ class Dashboard:
         return answer
 
     def explain(self, request: Request, error: psycopg.Error, role: str) -> Response:
+        if isinstance(error, pages.LATE):
+            try:
+                late = pages.read(self.dsn, pages.late, {}).context
+                return self.say(request, status_of(error), late["text"], late["found"])
+            except psycopg.Error as later:
+                error = later
         text = explain(error, role)
         if isinstance(error, MISSING):
             text = f"Install or update pgqueue in this database: {text}"
@@ -279,10 +283,15 @@ class Dashboard:
             text = f"A standby is read-only; ask the primary: {text}"
         return self.say(request, status_of(error), text)
 
-    def say(self, request: Request, status: HTTPStatus, text: str) -> Response:
+    def say(
+        self, request: Request, status: HTTPStatus, text: str, found: Iterable[Row] = ()
+    ) -> Response:
         is_live = status == HTTPStatus.SERVICE_UNAVAILABLE and request.method == "GET"
-        page = Page("error.html", {"status": status, "text": text}, is_live)
-        return self.render(request, page, status)
+        shown = {"status": status, "text": text, "found": found}
+        return self.render(request, Page("error.html", shown, is_live), status)
+
+    async def miss(self, request: Request, error: Exception) -> Response:
+        return self.say(request, HTTPStatus.NOT_FOUND, str(error))
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

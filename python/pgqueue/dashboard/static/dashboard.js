@@ -16,7 +16,7 @@ async function refresh() {
       });
       const text = await answer.text();
       const next = new DOMParser().parseFromString(text, "text/html").querySelector("main");
-      if (answer.status === 503) tell(next.querySelector(".why").textContent.slice(0, 200));
+      if (answer.status === 503) tell(next.querySelector(".why").textContent.slice(0, 400));
       else if (!next) tell("The dashboard does not answer.");
       else {
         const focused = document.activeElement;
