@@ -26,6 +26,7 @@ STATES = {
     "running": [JOB, "select id from pgqueue.claim('q', 'w')"],
     "expired": [JOB, "select id from pgqueue.claim('q', 'w')", EXPIRE],
     "dead": [JOB, "select id from pgqueue.claim('q', 'w')", DIE],
+    "kept": [JOB, "select id from pgqueue.claim('q', 'w')"],
     "completed": [
         JOB,
         "select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')",
@@ -64,6 +65,15 @@ DEAD = {
     "discard_many": "count(*) from pgqueue.discard_many('q')",
     "enqueue": ENQUEUE.format("skip"),
 }
+KEPT = (
+    "complete",
+    "complete_many",
+    "finish",
+    "reprioritize",
+    "cancel",
+    "extend",
+    "rerun",
+)
 CHANGE = ("run_now", "reprioritize", "replace", "postpone", "cancel", "purge")
 RERUN = {
     "rerun": "case when pgqueue.rerun(%(id)s) > %(id)s then 'new' end",
@@ -76,6 +86,8 @@ VERBS = {
     "running": ENDS | OPERATE,
     "expired": ENDS | RECOVER | OPERATE,
     "dead": DEAD | RERUN,
+    # Where the log keeps payloads, an end locks the job first.
+    "kept": {verb: (ENDS | OPERATE | RERUN)[verb] for verb in KEPT},
     "completed": RERUN,
 }
 if LONG := bool(os.environ.get("PGQUEUE_TEST_LONG")):
@@ -145,7 +157,7 @@ class Session:
 class Pair:
     def __init__(self, connect, state: str) -> None:
         self.db = connect()
-        if state == "completed":
+        if state in ("kept", "completed"):
             self.db.execute("select pgqueue.configure('q', keep_payloads => true)")
         self.sessions = [Session(connect()), Session(connect())]
         self.state = state
