@@ -44,7 +44,14 @@ def release(clone: Path, number: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_release_writes_the_version_wherever_it_stands_commits_and_tags(clone):
     old = re.escape(version())
-    wherever = ("grep", "-lwE", f"(pgqueue[ -]+|This is |\"|')v?{old}", "--", ".", ":!tests")
+    wherever = (
+        "grep",
+        "-lwE",
+        f"(pgqueue[ -]+|This is |\"|')v?{old}",
+        "--",
+        ".",
+        ":!tests",
+    )
     stands = set(git(*wherever, cwd=clone).split())
     assert {"pgqueue.control", "META.json", "python/pyproject.toml"} <= stands
     done = release(clone, "98.7.6")
