@@ -27,7 +27,7 @@ SCRIPT = sql/$(EXTENSION)--$(EXTVERSION).sql
 PLAIN  = sql/$(EXTENSION)--$(EXTVERSION).plain.sql
 
 DATA_built      = $(SCRIPT)
-EXTRA_CLEAN     = $(PLAIN)
+EXTRA_CLEAN     = $(PLAIN) dist
 NO_INSTALLCHECK = 1
 
 PG_CONFIG ?= pg_config
@@ -187,7 +187,7 @@ install uninstall:
 	@echo "make $@ needs pg_config and PGXS (Debian: postgresql-common and" \
 	    "postgresql-client-NN); is PG_CONFIG=$(PG_CONFIG) right?" >&2; exit 1
 clean:
-	rm -f $(DATA_built) $(EXTRA_CLEAN)
+	rm -rf $(DATA_built) $(EXTRA_CLEAN)
 endif
 
 $(SCRIPT): pgqueue.control Makefile $(TABLES) $(FUNCTIONS)
