@@ -27,7 +27,7 @@ SCRIPT = sql/$(EXTENSION)--$(EXTVERSION).sql
 PLAIN  = sql/$(EXTENSION)--$(EXTVERSION).plain.sql
 
 DATA_built      = $(SCRIPT)
-EXTRA_CLEAN     = $(PLAIN)
+EXTRA_CLEAN     = $(PLAIN) dist
 NO_INSTALLCHECK = 1
 
 PG_CONFIG ?= pg_config
@@ -40,7 +40,7 @@ CONFIG   = python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test move-in soak mutants bench instructions matrix bare lint pgspot plain all install uninstall \
-        installcheck clean
+        installcheck dist deb tle release clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -133,6 +133,31 @@ installcheck: ## the SQL tests, on the installed server of PGHOST, PGPORT ...
 	    pg_prove --ext .sql --recurse tests/sql
 	@psql -Xqw -d postgres -c 'drop database $(CHECK_DB)'
 
+# What is published is what is committed.
+DIST = dist/$(EXTENSION)-$(EXTVERSION).zip
+dist: ## the zip for PGXN, in dist/
+	@mkdir -p dist
+	@git archive --format zip --prefix $(EXTENSION)-$(EXTVERSION)/ -o $(DIST) HEAD
+
+deb: ## packages for Debian, in dist/
+	@sh packaging/deb.sh $(EXTVERSION)
+
+# Trusted language extensions have no files: pg_tle is told the script by a function, and dbdev reads a folder.
+# The first line of the script is for psql, and is not one for the server.
+TLE     = dist/tle/$(EXTENSION)
+COMMENT = $(shell sed -n 's/^comment *= *//p' pgqueue.control)
+tle: all ## one SQL file for pg_tle, and a folder for dbdev, in dist/tle/
+	@rm -rf $(TLE)
+	@mkdir -p $(TLE)
+	@cp pgqueue.control README.md $(TLE)/
+	@tail -n +2 $(SCRIPT) > $(TLE)/$(notdir $(SCRIPT))
+	@{ echo "select pgtle.install_extension('$(EXTENSION)', '$(EXTVERSION)', $(COMMENT), "'$$_pgqueue_$$'; \
+	    cat $(TLE)/$(notdir $(SCRIPT)); \
+	    echo '$$_pgqueue_$$);'; } > $(TLE).sql
+
+release: ## write VERSION=1.2.3 wherever it stands, commit and tag; pushing the tag publishes
+	@sh packaging/release.sh '$(VERSION)'
+
 clean: ## remove what was built
 
 # Run both suites even if one fails. Python tests wait for each other's processes as much as they
@@ -162,7 +187,7 @@ install uninstall:
 	@echo "make $@ needs pg_config and PGXS (Debian: postgresql-common and" \
 	    "postgresql-client-NN); is PG_CONFIG=$(PG_CONFIG) right?" >&2; exit 1
 clean:
-	rm -f $(DATA_built) $(EXTRA_CLEAN)
+	rm -rf $(DATA_built) $(EXTRA_CLEAN)
 endif
 
 $(SCRIPT): pgqueue.control Makefile $(TABLES) $(FUNCTIONS)

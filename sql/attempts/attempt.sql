@@ -111,6 +111,7 @@ create or replace function pgqueue._log_kept(
     set enable_nestloop = on
 as $$
 declare
+    held tid[];
     done record;
 begin
     if not exists (
@@ -119,12 +120,14 @@ begin
     ) then
         return false;
     end if;
+    -- In a statement of its own: the next one sees what this one may have waited for.
+    held := pgqueue._lock_held(job_ids, tokens);
     select
         array_agg(j.ctid) as picks, array_agg('completed'::text) as outcomes,
         array_agg(given.result) as results
     into done
-    from unnest(pgqueue._lock_held(job_ids, tokens)) as held (place)
-    join pgqueue.job as j on j.ctid = held.place
+    from unnest(held) as h (place)
+    join pgqueue.job as j on j.ctid = h.place
     left join (
         select distinct on (u.id, u.token) u.*
         from unnest(job_ids, tokens, results) as u (id, token, result)

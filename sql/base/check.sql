@@ -64,9 +64,10 @@ begin
 end;
 $$;
 
--- Refuses a number or a time that is out of range; null passes.
+-- Refuses a number or a time that is out of range, or half of a pattern; null passes.
 create or replace function pgqueue._check_ranges(
-    priority int default null, run_at timestamptz default null, lease interval default null, max_jobs int default null
+    priority int default null, run_at timestamptz default null, lease interval default null, max_jobs int default null,
+    error_like text default null
 )
     returns text[]
     language plpgsql
@@ -88,6 +89,10 @@ begin
         ]
         when max_jobs < 1 then array[
             'max_jobs must be at least 1', format('It is %s.', max_jobs), 'Omit it for 1000.'
+        ]
+        when (length(error_like) - length(rtrim(error_like, chr(92)))) % 2 = 1 then array[
+            'error_like must not end with the escape character', format('It is "%s".', error_like),
+            'For a backslash, write two of them.'
         ]
     end;
 end;

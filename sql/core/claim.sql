@@ -316,4 +316,5 @@ comment on function pgqueue.claim_from(text[], text, int, interval, text[], int[
 queue leaves of its share goes to those that have more, so a full queue
 starves no other and an empty one costs nothing. Returns the jobs queue by
 queue, each in the order of claim.
-Raises 25001 outside READ COMMITTED, 25006 (read-only), 22023 (bad argument).';
+Raises 25001 outside READ COMMITTED, 25006 (read-only), 22023 (bad argument),
+42501 (the caller is a worker of other queues only).';

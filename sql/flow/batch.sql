@@ -60,7 +60,7 @@ create or replace function pgqueue._is_batch_over(batch_id bigint)
     language plpgsql
 as $$
 declare
-    cell regclass := ('pgqueue._cell_batch_' || batch_id % 5)::regclass;
+    cell regclass := ('pgqueue._cell_batch_' || abs(batch_id % 5))::regclass;
     found_before bigint := pg_sequence_last_value(cell);
     is_untouched boolean;
     last record;

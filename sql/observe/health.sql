@@ -766,7 +766,7 @@ values
         where pgqueue._is_over(o.day)
     $$),
     -- Whether what is installed differs from itself, or from the files on the server. The plain install has
-    -- neither.
+    -- neither, and pg_tle, in its schema pgtle, no files.
     ('version', null, null, null, 'all parts are of version ' || pgqueue.version(), $$
         select
             e.extversion <> pgqueue.version(),
@@ -778,7 +778,8 @@ values
         from pg_extension as e
         left join pg_available_extensions as a on a.name = e.extname
         where e.extname = 'pgqueue'
-            and (e.extversion <> pgqueue.version() or a.default_version is distinct from e.extversion)
+            and (e.extversion <> pgqueue.version() or a.default_version <> e.extversion
+                or a.name is null and to_regnamespace('pgtle') is null)
     $$);
 
 comment on view pgqueue._check is 'What health looks at.';

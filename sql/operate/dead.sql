@@ -105,7 +105,7 @@ create or replace function pgqueue.redrive(
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs));
+    refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs, error_like => error_like));
 begin
     return query
     select unnest(pgqueue._end_death(
@@ -174,7 +174,7 @@ create or replace function pgqueue.discard_many(
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs));
+    refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs, error_like => error_like));
 begin
     return query
     select unnest(pgqueue._end_death(

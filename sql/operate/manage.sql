@@ -94,7 +94,7 @@ create or replace function pgqueue.cancel_many(
     set enable_sort = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs));
+    refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs, error_like => error_like));
     -- What is just being claimed or ended is left alone.
     job_ids bigint[] := array(
         select j.id

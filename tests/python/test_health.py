@@ -671,6 +671,10 @@ def test_newer_files_on_the_server_are_reported_until_the_extension_is_updated(s
         assert fix(db, "version") == (
             f"the extension is of version {version}, its functions of {version}, the files on the server of 9.9.9"
         )
+        control.rename(folder / "gone")
+        assert [row[0] for row in found(db, "version")] == ["warning"]
+        db.execute("create schema pgtle")
+        assert found(db, "version") == [], "what pg_tle installs has no files"
 
 
 @contextlib.contextmanager

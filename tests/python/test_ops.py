@@ -6,7 +6,7 @@ import subprocess
 
 import psycopg
 import pytest
-from conftest import column
+from conftest import column, one
 from documents import REPO
 from worker_harness import wait_until
 
@@ -77,7 +77,8 @@ def test_top_shows_queues_with_their_last_minutes_and_what_runs(db, run):
     )
     said = run("top")
     head, _, *lines = re.sub(r"(\d\d:\d\d):\d\d(?= )", r"\1:SS", said).splitlines()
-    assert head.startswith(f"pgqueue 0.1.0 on {db.info.dbname}, ")
+    version = one(db, "select pgqueue.version()")
+    assert head.startswith(f"pgqueue {version} on {db.info.dbname}, ")
     spark = lines[1][69:].strip()
     assert spark == "▄" + 22 * " " + "▆    █"
     assert [line[:69].rstrip() for line in lines[:6]] == [
@@ -126,7 +127,9 @@ def test_top_is_drawn_again_in_one_place(db, role, run):
     process.terminate()
     process.wait(20)
     _, first, second, _ = said.split(b"\033[H", 3)
-    assert first.startswith(b"pgqueue 0.1.0") and first.endswith(b"\033[K\033[J\n")
+    version = one(db, "select pgqueue.version()").encode()
+    assert first.startswith(b"pgqueue " + version)
+    assert first.endswith(b"\033[K\033[J\n")
     # But for the clock in the first line.
     assert first.partition(b"\n")[2] == second.partition(b"\n")[2]
 

@@ -1,0 +1,25 @@
+#!/bin/sh
+# Makes a release of what is checked out. pgqueue.control has the version; this writes it wherever
+# else it stands, closes the list of changes, commits and tags. Nothing is published before the
+# tag is pushed: then .github/workflows/release.yml does the rest.
+set -eu
+
+fail() { echo "make release: $*" >&2; exit 1; }
+
+version=$1
+cd "$(dirname "$0")/.."
+echo "$version" | grep -Eqx '[0-9]+\.[0-9]+\.[0-9]+' || fail "which VERSION? One of three numbers, like 1.2.3"
+[ -z "$(git status --porcelain)" ] || fail "there is something that is not committed"
+grep -qx '## Unreleased' CHANGELOG.md || fail "CHANGELOG.md lists nothing as unreleased"
+! git rev-parse -q --verify "refs/tags/v$version" >/dev/null || fail "v$version exists"
+
+old=$(sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.control | sed 's/\./\\./g')
+sed -i "s/^default_version = .*/default_version = '$version'/" pgqueue.control
+# Not the version of the specification, in between.
+sed -i "/^\( \{4\}\| \{12\}\)\"version\"/s/\"$old\"/\"$version\"/" META.json
+sed -i "/^version = /s/\"$old\"/\"$version\"/" python/pyproject.toml
+sed -i "s/\(pgqueue[ -]*\|This is \)$old\>/\1$version/" README.md
+sed -i "s/^## Unreleased$/## $version, $(date -u +%F)/" CHANGELOG.md
+git commit -qam "Release $version"
+git tag -am "pgqueue $version" "v$version"
+echo "committed and tagged. To publish: git push --atomic origin HEAD v$version"
