@@ -18,7 +18,7 @@ sed -i "s/^default_version = .*/default_version = '$version'/" pgqueue.control
 # Not the version of the specification, in between.
 sed -i "/^\( \{4\}\| \{12\}\)\"version\"/s/\"$old\"/\"$version\"/" META.json
 sed -i "/^version = /s/\"$old\"/\"$version\"/" python/pyproject.toml
-sed -i "s/\(pgqueue[ -]*\|This is \)$old\>/\1$version/" README.md
+sed -i "s/\(pgqueue[ -]*\|This is \)$old\>/\1$version/" README.md docs/*.md
 sed -i "s/^## Unreleased$/## $version, $(date -u +%F)/" CHANGELOG.md
 git commit -qam "Release $version"
 git tag -am "pgqueue $version" "v$version"

@@ -277,7 +277,8 @@ declare
                 'A queue with twice the weight gets twice the share.'
             ]
         end,
-        pgqueue._check_claim(queues[1], worker, max_jobs, lease)
+        pgqueue._check_claim(queues[1], worker, max_jobs, lease),
+        pgqueue._check_access('worker', queues)
     ));
     wanted int := coalesce(max_jobs, 1);
     turn record;

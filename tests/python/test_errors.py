@@ -107,6 +107,7 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     "claim_from": {
+        "42501": [("array['q'], 'w'", LIMITED)],
         "25001": [("array['q'], 'w'", LEVEL)],
         "25006": [
             ("array['q'], 'w'", READ_ONLY),

@@ -194,7 +194,7 @@ def test_mypy_finds_every_wrong_call_and_nothing_else(tmp_path, cache, part) -> 
 
 
 def test_the_recipes_pass_a_type_checker(tmp_path, cache) -> None:
-    found = [block for section in ["", *sections()] for block in blocks(section)]
+    found = [block for section in sections() for block in blocks(section)]
     assert len(found) > 12
     (tmp_path / "jobs.py").write_text(found[0])
     names = ["jobs.py"]
