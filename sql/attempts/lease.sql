@@ -30,6 +30,25 @@ begin
 end;
 $$;
 
+-- Whether a job waits or runs, and nobody is just writing or ending it. Its row alone does not tell: a
+-- transaction that wrote it may have rolled back.
+create or replace function pgqueue._is_left_alone(job_id bigint)
+    returns boolean
+    language plpgsql
+as $$
+begin
+    -- For key share it would wait for a session that is just updating it, despite skip locked.
+    perform from pgqueue.job as j where j.id = _is_left_alone.job_id for update skip locked;
+    if found then
+        -- Releases the lock.
+        raise sqlstate 'PQ000';
+    end if;
+    return false;
+exception when sqlstate 'PQ000' then
+    return true;
+end;
+$$;
+
 create or replace function pgqueue.extend(
     job_ids bigint[],
     tokens bigint[],

@@ -43,25 +43,6 @@ begin
 end;
 $$;
 
--- Whether a job waits or runs, and nobody is just writing or ending it. Its row alone does not tell: a
--- transaction that wrote it may have rolled back.
-create or replace function pgqueue._is_left_alone(job_id bigint)
-    returns boolean
-    language plpgsql
-as $$
-begin
-    -- For key share it would wait for a session that is just updating it, despite skip locked.
-    perform from pgqueue.job as j where j.id = _is_left_alone.job_id for update skip locked;
-    if found then
-        -- Releases the lock.
-        raise sqlstate 'PQ000';
-    end if;
-    return false;
-exception when sqlstate 'PQ000' then
-    return true;
-end;
-$$;
-
 -- Whether waiting jobs have one left to wait for that nobody is just writing or deleting; null if only one that
 -- somebody is. Those that were seen to have ended do not count: they may have come back since.
 create or replace function pgqueue._held_up(waiter_ids bigint[], ended bigint[])

@@ -436,19 +436,14 @@ $$;
 create or replace function pgqueue._locked_jobs(ids bigint[])
     returns bigint[]
     language plpgsql
+    set enable_seqscan = off
 as $$
-declare
-    free bigint[];
 begin
-    ids := array(select j.id from pgqueue.job as j where j.id = any (ids) and j.xmax <> 0);
-    if ids = '{}' then
-        return ids;
-    end if;
-    free := array(select j.id from pgqueue.job as j where j.id = any (ids) for update skip locked);
-    -- It was only a look; a rollback releases the locks.
-    raise sqlstate 'PQ003';
-exception when sqlstate 'PQ003' then
-    return array(select u.id from unnest(ids) as u (id) where u.id <> all (free));
+    return array(
+        select j.id
+        from pgqueue.job as j
+        where j.id = any (ids) and j.xmax <> 0 and not pgqueue._is_left_alone(j.id)
+    );
 end;
 $$;
 
