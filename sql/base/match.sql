@@ -99,3 +99,13 @@ as $$
         and (permit).free_at <= case when _is_free.is_rate then moment else 'infinity' end
         and (permit).free_at < 'infinity'
 $$;
+
+-- Whether a permit of a group is kept for the retry of a job, and that retry is due.
+create or replace function pgqueue._is_kept(permit pgqueue.permit, job pgqueue.job, moment timestamptz)
+    returns boolean
+    language sql
+    immutable
+as $$
+    select not (permit).is_rate and (permit).free_at = 'infinity' and (permit).token <> -1
+        and (job).token is null and (job).permits is not null and (job).run_at <= moment
+$$;

@@ -288,10 +288,9 @@ begin
             from pgqueue.permit as p
             join pgqueue.job as j on j.id = p.job_id
             where pgqueue._is_permit_of(p, _take_kept.queue, '', g.key)
-                and not p.is_rate and p.free_at = 'infinity' and p.token <> -1 and p.place <= g.most
-                and j.token is null and j.permits is not null
+                and pgqueue._is_kept(p, j, _take_kept.moment) and p.place <= g.most
                 and ((j.terms).expires_at <= _take_kept.moment) is not true
-                and j.priority = _take_kept.priority and j.run_at <= _take_kept.moment
+                and j.priority = _take_kept.priority
                 and pgqueue._is_wanted(j.kind, j.group_key, _take_kept.kinds, _take_kept.paused)
             limit g.give
             for update skip locked
@@ -590,8 +589,7 @@ begin
                     select from pgqueue.permit as p
                     join pgqueue.job as j on j.id = p.job_id
                     where pgqueue._is_permit_of(p, _settle_tickets.queue, '', g.key)
-                        and not p.is_rate and p.free_at = 'infinity'
-                        and j.token is null and j.permits is not null and j.run_at <= moment
+                        and pgqueue._is_kept(p, j, _settle_tickets.moment)
                 )) then 'blocked'
                 -- A group that is not paused as a whole, and needs no order, may have another job.
                 when is_filtered or paused is not null and g.most is null and paused -> g.key <> '{"": true}' is not false
