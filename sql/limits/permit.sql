@@ -249,7 +249,7 @@ create or replace function pgqueue._review_permits(
     language plpgsql
 as $$
 declare
-    -- Some, where there are many.
+    -- Some, where there are many, but always the one that nobody holds: see _fit_permits.
     locked tid[] := array(
         select h.tid
         from unnest(group_keys, mosts) as g (key, most)
@@ -258,8 +258,8 @@ declare
             from pgqueue.permit as p
             where pgqueue._is_permit_of(p, _review_permits.queue, _review_permits.kind, g.key)
                 and not p.is_rate and p.free_at = 'infinity' and p.token is distinct from new_token
-                and (g.most is null or g.most <= 32 or p.place % (g.most / 16)
-                    = date_part('microseconds', moment)::int % (g.most / 16))
+                and (g.most is null or g.most <= 32 or p.is_surplus and p.job_id is null
+                    or p.place % (g.most / 16) = date_part('microseconds', moment)::int % (g.most / 16))
             for update skip locked
         ) as h
     );

@@ -238,6 +238,18 @@ def test_a_limit_that_is_lowered_while_others_have_locked_its_permits_holds(
     assert one(db, "select count(*) from pgqueue.permit") <= permits + 1
 
 
+def test_a_large_cap_that_is_set_while_its_permits_are_locked_is_open_again_at_once(
+    db, connect
+):
+    other = connect()
+    enqueue(db, 100)
+    configure(db, "max_running of the queue", 1000)
+    with other.transaction():
+        other.execute("select from pgqueue.permit for update")
+        configure(db, "max_running of the queue", 500)
+    assert len(claim(db)) == 10
+
+
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_limit_that_is_lowered_and_removed_leaves_nothing_behind(db, connect, limit):
     enqueue(db, 9)
