@@ -125,8 +125,7 @@ values
             from lock as l
             join ours as o on o.oid = l.relation
             left join waiter as w on w.relation = l.relation
-            where l.what = 'relation'
-                and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+            where l.what = 'relation' and l.bars_writers
                 -- VACUUM cuts off the end of a file in a moment.
                 and (l.pid in (select v.pid from pg_stat_progress_vacuum as v)) is not true
             union all

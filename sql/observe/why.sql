@@ -105,11 +105,11 @@ end;
 $$;
 
 -- Who else holds or awaits locks of tables and rows in this database, and what ends them. A row is locked by the id
--- of a transaction, its xmax.
+-- of a transaction, its xmax. bars_writers: whether a lock of a table in this mode keeps others from writing to it.
 create or replace function pgqueue._lock_holders()
     returns table (
         what text, relation oid, xid xid, mode text, is_held boolean, pid int, since timestamptz,
-        waits_since timestamptz, holder text, hint text
+        waits_since timestamptz, holder text, hint text, bars_writers boolean
     )
     language plpgsql
 as $$
@@ -128,7 +128,8 @@ begin
         end,
         case when p.gid is null
             then format('select pg_terminate_backend(%s)', l.pid) else format('rollback prepared %L', p.gid)
-        end
+        end,
+        l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
     from pg_locks as l
     left join pg_stat_activity as a on a.pid = l.pid
     -- Only the lock on its own id says which prepared transaction it is.
@@ -154,8 +155,7 @@ begin
         select format('its %s is locked: %s', case l.what when 'relation' then 'table' else 'row' end, l.holder)
         from pgqueue.job as j
         join pgqueue._lock_holders() as l on l.xid = j.xmax and l.what = 'transactionid'
-            or l.relation = 'pgqueue.job'::regclass and l.what = 'relation'
-                and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+            or l.relation = 'pgqueue.job'::regclass and l.what = 'relation' and l.bars_writers
         where j.id = _why_locked.job_id and l.is_held
         order by l.since
         limit 1
