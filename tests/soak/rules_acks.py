@@ -16,7 +16,7 @@ class Acknowledged(Rule):
     ENDS = ("complete", "fail", "reject", "release", "finish")
 
     def prepare(self) -> None:
-        self.inserted: set[int] = set()
+        self.inserted: dict[int, float] = {}
         self.marks: Counter[int] = Counter()
         self.claims: set[tuple[int, int]] = set()
         self.begun: set[tuple[int, int]] = set()
@@ -26,7 +26,7 @@ class Acknowledged(Rule):
 
     def change(self, id: int, old: Row | None, new: Row | None) -> None:
         if not old and new:
-            self.inserted.add(id)
+            self.inserted.setdefault(id, self.court.now.at)
             mark = (
                 new["payload"].get("mark") if isinstance(new["payload"], dict) else None
             )
@@ -78,14 +78,15 @@ class Acknowledged(Rule):
         for entry in entries:
             ids = {row[0] for row in entry.get("rows", [])} - {None}
             court.facts[f"enqueue {entry['end']}"] += 1
-            if entry["end"] == "ok" and (lost := ids - self.inserted):
+            if entry["end"] == "ok" and (lost := ids - self.inserted.keys()):
                 court.violated("I1", f"{lost} were acknowledged, and lost")
-            # With a key it may be the id of another.
-            if (
-                entry["end"] == "fail"
-                and "marks" not in entry
-                and (found := ids & self.inserted)
-            ):
+            # With a key it may be the id of another. What a crash takes back is given out again.
+            found = {
+                id
+                for id in ids & self.inserted.keys()
+                if self.inserted[id] <= entry.get("end_at", float("inf"))
+            }
+            if entry["end"] == "fail" and "marks" not in entry and found:
                 court.violated("I2", f"{found} were rolled back, and are there")
 
     def check_ends(self) -> None:
