@@ -277,9 +277,8 @@ def late(reading: Reading) -> Page:
     """Say what was not read in time, and who has locked it."""
     found = reading.rows(HEALTH) if reading.rights["has_health"] else []
     found = [row for row in found if " locked" in row["detail"] and row["hint"]]
-    text = "Postgres has not answered in time."
-    for row in found[:1]:
-        text = f"Postgres has not answered in time: {row['detail']}."
+    first = f": {found[0]['detail']}" if found else ""
+    text = f"Postgres has not answered in time{first}."
     return Page("error.html", {"text": text, "found": found})
 
 
