@@ -592,6 +592,13 @@ from pgqueue.dependency as d;
 comment on view pgqueue.dependencies is
 'Which jobs wait for which others to end. Found by either id.';
 
+create or replace view pgqueue.events as
+select e.name, e.payload, e.emitted_at
+from pgqueue.event as e;
+
+comment on view pgqueue.events is
+'What has happened, by emit: for as long as keep_events says. Found by its name.';
+
 -- A function, because it is stable: a query without last_state does not look for it.
 -- The state of a waiting or running job, dead, or its outcome in run; null if it is no longer known.
 create or replace function pgqueue._last_state(job_id bigint)

@@ -35,7 +35,7 @@ end;
 $$;
 
 -- Refuses a setting outside its range, or for a kind or group that cannot have it.
-create or replace function pgqueue._check_settings(given jsonb, kind text, group_key text)
+create or replace function pgqueue._check_settings(given jsonb, queue text, kind text, group_key text)
     returns text[]
     language plpgsql
     stable
@@ -51,9 +51,11 @@ begin
             else array[
                 format('%s cannot be set for %s', s.name, w.place),
                 format('It is %s, for %s.', g.value, concat_ws(
-                    ' and ', 'kind "' || _check_settings.kind || '"', 'group "' || _check_settings.group_key || '"'
+                    ' and ', case w.place when 'a queue' then 'queue "' || _check_settings.queue || '"' end,
+                    'kind "' || _check_settings.kind || '"', 'group "' || _check_settings.group_key || '"'
                 )),
                 format('%s. Set it in a call without %s.', s.meaning, case w.place
+                    when 'a queue' then 'queue'
                     when 'a kind' then 'kind'
                     when 'a kind and a group together' then 'one of the two'
                     else 'group_key'
@@ -71,6 +73,7 @@ begin
             end
             union all
             select n.place from unnest(s.not_for) as n (place) where case n.place
+                when 'a queue' then _check_settings.queue is not null
                 when 'a kind' then _check_settings.kind is not null
                 when 'a group' then _check_settings.group_key is not null
                 when 'each group' then _check_settings.group_key = '*'
@@ -104,7 +107,9 @@ create or replace function pgqueue.configure(
     age_after interval default null,
     keep_dead interval default null,
     keep_payloads boolean default null,
-    wait_target interval default null
+    wait_target interval default null,
+    keep_events interval default null,
+    suspend_target interval default null
 )
     returns void
     language plpgsql
@@ -121,12 +126,13 @@ declare
         'group_limit', configure.group_limit, 'group_on_retry', configure.group_on_retry,
         'max_running', configure.max_running, 'rate_limit', configure.rate_limit,
         'rate_period', configure.rate_period, 'age_after', configure.age_after, 'keep_dead', configure.keep_dead,
-        'keep_payloads', configure.keep_payloads, 'wait_target', configure.wait_target
+        'keep_payloads', configure.keep_payloads, 'wait_target', configure.wait_target,
+        'keep_events', configure.keep_events, 'suspend_target', configure.suspend_target
     ));
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_scope(configure.queue, configure.kind, configure.group_key, true),
         pgqueue._check_ranges(lease => configure.lease),
-        pgqueue._check_settings(given, configure.kind, configure.group_key)
+        pgqueue._check_settings(given, configure.queue, configure.kind, configure.group_key)
     ));
 begin
     perform pgqueue._set(configure.queue, configure.kind, configure.group_key, given, configure.reset);
