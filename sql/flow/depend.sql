@@ -87,11 +87,12 @@ $$;
 -- Whether a job still waits for others: one that was suspended may also have a time.
 create or replace function pgqueue._is_blocked(job pgqueue.job)
     returns boolean
-    language sql
-    stable
+    language plpgsql
 as $$
-    select (job).run_at = 'infinity'
-        or (job).token is null and exists (select from pgqueue.wait as w where w.job_id = (job).id)
+begin
+    return job.run_at = 'infinity'
+        or job.token is null and exists (select from pgqueue.wait as w where w.job_id = job.id);
+end;
 $$;
 
 -- Frees locked jobs whose wait is over: they may run from their run_at on.

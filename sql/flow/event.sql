@@ -139,7 +139,6 @@ as $$
 declare
     refused boolean;
     hash bigint := hashtextextended(event, 0);
-    is_in_flight boolean;
 begin
     if (octet_length(event) between 1 and 200) is not true then
         refused := pgqueue._refuse(pgqueue._bad_name('event', event));
@@ -147,7 +146,7 @@ begin
     if pg_sequence_last_value('pgqueue.used_seq') >> (hashtext('') & 255) % 63 & 1 = 1 then
         refused := pgqueue._refuse(pgqueue._check_payload(payload, (pgqueue._in_force('')).max_payload_bytes));
     end if;
-    is_in_flight := pg_try_advisory_xact_lock_shared(7366513, 256);
+    perform pgqueue._announce_emit();
     insert into pgqueue.event (emitted_at, name, payload)
     values (clock_timestamp(), emit.event, coalesce(emit.payload, 'null'))
     on conflict do nothing;

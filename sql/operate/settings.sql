@@ -51,11 +51,11 @@ begin
             else array[
                 format('%s cannot be set for %s', s.name, w.place),
                 format('It is %s, for %s.', g.value, concat_ws(
-                    ' and ', case w.place when 'a queue' then 'queue "' || _check_settings.queue || '"' end,
+                    ' and ', case w.place when 'less than all' then 'queue "' || _check_settings.queue || '"' end,
                     'kind "' || _check_settings.kind || '"', 'group "' || _check_settings.group_key || '"'
                 )),
                 format('%s. Set it in a call without %s.', s.meaning, case w.place
-                    when 'a queue' then 'queue'
+                    when 'less than all' then 'queue, kind and group_key'
                     when 'a kind' then 'kind'
                     when 'a kind and a group together' then 'one of the two'
                     else 'group_key'
@@ -73,7 +73,8 @@ begin
             end
             union all
             select n.place from unnest(s.not_for) as n (place) where case n.place
-                when 'a queue' then _check_settings.queue is not null
+                when 'less than all'
+                    then num_nonnulls(_check_settings.queue, _check_settings.kind, _check_settings.group_key) > 0
                 when 'a kind' then _check_settings.kind is not null
                 when 'a group' then _check_settings.group_key is not null
                 when 'each group' then _check_settings.group_key = '*'

@@ -496,10 +496,10 @@ from (
             'group_on_retry', 'text', 'skip', '{skip,block}', '{a kind,each group}',
             'Whether a job that waits for its retry blocks its group'
         ),
-        ('keep_events', 'interval', '30 days', '{1 second,10 years}', '{a queue,a kind,a group}', 'How long an event is kept'),
+        ('keep_events', 'interval', '30 days', '{1 second,10 years}', '{less than all}', 'How long an event is kept'),
         (
-            'suspend_target', 'interval', '7 days', '{1 second,10 years}', '{a kind,a group}',
-            'How long a suspended job should wait at most that has no run_at, or health warns'
+            'suspend_target', 'interval', '7 days', '{1 second,1 year}', '{a kind,a group}',
+            'How long a suspended job without a run_at should wait, or health warns'
         )
 ) as s (name, type, fallback, range, not_for, meaning)
 cross join lateral (select s.not_for::text[]) as n (not_for)
@@ -574,7 +574,7 @@ begin
             case when s.type <> 'text' then quote_ident(s.name) || ' >= ' || quote_literal(s.range[1]) end,
             case when s.type <> 'text' then quote_ident(s.name) || ' <= ' || quote_literal(s.range[2]) end,
             case when s.type = 'text' then format('%I = any (%L)', s.name, s.range) end,
-            case when 'a queue' = any (s.not_for) then 'name = ''''' end,
+            case when 'less than all' = any (s.not_for) then 'name || kind || group_key = ''''' end,
             case when 'a kind' = any (s.not_for) then 'kind = ''''' end,
             case when 'a group' = any (s.not_for) then 'group_key = ''''' end,
             case when 'each group' = any (s.not_for) then 'group_key <> ''*''' end,

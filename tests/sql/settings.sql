@@ -90,7 +90,7 @@ select set_eq(
 create temporary table told as
 select s.name, case when s.type = 'boolean' then (not s.fallback::boolean)::text else s.range[1] end as value
 from pgqueue._setting as s
-where s.name <> 'paused';
+where s.name <> 'paused' and 'less than all' <> all (coalesce(s.not_for, '{}'));
 create function pg_temp.tell(name text, value text) returns void language plpgsql as $$
 begin
     execute format('select pgqueue.configure(''told %1$s'', %1$I => %2$L)', name, value);
