@@ -86,7 +86,10 @@ begin
         j.queue, j.kind, e.outcome, j.worker,
         case when e.outcome = 'cancelled' then to_jsonb(coalesce(j.cancel_reason, e.error)) else e.result end,
         case when e.outcome <> 'cancelled' then pgqueue._summary(e.error) end,
-        kept.*
+        kept.payload, kept.headers,
+        case when (j.terms).batch_id is null then kept.options
+            else coalesce(kept.options, '{}') || jsonb_build_object('batch_id', (j.terms).batch_id)
+        end
     from unnest(picks, outcomes, errors, results) as e (place, outcome, error, result)
     join pgqueue.job as j on j.ctid = e.place
     cross join lateral pgqueue._in_force(j.queue, j.kind, j.group_key) as settings
@@ -94,7 +97,7 @@ begin
     left join lateral (
         select j.payload, j.headers, jsonb_build_object(
             'priority', j.priority, 'max_attempts', j.max_attempts, 'group_key', j.group_key
-        )
+        ) as options
     ) as kept on settings.keep_payloads and e.outcome in ('completed', 'cancelled')
     where settings.keep_runs > 0 and e.outcome <> 'released';
 end;

@@ -22,6 +22,7 @@ declare
     done record;
     found_before bigint;
     is_followed boolean;
+    options jsonb;
     refused boolean;
 begin
     -- Few conditions and variables, because each that a plain job meets costs it half a hundredth.
@@ -55,6 +56,9 @@ begin
         end if;
         is_followed := done.permits is not null or pg_sequence_last_value('pgqueue._cell_awaited')
             > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+        if done.batch_id is not null then
+            options := jsonb_build_object('batch_id', done.batch_id);
+        end if;
         if is_followed is not true and done.batch_id is not null then
             -- As in _is_batch_over, written out.
             found_before := pg_sequence_last_value(('pgqueue._cell_batch_' || done.batch_id % 5)::regclass);
@@ -73,13 +77,13 @@ begin
     end if;
     insert into pgqueue.run (
         slot, attempt, job_id, finished_at, waited, taken,
-        queue, kind, outcome, worker, result
+        queue, kind, outcome, worker, result, options
     )
     select
         (floor(date_part('epoch', moment) / 86400)::int + coalesce(keep_runs, 7)) % 16,
         done.attempt, complete.job_id, moment,
         done.claimed_at - least(done.run_at, done.claimed_at), moment - done.claimed_at,
-        done.queue, done.kind, 'completed', done.worker, complete.result
+        done.queue, done.kind, 'completed', done.worker, complete.result, options
     where keep_runs is distinct from 0;
 end;
 $$;
@@ -153,13 +157,13 @@ begin
             end as keep_runs
     ), logged as (
         insert into pgqueue.run (
-            slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result
+            slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result, options
         )
         select
             (today + d.keep_runs) % 16, d.attempt, d.id, moment,
             d.claimed_at - least(d.run_at, d.claimed_at), moment - d.claimed_at,
             d.queue, d.kind, 'completed', d.worker,
-            given.result
+            given.result, case when d.batch_id is not null then jsonb_build_object('batch_id', d.batch_id) end
         from done as d
         left join (
             select distinct on (h.id, h.token) h.*

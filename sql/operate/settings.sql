@@ -286,11 +286,12 @@ begin
         perform pgqueue._resolve('');
     end if;
     if exists (select from pgqueue.schedule) or exists (select from pgqueue.batch)
-        or exists (select from pgqueue.dependency)
+        or exists (select from pgqueue.dependency) or exists (select from pgqueue.loose_end)
     then
         perform pgqueue._look_from_now_on();
     end if;
-    if exists (select from pgqueue.dependency) then
+    if exists (select from pgqueue.dependency) or exists (select from pgqueue.step) or exists (select from pgqueue.wait)
+    then
         perform pgqueue._mark(pgqueue._settings_bits(''), 'pgqueue.awaited_seq');
     end if;
     if exists (select from pgqueue.access as a where a.queue <> '') then

@@ -15,7 +15,7 @@ as $$
             ('{producer}', true, '{enqueue,enqueue_many,enqueue_row,create_batch,close_batch}'),
             ('{producer}', true, '{status,result,await,emit,version}'),
             ('{worker}', true, '{claim,claim_from,extend,progress,complete,complete_many,fail,release,finish}'),
-            ('{worker}', true, '{save_step,steps,suspend,emit,reap,maintain,rest,next_slots,version}'),
+            ('{worker}', true, '{save_step,steps,suspend,emit,results_of,reap,maintain,rest,next_slots,version}'),
             ('{worker,operator}', false, '{events}'),
             ('{scheduler}', true, '{schedule,next_slots,version}'),
             ('{operator}', true, '{cancel,cancel_many,redrive,redrive_job,discard,discard_many,purge,pause,resume}'),

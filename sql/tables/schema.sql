@@ -403,7 +403,8 @@ comment on column pgqueue.run.payload is
 'The content of a job that completed or was cancelled; null without
 keep_payloads.';
 comment on column pgqueue.run.headers is 'The job''s headers, likewise.';
-comment on column pgqueue.run.options is 'Its priority, max_attempts and group_key, likewise.';
+comment on column pgqueue.run.options is 'Its priority, max_attempts and group_key, likewise; and its
+batch_id, if it has one.';
 
 do $$
 begin
@@ -862,6 +863,8 @@ create index batch_open_idx on pgqueue.batch (id) where finished_at is null;
 comment on index pgqueue.batch_open_idx is 'Which batches have not finished?';
 create index batch_problem_idx on pgqueue.batch (id) where problem is not null;
 comment on index pgqueue.batch_problem_idx is 'Which callbacks could not be enqueued?';
+create index batch_callback_idx on pgqueue.batch (callback_id) where callback_id is not null;
+comment on index pgqueue.batch_callback_idx is 'Whose callback is this?';
 
 create table pgqueue.tally (
     batch_id bigint not null,
