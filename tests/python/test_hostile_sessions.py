@@ -273,6 +273,12 @@ CALLS = {
     "finish": f"* from pgqueue.finish({HELD}, %(outcomes)s, %(texts)s, %(delays)s)",
     "release": f"pgqueue.release({HELD})",
     "release for later": f"pgqueue.release({HELD}, '2999-01-01 00:00 UTC')",
+    "save_step": "pgqueue.save_step(%(id)s, %(token)s, %(name)s, '[1]')",
+    "steps": "name, value from pgqueue.steps(%(id)s)",
+    "results_of": "* from pgqueue.results_of(%(id)s, %(token)s)",
+    "suspend": "pgqueue.suspend(%(id)s, %(token)s, %(name)s, '2999-01-01 00:00 UTC')",
+    "emit": "pgqueue.emit(%(name)s, '[1]')",
+    "events": "name, payload from pgqueue.events order by name",
     "rest": "extract(epoch from pgqueue.rest(array['deep', 'empty']))::int",
     "rest until later": "(extract(epoch from pgqueue.rest(array['later'])) / 86400)::int",
     "reap": "pgqueue.reap(100)",
@@ -332,6 +338,7 @@ CALLED = {
     "rate": 1,
     "next_slots": 1,
     "progress": 2,
+    "events": 1,
     "status": 1,
     "result": 1,
     "await": 1,
@@ -358,7 +365,7 @@ VIEWS = {
 # These deal with leases.
 LEASING = {
     "claim", "claim_from", "extend", "complete", "complete_many",
-    "fail", "finish", "release", "reap", "maintain", "rest", "progress", "await",
+    "fail", "finish", "release", "reap", "maintain", "rest", "progress", "await", "save_step", "suspend",
 }  # fmt: skip
 
 # Undoes what no rollback undoes: numbers that were drawn, positions, dead rows.

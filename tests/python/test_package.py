@@ -272,6 +272,9 @@ TABLES = {
     "run": "job_id, attempt",
     "recent_key": "queue, unique_key",
     "dependency": "job_id, waiter_id",
+    "step": "job_id, place",
+    "wait": "job_id",
+    "event": "name",
     "loose_end": "id",
     "batch": "id",
     "tally": "batch_id, part",
@@ -300,6 +303,9 @@ select pgqueue.enqueue('work', batch_id => b.id) from pgqueue.batch as b;
 select pgqueue.enqueue('work', batch_id => b.id, after => array[j.id])
 from pgqueue.batch as b, pgqueue.job as j where j.queue = 'work';
 select pgqueue.close_batch(id) from pgqueue.batch;
+select pgqueue.save_step(id, token, 'charge', '{"paid": 7}'), pgqueue.suspend(id, token, 'shipped', after => array[id - 1])
+from pgqueue.claim('mails', 'w', 3);
+select pgqueue.emit('paid', '{"by": "card"}');
 """
 
 
