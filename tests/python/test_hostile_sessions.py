@@ -18,7 +18,7 @@ from psycopg.types.json import Jsonb
 DEEP = "pgqueue_deep"
 NUMBERS = itertools.count()
 
-# 60,000 jobs in the lane, the first 5,000 of them running and some of those expired; others
+# 60,000 jobs in the lane, the first 6,000 of them running and some of those expired; others
 # scheduled at a higher priority; other queues, kinds, priorities, keys and dead jobs.
 FILL = [
     """
@@ -69,7 +69,7 @@ FILL = [
     """,
     # As enqueue does for priorities.
     "select pgqueue._use_lanes(q) from unnest(array['deep', 'mixed']) as q",
-    "select count(*) from pgqueue.claim('deep', 'elsewhere', 5000, '30 days')",
+    "select count(*) from pgqueue.claim('deep', 'elsewhere', 6000, '30 days')",
     "select count(*) from generate_series(0, 1) as n cross join pgqueue.claim('lapsed ' || n, 'gone', 300)",
     """
     update pgqueue.job set lease_expires_at = now() - interval '1 hour'

@@ -303,8 +303,10 @@ select pgqueue.enqueue('work', batch_id => b.id) from pgqueue.batch as b;
 select pgqueue.enqueue('work', batch_id => b.id, after => array[j.id])
 from pgqueue.batch as b, pgqueue.job as j where j.queue = 'work';
 select pgqueue.close_batch(id) from pgqueue.batch;
-select pgqueue.save_step(id, token, 'charge', '{"paid": 7}'), pgqueue.suspend(id, token, 'shipped', after => array[id - 1])
-from pgqueue.claim('mails', 'w', 3);
+select pgqueue.enqueue_many('days', array_fill('{}'::jsonb, array[3]));
+select pgqueue.save_step(id, token, 'charge', '{"paid": 7}'), pgqueue.suspend(id, token, 'shipped', after => array[id - 3])
+from pgqueue.claim('days', 'w', 2);
+select pgqueue.suspend(id, token, 'paid') from pgqueue.claim('days', 'w');
 select pgqueue.emit('paid', '{"by": "card"}');
 """
 
@@ -385,6 +387,13 @@ def test_a_restored_queue_has_every_row_and_reuses_no_id_or_token(
         assert (
             one(restored, "select count(*) from pgqueue.claim('mails', 'w', 100)") == 21
         )
+        # What was still to be looked at, and what happens now.
+        days = "select id from pgqueue.claim('days', 'w', 100)"
+        assert len(column(restored, days)) == 1
+        assert one(restored, "select pgqueue.emit('shipped')") is True
+        (woken, _) = column(restored, days)
+        steps = "select value from pgqueue.steps(%s)"
+        assert column(restored, steps, woken) == [{"paid": 7}]
         for _ in range(2):
             restored.execute(
                 "select pgqueue.complete(id, token) from pgqueue.claim('work', 'w', 9)"

@@ -109,7 +109,7 @@ LEFT = """
     select array(
         select (
             'job', j.id = %(id)s, j.payload, j.attempt, j.max_attempts, j.priority, j.token is not null, j.worker,
-            j.cancelled_at is not null, j.errors -> 0 ->> 'error', date_trunc('hour', j.run_at - now() + interval '30 minutes'),
+            j.cancelled_at is not null, j.errors -> 0 ->> 'error', date_trunc('hour', nullif(j.run_at, 'infinity') - now() + interval '30 minutes'),
             j.lease_expires_at > now() + interval '30 minutes', j.lease_expires_at > now()
         )::text
         from pgqueue.job as j
