@@ -218,9 +218,12 @@ class Pair:
     def allowed(self, verbs: tuple[str, str], ends: tuple[str, str]) -> list[tuple]:
         (one_told, other_told), left = self.alone(verbs[::-1], ends[::-1])
         found = [self.alone(verbs, ends), ((other_told, one_told), left)]
-        if verbs[1] in SKIPS:
+        nothing = SKIPS.get(verbs[1])
+        if (self.state, *verbs) == ("expired", "save_step", "replace"):
+            # Nobody recovers it before the step is committed: as a running one it stays as it is.
+            nothing = "same"
+        if nothing is not None:
             (told,), left = self.alone(verbs[:1], ends[:1])
-            nothing = SKIPS[verbs[1]]
             if (self.state, nothing) == ("expired", "held"):
                 nothing = "lost"
             found.append(((told, nothing), left))
