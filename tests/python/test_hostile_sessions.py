@@ -23,11 +23,13 @@ NUMBERS = itertools.count()
 FILL = [
     """
     insert into pgqueue.job (
-        run_at, enqueued_at, priority, max_attempts, queue, kind, unique_key, payload
+        run_at, enqueued_at, priority, max_attempts, queue, kind, unique_key, payload, terms
     )
     select now() - interval '1 hour' + n * interval '1 us', now(), 0, 20, 'deep',
         case when n % 10 = 0 then 'rare' else 'deep' end,
-        case when n > 55000 then 'key ' || n - 55000 end, jsonb_build_object('n', n)
+        case when n > 55000 then 'key ' || n - 55000 end, jsonb_build_object('n', n),
+        -- Those that will run have waited for another.
+        case when n <= 6000 then row(null, null, null, '{1}')::pgqueue._terms end
     from generate_series(1, 60000) as n
     """,
     # Apart from others: chance decides whether a lane comes before its round.
@@ -80,6 +82,11 @@ FILL = [
     from generate_series(0, 3) as n cross join pgqueue.claim('grave ' || n, 'w', 1000)
     """,
     "insert into pgqueue.recent_key values (0, '2999-01-01', 'deep', 'once')",
+    # What the running ones have done.
+    """
+    insert into pgqueue.step (job_id, saved_at, place, name, value)
+    select id, now(), 1, 'done', '1' from pgqueue.job where worker = 'elsewhere'
+    """,
     # Due long ago: health must not begin to miss them while this runs.
     """
     select pgqueue.enqueue('late bin ' || n % 4, unique_key => 'k' || n / 4, expires_at => '2020-01-01 00:00 UTC',
