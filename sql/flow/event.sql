@@ -217,7 +217,6 @@ declare
     hash bigint := hashtextextended(event, 0);
     look_at bigint;
     queues text[];
-    is_in_flight boolean;
     refused boolean;
 begin
     if (octet_length(event) between 1 and 200) is not true then
@@ -227,7 +226,7 @@ begin
         refused := pgqueue._refuse(pgqueue._check_payload(payload, (pgqueue._in_force('')).max_payload_bytes));
     end if;
     -- See module wake.
-    is_in_flight := pg_try_advisory_xact_lock_shared(7366513, 256);
+    perform pg_try_advisory_xact_lock_shared(7366513, 256);
     insert into pgqueue.event (emitted_at, name, payload)
     values (moment, emit.event, coalesce(emit.payload, 'null'))
     on conflict do nothing;

@@ -17,8 +17,10 @@ SUSPEND = "select pgqueue.suspend(%s, %s, %s)"
 EMIT = "select pgqueue.emit(%s)"
 
 
-def claimed(db: psycopg.Connection, queue: str = "q") -> tuple[int, int]:
-    db.execute("select pgqueue.enqueue(%s)", [queue])
+def claimed(
+    db: psycopg.Connection, queue: str = "q", group: str | None = None
+) -> tuple[int, int]:
+    db.execute("select pgqueue.enqueue(%s, group_key => %s)", [queue, group])
     return again(db, queue)
 
 
@@ -65,8 +67,9 @@ def test_an_emit_and_a_suspend_meet_in_any_order(
     db.execute("set lock_timeout = '5 s'")
     ends = {"e": emits, "s": suspends}
     wrong = []
-    for n, order in enumerate(ORDERS):
-        event, lease = f"event {n}", claimed(db)
+    # A job of a group takes the longer way.
+    for n, (order, group) in enumerate(itertools.product(ORDERS, (None, "g"))):
+        event, lease = f"event {n}", claimed(db, group=group)
         calls = {"e": (EMIT, [event]), "s": (SUSPEND, [*lease, event])}
         done = dict.fromkeys("es", 0)
         for who in order:
@@ -100,7 +103,7 @@ def test_an_emit_and_a_suspend_meet_in_any_order(
         )
         ends_left = one(db, "select count(*) from pgqueue.loose_end")
         if (found, is_left, ends_left) != (expected, int(expected == "blocked"), 0):
-            wrong.append((order, found, is_left, ends_left))
+            wrong.append((order, group, found, is_left, ends_left))
         db.execute("delete from pgqueue.job")
         db.execute("delete from pgqueue.wait")
     assert wrong == []
