@@ -202,6 +202,23 @@ def test_a_wait_whose_job_is_locked_is_looked_at_again(db, connect):
     assert is_over(db)
 
 
+def test_waits_whose_jobs_are_locked_hold_up_no_others_of_the_event(db, connect):
+    leases = [claimed(db) for _ in range(130)]
+    for lease in leases:
+        db.execute(SUSPEND, [*lease, "e"])
+    ids = [id for id, _ in leases]
+    other = connect(autocommit=False)
+    other.execute("select pgqueue.reprioritize(unnest(%s), 5)", [ids[:120]])
+    db.execute(EMIT, ["e"])
+    got = soon(lambda: column(db, "select id from pgqueue.claim('q', 'w', 100)"), 2)
+    assert sorted(got) == ids[120:]
+    other.commit()
+    while len(got) < len(ids):
+        db.execute(LOOK)
+        got += column(db, "select id from pgqueue.claim('q', 'w', 100)")
+    assert is_over(db)
+
+
 def test_nothing_stays_behind_of_a_thousand_emits_and_suspends_at_once(db, connect):
     """Four sessions emit what four others suspend for, in transactions of any length."""
     each = 60
