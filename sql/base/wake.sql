@@ -30,9 +30,7 @@ as $$
 declare
     fold int := hashtext(_wake.queue) & 255;
 begin
-    if current_setting('pgqueue.notify', true) = 'off'
-        or not (pgqueue._in_force(queue)).notify
-    then
+    if current_setting('pgqueue.notify', true) = 'off' then
         return;
     end if;
     if (
@@ -40,6 +38,7 @@ begin
         and pg_try_advisory_lock(7366514, fold)
         and pg_advisory_unlock(7366514, fold)
     ) is not true
+        and (pgqueue._in_force(queue)).notify
         -- A full notification queue makes COMMIT fail, and a hint is not worth that.
         and pg_notification_queue_usage() < 0.5
     then

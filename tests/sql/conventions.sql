@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(39);
+select plan(40);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -208,8 +208,14 @@ select results_eq(
 );
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r
-       where r.prosrc ~ 'pgqueue\.(_return_permits|_count_ends|_tell_end)\(' $$,
+       where r.prosrc ~ 'pgqueue\.(_count_ends|_tell_end)\(' $$,
     $$ values (array['_after_end']) $$, 'what follows an end stands in one function'
+);
+select results_eq(
+    $$ select array_agg(r.name collate "default" order by r.name) from routine as r
+       where r.prosrc ~ 'pgqueue\._return_permits\(' $$,
+    $$ values (array['_after_end', 'complete', 'complete_many']) $$,
+    'only the two quickest ends skip it, where nothing but permits is given back'
 );
 select results_eq(
     $$ select r.name collate "default", r.prosrc ~ 'pgqueue\._after_end\(' from routine as r
