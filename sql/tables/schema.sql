@@ -563,7 +563,7 @@ comment on column pgqueue.queue_in_force.caps is 'The caps of its kinds, and the
 
 -- [Upgrades repeat this:
 -- The columns of the settings that are new, or whose comment says something new. In queue_in_force a new one has
--- its default in every row, because nobody has set it yet.
+-- its default in every row, because nobody has set it yet; also in those of a dump of an older version.
 do $$
 declare
     setting record;
@@ -595,7 +595,6 @@ begin
                 'alter table pgqueue.queue_in_force add %I %s %s', setting.name, setting.type,
                 'not null default ' || quote_literal(setting.fallback)
             );
-            execute format('alter table pgqueue.queue_in_force alter %I drop default', setting.name);
         else
             execute format('alter table pgqueue.queue drop constraint if exists queue_%s_is_sane', setting.name);
         end if;
