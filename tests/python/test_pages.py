@@ -33,6 +33,8 @@ ELSEWHERE = {
     ("docs/tutorial.md", "sql"): "test_tutorial.py",
     ("docs/tracing.md", "python"): "test_recipes.py",
     ("docs/tracing.md", "sql"): "test_recipes.py",
+    ("docs/upgrading.md", "sh"): "test_upgrade.py",
+    ("docs/upgrading.md", "sql"): "test_upgrade.py",
     ("docs/own-worker.md", "js"): "test_own_workers.py",
     ("docs/own-worker.md", "python"): "test_own_workers.py",
     ("docs/own-worker.md", "psql"): "test_own_workers.py",

@@ -48,8 +48,11 @@ select is_empty(
 );
 select set_eq(
     $$ select d.name from door as d where d.is_private $$,
-    array['_count_jobs', '_count_dead', '_dead_kinds', '_leased', '_recent_runs', '_dead_errors', '_error_like', '_last_state'],
-    'nobody but the owner may execute a private function, but for what the views call'
+    array[
+        '_count_jobs', '_count_dead', '_dead_kinds', '_leased', '_recent_runs', '_dead_errors', '_error_like', '_last_state',
+        '_grant_again'
+    ],
+    'nobody but the owner may execute a private function, but for what the views call, and the trigger'
 );
 select is_empty(
     $$ select r.name from routine as r group by r.name having count(*) > 1 $$,
@@ -128,8 +131,10 @@ select is_empty(
     'pg_dump takes every row'
 );
 select is_empty(
-    $$ select t.tgname from pg_trigger as t join relation as r on r.oid = t.tgrelid $$,
-    'no table has a trigger: a restore would fire it'
+    $$ select t.tgname from pg_trigger as t join relation as r on r.oid = t.tgrelid
+       -- For each row, after an update, by which upgrades have it fired.
+       where (r.name, t.tgtype) <> ('access', 17) $$,
+    'no table has a trigger that a restore would fire'
 );
 select is_empty(
     $$ select r.name from relation as r where r.relkind in ('r', 'p')
