@@ -16,6 +16,7 @@ FUNCTIONS = \
     sql/flow/depend.sql sql/flow/batch.sql sql/flow/sweep.sql sql/flow/cron.sql sql/flow/schedule.sql \
     sql/flow/trigger.sql \
     sql/operate/settings.sql sql/operate/manage.sql sql/operate/dead.sql sql/operate/maintain.sql \
+    sql/operate/work.sql \
     sql/observe/measure.sql sql/observe/observe.sql sql/observe/status.sql sql/observe/metrics.sql \
     sql/observe/why.sql sql/observe/health.sql \
     sql/roles/access.sql
@@ -112,9 +113,13 @@ lint: all plain .venv/dev ## ruff, mypy, pgspot
 INHERIT = awk '/^create / {bare = /function pgqueue[.]_/} /^    (set search_path|security definer)/ {bare = 0} \
     /^as / && bare {print "    set search_path = pg_catalog, pg_temp"} {print}'
 
+# It commits, and so can pin no path: all the names in it are qualified.
+PATHLESS = --proc-without-search-path 'pgqueue.work(queue text,run_for interval)'
+
 pgspot: all plain .venv/dev
 	@for script in $(SCRIPT) $(PLAIN); do \
-	    $(INHERIT) $$script > .venv/pgspot.sql && $(VENV)/pgspot .venv/pgspot.sql || exit 1; \
+	    $(INHERIT) $$script > .venv/pgspot.sql && \
+	    $(VENV)/pgspot $(PATHLESS) .venv/pgspot.sql || exit 1; \
 	done
 
 all: $(SCRIPT) ## build the extension script

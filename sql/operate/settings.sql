@@ -83,6 +83,29 @@ begin
 end;
 $$;
 
+-- Refuses what work cannot call.
+create or replace function pgqueue._check_handler(handler regprocedure)
+    returns text[]
+    language plpgsql
+    stable
+as $$
+begin
+    return (
+        select array[
+            'handler must be a function that takes jsonb or pgqueue.job, and returns jsonb or nothing',
+            format('It is a %s that returns %s.', handler, pg_get_function_result(p.oid)),
+            'Such as one declared with: function send(payload jsonb) returns void.'
+        ]
+        from (select) as always
+        left join pg_proc as p on p.oid = handler
+        where handler is not null and (
+            p.prokind = 'f' and not p.proretset and p.prorettype in ('void'::regtype, 'jsonb'::regtype)
+                and p.pronargs = 1 and p.proargtypes[0] in ('jsonb'::regtype, 'pgqueue.job'::regtype)
+        ) is not true
+    );
+end;
+$$;
+
 create or replace function pgqueue.configure(
     queue text,
     lease interval default null,
@@ -104,7 +127,8 @@ create or replace function pgqueue.configure(
     age_after interval default null,
     keep_dead interval default null,
     keep_payloads boolean default null,
-    wait_target interval default null
+    wait_target interval default null,
+    handler regprocedure default null
 )
     returns void
     language plpgsql
@@ -121,12 +145,14 @@ declare
         'group_limit', configure.group_limit, 'group_on_retry', configure.group_on_retry,
         'max_running', configure.max_running, 'rate_limit', configure.rate_limit,
         'rate_period', configure.rate_period, 'age_after', configure.age_after, 'keep_dead', configure.keep_dead,
-        'keep_payloads', configure.keep_payloads, 'wait_target', configure.wait_target
+        'keep_payloads', configure.keep_payloads, 'wait_target', configure.wait_target,
+        'handler', configure.handler
     ));
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_scope(configure.queue, configure.kind, configure.group_key, true),
         pgqueue._check_ranges(lease => configure.lease),
-        pgqueue._check_settings(given, configure.kind, configure.group_key)
+        pgqueue._check_settings(given, configure.kind, configure.group_key),
+        pgqueue._check_handler(configure.handler)
     ));
 begin
     perform pgqueue._set(configure.queue, configure.kind, configure.group_key, given, configure.reset);

@@ -16,6 +16,8 @@ as $$
             ('{producer}', true, '{status,result,await,version}'),
             ('{worker}', true, '{claim,claim_from,extend,progress,complete,complete_many,fail,release,finish}'),
             ('{worker}', true, '{reap,maintain,rest,next_slots,version}'),
+            -- And what it calls as its caller.
+            ('{worker}', true, '{work,_handled,_hold}'),
             ('{scheduler}', true, '{schedule,next_slots,version}'),
             ('{operator}', true, '{cancel,cancel_many,redrive,redrive_job,discard,discard_many,purge,pause,resume}'),
             ('{operator}', true, '{rerun,run_now,reprioritize,configure,reap,maintain,status,result,await}'),
@@ -53,10 +55,10 @@ begin
     loop
         execute case
             when is_granted and change.is_function
-                then format('grant execute on function pgqueue.%I to %I', change.object, role)
+                then format('grant execute on routine pgqueue.%I to %I', change.object, role)
             when is_granted then format('grant select on pgqueue.%I to %I', change.object, role)
             when change.is_function
-                then format('revoke execute on function pgqueue.%I from %I', change.object, role)
+                then format('revoke execute on routine pgqueue.%I from %I', change.object, role)
             else format('revoke select on pgqueue.%I from %I', change.object, role)
         end;
     end loop;

@@ -29,7 +29,7 @@
 --   limits    age, permit, group, cap: which of the jobs that are due may run
 --   core      enqueue, pick, rest, claim, finish: what producers and workers call
 --   flow      depend and batch (what waits for ends), sweep, cron and schedule (recurring jobs), trigger
---   operate   settings, manage, dead, maintain
+--   operate   settings, manage, dead, maintain, work (handlers in SQL)
 --   observe   measure, observe, status (one job), metrics, why, health
 --   roles     access: who may call what
 --
@@ -491,7 +491,8 @@ from (
         (
             'group_on_retry', 'text', 'skip', '{skip,block}', '{a kind,each group}',
             'Whether a job that waits for its retry blocks its group'
-        )
+        ),
+        ('handler', 'text', null, null, '{a group}', 'The function that work calls for a job')
 ) as s (name, type, fallback, range, not_for, meaning)
 cross join lateral (select s.not_for::text[]) as n (not_for)
 cross join lateral (
@@ -564,7 +565,7 @@ begin
             ' and ',
             case when s.type <> 'text' then quote_ident(s.name) || ' >= ' || quote_literal(s.range[1]) end,
             case when s.type <> 'text' then quote_ident(s.name) || ' <= ' || quote_literal(s.range[2]) end,
-            case when s.type = 'text' then format('%I = any (%L)', s.name, s.range) end,
+            case when s.type = 'text' and s.range <> '{}' then format('%I = any (%L)', s.name, s.range) end,
             case when 'a kind' = any (s.not_for) then 'kind = ''''' end,
             case when 'a group' = any (s.not_for) then 'group_key = ''''' end,
             case when 'each group' = any (s.not_for) then 'group_key <> ''*''' end,

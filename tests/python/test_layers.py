@@ -28,7 +28,7 @@ ANNOUNCEMENTS = {
 
 LIST = re.compile(r"^(?:TABLES|FUNCTIONS) +=((?:.*\\\n)*.*)", re.M)
 ITEM = re.compile(
-    r"^create (?:or replace )?(?:function pgqueue\.(\w+)(\(.*?^\$\$;$)|view pgqueue\.(\w+)(.*?;$))",
+    r"^create (?:or replace )?(?:(?:function|procedure) pgqueue\.(\w+)(\(.*?^\$\$;$)|view pgqueue\.(\w+)(.*?;$))",
     re.M | re.S,
 )
 NO_CODE = re.compile(r"--[^\n]*|'(?:[^']|'')*'")
