@@ -13,8 +13,8 @@ FUNCTIONS = \
     sql/attempts/lease.sql sql/attempts/attempt.sql \
     sql/limits/age.sql sql/limits/permit.sql sql/limits/group.sql sql/limits/cap.sql \
     sql/core/enqueue.sql sql/core/pick.sql sql/core/rest.sql sql/core/claim.sql sql/core/finish.sql \
-    sql/flow/depend.sql sql/flow/batch.sql sql/flow/sweep.sql sql/flow/cron.sql sql/flow/schedule.sql \
-    sql/flow/trigger.sql \
+    sql/flow/depend.sql sql/flow/batch.sql sql/flow/step.sql sql/flow/event.sql sql/flow/sweep.sql \
+    sql/flow/cron.sql sql/flow/schedule.sql sql/flow/trigger.sql \
     sql/operate/settings.sql sql/operate/manage.sql sql/operate/dead.sql sql/operate/maintain.sql \
     sql/operate/work.sql \
     sql/observe/measure.sql sql/observe/observe.sql sql/observe/status.sql sql/observe/metrics.sql \

@@ -4,7 +4,7 @@
 -- somebody waits for it. Two families of advisory locks show that, each folded to 256 keys
 -- so that one transaction over many queues cannot fill the lock table:
 --
---   7366513 "in flight"  held shared by every enqueue until its transaction ends
+--   7366513 "in flight"  held shared by every enqueue until its transaction ends (256: by every emit)
 --   7366514 "parked"     held shared by the session of every worker that waits (see rest)
 --
 -- A producer first takes "in flight", then looks whether anybody is parked. A worker
@@ -20,6 +20,16 @@
 -- Any role may take any advisory lock, so nothing here waits for one: a lock that is not free
 -- counts as "somebody is there", which costs a needless NOTIFY or another look. And a mere look
 -- takes and releases the lock in one expression: no interrupt falls in between.
+
+-- Says, until this transaction ends, that an emit is in flight: who parks meanwhile asks again soon.
+create or replace function pgqueue._announce_emit()
+    returns void
+    language plpgsql
+as $$
+begin
+    perform pg_try_advisory_xact_lock_shared(7366513, 256);
+end;
+$$;
 
 -- Notifies the workers parked on a queue, if any, when this transaction commits. SET pgqueue.notify =
 -- off, or configure(notify => false), switches it off, as PREPARE TRANSACTION needs.
@@ -112,7 +122,10 @@ begin
     perform pgqueue._unpark();
     perform set_config('pgqueue.parked', 'resting', false);
     for fold in
-        select distinct hashtext(q.name) & 255 from unnest(queues) as q (name) order by 1
+        select distinct hashtext(q.name) & 255 from unnest(queues) as q (name)
+        union all
+        select 256 where pg_relation_size('pgqueue.wait') > 0
+        order by 1
     loop
         is_quiet := pg_try_advisory_lock_shared(7366514, fold)
             and pg_try_advisory_lock(7366513, fold)

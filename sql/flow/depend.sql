@@ -23,8 +23,8 @@
 -- A claim locks a job first, and leaves the new version with an xmax that equals its xmin.
 
 -- Makes others look soon, once this has committed, at the ties of jobs that have ended (ended), or may have
--- ended while another was enqueued after them (new, less urgent), or at batches (batch). A hint: the sweep gets
--- there as well.
+-- ended while another was enqueued after them (new, less urgent), or at batches (batch): hints, the sweep gets
+-- there as well. Or at an event, by its hash (event), or jobs that wait for one (wait): see module event.
 create or replace function pgqueue._leave_loose_ends(ids bigint[], what text, delay interval default '0')
     returns void
     language plpgsql
@@ -32,7 +32,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp() + delay;
 begin
-    if pgqueue._is_lost() then
+    if what not in ('event', 'wait') and pgqueue._is_lost() then
         return;
     end if;
     insert into pgqueue.loose_end (look_at, id, what)
@@ -84,6 +84,17 @@ begin
 end;
 $$;
 
+-- Whether a job still waits for others: one that was suspended may also have a time.
+create or replace function pgqueue._is_blocked(job pgqueue.job)
+    returns boolean
+    language plpgsql
+as $$
+begin
+    return job.run_at = 'infinity'
+        or job.token is null and exists (select from pgqueue.wait as w where w.job_id = job.id);
+end;
+$$;
+
 -- Frees locked jobs whose wait is over: they may run from their run_at on.
 create or replace function pgqueue._free(job_ids bigint[])
     returns void
@@ -93,13 +104,16 @@ declare
     moment timestamptz := clock_timestamp();
     freed record;
 begin
+    if pg_relation_size('pgqueue.wait') > 0 then
+        delete from pgqueue.wait as w where w.job_id = any (job_ids);
+    end if;
     with back as (
         update pgqueue.job as j
-        set run_at = coalesce(
+        set run_at = least(j.run_at, coalesce(
                 (j.terms).run_at,
                 moment - (cardinality(job_ids) - array_position(job_ids, j.id)) * interval '1 microsecond'
-            ),
-            terms = row((j.terms).expires_at, null, (j.terms).batch_id)
+            )),
+            terms = row((j.terms).expires_at, null, (j.terms).batch_id, (j.terms).after)
         where j.id = any (job_ids)
         returning j.queue, j.priority, j.group_key, j.run_at
     )
@@ -269,7 +283,7 @@ begin
         alone := array(
             select j.id
             from pgqueue.job as j
-            where j.id = any (alone) and j.run_at = 'infinity'
+            where j.id = any (alone) and pgqueue._is_blocked(j)
             order by j.id
             for update skip locked
         );
@@ -305,7 +319,7 @@ begin
         select h.place
         from unnest(hand) as h
         where h.waiter_id = any (held)
-            or (select j.run_at = 'infinity' from pgqueue.job as j where j.id = h.waiter_id) is not true
+            or (select pgqueue._is_blocked(j) from pgqueue.job as j where j.id = h.waiter_id) is not true
     ));
     get diagnostics cut = row_count;
     -- Another session has locked most of those that came first.

@@ -301,6 +301,37 @@ values
             limit 1
         )
     $$),
+    -- Each queue that has a suspended job without a run_at beyond its suspend_target, of the first 10,000.
+    ('suspensions', null, 10000, null, 'no suspended job waits beyond its suspend_target', $$
+        with old as materialized (
+            select j.queue, j.id, w.event, moment - w.since as age
+            from (
+                select w.* from pgqueue.wait as w where w.since < moment - interval '1 second' order by w.since limit most
+            ) as w
+            join pgqueue.job as j on j.id = w.job_id
+            where j.run_at = 'infinity' and j.token is null
+        )
+        select
+            o.age > 4 * o.target,
+            format(
+                'queue %s: job %s has been suspended for %s%s, the suspend_target is %s%s', o.queue, o.id,
+                date_trunc('second', o.age), ' and waits for event ' || o.event, o.target,
+                '; so have been ' || nullif(o.jobs - 1, 0) || ' more'
+            ),
+            format('select pgqueue.why(%s)', o.id)
+        from (
+            select distinct on (o.queue) o.*, t.target, count(*) over (partition by o.queue) as jobs
+            from (
+                select q.queue, (pgqueue._in_force(q.queue)).suspend_target as target
+                from (select distinct o.queue from old as o) as q
+                offset 0
+            ) as t
+            join old as o on o.queue = t.queue
+            where o.age > t.target
+            order by o.queue, o.age desc
+        ) as o
+        order by o.age desc
+    $$),
     -- Each queue whose jobs have waited that long, and nearly as long as they may, while no session serves it.
     ('workers', '2 minutes', null, null, 'somebody works each queue that has jobs', $$
         select

@@ -93,7 +93,7 @@ create temporary table told as
 select s.name, case when s.type = 'boolean' then (not s.fallback::boolean)::text
     when s.name = 'handler' then 'public.told(jsonb)' else s.range[1] end as value
 from pgqueue._setting as s
-where s.name <> 'paused';
+where s.name <> 'paused' and 'less than all' <> all (coalesce(s.not_for, '{}'));
 create function pg_temp.tell(name text, value text) returns void language plpgsql as $$
 begin
     execute format('select pgqueue.configure(''told %1$s'', %1$I => %2$L)', name, value);
