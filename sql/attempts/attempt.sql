@@ -193,20 +193,6 @@ begin
 end;
 $$;
 
--- Records that jobs, which this transaction has just deleted, did not complete. Otherwise what is
--- enqueued after them would run.
-create or replace function pgqueue._note_gone(job_ids bigint[])
-    returns void
-    language plpgsql
-as $$
-begin
-    insert into pgqueue.gone (part, ids, ended_at)
-    select u.id >> 6, bit_or(1::bigint << (u.id & 63)::int), clock_timestamp()
-    from unnest(job_ids) as u (id)
-    group by u.id >> 6;
-end;
-$$;
-
 -- Whether anything depends on the end of a job: others that wait for it, steps, or a wait of its own.
 create or replace function pgqueue._is_followed(job_id bigint)
     returns boolean
@@ -265,6 +251,21 @@ begin
 end;
 $$;
 
+-- Records that jobs, which this transaction has just deleted, did not complete. Otherwise what is
+-- enqueued after them would run. Their steps are gone with them.
+create or replace function pgqueue._note_gone(job_ids bigint[])
+    returns void
+    language plpgsql
+as $$
+begin
+    insert into pgqueue.gone (part, ids, ended_at)
+    select u.id >> 6, bit_or(1::bigint << (u.id & 63)::int), clock_timestamp()
+    from unnest(job_ids) as u (id)
+    group by u.id >> 6;
+    perform pgqueue._forget_steps(job_ids);
+end;
+$$;
+
 -- What follows the ends of attempts and jobs, whoever ended them, in this order: their permits are free,
 -- those that go back are found, it is remembered which were cancelled, their own waits are over and their steps
 -- go with those that do not die, their batches count them, the jobs that wait for them go on or are cancelled (unless is_in_chain: by who ends a chain of them), batches
@@ -305,9 +306,7 @@ begin
     if awaited <> 0 then
         perform pgqueue._end_waits(array(select e.id from unnest(ended) as e));
         if has.gone then
-            perform pgqueue._forget_steps(array(
-                select e.id from unnest(ended) as e where e.back_at is null and e.outcome <> 'dead'
-            ));
+            perform pgqueue._forget_steps(array(select e.id from unnest(ended) as e where e.outcome = 'completed'));
         end if;
     end if;
     -- Counted first, because together with those that wait for them their batch may be over.

@@ -122,16 +122,16 @@ begin
     perform pgqueue._unpark();
     perform set_config('pgqueue.parked', 'resting', false);
     for fold in
-        select distinct hashtext(q.name) & 255 from unnest(queues) as q (name)
-        union all
-        select 256 where pg_relation_size('pgqueue.wait') > 0
-        order by 1
+        select distinct hashtext(q.name) & 255 from unnest(queues) as q (name) order by 1
     loop
         is_quiet := pg_try_advisory_lock_shared(7366514, fold)
             and pg_try_advisory_lock(7366513, fold)
             and pg_advisory_unlock(7366513, fold)
             and is_quiet;
     end loop;
+    if pg_relation_size('pgqueue.wait') > 0 then
+        is_quiet := pg_try_advisory_lock(7366513, 256) and pg_advisory_unlock(7366513, 256) and is_quiet;
+    end if;
     return is_quiet;
 end;
 $$;

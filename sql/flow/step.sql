@@ -76,7 +76,7 @@ comment on function pgqueue.save_step(bigint, bigint, text, jsonb) is
 'Remembers, under a name, what a step of a running job has given, for its next
 attempt, and returns it; if the step was saved before, what it gave then: the
 first wins. Called in the transaction of the step''s own writes, it commits with
-them, and until then nobody else can get the job. At most 10000 steps a job,
+them, and until then nobody else can get the job. At most 10,000 steps a job,
 each value at most max_payload_bytes. Steps are deleted when the job ends, but
 kept with a dead job. Two that save the same step: the second waits.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad

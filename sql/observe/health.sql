@@ -322,7 +322,7 @@ values
         from (
             select distinct on (o.queue) o.*, t.target, count(*) over (partition by o.queue) as jobs
             from (
-                select q.queue, (pgqueue._in_force(q.queue)).suspend_target as target
+                select q.queue, pgqueue._seldom(q.queue, 'suspend_target')::interval as target
                 from (select distinct o.queue from old as o) as q
                 offset 0
             ) as t

@@ -47,8 +47,8 @@ comment on view pgqueue.jobs is
 'Every waiting or running job, without its payload: state is scheduled, ready
 (due, paused or not), running, expired (its lease has expired, or nobody began
 it by its expires_at; a claim or maintain ends that) or blocked (it waits for
-other jobs or an event, or its group is full or at its rate). One id is found by an index;
-without it the whole table is read.
+other jobs or an event, or its group is full or at its rate). One id is found by
+an index; without it the whole table is read.
 state: scheduled, ready, running, expired or blocked, by the clock of this
 query.
 run_at: The job runs no earlier; null while it waits for something other than

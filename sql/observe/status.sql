@@ -314,7 +314,7 @@ comment on function pgqueue.results_of(bigint, bigint, bigint, int) is
 have ended (completed, dead or cancelled; null for one that runs again), and the
 results of those that completed, as long as the log keeps them (keep_runs). For
 the callback of a batch, the jobs of the batch, those that the log still has. In
-the order of their ids, from after_id on, at most max_rows (1 to 10000): for
+the order of their ids, from after_id on, at most max_rows (1 to 10,000): for
 more, ask again with the last id. A worker of some queues sees those of these.
 Raises PQ002 when the lease is lost, 22023 (bad argument).';
 

@@ -192,7 +192,7 @@ begin
     where e.ctid = any (array(
         select f.ctid
         from pgqueue.event as f
-        where f.emitted_at < moment - (pgqueue._in_force('')).keep_events
+        where f.emitted_at < moment - pgqueue._seldom('', 'keep_events')::interval
         order by f.emitted_at
         limit 100000
         for update skip locked

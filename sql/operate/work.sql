@@ -205,9 +205,9 @@ comment on procedure pgqueue.work(text, interval) is
 configure has set as their handlers. Each completes its job with what it
 returns in the transaction of its writes; if it raises, these are rolled back
 and the attempt fails with the message, detail, hint and context. One that has
-itself called complete, fail or release for its job is left at that. Works, and
-waits for jobs, until run_for is over, and calls maintain once a minute;
-without it, works until nothing is due. Commits: call it as a statement of its
+itself called complete, fail, release or suspend for its job is left at that.
+Works, and waits for jobs, until run_for is over, and calls maintain once a
+minute; without it, works until nothing is due. Commits: call it as a statement of its
 own. Handlers run with the rights and settings of the caller.
 statement_timeout fails the attempt that it meets, pg_cancel_backend gives the
 job back; both end the call.

@@ -438,6 +438,7 @@ $$;
 create view pgqueue._setting as
 select
     row_number() over () as place, s.name, s.type, s.fallback, r.range, n.not_for, s.meaning, r.said,
+    s.name in ('keep_events', 'suspend_target') as is_seldom,
     concat_ws(
         '; ', r.said, 'default ' || coalesce(s.fallback, 'none'), 'not for ' || array_to_string(n.not_for, ' or ')
     ) as facts
@@ -522,6 +523,8 @@ null for any.';
 comment on column pgqueue._setting.not_for is 'What it cannot be set for; null for nothing.';
 comment on column pgqueue._setting.meaning is 'What it does.';
 comment on column pgqueue._setting.said is 'The range in words.';
+comment on column pgqueue._setting.is_seldom is
+'Whether no call but maintain and health needs it: it is not in queue_in_force.';
 comment on column pgqueue._setting.facts is 'Range, default and what it cannot be set for, in words.';
 
 -- A queue needs no row here. An empty name, kind or group_key stands for every one, and a null
@@ -592,11 +595,12 @@ begin
                 setting.name, setting.is_sane
             );
         end if;
+        execute format('comment on column pgqueue.queue.%I is %L', setting.name, setting.comment);
+        continue when setting.is_seldom;
         execute format(
             'alter table pgqueue.queue_in_force add %I %s %s', setting.name, setting.type,
             case when setting.fallback is not null then 'not null' end
         );
-        execute format('comment on column pgqueue.queue.%I is %L', setting.name, setting.comment);
         execute format('comment on column pgqueue.queue_in_force.%I is %L', setting.name, setting.comment);
     end loop;
 end;

@@ -22,6 +22,14 @@ DEAD_ONE = "(select id from pgqueue.dead_job)"
 DIE = "select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim('q', 'w')"
 KEEP = "select pgqueue.configure('q', keep_payloads => true)"
 BIG = f"select pgqueue.enqueue('q', {FAT})"
+CLAIM = "select from pgqueue.claim('q', 'w')"
+HELD = f"{ONLY}, (select token from pgqueue.job)"
+MANY_STEPS = (
+    f"{HELD}, 's'",
+    TAKEN,
+    CLAIM,
+    "insert into pgqueue.step select id, now(), n, n, '1' from pgqueue.job, generate_series(1, 10000) as n",
+)
 END = "select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')"
 CHANGED = "create table changed (id int)"
 STRANGER = """
@@ -158,6 +166,33 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'{1}', '{1}', '{fail}', delays => '{-1 s}'",),
         ],
     },
+    "save_step": {
+        "25001": [("1, 1, 's'", LEVEL)],
+        "PQ002": [("1, 1, 's'",), ("null, null, 's'",)],
+        "22023": [("1, 1, ''",), ("1, 1, null",), (f"1, 1, {LONG}",)],
+        "54000": [(f"{HELD}, 's', {FAT}", SMALL, TAKEN, CLAIM), MANY_STEPS],
+    },
+    "suspend": {
+        "25001": [("1, 1, 'e'", LEVEL)],
+        "PQ002": [("1, 1, 'e'",)],
+        "22023": [
+            ("1, 1",),
+            ("1, 1, ''",),
+            (f"1, 1, {LONG}",),
+            ("1, 1, run_at => 'infinity'",),
+            ("1, 1, after => '{null}'",),
+            ("1, 1, after => '{1}'",),
+        ],
+        "PQ001": [("1, 1, after => '{999999}'",)],
+    },
+    "emit": {
+        "22023": [("''",), ("null",), (f"{LONG}",)],
+        "54000": [(f"'e', {FAT}", SMALL.replace("'q'", "null"))],
+    },
+    "results_of": {
+        "PQ002": [("1, 1",)],
+        "22023": [("1, 1, max_rows => 0",), ("1, 1, max_rows => 10001",)],
+    },
     "rest": {
         "25001": [("array['q']", LEVEL)],
         "22023": [("'{}'",)],
@@ -227,6 +262,11 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', keep_dead => '0'",),
             ("'q', keep_dead => '11 years'",),
             ("'q', keep_dead => '1 day', group_key => '*'",),
+            ("null, keep_events => '0'",),
+            ("'q', keep_events => '1 day'",),
+            ("null, keep_events => '1 day', kind => 'k'",),
+            ("'q', suspend_target => '2 years'",),
+            ("'q', suspend_target => '1 day', kind => 'k'",),
         ]
     },
     "create_batch": {

@@ -24,8 +24,9 @@ from pgqueue.worker import worker as supervision
 from psycopg import errors
 
 LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
-BLOCKS = documents.blocks(documents.text("docs/steps.md"))
-TABLES, PYTHON, FULFIL, *_ = (b.text for b in BLOCKS if b.language in ("sql", "python"))
+PAGE = documents.sections("docs/steps.md")
+TABLES, PYTHON = (b.text for b in documents.blocks(PAGE["An order"], "sql", "python"))
+FULFIL = documents.blocks(PAGE["The same in SQL"], "sql")[0].text
 ITEMS = {"shipped": ["tea", "milk"], "broken": ["tea", "pot"], "unpaid": ["tea"]}
 # What has to be in the end: the mail, and what is left in stock and was sent and told.
 END = {

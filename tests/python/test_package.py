@@ -142,7 +142,7 @@ def test_a_role_with_create_on_the_database_can_install_use_and_drop_the_extensi
             "select id, token from pgqueue.claim('q', 'w')"
         ).fetchone()
         conn.execute("select pgqueue.complete(%s, %s)", (id, token))
-        assert one(conn, "select count(*) from pgqueue.maintain()") == 9
+        assert one(conn, "select count(*) from pgqueue.maintain()") == 10
         conn.execute("drop extension pgqueue")
         assert (
             one(conn, "select count(*) from pg_namespace where nspname = 'pgqueue'")
@@ -272,6 +272,9 @@ TABLES = {
     "run": "job_id, attempt",
     "recent_key": "queue, unique_key",
     "dependency": "job_id, waiter_id",
+    "step": "job_id, place",
+    "wait": "job_id",
+    "event": "name",
     "loose_end": "id",
     "batch": "id",
     "tally": "batch_id, part",
@@ -300,6 +303,11 @@ select pgqueue.enqueue('work', batch_id => b.id) from pgqueue.batch as b;
 select pgqueue.enqueue('work', batch_id => b.id, after => array[j.id])
 from pgqueue.batch as b, pgqueue.job as j where j.queue = 'work';
 select pgqueue.close_batch(id) from pgqueue.batch;
+select pgqueue.enqueue_many('days', array_fill('{}'::jsonb, array[3]));
+select pgqueue.save_step(id, token, 'charge', '{"paid": 7}'), pgqueue.suspend(id, token, 'shipped', after => array[(select min(id) from pgqueue.job where queue = 'halted')])
+from pgqueue.claim('days', 'w', 2);
+select pgqueue.suspend(id, token, 'paid') from pgqueue.claim('days', 'w');
+select pgqueue.emit('paid', '{"by": "card"}');
 """
 
 
@@ -379,6 +387,14 @@ def test_a_restored_queue_has_every_row_and_reuses_no_id_or_token(
         assert (
             one(restored, "select count(*) from pgqueue.claim('mails', 'w', 100)") == 21
         )
+        # What was still to be looked at, and what happens now.
+        restored.execute("select pgqueue.maintain()")
+        days = "select id from pgqueue.claim('days', 'w', 100)"
+        assert len(column(restored, days)) == 1
+        assert one(restored, "select pgqueue.emit('shipped')") is True
+        (woken, _) = column(restored, days)
+        steps = "select value from pgqueue.steps(%s)"
+        assert column(restored, steps, woken) == [{"paid": 7}]
         for _ in range(2):
             restored.execute(
                 "select pgqueue.complete(id, token) from pgqueue.claim('work', 'w', 9)"

@@ -115,6 +115,7 @@ def names(rows: list[list[str]]) -> list[str]:
         "settings",
         "retention",
         "checks",
+        "events",
         "dead_job",
         "run",
     ],
@@ -216,17 +217,18 @@ def test_a_setting_outside_its_range_is_refused_and_one_inside_is_not(db):
                 one_more = {"int": f"{step} 1", "interval": f"{step} interval '1 us'"}
                 query = beyond.format("%s", setting.type, one_more[setting.type])
                 outside += column(db, query, bound)
+        queue = "null" if "less than all" in (setting.not_for or []) else "'q'"
+        call = f"select pgqueue.configure({queue}, {setting.name} => %s)"
         for value in inside:
-            db.execute(f"select pgqueue.configure('q', {setting.name} => %s)", (value,))
+            db.execute(call, (value,))
         for value in outside:
             with pytest.raises(errors.InvalidParameterValue, match=setting.name):
-                db.execute(
-                    f"select pgqueue.configure('q', {setting.name} => %s)", (value,)
-                )
+                db.execute(call, (value,))
 
 
 def test_a_setting_is_refused_for_what_it_is_not_for_and_for_nothing_else(db):
     scopes = {
+        "less than all": "kind => null",
         "a kind": "kind => 'k'",
         "a group": "group_key => 'g'",
         "each group": "group_key => '*'",
@@ -242,7 +244,8 @@ def test_a_setting_is_refused_for_what_it_is_not_for_and_for_nothing_else(db):
             value = handler(db)
         for scope, named in scopes.items():
             call = f"select pgqueue.configure('q', {setting.name} => %s, {named})"
-            refusing = {scope, *wider.get(scope, ())} & {*(setting.not_for or ())}
+            refusing = {scope, "less than all", *wider.get(scope, ())}
+            refusing &= {*(setting.not_for or ())}
             if not refusing:
                 db.execute(call, (value,))
                 continue

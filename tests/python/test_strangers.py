@@ -108,6 +108,7 @@ select pgqueue.fail(id, token, 'TimeoutError: slow', permanent => true) from pgq
 select pgqueue.fail(id, token, 'KeyError: 7') from pgqueue.claim('q', 'w', 1);
 select pgqueue.complete(id, token) from pgqueue.claim('q', 'w', 1);
 select pgqueue.schedule('s', 'q', every => '1 hour');
+select pgqueue.save_step(id, token, 'one', '1'), pgqueue.suspend(id, token, 'e') from pgqueue.claim('q', 'w', 1);
 select pgqueue.enqueue('q', batch_id => pgqueue.create_batch('q'), group_key => 'g', unique_key => 'u');
 """
 HANDLERS = """

@@ -396,7 +396,13 @@ select is_empty(
     $$ select v.setting, v.value, e.value
        from pgqueue.settings as v
        cross join lateral (
-           select to_jsonb(pgqueue._in_force(v.queue, v.kind, v.group_key)) ->> v.setting
+           select coalesce(
+               to_jsonb(pgqueue._in_force(v.queue, v.kind, v.group_key)) ->> v.setting,
+               (
+                   select pgqueue._seldom(coalesce(v.queue, ''), s.name)
+                   from pgqueue._setting as s where s.name = v.setting and s.is_seldom
+               )
+           )
        ) as e (value)
        where v.value is distinct from e.value $$,
     'settings shows what _in_force says'
