@@ -149,7 +149,9 @@ class Job:
 
     def _end(self, running: Coroutine[Any, Any, Any]) -> Any:
         """Run to the end what only a handler that is async can await."""
-        return running if self._attempt.task.is_async else run_without_loop(running)
+        if self._attempt.task.is_async:
+            return self._steps.to_await(running)
+        return run_without_loop(running)
 
 
 def _to_timedelta(value: float | timedelta) -> timedelta:

@@ -27,10 +27,6 @@ from pgqueue.policy import Middleware, within
 from pgqueue.steps import SUSPEND, Steps
 
 COMPLETE = "select pgqueue.complete(%s, %s, %s::pg_catalog.jsonb)"
-SWALLOWED = (
-    "the handler caught pgqueue.Suspend, which was to end it until what it waits for"
-    " happens: let it pass a bare except, and an except BaseException"
-)
 NO_MIDDLEWARE: Any = nullcontext()
 Connect = Callable[[], AbstractAsyncContextManager[Any]]
 
@@ -133,8 +129,8 @@ async def _call(
         if attempt.has_timed_out:
             raise attempt.timeout_error() from None
         return Outcome("suspend", attempt.steps.terms)
-    if attempt.steps is not None and attempt.steps.terms is not None:
-        raise RuntimeError(SWALLOWED)
+    if attempt.steps is not None:
+        attempt.steps.check()
     return outcome
 
 

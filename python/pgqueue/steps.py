@@ -6,15 +6,16 @@ any language, or in SQL, can go on with the same job.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from pgqueue.drivers import call, settled
 from pgqueue.payload import result_reader, to_json
 
+T = TypeVar("T")
 STEPS = "select s.name, s.value::pg_catalog.text from pgqueue.steps(%s) as s"
 SAVE = (
     "select pgqueue.save_step(%s, %s, %s, %s::pg_catalog.text::pg_catalog.jsonb)"
@@ -80,6 +81,7 @@ class Steps:
         session: Callable[[], AbstractAsyncContextManager[Any]],
     ) -> None:
         self.terms: str | None = None  # on which the job is to be suspended, in JSON
+        self.unawaited = 0
         self._lease = job_id, token
         self._session = session
         self._known: dict[str, Any] | None = None
@@ -103,6 +105,26 @@ class Steps:
         if isinstance(error, BaseExceptionGroup):  # by several tasks
             return error.split(Suspend)[1] is None
         return isinstance(error, Suspend)
+
+    def to_await(self, running: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        """Count what an async handler has not awaited: it would go on without it."""
+        self.unawaited += 1
+
+        async def later() -> T:
+            self.unawaited -= 1
+            return await running
+
+        return later()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a handler returns that should have ended otherwise."""
+        if self.terms is not None:
+            raise RuntimeError(
+                "the handler caught pgqueue.Suspend, which was to end it until what it"
+                " waits for happens: let it pass a bare except, and an except BaseException"
+            )
+        if self.unawaited:
+            raise RuntimeError("the handler did not await what its job returned")
 
     async def step(self, name: str, run: Callable[[], Any], function: Any) -> Any:
         read = result_reader(function)

@@ -207,8 +207,8 @@ returns in the transaction of its writes; if it raises, these are rolled back
 and the attempt fails with the message, detail, hint and context. One that has
 itself called complete, fail, release or suspend for its job is left at that.
 Works, and waits for jobs, until run_for is over, and calls maintain once a
-minute; without it, works until nothing is due. Commits: call it as a statement of its
-own. Handlers run with the rights and settings of the caller.
+minute; without it, works until nothing is due. Commits: call it as a statement
+of its own. Handlers run with the rights and settings of the caller.
 statement_timeout fails the attempt that it meets, pg_cancel_backend gives the
 job back; both end the call.
 Raises 25001 in a transaction block (where that cannot be seen, Postgres raises

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import subprocess
+from datetime import timedelta
 from typing import Any
 
 import pgqueue
@@ -236,6 +237,29 @@ def test_a_handler_that_swallows_its_suspension_fails_and_is_told_why(
     error = one(db, "select error from pgqueue.dead_job where id = %s", id)
     assert error.startswith("RuntimeError: the handler caught pgqueue.Suspend")
     assert workers.notes("more") == {}
+
+
+def test_an_async_handler_that_forgets_to_await_fails(db, workers) -> None:
+    id = pgqueue.enqueue(db, QUEUE, {}, kind="forgets", max_attempts=1)
+    burst(workers)
+    error = one(db, "select error from pgqueue.dead_job where id = %s", id)
+    assert error.startswith("RuntimeError: the handler did not await what its job")
+
+
+def test_a_job_that_is_run_now_waits_on_for_jobs_that_have_not_ended(
+    db, workers
+) -> None:
+    child = pgqueue.enqueue(
+        db, QUEUE, {"n": 2}, kind="child", run_at=timedelta(seconds=3)
+    )
+    id = enqueue(db, "parent", ids=[child])
+    worker = start(workers)
+    assert suspended(db, id)
+    for _ in range(2):
+        db.execute("select pgqueue.run_now(%s)", (id,))
+        assert suspended(db, id)
+    assert result(db, id) == [4]
+    assert workers.finish(worker) == 0
 
 
 def test_what_catches_only_exceptions_lets_a_suspension_pass(db, workers) -> None:

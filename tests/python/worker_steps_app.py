@@ -203,6 +203,12 @@ def tswallows(job: pgqueue.Job) -> str:
     return "done"
 
 
+@app.job("forgets")
+async def forgets(job: pgqueue.Job) -> str:
+    job.sleep("a while", 3600)
+    return "done"
+
+
 @app.job("forgiving")
 def forgiving(job: pgqueue.Job) -> str:
     with contextlib.suppress(Exception):

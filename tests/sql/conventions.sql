@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(39);
+select plan(40);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -113,6 +113,15 @@ select is_empty(
        where r.relkind = 'i' and r.name not like 'run\_%' and r.name not like '%\_pkey'
            and obj_description(r.oid, 'pg_class') is null $$,
     'every index says which question it answers'
+);
+select is_empty(
+    $$ select r.name, a.attname from relation as r
+       join pg_attribute as a on a.attrelid = r.oid and a.attnum > 0 and not a.attisdropped
+       where r.relkind in ('r', 'p') and a.atttypid in (
+           'regproc'::regtype, 'regprocedure'::regtype, 'regoper'::regtype, 'regoperator'::regtype,
+           'regnamespace'::regtype, 'regconfig'::regtype, 'regdictionary'::regtype, 'regcollation'::regtype
+       ) $$,
+    'no table has a column that pg_upgrade refuses: what it names is kept as a text'
 );
 select is_empty(
     $$ select r.name from relation as r where r.relpersistence <> 'p' $$,
