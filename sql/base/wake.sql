@@ -21,16 +21,6 @@
 -- counts as "somebody is there", which costs a needless NOTIFY or another look. And a mere look
 -- takes and releases the lock in one expression: no interrupt falls in between.
 
--- Says, until this transaction ends, that an emit is in flight: who parks meanwhile asks again soon.
-create or replace function pgqueue._announce_emit()
-    returns void
-    language plpgsql
-as $$
-begin
-    perform pg_try_advisory_xact_lock_shared(7366513, 256);
-end;
-$$;
-
 -- Notifies the workers parked on a queue, if any, when this transaction commits. SET pgqueue.notify =
 -- off, or configure(notify => false), switches it off, as PREPARE TRANSACTION needs.
 create or replace function pgqueue._wake(queue text)
@@ -40,9 +30,9 @@ as $$
 declare
     fold int := hashtext(_wake.queue) & 255;
 begin
-    if current_setting('pgqueue.notify', true) = 'off'
-        or not (pgqueue._in_force(queue)).notify
-    then
+    if current_setting('pgqueue.notify', true) = 'off' then
+        return;
+    elsif pg_sequence_last_value('pgqueue.used_seq') >> fold % 63 & 1 = 1 and not (pgqueue._in_force(queue)).notify then
         return;
     end if;
     if (

@@ -22,6 +22,20 @@
 --
 -- A claim locks a job first, and leaves the new version with an xmax that equals its xmin.
 
+-- Makes claims look around at this moment, if they would not do so before.
+create or replace function pgqueue._look_soon(moment timestamptz)
+    returns void
+    language plpgsql
+as $$
+declare
+    now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+begin
+    if (pg_sequence_last_value('pgqueue._cell_due') <= now_us) is not true then
+        perform setval('pgqueue._cell_due', now_us);
+    end if;
+end;
+$$;
+
 -- Makes others look soon, once this has committed, at the ties of jobs that have ended (ended), or may have
 -- ended while another was enqueued after them (new, less urgent), or at batches (batch): hints, the sweep gets
 -- there as well. Or at an event, by its hash (event), or jobs that wait for one (wait): see module event.
@@ -37,9 +51,7 @@ begin
     end if;
     insert into pgqueue.loose_end (look_at, id, what)
     select moment, i.id, _leave_loose_ends.what from unnest(ids) as i (id);
-    perform setval('pgqueue._cell_due', least(
-        pg_sequence_last_value('pgqueue._cell_due'), pgqueue._since_2020(moment)
-    ));
+    perform pgqueue._look_soon(moment);
 end;
 $$;
 

@@ -77,7 +77,7 @@ begin
     if over <> '{}' then
         perform pgqueue._free(over);
     end if;
-    perform pgqueue._leave_loose_ends(array_agg(w.job_id), 'wait')
+    perform pgqueue._leave_loose_ends(array_agg(w.job_id), 'wait', interval '200 milliseconds')
     from pgqueue.wait as w
     where w.job_id = any (suspended) and w.event is not null
     having count(*) > 0;
@@ -86,6 +86,50 @@ begin
     from pgqueue.job as j
     where j.id = any (suspended);
     return query select u.id, case when u.id = any (suspended) then 'suspended' else 'cancelled' end from unnest(ids) as u (id);
+end;
+$$;
+
+-- Writes down that a job waits, which is not due any more: suspend, for a plain one. Plans as it sets them.
+create or replace function pgqueue._begin_wait(
+    job_id bigint, event text, run_at timestamptz, queue text, priority int, awaited bigint, moment timestamptz
+)
+    returns void
+    language plpgsql
+as $$
+#variable_conflict use_column
+begin
+    insert into pgqueue.wait (job_id, since, event)
+    values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event)
+    on conflict do nothing;
+    if not found then
+        -- It has run because its time had come.
+        perform pgqueue._end_waits(array[_begin_wait.job_id]);
+        insert into pgqueue.wait (job_id, since, event)
+        values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event);
+    end if;
+    -- The end of the job looks for its wait, and claims look around.
+    if awaited >> (hashtext(_begin_wait.queue) & 255) % 63 & 1 = 0 then
+        perform pgqueue._mark(pgqueue._settings_bits(_begin_wait.queue), 'pgqueue.awaited_seq');
+    end if;
+    if pg_sequence_last_value('pgqueue.used_seq') >= 0 then
+        perform pgqueue._look_from_now_on();
+    end if;
+    if _begin_wait.run_at is not null then
+        perform pgqueue._reopened(
+            array[_begin_wait.queue], array[_begin_wait.priority], array[null::text], array[_begin_wait.run_at]
+        );
+    end if;
+    if _begin_wait.event is not null then
+        -- With a new snapshot: an event that is committed after this one has its loose end looked at after that.
+        perform from pgqueue.event as e where e.name = _begin_wait.event collate "default";
+        if found then
+            perform pgqueue._free(array[_begin_wait.job_id]);
+        else
+            insert into pgqueue.loose_end (look_at, id, what) values (_begin_wait.moment, _begin_wait.job_id, 'wait');
+            -- Not at once: only if an emit was just open there is anything to see.
+            perform pgqueue._look_soon(_begin_wait.moment + interval '200 milliseconds');
+        end if;
+    end if;
 end;
 $$;
 
@@ -100,19 +144,52 @@ create or replace function pgqueue.suspend(
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
-    set jit = off
+    set enable_seqscan = off
 as $$
+#variable_conflict use_column
 declare
-    refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_isolation(), pgqueue._check_suspension(job_id, event, run_at, after)
-    ));
-    picks tid[] := pgqueue._lock_held(array[job_id], array[token]);
+    moment timestamptz := clock_timestamp();
+    awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
+    refused boolean;
+    picks tid[];
+    job record;
 begin
+    -- The plain call, for an event or a moment and without a group or cap, is written out: it costs a fifth.
+    if (
+        current_setting('transaction_isolation') = 'read committed' and after is null
+        and coalesce(octet_length(event) between 1 and 200, run_at is not null)
+        and coalesce(run_at between '1970-01-01' and '9998-12-31', true) and awaited >= 0
+    ) is not true then
+        refused := pgqueue._refuse(coalesce(
+            pgqueue._check_isolation(), pgqueue._check_suspension(suspend.job_id, suspend.event, suspend.run_at, after)
+        ));
+    else
+        -- As in _end.
+        update pgqueue.job as j
+        set run_at = coalesce(suspend.run_at, 'infinity'),
+            attempt = j.attempt - 1,
+            token = null,
+            claimed_at = null,
+            lease_expires_at = null,
+            worker = null,
+            progress = null,
+            errors = case when jsonb_typeof(j.errors -> -1 -> 'attempt') = 'null' then j.errors - -1 else j.errors end
+        where j.id = suspend.job_id and j.token = suspend.token
+            and num_nonnulls(j.cancelled_at, j.permits, j.group_key) = 0
+        returning j.queue, j.priority into job;
+        if found then
+            perform pgqueue._begin_wait(
+                suspend.job_id, suspend.event, suspend.run_at, job.queue, job.priority, awaited, moment
+            );
+            return;
+        end if;
+    end if;
+    picks := pgqueue._lock_held(array[suspend.job_id], array[suspend.token]);
     if picks = '{}' then
-        refused := pgqueue._refuse(pgqueue._lost(job_id, token));
+        refused := pgqueue._refuse(pgqueue._lost(suspend.job_id, suspend.token));
     end if;
     perform pgqueue._suspend(
-        picks, array[row(event, run_at, after)::pgqueue._suspension], clock_timestamp()
+        picks, array[row(suspend.event, suspend.run_at, after)::pgqueue._suspension], moment
     );
 end;
 $$;
@@ -132,43 +209,51 @@ create or replace function pgqueue.emit(event text, payload jsonb default 'null'
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
-    set jit = off
-    set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
 declare
-    refused boolean;
+    moment timestamptz := clock_timestamp();
+    used bigint := pg_sequence_last_value('pgqueue.used_seq');
     hash bigint := hashtextextended(event, 0);
+    look_at bigint;
+    queues text[];
+    is_in_flight boolean;
+    refused boolean;
 begin
     if (octet_length(event) between 1 and 200) is not true then
         refused := pgqueue._refuse(pgqueue._bad_name('event', event));
     end if;
-    if pg_sequence_last_value('pgqueue.used_seq') >> (hashtext('') & 255) % 63 & 1 = 1 then
+    if used >> (hashtext('') & 255) % 63 & 1 = 1 then
         refused := pgqueue._refuse(pgqueue._check_payload(payload, (pgqueue._in_force('')).max_payload_bytes));
     end if;
-    perform pgqueue._announce_emit();
+    -- See module wake.
+    is_in_flight := pg_try_advisory_xact_lock_shared(7366513, 256);
     insert into pgqueue.event (emitted_at, name, payload)
-    values (clock_timestamp(), emit.event, coalesce(emit.payload, 'null'))
+    values (moment, emit.event, coalesce(emit.payload, 'null'))
     on conflict do nothing;
     if not found then
         return false;
     end if;
-    perform pgqueue._look_from_now_on();
-    -- A claim in this transaction would not look at once.
-    perform pgqueue._leave_loose_ends(
-        array[hash], 'event', case when statement_timestamp() > now() then interval '-1 second' else interval '0' end
+    if used >= 0 then
+        perform pgqueue._look_from_now_on();
+    end if;
+    insert into pgqueue.loose_end (look_at, id, what) values (moment, hash, 'event');
+    queues := array(
+        select (select j.queue from pgqueue.job as j where j.id = w.job_id)
+        from pgqueue.wait as w
+        where hashtextextended(w.event, 0) = hash and w.event = emit.event collate "default"
+        limit 100
     );
-    perform pgqueue._wake(q.name)
-    from (
-        select distinct j.queue
-        from (
-            select w.job_id
-            from pgqueue.wait as w
-            where hashtextextended(w.event, 0) = hash and w.event = emit.event collate "default"
-            limit 100
-        ) as w
-        join pgqueue.job as j on j.id = w.job_id
-    ) as q (name);
+    if queues <> '{}' then
+        perform pgqueue._wake(q.name) from (select distinct unnest(queues)) as q (name) where q.name is not null;
+        -- A claim in this transaction would not look at once.
+        look_at := case when statement_timestamp() > now() then -1000000 else 0 end;
+    end if;
+    -- As in _look_soon, written out.
+    look_at := coalesce(look_at, 200000) + (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+    if (pg_sequence_last_value('pgqueue._cell_due') <= look_at) is not true then
+        perform setval('pgqueue._cell_due', look_at);
+    end if;
     return true;
 end;
 $$;

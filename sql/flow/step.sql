@@ -11,50 +11,56 @@ create or replace function pgqueue.save_step(job_id bigint, token bigint, name t
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
-    set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
 #variable_conflict use_column
 declare
-    own text[] := pgqueue._own_queues('worker');
+    awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
     content jsonb := coalesce(save_step.value, 'null');
-    last_place int;
-    is_new boolean;
+    saved_place int;
     job record;
     refused boolean;
 begin
+    -- Few statements and calls, because a step should not cost more than an enqueue.
     if current_setting('transaction_isolation') <> 'read committed'
-        or (octet_length(save_step.name) between 1 and 200) is not true
+        or (octet_length(save_step.name) between 1 and 200) is not true or save_step.job_id is null
     then
-        refused := pgqueue._refuse(coalesce(
-            pgqueue._check_isolation(), pgqueue._bad_name('the name of a step', save_step.name)
-        ));
+        refused := pgqueue._refuse(case
+            when current_setting('transaction_isolation') <> 'read committed' then pgqueue._check_isolation()
+            when (octet_length(save_step.name) between 1 and 200) is not true
+                then pgqueue._bad_name('the name of a step', save_step.name)
+            else pgqueue._lost(save_step.job_id, save_step.token)
+        end);
     end if;
-    last_place := (
-        select s.place from pgqueue.step as s where s.job_id = save_step.job_id order by s.place desc limit 1
-    );
-    insert into pgqueue.step (job_id, saved_at, place, name, value)
-    select save_step.job_id, clock_timestamp(), coalesce(last_place, 0) + 1, save_step.name, content
-    where save_step.job_id is not null
-    on conflict do nothing;
-    is_new := found;
+    insert into pgqueue.step as s (job_id, saved_at, place, name, value)
+    values (
+        save_step.job_id, clock_timestamp(),
+        coalesce((
+            select l.place from pgqueue.step as l where l.job_id = save_step.job_id order by l.place desc limit 1
+        ), 0) + 1,
+        save_step.name, content
+    )
+    on conflict do nothing
+    returning s.place into saved_place;
 
     select j.queue, j.kind, j.group_key, hashtext(j.queue) & 255 as fold into job
     from pgqueue.job as j
-    where j.id = save_step.job_id and j.token = save_step.token and pgqueue._is_own(j.queue, own)
+    where j.id = save_step.job_id and j.token = save_step.token
     for key share;
-    if not found then
+    if not found or awaited < 0 and not pgqueue._is_own(job.queue, pgqueue._own_queues('worker')) then
         refused := pgqueue._refuse(pgqueue._lost(save_step.job_id, save_step.token));
     end if;
-    if not is_new then
+    if saved_place is null then
         return (
-            select s.value from pgqueue.step as s where s.job_id = save_step.job_id and s.name = save_step.name
+            select s.value
+            from pgqueue.step as s
+            where s.job_id = save_step.job_id and s.name = save_step.name collate "default"
         );
     end if;
-    if last_place >= 10000 then
+    if saved_place > 10000 then
         refused := pgqueue._refuse(array[
             'a job has at most 10000 steps',
-            format('Job %s has %s.', save_step.job_id, last_place),
+            format('Job %s has %s.', save_step.job_id, saved_place - 1),
             'Save larger steps, or let the job enqueue others.',
             '54000'
         ]);
@@ -65,7 +71,7 @@ begin
         ));
     end if;
     -- The end of the job looks for steps.
-    if pg_sequence_last_value('pgqueue.awaited_seq') >> job.fold % 63 & 1 = 0 then
+    if awaited >> job.fold % 63 & 1 = 0 then
         perform pgqueue._mark(pgqueue._settings_bits(job.queue), 'pgqueue.awaited_seq');
     end if;
     return content;

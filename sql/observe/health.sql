@@ -301,12 +301,12 @@ values
             limit 1
         )
     $$),
-    -- Each queue that has a suspended job without a run_at beyond its suspend_target, of the first 10,000.
+    -- Each queue that has a suspended job without a run_at beyond its suspend_target, of the 10,000 oldest.
     ('suspensions', null, 10000, null, 'no suspended job waits beyond its suspend_target', $$
         with old as materialized (
             select j.queue, j.id, w.event, moment - w.since as age
             from (
-                select w.* from pgqueue.wait as w where w.since < moment - interval '1 second' order by w.since limit most
+                select w.* from pgqueue.wait as w order by w.job_id limit most
             ) as w
             join pgqueue.job as j on j.id = w.job_id
             where j.run_at = 'infinity' and j.token is null

@@ -924,8 +924,6 @@ comment on column pgqueue.wait.since is 'When it was suspended.';
 comment on column pgqueue.wait.event is 'The event that it waits for; null for none.';
 create index wait_event_idx on pgqueue.wait (hashtextextended(event, 0)) where event is not null;
 comment on index pgqueue.wait_event_idx is 'Who waits for an event?';
-create index wait_since_idx on pgqueue.wait (since);
-comment on index pgqueue.wait_since_idx is 'Who has waited for longest?';
 
 -- No row is ever updated: an emit would wait for that.
 create table pgqueue.event (
