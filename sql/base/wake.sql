@@ -4,7 +4,7 @@
 -- somebody waits for it. Two families of advisory locks show that, each folded to 256 keys
 -- so that one transaction over many queues cannot fill the lock table:
 --
---   7366513 "in flight"  held shared by every enqueue until its transaction ends
+--   7366513 "in flight"  held shared by every enqueue until its transaction ends (256: by every emit)
 --   7366514 "parked"     held shared by the session of every worker that waits (see rest)
 --
 -- A producer first takes "in flight", then looks whether anybody is parked. A worker
@@ -118,6 +118,9 @@ begin
             and pg_advisory_unlock(7366513, fold)
             and is_quiet;
     end loop;
+    if pg_relation_size('pgqueue.wait') > 0 then
+        is_quiet := pg_try_advisory_lock(7366513, 256) and pg_advisory_unlock(7366513, 256) and is_quiet;
+    end if;
     return is_quiet;
 end;
 $$;
