@@ -18,6 +18,7 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.commands import VERBS, run, say_notice
+from pgqueue.install import differs
 from pgqueue.terminal import explain, refuse_other_than_utf8, say, whole_number
 
 # The others need an operator.
@@ -26,9 +27,10 @@ ROLES = {
     "health": "reader",
     "metrics": "reader",
     "install": None,
+    "upgrade": None,
 }
 # The others are for people, or print what a shell reads as it is.
-JSON = ("enqueue", "install", "metrics", "status", "health", "dashboard")
+JSON = ("enqueue", "install", "upgrade", "metrics", "status", "health", "dashboard")
 # With a larger number Postgres would find no function.
 integer = whole_number(-(2**31), 2**31 - 1)
 bigint = whole_number(-(2**63), 2**63 - 1)
@@ -55,6 +57,8 @@ def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
             except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
                 where = f"{conn.info.dbname} on {conn.info.host}"
                 say(f"install or update the extension in {where}: {explain(error)}")
+                if told := differs(conn):
+                    say(told)
                 return 3
         print(end="", flush=True)
     except BrokenPipeError:
@@ -98,6 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("install", help="install pgqueue in the database")
     command.add_argument("--plain", action="store_true", help="not as an extension")
+    commands.add_parser("upgrade", help="upgrade what install has installed")
     command = commands.add_parser(
         "metrics", help="the queues, in the text format of Prometheus"
     )

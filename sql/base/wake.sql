@@ -32,14 +32,13 @@ declare
 begin
     if current_setting('pgqueue.notify', true) = 'off' then
         return;
-    elsif pg_sequence_last_value('pgqueue.used_seq') >> fold % 63 & 1 = 1 and not (pgqueue._in_force(queue)).notify then
-        return;
     end if;
     if (
         pg_try_advisory_xact_lock_shared(7366513, fold)
         and pg_try_advisory_lock(7366514, fold)
         and pg_advisory_unlock(7366514, fold)
     ) is not true
+        and (pgqueue._in_force(queue)).notify
         -- A full notification queue makes COMMIT fail, and a hint is not worth that.
         and pg_notification_queue_usage() < 0.5
     then

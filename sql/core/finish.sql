@@ -54,7 +54,7 @@ begin
                 else (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs
             end;
         end if;
-        is_followed := done.permits is not null or pg_sequence_last_value('pgqueue._cell_awaited')
+        is_followed := pg_sequence_last_value('pgqueue._cell_awaited')
             > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
         if done.batch_id is not null then
             options := jsonb_build_object('batch_id', done.batch_id);
@@ -73,6 +73,9 @@ begin
             perform pgqueue._after_end(array[row(
                 job_id, 'completed', done.queue, done.group_key, done.batch_id, done.permits, null, null, null
             )::pgqueue._ended]);
+        elsif done.permits is not null then
+            -- Nothing else follows: as _after_end does it.
+            perform pgqueue._return_permits(done.permits, array[job_id], array[done.queue], array[done.group_key]);
         end if;
     end if;
     insert into pgqueue.run (
@@ -130,6 +133,9 @@ declare
     own text[] := case when awaited < 0 then pgqueue._own_queues('worker') end;
     done_ids bigint[];
     followed pgqueue._ended[];
+    given_back tid[];
+    queues text[];
+    group_keys text[];
 begin
     if awaited <> 0 then
         is_awaited := pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(moment);
@@ -154,7 +160,11 @@ begin
                 when is_logged then 0
                 when is_configured then (pgqueue._in_force(j.queue, j.kind, j.group_key)).keep_runs
                 else 7
-            end as keep_runs
+            end as keep_runs,
+            is_awaited or (j.terms).batch_id is not null or cardinality(j.permits) > 1
+                -- A job that begins to wait for one just now leaves a loose end.
+                or awaited >> (hashtext(j.queue) & 255) % 63 & 1 = 1
+                    and pgqueue._is_followed(j.id) as is_followed
     ), logged as (
         insert into pgqueue.run (
             slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result, options
@@ -179,15 +189,18 @@ begin
         array_agg(d.id),
         array_agg(row(
             d.id, 'completed', d.queue, d.group_key, d.batch_id, d.permits, null, null, null
-        )::pgqueue._ended) filter (
-            where is_awaited or num_nonnulls(d.batch_id, d.permits) > 0
-                -- A job that begins to wait for one just now leaves a loose end.
-                or awaited >> (hashtext(d.queue) & 255) % 63 & 1 = 1 and pgqueue._is_followed(d.id)
-        )
-    into done_ids, followed
+        )::pgqueue._ended) filter (where d.is_followed),
+        array_agg(d.permits[1]) filter (where d.is_followed is not true and d.permits is not null),
+        array_agg(d.queue) filter (where d.is_followed is not true and d.permits is not null),
+        array_agg(d.group_key) filter (where d.is_followed is not true and d.permits is not null)
+    into done_ids, followed, given_back, queues, group_keys
     from done as d;
     if followed is not null then
         perform pgqueue._after_end(followed);
+    end if;
+    -- Of those that nothing else follows: as _after_end does it.
+    if given_back is not null then
+        perform pgqueue._return_permits(given_back, done_ids, queues, group_keys);
     end if;
     return query select unnest(done_ids);
 end;

@@ -418,6 +418,21 @@ values
             end
         order by w.wait desc
     $$),
+    -- Functions that work is to call, and that do not exist.
+    ('handlers', null, null, null, 'all handlers in SQL exist', $$
+        select
+            true,
+            format('handler %s of %s does not exist', q.handler, concat_ws(
+                ', ', coalesce('queue ' || nullif(q.name, ''), 'all queues'), 'kind ' || nullif(q.kind, '')
+            )),
+            format(
+                'create it, or set another: select pgqueue.configure(%L%s, handler => %L)', nullif(q.name, ''),
+                ', kind => ' || quote_literal(nullif(q.kind, '')), 'schema.function(jsonb)'
+            )
+        from pgqueue.queue as q
+        where q.handler is not null and q.group_key = '' and to_regprocedure(q.handler) is null
+        order by q.name, q.kind
+    $$),
     -- Each queue whose jobs have waited that long and will take that many times its wait_target at the current
     -- rate.
     ('backlog', '2 minutes', 12, null, 'no queue has more jobs than are soon done', $$

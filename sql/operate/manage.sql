@@ -23,6 +23,8 @@ begin
     into asked
     from asked as a;
     jobs := asked.jobs;
+    -- One whose lease has expired may still run in work(), which has it locked.
+    asked.picks := array(select j.ctid from pgqueue.job as j where j.ctid = any (asked.picks) for update skip locked);
     running := jobs - cardinality(asked.picks);
     perform pgqueue._notify(q.name, 'cancel') from unnest(asked.queues) as q (name);
     perform pgqueue._end(asked.picks, array_fill('cancelled'::text, array[jobs - running]), null, null, moment);

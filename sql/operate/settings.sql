@@ -87,6 +87,29 @@ begin
 end;
 $$;
 
+-- Refuses what work cannot call.
+create or replace function pgqueue._check_handler(handler regprocedure)
+    returns text[]
+    language plpgsql
+    stable
+as $$
+begin
+    return (
+        select array[
+            'handler must be a function that takes jsonb or pgqueue.job, and returns jsonb or nothing',
+            format('It is a %s that returns %s.', handler, pg_get_function_result(p.oid)),
+            'Such as one declared with: function send(payload jsonb) returns void.'
+        ]
+        from (select) as always
+        left join pg_proc as p on p.oid = handler
+        where handler is not null and (
+            p.prokind = 'f' and not p.proretset and p.prorettype in ('void'::regtype, 'jsonb'::regtype)
+                and p.pronargs = 1 and p.proargtypes[0] in ('jsonb'::regtype, 'pgqueue.job'::regtype)
+        ) is not true
+    );
+end;
+$$;
+
 create or replace function pgqueue.configure(
     queue text,
     lease interval default null,
@@ -110,7 +133,8 @@ create or replace function pgqueue.configure(
     keep_payloads boolean default null,
     wait_target interval default null,
     keep_events interval default null,
-    suspend_target interval default null
+    suspend_target interval default null,
+    handler regprocedure default null
 )
     returns void
     language plpgsql
@@ -128,12 +152,14 @@ declare
         'max_running', configure.max_running, 'rate_limit', configure.rate_limit,
         'rate_period', configure.rate_period, 'age_after', configure.age_after, 'keep_dead', configure.keep_dead,
         'keep_payloads', configure.keep_payloads, 'wait_target', configure.wait_target,
-        'keep_events', configure.keep_events, 'suspend_target', configure.suspend_target
+        'keep_events', configure.keep_events, 'suspend_target', configure.suspend_target,
+        'handler', configure.handler
     ));
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_scope(configure.queue, configure.kind, configure.group_key, true),
         pgqueue._check_ranges(lease => configure.lease),
-        pgqueue._check_settings(given, configure.queue, configure.kind, configure.group_key)
+        pgqueue._check_settings(given, configure.queue, configure.kind, configure.group_key),
+        pgqueue._check_handler(configure.handler)
     ));
 begin
     perform pgqueue._set(configure.queue, configure.kind, configure.group_key, given, configure.reset);

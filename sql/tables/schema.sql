@@ -30,7 +30,7 @@
 --   core      enqueue, pick, rest, claim, finish: what producers and workers call
 --   flow      depend and batch (what waits for ends), step and event (jobs that take days), sweep, cron and
 --             schedule (recurring jobs), trigger
---   operate   settings, manage, dead, maintain
+--   operate   settings, manage, dead, maintain, work (handlers in SQL)
 --   observe   measure, observe, status (one job), metrics, why, health
 --   roles     access: who may call what
 --
@@ -314,6 +314,9 @@ create index dead_job_group_idx on pgqueue.dead_job (group_key, queue, kind, die
 where group_key is not null;
 comment on index pgqueue.dead_job_group_idx is 'Which jobs of this group died, and when?';
 
+create index dead_job_died_idx on pgqueue.dead_job (died_at, id);
+comment on index pgqueue.dead_job_died_idx is 'Which jobs died in some time? Which last?';
+
 -- The windows of unique_for. A row outlives its job, so it is not in job; it is written by no
 -- enqueue without unique_for.
 create table pgqueue.recent_key (
@@ -333,9 +336,10 @@ comment on column pgqueue.recent_key.unique_key is 'The job''s unique_key.';
 create index recent_key_expires_idx on pgqueue.recent_key (expires_at);
 comment on index pgqueue.recent_key_expires_idx is 'Which windows have ended?';
 
+-- [Upgrades repeat this:
 -- Every way in which an attempt can end. No column has a CHECK for them, see job; a test compares
 -- what functions write and expect with this list.
-create view pgqueue._outcome as
+create or replace view pgqueue._outcome as
 select * from (
     values
         ('completed', 'complete', false, false, 'completed'),
@@ -352,6 +356,7 @@ comment on column pgqueue._outcome.asked_by is 'The outcome passed to finish for
 comment on column pgqueue._outcome.runs_again is 'Whether the job then waits again.';
 comment on column pgqueue._outcome.is_failure is 'Whether it counts as a failed attempt.';
 comment on column pgqueue._outcome.meaning is 'What happened.';
+-- so far.]
 
 -- A ring of sixteen tables. A row goes to the table of the day on which it may be
 -- deleted, so that one TRUNCATE deletes a day: no mass DELETE, no new tables, and
@@ -388,6 +393,7 @@ comment on column pgqueue.run.waited is 'From run_at to the claim.';
 comment on column pgqueue.run.taken is 'From the claim to the end.';
 comment on column pgqueue.run.queue is 'The job''s queue.';
 comment on column pgqueue.run.kind is 'The job''s kind.';
+-- [Upgrades repeat this:
 do $$
 begin
     execute format(
@@ -396,6 +402,7 @@ begin
     );
 end;
 $$;
+-- so far.]
 comment on column pgqueue.run.worker is 'The worker that ran it.';
 comment on column pgqueue.run.result is 'The result given to complete; the reason of a cancelled job.';
 comment on column pgqueue.run.error is 'The first line of the error of an attempt that failed or expired.';
@@ -431,11 +438,13 @@ begin
 end;
 $$;
 
+-- [Upgrades repeat this:
 -- Every setting, with all its facts: its column in the two tables below, with comment and check, its
--- default, what configure refuses, and the view settings follow from this list.
+-- default, what configure refuses, and the view settings follow from this list. A new one comes last, where an
+-- upgrade adds its columns.
 -- A range is the lowest and the highest value or, for a text, all values; null for any. not_for: where it
 -- cannot be set.
-create view pgqueue._setting as
+create or replace view pgqueue._setting as
 select
     row_number() over () as place, s.name, s.type, s.fallback, r.range, n.not_for, s.meaning, r.said,
     s.name in ('keep_events', 'suspend_target') as is_seldom,
@@ -502,7 +511,8 @@ from (
         (
             'suspend_target', 'interval', '7 days', '{1 second,1 year}', '{a kind,a group}',
             'How long a suspended job without a run_at should wait, or health warns'
-        )
+        ),
+        ('handler', 'text', null, null, '{a group}', 'The function that work calls for a job')
 ) as s (name, type, fallback, range, not_for, meaning)
 cross join lateral (select s.not_for::text[]) as n (not_for)
 cross join lateral (
@@ -525,6 +535,7 @@ comment on column pgqueue._setting.said is 'The range in words.';
 comment on column pgqueue._setting.is_seldom is
 'Whether no call but maintain and health needs it: it is not in queue_in_force.';
 comment on column pgqueue._setting.facts is 'Range, default and what it cannot be set for, in words.';
+-- so far.]
 
 -- A queue needs no row here. An empty name, kind or group_key stands for every one, and a null
 -- sets nothing; _in_force() says which row wins. Hot calls read the table queue_in_force instead.
@@ -567,17 +578,20 @@ comment on column pgqueue.queue_in_force.has_access is
 'Whether the access of any role is limited to some queues; null for no.';
 comment on column pgqueue.queue_in_force.caps is 'The caps of its kinds, and then its own; null for none.';
 
--- The columns of the settings.
+-- [Upgrades repeat this:
+-- The columns of the settings that are new, or whose comment says something new. In queue_in_force a new one has
+-- its default in every row, because nobody has set it yet; also in those of a dump of an older version.
 do $$
 declare
     setting record;
+    is_new boolean;
 begin
     for setting in
         select s.*, s.meaning || E'.\n' || s.facts || '.' as comment, concat_ws(
             ' and ',
             case when s.type <> 'text' then quote_ident(s.name) || ' >= ' || quote_literal(s.range[1]) end,
             case when s.type <> 'text' then quote_ident(s.name) || ' <= ' || quote_literal(s.range[2]) end,
-            case when s.type = 'text' then format('%I = any (%L)', s.name, s.range) end,
+            case when s.type = 'text' and s.range <> '{}' then format('%I = any (%L)', s.name, s.range) end,
             case when 'less than all' = any (s.not_for) then 'name || kind || group_key = ''''' end,
             case when 'a kind' = any (s.not_for) then 'kind = ''''' end,
             case when 'a group' = any (s.not_for) then 'group_key = ''''' end,
@@ -587,7 +601,23 @@ begin
         from pgqueue._setting as s
         order by s.place
     loop
-        execute format('alter table pgqueue.queue add %I %s', setting.name, setting.type);
+        select count(a) = 0 into is_new
+        from pg_attribute as a where a.attrelid = 'pgqueue.queue'::regclass and a.attname = setting.name;
+        continue when setting.comment = (
+            select col_description(a.attrelid, a.attnum)
+            from pg_attribute as a where a.attrelid = 'pgqueue.queue'::regclass and a.attname = setting.name
+        );
+        if is_new then
+            execute format('alter table pgqueue.queue add %I %s', setting.name, setting.type);
+            if not setting.is_seldom then
+                execute format(
+                    'alter table pgqueue.queue_in_force add %I %s %s', setting.name, setting.type,
+                    'not null default ' || quote_literal(setting.fallback)
+                );
+            end if;
+        else
+            execute format('alter table pgqueue.queue drop constraint if exists queue_%s_is_sane', setting.name);
+        end if;
         if setting.is_sane <> '' then
             execute format(
                 'alter table pgqueue.queue add constraint queue_%1$s_is_sane check (%1$I is null or %2$s)',
@@ -596,14 +626,11 @@ begin
         end if;
         execute format('comment on column pgqueue.queue.%I is %L', setting.name, setting.comment);
         continue when setting.is_seldom;
-        execute format(
-            'alter table pgqueue.queue_in_force add %I %s %s', setting.name, setting.type,
-            case when setting.fallback is not null then 'not null' end
-        );
         execute format('comment on column pgqueue.queue_in_force.%I is %L', setting.name, setting.comment);
     end loop;
 end;
 $$;
+-- so far.]
 
 -- By whether it is of a group: these may be many.
 create index queue_cap_idx on pgqueue.queue (name, left(group_key, 1))
@@ -1040,6 +1067,7 @@ create sequence pgqueue._cell_groups_slow minvalue 0;
 -- When a claim has to look for due schedules, for ties and for batches.
 create sequence pgqueue._cell_due minvalue 0;
 
+-- [Upgrades repeat this:
 -- Marks for pg_dump: all rows of all tables, and the counting sequences, or a restored
 -- queue would hand out ids and tokens a second time. The plain install needs no marks.
 do $$
@@ -1057,3 +1085,4 @@ begin
     end if;
 end;
 $$;
+-- so far.]

@@ -86,7 +86,10 @@ def test_each_call_and_view_is_refused_or_not_as_the_matrix_says(
         try:
             with caller.transaction(force_rollback=True):
                 what = f"pgqueue.{name}{call}" if call else f"from pgqueue.{name}"
-                caller.execute(f"select {what} limit 1")
+                is_procedure = name == "work"
+                caller.execute(
+                    f"call {what}" if is_procedure else f"select {what} limit 1"
+                )
         except psycopg.Error as error:
             said = error.sqlstate
         is_refused = said == errors.InsufficientPrivilege.sqlstate

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import psycopg
 import pytest
@@ -40,6 +41,11 @@ create role pgqueue_limited;
 select pgqueue.grant_access('pgqueue_limited', k.kind, queue => 'own')
 from unnest(array['producer', 'worker', 'scheduler']) as k (kind);
 set local role pgqueue_limited
+"""
+HANDLED = """
+create function handle(job pgqueue.job) returns void language plpgsql
+    as $$ begin perform pg_sleep(60); end $$;
+select pgqueue.configure('q', handler => 'handle(pgqueue.job)');
 """
 SCHEDULED = "select pgqueue.schedule('s', 'own', '@daily')"
 
@@ -321,6 +327,23 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     "why": {"PQ001": [("1",), ("null",)]},
+    "work": {
+        "22023": [
+            ("'q'",),
+            ("''", HANDLED),
+            ("null", HANDLED),
+            ("'q', '0'", HANDLED),
+            ("'q', '2 years'", HANDLED),
+            ("'q', '1 minute'", HANDLED, "set statement_timeout = '1min'"),
+        ],
+        "25001": [
+            ("'q'", HANDLED, "begin"),
+            ("'q'", HANDLED, "set default_transaction_isolation = serializable"),
+        ],
+        "25006": [("'q'", HANDLED, "set default_transaction_read_only = on")],
+        "42501": [("'q'", HANDLED, LIMITED.replace("local role", "role"))],
+        "57014": [("'q'", HANDLED, TAKEN, "set statement_timeout = '90 ms'")],
+    },
     "progress": {
         "25001": [("1, 1, 1", LEVEL)],
         "22023": [("1, 1, null",), ("1, 1, 'NaN'",), ("1, 1, 1, 0",)],
@@ -370,15 +393,24 @@ def raised(comment: str) -> set[str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_a_refused_call_says_what_is_wrong_and_where_in_two_lines(db, case) -> None:
+def test_a_refused_call_says_what_is_wrong_and_where_in_two_lines(
+    db, template, case
+) -> None:
     function, sqlstate, arguments, *before = case
-    with pytest.raises(psycopg.Error) as refused, db.transaction():
+    with pytest.raises(psycopg.Error) as refused, ExitStack() as stack:
+        if function == "work":  # which commits
+            dsn = stack.enter_context(database(template))
+            db = stack.enter_context(psycopg.connect(dsn, autocommit=True))
+        else:
+            stack.enter_context(db.transaction())
         call = f"select pgqueue.{function}({arguments})"
         if function == "enqueue_row":
             trigger = f"execute function pgqueue.{function}({arguments})"
             fires = f"create trigger t after insert on changed for each row {trigger}"
             before = [CHANGED, fires, *before]
             call = "insert into changed values (1)"
+        elif function == "work":
+            call = f"call pgqueue.work({arguments})"
         for statement in before:
             db.execute(statement)
         db.execute(call)

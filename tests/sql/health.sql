@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(95);
+select plan(97);
 
 create function pg_temp.found(name text)
     returns text
@@ -34,7 +34,7 @@ select is_empty(
 select is(
     (select array_agg(h.check collate "default" order by h.check collate "C") from pgqueue.health() as h),
     array[
-        'autovacuum', 'backlog', 'batches', 'bloat', 'dead', 'failures', 'horizon', 'hung', 'indexes', 'kinds', 'leases',
+        'autovacuum', 'backlog', 'batches', 'bloat', 'dead', 'failures', 'handlers', 'horizon', 'hung', 'indexes', 'kinds', 'leases',
         'locks', 'notifications', 'notify',
         'runs', 'schedules', 'sequences', 'suspensions', 'vacuum', 'version', 'waits', 'wal', 'workers', 'wraparound'
     ],
@@ -484,6 +484,18 @@ select is(
 );
 select h.hint from pgqueue.health() as h where h.check = 'notify' \gexec
 select alike(pg_temp.found('notify'), 'ok: %', 'resetting it fixes it');
+
+-- Handlers in SQL
+
+create function handle_me(jsonb) returns void language sql as '';
+select pgqueue.configure('h', kind => 'k', handler => 'handle_me(jsonb)');
+select alike(pg_temp.found('handlers'), 'ok: %', 'a handler that exists is well');
+drop function handle_me;
+select is(
+    (select h.status || h.detail from pgqueue.health() as h where h.check = 'handlers'),
+    'criticalhandler public.handle_me(jsonb) of queue h, kind k does not exist', 'a handler that does not is told of'
+);
+select pgqueue.configure('h', kind => 'k', reset => true);
 
 -- Many findings, and other thresholds
 

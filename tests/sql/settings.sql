@@ -80,15 +80,18 @@ select set_eq(
     $$ select s.name, s.type::regtype::text from pgqueue._setting as s $$, 'the list of settings has every column'
 );
 select set_eq(
-    $$ select a.name, format_type(a.type, null)
+    -- The name of a function is kept, not its oid, which a dump would not.
+    $$ select a.name, case a.type when 'regprocedure'::regtype then 'text' else format_type(a.type, null) end
        from pg_proc as p, unnest(p.proargnames, p.proargtypes) as a (name, type)
        where p.oid = 'pgqueue.configure'::regproc and a.name not in ('queue', 'kind', 'group_key', 'reset') $$,
     $$ select s.name, s.type::regtype::text from pgqueue._setting as s where s.name <> 'paused' $$,
     'and every argument of configure, but for its scope'
 );
+create function public.told(jsonb) returns void language sql as '';
 -- Its least value, or that which is not the default.
 create temporary table told as
-select s.name, case when s.type = 'boolean' then (not s.fallback::boolean)::text else s.range[1] end as value
+select s.name, case when s.type = 'boolean' then (not s.fallback::boolean)::text
+    when s.name = 'handler' then 'public.told(jsonb)' else s.range[1] end as value
 from pgqueue._setting as s
 where s.name <> 'paused' and 'less than all' <> all (coalesce(s.not_for, '{}'));
 create function pg_temp.tell(name text, value text) returns void language plpgsql as $$
