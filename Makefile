@@ -13,9 +13,10 @@ FUNCTIONS = \
     sql/attempts/lease.sql sql/attempts/attempt.sql \
     sql/limits/age.sql sql/limits/permit.sql sql/limits/group.sql sql/limits/cap.sql \
     sql/core/enqueue.sql sql/core/pick.sql sql/core/rest.sql sql/core/claim.sql sql/core/finish.sql \
-    sql/flow/depend.sql sql/flow/batch.sql sql/flow/sweep.sql sql/flow/cron.sql sql/flow/schedule.sql \
-    sql/flow/trigger.sql \
+    sql/flow/depend.sql sql/flow/batch.sql sql/flow/step.sql sql/flow/event.sql sql/flow/sweep.sql \
+    sql/flow/cron.sql sql/flow/schedule.sql sql/flow/trigger.sql \
     sql/operate/settings.sql sql/operate/manage.sql sql/operate/dead.sql sql/operate/maintain.sql \
+    sql/operate/work.sql \
     sql/observe/measure.sql sql/observe/observe.sql sql/observe/status.sql sql/observe/metrics.sql \
     sql/observe/why.sql sql/observe/health.sql \
     sql/roles/access.sql
@@ -118,11 +119,14 @@ lint: all plain .venv/dev ## ruff, mypy, pgspot
 INHERIT = awk '/^create / {bare = /function pgqueue[.]_/} /^    (set search_path|security definer)/ {bare = 0} \
     /^as / && bare {print "    set search_path = pg_catalog, pg_temp"} {print}'
 
+# It commits, and so can pin no path: all the names in it are qualified.
+PATHLESS = --proc-without-search-path 'pgqueue.work(queue text,run_for interval)'
+
 pgspot: all plain .venv/dev
 	@for script in $(DATA_built) $(PLAIN); do \
 	    before=$$(echo $$script | sed -n 's,sql/\(.*\)--$(EXTVERSION)\..*,sql/upgrade/\1.sql,p'); \
 	    [ -f "$$before" ] || before=; \
-	    $(INHERIT) $$before $$script > .venv/pgspot.sql && $(VENV)/pgspot .venv/pgspot.sql || exit 1; \
+	    $(INHERIT) $$before $$script > .venv/pgspot.sql && $(VENV)/pgspot $(PATHLESS) .venv/pgspot.sql || exit 1; \
 	done
 
 all: $(DATA_built) ## build the scripts of the extension

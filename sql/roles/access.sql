@@ -13,12 +13,15 @@ as $$
     from (
         values
             ('{producer}', true, '{enqueue,enqueue_many,enqueue_row,create_batch,close_batch}'),
-            ('{producer}', true, '{status,result,await,version}'),
+            ('{producer}', true, '{status,result,await,emit,version}'),
             ('{worker}', true, '{claim,claim_from,extend,progress,complete,complete_many,fail,release,finish}'),
-            ('{worker}', true, '{reap,maintain,rest,next_slots,version}'),
+            ('{worker}', true, '{save_step,steps,suspend,emit,results_of,reap,maintain,rest,next_slots,version}'),
+            -- And what it calls as its caller.
+            ('{worker}', true, '{work,_handled,_hold}'),
+            ('{worker,operator}', false, '{events}'),
             ('{scheduler}', true, '{schedule,next_slots,version}'),
             ('{operator}', true, '{cancel,cancel_many,redrive,redrive_job,discard,discard_many,purge,pause,resume}'),
-            ('{operator}', true, '{rerun,run_now,reprioritize,configure,reap,maintain,status,result,await}'),
+            ('{operator}', true, '{rerun,run_now,reprioritize,configure,reap,maintain,status,result,await,steps,emit}'),
             ('{operator}', true, '{schedule,unschedule,pause_schedule,resume_schedule,run_schedule}'),
             ('{operator,reader}', true, '{next_slots,why,health,metrics,version}'),
             -- The views call these as their reader.
@@ -53,10 +56,10 @@ begin
     loop
         execute case
             when is_granted and change.is_function
-                then format('grant execute on function pgqueue.%I to %I', change.object, role)
+                then format('grant execute on routine pgqueue.%I to %I', change.object, role)
             when is_granted then format('grant select on pgqueue.%I to %I', change.object, role)
             when change.is_function
-                then format('revoke execute on function pgqueue.%I from %I', change.object, role)
+                then format('revoke execute on routine pgqueue.%I from %I', change.object, role)
             else format('revoke select on pgqueue.%I from %I', change.object, role)
         end;
     end loop;

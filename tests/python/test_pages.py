@@ -28,6 +28,7 @@ ELSEWHERE = {
     ("docs/reference/worker.md", "ini"): "test_run_time_tables.py",
     ("docs/schedules.md", "python"): "test_recipes.py",
     ("docs/testing.md", "python"): "test_recipes.py",
+    ("docs/steps.md", "python"): "test_orders.py",
     ("docs/tutorial.md", "python"): "test_tutorial.py",
     ("docs/tutorial.md", "sh"): "test_tutorial.py",
     ("docs/tutorial.md", "sql"): "test_tutorial.py",

@@ -693,6 +693,11 @@ VERBS = {
     "release": "select from pgqueue.release(array[{id}], array[{token}])",
     "extend": "select from pgqueue.extend(array[{id}], array[{token}])",
     "progress": "select pgqueue.progress({id}, {token}, 1)",
+    "save_step": "select pgqueue.save_step({id}, {token}, 'e')",
+    "suspend": "select pgqueue.suspend({id}, {token}, 'e')",
+    "suspend until a job has ended": "with first as materialized (select pgqueue.enqueue('q') as job)"
+    " select pgqueue.suspend({id}, {token}, 'e', now() + interval '1 day', array[job]) from first",
+    "emit": "select pgqueue.emit('e {id}')",
     "status": "select pgqueue.status({id})",
     "result": "select pgqueue.result({id})",
     "await": "select pgqueue.await({id})",

@@ -109,6 +109,7 @@ select pgqueue.fail(id, token, 'TimeoutError: slow', permanent => true) from pgq
 select pgqueue.fail(id, token, 'KeyError: 7') from pgqueue.claim('q', 'w', 1);
 select pgqueue.complete(id, token) from pgqueue.claim('q', 'w', 1);
 select pgqueue.schedule('s', 'q', every => '1 hour');
+select pgqueue.save_step(id, token, 'one', '1'), pgqueue.suspend(id, token, 'e') from pgqueue.claim('q', 'w', 1);
 select pgqueue.enqueue('q', batch_id => pgqueue.create_batch('q'), group_key => 'g', unique_key => 'u');
 """
 HANDLERS = """
@@ -537,3 +538,40 @@ def test_none_calls_a_private_function_that_has_the_search_path_of_its_caller(db
     )
     assert called
     assert called <= set(column(db, pinned))
+
+
+def test_work_and_what_it_asks_are_not_caught(db) -> None:
+    """It pins no path, because it commits."""
+    db.execute(FILL)
+    db.execute("""
+        create function public.handle(payload pg_catalog.jsonb) returns void language plpgsql
+            set search_path = pg_catalog as $$ begin if payload = '{"n": 1}' then raise 'no'; end if; end $$;
+        create function public.answer(job pgqueue.job) returns pg_catalog.jsonb language plpgsql
+            as $$ begin return job.payload; end $$;
+    """)
+    for kind, handler in (
+        ("q", "public.handle(pg_catalog.jsonb)"),
+        ("k", "public.answer(pgqueue.job)"),
+    ):
+        db.execute(
+            "select pgqueue.configure('q', kind => %s, handler => %s)", (kind, handler)
+        )
+    db.execute("select pgqueue.enqueue('q', '{\"n\": 1}')")
+    db.execute("select pgqueue.enqueue('q', kind => 'k')")
+    db.execute("call pgqueue.work('q')")
+    db.execute("call pgqueue.work('q', run_for => '100 ms')")
+    ended = column(db, "select outcome from pgqueue.run order by job_id desc")
+    assert ended[:2] == ["completed", "retry"]
+    with pytest.raises(psycopg.Error, match="no handler"):
+        db.execute("call pgqueue.work('none')")
+    with pytest.raises(psycopg.Error, match="transaction block"), db.transaction():
+        db.execute("select pgqueue.version()")
+        db.execute("call pgqueue.work('q')")
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute("set statement_timeout = '20 ms'")
+    db.execute("""
+        create or replace function public.handle(payload pg_catalog.jsonb) returns void language plpgsql
+            set search_path = pg_catalog as $$ begin perform pg_sleep(9); end $$
+    """)
+    with pytest.raises(psycopg.errors.QueryCanceled):
+        db.execute("call pgqueue.work('q')")
