@@ -32,7 +32,7 @@ UPGRADES = $(patsubst %,sql/$(EXTENSION)--%--$(EXTVERSION).sql,$(filter-out $(EX
 PLAIN    = $(patsubst %.sql,%.plain.sql,$(SCRIPT) $(UPGRADES))
 
 DATA_built      = $(SCRIPT) $(UPGRADES)
-EXTRA_CLEAN     = $(PLAIN) dist
+EXTRA_CLEAN     = $(wildcard sql/$(EXTENSION)--*.sql) dist
 NO_INSTALLCHECK = 1
 
 PG_CONFIG ?= pg_config
@@ -44,8 +44,8 @@ CLUSTER  = $(VENV)/python tests/cluster.py
 CONFIG   = python/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: freeze help demo test move-in soak mutants bench instructions matrix bare lint pgspot plain all install uninstall \
-        installcheck dist deb tle release clean
+.PHONY: help demo test move-in soak mutants bench instructions matrix bare lint pgspot plain all install uninstall \
+        installcheck dist deb tle freeze release clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -220,7 +220,8 @@ $(SCRIPT): pgqueue.control Makefile $(TABLES) $(FUNCTIONS)
 DELTAS = $(wildcard sql/upgrade/[0-9]*--*.sql)
 $(UPGRADES): sql/$(EXTENSION)--%--$(EXTVERSION).sql: sql/upgrade/$(EXTENSION)--%.sql pgqueue.control Makefile \
         sql/upgrade/begin.sql $(DELTAS) $(TABLES) $(FUNCTIONS) sql/upgrade/end.sql
-	@before=$$(grep -oE 'create (or replace )?(function|procedure|view) $(EXTENSION)\.\w+' $< | sed 's/.*\.//' | paste -sd,); \
+	@before=$$(grep -oE 'create (or replace )?(function|procedure|view) $(EXTENSION)\.\w+' $< | \
+	    sed 's/.*\.//' | paste -sd,); \
 	changes=$$(printf '%s\n' $(DELTAS) | sort -V | sed -n '/\/$*--/,$$p'); \
 	[ "$$changes" ] || { echo "there is no sql/upgrade/$*--*.sql: what changed in the tables?" >&2; exit 1; }; \
 	{ \

@@ -447,10 +447,10 @@ $$;
 create or replace view pgqueue._setting as
 select
     row_number() over () as place, s.name, s.type, s.fallback, r.range, n.not_for, s.meaning, r.said,
-    s.name in ('keep_events', 'suspend_target') as is_seldom,
     concat_ws(
         '; ', r.said, 'default ' || coalesce(s.fallback, 'none'), 'not for ' || array_to_string(n.not_for, ' or ')
-    ) as facts
+    ) as facts,
+    s.name in ('keep_events', 'suspend_target') as is_seldom
 from (
     values
         ('paused', 'boolean', 'false', null, null, 'Accepts jobs and hands none out'),
@@ -532,9 +532,9 @@ null for any.';
 comment on column pgqueue._setting.not_for is 'What it cannot be set for; null for nothing.';
 comment on column pgqueue._setting.meaning is 'What it does.';
 comment on column pgqueue._setting.said is 'The range in words.';
+comment on column pgqueue._setting.facts is 'Range, default and what it cannot be set for, in words.';
 comment on column pgqueue._setting.is_seldom is
 'Whether no call but maintain and health needs it: it is not in queue_in_force.';
-comment on column pgqueue._setting.facts is 'Range, default and what it cannot be set for, in words.';
 -- so far.]
 
 -- A queue needs no row here. An empty name, kind or group_key stands for every one, and a null

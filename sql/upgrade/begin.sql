@@ -3,17 +3,21 @@ set local search_path = pg_catalog, pg_temp;
 
 do $$
 declare
+    owner constant regrole := (select n.nspowner from pg_namespace as n where n.nspname = 'pgqueue');
     given record;
     entitled text[] := '{}';
 begin
     -- Whoever runs this: what is new has to have the owner of the functions that use it.
-    execute format('set local role %s', (select n.nspowner::regrole from pg_namespace as n where n.nspname = 'pgqueue'));
-    -- Everybody who reads a view is waited for now, when nothing is locked that jobs need. To replace it takes this lock.
+    execute format('set local role %s', owner);
+    -- Everybody who reads a view is waited for now, when nothing is locked that jobs need: to replace it takes the
+    -- same lock as this, which changes nothing.
     for given in
-        select c.oid::regclass as name, c.relowner::regrole as owner
-        from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'v' order by c.relname
+        select c.oid::regclass as name
+        from pg_class as c
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'v' and c.relowner = owner
+        order by c.relname
     loop
-        execute format('alter view %s owner to %s', given.name, given.owner);
+        execute format('alter view %s owner to %s', given.name, owner);
     end loop;
     -- For access, which takes the rights on what is new from PUBLIC.
     perform set_config('pgqueue.kept', array(
@@ -34,8 +38,10 @@ begin
             entitled := entitled || format('%I %s', given.role, given.kind);
         else
             raise warning using
-                message = format('role %I lacks some rights of the kind %s, and does not get those that are new', given.role, given.kind),
-                hint = format('To give it all of that: select pgqueue.grant_access(%L, %L)', given.role, given.kind);
+                message = format(
+                    'role %I lacks some rights of the kind %s, and does not get those that are new', given.role, given.kind
+                ),
+                hint = format('To give it all of them: select pgqueue.grant_access(%L, %L)', given.role, given.kind);
         end if;
     end loop;
     perform set_config('pgqueue.entitled', entitled::text, true);

@@ -10,7 +10,8 @@ declare
 begin
     if exists (select from pg_extension where extname = 'pgqueue') then
         raise exception using
-            errcode = 'object_not_in_prerequisite_state', message = 'pgqueue already exists in this database, as an extension',
+            errcode = 'object_not_in_prerequisite_state',
+            message = 'pgqueue already exists in this database, as an extension',
             hint = 'To upgrade it: alter extension pgqueue update';
     end if;
     if is_here then
@@ -27,8 +28,15 @@ begin
         else format('To upgrade it, run pgqueue--%s--@VERSION@.plain.sql.', found)
     end;
     raise exception using
-        errcode = 'object_not_in_prerequisite_state', hint = way,
-        message = case when found is null then 'pgqueue is not in this database' else format('pgqueue %s already exists in this database', found) end,
-        detail = case when upgrades is null then 'This script installs @VERSION@.' else format('This script upgrades %s to @VERSION@.', upgrades) end;
+        errcode = 'object_not_in_prerequisite_state',
+        message = case
+            when found is null then 'pgqueue is not in this database'
+            else format('pgqueue %s already exists in this database', found)
+        end,
+        detail = case
+            when upgrades is null then 'This script installs @VERSION@.'
+            else format('This script upgrades %s to @VERSION@.', upgrades)
+        end,
+        hint = way;
 end;
 $$;

@@ -31,6 +31,7 @@ from pgqueue.dashboard import actions, job, pages, search
 from pgqueue.worker import protocol
 from psycopg.conninfo import conninfo_to_dict
 from test_metrics import COLLECTOR, DASHBOARD
+from test_package import RELEASED
 from worker_harness import QUEUE, outcomes, wait_until
 
 pytest_plugins = ["command_line", "worker_harness"]
@@ -264,6 +265,7 @@ COMMANDS = [
     "discard DEAD",
     "purge q",
     "install",
+    "upgrade",
     "enqueue q {} --priority -3 --run-at 2030-01-01 --unique-key k --unique-for 1d"
     " --group-key g --max-attempts 2 --on-duplicate skip --kind k",
 ]
@@ -295,6 +297,18 @@ def test_an_install_is_not_caught(db, run, how) -> None:
     db.execute("drop extension pgqueue")
     done = run("pgqueue", "install", *(["--plain"] if how == "plain" else []))
     assert done.returncode == 0 and how in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("how", ["extension", "plain"])
+def test_an_upgrade_is_not_caught(db, run, how) -> None:
+    db.execute("drop extension pgqueue")
+    if how == "plain":
+        frozen = (REPO / f"sql/upgrade/pgqueue--{RELEASED[0]}.sql").read_text()
+        db.execute("begin;" + frozen.partition("\n")[2] + "commit;")
+    else:
+        db.execute(f"create extension pgqueue version '{RELEASED[0]}'")
+    done = run("pgqueue", "upgrade")
+    assert done.returncode == 0 and "upgraded" in done.stdout, done.stderr
 
 
 def test_no_page_of_the_dashboard_is_caught(db, dsn) -> None:

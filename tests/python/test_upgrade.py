@@ -148,7 +148,7 @@ AS_OLD = {
 AS_NEW = {
     "sql/roles/access.sql": [
         (OLD_ROUTINES, NEW_ROUTINES),
-        ("'{reap,maintain,rest,", "'{invented,reap,maintain,rest,"),
+        ("'{save_step,steps,", "'{invented,save_step,steps,"),
     ],
     "sql/tables/schema.sql": [
         (
@@ -161,8 +161,8 @@ AS_NEW = {
             f"{NEW_INDEX}\n-- The windows of unique_for.",
         ),
         (
-            "blocks its group'\n        )\n",
-            "blocks its group'\n        ),\n        ('keep_things', 'interval', '30 days', '{1 day,1 year}',"
+            "that work calls for a job')\n",
+            "that work calls for a job'),\n        ('keep_things', 'interval', '30 days', '{1 day,1 year}',"
             " '{a kind}', 'How long a thing is kept')\n",
         ),
     ],
