@@ -604,6 +604,9 @@ def say(db: psycopg.Connection, rng: Random) -> Said:
     values = {
         name: VALUES.get(type_, range_) for name, type_, range_ in db.execute(listed)
     }
+    values["handler"] = [f"public.{name}(jsonb)" for name in ("one", "two")]
+    for handler in values["handler"]:
+        db.execute(f"create function {handler} returns void language sql as ''")
     for _ in range(40):
         verb = rng.choice(["configure", "configure", "pause", "resume"])
         scope = tuple(rng.choice([None, *pair]) for pair in ("qr", "kl", "gh"))
