@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(40);
+select plan(41);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
