@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 
 from pgqueue import client, database
-from pgqueue.install import install, upgrade
+from pgqueue.install import install, upgrade_beside_others
 from pgqueue.terminal import (
     printable,
     rows,
@@ -92,9 +92,11 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
         job_id = client.enqueue(conn, args.queue, args.payload, **given)
         say_json({"id": job_id}) if args.json else print(job_id)
     elif args.command in ("install", "upgrade"):
-        with conn.transaction():
-            is_new = args.command == "install"
-            did = install(conn, args.plain) if is_new else upgrade(conn)
+        if args.command == "upgrade":
+            did = upgrade_beside_others(conn)
+        else:
+            with conn.transaction():
+                did = install(conn, args.plain)
         say_json({"did": did}) if args.json else print(did)
     elif args.command == "metrics":
         row = database.execute(conn, METRICS, {"by_queue": args.by_queue}).fetchone()

@@ -43,6 +43,7 @@ REPLACED = (
     psycopg.errors.UndefinedFunction,
     psycopg.errors.UndefinedTable,
     psycopg.errors.UndefinedColumn,
+    psycopg.errors.DatatypeMismatch,
     psycopg.errors.FeatureNotSupported,  # a prepared statement has another result
 )
 # SQLSTATEs, or classes of them, that may soon pass: connection, rollback, resources,

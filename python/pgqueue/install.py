@@ -5,7 +5,9 @@ The SQL may be newer than this package, or older, as far back as OLDEST: `advice
 
 import contextlib
 import importlib.resources
+import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +144,20 @@ def upgrade(conn: Any) -> str:
     else:
         run(cursor, script(old))
     return f"upgraded pgqueue from {old} to {found(cursor, VERSION)}"
+
+
+def upgrade_beside_others(conn: Any, patience: float = 60.0) -> str:
+    """Upgrade on a connection in autocommit, again and again while others hold locks.
+
+    It gives up a lock sooner than Postgres looks for a deadlock: so no call of theirs fails.
+    """
+    until = time.monotonic() + patience
+    while True:
+        try:
+            with conn.transaction():
+                conn.execute("set local lock_timeout = '300ms'")
+                return upgrade(conn)
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
+            if time.monotonic() > until:
+                raise
+        time.sleep(random.uniform(0.0, 0.2))

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from cluster import Cluster, _server_user
 from conftest import column, one
-from test_package import POPULATE, RELEASED, REPO, contents
+from test_package import RELEASED, REPO
 from test_upgrade import compare, plain_script
 from worker_harness import where
 
@@ -22,6 +22,34 @@ if not (NEWER / "pg_upgrade").exists():
         f"PG_UPGRADE IS NOT TESTED: no {NEWER}/pg_upgrade (make .venv/pg-upgrade)",
         allow_module_level=True,
     )
+
+
+# By what the oldest version has.
+FILL = """
+select pgqueue.configure('mails', lease => '3 minutes', group_limit => 2);
+select pgqueue.enqueue('mails', to_jsonb(n), group_key => 'g' || n % 3, priority => n % 2, unique_key => 'k' || n)
+    from generate_series(1, 40) as n;
+select pgqueue.fail(c.id, c.token, 'boom', permanent => true) from pgqueue.claim('mails', 'w', 2) as c;
+select pgqueue.complete(c.id, c.token, '{"ok": 1}') from pgqueue.claim('mails', 'w', 2) as c;
+select pgqueue.claim('mails', 'w', 1);
+select pgqueue.enqueue('later', after => array[j.id], run_at => now() + interval '1 day') from pgqueue.job as j limit 1;
+select pgqueue.schedule('nightly', 'mails', '0 3 * * *');
+select pgqueue.close_batch(pgqueue.create_batch('done'));
+select pgqueue.grant_access('worker', 'worker')
+"""
+
+
+def contents(conn: psycopg.Connection) -> dict[str, list]:
+    tables = (
+        "select c.relname from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace"
+        " and c.relkind in ('r', 'p') and not c.relispartition"
+    )
+    return {
+        table: conn.execute(
+            f"select t::text from pgqueue.{table} as t order by 1"
+        ).fetchall()
+        for table in column(conn, tables)
+    }
 
 
 class Server(Cluster):
@@ -65,8 +93,9 @@ def test_pg_upgrade_keeps_every_row_and_the_extension_can_then_be_upgraded():
             admin.execute("create database plain")
             admin.execute(f"create extension pgqueue version '{RELEASED[0]}'")
             admin.execute("create role worker")
-            admin.execute(POPULATE)
-            admin.execute("select pgqueue.grant_access('worker', 'worker')")
+            for statement in FILL.split(";\n"):
+                admin.execute(statement)
+            assert one(admin, "select count(*) from pgqueue.run") > 3
             before = contents(admin)
             last = one(admin, "select last_value from pgqueue.token_seq")
         with psycopg.connect(where(older), dbname="plain", autocommit=True) as conn:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import documents
@@ -793,6 +794,25 @@ def test_the_commands_upgrade_what_is_older_and_refuse_to_go_back(make_database,
     )
     assert command(conn, "install") == (0, back)
     assert command(conn, "upgrade") == (1, f"pgqueue: {back}")
+
+
+def test_the_command_tries_again_while_others_hold_locks(make_database):
+    conn = make_database(RELEASED[-1])
+    with (
+        psycopg.connect(dbname=conn.info.dbname) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        other.execute("lock table pgqueue.dead_job in row exclusive mode")
+        upgraded = pool.submit(command, conn, "upgrade")
+        waits = (
+            "select xact_start from pg_stat_activity"
+            " where wait_event_type = 'Lock' and datname = current_database()"
+        )
+        tries: set[datetime] = set()
+        wait_until(lambda: tries.update(column(conn, waits)) or len(tries) > 1)
+        other.rollback()
+        assert upgraded.result(30)[0] == 0
+    assert one(conn, "select pgqueue.version()") == version()
 
 
 def test_the_commands_say_what_to_do_about_sql_that_is_older(make_database):
