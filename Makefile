@@ -15,7 +15,7 @@ FUNCTIONS = \
     sql/core/enqueue.sql sql/core/pick.sql sql/core/rest.sql sql/core/claim.sql sql/core/finish.sql \
     sql/flow/depend.sql sql/flow/batch.sql sql/flow/sweep.sql sql/flow/cron.sql sql/flow/schedule.sql \
     sql/flow/trigger.sql \
-    sql/operate/settings.sql sql/operate/manage.sql sql/operate/dead.sql sql/operate/maintain.sql \
+    sql/operate/settings.sql sql/operate/manage.sql sql/operate/dead.sql sql/operate/maintain.sql sql/operate/shard.sql \
     sql/observe/measure.sql sql/observe/observe.sql sql/observe/status.sql sql/observe/metrics.sql \
     sql/observe/why.sql sql/observe/health.sql \
     sql/roles/access.sql

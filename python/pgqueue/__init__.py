@@ -16,6 +16,7 @@ from pgqueue.client import (
 )
 from pgqueue.job import Job
 from pgqueue.policy import Reject, Retry, Snooze
+from pgqueue.shards import shard_of
 from pgqueue.task import Task
 from pgqueue.waiting import Status, status, wait
 
@@ -38,6 +39,7 @@ __all__ = [
     "create_batch",
     "enqueue",
     "enqueue_many",
+    "shard_of",
     "status",
     "wait",
 ]

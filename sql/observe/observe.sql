@@ -31,7 +31,8 @@ select
             - (c.moment - (j.progress).told_at),
         interval '0'
     ) end as time_left,
-    (j.terms).expires_at, (j.terms).batch_id
+    (j.terms).expires_at, (j.terms).batch_id,
+    (select s.number from pgqueue.shard as s) as shard
 from (select clock_timestamp() as moment) as c
 cross join pgqueue.job as j;
 
@@ -52,7 +53,8 @@ message: What it is doing, as reported.
 rate: How much it has done per second, from its claim to its last report.
 time_left: How much longer it takes at that rate.
 expires_at: From then on no attempt begins; null for never.
-batch_id: The batch it belongs to; null for none.';
+batch_id: The batch it belongs to; null for none.
+shard: Which shard this database is; null for none.';
 
 -- Whether a queue is paused is found by a join: a reader of the view may not call _in_force().
 create or replace view pgqueue.queues as

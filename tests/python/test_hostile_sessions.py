@@ -287,6 +287,8 @@ CALLS = {
     "discard": "pgqueue.discard(%(dead)s)",
     "discard_many": "pgqueue.discard_many('grave 2', max_jobs => 20)",
     "purge": "pgqueue.purge(%(bin)s)",
+    "shard_of": "pgqueue.shard_of('zoë', 7)",
+    "after_failover": "pgqueue.after_failover()",
     "pause": "pgqueue.pause('deep')",
     "claim of a paused queue": f"{JOBS}.claim('deep', 'w')",
     "resume": "pgqueue.resume('deep')",

@@ -82,6 +82,7 @@ class Dispatcher(Service):
         return self.is_ready or not is_wrong
 
     def work(self, conn: database.Connection) -> None:
+        protocol.after_failover(conn)
         parks = self._start_listening(conn)
         self._has_news, has_looked, say_at = True, False, 0.0
         while not self.over.is_set():

@@ -9,6 +9,7 @@ from psycopg.rows import TupleRow
 from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.client import to_array
+from pgqueue.worker.seldom import log
 
 T = TypeVar("T")
 
@@ -60,6 +61,8 @@ REST = (
     "select extract(epoch from pgqueue.rest("
     "%s::pg_catalog.text[], %s::pg_catalog.text[], park => %s))::float"
 )
+
+AFTER_FAILOVER = "select pgqueue.after_failover()"
 
 
 def claim(
@@ -128,6 +131,12 @@ def rest(
         conn, REST, (to_array(queues), kinds and to_array(kinds), park)
     )
     return None if seconds is None else float(seconds)
+
+
+def after_failover(conn: database.Connection) -> None:
+    """Skip tokens that a lost primary may have given out, before a claim on this connection."""
+    if _call(conn, AFTER_FAILOVER, ()) == [(True,)]:
+        log.warning("the server was promoted or recovered: ids and tokens were skipped")
 
 
 def one_by_one(
