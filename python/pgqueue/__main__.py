@@ -29,6 +29,8 @@ ROLES = {
 }
 # The others are for people, or print what a shell reads as it is.
 JSON = ("enqueue", "install", "metrics", "status", "health", "dashboard")
+# With several databases, for each of them.
+OF_EACH = ("status", "health")
 # With a larger number Postgres would find no function.
 integer = whole_number(-(2**31), 2**31 - 1)
 bigint = whole_number(-(2**63), 2**63 - 1)
@@ -44,30 +46,49 @@ def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        dsn = args.dsn or os.environ.get("PGQUEUE_DSN") or dsn or ""
+        dsns = args.dsn or database.several(os.environ.get("PGQUEUE_DSN") or dsn or "")
+        if len(dsns) > 1 and args.command not in OF_EACH:
+            said = f"{len(dsns)} databases are named: pass one with --dsn"
+            raise psycopg.ProgrammingError(said)
         if args.command == "dashboard":
-            return serve(dsn, args)
-        conninfo = database.conninfo(dsn)
-        with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as conn:
-            conn.add_notice_handler(say_notice)
-            try:
-                code = run(conn, args)
-            except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
-                where = f"{conn.info.dbname} on {conn.info.host}"
-                say(f"install or update the extension in {where}: {explain(error)}")
-                return 3
+            return serve(dsns[0], args)
+        code = max(ask(each, args, failed, len(dsns) > 1) for each in dsns)
         print(end="", flush=True)
     except BrokenPipeError:
         # Nobody reads any more; at exit, Python would try to write again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return failed
     except (psycopg.Error, ValueError, TypeError, LookupError, OSError) as error:
-        say(explain(error, ROLES.get(args.command, "operator")))
-        is_dsn = isinstance(error, psycopg.ProgrammingError) and not error.sqlstate
-        return 2 if is_dsn and failed == 1 else failed
+        return say_why(error, args, failed)
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def ask(dsn: str, args: argparse.Namespace, failed: int, is_one: bool) -> int:
+    """Run the command in a database; if it is one of several, name it, and go on if it fails."""
+    conninfo = database.conninfo(dsn)
+    if is_one and not args.json:
+        print(f"-- {database.name(conninfo)}", flush=True)
+    try:
+        with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as conn:
+            conn.add_notice_handler(say_notice)
+            try:
+                return run(conn, args)
+            except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
+                where = f"{conn.info.dbname} on {conn.info.host}"
+                say(f"install or update the extension in {where}: {explain(error)}")
+                return 3
+    except psycopg.Error as error:
+        if not is_one:
+            raise
+        return say_why(error, args, failed)
+
+
+def say_why(error: Exception, args: argparse.Namespace, failed: int) -> int:
+    say(explain(error, ROLES.get(args.command, "operator")))
+    is_dsn = isinstance(error, psycopg.ProgrammingError) and not error.sqlstate
+    return 2 if is_dsn and failed == 1 else failed
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -84,7 +105,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pgqueue", description=__doc__)
-    parser.add_argument("--dsn", help="else PGQUEUE_DSN, DATABASE_URL, libpq's own")
+    parser.add_argument(
+        "--dsn", action="append", help="else PGQUEUE_DSN, DATABASE_URL, libpq's own"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("enqueue", help="add a job and print its id")

@@ -28,6 +28,7 @@ ELSEWHERE = {
     ("docs/reference/worker.md", "ini"): "test_run_time_tables.py",
     ("docs/schedules.md", "python"): "test_recipes.py",
     ("docs/shards.md", "python"): "test_shards.py",
+    ("docs/shards.md", "sh"): "test_shards.py",
     ("docs/testing.md", "python"): "test_recipes.py",
     ("docs/tutorial.md", "python"): "test_tutorial.py",
     ("docs/tutorial.md", "sh"): "test_tutorial.py",

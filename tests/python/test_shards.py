@@ -1,9 +1,11 @@
 """Several databases, each a pgqueue: their numbers, and where a key belongs."""
 
 import random
+import shlex
 
 import documents
 import pgqueue
+from pgqueue.worker.options import parse
 import psycopg
 import pytest
 from conftest import column, database, one
@@ -25,7 +27,7 @@ def test_python_and_sql_say_the_same_of_any_key(db):
 
 
 def test_the_reference_has_the_right_examples() -> None:
-    rows = documents.table(documents.text(PAGE), "key")
+    rows = documents.table(documents.text(PAGE), "key", "number")
     assert len(rows) == 5
     for cell, *places in rows:
         key = "" if cell == "(empty)" else cell.strip("`")
@@ -132,3 +134,12 @@ def test_the_page_finds_the_shard_of_a_tenant(template) -> None:
             with psycopg.connect(dsn) as conn:
                 groups = "select group_key from pgqueue.job order by id"
                 assert column(conn, groups) == tenants
+
+
+def test_the_page_starts_a_worker_for_all_shards():
+    (block,) = documents.blocks(documents.text(GUIDE), "sh")
+    command, *words = shlex.split(block.text)
+    assert (command, *words[:2]) == ("python", "-m", "pgqueue.worker")
+    args = parse(words[2:])
+    assert list(args.app) == ["jobs"]
+    assert args.dsn == ["dbname=first", "dbname=second"]

@@ -67,17 +67,20 @@ def main(
     args = parse(sys.argv[1:] if argv is None else argv, needs_app=not discover)
     set_up_logging(args.log_level, args.log_format)
     try:
-        dsn = args.dsn or dsn
-        conninfo = database.conninfo(dsn)
+        given = args.dsn or dsn
+        dsns = database.conninfos(given)
         if args.check:
-            return check(conninfo)
+            return max(
+                check(each, f"{database.name(each)}: " if len(dsns) > 1 else "")
+                for each in dsns
+            )
         if args.processes > 1:
             return Supervisor(args.processes, args.burst).run()
         app = import_apps(args.app, discover)
         if wrap:
             app.middleware = wrap(app.middleware)
         same = {f.name for f in fields(Worker) if f.kw_only} & set(vars(args))
-        options = {name: getattr(args, name) for name in same} | {"dsn": dsn}
+        options = {name: getattr(args, name) for name in same} | {"dsn": given}
         worker = Worker(app, args.queue, listen=not args.no_listen, **options)
     except (ValueError, TypeError, psycopg.ProgrammingError) as error:
         say(str(error))
@@ -101,7 +104,7 @@ def import_apps(
 def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
     stop_by_signal(worker, supervisor)
     health = Health(args.health_file, partial(supervisor.say, READY))
-    worker.on_tick = lambda: health(worker.dispatcher.is_ready)
+    worker.on_tick = lambda: health(worker.sources.is_ready, worker.sources.states)
     code = 0
     try:
         worker.run()
@@ -183,7 +186,7 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
     supervisor.listen(on_relay)
 
 
-def check(conninfo: str) -> int:
+def check(conninfo: str, where: str = "") -> int:
     """Say in one line whether a worker can use this database."""
     # stop_early would exit with 0: ok.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -195,19 +198,21 @@ def check(conninfo: str) -> int:
             granted = {verb: is_granted for verb, is_granted in rows}
             is_pooled = database.is_pooled(conn)
     except database.INCOMPATIBLE as error:
-        print(f"no pgqueue: {explain(error)}")
+        print(f"{where}no pgqueue: {explain(error)}")
         return 3
     except psycopg.Error as error:
-        print(f"failed: {explain(error, 'worker')}")
+        print(f"{where}failed: {explain(error, 'worker')}")
         return 1
     if missing := [name for name in VERBS if name not in granted]:
-        print(f"pgqueue lacks {', '.join(missing)}")
+        print(f"{where}pgqueue lacks {', '.join(missing)}")
         return 3
     if denied := [name for name in VERBS if not granted[name]]:
-        print(f"not allowed: {', '.join(denied)}: pgqueue.grant_access(role, 'worker')")
+        print(
+            f"{where}not allowed: {', '.join(denied)}: pgqueue.grant_access(role, 'worker')"
+        )
         return 1
     how = "polling: NOTIFY does not arrive" if is_pooled else "notified"
-    print(f"ok: pgqueue {row[0] if row else '?'}, {how}")
+    print(f"{where}ok: pgqueue {row[0] if row else '?'}, {how}")
     return 0
 
 

@@ -76,6 +76,7 @@ class Server:
     dsn: str
     useful: Callable[[], float]
     outages: Outages
+    is_alone: bool = True  # the worker has no other
 
     def connect(self, times: float = 1.0, make: Any = Watched, **options: Any) -> Any:
         """Connect, in the time of a call, but two seconds at least, as libpq has it."""
