@@ -40,7 +40,7 @@ CONFIG   = python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test move-in soak mutants bench instructions matrix bare lint pgspot plain all install uninstall \
-        installcheck dist deb tle release clean
+        installcheck dist deb tle router release clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -154,6 +154,16 @@ tle: all ## one SQL file for pg_tle, and a folder for dbdev, in dist/tle/
 	@{ echo "select pgtle.install_extension('$(EXTENSION)', '$(EXTVERSION)', $(COMMENT), "'$$_pgqueue_$$'; \
 	    cat $(TLE)/$(notdir $(SCRIPT)); \
 	    echo '$$_pgqueue_$$);'; } > $(TLE).sql
+
+# The functions of the router follow from the catalog of an install.
+ROUTER = dist/$(EXTENSION)-$(EXTVERSION).router.sql
+router: all ## one SQL file for a database with PL/Proxy that routes calls to shards, in dist/
+	@PYTHON=$(PYTHON) sh tests/need.sh demo
+	@$(MAKE) -s .venv/demo
+	@mkdir -p dist
+	@$(CLUSTER) --fast sh -c 'createdb router && psql -Xqd router -c "create extension $(EXTENSION)" && \
+	    PGDATABASE=router $(VENV)/python packaging/router.py' | sed 's/@VERSION@/$(EXTVERSION)/' > $(ROUTER).new
+	@test -s $(ROUTER).new && mv $(ROUTER).new $(ROUTER)
 
 release: ## write VERSION=1.2.3 wherever it stands, commit and tag; pushing the tag publishes
 	@sh packaging/release.sh '$(VERSION)'

@@ -5,10 +5,10 @@ import shlex
 
 import documents
 import pgqueue
-from pgqueue.worker.options import parse
 import psycopg
 import pytest
 from conftest import column, database, one
+from pgqueue.worker.options import parse
 
 PAGE = "docs/reference/shard.md"
 GUIDE = "docs/shards.md"
