@@ -49,12 +49,16 @@ if [ "$what" != demo ]; then
     [ "$(id -u)" != 0 ] || command -v pgbouncer >/dev/null || need pgbouncer
 fi
 
-# For the tests of the router. It is not in every Debian, so nothing else depends on it.
+# For the tests of the router and of failover. They are not in every Debian, so nothing else depends on them.
 wanted=
-[ "$what" != test ] || [ -e "$extension/plproxy.control" ] || wanted="postgresql-${version:-NN}-plproxy"
+if [ "$what" = test ]; then
+    [ -e "$extension/plproxy.control" ] || wanted="postgresql-${version:-NN}-plproxy"
+    [ -e "$extension/repmgr.control" ] || wanted="$wanted postgresql-${version:-NN}-repmgr"
+fi
+skipped() { echo "without$(printf ' %s' $1) the tests that need it are skipped"; }
 
 if [ -z "$missing" ] && { [ -z "$wanted" ] || [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; }; then
-    [ -z "$wanted" ] || echo "without $wanted the tests of the router are skipped"
+    [ -z "$wanted" ] || skipped "$wanted"
     exit 0
 fi
 
@@ -85,4 +89,6 @@ if [ -n "$missing" ]; then
     # shellcheck disable=SC2086
     install $missing || { apt-get update -qq && install $missing; }
 fi
-[ -z "$wanted" ] || install "$wanted" 2>/dev/null || echo "without $wanted the tests of the router are skipped"
+for package in $wanted; do
+    install "$package" 2>/dev/null || skipped "$package"
+done
