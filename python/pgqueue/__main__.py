@@ -18,6 +18,7 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.commands import VERBS, run, say_notice
+from pgqueue.move import move_groups
 from pgqueue.terminal import explain, refuse_other_than_utf8, say, whole_number
 
 # The others need an operator.
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         dsns = args.dsn or database.several(os.environ.get("PGQUEUE_DSN") or dsn or "")
+        if args.command == "move-groups":
+            return move_groups(dsns, args.wait, args.resume)
         if len(dsns) > 1 and args.command not in OF_EACH:
             said = f"{len(dsns)} databases are named: pass one with --dsn"
             raise psycopg.ProgrammingError(said)
@@ -153,6 +156,14 @@ def make_parser() -> argparse.ArgumentParser:
         default=[],
         help="a name that a proxy passes on",
     )
+
+    command = commands.add_parser(
+        "move-groups", help="move what belongs to a key to its shard, after adding some"
+    )
+    command.add_argument(
+        "--wait", type=float, default=60.0, help="seconds for busy groups"
+    )
+    command.add_argument("--resume", action="store_true", help="all shards, at the end")
 
     for name in JSON:
         what = "print a line of JSON"

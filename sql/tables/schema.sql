@@ -1017,6 +1017,19 @@ create trigger shard_steps_sequences before insert or update on pgqueue.shard
 for each row execute function pgqueue._step_sequences();
 alter table pgqueue.shard enable always trigger shard_steps_sequences;
 
+create table pgqueue.moving (
+    what text not null,
+    key text not null,
+    content jsonb,
+    constraint moving_pkey primary key (what, key)
+);
+comment on table pgqueue.moving is
+'What move-groups is just moving between shards: on its way here, with its
+content; or gone from here, without.';
+comment on column pgqueue.moving.what is 'The table: job, dead_job or schedule; or paused: a group that is, meanwhile.';
+comment on column pgqueue.moving.key is 'The id, or the name.';
+comment on column pgqueue.moving.content is 'The row that arrives; null if it has left.';
+
 -- Marks for pg_dump: all rows of all tables, and the counting sequences, or a restored
 -- queue would hand out ids and tokens a second time. The plain install needs no marks.
 do $$

@@ -215,8 +215,8 @@ select results_eq(
 select results_eq(
     $$ select r.name collate "default", r.prosrc ~ 'pgqueue\._after_end\(' from routine as r
        where r.prosrc ~ 'delete from pgqueue\.job\M' order by 1 $$,
-    -- Takes back what it has just enqueued.
-    $$ values ('_begin_window', false), ('_end', true), ('complete', true), ('complete_many', true), ('purge', true) $$,
+    -- One takes back what it has just enqueued, and the jobs of the other go on elsewhere.
+    $$ values ('_begin_window', false), ('_departed', false), ('_end', true), ('complete', true), ('complete_many', true), ('purge', true) $$,
     'which every function that ends jobs calls'
 );
 select is_empty(
