@@ -100,6 +100,19 @@ number with the highest byte first, modulo shards. With twice as many shards a
 key stays, or moves to its old place plus the old number of shards.
 Raises 22023 (bad argument).';
 
+-- The timeline of the server: each promotion begins one, of which the control file may know later than the first
+-- claim. 1 where a provider shows no WAL.
+create or replace function pgqueue._timeline()
+    returns bigint
+    language plpgsql
+as $$
+begin
+    return ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint;
+exception when feature_not_supported or insufficient_privilege then
+    return 1;
+end;
+$$;
+
 create or replace function pgqueue.after_failover(always boolean default false)
     returns boolean
     language plpgsql
@@ -107,16 +120,15 @@ create or replace function pgqueue.after_failover(always boolean default false)
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    timeline bigint;
     skipped bigint := 1000000 * coalesce((select s.of from pgqueue.shard as s), 1);
+    timeline bigint;
 begin
     -- There, nothing is given out.
     if pg_is_in_recovery() then
         return false;
     end if;
-    -- Each promotion begins a timeline; in the control file it may come later than the first claim.
-    timeline := ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint;
-    if always is not true and timeline = coalesce(pg_sequence_last_value('pgqueue._cell_timeline'::regclass), 1) then
+    timeline := pgqueue._timeline();
+    if always is not true and timeline = pg_sequence_last_value('pgqueue._cell_timeline'::regclass) then
         return false;
     end if;
     -- One at a time: the second would set back what the first has set, and others have gone on from.
@@ -139,3 +151,10 @@ without its standby knowing. Every session calls it before its first claim, as
 the worker does.
 always: skips in any case, as after a restore of a dump.
 Returns whether it has skipped any.';
+
+-- Of this server, numbers are known.
+do $$
+begin
+    perform setval('pgqueue._cell_timeline', pgqueue._timeline());
+end;
+$$;
