@@ -40,7 +40,7 @@ CLUSTER  = $(VENV)/python tests/cluster.py
 CONFIG   = python/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test move-in soak mutants bench instructions matrix bare lint pgspot plain all install uninstall \
+.PHONY: help demo scale-demo test move-in soak mutants bench instructions matrix bare lint pgspot plain all install uninstall \
         installcheck dist deb tle router release clean
 
 help: ## this list
@@ -50,6 +50,12 @@ demo: all ## see real jobs run, in a throwaway Postgres
 	@PYTHON=$(PYTHON) sh tests/need.sh demo
 	@$(MAKE) -s .venv/demo
 	@PYTHONPATH=python $(CLUSTER) $(VENV)/python -m demo
+
+SECONDS = 10
+scale-demo: all ## two servers with two shards each and a router, one server killed and brought back
+	@PYTHON=$(PYTHON) sh tests/need.sh test
+	@$(MAKE) -s .venv/dev
+	@PYTHONPATH=tests:python $(VENV)/python tests/scale_demo.py $(SECONDS)
 
 test: all plain ## everything, in a throwaway Postgres
 	@PYTHON=$(PYTHON) sh tests/need.sh test

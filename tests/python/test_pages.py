@@ -30,6 +30,7 @@ ELSEWHERE = {
     ("docs/shards.md", "python"): "test_shards.py",
     ("docs/shards.md", "sh"): "test_shards.py",
     ("docs/shards.md", "router"): "test_router.py",
+    ("docs/shards.md", "text"): "test_scale_demo.py",
     ("docs/testing.md", "python"): "test_recipes.py",
     ("docs/tutorial.md", "python"): "test_tutorial.py",
     ("docs/tutorial.md", "sh"): "test_tutorial.py",
