@@ -333,6 +333,8 @@ CALLED = {
     "cap": 1,
     "rate": 1,
     "next_slots": 1,
+    "shard_of": 1,
+    "after_failover": 1,
     "progress": 2,
     "status": 1,
     "result": 1,
