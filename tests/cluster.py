@@ -260,7 +260,9 @@ class Cluster:
         """Add pgqueue, built as it is now, and pgTAP (pure SQL: any version's does)."""
         ours = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
         subprocess.run(["make", "-s", "all"], cwd=REPO, env=ours, check=True)
-        files = [REPO / "pgqueue.control", *REPO.glob("sql/**/pgqueue--*.sql")]
+        files = [REPO / "pgqueue.control", *REPO.glob("sql/pgqueue--*.sql")]
+        # What was released is as it was, whatever else was built under its number.
+        files += REPO.glob("sql/upgrade/pgqueue--*.sql")
         if not (folder / "pgtap.control").exists():
             system = sorted(Path("/usr/share/postgresql").glob("*/extension"))
             files += system[-1].glob("pgtap*") if system else ()

@@ -11,12 +11,14 @@ from pgqueue.client import (
     LeaseLost,
     close_batch,
     create_batch,
+    emit,
     enqueue,
     enqueue_many,
 )
 from pgqueue.job import Job
 from pgqueue.policy import Reject, Retry, Snooze
 from pgqueue.shards import shard_of
+from pgqueue.steps import NotCompleted, Result, Suspend
 from pgqueue.task import Task
 from pgqueue.waiting import Status, status, wait
 
@@ -28,15 +30,19 @@ __all__ = [
     "Job",
     "JobNotFound",
     "LeaseLost",
+    "NotCompleted",
     "Reject",
+    "Result",
     "Retry",
     "Share",
     "Snooze",
     "Status",
+    "Suspend",
     "Task",
     "Worker",
     "close_batch",
     "create_batch",
+    "emit",
     "enqueue",
     "enqueue_many",
     "shard_of",

@@ -18,6 +18,7 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.commands import VERBS, run, say_notice
+from pgqueue.install import differs
 from pgqueue.move import move_groups
 from pgqueue.terminal import explain, refuse_other_than_utf8, say, whole_number
 
@@ -27,9 +28,10 @@ ROLES = {
     "health": "reader",
     "metrics": "reader",
     "install": None,
+    "upgrade": None,
 }
 # The others are for people, or print what a shell reads as it is.
-JSON = ("enqueue", "install", "metrics", "status", "health", "dashboard")
+JSON = ("enqueue", "install", "upgrade", "metrics", "status", "health", "dashboard")
 # With several databases, for each of them.
 OF_EACH = ("status", "health")
 # With a larger number Postgres would find no function.
@@ -81,6 +83,8 @@ def ask(dsn: str, args: argparse.Namespace, failed: int, is_one: bool) -> int:
             except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
                 where = f"{conn.info.dbname} on {conn.info.host}"
                 say(f"install or update the extension in {where}: {explain(error)}")
+                if told := differs(conn):
+                    say(told)
                 return 3
     except psycopg.Error as error:
         if not is_one:
@@ -124,6 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("install", help="install pgqueue in the database")
     command.add_argument("--plain", action="store_true", help="not as an extension")
+    commands.add_parser("upgrade", help="upgrade what install has installed")
     command = commands.add_parser(
         "metrics", help="the queues, in the text format of Prometheus"
     )

@@ -22,8 +22,8 @@ decode = json.JSONDecoder().raw_decode
 class Outcome:
     """What to report of an attempt; `none` if the server knows, or the lease is lost."""
 
-    name: Literal["complete", "fail", "reject", "release", "none"]
-    text: str | None = None  # the result in JSON, the error, or why it is put off
+    name: Literal["complete", "fail", "reject", "release", "suspend", "none"]
+    text: str | None = None  # the result, or what to wait for, in JSON; the error; why
     delay: timedelta | None = None
     until: datetime | None = None
     error: BaseException | None = None
@@ -32,6 +32,7 @@ class Outcome:
 COMPLETED = Outcome("complete")
 RELEASED = Outcome("release")
 LOST = Outcome("none")
+SUSPENDED = Outcome("none")  # with the transaction of its handler
 NO_TASK = App().job("")(lambda: None)
 
 
@@ -68,6 +69,7 @@ class Attempt:
     stops_since: float = 0.0  # when it had to stop, by a timeout or otherwise
     runs_in: asyncio.Task[None] | None = None  # if async and begun
     outcome: Outcome = RELEASED
+    steps: Any = None  # what its handler remembers, if it takes the job
 
     def extend(self) -> bool:
         return self.extender(self)

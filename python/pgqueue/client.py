@@ -168,6 +168,22 @@ def close_batch(conn: Any, batch_id: int) -> Any:
     return call(conn, query, (batch_id,), lambda _: None)
 
 
+@overload
+def emit(
+    conn: AsyncConn, event: str, payload: Any = None
+) -> Coroutine[Any, Any, bool]: ...
+@overload
+def emit(conn: Any, event: str, payload: Any = None) -> bool: ...
+def emit(conn: Any, event: str, payload: Any = None) -> Any:
+    """Say in the caller's transaction that an event has happened: pgqueue.emit().
+
+    Once: returns whether it was the first, whose payload stays. Jobs that wait for it go
+    on when this commits. `conn` and `payload` are as for `enqueue`.
+    """
+    query = f"select pgqueue.emit(%s, {JSON})"
+    return call(conn, query, (event, to_json(payload, "payload")), _only)
+
+
 def _column(rows: list[tuple[Any, ...]]) -> list[Any]:
     return [value for (value,) in rows]
 

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 
 from pgqueue import client, database
-from pgqueue.install import install
+from pgqueue.install import install, upgrade
 from pgqueue.terminal import (
     printable,
     rows,
@@ -91,9 +91,10 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
         given = {k: v for k, v in options.items() if k not in skipped}
         job_id = client.enqueue(conn, args.queue, args.payload, **given)
         say_json({"id": job_id}) if args.json else print(job_id)
-    elif args.command == "install":
+    elif args.command in ("install", "upgrade"):
         with conn.transaction():
-            did = install(conn, args.plain)
+            is_new = args.command == "install"
+            did = install(conn, args.plain) if is_new else upgrade(conn)
         say_json({"did": did}) if args.json else print(did)
     elif args.command == "metrics":
         row = database.execute(conn, METRICS, {"by_queue": args.by_queue}).fetchone()

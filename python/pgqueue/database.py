@@ -38,6 +38,13 @@ SEARCH_PATH = "search_path = pg_catalog, pg_temp"
 
 # What waiting cannot fix: no such schema, or other functions in it.
 INCOMPATIBLE = (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction)
+# What a call may meet that was running when an upgrade replaced what it calls: the next does not.
+REPLACED = (
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.UndefinedTable,
+    psycopg.errors.UndefinedColumn,
+    psycopg.errors.FeatureNotSupported,  # a prepared statement has another result
+)
 # SQLSTATEs, or classes of them, that may soon pass: connection, rollback, resources,
 # operator, system, internal; read-only (a standby), lock not available.
 OUTAGES = ("08", "40", "53", "57", "58", "XX", "25006", "25P03", "25P04", "55P03")

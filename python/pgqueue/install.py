@@ -1,28 +1,93 @@
-"""Installs the SQL in a database: as an extension if the server has it, else by script."""
+"""Installs and upgrades the SQL: as an extension if the server has it, else by script.
 
+The SQL may be newer than this package, or older, as far back as OLDEST: `advice` says what to do.
+"""
+
+import contextlib
 import importlib.resources
+import re
 from pathlib import Path
 from typing import Any
 
+import psycopg
 from psycopg.rows import tuple_row
 
+from pgqueue.terminal import version
+
+OLDEST = "0.2.0"  # the oldest SQL that this package works with
 AVAILABLE = (
     "select default_version from pg_catalog.pg_available_extensions"
     " where name operator(pg_catalog.=) 'pgqueue'"
 )
+EXTENSION = (
+    "select extversion from pg_catalog.pg_extension"
+    " where extname operator(pg_catalog.=) 'pgqueue'"
+)
 INSTALLED = "select pg_catalog.to_regprocedure('pgqueue.version()') is not null"
+VERSION = "select pgqueue.version()"
 LOCK = "select pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgqueue.install'))"
-SOURCE = Path(__file__).parents[2] / "sql"  # in a clone: `make plain` writes it
+SOURCE = Path(__file__).parents[2]  # in a clone: `make plain` writes the scripts
 
 
-def script() -> str:
-    """Read the plain script that came with this package."""
-    packaged = importlib.resources.files("pgqueue") / "pgqueue.sql"
+class TooOld(psycopg.errors.UndefinedFunction):
+    """The SQL in the database is older than what this package works with."""
+
+
+def number(text: str) -> tuple[int, ...]:
+    """Read a version, to compare; nothing if it is none."""
+    return tuple(map(int, text.split("."))) if re.fullmatch(r"[\d.]*\d", text) else ()
+
+
+def advice(installed: str) -> str | None:
+    """Say what to do if the SQL is older than this package; None if nothing.
+
+    Raises TooOld if they do not work together.
+    """
+    if not number(installed) < number(version()):
+        return None
+    what = (
+        f"the database has pgqueue {installed}, this package is of {version()}:"
+        " alter extension pgqueue update, or python -m pgqueue upgrade"
+    )
+    if number(installed) < number(OLDEST):
+        raise TooOld(what)
+    return what
+
+
+def differs(conn: psycopg.Connection[Any]) -> str | None:
+    """Ask the database, outside a transaction; None also if it does not tell."""
+    try:
+        return advice(str(found(conn, VERSION)))
+    except TooOld as error:
+        return str(error)
+    except psycopg.Error:  # not there, or not allowed
+        return None
+
+
+def script(old: str | None = None) -> str:
+    """Read the plain script that came with this package, or the one that upgrades `old`."""
+    name = f"upgrades/{old}.sql" if old else "pgqueue.sql"
+    packaged = importlib.resources.files("pgqueue") / name
     if packaged.is_file():
         return packaged.read_text()
-    if found := sorted(SOURCE.glob("pgqueue--*.plain.sql")):
-        return found[-1].read_text()
+    with contextlib.suppress(FileNotFoundError):
+        control = (SOURCE / "pgqueue.control").read_text()
+        steps = [
+            *([old] if old else []),
+            *re.findall("default_version = '(.+)'", control),
+        ]
+        return (SOURCE / f"sql/pgqueue--{'--'.join(steps)}.plain.sql").read_text()
     raise FileNotFoundError("there is no script here: make plain writes it")
+
+
+def run(cursor: Any, body: str) -> None:
+    body = body.replace("begin;\n", "", 1)
+    cursor.execute(body.removesuffix("commit;\n").encode())
+
+
+def found(cursor: Any, query: str) -> str | None:
+    row = cursor.execute(query).fetchone()
+    return row[0] if row else None
 
 
 def install(conn: Any, plain: bool = False) -> str:
@@ -35,13 +100,45 @@ def install(conn: Any, plain: bool = False) -> str:
     """
     cursor = conn.cursor(row_factory=tuple_row)
     cursor.execute(LOCK)  # if two migrations run at once, the second finds it installed
-    if cursor.execute(INSTALLED).fetchone() == (True,):
-        (version,) = cursor.execute("select pgqueue.version()").fetchone()
-        return f"pgqueue {version} is already installed"
-    available = None if plain else cursor.execute(AVAILABLE).fetchone()
-    if available:
+    available = found(cursor, AVAILABLE)
+    if found(cursor, INSTALLED):
+        offered = available if found(cursor, EXTENSION) else version()
+        return already(str(found(cursor, VERSION)), offered or version())
+    if available and not plain:
         cursor.execute("create extension pgqueue")
-        return f"created the extension pgqueue {available[0]}"
-    body = script().replace("begin;\n", "", 1)
-    cursor.execute(body.removesuffix("commit;\n").encode())
+        return f"created the extension pgqueue {available}"
+    run(cursor, script())
     return "ran the plain script: the server has no extension pgqueue"
+
+
+def already(installed: str, offered: str) -> str:
+    said = f"pgqueue {installed} is already installed"
+    if not number(offered) or installed == offered:
+        return said
+    if number(installed) > number(offered):
+        return f"{said}, newer than {offered}: there is no way back"
+    return f"{said}: python -m pgqueue upgrade makes it {offered}"
+
+
+def upgrade(conn: Any) -> str:
+    """Upgrade pgqueue as far as the server's files or this package go; return what was done.
+
+    As `install` in a migration: it takes its locks until that commits. Raises ValueError if
+    pgqueue is not installed, or newer; FileNotFoundError if there is no way from a version.
+    """
+    cursor = conn.cursor(row_factory=tuple_row)
+    cursor.execute(LOCK)
+    if not found(cursor, INSTALLED):
+        raise ValueError("pgqueue is not installed: python -m pgqueue install")
+    is_extension = found(cursor, EXTENSION) is not None
+    old = str(found(cursor, VERSION))
+    new = str(found(cursor, AVAILABLE)) if is_extension else version()
+    if old == new:
+        return already(old, new)
+    if number(old) > number(new):
+        raise ValueError(already(old, new))
+    if is_extension:
+        cursor.execute("alter extension pgqueue update")
+    else:
+        run(cursor, script(old))
+    return f"upgraded pgqueue from {old} to {found(cursor, VERSION)}"

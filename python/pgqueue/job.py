@@ -1,10 +1,18 @@
 """The job as its handler sees it."""
 
 import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Decimal
-from typing import Any
+from functools import partial
+from typing import Any, ParamSpec, TypeVar, overload
+
+from pgqueue.drivers import run_without_loop
+from pgqueue.steps import Steps
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(slots=True, eq=False)
@@ -63,3 +71,88 @@ class Job:
         if self._attempt.connection is None:
             raise RuntimeError("a connection needs @app.job(..., transaction=True)")
         return self._attempt.connection
+
+    # What the next attempt need not do again. In an async handler, await what these return.
+
+    @overload
+    def step(
+        self,
+        name: str,
+        function: Callable[P, Coroutine[Any, Any, R]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Coroutine[Any, Any, R]: ...
+    @overload
+    def step(
+        self,
+        name: str,
+        function: Callable[P, R],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R: ...
+    def step(self, name: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function once, and remember by pgqueue.save_step() what it returned.
+
+        An attempt that finds this remembered does not call it again. What it returns is
+        JSON, and comes back as its annotation says, in the first attempt as well. With
+        transaction=True it is remembered in that transaction, else at once. A name that
+        is used again in an attempt counts up: "page", "page 2", "page 3".
+
+        Raises TypeError for an annotation that needs pydantic, or what JSON does not have;
+        LeaseLost; what the function raises, which is not remembered.
+        """
+        steps = self._steps
+        running = partial(function, *args, **kwargs)
+        return self._end(steps.step(steps.name(name), running, function))
+
+    def sleep(self, name: str, interval: float | timedelta) -> Any:
+        """Go on after seconds or a timedelta, counted from the first attempt that got here.
+
+        Until then the job is suspended, by pgqueue.suspend(), and occupies no worker.
+        """
+        steps, seconds = self._steps, _to_timedelta(interval)
+        return self._end(steps.sleep(steps.name(name), seconds))
+
+    def wait_for(self, event: str, timeout: float | timedelta | None = None) -> Any:
+        """Return the payload of an event, and suspend the job until pgqueue.emit() says it.
+
+        Raises TimeoutError if it has not happened after seconds, or a timedelta, counted
+        from the first attempt that got here. Which it was, the next attempts are told, too.
+        """
+        steps = self._steps
+        seconds = None if timeout is None else _to_timedelta(timeout)
+        name = steps.name(f"wait for {event}")
+        return self._end(steps.wait_for(event, name, seconds))
+
+    def wait_for_jobs(self, ids: Sequence[int]) -> Any:
+        """Return the results of other jobs, a list; the job is suspended until all have ended.
+
+        Raises NotCompleted if one of them died, or was cancelled.
+        """
+        steps = self._steps
+        return self._end(steps.wait_for_jobs(steps.name("wait for jobs"), ids))
+
+    @property
+    def results(self) -> Any:
+        """How the jobs ended that it was enqueued or suspended after: a list of Result.
+
+        By pgqueue.results_of(); in the callback of a batch, those of the batch.
+        """
+        return self._end(self._steps.results())
+
+    @property
+    def _steps(self) -> Steps:
+        steps: Steps = self._attempt.steps
+        return steps
+
+    def _end(self, running: Coroutine[Any, Any, Any]) -> Any:
+        """Run to the end what only a handler that is async can await."""
+        if self._attempt.task.is_async:
+            return self._steps.to_await(running)
+        return run_without_loop(running)
+
+
+def _to_timedelta(value: float | timedelta) -> timedelta:
+    return value if isinstance(value, timedelta) else timedelta(seconds=value)

@@ -89,7 +89,7 @@ class Shards:
                 source.execute("select pgqueue._departed(%s)", (Jsonb(parts),))
             for kind, queue, key, state, _ in found:
                 if state == "busy" and kind == "group":
-                    source.execute("select pgqueue._hold(%s, %s)", (queue, key))
+                    source.execute("select pgqueue._hold_group(%s, %s)", (queue, key))
         names = [(part["what"], part["key"]) for part in parts]
         self.arrive(target, names)
         tell(source, FORGET, names)

@@ -121,6 +121,22 @@ class Arguments:
         return arguments
 
 
+def result_reader(function: Callable[..., Any]) -> Read:
+    """Find what reads the result of a function from JSON; None to take it as it is.
+
+    Raises TypeError for an annotation that is not there at run time, or needs pydantic.
+    """
+    try:
+        hints = _hints(function, ["return"])
+    except NameError as error:
+        raise TypeError(f"{function!r}: {error}: is it imported?") from None
+    if not hints:
+        return None
+    if pydantic is not None:
+        return pydantic.TypeAdapter(hints["return"]).validate_python
+    return _read_plainly(function, None, hints, _is_model(hints["return"]))
+
+
 def _hints(function: Callable[..., Any], names: list[str]) -> dict[str, Any]:
     """Evaluate the annotations of some parameters, and no others."""
 
@@ -157,7 +173,10 @@ def _read_by_pydantic(
 
 
 def _read_plainly(
-    function: Any, signature: inspect.Signature, hints: dict[str, Any], is_model: bool
+    function: Any,
+    signature: inspect.Signature | None,
+    hints: dict[str, Any],
+    is_model: bool,
 ) -> Read:
     """Take values as JSON has them; raises TypeError if the annotations want more."""
     model = next(iter(hints.values())) if is_model else None

@@ -5,16 +5,26 @@ The worker and pgqueue.testing share it. It never raises: at most the job fails.
 
 import contextvars
 import os
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from pgqueue import tracing
-from pgqueue.attempt import COMPLETED, LOST, RELEASED, Attempt, Outcome, decode
+from pgqueue.attempt import (
+    COMPLETED,
+    LOST,
+    RELEASED,
+    SUSPENDED,
+    Attempt,
+    Outcome,
+    decode,
+)
 from pgqueue.client import LeaseLost
 from pgqueue.drivers import run_without_loop, settled
 from pgqueue.judge import completed, judge
 from pgqueue.policy import Middleware, within
+from pgqueue.steps import SUSPEND, Steps
 
 COMPLETE = "select pgqueue.complete(%s, %s, %s::pg_catalog.jsonb)"
 NO_MIDDLEWARE: Any = nullcontext()
@@ -48,6 +58,8 @@ def _told(outcome: Outcome) -> tuple[str, str | None]:
     """Name an outcome as pgqueue.finish() does, or `lost`, and the error if there is one."""
     if outcome is LOST:
         return "lost", LeaseLost.__name__
+    if outcome is SUSPENDED:
+        return "suspend", None
     if outcome.name in ("fail", "reject"):
         return outcome.name, outcome.text
     return "complete" if outcome.name == "none" else outcome.name, None
@@ -60,12 +72,15 @@ async def _run(
     generation = _forks
     try:
         if not attempt.task.policy.transaction:
-            return await _call(attempt, middleware)
+            return await _call(attempt, connect, middleware)
         async with connect() as attempt.connection:
-            outcome = await _call(attempt, middleware)
+            outcome = await _call(attempt, connect, middleware)
+            query = SUSPEND if outcome.name == "suspend" else COMPLETE
             params = attempt.id, attempt.token, outcome.text
             attempt.in_handler = False
-            await settled(attempt.connection.execute(COMPLETE, params))
+            await settled(attempt.connection.execute(query, params))
+        if outcome.name == "suspend":
+            return SUSPENDED
         return Outcome("none", outcome.text, error=outcome.error)
     except BaseException as error:  # whatever a handler raises fails its job only
         return judge(attempt, error)
@@ -73,24 +88,49 @@ async def _run(
         _end_fork(generation)
 
 
-async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
+@asynccontextmanager
+async def _session(attempt: Attempt, connect: Connect) -> AsyncIterator[Any]:
+    """Lend the connection of the handler, if it has one, to a statement of ours."""
+    own = attempt.connection
+    async with nullcontext(own) if own is not None else connect() as conn:
+        attempt.in_handler = False
+        try:
+            yield conn
+        finally:
+            attempt.in_handler = own is not None
+
+
+async def _call(
+    attempt: Attempt, connect: Connect, middleware: Middleware | None
+) -> Outcome:
     """Call the handler with its arguments, and the middleware around it."""
     if inner := attempt.task.policy.middleware:
         middleware = within(middleware, inner)
     payload, _ = decode(attempt.payload)
     arguments, around = attempt.task.arguments.read(payload), NO_MIDDLEWARE
     if attempt.task.arguments.takes_job or middleware:
+        session = partial(_session, attempt, connect)
+        attempt.steps = Steps(attempt.id, attempt.token, session)
         job = attempt.as_job(payload)
         if attempt.task.arguments.takes_job:
             arguments = {**arguments, "job": job}
         if middleware:
             around = middleware(job)
     outcome = COMPLETED  # also if the middleware swallows what the handler raises
-    with around:
-        result = attempt.task.function(**arguments)
-        outcome = completed(await result if attempt.task.is_async else result)
+    try:
+        with around:
+            result = attempt.task.function(**arguments)
+            outcome = completed(await result if attempt.task.is_async else result)
+            if attempt.has_timed_out:
+                raise attempt.timeout_error()
+    except BaseException as error:
+        if attempt.steps is None or not attempt.steps.is_end(error):
+            raise
         if attempt.has_timed_out:
-            raise attempt.timeout_error()
+            raise attempt.timeout_error() from None
+        return Outcome("suspend", attempt.steps.terms)
+    if attempt.steps is not None:
+        attempt.steps.check()
     return outcome
 
 

@@ -86,7 +86,10 @@ begin
         j.queue, j.kind, e.outcome, j.worker,
         case when e.outcome = 'cancelled' then to_jsonb(coalesce(j.cancel_reason, e.error)) else e.result end,
         case when e.outcome <> 'cancelled' then pgqueue._summary(e.error) end,
-        kept.*
+        kept.payload, kept.headers,
+        case when (j.terms).batch_id is null then kept.options
+            else coalesce(kept.options, '{}') || jsonb_build_object('batch_id', (j.terms).batch_id)
+        end
     from unnest(picks, outcomes, errors, results) as e (place, outcome, error, result)
     join pgqueue.job as j on j.ctid = e.place
     cross join lateral pgqueue._in_force(j.queue, j.kind, j.group_key) as settings
@@ -94,7 +97,7 @@ begin
     left join lateral (
         select j.payload, j.headers, jsonb_build_object(
             'priority', j.priority, 'max_attempts', j.max_attempts, 'group_key', j.group_key
-        )
+        ) as options
     ) as kept on settings.keep_payloads and e.outcome in ('completed', 'cancelled')
     where settings.keep_runs > 0 and e.outcome <> 'released';
 end;
@@ -138,60 +141,116 @@ end;
 $$;
 
 -- For jobs whose attempts end: gives their permits back, if nobody has them locked, but for those of
--- their groups that some keep for their retry, and lets claims look again at the queues and groups that
--- may have been full. Plans as _after_end sets it.
-create or replace function pgqueue._return_permits(ended pgqueue._ended[])
+-- their groups that some keep for their retry; and for the queues and groups of those that do not go back, which
+-- _reopened announces, lets claims look again if they may have been full. Plans as its callers set it.
+create or replace function pgqueue._return_permits(
+    permits tid[], job_ids bigint[], queues text[], group_keys text[], keeping bigint[] default null
+)
     returns void
     language plpgsql
 as $$
 declare
-    is_lost boolean := coalesce(current_setting('pgqueue.lose_hints', true), '') <> '' and pgqueue._is_lost();
-    given record;
+    are_of_groups boolean;
+    blocked tid[];
 begin
-    with held as (
-        select e.id, e.queue, e.group_key, e.permits, e.back_at, e.keeps_permit
-        from unnest(ended) as e
-        where e.permits is not null
-    ), back as (
+    if coalesce(current_setting('pgqueue.lose_hints', true), '') <> '' and pgqueue._is_lost() then
+        null;
+    elsif cardinality(permits) = 1 and keeping is null then
+        -- In its usual case in one statement, which costs half as much.
         update pgqueue.permit as p
         set free_at = clock_timestamp(), job_id = null, is_surplus = false
-        where not is_lost and p.ctid = any (array(
-            select k.ctid
-            from held as h
-            cross join lateral unnest(h.permits) as u (tid)
-            join pgqueue.permit as k on k.ctid = u.tid
-            where k.job_id = h.id and not k.is_rate and (k.group_key = '' or h.keeps_permit is not true)
-            for update of k skip locked
+        where p.ctid = any (array(
+            select k.ctid from pgqueue.permit as k
+            where k.ctid = any (_return_permits.permits) and k.job_id = any (job_ids) and not k.is_rate
+            for update skip locked
         ))
-        returning p.group_key
-    )
-    -- _reopened announces those that go back.
-    select
-        array_agg(h.queue) as queues,
-        array_agg(h.queue) filter (where h.is_blocked) as blocked_queues,
-        array_agg(h.group_key) filter (where h.is_blocked) as blocked_keys,
-        (select bool_and(b.group_key <> '') from back as b) as are_of_groups
-    into given
-    from (
-        select h.queue, h.group_key, h.group_key is not null and (
-            select true from pgqueue.ticket as t
-            where pgqueue._is_ticket_of(t, h.queue, h.group_key) and t.is_blocked
-            limit 1
-        ) as is_blocked
-        from held as h
-        where h.back_at is null
-    ) as h;
-    if given.blocked_keys is not null then
-        perform pgqueue._wake_groups(given.blocked_queues, given.blocked_keys);
+        returning p.group_key <> '' into are_of_groups;
+    else
+        with back as (
+            update pgqueue.permit as p
+            set free_at = clock_timestamp(), job_id = null, is_surplus = false
+            where p.ctid = any (array(
+                select k.ctid from pgqueue.permit as k
+                where k.ctid = any (_return_permits.permits) and k.job_id = any (job_ids) and not k.is_rate
+                    and (keeping is null or k.group_key = '' or k.job_id <> all (keeping))
+                for update skip locked
+            ))
+            returning p.group_key
+        )
+        select bool_and(b.group_key <> '') into are_of_groups from back as b;
     end if;
-    if given.are_of_groups is not true then
-        perform pgqueue._wake(q.name) from (select distinct u.name from unnest(given.queues) as u (name)) as q;
+    if num_nonnulls(variadic group_keys) > 0 then
+        blocked := pgqueue._blocked_tickets(queues, group_keys);
+        if blocked <> '{}' then
+            perform pgqueue._wake_groups(blocked);
+        end if;
+    end if;
+    if are_of_groups is not true then
+        perform pgqueue._wake(u.name) from unnest(queues) as u (name) group by u.name;
+    end if;
+end;
+$$;
+
+-- Whether anything depends on the end of a job: others that wait for it, steps, or a wait of its own.
+create or replace function pgqueue._is_followed(job_id bigint)
+    returns boolean
+    language plpgsql
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+begin
+    perform from pgqueue.dependency as d where d.job_id = _is_followed.job_id
+    union all
+    select from pgqueue.step as s where s.job_id = _is_followed.job_id
+    union all
+    select from pgqueue.wait as w where w.job_id = _is_followed.job_id
+    limit 1;
+    return found;
+end;
+$$;
+
+-- Deletes the waits of jobs, if they were suspended, and their ties. Locked ones are just being cut.
+create or replace function pgqueue._end_waits(job_ids bigint[])
+    returns void
+    language plpgsql
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+declare
+    ended bigint[];
+begin
+    if pg_relation_size('pgqueue.wait') = 0 then
+        return;
+    end if;
+    with over as (
+        delete from pgqueue.wait as w where w.job_id = any (job_ids) returning w.job_id
+    )
+    select array_agg(o.job_id) into ended from over as o;
+    if ended is not null then
+        delete from pgqueue.dependency as d
+        where d.ctid = any (array(
+            select t.ctid from pgqueue.dependency as t where t.waiter_id = any (ended) for update skip locked
+        ));
+    end if;
+end;
+$$;
+
+-- Deletes the steps of jobs that are gone for good.
+create or replace function pgqueue._forget_steps(job_ids bigint[])
+    returns void
+    language plpgsql
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+begin
+    if pg_relation_size('pgqueue.step') > 0 then
+        delete from pgqueue.step as s where s.job_id = any (job_ids);
     end if;
 end;
 $$;
 
 -- Records that jobs, which this transaction has just deleted, did not complete. Otherwise what is
--- enqueued after them would run.
+-- enqueued after them would run. Their steps are gone with them.
 create or replace function pgqueue._note_gone(job_ids bigint[])
     returns void
     language plpgsql
@@ -201,12 +260,13 @@ begin
     select u.id >> 6, bit_or(1::bigint << (u.id & 63)::int), clock_timestamp()
     from unnest(job_ids) as u (id)
     group by u.id >> 6;
+    perform pgqueue._forget_steps(job_ids);
 end;
 $$;
 
 -- What follows the ends of attempts and jobs, whoever ended them, in this order: their permits are free,
--- those that go back are found, it is remembered which were cancelled, their batches count them, the jobs
--- that wait for them go on or are cancelled (unless is_in_chain: by who ends a chain of them), batches
+-- those that go back are found, it is remembered which were cancelled, their own waits are over and their steps
+-- go with those that do not die, their batches count them, the jobs that wait for them go on or are cancelled (unless is_in_chain: by who ends a chain of them), batches
 -- that are over finish, and who waits for them is told. Only this function does any of it; call it when
 -- the rows are written.
 create or replace function pgqueue._after_end(ended pgqueue._ended[], is_in_chain boolean default false)
@@ -219,6 +279,7 @@ create or replace function pgqueue._after_end(ended pgqueue._ended[], is_in_chai
     set enable_nestloop = on
 as $$
 declare
+    awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
     has record;
 begin
     select
@@ -228,7 +289,14 @@ begin
     into has
     from unnest(ended) as e;
     if has.permits then
-        perform pgqueue._return_permits(ended);
+        perform pgqueue._return_permits(
+            array(select u.tid from unnest(ended) as e cross join lateral unnest(e.permits) as u (tid)),
+            array_agg(e.id), array_agg(e.queue) filter (where e.back_at is null),
+            array_agg(e.group_key) filter (where e.back_at is null),
+            array_agg(e.id) filter (where e.keeps_permit)
+        )
+        from unnest(ended) as e
+        where e.permits is not null;
     end if;
     if has.back then
         perform pgqueue._reopened(
@@ -240,11 +308,17 @@ begin
     if has.cancelled then
         perform pgqueue._note_gone(array(select e.id from unnest(ended) as e where e.outcome = 'cancelled'));
     end if;
+    if awaited <> 0 then
+        perform pgqueue._end_waits(array(select e.id from unnest(ended) as e));
+        if has.gone then
+            perform pgqueue._forget_steps(array(select e.id from unnest(ended) as e where e.outcome = 'completed'));
+        end if;
+    end if;
     -- Counted first, because together with those that wait for them their batch may be over.
     if has.batches then
         perform pgqueue._count_ends(ended);
     end if;
-    if has.gone and not is_in_chain and pg_relation_size('pgqueue.dependency') > 0 then
+    if awaited <> 0 and has.gone and not is_in_chain and pg_relation_size('pgqueue.dependency') > 0 then
         perform pgqueue._cut_ties(array(select e.id from unnest(ended) as e where e.back_at is null));
     end if;
     if has.batches and not pgqueue._is_lost() then

@@ -83,7 +83,8 @@ begin
             )) is true
             and pgqueue._is_own(j.queue, own)
         order by j.id
-        for update skip locked
+        -- A step that is not committed yet holds the row as well, but lets this through.
+        for no key update skip locked
     );
     update pgqueue.job as j
     set lease_expires_at = case

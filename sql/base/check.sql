@@ -339,7 +339,7 @@ create or replace function pgqueue._check_outcomes(
     immutable
 as $$
 declare
-    known constant text[] := array['complete', 'fail', 'reject', 'release'];
+    known constant text[] := array['complete', 'fail', 'reject', 'release', 'suspend'];
 begin
     if cardinality(outcomes) is distinct from cardinality(job_ids)
         or cardinality(texts) <> cardinality(job_ids) or cardinality(delays) <> cardinality(job_ids)
@@ -356,7 +356,7 @@ begin
     elsif (outcomes <@ known) is not true then
         return (
             select array[
-                'every outcome must be complete, fail, reject or release',
+                'every outcome must be complete, fail, reject, release or suspend',
                 coalesce('One is "' || o.outcome || '".', 'One is null.'),
                 'reject is for permanent errors.'
             ]
@@ -585,6 +585,30 @@ begin
             'after takes jobs, not batches', format('%s is a batch.', batch_id),
             'The callback of the batch can enqueue what comes after it.'
         ]
+    end;
+end;
+$$;
+
+-- Refuses terms that suspend cannot take.
+create or replace function pgqueue._check_suspension(job_id bigint, event text, run_at timestamptz, after bigint[])
+    returns text[]
+    language plpgsql
+as $$
+begin
+    return case
+        when num_nonnulls(event, run_at, after) = 0 then array[
+            'a suspended job needs something to wait for',
+            'event, run_at and after are all null.',
+            'Give an event, a moment or jobs; release gives a job back that may run again at once.'
+        ]
+        when octet_length(event) not between 1 and 200 then pgqueue._bad_name('event', event)
+        when job_id = any (after) then array[
+            'a job cannot wait for itself', format('after has its id, %s.', job_id), 'Name other jobs.'
+        ]
+        else coalesce(
+            case when run_at is not null then pgqueue._check_ranges(run_at => run_at) end,
+            case when after is not null then pgqueue._check_after(after, null) end
+        )
     end;
 end;
 $$;

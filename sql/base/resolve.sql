@@ -73,10 +73,32 @@ begin
         (
             select string_agg(format('coalesce(said.%1$I, settings.%1$I)', s.name), ', ' order by s.place)
             from pgqueue._setting as s
+            where not s.is_seldom
         )
     );
 end;
 $do$;
+
+-- A setting of a queue, or (an empty name) of all, that is not in queue_in_force.
+create or replace function pgqueue._seldom(queue text, setting text)
+    returns text
+    language plpgsql
+    stable
+as $$
+begin
+    return coalesce(
+        (
+            select to_jsonb(q) ->> setting
+            from pgqueue.queue as q
+            where q.name in ('', _seldom.queue) and q.kind = '' and q.group_key = ''
+                and to_jsonb(q) ->> setting is not null
+            order by q.name <> '' desc
+            limit 1
+        ),
+        (select s.fallback from pgqueue._setting as s where s.name = setting)
+    );
+end;
+$$;
 
 -- What is in force for a queue for which anything was set, or (an empty name) for all others, by the
 -- table queue.

@@ -115,46 +115,45 @@ begin
 end;
 $$;
 
--- For groups in which an attempt has ended: if they could give no more jobs, makes claims look at them
--- again at once.
-create or replace function pgqueue._wake_groups(queues text[], group_keys text[])
+-- The tickets of some groups that could give no more jobs. Plans as its callers set it.
+create or replace function pgqueue._blocked_tickets(queues text[], group_keys text[])
+    returns tid[]
+    language plpgsql
+as $$
+begin
+    return array(
+        select t.tid
+        from (select distinct u.queue, u.key from unnest(queues, group_keys) as u (queue, key) where u.key is not null) as u
+        -- As an array, because as a join it might read all tickets.
+        cross join lateral unnest(array(
+            select t.ctid from pgqueue.ticket as t where pgqueue._is_ticket_of(t, u.queue, u.key) and t.is_blocked
+        )) as t (tid)
+    );
+end;
+$$;
+
+-- For tickets of groups in which an attempt has ended, and that could give no more jobs: makes claims look at them
+-- again at once. Plans as its callers set it.
+create or replace function pgqueue._wake_groups(tickets tid[])
     returns void
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set jit = off
-    set enable_seqscan = off
-    set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_tidscan = on
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
     blocked record;
     locked tid[];
 begin
-    if pgqueue._is_lost() then
+    if tickets = '{}' or pgqueue._is_lost() then
         return;
     end if;
     select
-        array_agg(t.tid) as tids, array_agg(distinct g.queue) as queues,
-        array_agg(t.priority) as priorities, array_agg(g.queue) as all_queues, array_agg(g.key) as keys
+        array_agg(t.ctid) as tids, array_agg(distinct t.queue) as queues,
+        array_agg(t.priority) as priorities, array_agg(t.queue) as all_queues, array_agg(t.group_key) as keys
     into blocked
-    from (
-        select distinct u.queue, u.key from unnest(queues, group_keys) as u (queue, key) where u.key is not null
-    ) as g
-    cross join lateral (
-        select t.ctid as tid, t.priority
-        from pgqueue.ticket as t
-        where pgqueue._is_ticket_of(t, g.queue, g.key) and t.is_blocked
-    ) as t;
-    if blocked.tids is null then
-        return;
-    end if;
+    from pgqueue.ticket as t
+    where t.ctid = any (tickets) and t.is_blocked;
     locked := array(
-        select t.ctid from pgqueue.ticket as t where t.ctid = any (blocked.tids) and t.is_blocked
+        select t.ctid from pgqueue.ticket as t where t.ctid = any (tickets) and t.is_blocked
         for update skip locked
     );
     update pgqueue.ticket as t set at = moment, served = 0, is_blocked = false, is_full = false where t.ctid = any (locked);
@@ -197,6 +196,8 @@ create or replace function pgqueue._reopened(
 )
     returns void
     language plpgsql
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
 as $$
 begin
     perform pgqueue._announce(o.queue, o.lane, o.run_at)
@@ -207,7 +208,7 @@ begin
         group by 1, 2
     ) as o;
     if num_nonnulls(variadic group_keys) > 0 then
-        perform pgqueue._wake_groups(queues, group_keys);
+        perform pgqueue._wake_groups(pgqueue._blocked_tickets(queues, group_keys));
         perform pgqueue._insert_tickets(queues, group_keys, priorities, run_ats);
     end if;
     perform pgqueue._wake(o.queue)

@@ -4,7 +4,7 @@
 -- somebody waits for it. Two families of advisory locks show that, each folded to 256 keys
 -- so that one transaction over many queues cannot fill the lock table:
 --
---   7366513 "in flight"  held shared by every enqueue until its transaction ends
+--   7366513 "in flight"  held shared by every enqueue until its transaction ends (256: by every emit)
 --   7366514 "parked"     held shared by the session of every worker that waits (see rest)
 --
 -- A producer first takes "in flight", then looks whether anybody is parked. A worker
@@ -30,9 +30,7 @@ as $$
 declare
     fold int := hashtext(_wake.queue) & 255;
 begin
-    if current_setting('pgqueue.notify', true) = 'off'
-        or not (pgqueue._in_force(queue)).notify
-    then
+    if current_setting('pgqueue.notify', true) = 'off' then
         return;
     end if;
     if (
@@ -40,6 +38,7 @@ begin
         and pg_try_advisory_lock(7366514, fold)
         and pg_advisory_unlock(7366514, fold)
     ) is not true
+        and (pgqueue._in_force(queue)).notify
         -- A full notification queue makes COMMIT fail, and a hint is not worth that.
         and pg_notification_queue_usage() < 0.5
     then
@@ -119,6 +118,9 @@ begin
             and pg_advisory_unlock(7366513, fold)
             and is_quiet;
     end loop;
+    if pg_relation_size('pgqueue.wait') > 0 then
+        is_quiet := pg_try_advisory_lock(7366513, 256) and pg_advisory_unlock(7366513, 256) and is_quiet;
+    end if;
     return is_quiet;
 end;
 $$;

@@ -88,10 +88,19 @@ begin
 
     if is_capped then
         new_token := nextval('pgqueue.token_seq');
-        of_lanes := pgqueue._pick_capped(
-            queue, kinds, paused, max_jobs, moment, settings, new_token
-        );
-        picks := of_lanes.picks;
+        if cardinality(settings.caps) = 1 and (settings.caps[1]).kind = '' and max_jobs <= 300 then
+            of_lanes := pgqueue._pick_under_cap(
+                queue, kinds, paused, max_jobs, moment, settings, settings.caps[1], new_token
+            );
+            picks := of_lanes.picks;
+            has_one_each := cardinality(of_lanes.permits) = cardinality(picks);
+        end if;
+        if picks is null then
+            of_lanes := pgqueue._pick_capped(
+                queue, kinds, paused, max_jobs, moment, settings, new_token
+            );
+            picks := of_lanes.picks;
+        end if;
         if picks = '{}' then
             return;
         end if;

@@ -77,7 +77,8 @@ begin
                         when on_duplicate = 'replace' then _on_duplicate.run_at
                         else greatest((j.terms).run_at, _on_duplicate.run_at)
                     end,
-                    (j.terms).batch_id
+                    (j.terms).batch_id,
+                    (j.terms).after
                 )::pgqueue._terms
             end
         where j.id = present.id and j.lease_expires_at is null
@@ -240,7 +241,7 @@ begin
                 refused := pgqueue._refuse(pgqueue._lock_batch(batch_id));
             end if;
             after := nullif(after, '{}');
-            terms := row(expires_at, case when after is not null then run_at end, batch_id);
+            terms := row(expires_at, case when after is not null then run_at end, batch_id, after);
             run_at := case when after is null then run_at else 'infinity' end;
         end if;
     elsif kind is not null then
@@ -578,7 +579,7 @@ declare
     refused boolean;
     moment timestamptz := clock_timestamp();
     terms pgqueue._terms := case when num_nonnulls(expires_at, batch_id) > 0
-        then row(expires_at, null, batch_id)
+        then row(expires_at, null, batch_id, null)
     end;
     ids bigint[];
     given record;

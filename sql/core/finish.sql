@@ -22,6 +22,7 @@ declare
     done record;
     found_before bigint;
     is_followed boolean;
+    options jsonb;
     refused boolean;
 begin
     -- Few conditions and variables, because each that a plain job meets costs it half a hundredth.
@@ -53,8 +54,11 @@ begin
                 else (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs
             end;
         end if;
-        is_followed := done.permits is not null or pg_sequence_last_value('pgqueue._cell_awaited')
+        is_followed := pg_sequence_last_value('pgqueue._cell_awaited')
             > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+        if done.batch_id is not null then
+            options := jsonb_build_object('batch_id', done.batch_id);
+        end if;
         if is_followed is not true and done.batch_id is not null then
             -- As in _is_batch_over, written out.
             found_before := pg_sequence_last_value(('pgqueue._cell_batch_' || done.batch_id % 5)::regclass);
@@ -63,24 +67,26 @@ begin
             is_followed := not found;
         end if;
         if is_followed is not true and awaited >> (hashtext(done.queue) & 255) % 63 & 1 = 1 then
-            perform from pgqueue.dependency as d where d.job_id = complete.job_id limit 1;
-            is_followed := found;
+            is_followed := pgqueue._is_followed(job_id);
         end if;
         if is_followed then
             perform pgqueue._after_end(array[row(
                 job_id, 'completed', done.queue, done.group_key, done.batch_id, done.permits, null, null, null
             )::pgqueue._ended]);
+        elsif done.permits is not null then
+            -- Nothing else follows: as _after_end does it.
+            perform pgqueue._return_permits(done.permits, array[job_id], array[done.queue], array[done.group_key]);
         end if;
     end if;
     insert into pgqueue.run (
         slot, attempt, job_id, finished_at, waited, taken,
-        queue, kind, outcome, worker, result
+        queue, kind, outcome, worker, result, options
     )
     select
         (floor(date_part('epoch', moment) / 86400)::int + coalesce(keep_runs, 7)) % 16,
         done.attempt, complete.job_id, moment,
         done.claimed_at - least(done.run_at, done.claimed_at), moment - done.claimed_at,
-        done.queue, done.kind, 'completed', done.worker, complete.result
+        done.queue, done.kind, 'completed', done.worker, complete.result, options
     where keep_runs is distinct from 0;
 end;
 $$;
@@ -127,6 +133,9 @@ declare
     own text[] := case when awaited < 0 then pgqueue._own_queues('worker') end;
     done_ids bigint[];
     followed pgqueue._ended[];
+    given_back tid[];
+    queues text[];
+    group_keys text[];
 begin
     if awaited <> 0 then
         is_awaited := pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(moment);
@@ -151,16 +160,20 @@ begin
                 when is_logged then 0
                 when is_configured then (pgqueue._in_force(j.queue, j.kind, j.group_key)).keep_runs
                 else 7
-            end as keep_runs
+            end as keep_runs,
+            is_awaited or (j.terms).batch_id is not null or cardinality(j.permits) > 1
+                -- A job that begins to wait for one just now leaves a loose end.
+                or awaited >> (hashtext(j.queue) & 255) % 63 & 1 = 1
+                    and pgqueue._is_followed(j.id) as is_followed
     ), logged as (
         insert into pgqueue.run (
-            slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result
+            slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result, options
         )
         select
             (today + d.keep_runs) % 16, d.attempt, d.id, moment,
             d.claimed_at - least(d.run_at, d.claimed_at), moment - d.claimed_at,
             d.queue, d.kind, 'completed', d.worker,
-            given.result
+            given.result, case when d.batch_id is not null then jsonb_build_object('batch_id', d.batch_id) end
         from done as d
         left join (
             select distinct on (h.id, h.token) h.*
@@ -176,16 +189,18 @@ begin
         array_agg(d.id),
         array_agg(row(
             d.id, 'completed', d.queue, d.group_key, d.batch_id, d.permits, null, null, null
-        )::pgqueue._ended) filter (
-            where is_awaited or num_nonnulls(d.batch_id, d.permits) > 0
-                -- A job that begins to wait for one just now leaves a loose end.
-                or awaited >> (hashtext(d.queue) & 255) % 63 & 1 = 1
-                    and (select true from pgqueue.dependency as t where t.job_id = d.id limit 1)
-        )
-    into done_ids, followed
+        )::pgqueue._ended) filter (where d.is_followed),
+        array_agg(d.permits[1]) filter (where d.is_followed is not true and d.permits is not null),
+        array_agg(d.queue) filter (where d.is_followed is not true and d.permits is not null),
+        array_agg(d.group_key) filter (where d.is_followed is not true and d.permits is not null)
+    into done_ids, followed, given_back, queues, group_keys
     from done as d;
     if followed is not null then
         perform pgqueue._after_end(followed);
+    end if;
+    -- Of those that nothing else follows: as _after_end does it.
+    if given_back is not null then
+        perform pgqueue._return_permits(given_back, done_ids, queues, group_keys);
     end if;
     return query select unnest(done_ids);
 end;
@@ -308,6 +323,20 @@ begin
 end;
 $$;
 
+-- Parses the terms of a suspension in JSON, run_at by default this; says what is wrong with them, if anything.
+create or replace function pgqueue._to_suspension(
+    job_id bigint, said text, run_at timestamptz, out terms pgqueue._suspension, out problem text
+)
+    language plpgsql
+as $$
+begin
+    terms := jsonb_populate_record(row(null, run_at, null)::pgqueue._suspension, said::jsonb);
+    problem := (pgqueue._check_suspension(job_id, terms.event, terms.run_at, terms.after))[1];
+exception when data_exception or program_limit_exceeded then
+    problem := 'it cannot be suspended on these terms: ' || sqlerrm;
+end;
+$$;
+
 -- finish, for those whose lease is held, in any order.
 create or replace function pgqueue._finish_each(
     job_ids bigint[], tokens bigint[], outcomes text[], texts text[], delays interval[]
@@ -322,6 +351,7 @@ declare
     picks tid[] := pgqueue._lock_held(job_ids, tokens);
     results jsonb[];
     problems text[];
+    terms pgqueue._suspension[];
     given record;
 begin
     select r.results, r.problems into results, problems
@@ -330,23 +360,33 @@ begin
         from unnest(outcomes, texts) with ordinality as e (outcome, said, place)
         order by e.place
     )) as r;
+    if 'suspend' = any (outcomes) then
+        terms := array_fill(null::pgqueue._suspension, array[cardinality(outcomes)]);
+        for place in 1 .. cardinality(outcomes) loop
+            continue when outcomes[place] <> 'suspend';
+            given := pgqueue._to_suspension(job_ids[place], texts[place], moment + delays[place]);
+            terms[place] := given.terms;
+            problems[place] := given.problem;
+        end loop;
+    end if;
 
     for given in
         select
-            e.outcome = 'complete' as is_done,
+            case when e.outcome in ('complete', 'suspend') then e.outcome end as verb,
             array_agg(h.id) as ids,
             array_agg(e.token) as tokens,
             array_agg(h.place) as picks,
             array_agg(e.outcome) as outcomes,
             array_agg(e.said) as texts,
             array_agg(moment + e.delay) as run_ats,
-            array_agg(e.result) as results
+            array_agg(e.result) as results,
+            array_agg(row(e.event, e.run_at, e.after)::pgqueue._suspension) as terms
         from (
             select distinct on (u.id, u.token)
-                u.id, u.token, u.delay, u.result, coalesce(u.problem, u.said) as said,
+                u.id, u.token, u.delay, u.result, coalesce(u.problem, u.said) as said, u.event, u.run_at, u.after,
                 case when u.problem is null then u.outcome else 'fail' end as outcome
-            from unnest(job_ids, tokens, outcomes, texts, delays, results, problems) with ordinality
-                as u (id, token, outcome, said, delay, result, problem, place)
+            from unnest(job_ids, tokens, outcomes, texts, delays, results, problems, terms) with ordinality
+                as u (id, token, outcome, said, delay, result, problem, event, run_at, after, place)
             order by u.id, u.token, u.place
         ) as e
         join (
@@ -354,10 +394,14 @@ begin
         ) as h on h.id = e.id and h.token = e.token
         group by 1
     loop
-        if given.is_done then
+        if given.verb = 'complete' then
             return query
             select c.id, given.tokens[array_position(given.ids, c.id)], 'completed'
             from pgqueue.complete_many(given.ids, given.tokens, given.results) as c (id);
+        elsif given.verb = 'suspend' then
+            return query
+            select s.job_id, given.tokens[array_position(given.ids, s.job_id)], s.status
+            from pgqueue._suspend(given.picks, given.terms, moment) as s;
         else
             return query
             select e.job_id, given.tokens[array_position(given.ids, e.job_id)], e.status
@@ -414,8 +458,10 @@ $$;
 comment on function pgqueue.finish(bigint[], bigint[], text[], text[], interval[]) is
 'Ends many attempts in one call, each by its own outcome: complete (text: the
 result in JSON), fail (text: the error; delay: instead of the queue''s
-backoff), reject (a permanent error: dead at once) or release (given back
-uncounted; text: the reason, for why(); delay: not before then). Returns in
-the order of the input completed, retry, dead, cancelled, released or lost. A
-result that is not JSON, or above 64 MB, fails the attempt of that job alone.
+backoff), reject (a permanent error: dead at once), release (given back
+uncounted; text: the reason, for why(); delay: not before then) or suspend
+(text: {"event", "run_at", "after"} in JSON, each optional; delay: instead of
+run_at). Returns in the order of the input completed, retry, dead, cancelled,
+released, suspended or lost. A result that is not JSON, or above 64 MB, or terms
+that suspend would refuse, fail the attempt of that job alone.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

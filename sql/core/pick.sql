@@ -273,6 +273,117 @@ begin
 end;
 $$;
 
+-- _pick_capped if the queue has one cap, which is its own, and has permits left; null if it has none. Plans as claim
+-- sets it.
+create or replace function pgqueue._pick_under_cap(
+    queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, settings pgqueue.queue_in_force,
+    cap pgqueue._cap, new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
+)
+    language plpgsql
+as $$
+declare
+    now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
+    since timestamptz;
+    room int;
+    of_lanes record;
+    locked tid[];
+    ids bigint[];
+    own_permit tid;
+begin
+    if (pg_sequence_last_value('pgqueue._cell_groups_due'::regclass) between now_us and now_us + 60000000) is not true then
+        perform pgqueue._sweep_groups_if_due(moment, new_token);
+    end if;
+    if pg_relation_size('pgqueue.permit_surplus_idx') > 8192 and pgqueue._any_surplus(queue) then
+        return;
+    end if;
+    -- First those that have been taken before: an index look-up would read all the others with them.
+    foreach since in array array['2000-01-01 UTC', '-infinity']::timestamptz[] loop
+        room := (
+            select count(*)
+            from (
+                select
+                from pgqueue.permit as p
+                where pgqueue._is_permit_of(p, _pick_under_cap.queue, '', '')
+                    and pgqueue._is_free(p, cap.is_rate, cap.most, moment) and p.free_at >= since
+                    and (p.taken_at is not null or p.token is distinct from own_token)
+                -- The last ones given back, behind which some old snapshot may keep others.
+                order by p.free_at desc
+                limit max_jobs
+            ) as f
+        );
+        exit when room = max_jobs;
+    end loop;
+    if room = 0 then
+        return;
+    end if;
+    if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
+        picks := pgqueue._pick(queue, kinds, paused, 0, room, moment, false);
+    end if;
+    if (picks = '{}') is not false then
+        of_lanes := pgqueue._pick_lanes(
+            queue, kinds, paused, room, moment, pgqueue._noted_lanes(queue, moment), settings, new_token
+        );
+        picks := of_lanes.picks;
+        if picks = '{}' then
+            return;
+        end if;
+        job_of := of_lanes.job_of;
+        permits := of_lanes.permits;
+    end if;
+    if permits is null and cardinality(picks) = 1 then
+        -- All in one statement, because each of two costs half as much again.
+        update pgqueue.permit as p
+        set free_at = case when cap.is_rate then moment + cap.period else 'infinity' end,
+            job_id = (select j.id from pgqueue.job as j where j.ctid = any (picks)), token = new_token, taken_at = moment
+        where p.ctid = any (array(
+            select f.ctid
+            from pgqueue.permit as f
+            where pgqueue._is_permit_of(f, _pick_under_cap.queue, '', '')
+                and pgqueue._is_free(f, cap.is_rate, cap.most, moment) and f.free_at >= since
+                and (f.taken_at is not null or f.token is distinct from own_token and not pgqueue._is_double(f))
+            order by f.free_at desc
+            limit 1
+            for update skip locked
+        ))
+        returning p.ctid into own_permit;
+        if found then
+            permits := array[own_permit];
+            return;
+        end if;
+    end if;
+    locked := array(
+        select p.ctid
+        from pgqueue.permit as p
+        where pgqueue._is_permit_of(p, _pick_under_cap.queue, '', '')
+            and pgqueue._is_free(p, cap.is_rate, cap.most, moment) and p.free_at >= since
+            and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
+        order by p.free_at desc
+        limit cardinality(picks)
+        for update skip locked
+    );
+    if cardinality(locked) < cardinality(picks) then
+        -- Others came first.
+        perform pgqueue._put_back(
+            queue, kinds, paused, array(select j.id from pgqueue.job as j where j.ctid = any (picks[cardinality(locked) + 1:])),
+            permits
+        );
+        picks := picks[:cardinality(locked)];
+    end if;
+    ids := array(select j.id from pgqueue.job as j where j.ctid = any (picks));
+    with given as (
+        update pgqueue.permit as p
+        set free_at = case when cap.is_rate then moment + cap.period else 'infinity' end,
+            job_id = ids[array_position(locked, p.ctid)], token = new_token, taken_at = moment
+        where p.ctid = any (locked)
+        returning p.job_id, p.ctid as tid
+    )
+    select _pick_under_cap.job_of || array_agg(g.job_id), _pick_under_cap.permits || array_agg(g.tid)
+    into job_of, permits
+    from given as g;
+end;
+$$;
+
 -- _pick_lanes under the caps of a queue: as many jobs as there are permits for, by the claim with this
 -- token; returns which job has which permit.
 create or replace function pgqueue._pick_capped(

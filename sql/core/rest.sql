@@ -161,7 +161,7 @@ as $$
 declare
     is_all boolean;
     is_used boolean := greatest(
-        pg_relation_size('pgqueue.dependency'), pg_relation_size('pgqueue.batch')
+        pg_relation_size('pgqueue.dependency'), pg_relation_size('pgqueue.batch'), pg_relation_size('pgqueue.loose_end')
     ) > 0;
 begin
     -- rest() may be called in a read-only transaction, too.

@@ -22,9 +22,23 @@
 --
 -- A claim locks a job first, and leaves the new version with an xmax that equals its xmin.
 
+-- Makes claims look around at this moment, if they would not do so before.
+create or replace function pgqueue._look_soon(moment timestamptz)
+    returns void
+    language plpgsql
+as $$
+declare
+    now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+begin
+    if (pg_sequence_last_value('pgqueue._cell_due') <= now_us) is not true then
+        perform setval('pgqueue._cell_due', now_us);
+    end if;
+end;
+$$;
+
 -- Makes others look soon, once this has committed, at the ties of jobs that have ended (ended), or may have
--- ended while another was enqueued after them (new, less urgent), or at batches (batch). A hint: the sweep gets
--- there as well.
+-- ended while another was enqueued after them (new, less urgent), or at batches (batch): hints, the sweep gets
+-- there as well. Or at an event, by its hash (event), or jobs that wait for one (wait): see module event.
 create or replace function pgqueue._leave_loose_ends(ids bigint[], what text, delay interval default '0')
     returns void
     language plpgsql
@@ -32,14 +46,12 @@ as $$
 declare
     moment timestamptz := clock_timestamp() + delay;
 begin
-    if pgqueue._is_lost() then
+    if what not in ('event', 'wait') and pgqueue._is_lost() then
         return;
     end if;
     insert into pgqueue.loose_end (look_at, id, what)
     select moment, i.id, _leave_loose_ends.what from unnest(ids) as i (id);
-    perform setval('pgqueue._cell_due', least(
-        pg_sequence_last_value('pgqueue._cell_due'), pgqueue._since_2020(moment)
-    ));
+    perform pgqueue._look_soon(moment);
 end;
 $$;
 
@@ -84,6 +96,17 @@ begin
 end;
 $$;
 
+-- Whether a job still waits for others: one that was suspended may also have a time.
+create or replace function pgqueue._is_blocked(job pgqueue.job)
+    returns boolean
+    language plpgsql
+as $$
+begin
+    return job.run_at = 'infinity'
+        or job.token is null and exists (select from pgqueue.wait as w where w.job_id = job.id);
+end;
+$$;
+
 -- Frees locked jobs whose wait is over: they may run from their run_at on.
 create or replace function pgqueue._free(job_ids bigint[])
     returns void
@@ -93,13 +116,16 @@ declare
     moment timestamptz := clock_timestamp();
     freed record;
 begin
+    if pg_relation_size('pgqueue.wait') > 0 then
+        delete from pgqueue.wait as w where w.job_id = any (job_ids);
+    end if;
     with back as (
         update pgqueue.job as j
-        set run_at = coalesce(
+        set run_at = least(j.run_at, coalesce(
                 (j.terms).run_at,
                 moment - (cardinality(job_ids) - array_position(job_ids, j.id)) * interval '1 microsecond'
-            ),
-            terms = row((j.terms).expires_at, null, (j.terms).batch_id)
+            )),
+            terms = row((j.terms).expires_at, null, (j.terms).batch_id, (j.terms).after)
         where j.id = any (job_ids)
         returning j.queue, j.priority, j.group_key, j.run_at
     )
@@ -269,7 +295,7 @@ begin
         alone := array(
             select j.id
             from pgqueue.job as j
-            where j.id = any (alone) and j.run_at = 'infinity'
+            where j.id = any (alone) and pgqueue._is_blocked(j)
             order by j.id
             for update skip locked
         );
@@ -305,7 +331,7 @@ begin
         select h.place
         from unnest(hand) as h
         where h.waiter_id = any (held)
-            or (select j.run_at = 'infinity' from pgqueue.job as j where j.id = h.waiter_id) is not true
+            or (select pgqueue._is_blocked(j) from pgqueue.job as j where j.id = h.waiter_id) is not true
     ));
     get diagnostics cut = row_count;
     -- Another session has locked most of those that came first.

@@ -1,5 +1,5 @@
 -- The sweep: looks again at jobs that wait for others, and at batches, first where a loose end says that there
--- is something to do. Modules depend and batch say what leaves one.
+-- is something to do. Modules depend, batch and event say what leaves one.
 
 -- Continues through the ids of jobs that have ties and of batches, at most this many: finds whatever no
 -- loose end pointed to.
@@ -73,9 +73,11 @@ begin
             returning l.id, l.what
         )
         select
-            array_agg(distinct d.id) filter (where d.what <> 'batch') as jobs,
+            array_agg(distinct d.id) filter (where d.what in ('ended', 'new')) as jobs,
             array_agg(distinct d.id) filter (where d.what = 'new') as recent,
             array_agg(distinct d.id) filter (where d.what = 'batch') as batches,
+            array_agg(distinct d.id) filter (where d.what = 'event') as events,
+            array_agg(distinct d.id) filter (where d.what = 'wait') as waits,
             count(*) as ends
         into picked
         from dropped as d;
@@ -92,6 +94,9 @@ begin
         end if;
         if picked.batches is not null then
             perform pgqueue._look_at_batches(picked.batches);
+        end if;
+        if num_nonnulls(picked.events, picked.waits) > 0 then
+            done := done + pgqueue._look_at_waits(picked.events, picked.waits, most);
         end if;
     end if;
     if done < most then

@@ -301,6 +301,37 @@ values
             limit 1
         )
     $$),
+    -- Each queue that has a suspended job without a run_at beyond its suspend_target, of the 10,000 oldest.
+    ('suspensions', null, 10000, null, 'no suspended job waits beyond its suspend_target', $$
+        with old as materialized (
+            select j.queue, j.id, w.event, moment - w.since as age
+            from (
+                select w.* from pgqueue.wait as w order by w.job_id limit most
+            ) as w
+            join pgqueue.job as j on j.id = w.job_id
+            where j.run_at = 'infinity' and j.token is null
+        )
+        select
+            o.age > 4 * o.target,
+            format(
+                'queue %s: job %s has been suspended for %s%s, the suspend_target is %s%s', o.queue, o.id,
+                date_trunc('second', o.age), ' and waits for event ' || o.event, o.target,
+                '; so have been ' || nullif(o.jobs - 1, 0) || ' more'
+            ),
+            format('select pgqueue.why(%s)', o.id)
+        from (
+            select distinct on (o.queue) o.*, t.target, count(*) over (partition by o.queue) as jobs
+            from (
+                select q.queue, pgqueue._seldom(q.queue, 'suspend_target')::interval as target
+                from (select distinct o.queue from old as o) as q
+                offset 0
+            ) as t
+            join old as o on o.queue = t.queue
+            where o.age > t.target
+            order by o.queue, o.age desc
+        ) as o
+        order by o.age desc
+    $$),
     -- Each queue whose jobs have waited that long, and nearly as long as they may, while no session serves it.
     ('workers', '2 minutes', null, null, 'somebody works each queue that has jobs', $$
         select
@@ -386,6 +417,21 @@ values
                 then (w.queue, w.kind) not in (select t.queue, t.kind from taken as t)
             end
         order by w.wait desc
+    $$),
+    -- Functions that work is to call, and that do not exist.
+    ('handlers', null, null, null, 'all handlers in SQL exist', $$
+        select
+            true,
+            format('handler %s of %s does not exist', q.handler, concat_ws(
+                ', ', coalesce('queue ' || nullif(q.name, ''), 'all queues'), 'kind ' || nullif(q.kind, '')
+            )),
+            format(
+                'create it, or set another: select pgqueue.configure(%L%s, handler => %L)', nullif(q.name, ''),
+                ', kind => ' || quote_literal(nullif(q.kind, '')), 'schema.function(jsonb)'
+            )
+        from pgqueue.queue as q
+        where q.handler is not null and q.group_key = '' and to_regprocedure(q.handler) is null
+        order by q.name, q.kind
     $$),
     -- Each queue whose jobs have waited that long and will take that many times its wait_target at the current
     -- rate.

@@ -8,6 +8,9 @@ select
     case
         when j.lease_expires_at > c.moment then 'running'
         when j.lease_expires_at is not null or (j.terms).expires_at <= c.moment then 'expired'
+        when j.run_at > c.moment and exists (
+            select from pgqueue.wait as w join pgqueue.event as e on e.name = w.event where w.job_id = j.id
+        ) then 'ready'
         when j.run_at = 'infinity' then 'blocked'
         when j.run_at > c.moment then 'scheduled'
         when j.group_key is not null and exists (
@@ -32,6 +35,11 @@ select
         interval '0'
     ) end as time_left,
     (j.terms).expires_at, (j.terms).batch_id,
+    (
+        select s.name from pgqueue.step as s where s.job_id = j.id order by s.place desc, s.saved_at desc limit 1
+    ) as last_step,
+    case when j.token is null then (select w.event from pgqueue.wait as w where w.job_id = j.id) end as event,
+    case when j.token is null then (select w.since from pgqueue.wait as w where w.job_id = j.id) end as suspended_at,
     (select s.number from pgqueue.shard as s) as shard
 from (select clock_timestamp() as moment) as c
 cross join pgqueue.job as j;
@@ -40,11 +48,12 @@ comment on view pgqueue.jobs is
 'Every waiting or running job, without its payload: state is scheduled, ready
 (due, paused or not), running, expired (its lease has expired, or nobody began
 it by its expires_at; a claim or maintain ends that) or blocked (it waits for
-other jobs, or its group is full or at its rate). One id is found by an index;
-without it the whole table is read.
+other jobs or an event, or its group is full or at its rate). One id is found by
+an index; without it the whole table is read.
 state: scheduled, ready, running, expired or blocked, by the clock of this
 query.
-run_at: The job runs no earlier; null while it waits for other jobs.
+run_at: The job runs no earlier; null while it waits for something other than
+time.
 last_error: Why the last failed attempt failed, or a worker has put the job off
 since; null for neither.
 done: How much the current attempt has reported as done; null if nothing.
@@ -54,6 +63,9 @@ rate: How much it has done per second, from its claim to its last report.
 time_left: How much longer it takes at that rate.
 expires_at: From then on no attempt begins; null for never.
 batch_id: The batch it belongs to; null for none.
+last_step: The last step that it has saved; null for none.
+event: The event that it was suspended for, if it still waits; null for none.
+suspended_at: When it was suspended; null if it was not.
 shard: Which shard this database is; null for none.';
 
 -- Whether a queue is paused is found by a join: a reader of the view may not call _in_force().
@@ -593,6 +605,17 @@ from pgqueue.dependency as d;
 
 comment on view pgqueue.dependencies is
 'Which jobs wait for which others to end. Found by either id.';
+
+create or replace view pgqueue.events as
+select e.name, e.payload, e.emitted_at
+from pgqueue.event as e;
+
+comment on view pgqueue.events is
+'What has happened, as emit said, for as long as keep_events says. One event is
+found by its name.
+name: The event.
+payload: What the first emit gave.
+emitted_at: When that was.';
 
 -- A function, because it is stable: a query without last_state does not look for it.
 -- The state of a waiting or running job, dead, or its outcome in run; null if it is no longer known.

@@ -103,7 +103,7 @@ create or replace function pgqueue.status(job_id bigint)
         enqueued_at timestamptz, run_at timestamptz, expires_at timestamptz, claimed_at timestamptz,
         finished_at timestamptz, worker text, done numeric, total numeric, message text, rate numeric,
         time_left interval, result jsonb, last_error text,
-        payload jsonb, errors jsonb
+        payload jsonb, errors jsonb, last_step text, event text, suspended_at timestamptz
     )
     language plpgsql
     security definer
@@ -132,7 +132,11 @@ begin
             else pgqueue._summary(coalesce(j.last_error, d.error))
         end,
         case when reads_jobs then coalesce(w.payload, d.payload) end,
-        case when reads_jobs then coalesce(w.errors, d.errors) end
+        case when reads_jobs then coalesce(w.errors, d.errors) end,
+        coalesce(j.last_step, (
+            select s.name from pgqueue.step as s where s.job_id = d.id order by s.place desc, s.saved_at desc limit 1
+        )),
+        j.event, j.suspended_at
     from (values (status.job_id)) as asked (id)
     left join pgqueue.jobs as j on j.id = asked.id
     left join pgqueue.job as w on w.id = j.id
@@ -178,7 +182,8 @@ Who may not read the table job, as operators may, gets of last_error the first
 line, and no payload or errors; a producer of some queues, no jobs of others.
 payload and errors (the failures, oldest first: attempt, at, worker, error) are
 of a job that has ended what run has: the first line of each error, and the
-payload with keep_payloads. Only reads.
+payload with keep_payloads. last_step is that of save_step, event and
+suspended_at say what it was suspended for, and when. Only reads.
 Raises PQ001 (nothing is known about it).';
 
 create or replace function pgqueue.result(job_id bigint)
@@ -216,6 +221,102 @@ comment on function pgqueue.result(bigint) is
 read. Null if there was none, while the job waits or runs, and if it is dead,
 cancelled or gone: ask status.
 Raises PQ001 (nothing is known about it).';
+
+-- The results of those of the given jobs that have ended, in the order of their ids.
+create or replace function pgqueue._results(job_ids bigint[], own text[])
+    returns table (id bigint, kind text, outcome text, result jsonb)
+    language plpgsql
+    set enable_bitmapscan = on
+    set enable_sort = on
+as $$
+begin
+    return query
+    with last as materialized (
+        select distinct on (r.job_id) r.job_id, r.queue, r.kind, r.result
+        from pgqueue.run as r
+        where r.job_id between job_ids[1] and job_ids[cardinality(job_ids)] and r.job_id = any (job_ids)
+            and r.outcome in ('completed', 'dead', 'cancelled')
+        order by r.job_id, r.finished_at desc
+    )
+    select o.id, coalesce(l.kind, d.kind, j.kind), o.outcome, case when o.outcome = 'completed' then l.result end
+    from pgqueue._outcomes_of(job_ids) as o
+    left join last as l on l.job_id = o.id
+    left join pgqueue.dead_job as d on d.id = o.id
+    left join pgqueue.job as j on j.id = o.id
+    where pgqueue._is_own(coalesce(l.queue, d.queue, j.queue), own)
+    order by o.id;
+end;
+$$;
+
+-- The jobs of the batch with this callback that have ended, by their runs, from the next id on.
+create or replace function pgqueue._ids_of_batch(callback_id bigint, after_id bigint, most int)
+    returns bigint[]
+    language plpgsql
+    set enable_bitmapscan = on
+    set enable_sort = on
+as $$
+declare
+    batch pgqueue.batch;
+begin
+    select b.* into batch from pgqueue.batch as b where b.callback_id = _ids_of_batch.callback_id;
+    return array(
+        select distinct r.job_id
+        from pgqueue.run as r
+        where r.job_id > greatest(batch.id, after_id) and r.job_id < batch.callback_id
+            and r.finished_at >= batch.created_at
+            and r.options -> 'batch_id' = to_jsonb(batch.id) and r.outcome in ('completed', 'dead', 'cancelled')
+        order by r.job_id
+        limit most
+    );
+end;
+$$;
+
+create or replace function pgqueue.results_of(
+    job_id bigint, token bigint, after_id bigint default null, max_rows int default 1000
+)
+    returns table (id bigint, kind text, outcome text, result jsonb)
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set jit = off
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_indexscan = on
+as $$
+#variable_conflict use_column
+declare
+    own text[] := pgqueue._own_queues('worker');
+    most int := coalesce(max_rows, 1000);
+    refused boolean := pgqueue._refuse(case when most not between 1 and 10000 then array[
+        'max_rows must be 1 to 10000', format('It is %s.', most), 'Ask for the next ones with after_id.'
+    ] end);
+    first bigint[];
+begin
+    select coalesce((j.terms).after, '{}') into first
+    from pgqueue.job as j
+    where j.id = results_of.job_id and j.token = results_of.token and pgqueue._is_own(j.queue, own);
+    refused := pgqueue._refuse(case when not found then pgqueue._lost(results_of.job_id, results_of.token) end);
+    return query
+    select r.*
+    from pgqueue._results(array(
+        select u.id
+        from unnest(first || pgqueue._ids_of_batch(results_of.job_id, coalesce(after_id, 0), most)) as u (id)
+        where u.id > coalesce(after_id, 0)
+        group by u.id
+        order by u.id
+        limit most
+    ), own) as r;
+end;
+$$;
+
+comment on function pgqueue.results_of(bigint, bigint, bigint, int) is
+'For a running job: how the jobs that it was enqueued after, or suspended for,
+have ended (completed, dead or cancelled; null for one that runs again), and the
+results of those that completed, as long as the log keeps them (keep_runs). For
+the callback of a batch, the jobs of the batch, those that the log still has. In
+the order of their ids, from after_id on, at most max_rows (1 to 10,000): for
+more, ask again with the last id. A worker of some queues sees those of these.
+Raises PQ002 when the lease is lost, 22023 (bad argument).';
 
 -- Which locks a session that waits for jobs holds.
 create or replace function pgqueue._awaited()

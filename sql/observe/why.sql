@@ -291,6 +291,51 @@ begin
 end;
 $$;
 
+-- What a suspended job waits for, and since when; null if it is not, or due.
+create or replace function pgqueue._why_suspended(job pgqueue.job, moment timestamptz)
+    returns text
+    language plpgsql
+as $$
+declare
+    wait pgqueue.wait;
+begin
+    select w.* into wait from pgqueue.wait as w where w.job_id = job.id;
+    return case when job.run_at > moment and wait.since is not null then format(
+        'suspended since %s: %s', pgqueue._written(wait.since),
+        case when exists (select from pgqueue.event as e where e.name = wait.event)
+            then format('event "%s" has happened, and the next claim or maintain will see it', wait.event)
+            else concat('waits ', concat_ws(
+                ' or ',
+                'for event "' || wait.event || '"',
+                (
+                    select concat('for job ', min(d.job_id), ' and ' || nullif(count(*) - 1, 0) || ' more')
+                    from pgqueue.dependency as d
+                    where d.waiter_id = job.id
+                    having count(*) > 0
+                ),
+                case when job.run_at < 'infinity' then 'until ' || pgqueue._written(job.run_at) end
+            ))
+        end
+    ) end;
+end;
+$$;
+
+-- The last step that a job has saved; null for none.
+create or replace function pgqueue._last_step(job_id bigint)
+    returns text
+    language plpgsql
+as $$
+begin
+    return (
+        select format('its last step: %s, at %s', s.name, pgqueue._written(s.saved_at))
+        from pgqueue.step as s
+        where s.job_id = _last_step.job_id
+        order by s.place desc, s.saved_at desc
+        limit 1
+    );
+end;
+$$;
+
 -- why, for a job that nobody holds, and until when it may begin.
 create or replace function pgqueue._why_waits(job pgqueue.job, moment timestamptz)
     returns text
@@ -299,6 +344,7 @@ as $$
 declare
     expires_at timestamptz := (job.terms).expires_at;
     begun text := case when job.attempt > 0 then 'begun again' else 'begun' end;
+    suspended text := pgqueue._why_suspended(job, moment);
 begin
     if expires_at <= moment then
         return format(
@@ -308,6 +354,7 @@ begin
     end if;
     return concat_ws('; ',
         case
+            when suspended is not null then suspended
             when job.run_at = 'infinity' then (
                 select case
                     when count(*) = 0 then 'blocked: its wait is over, and the next claim or maintain will see it'
@@ -342,7 +389,8 @@ begin
         case when job.run_at > moment then pgqueue._why_paused(job) end,
         'put off by ' || (pgqueue._put_off(job) ->> 'worker') || ': '
             || pgqueue._summary(pgqueue._put_off(job) ->> 'error'),
-        'expires at ' || pgqueue._written(expires_at) || format(' if it is not %s by then', begun)
+        'expires at ' || pgqueue._written(expires_at) || format(' if it is not %s by then', begun),
+        pgqueue._last_step(job.id)
     );
 end;
 $$;
@@ -387,10 +435,10 @@ begin
             then format(
                 'its worker %s was asked to stop at %s: cancelling', job.worker, pgqueue._written(job.cancelled_at)
             )
-            else format(
+            else concat_ws('; ', format(
                 'runs: attempt %s of %s, leased to %s until %s',
                 job.attempt, job.max_attempts, job.worker, pgqueue._written(job.lease_expires_at)
-            )
+            ), pgqueue._last_step(job.id))
         end;
     elsif job.id is not null then
         return pgqueue._why_waits(job, moment);

@@ -19,7 +19,9 @@ begin
             d.id, moment - (count(*) over () - row_number() over (order by d.id)) * interval '1 microsecond',
             d.enqueued_at, d.priority, d.max_attempts,
             d.queue, d.kind, d.unique_key, d.group_key,
-            case when (d.terms).batch_id is not null then row(null, null, (d.terms).batch_id)::pgqueue._terms end,
+            case when num_nonnulls((d.terms).batch_id, (d.terms).after) > 0
+                then row(null, null, (d.terms).batch_id, (d.terms).after)::pgqueue._terms
+            end,
             d.payload, d.headers, d.errors
         from pgqueue.dead_job as d
         where d.id = any (_redrive.dead_ids)

@@ -151,8 +151,8 @@ end;
 $$;
 
 -- Deletes what nobody will look for any more: at most 100,000 unique_for windows that have ended and, of ends
--- more than 14 days ago, 100,000 rows of gone and 10,000 batches. Returns how many windows and batches.
-create or replace function pgqueue._forget_ends(out windows bigint, out batches bigint)
+-- more than 14 days ago, 100,000 rows of gone and 10,000 batches; and 100,000 events. Returns how many of them.
+create or replace function pgqueue._forget_ends(out windows bigint, out batches bigint, out events bigint)
     language plpgsql
     set enable_sort = off
 as $$
@@ -188,6 +188,16 @@ begin
         for update skip locked
     ));
     get diagnostics batches = row_count;
+    delete from pgqueue.event as e
+    where e.ctid = any (array(
+        select f.ctid
+        from pgqueue.event as f
+        where f.emitted_at < moment - pgqueue._seldom('', 'keep_events')::interval
+        order by f.emitted_at
+        limit 100000
+        for update skip locked
+    ));
+    get diagnostics events = row_count;
 end;
 $$;
 
@@ -308,6 +318,7 @@ begin
     return query
     values
         ('forget batches', ends.batches),
+        ('forget events', ends.events),
         -- Last, because nobody can read run from here on.
         ('forget runs', pgqueue._forget_runs(pgqueue._is_alone(callers)));
 end;
@@ -322,7 +333,8 @@ run but no ticket, among the next 1000 (done: groups); drops the permits of
 groups that have had no job for a day (done: permits); deletes at most 100,000
 unique_for windows that have ended (done: windows), and at most 10,000 dead jobs
 that have been kept for keep_dead (done: jobs) and batches that finished 14 days
-ago (done: batches); adds up for metrics what has happened, at most twice a
+ago (done: batches), and 100,000 events older than keep_events (done: events);
+adds up for metrics what has happened, at most twice a
 minute; forgets the ids of jobs that were cancelled, purged or discarded 14 days
 ago; empties the tables of run whose days are over (done: tables). Call it every
 minute or so, from a worker, cron or psql, as a statement of its own: in a

@@ -23,6 +23,8 @@ begin
     into asked
     from asked as a;
     jobs := asked.jobs;
+    -- One whose lease has expired may still run in work(), which has it locked.
+    asked.picks := array(select j.ctid from pgqueue.job as j where j.ctid = any (asked.picks) for update skip locked);
     running := jobs - cardinality(asked.picks);
     perform pgqueue._notify(q.name, 'cancel') from unnest(asked.queues) as q (name);
     perform pgqueue._end(asked.picks, array_fill('cancelled'::text, array[jobs - running]), null, null, moment);
@@ -155,17 +157,25 @@ begin
             else j.run_at
         end
     where j.id = run_now.job_id
-    returning j.queue, j.priority, j.group_key, j.run_at into moved;
+    returning j.queue, j.priority, j.group_key, j.run_at, j.token is null and (
+        select true from pgqueue.wait as w where w.job_id = j.id
+    ) as is_suspended
+    into moved;
     if not found then
         refused := pgqueue._refuse(pgqueue._not_found('job', job_id, 'A dead job goes back to work with redrive_job.'));
+    end if;
+    if moved.is_suspended then
+        perform pgqueue._end_waits(array[job_id]);
+        perform pgqueue._free(array[job_id]);
+        return;
     end if;
     perform pgqueue._reopened(array[moved.queue], array[moved.priority], array[moved.group_key], array[moved.run_at]);
 end;
 $$;
 
 comment on function pgqueue.run_now(bigint) is
-'Makes a scheduled job, or one that waits for its retry, due at once; a running
-or blocked job is left alone.
+'Makes a scheduled job, one that waits for its retry, or a suspended one, due at
+once; a running job, or one enqueued after others, is left alone.
 Raises PQ001 (no such job).';
 
 create or replace function pgqueue.reprioritize(job_id bigint, priority int)

@@ -26,7 +26,7 @@ as $$
 $$;
 
 -- Locks all that belongs to a key, and returns it; or, in state, why it cannot go: busy (a job runs, or somebody has
--- locked one), or tied (a job waits for others, they for it, or it is part of a batch).
+-- locked one), or tied (a job waits for others or an event, they for it, has saved steps, or is of a batch).
 create or replace function pgqueue._depart(kind text, queue text, key text, out state text, out parts jsonb)
     language plpgsql
     set plan_cache_mode = force_generic_plan
@@ -49,6 +49,8 @@ begin
             when bool_or(
                 (j.terms).batch_id is not null or j.run_at = 'infinity'
                 or exists (select from pgqueue.dependency as d where d.job_id = j.id)
+                or exists (select from pgqueue.step as s where s.job_id = j.id)
+                or exists (select from pgqueue.wait as w where w.job_id = j.id)
             ) then 'tied'
             when bool_or(num_nonnulls(j.token, j.permits) > 0) or ids <> found_ids then 'busy'
             else 'free'
@@ -166,14 +168,14 @@ end;
 $$;
 
 -- Pauses a busy group until it has moved; one that somebody else has paused stays so.
-create or replace function pgqueue._hold(queue text, key text)
+create or replace function pgqueue._hold_group(queue text, key text)
     returns void
     language plpgsql
 as $$
 begin
     if not exists (
         select from pgqueue.queue as q
-        where q.name = _hold.queue and q.group_key = _hold.key and q.kind = '' and q.paused
+        where q.name = _hold_group.queue and q.group_key = _hold_group.key and q.kind = '' and q.paused
     ) then
         perform pgqueue._set_paused(queue, null, key, true);
         insert into pgqueue.moving (what, key) values ('paused', jsonb_build_array(queue, key)::text) on conflict do nothing;
@@ -181,7 +183,7 @@ begin
 end;
 $$;
 
--- Lets the groups run again that _hold has paused.
+-- Lets the groups run again that _hold_group has paused.
 create or replace function pgqueue._let_go()
     returns void
     language plpgsql

@@ -35,7 +35,7 @@ end;
 $$;
 
 -- Refuses a setting outside its range, or for a kind or group that cannot have it.
-create or replace function pgqueue._check_settings(given jsonb, kind text, group_key text)
+create or replace function pgqueue._check_settings(given jsonb, queue text, kind text, group_key text)
     returns text[]
     language plpgsql
     stable
@@ -51,9 +51,11 @@ begin
             else array[
                 format('%s cannot be set for %s', s.name, w.place),
                 format('It is %s, for %s.', g.value, concat_ws(
-                    ' and ', 'kind "' || _check_settings.kind || '"', 'group "' || _check_settings.group_key || '"'
+                    ' and ', case w.place when 'less than all' then 'queue "' || _check_settings.queue || '"' end,
+                    'kind "' || _check_settings.kind || '"', 'group "' || _check_settings.group_key || '"'
                 )),
                 format('%s. Set it in a call without %s.', s.meaning, case w.place
+                    when 'less than all' then 'queue, kind and group_key'
                     when 'a kind' then 'kind'
                     when 'a kind and a group together' then 'one of the two'
                     else 'group_key'
@@ -71,6 +73,8 @@ begin
             end
             union all
             select n.place from unnest(s.not_for) as n (place) where case n.place
+                when 'less than all'
+                    then num_nonnulls(_check_settings.queue, _check_settings.kind, _check_settings.group_key) > 0
                 when 'a kind' then _check_settings.kind is not null
                 when 'a group' then _check_settings.group_key is not null
                 when 'each group' then _check_settings.group_key = '*'
@@ -79,6 +83,29 @@ begin
         ) as w (place)
         order by num_nonnulls(w.place), s.place
         limit 1
+    );
+end;
+$$;
+
+-- Refuses what work cannot call.
+create or replace function pgqueue._check_handler(handler regprocedure)
+    returns text[]
+    language plpgsql
+    stable
+as $$
+begin
+    return (
+        select array[
+            'handler must be a function that takes jsonb or pgqueue.job, and returns jsonb or nothing',
+            format('It is a %s that returns %s.', handler, pg_get_function_result(p.oid)),
+            'Such as one declared with: function send(payload jsonb) returns void.'
+        ]
+        from (select) as always
+        left join pg_proc as p on p.oid = handler
+        where handler is not null and (
+            p.prokind = 'f' and not p.proretset and p.prorettype in ('void'::regtype, 'jsonb'::regtype)
+                and p.pronargs = 1 and p.proargtypes[0] in ('jsonb'::regtype, 'pgqueue.job'::regtype)
+        ) is not true
     );
 end;
 $$;
@@ -104,7 +131,10 @@ create or replace function pgqueue.configure(
     age_after interval default null,
     keep_dead interval default null,
     keep_payloads boolean default null,
-    wait_target interval default null
+    wait_target interval default null,
+    keep_events interval default null,
+    suspend_target interval default null,
+    handler regprocedure default null
 )
     returns void
     language plpgsql
@@ -121,12 +151,15 @@ declare
         'group_limit', configure.group_limit, 'group_on_retry', configure.group_on_retry,
         'max_running', configure.max_running, 'rate_limit', configure.rate_limit,
         'rate_period', configure.rate_period, 'age_after', configure.age_after, 'keep_dead', configure.keep_dead,
-        'keep_payloads', configure.keep_payloads, 'wait_target', configure.wait_target
+        'keep_payloads', configure.keep_payloads, 'wait_target', configure.wait_target,
+        'keep_events', configure.keep_events, 'suspend_target', configure.suspend_target,
+        'handler', configure.handler
     ));
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_scope(configure.queue, configure.kind, configure.group_key, true),
         pgqueue._check_ranges(lease => configure.lease),
-        pgqueue._check_settings(given, configure.kind, configure.group_key)
+        pgqueue._check_settings(given, configure.queue, configure.kind, configure.group_key),
+        pgqueue._check_handler(configure.handler)
     ));
 begin
     perform pgqueue._set(configure.queue, configure.kind, configure.group_key, given, configure.reset);
@@ -279,11 +312,12 @@ begin
         perform pgqueue._resolve('');
     end if;
     if exists (select from pgqueue.schedule) or exists (select from pgqueue.batch)
-        or exists (select from pgqueue.dependency)
+        or exists (select from pgqueue.dependency) or exists (select from pgqueue.loose_end)
     then
         perform pgqueue._look_from_now_on();
     end if;
-    if exists (select from pgqueue.dependency) then
+    if exists (select from pgqueue.dependency) or exists (select from pgqueue.step) or exists (select from pgqueue.wait)
+    then
         perform pgqueue._mark(pgqueue._settings_bits(''), 'pgqueue.awaited_seq');
     end if;
     if exists (select from pgqueue.access as a where a.queue <> '') then

@@ -13,12 +13,15 @@ as $$
     from (
         values
             ('{producer}', true, '{enqueue,enqueue_many,enqueue_row,create_batch,close_batch}'),
-            ('{producer}', true, '{status,result,await,shard_of,version}'),
+            ('{producer}', true, '{status,result,await,emit,shard_of,version}'),
             ('{worker}', true, '{claim,claim_from,extend,progress,complete,complete_many,fail,release,finish}'),
-            ('{worker}', true, '{reap,maintain,rest,after_failover,next_slots,shard_of,version}'),
+            ('{worker}', true, '{save_step,steps,suspend,emit,results_of,reap,maintain,rest,after_failover,next_slots,shard_of,version}'),
+            -- And what it calls as its caller.
+            ('{worker}', true, '{work,_handled,_hold}'),
+            ('{worker,operator}', false, '{events}'),
             ('{scheduler}', true, '{schedule,next_slots,shard_of,version}'),
             ('{operator}', true, '{cancel,cancel_many,redrive,redrive_job,discard,discard_many,purge,pause,resume}'),
-            ('{operator}', true, '{rerun,run_now,reprioritize,configure,shard,after_failover,reap,maintain,status,result,await}'),
+            ('{operator}', true, '{rerun,run_now,reprioritize,configure,shard,after_failover,reap,maintain,status,result,await,steps,emit}'),
             ('{operator}', true, '{schedule,unschedule,pause_schedule,resume_schedule,run_schedule}'),
             ('{operator,reader}', true, '{next_slots,why,health,metrics,shard_of,version}'),
             -- The views call these as their reader.
@@ -53,10 +56,10 @@ begin
     loop
         execute case
             when is_granted and change.is_function
-                then format('grant execute on function pgqueue.%I to %I', change.object, role)
+                then format('grant execute on routine pgqueue.%I to %I', change.object, role)
             when is_granted then format('grant select on pgqueue.%I to %I', change.object, role)
             when change.is_function
-                then format('revoke execute on function pgqueue.%I from %I', change.object, role)
+                then format('revoke execute on routine pgqueue.%I from %I', change.object, role)
             else format('revoke select on pgqueue.%I from %I', change.object, role)
         end;
     end loop;
@@ -169,7 +172,45 @@ comment on function pgqueue.revoke_access(text, text, text) is
 another kind of access stays. The role may have been dropped.
 Raises 22023 (unknown kind, or one that is not limited), 42704 (no such role).';
 
-revoke all on schema pgqueue from public;
-revoke all on all tables in schema pgqueue from public;
-revoke all on all sequences in schema pgqueue from public;
-revoke all on all routines in schema pgqueue from public;
+-- The rows that an upgrade touches are of roles that had all that their kind of access includes: now they get what is
+-- new to it. When the transaction ends, because a script of an extension would make all that has been granted on
+-- these objects a part of the extension, and pg_dump would leave it out. Nothing else updates access, nor does a restore.
+create or replace function pgqueue._grant_again()
+    returns trigger
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._change_access(new.role, new.kind, true);
+    return null;
+end;
+$$;
+
+-- What is new belongs to nobody but the owner; what an upgrade repeats keeps its rights. Not all at once, because a
+-- REVOKE does what a GRANT does there.
+do $$
+declare
+    -- Of an upgrade: what was there before it, see module begin.
+    kept text[] := coalesce(nullif(current_setting('pgqueue.kept', true), ''), '{}');
+    object text;
+begin
+    for object in
+        select format('schema %s', n.nspname) from pg_namespace as n where n.nspname = 'pgqueue' and kept = '{}'
+        union all
+        select format('%s %s', case c.relkind when 'S' then 'sequence' else 'table' end, c.oid::regclass)
+        from pg_class as c
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'v', 'S')
+            and 'relation ' || c.oid <> all (kept)
+        union all
+        select format('routine %s', p.oid::regprocedure)
+        from pg_proc as p
+        where p.pronamespace = 'pgqueue'::regnamespace and 'routine ' || p.oid <> all (kept)
+    loop
+        execute format('revoke all on %s from public', object);
+    end loop;
+    if kept = '{}' then
+        create constraint trigger access_grant_again after update on pgqueue.access
+        deferrable initially deferred for each row execute function pgqueue._grant_again();
+    end if;
+end;
+$$;

@@ -28,8 +28,9 @@
 --   attempts  lease (who holds a job), attempt (how that ends, and what follows)
 --   limits    age, permit, group, cap: which of the jobs that are due may run
 --   core      enqueue, pick, rest, claim, finish: what producers and workers call
---   flow      depend and batch (what waits for ends), sweep, cron and schedule (recurring jobs), trigger
---   operate   settings, manage, dead, maintain
+--   flow      depend and batch (what waits for ends), step and event (jobs that take days), sweep, cron and
+--             schedule (recurring jobs), trigger
+--   operate   settings, manage, dead, maintain, work (handlers in SQL)
 --   observe   measure, observe, status (one job), metrics, why, health
 --   roles     access: who may call what
 --
@@ -37,8 +38,9 @@
 -- _pick, in a group by _pick_plain_groups with the tickets (by _pick_groups where anything is unusual), under
 -- caps by _pick_capped with permits, and leases it.
 -- complete deletes it and logs the run; any other end is written by _end. Then _after_end gives its permits
--- back and says upwards that it has ended. Only two others call upwards, to announce something: enqueue a
--- job that waits for others, and _look_around, for a claim or rest, that schedules may be due.
+-- back and says upwards that it has ended. Only three others call upwards, to announce something: enqueue a
+-- job that waits for others, finish one that is suspended, and _look_around, for a claim or rest, that schedules
+-- may be due.
 --
 -- A public function pins the search path, with which the private ones that it calls run as well. Each pins the
 -- planner settings that its plans need (claim says why), so the same lines are above many bodies.
@@ -58,10 +60,11 @@ comment on type pgqueue._progress is
 'The progress of an attempt, and when it was reported: how much is done of a
 total, in units of its own, and what it is doing.';
 
-create type pgqueue._terms as (expires_at timestamptz, run_at timestamptz, batch_id bigint);
+create type pgqueue._terms as (expires_at timestamptz, run_at timestamptz, batch_id bigint, after bigint[]);
 comment on type pgqueue._terms is
 'The terms on which a job runs, if there are any: not begun after expires_at;
-run_at, once nothing blocks it any more (null: at once); part of a batch.';
+run_at, once nothing blocks it any more (null: at once); part of a batch; and
+the jobs that it has waited for, whose results it may read.';
 
 -- Fixed-width columns first, so that the ones every claim compares are found without
 -- walking over text; the wide ones that only a handler reads come last.
@@ -311,6 +314,9 @@ create index dead_job_group_idx on pgqueue.dead_job (group_key, queue, kind, die
 where group_key is not null;
 comment on index pgqueue.dead_job_group_idx is 'Which jobs of this group died, and when?';
 
+create index dead_job_died_idx on pgqueue.dead_job (died_at, id);
+comment on index pgqueue.dead_job_died_idx is 'Which jobs died in some time? Which last?';
+
 -- The windows of unique_for. A row outlives its job, so it is not in job; it is written by no
 -- enqueue without unique_for.
 create table pgqueue.recent_key (
@@ -330,9 +336,10 @@ comment on column pgqueue.recent_key.unique_key is 'The job''s unique_key.';
 create index recent_key_expires_idx on pgqueue.recent_key (expires_at);
 comment on index pgqueue.recent_key_expires_idx is 'Which windows have ended?';
 
+-- [Upgrades repeat this:
 -- Every way in which an attempt can end. No column has a CHECK for them, see job; a test compares
 -- what functions write and expect with this list.
-create view pgqueue._outcome as
+create or replace view pgqueue._outcome as
 select * from (
     values
         ('completed', 'complete', false, false, 'completed'),
@@ -340,7 +347,8 @@ select * from (
         ('dead', 'reject', false, true, 'failed for good'),
         ('cancelled', null, false, false, 'an operator or a dependency ended it'),
         ('expired', null, true, true, 'the worker let the lease expire, runs again'),
-        (null, 'release', true, false, 'given back, uncounted')
+        (null, 'release', true, false, 'given back, uncounted'),
+        (null, 'suspend', true, false, 'waits, uncounted')
 ) as o (name, asked_by, runs_again, is_failure, meaning);
 comment on view pgqueue._outcome is 'How attempts end.';
 comment on column pgqueue._outcome.name is 'As in run; null if it is not logged.';
@@ -348,6 +356,7 @@ comment on column pgqueue._outcome.asked_by is 'The outcome passed to finish for
 comment on column pgqueue._outcome.runs_again is 'Whether the job then waits again.';
 comment on column pgqueue._outcome.is_failure is 'Whether it counts as a failed attempt.';
 comment on column pgqueue._outcome.meaning is 'What happened.';
+-- so far.]
 
 -- A ring of sixteen tables. A row goes to the table of the day on which it may be
 -- deleted, so that one TRUNCATE deletes a day: no mass DELETE, no new tables, and
@@ -384,6 +393,7 @@ comment on column pgqueue.run.waited is 'From run_at to the claim.';
 comment on column pgqueue.run.taken is 'From the claim to the end.';
 comment on column pgqueue.run.queue is 'The job''s queue.';
 comment on column pgqueue.run.kind is 'The job''s kind.';
+-- [Upgrades repeat this:
 do $$
 begin
     execute format(
@@ -392,6 +402,7 @@ begin
     );
 end;
 $$;
+-- so far.]
 comment on column pgqueue.run.worker is 'The worker that ran it.';
 comment on column pgqueue.run.result is 'The result given to complete; the reason of a cancelled job.';
 comment on column pgqueue.run.error is 'The first line of the error of an attempt that failed or expired.';
@@ -399,7 +410,8 @@ comment on column pgqueue.run.payload is
 'The content of a job that completed or was cancelled; null without
 keep_payloads.';
 comment on column pgqueue.run.headers is 'The job''s headers, likewise.';
-comment on column pgqueue.run.options is 'Its priority, max_attempts and group_key, likewise.';
+comment on column pgqueue.run.options is 'Its priority, max_attempts and group_key, likewise; and its
+batch_id, if it has one.';
 
 do $$
 begin
@@ -426,16 +438,19 @@ begin
 end;
 $$;
 
+-- [Upgrades repeat this:
 -- Every setting, with all its facts: its column in the two tables below, with comment and check, its
--- default, what configure refuses, and the view settings follow from this list.
+-- default, what configure refuses, and the view settings follow from this list. A new one comes last, where an
+-- upgrade adds its columns.
 -- A range is the lowest and the highest value or, for a text, all values; null for any. not_for: where it
 -- cannot be set.
-create view pgqueue._setting as
+create or replace view pgqueue._setting as
 select
     row_number() over () as place, s.name, s.type, s.fallback, r.range, n.not_for, s.meaning, r.said,
     concat_ws(
         '; ', r.said, 'default ' || coalesce(s.fallback, 'none'), 'not for ' || array_to_string(n.not_for, ' or ')
-    ) as facts
+    ) as facts,
+    s.name in ('keep_events', 'suspend_target') as is_seldom
 from (
     values
         ('paused', 'boolean', 'false', null, null, 'Accepts jobs and hands none out'),
@@ -491,7 +506,13 @@ from (
         (
             'group_on_retry', 'text', 'skip', '{skip,block}', '{a kind,each group}',
             'Whether a job that waits for its retry blocks its group'
-        )
+        ),
+        ('keep_events', 'interval', '30 days', '{1 second,10 years}', '{less than all}', 'How long an event is kept'),
+        (
+            'suspend_target', 'interval', '7 days', '{1 second,1 year}', '{a kind,a group}',
+            'How long a suspended job without a run_at should wait, or health warns'
+        ),
+        ('handler', 'text', null, null, '{a group}', 'The function that work calls for a job')
 ) as s (name, type, fallback, range, not_for, meaning)
 cross join lateral (select s.not_for::text[]) as n (not_for)
 cross join lateral (
@@ -512,6 +533,9 @@ comment on column pgqueue._setting.not_for is 'What it cannot be set for; null f
 comment on column pgqueue._setting.meaning is 'What it does.';
 comment on column pgqueue._setting.said is 'The range in words.';
 comment on column pgqueue._setting.facts is 'Range, default and what it cannot be set for, in words.';
+comment on column pgqueue._setting.is_seldom is
+'Whether no call but maintain and health needs it: it is not in queue_in_force.';
+-- so far.]
 
 -- A queue needs no row here. An empty name, kind or group_key stands for every one, and a null
 -- sets nothing; _in_force() says which row wins. Hot calls read the table queue_in_force instead.
@@ -554,17 +578,21 @@ comment on column pgqueue.queue_in_force.has_access is
 'Whether the access of any role is limited to some queues; null for no.';
 comment on column pgqueue.queue_in_force.caps is 'The caps of its kinds, and then its own; null for none.';
 
--- The columns of the settings.
+-- [Upgrades repeat this:
+-- The columns of the settings that are new, or whose comment says something new. In queue_in_force a new one has
+-- its default in every row, because nobody has set it yet; also in those of a dump of an older version.
 do $$
 declare
     setting record;
+    is_new boolean;
 begin
     for setting in
         select s.*, s.meaning || E'.\n' || s.facts || '.' as comment, concat_ws(
             ' and ',
             case when s.type <> 'text' then quote_ident(s.name) || ' >= ' || quote_literal(s.range[1]) end,
             case when s.type <> 'text' then quote_ident(s.name) || ' <= ' || quote_literal(s.range[2]) end,
-            case when s.type = 'text' then format('%I = any (%L)', s.name, s.range) end,
+            case when s.type = 'text' and s.range <> '{}' then format('%I = any (%L)', s.name, s.range) end,
+            case when 'less than all' = any (s.not_for) then 'name || kind || group_key = ''''' end,
             case when 'a kind' = any (s.not_for) then 'kind = ''''' end,
             case when 'a group' = any (s.not_for) then 'group_key = ''''' end,
             case when 'each group' = any (s.not_for) then 'group_key <> ''*''' end,
@@ -573,22 +601,36 @@ begin
         from pgqueue._setting as s
         order by s.place
     loop
-        execute format('alter table pgqueue.queue add %I %s', setting.name, setting.type);
+        select count(a) = 0 into is_new
+        from pg_attribute as a where a.attrelid = 'pgqueue.queue'::regclass and a.attname = setting.name;
+        continue when setting.comment = (
+            select col_description(a.attrelid, a.attnum)
+            from pg_attribute as a where a.attrelid = 'pgqueue.queue'::regclass and a.attname = setting.name
+        );
+        if is_new then
+            execute format('alter table pgqueue.queue add %I %s', setting.name, setting.type);
+            if not setting.is_seldom then
+                execute format(
+                    'alter table pgqueue.queue_in_force add %I %s %s', setting.name, setting.type,
+                    'not null default ' || quote_literal(setting.fallback)
+                );
+            end if;
+        else
+            execute format('alter table pgqueue.queue drop constraint if exists queue_%s_is_sane', setting.name);
+        end if;
         if setting.is_sane <> '' then
             execute format(
                 'alter table pgqueue.queue add constraint queue_%1$s_is_sane check (%1$I is null or %2$s)',
                 setting.name, setting.is_sane
             );
         end if;
-        execute format(
-            'alter table pgqueue.queue_in_force add %I %s %s', setting.name, setting.type,
-            case when setting.fallback is not null then 'not null' end
-        );
         execute format('comment on column pgqueue.queue.%I is %L', setting.name, setting.comment);
+        continue when setting.is_seldom;
         execute format('comment on column pgqueue.queue_in_force.%I is %L', setting.name, setting.comment);
     end loop;
 end;
 $$;
+-- so far.]
 
 -- By whether it is of a group: these may be many.
 create index queue_cap_idx on pgqueue.queue (name, left(group_key, 1))
@@ -634,7 +676,7 @@ comment on index pgqueue.service_session_idx is 'Has this session said that it s
 create sequence pgqueue.used_seq minvalue -9223372036854775808 start 0;
 comment on sequence pgqueue.used_seq is
 'Bits: in which of 63 folds of queues something is set; below 0 if a schedule,
-a batch or a dependency was ever created, so that claims have to look around.';
+a batch, a dependency or an event ever was there, so that claims look around.';
 
 create sequence pgqueue.lanes_seq minvalue -9223372036854775808 start 0;
 comment on sequence pgqueue.lanes_seq is
@@ -644,7 +686,8 @@ each, 1 << (hashtext(queue) & 63).';
 create sequence pgqueue.awaited_seq minvalue -9223372036854775808 start 0;
 comment on sequence pgqueue.awaited_seq is
 'Bits: in which of 63 folds of queues there may be jobs that others were enqueued
-after, or that sessions wait for; below 0 if access was ever limited to queues.';
+after, that sessions wait for, that have saved steps or were suspended; below 0
+if access was ever limited to queues.';
 
 -- Without printing anything.
 do $$
@@ -794,13 +837,14 @@ create table pgqueue.loose_end (
 );
 comment on table pgqueue.loose_end is
 'Which ties or batches to look at before the sweep gets there: hints, safe to
-lose.';
+lose. And which events and waits have not been looked at since they were
+committed: of these none may get lost.';
 comment on column pgqueue.loose_end.look_at is 'Not before this moment.';
-comment on column pgqueue.loose_end.id is 'A job, or a batch.';
+comment on column pgqueue.loose_end.id is 'A job, a batch, or the hash of an event.';
 comment on column pgqueue.loose_end.what is
 'ended: a job that others may still wait for; new: one that may have ended while
 another was enqueued after it, to look at after all others; batch: a batch that
-may be over.';
+may be over; event: an event that was emitted; wait: a job that waits for one.';
 create index loose_end_look_idx on pgqueue.loose_end ((what = 'new'), look_at);
 comment on index pgqueue.loose_end_look_idx is 'Where to look next?';
 
@@ -850,6 +894,8 @@ create index batch_open_idx on pgqueue.batch (id) where finished_at is null;
 comment on index pgqueue.batch_open_idx is 'Which batches have not finished?';
 create index batch_problem_idx on pgqueue.batch (id) where problem is not null;
 comment on index pgqueue.batch_problem_idx is 'Which callbacks could not be enqueued?';
+create index batch_callback_idx on pgqueue.batch (callback_id) where callback_id is not null;
+comment on index pgqueue.batch_callback_idx is 'Whose callback is this?';
 
 create table pgqueue.tally (
     batch_id bigint not null,
@@ -869,6 +915,62 @@ comment on column pgqueue.tally.dead is 'How many died; negative if some were re
 comment on column pgqueue.tally.cancelled is 'How many were cancelled.';
 create index tally_batch_idx on pgqueue.tally (batch_id, part);
 comment on index pgqueue.tally_batch_idx is 'Where are the jobs of a batch, and how have they ended?';
+
+-- What is kept for a job beside its row, so that no claim copies it: modules step and event. Its end deletes
+-- both; steps stay with a dead job.
+create table pgqueue.step (
+    job_id bigint not null,
+    saved_at timestamptz not null,
+    place int not null,
+    name text not null,
+    value jsonb not null,
+    constraint step_pkey primary key (job_id, name)
+);
+comment on table pgqueue.step is
+'What jobs have done, so that no retry does it again. Read it through steps.';
+comment on column pgqueue.step.job_id is 'The job, which may be dead.';
+comment on column pgqueue.step.saved_at is 'When it was saved.';
+comment on column pgqueue.step.place is 'How many the job had, with this one.';
+comment on column pgqueue.step.name is 'The name of the step.';
+comment on column pgqueue.step.value is 'What it has given.';
+create index step_place_idx on pgqueue.step (job_id, place);
+comment on index pgqueue.step_place_idx is 'What has the job done last?';
+
+create table pgqueue.wait (
+    job_id bigint not null,
+    since timestamptz not null,
+    event text,
+    constraint wait_pkey primary key (job_id)
+);
+comment on table pgqueue.wait is
+'Which jobs were suspended, from then until something else happens to them. One
+whose event has happened is work left to do.';
+comment on column pgqueue.wait.job_id is 'The job.';
+comment on column pgqueue.wait.since is 'When it was suspended.';
+comment on column pgqueue.wait.event is 'The event that it waits for; null for none.';
+create index wait_event_idx on pgqueue.wait (hashtextextended(event, 0)) where event is not null;
+comment on index pgqueue.wait_event_idx is 'Who waits for an event?';
+
+-- No row is ever updated: an emit would wait for that.
+create table pgqueue.event (
+    emitted_at timestamptz not null,
+    name text not null,
+    payload jsonb not null,
+    constraint event_pkey primary key (name)
+);
+comment on table pgqueue.event is
+'What has happened, for as long as keep_events says. Read it through the view
+events.';
+comment on column pgqueue.event.emitted_at is 'When emit was called.';
+comment on column pgqueue.event.name is 'The name of the event.';
+comment on column pgqueue.event.payload is 'What the first emit said about it.';
+create index event_emitted_idx on pgqueue.event (emitted_at);
+comment on index pgqueue.event_emitted_idx is 'Which events can be forgotten?';
+
+create type pgqueue._suspension as (event text, run_at timestamptz, after bigint[]);
+comment on type pgqueue._suspension is
+'What a suspended job waits for: an event, a moment or the ends of jobs,
+whichever comes first; null for not.';
 
 -- What metrics() counts. No job passes through these two: maintain() adds up the log.
 create table pgqueue.counter (
@@ -916,7 +1018,7 @@ begin
         from (
             values
                 (
-                    '{job,ticket,permit,recent_key,dependency,loose_end}',
+                    '{job,ticket,permit,recent_key,dependency,loose_end,step,wait}',
                     'set (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 20000, '
                     'autovacuum_vacuum_cost_delay = 0, vacuum_index_cleanup = on)'
                 ),
@@ -1030,6 +1132,7 @@ comment on column pgqueue.moving.what is 'The table: job, dead_job or schedule; 
 comment on column pgqueue.moving.key is 'The id, or the name.';
 comment on column pgqueue.moving.content is 'The row that arrives; null if it has left.';
 
+-- [Upgrades repeat this:
 -- Marks for pg_dump: all rows of all tables, and the counting sequences, or a restored
 -- queue would hand out ids and tokens a second time. The plain install needs no marks.
 do $$
@@ -1047,3 +1150,4 @@ begin
     end if;
 end;
 $$;
+-- so far.]

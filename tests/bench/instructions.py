@@ -52,6 +52,12 @@ TRIGGER = (
     "execute function pgqueue.enqueue_row('queue=bench');\n\n"
 )
 INSERT = "insert into changed (status, note) values ('new', 'a note')"
+HELD = f"{PLAIN}select from pgqueue.claim('bench', 'w', lease => '1 day');\n\n"
+STEP = """select pgqueue.save_step(1, 1, clock_timestamp()::text, '{"a": 1}')"""
+WAIT = (
+    "select pgqueue.suspend(c.id, c.token, e.name), pgqueue.emit(e.name) "
+    f"from ({sized(PGQUEUE.claim, 1)}) as c, concat('event ', c.token) as e (name)"
+)
 ENQUEUE_INTO_A_GROUP = "select pgqueue.enqueue('bench', group_key => 'group 7')"
 # One transaction for each; a batch is claimed and completed in one. What is counted, jobs in a call, and
 # what is there before.
@@ -74,6 +80,8 @@ CALLS = {
     "claim and complete 50, group_limit 1": (FIFTY, 50, LIMITED),
     "insert of a row, no trigger": (INSERT, 1, TABLE + PLAIN),
     "insert of a row, a trigger enqueues it": (INSERT, 1, TABLE + TRIGGER + PLAIN),
+    "save_step, one transaction": (STEP, 1, HELD),
+    "claim, suspend and emit, and what makes it due": (WAIT, 1, PLAIN),
     "claim and complete one, max_running 1000": (ONE, 1, CAPPED),
     "claim and complete 50, max_running 1000": (FIFTY, 50, CAPPED),
 }

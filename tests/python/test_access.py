@@ -86,7 +86,10 @@ def test_each_call_and_view_is_refused_or_not_as_the_matrix_says(
         try:
             with caller.transaction(force_rollback=True):
                 what = f"pgqueue.{name}{call}" if call else f"from pgqueue.{name}"
-                caller.execute(f"select {what} limit 1")
+                is_procedure = name == "work"
+                caller.execute(
+                    f"call {what}" if is_procedure else f"select {what} limit 1"
+                )
         except psycopg.Error as error:
             said = error.sqlstate
         is_refused = said == errors.InsufficientPrivilege.sqlstate
@@ -205,6 +208,9 @@ def test_a_worker_with_the_token_of_another_queue_has_lost_it(db, mine, is_logge
         f"complete({id}, {token})",
         f"fail({id}, {token}, 'e')",
         f"progress({id}, {token}, 1)",
+        f"save_step({id}, {token}, 's')",
+        f"suspend({id}, {token}, 'e')",
+        f"results_of({id}, {token})",
     ):
         refused(mine, call, by="PQ002")
     ids = f"array[{id}], array[{token}]"
@@ -220,7 +226,11 @@ def test_a_worker_with_the_token_of_another_queue_has_lost_it(db, mine, is_logge
         assert column(mine, f"select pgqueue.{verb}({ids})") == []
     assert one(db, "select done is null and worker = 'w' from pgqueue.running")
     assert one(db, "select count(*) from pgqueue.run") == 0
+    db.execute("select pgqueue.save_step(%s, %s, 's')", (id, token))
+    assert column(mine, "select name from pgqueue.steps(%s)", id) == []
     own = lease(db, "mine")
+    mine.execute("select pgqueue.save_step(%s, %s, 's')", own)
+    assert column(mine, "select name from pgqueue.steps(%s)", own[0]) == ["s"]
     mine.execute("select pgqueue.progress(%s, %s, 1)", own)
     mine.execute("select pgqueue.complete(%s, %s)", own)
 

@@ -131,11 +131,12 @@ def test_the_versions_of_the_first_screen_are_those_that_are_tested():
         assert f"Python {python}" in documents.text(document)
 
 
-def test_the_status_is_that_of_the_control_file_and_nothing_upgrades_yet():
+def test_the_status_is_that_of_the_control_file_and_what_upgrades_is_there():
     (version,) = re.findall(
         r"default_version = '(.*)'", documents.text("pgqueue.control")
     )
     status = documents.sections("README.md")["Status and upgrades"]
     assert f"This is {version}, in development" in status
-    assert "no upgrade scripts yet" in status
-    assert list(REPO.glob("sql/**/pgqueue--*--*.sql")) == []
+    (oldest,) = re.findall(r"From ([\d.]+) on", status)
+    assert (REPO / f"sql/upgrade/pgqueue--{oldest}.sql").exists()
+    assert list(REPO.glob(f"sql/upgrade/{oldest}--*.sql"))

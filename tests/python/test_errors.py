@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import psycopg
 import pytest
@@ -21,6 +22,14 @@ DEAD_ONE = "(select id from pgqueue.dead_job)"
 DIE = "select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim('q', 'w')"
 KEEP = "select pgqueue.configure('q', keep_payloads => true)"
 BIG = f"select pgqueue.enqueue('q', {FAT})"
+CLAIM = "select from pgqueue.claim('q', 'w')"
+HELD = f"{ONLY}, (select token from pgqueue.job)"
+MANY_STEPS = (
+    f"{HELD}, 's'",
+    TAKEN,
+    CLAIM,
+    "insert into pgqueue.step select id, now(), n, n, '1' from pgqueue.job, generate_series(1, 10000) as n",
+)
 END = "select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')"
 CHANGED = "create table changed (id int)"
 STRANGER = """
@@ -32,6 +41,11 @@ create role pgqueue_limited;
 select pgqueue.grant_access('pgqueue_limited', k.kind, queue => 'own')
 from unnest(array['producer', 'worker', 'scheduler']) as k (kind);
 set local role pgqueue_limited
+"""
+HANDLED = """
+create function handle(job pgqueue.job) returns void language plpgsql
+    as $$ begin perform pg_sleep(60); end $$;
+select pgqueue.configure('q', handler => 'handle(pgqueue.job)');
 """
 SCHEDULED = "select pgqueue.schedule('s', 'own', '@daily')"
 
@@ -152,6 +166,33 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'{1}', '{1}', '{fail}', delays => '{-1 s}'",),
         ],
     },
+    "save_step": {
+        "25001": [("1, 1, 's'", LEVEL)],
+        "PQ002": [("1, 1, 's'",), ("null, null, 's'",)],
+        "22023": [("1, 1, ''",), ("1, 1, null",), (f"1, 1, {LONG}",)],
+        "54000": [(f"{HELD}, 's', {FAT}", SMALL, TAKEN, CLAIM), MANY_STEPS],
+    },
+    "suspend": {
+        "25001": [("1, 1, 'e'", LEVEL)],
+        "PQ002": [("1, 1, 'e'",)],
+        "22023": [
+            ("1, 1",),
+            ("1, 1, ''",),
+            (f"1, 1, {LONG}",),
+            ("1, 1, run_at => 'infinity'",),
+            ("1, 1, after => '{null}'",),
+            ("1, 1, after => '{1}'",),
+        ],
+        "PQ001": [("1, 1, after => '{999999}'",)],
+    },
+    "emit": {
+        "22023": [("''",), ("null",), (f"{LONG}",)],
+        "54000": [(f"'e', {FAT}", SMALL.replace("'q'", "null"))],
+    },
+    "results_of": {
+        "PQ002": [("1, 1",)],
+        "22023": [("1, 1, max_rows => 0",), ("1, 1, max_rows => 10001",)],
+    },
     "rest": {
         "25001": [("array['q']", LEVEL)],
         "22023": [("'{}'",)],
@@ -221,6 +262,11 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', keep_dead => '0'",),
             ("'q', keep_dead => '11 years'",),
             ("'q', keep_dead => '1 day', group_key => '*'",),
+            ("null, keep_events => '0'",),
+            ("'q', keep_events => '1 day'",),
+            ("null, keep_events => '1 day', kind => 'k'",),
+            ("'q', suspend_target => '2 years'",),
+            ("'q', suspend_target => '1 day', kind => 'k'",),
         ]
     },
     "shard": {
@@ -286,6 +332,23 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
     },
     "why": {"PQ001": [("1",), ("null",)]},
+    "work": {
+        "22023": [
+            ("'q'",),
+            ("''", HANDLED),
+            ("null", HANDLED),
+            ("'q', '0'", HANDLED),
+            ("'q', '2 years'", HANDLED),
+            ("'q', '1 minute'", HANDLED, "set statement_timeout = '1min'"),
+        ],
+        "25001": [
+            ("'q'", HANDLED, "begin"),
+            ("'q'", HANDLED, "set default_transaction_isolation = serializable"),
+        ],
+        "25006": [("'q'", HANDLED, "set default_transaction_read_only = on")],
+        "42501": [("'q'", HANDLED, LIMITED.replace("local role", "role"))],
+        "57014": [("'q'", HANDLED, TAKEN, "set statement_timeout = '90 ms'")],
+    },
     "progress": {
         "25001": [("1, 1, 1", LEVEL)],
         "22023": [("1, 1, null",), ("1, 1, 'NaN'",), ("1, 1, 1, 0",)],
@@ -335,15 +398,24 @@ def raised(comment: str) -> set[str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_a_refused_call_says_what_is_wrong_and_where_in_two_lines(db, case) -> None:
+def test_a_refused_call_says_what_is_wrong_and_where_in_two_lines(
+    db, template, case
+) -> None:
     function, sqlstate, arguments, *before = case
-    with pytest.raises(psycopg.Error) as refused, db.transaction():
+    with pytest.raises(psycopg.Error) as refused, ExitStack() as stack:
+        if function == "work":  # which commits
+            dsn = stack.enter_context(database(template))
+            db = stack.enter_context(psycopg.connect(dsn, autocommit=True))
+        else:
+            stack.enter_context(db.transaction())
         call = f"select pgqueue.{function}({arguments})"
         if function == "enqueue_row":
             trigger = f"execute function pgqueue.{function}({arguments})"
             fires = f"create trigger t after insert on changed for each row {trigger}"
             before = [CHANGED, fires, *before]
             call = "insert into changed values (1)"
+        elif function == "work":
+            call = f"call pgqueue.work({arguments})"
         for statement in before:
             db.execute(statement)
         db.execute(call)

@@ -8,6 +8,7 @@ which when it fails.
 import os
 import random
 import re
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import psycopg
@@ -45,6 +46,7 @@ HOSTILE = {
         "jsonb": r"""'{}' ¦ '{"a": {"b": null}}' ¦ '1' ¦ 'null' ¦ '[]' ¦ '"x"' ¦ 'true' ¦ '1e400' ¦ '"\u0001"' ¦ '{"": ""}'
             ¦ '{"traceparent": 1}' ¦ (repeat('[', 1000) || repeat(']', 1000))::jsonb ¦ to_jsonb(repeat('x', 100000))""",
         "boolean": "true ¦ false ¦ null",
+        "regprocedure": "'handle(jsonb)' ¦ 'handle(pgqueue.job)' ¦ 'handle(jsonb)' ¦ 'now()' ¦ 0 ¦ 4294967295",
     }.items()
 }
 # What is useful for an argument of a name, so that many calls get far.
@@ -65,8 +67,9 @@ USEFUL = {
         "timezone": "'UTC' ¦ 'Europe/Berlin' ¦ 'Pacific/Apia'",
         "on_duplicate": "'skip' ¦ 'replace' ¦ 'postpone' ¦ 'error'",
         "if_dead": "'cancel' ¦ 'run'",
-        "outcomes": "'{complete}' ¦ '{fail,release}' ¦ '{reject,complete}'",
-        "texts": "'{x}' ¦ '{x,null}'",
+        "outcomes": "'{complete}' ¦ '{fail,release}' ¦ '{reject,complete}' ¦ '{suspend,suspend}'",
+        "texts": r"""'{x}' ¦ '{x,null}' ¦ array['{"event": "e"}', '{"run_at": "2031-01-01T00:00:00Z", "after": [1]}']""",
+        "event": "'e' ¦ 'f'",
         "delays": "'{1 s}' ¦ '{1 s,null}'",
         "role": "'pgqueue_nobody' ¦ 'PGQUEUE_NOBODY' ¦ 'public' ¦ 'postgres' ¦ 'none'",
         "catch_up": "'one' ¦ 'all' ¦ 'none'",
@@ -161,7 +164,8 @@ class Fuzz:
             if not optional or self.random.random() < often
         ]
         listed = ", ".join(f"{name} => {value}" for name, value in given)
-        return [f"select * from pgqueue.{function.name}({listed})"]
+        verb = "call" if function.name == "work" else "select * from"
+        return [f"{verb} pgqueue.{function.name}({listed})"]
 
     def trigger(self) -> list[str]:
         names = ["queue", "kind", "columns", "run_in", "priority", "key", "group_key"]
@@ -200,6 +204,8 @@ BEFORE = """
     select pgqueue.create_batch('q');
     select pgqueue.schedule('s', 'q', '@daily');
     create table changed (id int, t text);
+    create function handle(payload jsonb) returns jsonb language sql as 'select payload';
+    create function handle(job pgqueue.job) returns void language plpgsql as 'begin assert random() > 0.5; end';
     set statement_timeout = '60 s';
 """
 AGAIN = "select id from pgqueue.claim_from('{q,r}', 'w', 5)"
@@ -228,7 +234,10 @@ def round_of_calls(db: psycopg.Connection, fuzz: Fuzz) -> dict[tuple[str, str], 
         function = fuzz.random.choice(every if n % 50 == 0 else quick)
         statements = fuzz.call(function)
         try:
-            with db.transaction(force_rollback=function.name == "enqueue_row"):
+            in_transaction = db.transaction(
+                force_rollback=function.name == "enqueue_row"
+            )
+            with nullcontext() if function.name == "work" else in_transaction:
                 for statement in statements:
                     db.execute(statement)
         except psycopg.Error as error:

@@ -18,16 +18,18 @@ from psycopg.types.json import Jsonb
 DEEP = "pgqueue_deep"
 NUMBERS = itertools.count()
 
-# 60,000 jobs in the lane, the first 5,000 of them running and some of those expired; others
+# 60,000 jobs in the lane, the first 6,000 of them running and some of those expired; others
 # scheduled at a higher priority; other queues, kinds, priorities, keys and dead jobs.
 FILL = [
     """
     insert into pgqueue.job (
-        run_at, enqueued_at, priority, max_attempts, queue, kind, unique_key, payload
+        run_at, enqueued_at, priority, max_attempts, queue, kind, unique_key, payload, terms
     )
     select now() - interval '1 hour' + n * interval '1 us', now(), 0, 20, 'deep',
         case when n % 10 = 0 then 'rare' else 'deep' end,
-        case when n > 55000 then 'key ' || n - 55000 end, jsonb_build_object('n', n)
+        case when n > 55000 then 'key ' || n - 55000 end, jsonb_build_object('n', n),
+        -- Those that will run have waited for another.
+        case when n <= 6000 then row(null, null, null, '{1}')::pgqueue._terms end
     from generate_series(1, 60000) as n
     """,
     # Apart from others: chance decides whether a lane comes before its round.
@@ -69,7 +71,7 @@ FILL = [
     """,
     # As enqueue does for priorities.
     "select pgqueue._use_lanes(q) from unnest(array['deep', 'mixed']) as q",
-    "select count(*) from pgqueue.claim('deep', 'elsewhere', 5000, '30 days')",
+    "select count(*) from pgqueue.claim('deep', 'elsewhere', 6000, '30 days')",
     "select count(*) from generate_series(0, 1) as n cross join pgqueue.claim('lapsed ' || n, 'gone', 300)",
     """
     update pgqueue.job set lease_expires_at = now() - interval '1 hour'
@@ -80,6 +82,11 @@ FILL = [
     from generate_series(0, 3) as n cross join pgqueue.claim('grave ' || n, 'w', 1000)
     """,
     "insert into pgqueue.recent_key values (0, '2999-01-01', 'deep', 'once')",
+    # What the running ones have done.
+    """
+    insert into pgqueue.step (job_id, saved_at, place, name, value)
+    select id, now(), 1, 'done', '1' from pgqueue.job where worker = 'elsewhere'
+    """,
     # Due long ago: health must not begin to miss them while this runs.
     """
     select pgqueue.enqueue('late bin ' || n % 4, unique_key => 'k' || n / 4, expires_at => '2020-01-01 00:00 UTC',
@@ -273,6 +280,12 @@ CALLS = {
     "finish": f"* from pgqueue.finish({HELD}, %(outcomes)s, %(texts)s, %(delays)s)",
     "release": f"pgqueue.release({HELD})",
     "release for later": f"pgqueue.release({HELD}, '2999-01-01 00:00 UTC')",
+    "save_step": "pgqueue.save_step(%(id)s, %(token)s, %(name)s, '[1]')",
+    "steps": "name, value from pgqueue.steps(%(id)s)",
+    "results_of": "* from pgqueue.results_of(%(id)s, %(token)s)",
+    "suspend": "pgqueue.suspend(%(id)s, %(token)s, %(name)s, '2999-01-01 00:00 UTC')",
+    "emit": "pgqueue.emit(%(name)s, '[1]')",
+    "events": "name, payload from pgqueue.events order by name",
     "rest": "extract(epoch from pgqueue.rest(array['deep', 'empty']))::int",
     "rest until later": "(extract(epoch from pgqueue.rest(array['later'])) / 86400)::int",
     "reap": "pgqueue.reap(100)",
@@ -336,6 +349,7 @@ CALLED = {
     "shard_of": 1,
     "after_failover": 1,
     "progress": 2,
+    "events": 1,
     "status": 1,
     "result": 1,
     "await": 1,
@@ -362,7 +376,7 @@ VIEWS = {
 # These deal with leases.
 LEASING = {
     "claim", "claim_from", "extend", "complete", "complete_many",
-    "fail", "finish", "release", "reap", "maintain", "rest", "progress", "await",
+    "fail", "finish", "release", "reap", "maintain", "rest", "progress", "await", "save_step", "suspend",
 }  # fmt: skip
 
 # Undoes what no rollback undoes: numbers that were drawn, positions, dead rows.

@@ -15,7 +15,9 @@ from psycopg.conninfo import make_conninfo
 ATTEMPTS = 300
 SECONDS = 2
 
-TABLES = ("job", "dead_job", "run", "queue", "recent_key", "schedule")
+TABLES = (
+    "job", "dead_job", "run", "queue", "recent_key", "schedule", "step", "wait", "event"
+)  # fmt: skip
 # A few hundred jobs: ready in three lanes and three queues, leased, expired, scheduled, dead.
 FILL = [
     """
@@ -113,6 +115,12 @@ select md5(string_agg(row_text, ' ' order by row_text)) from (
     union all
     select concat_ws('|', 'schedule', s.name, s.queue, s.is_paused, s.due_at > clock_timestamp(), s.last_slot is null)
     from pgqueue.schedule as s
+    union all
+    select concat_ws('|', 'step', s.job_id, s.name, s.value) from pgqueue.step as s
+    union all
+    select concat_ws('|', 'wait', w.job_id, w.event) from pgqueue.wait as w
+    union all
+    select concat_ws('|', 'event', e.name, e.payload) from pgqueue.event as e
 ) as r
 """
 LOCKS = """
@@ -152,6 +160,9 @@ CALLS = {
     "fail": f"pgqueue.fail(id, token, 'e') from unnest({HELD}) as h (id, token) limit 20",
     "finish": f"* from pgqueue.finish({HELD}, %(outcomes)s, %(texts)s)",
     "release": f"pgqueue.release({HELD})",
+    "save_step": f"pgqueue.save_step(id, token, 's ' || n, '1') from unnest({HELD}) as h (id, token), generate_series(1, 3) as n limit 60",
+    "suspend": f"pgqueue.suspend(id, token, 'e', now() + interval '1 hour') from unnest({HELD}) as h (id, token) limit 20",
+    "emit": f"pgqueue.emit('e ' || n) {SIXTY}",
     "reap": "pgqueue.reap()",
     "maintain": "* from pgqueue.maintain()",
     "cancel": "pgqueue.cancel(id, 'r') from unnest(%(ready)s::bigint[]) as id",

@@ -19,6 +19,9 @@ from psycopg import errors
 from psycopg.rows import dict_row
 
 REPO = Path(__file__).parents[2]
+RELEASED = sorted(
+    path.stem.removeprefix("pgqueue--") for path in REPO.glob("sql/upgrade/pgqueue--*")
+)
 
 
 def version() -> str:
@@ -105,8 +108,14 @@ def test_make_install_and_uninstall_work_below_destdir(tmp_path):
         pytest.skip("no PGXS here")
     make("install", f"DESTDIR={tmp_path}")
     names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    upgrades = {f"pgqueue--{old}--{version()}.sql" for old in RELEASED}
     ops = {path.name for path in (REPO / "sql/ops").iterdir()}
-    assert names == {"pgqueue.control", f"pgqueue--{version()}.sql", *ops}
+    assert names == {
+        "pgqueue.control",
+        f"pgqueue--{version()}.sql",
+        *upgrades,
+        *ops,
+    }
     sharedir = client(pg_config, "--sharedir").stdout.strip()
     for name in ops:  # where the README says that they are
         assert (tmp_path / sharedir.lstrip("/") / "pgqueue" / name).exists()
@@ -142,7 +151,7 @@ def test_a_role_with_create_on_the_database_can_install_use_and_drop_the_extensi
             "select id, token from pgqueue.claim('q', 'w')"
         ).fetchone()
         conn.execute("select pgqueue.complete(%s, %s)", (id, token))
-        assert one(conn, "select count(*) from pgqueue.maintain()") == 9
+        assert one(conn, "select count(*) from pgqueue.maintain()") == 10
         conn.execute("drop extension pgqueue")
         assert (
             one(conn, "select count(*) from pg_namespace where nspname = 'pgqueue'")
@@ -244,8 +253,13 @@ def test_the_plain_file_makes_the_same_objects_and_runs_only_once(db, empty, run
 
 
 def test_nothing_in_the_plain_file_is_for_psql_alone():
-    lines = script(".plain").read_text().splitlines()
-    assert not [line for line in lines if line.lstrip().startswith("\\")]
+    script(".plain")
+    plain = list((REPO / "sql").glob(f"*--{version()}.plain.sql"))
+    assert len(plain) == 1 + len(RELEASED)
+    for path in plain:
+        lines = path.read_text().splitlines()
+        assert not [line for line in lines if line.lstrip().startswith("\\")]
+        assert path.read_text().isascii()
 
 
 def test_the_plain_install_is_removed_with_its_schema(plain_db):
@@ -272,6 +286,9 @@ TABLES = {
     "run": "job_id, attempt",
     "recent_key": "queue, unique_key",
     "dependency": "job_id, waiter_id",
+    "step": "job_id, place",
+    "wait": "job_id",
+    "event": "name",
     "loose_end": "id",
     "batch": "id",
     "tally": "batch_id, part",
@@ -300,6 +317,11 @@ select pgqueue.enqueue('work', batch_id => b.id) from pgqueue.batch as b;
 select pgqueue.enqueue('work', batch_id => b.id, after => array[j.id])
 from pgqueue.batch as b, pgqueue.job as j where j.queue = 'work';
 select pgqueue.close_batch(id) from pgqueue.batch;
+select pgqueue.enqueue_many('days', array_fill('{}'::jsonb, array[3]));
+select pgqueue.save_step(id, token, 'charge', '{"paid": 7}'), pgqueue.suspend(id, token, 'shipped', after => array[(select min(id) from pgqueue.job where queue = 'halted')])
+from pgqueue.claim('days', 'w', 2);
+select pgqueue.suspend(id, token, 'paid') from pgqueue.claim('days', 'w');
+select pgqueue.emit('paid', '{"by": "card"}');
 """
 
 
@@ -379,6 +401,14 @@ def test_a_restored_queue_has_every_row_and_reuses_no_id_or_token(
         assert (
             one(restored, "select count(*) from pgqueue.claim('mails', 'w', 100)") == 21
         )
+        # What was still to be looked at, and what happens now.
+        restored.execute("select pgqueue.maintain()")
+        days = "select id from pgqueue.claim('days', 'w', 100)"
+        assert len(column(restored, days)) == 1
+        assert one(restored, "select pgqueue.emit('shipped')") is True
+        (woken, _) = column(restored, days)
+        steps = "select value from pgqueue.steps(%s)"
+        assert column(restored, steps, woken) == [{"paid": 7}]
         for _ in range(2):
             restored.execute(
                 "select pgqueue.complete(id, token) from pgqueue.claim('work', 'w', 9)"
@@ -492,6 +522,9 @@ def test_a_wheel_holds_every_module_the_sql_and_the_license(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         assert archive.read("pgqueue/pgqueue.sql") == script(".plain").read_bytes()
+        for old in RELEASED:
+            plain = REPO / f"sql/pgqueue--{old}--{version()}.plain.sql"
+            assert archive.read(f"pgqueue/upgrades/{old}.sql") == plain.read_bytes()
         for path in (REPO / "sql/ops").iterdir():
             assert archive.read(f"pgqueue/ops/{path.name}") == path.read_bytes()
         (license,) = (n for n in names if n.endswith("/LICENSE"))
@@ -533,6 +566,8 @@ def test_a_wheel_built_from_a_source_distribution_has_the_sql(clone, tmp_path):
     with zipfile.ZipFile(wheel_of(source, tmp_path)) as found:
         assert found.read("pgqueue/pgqueue.sql") == script(".plain").read_bytes()
         assert "pgqueue/ops/top.sql" in found.namelist()
+        upgrades = {f"pgqueue/upgrades/{old}.sql" for old in RELEASED}
+        assert upgrades <= set(found.namelist())
 
 
 def test_the_installed_command_installs_the_sql(wheel, empty, tmp_path):
@@ -563,7 +598,8 @@ def test_install_rolls_back_with_its_transaction_and_works_with_any_row_factory(
 
 def test_pgspot_finds_nothing_in_the_built_scripts():
     found = make("pgspot", f"VENV={Path(sys.executable).parent}")
-    assert found.count("Errors: 0 Warnings: 0 Unknown: 0") == 2, found
+    scripts = 2 * (1 + len(RELEASED))
+    assert found.count("Errors: 0 Warnings: 0 Unknown: 0") == scripts, found
 
 
 def test_plpgsql_check_finds_nothing_in_any_function(db):
@@ -574,9 +610,9 @@ def test_plpgsql_check_finds_nothing_in_any_function(db):
     db.execute("create table changed (id int)")
     found = db.execute(
         "select p.proname, c.* from pg_proc as p join pg_language as l on l.oid = p.prolang "
-        "left join (values "
-        "('enqueue_row', 'changed'::regclass, 'old_rows'::name, 'new_rows'::name), "
-        "('_step_sequences', 'pgqueue.shard', null, null)) as t (name, id, old, new) on t.name = p.proname, "
+        "left join (values ('enqueue_row', 'changed'::regclass, 'old_rows'::name, 'new_rows'::name), "
+        "('_step_sequences', 'pgqueue.shard', null, null), "
+        "('_grant_again', 'pgqueue.access', null, null)) as t (name, id, old, new) on p.proname = t.name, "
         "plpgsql_check_function(p.oid, coalesce(t.id, 0), security_warnings => true, "
         "extra_warnings => true, oldtable => t.old, newtable => t.new) as c "
         "where p.pronamespace = 'pgqueue'::regnamespace and l.lanname = 'plpgsql' "
@@ -586,6 +622,8 @@ def test_plpgsql_check_finds_nothing_in_any_function(db):
         "and c not like '%never read variable \"enqueued\"' "
         # Which is no fault where a function has other outputs beside it.
         "and c not like '%composite OUT variable%is not single argument'"
+        # The call that _hold() has written, by format and %I.
+        "and not (p.proname = 'work' and c ~ 'held[.]call|:EXECUTE:|injection|Hint: Use quote_ident')"
         # The name of a column of health(), and never a variable.
         "and not (p.proname = 'health' and c like '%reserved keyword%')"
     ).fetchall()

@@ -24,6 +24,10 @@ STATES = {
     "ready": [JOB],
     "scheduled": [LATER],
     "running": [JOB, "select id from pgqueue.claim('q', 'w')"],
+    "suspended": [
+        JOB,
+        "select pgqueue.suspend(id, token, 'e') from pgqueue.claim('q', 'w')",
+    ],
     "expired": [JOB, "select id from pgqueue.claim('q', 'w')", EXPIRE],
     "dead": [JOB, "select id from pgqueue.claim('q', 'w')", DIE],
     "kept": [JOB, "select id from pgqueue.claim('q', 'w')"],
@@ -43,6 +47,8 @@ ENDS = {
     "snooze": "pgqueue.release(array[%(id)s], array[%(token)s], now() + interval '1 hour')",
     "extend": "status from pgqueue.extend(array[%(id)s], array[%(token)s], '1 hour')",
     "progress": "pgqueue.progress(%(id)s, %(token)s, 1, 2)",
+    "save_step": "pgqueue.save_step(%(id)s, %(token)s, 's', '1')",
+    "suspend": "pgqueue.suspend(%(id)s, %(token)s, 'e')",
 }
 OPERATE = {
     "cancel": "pgqueue.cancel(%(id)s)",
@@ -84,6 +90,7 @@ VERBS = {
     "ready": WAITING | OPERATE,
     "scheduled": {verb: (WAITING | OPERATE)[verb] for verb in CHANGE},
     "running": ENDS | OPERATE,
+    "suspended": WAITING | OPERATE,
     "expired": ENDS | RECOVER | OPERATE,
     "dead": DEAD | RERUN,
     # Where the log keeps payloads, an end locks the job first.
@@ -102,7 +109,7 @@ LEFT = """
     select array(
         select (
             'job', j.id = %(id)s, j.payload, j.attempt, j.max_attempts, j.priority, j.token is not null, j.worker,
-            j.cancelled_at is not null, j.errors -> 0 ->> 'error', date_trunc('hour', j.run_at - now() + interval '30 minutes'),
+            j.cancelled_at is not null, j.errors -> 0 ->> 'error', date_trunc('hour', nullif(j.run_at, 'infinity') - now() + interval '30 minutes'),
             j.lease_expires_at > now() + interval '30 minutes', j.lease_expires_at > now()
         )::text
         from pgqueue.job as j
@@ -110,6 +117,10 @@ LEFT = """
         select ('dead', d.id = %(id)s, d.payload, d.priority, d.error)::text from pgqueue.dead_job as d
         union all
         select ('run', r.job_id = %(id)s, r.attempt, r.outcome)::text from pgqueue.run as r
+        union all
+        select ('step', s.job_id = %(id)s, s.name, s.value)::text from pgqueue.step as s
+        union all
+        select ('wait', w.job_id = %(id)s, w.event)::text from pgqueue.wait as w
         order by 1
     )
 """
@@ -119,7 +130,8 @@ FIND = """
     left join pgqueue.job as j using (id)
 """
 FORGET = (
-    "delete from pgqueue.job; delete from pgqueue.dead_job; delete from pgqueue.run"
+    "delete from pgqueue.job; delete from pgqueue.dead_job; delete from pgqueue.run;"
+    "delete from pgqueue.step; delete from pgqueue.wait"
 )
 # The statements of two transactions, in every order in which the first one calls first. In the short
 # form both have begun, and what one does after the other is known.
@@ -206,9 +218,12 @@ class Pair:
     def allowed(self, verbs: tuple[str, str], ends: tuple[str, str]) -> list[tuple]:
         (one_told, other_told), left = self.alone(verbs[::-1], ends[::-1])
         found = [self.alone(verbs, ends), ((other_told, one_told), left)]
-        if verbs[1] in SKIPS:
+        nothing = SKIPS.get(verbs[1])
+        if (self.state, *verbs) == ("expired", "save_step", "replace"):
+            # Nobody recovers it before the step is committed: as a running one it stays as it is.
+            nothing = "same"
+        if nothing is not None:
             (told,), left = self.alone(verbs[:1], ends[:1])
-            nothing = SKIPS[verbs[1]]
             if (self.state, nothing) == ("expired", "held"):
                 nothing = "lost"
             found.append(((told, nothing), left))

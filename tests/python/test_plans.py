@@ -693,6 +693,11 @@ VERBS = {
     "release": "select from pgqueue.release(array[{id}], array[{token}])",
     "extend": "select from pgqueue.extend(array[{id}], array[{token}])",
     "progress": "select pgqueue.progress({id}, {token}, 1)",
+    "save_step": "select pgqueue.save_step({id}, {token}, 'e')",
+    "suspend": "select pgqueue.suspend({id}, {token}, 'e')",
+    "suspend until a job has ended": "with first as materialized (select pgqueue.enqueue('q') as job)"
+    " select pgqueue.suspend({id}, {token}, 'e', now() + interval '1 day', array[job]) from first",
+    "emit": "select pgqueue.emit('e {id}')",
     "status": "select pgqueue.status({id})",
     "result": "select pgqueue.result({id})",
     "await": "select pgqueue.await({id})",
@@ -856,3 +861,18 @@ def test_maintain_reads_no_dead_job_that_stays(db):
     db.execute("select pgqueue.configure(null, keep_dead => '1 hour')")
     assert [one(db, forget) for _ in range(3)] == [10_000, 10_000, 10_000]
     assert pages(db, forget) < 100_000
+
+
+def test_dead_jobs_are_found_by_when_they_died(db):
+    db.execute(BURY, (100_000,))
+    db.execute("analyze pgqueue.dead_job")
+    for verb in "redrive", "discard_many":
+        asked = (
+            f"(died_before => now() - interval '{100_000 - 100} s', dry_run => true)"
+        )
+        # With the locks of a hundred, and without the first plan.
+        found = [pages(db, f"select pgqueue.{verb}{asked}") for _ in range(2)]
+        assert found[1] < 300
+    # As the command dead asks.
+    last = "select id from pgqueue.dead_job order by died_at desc limit 20"
+    assert pages(db, last) < 20

@@ -17,7 +17,7 @@ SECTIONS = {
     for title, text in documents.sections(page).items()
     if title
 }
-SIGNATURE = re.compile(r"^    (\w+)(\(.*\) returns .*)$", re.M)
+SIGNATURE = re.compile(r"^    (\w+)(\(.*\) (?:returns .*|procedure))$", re.M)
 PUBLIC = "pronamespace = 'pgqueue'::regnamespace and left(proname, 1) <> '_'"
 CODE = re.compile(r"\b(?:PQ|\d\d)\d{3}\b")
 
@@ -49,8 +49,9 @@ def plain(signature: str) -> str:
 
 def test_every_public_function_is_there_with_exactly_its_arguments(db):
     catalog = db.execute(
-        "select proname, '(' || pg_get_function_arguments(oid) || ') returns '"
-        f" || pg_get_function_result(oid) from pg_proc where {PUBLIC}"
+        "select proname, '(' || replace(pg_get_function_arguments(oid), 'IN ', '') || ') '"
+        " || coalesce('returns ' || pg_get_function_result(oid), 'procedure')"
+        f" from pg_proc where {PUBLIC}"
     )
     want = {name: plain(rest) for name, rest in catalog}
     assert {name: signature for name, (_, signature, _) in entries().items()} == want
@@ -59,8 +60,8 @@ def test_every_public_function_is_there_with_exactly_its_arguments(db):
 def test_a_function_is_in_the_section_of_its_file() -> None:
     for name, (section, *_) in entries().items():
         files = documents.REPO.glob(f"sql/*/{section.split()[0].lower()}.sql")
-        head = f"create or replace function pgqueue.{name}("
-        assert any(head in file.read_text() for file in files)
+        head = re.compile(rf"create or replace (function|procedure) pgqueue\.{name}\(")
+        assert any(head.search(file.read_text()) for file in files)
 
 
 def test_the_pattern_for_psql_lists_the_public_functions_and_no_other(db):
@@ -114,6 +115,7 @@ def names(rows: list[list[str]]) -> list[str]:
         "settings",
         "retention",
         "checks",
+        "events",
         "dead_job",
         "run",
     ],
@@ -174,6 +176,12 @@ def listed(db: psycopg.Connection) -> list:
         return cursor.fetchall()
 
 
+def handler(db: psycopg.Connection) -> str:
+    """Make a function that work() can call, and name it."""
+    db.execute("create function handle(jsonb) returns void language sql as ''")
+    return "handle(jsonb)"
+
+
 def test_each_setting_is_there_with_its_default_and_range(db):
     rows = documents.table(SECTIONS["Settings"], "setting", "default")
     want = {}
@@ -181,8 +189,8 @@ def test_each_setting_is_there_with_its_default_and_range(db):
         default, words = setting.fallback, " to ".join(setting.range or [])
         if setting.type == "text":
             default, words = (
-                f"`{default}`",
-                " or ".join(f"`{v}`" for v in setting.range),
+                default and f"`{default}`",
+                " or ".join(f"`{v}`" for v in setting.range or []),
             )
         elif len(setting.range or []) == 1:
             words = f"from {words}"
@@ -190,7 +198,8 @@ def test_each_setting_is_there_with_its_default_and_range(db):
     want["`lease`"][1] = "above 0, to 30 days"
     for name, default, words, _ in rows:
         wanted, range_ = want.pop(name)
-        assert default in ([wanted] if wanted else ["no limit", "never", "for ever"])
+        no_value = ["no limit", "never", "for ever", "none"]
+        assert default in ([wanted] if wanted else no_value)
         assert words == range_
     assert not want
 
@@ -198,7 +207,9 @@ def test_each_setting_is_there_with_its_default_and_range(db):
 def test_a_setting_outside_its_range_is_refused_and_one_inside_is_not(db):
     for setting in listed(db):
         inside, outside = setting.range or ["true", "false"], []
-        if setting.type == "text":
+        if setting.name == "handler":
+            inside, outside = [handler(db)], ["now()"]
+        elif setting.type == "text":
             outside = ["nothing like it"]
         elif setting.range:
             beyond = "select ({}::{} {})::text"
@@ -206,17 +217,18 @@ def test_a_setting_outside_its_range_is_refused_and_one_inside_is_not(db):
                 one_more = {"int": f"{step} 1", "interval": f"{step} interval '1 us'"}
                 query = beyond.format("%s", setting.type, one_more[setting.type])
                 outside += column(db, query, bound)
+        queue = "null" if "less than all" in (setting.not_for or []) else "'q'"
+        call = f"select pgqueue.configure({queue}, {setting.name} => %s)"
         for value in inside:
-            db.execute(f"select pgqueue.configure('q', {setting.name} => %s)", (value,))
+            db.execute(call, (value,))
         for value in outside:
             with pytest.raises(errors.InvalidParameterValue, match=setting.name):
-                db.execute(
-                    f"select pgqueue.configure('q', {setting.name} => %s)", (value,)
-                )
+                db.execute(call, (value,))
 
 
 def test_a_setting_is_refused_for_what_it_is_not_for_and_for_nothing_else(db):
     scopes = {
+        "less than all": "kind => null",
         "a kind": "kind => 'k'",
         "a group": "group_key => 'g'",
         "each group": "group_key => '*'",
@@ -228,9 +240,12 @@ def test_a_setting_is_refused_for_what_it_is_not_for_and_for_nothing_else(db):
     }
     for setting in listed(db):
         value = (setting.range or ["true"])[0]
+        if setting.name == "handler":
+            value = handler(db)
         for scope, named in scopes.items():
             call = f"select pgqueue.configure('q', {setting.name} => %s, {named})"
-            refusing = {scope, *wider.get(scope, ())} & {*(setting.not_for or ())}
+            refusing = {scope, "less than all", *wider.get(scope, ())}
+            refusing &= {*(setting.not_for or ())}
             if not refusing:
                 db.execute(call, (value,))
                 continue

@@ -1,6 +1,7 @@
 """Releasing: the version, the packages, and what is published by a tag."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,8 +12,8 @@ import psycopg
 import pytest
 import yaml
 from cluster import Cluster
-from conftest import one
-from test_package import REPO, client, make, script, version
+from conftest import column, one
+from test_package import RELEASED, REPO, client, make, script, version
 
 TAG = {"GIT_AUTHOR_NAME": "a", "GIT_COMMITTER_NAME": "a"} | {
     "GIT_AUTHOR_EMAIL": "a@localhost",
@@ -57,9 +58,14 @@ def test_a_release_writes_the_version_wherever_it_stands_commits_and_tags(clone)
     done = release(clone, "98.7.6")
     assert done.returncode == 0, done.stderr
     assert client("git", *wherever, cwd=clone).stdout == ""
+    # It is frozen, and what leads to it has its number.
+    frozen = "sql/upgrade/pgqueue--98.7.6.sql"
+    delta = f"sql/upgrade/{RELEASED[-1]}--98.7.6.sql"
     assert set(git("show", "--format=", "--name-only", cwd=clone).split()) == (
-        stands | {"CHANGELOG.md"}
+        stands | {"CHANGELOG.md", "docs/upgrading.md", frozen, delta}
     )
+    assert "select '98.7.6'" in (clone / frozen).read_text()
+    assert not list((clone / "sql/upgrade").glob(f"*--{version()}.sql"))
     assert git("describe", cwd=clone) == "v98.7.6"
     assert git("status", "--porcelain", cwd=clone) == ""
     meta = json.loads((clone / "META.json").read_text())
@@ -69,6 +75,13 @@ def test_a_release_writes_the_version_wherever_it_stands_commits_and_tags(clone)
         r"^## 98\.7\.6, \d{4}-\d\d-\d\d$", (clone / "CHANGELOG.md").read_text(), re.M
     )
     assert "as unreleased" in release(clone, "98.7.7").stderr
+    changes = clone / "CHANGELOG.md"
+    changes.write_text(changes.read_text() + "\n## Unreleased\n")
+    git("commit", "-qam", "More", cwd=clone, env=os.environ | TAG)
+    refused = (
+        "there is no sql/upgrade/98.7.6--98.7.7.sql: what has changed in the tables?"
+    )
+    assert refused in release(clone, "98.7.7").stderr
 
 
 def test_a_release_is_refused_without_a_number_or_with_uncommitted_work(clone):
@@ -84,6 +97,15 @@ def test_every_version_that_was_released_is_in_the_list_of_changes():
         re.fullmatch(r"Unreleased|\d+\.\d+\.\d+, .+", h) for h in heads
     )
     assert heads[0] == "Unreleased" or heads[0].startswith(f"{version()}, ")
+
+
+@pytest.mark.parametrize("delta", sorted((REPO / "sql/upgrade").glob("[0-9]*--*.sql")))
+def test_what_an_upgrade_says_first_is_in_the_list_of_changes(delta):
+    said = re.match(r"(?:-- .*\n)+", delta.read_text())
+    assert said
+    told = " ".join(re.sub("^-- ", "", line) for line in said[0].splitlines())
+    changes = " ".join((REPO / "CHANGELOG.md").read_text().split())
+    assert f"- {told}" in changes
 
 
 # PGXN
@@ -114,6 +136,8 @@ def test_the_zip_for_pgxn_holds_what_its_metadata_name_as_the_specification_says
         assert len(tag) < 256 and not re.search(r"[/\\\x00-\x1f]", tag)
     for name in ("Makefile", "pgqueue.control", "LICENSE", "CHANGELOG.md"):
         assert top + name in names
+    upgrades = {path.name for path in (REPO / "sql/upgrade").iterdir()}
+    assert {f"{top}sql/upgrade/{name}" for name in upgrades} <= names
 
 
 # Debian
@@ -136,6 +160,8 @@ def test_the_package_for_debian_can_be_built_installed_and_used(clone):
             db.execute("create extension pgqueue")
             assert one(db, "select pgqueue.version()") == version()
             assert one(db, "select pgqueue.enqueue('q')") == 1
+            paths = "select source from pg_extension_update_paths('pgqueue') where path is not null"
+            assert sorted(column(db, paths)) == RELEASED
 
 
 class FromDeb(Cluster):
@@ -170,10 +196,12 @@ def test_pg_tle_is_told_the_script_and_dbdev_finds_the_same_in_its_folder(db):
     # Nothing that only psql understands.
     assert not re.search(r"^\\", body, re.M)
     assert (folder / f"pgqueue--{version()}.sql").read_text() == body
+    upgrades = {f"pgqueue--{old}--{version()}.sql" for old in RELEASED}
     assert {path.name for path in folder.iterdir()} == {
         "pgqueue.control",
         f"pgqueue--{version()}.sql",
         "README.md",
+        *upgrades,
     }
     # As pg_tle declares it, from its first version on.
     db.execute("create schema pgtle")
@@ -186,6 +214,23 @@ def test_pg_tle_is_told_the_script_and_dbdev_finds_the_same_in_its_folder(db):
     control = (REPO / "pgqueue.control").read_text()
     assert told[:2] == ["pgqueue", version()] and f"comment = '{told[2]}'" in control
     assert told[3].strip() == body.strip()
+    db.execute(
+        "create function pgtle.install_update_path(name text, fromvers text, tovers text, ext text)"
+        " returns text[] language sql as 'select array[name, fromvers, tovers, ext]'"
+    )
+    db.execute(
+        "create function pgtle.set_default_version(name text, version text)"
+        " returns text[] language sql as 'select array[name, version]'"
+    )
+    for old in RELEASED:
+        name = f"pgqueue--{old}--{version()}.sql"
+        cursor = db.execute((folder.parent / name).read_text().encode())
+        (path,) = cursor.fetchone()
+        assert path[:3] == ["pgqueue", old, version()]
+        body = (REPO / "sql" / name).read_text().partition("\n")[2]
+        assert body.count("$_pgqueue_$") == 0 and not re.search(r"^\\", body, re.M)
+        assert path[3].strip() == body.strip() == (folder / name).read_text().strip()
+        assert cursor.nextset() and cursor.fetchone() == (["pgqueue", version()],)
 
 
 # Images
@@ -203,7 +248,8 @@ def test_an_image_copies_the_control_file_and_the_script_and_nothing_is_missing(
                 found = {path.name for path in REPO.glob(source.rstrip("/"))}
                 assert found, source
                 copied |= found if "extension" in target else set()
-    assert copied == {"pgqueue.control", f"pgqueue--{version()}.sql"}
+    upgrades = {f"pgqueue--{old}--{version()}.sql" for old in RELEASED}
+    assert copied == {"pgqueue.control", f"pgqueue--{version()}.sql"} | upgrades
 
 
 # Workflows

@@ -31,6 +31,7 @@ from pgqueue.dashboard import actions, job, pages, search
 from pgqueue.worker import protocol
 from psycopg.conninfo import conninfo_to_dict
 from test_metrics import COLLECTOR, DASHBOARD
+from test_package import RELEASED
 from worker_harness import QUEUE, outcomes, wait_until
 
 pytest_plugins = ["command_line", "worker_harness"]
@@ -108,6 +109,7 @@ select pgqueue.fail(id, token, 'TimeoutError: slow', permanent => true) from pgq
 select pgqueue.fail(id, token, 'KeyError: 7') from pgqueue.claim('q', 'w', 1);
 select pgqueue.complete(id, token) from pgqueue.claim('q', 'w', 1);
 select pgqueue.schedule('s', 'q', every => '1 hour');
+select pgqueue.save_step(id, token, 'one', '1'), pgqueue.suspend(id, token, 'e') from pgqueue.claim('q', 'w', 1);
 select pgqueue.enqueue('q', batch_id => pgqueue.create_batch('q'), group_key => 'g', unique_key => 'u');
 """
 HANDLERS = """
@@ -264,6 +266,7 @@ COMMANDS = [
     "purge q",
     "move-groups --wait 0",
     "install",
+    "upgrade",
     "enqueue q {} --priority -3 --run-at 2030-01-01 --unique-key k --unique-for 1d"
     " --group-key g --max-attempts 2 --on-duplicate skip --kind k",
 ]
@@ -295,6 +298,18 @@ def test_an_install_is_not_caught(db, run, how) -> None:
     db.execute("drop extension pgqueue")
     done = run("pgqueue", "install", *(["--plain"] if how == "plain" else []))
     assert done.returncode == 0 and how in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("how", ["extension", "plain"])
+def test_an_upgrade_is_not_caught(db, run, how) -> None:
+    db.execute("drop extension pgqueue")
+    if how == "plain":
+        frozen = (REPO / f"sql/upgrade/pgqueue--{RELEASED[0]}.sql").read_text()
+        db.execute("begin;" + frozen.partition("\n")[2] + "commit;")
+    else:
+        db.execute(f"create extension pgqueue version '{RELEASED[0]}'")
+    done = run("pgqueue", "upgrade")
+    assert done.returncode == 0 and "upgraded" in done.stdout, done.stderr
 
 
 def test_no_page_of_the_dashboard_is_caught(db, dsn) -> None:
@@ -535,3 +550,40 @@ def test_all_that_move_groups_executes_comes_behind_the_path():
     assert first.strip() == 'source.execute(f"set local {database.SEARCH_PATH}")'
     elsewhere = text.replace(within.partition("names = ")[0], "")
     assert re.findall(r"(\w+)\.execute\(", elsewhere) == ["database"] * 3
+
+
+def test_work_and_what_it_asks_are_not_caught(db) -> None:
+    """It pins no path, because it commits."""
+    db.execute(FILL)
+    db.execute("""
+        create function public.handle(payload pg_catalog.jsonb) returns void language plpgsql
+            set search_path = pg_catalog as $$ begin if payload = '{"n": 1}' then raise 'no'; end if; end $$;
+        create function public.answer(job pgqueue.job) returns pg_catalog.jsonb language plpgsql
+            as $$ begin return job.payload; end $$;
+    """)
+    for kind, handler in (
+        ("q", "public.handle(pg_catalog.jsonb)"),
+        ("k", "public.answer(pgqueue.job)"),
+    ):
+        db.execute(
+            "select pgqueue.configure('q', kind => %s, handler => %s)", (kind, handler)
+        )
+    db.execute("select pgqueue.enqueue('q', '{\"n\": 1}')")
+    db.execute("select pgqueue.enqueue('q', kind => 'k')")
+    db.execute("call pgqueue.work('q')")
+    db.execute("call pgqueue.work('q', run_for => '100 ms')")
+    ended = column(db, "select outcome from pgqueue.run order by job_id desc")
+    assert ended[:2] == ["completed", "retry"]
+    with pytest.raises(psycopg.Error, match="no handler"):
+        db.execute("call pgqueue.work('none')")
+    with pytest.raises(psycopg.Error, match="transaction block"), db.transaction():
+        db.execute("select pgqueue.version()")
+        db.execute("call pgqueue.work('q')")
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute("set statement_timeout = '20 ms'")
+    db.execute("""
+        create or replace function public.handle(payload pg_catalog.jsonb) returns void language plpgsql
+            set search_path = pg_catalog as $$ begin perform pg_sleep(9); end $$
+    """)
+    with pytest.raises(psycopg.errors.QueryCanceled):
+        db.execute("call pgqueue.work('q')")

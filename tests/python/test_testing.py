@@ -421,3 +421,27 @@ def test_pgqueue_conn_connects_only_to_pgqueue_test_dsn(dsn, db, tmp_path) -> No
     assert "1 error" in refused
     assert "1 passed" in run(PGQUEUE_TEST_DSN=dsn)
     assert one(db, "select count(*) from pgqueue.job") == 0
+
+
+@app.job("order")
+def order(job: pgqueue.Job, number: int) -> object:
+    job.step("hello", welcome, "ada")
+    return job.wait_for(f"order {number} paid", timeout=60)
+
+
+@app.job("aorder", transaction=True)
+async def aorder(job: pgqueue.Job, number: int) -> object:
+    await job.step("hello", asyncio.sleep, 0, "ada")
+    return await job.wait_for(f"order {number} paid", timeout=60)
+
+
+@pytest.mark.parametrize("task", [order, aorder])
+def test_a_job_that_waits_goes_on_in_the_drain_after_its_event(conn, task) -> None:
+    task.enqueue(conn, number=7)
+    (ran,) = drain(conn, app)
+    assert (ran.outcome, ran.result, ran.job.attempt) == ("suspended", None, 1)
+    assert [ran.outcome for ran in drain(conn, app, scheduled=True)] == ["suspended"]
+    assert drain(conn, app) == []
+    pgqueue.emit(conn, "order 7 paid", {"by": "card"})
+    (ran,) = drain(conn, app)
+    assert (ran.outcome, ran.result) == ("completed", {"by": "card"})

@@ -165,6 +165,49 @@ async def serve() -> None:
     pgqueue.Worker(other, {"a": "1"})  # wrong
     pgqueue.Worker(other, {"a": 1}, threads=1)  # wrong
 """
+STEPS = """
+def charge(number: int, *, twice: bool = False) -> str:
+    return str(number)
+
+async def ask(number: int) -> list[int]:
+    return [number]
+
+@app.job("order")
+def order(job: pgqueue.Job, number: int) -> str:
+    text: str = job.step("charge", charge, number)
+    job.step("again", charge, number, twice=True)
+    job.sleep("a day", timedelta(days=1))
+    payload = job.wait_for("paid", timeout=60)
+    results: list[object] = job.wait_for_jobs([1, 2])
+    for one in job.results:
+        print(one.outcome)
+    job.step("charge", charge, "7")  # wrong
+    job.step("charge", charge)  # wrong
+    job.step("charge", charge, 7, thrice=True)  # wrong
+    other: int = job.step("charge", charge, 7)  # wrong
+    job.step(charge, 7)  # wrong
+    job.sleep("a day", "1 day")  # wrong
+    job.wait_for_jobs(7)  # wrong
+    return text
+
+@app.job("aorder")
+async def aorder(job: pgqueue.Job, number: int) -> list[int]:
+    await job.sleep("a day", 86400)
+    numbers: list[int] = await job.step("ask", ask, number)
+    other: list[str] = await job.step("ask", ask, number)  # wrong
+    wrong: list[int] = job.step("ask", ask, number)  # wrong
+    return numbers
+
+def hook(conn: Conn) -> bool:
+    pgqueue.emit(conn, 7)  # wrong
+    return pgqueue.emit(conn, "paid", {"any": ["thing"]})
+
+async def ahook(conn: AsyncConn) -> bool:
+    return await pgqueue.emit(conn, "paid")
+
+async def none(conn: AsyncConn) -> bool:
+    return pgqueue.emit(conn, "paid")  # wrong
+"""
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +224,7 @@ def check(folder: Path, cache: Path, *args: str) -> str:
     return ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("part", ["arguments", "options", "async", "around"])
+@pytest.mark.parametrize("part", ["arguments", "options", "async", "around", "steps"])
 def test_mypy_finds_every_wrong_call_and_nothing_else(tmp_path, cache, part) -> None:
     code = HEAD + globals()[part.upper()]
     (tmp_path / "code.py").write_text(code)

@@ -643,7 +643,7 @@ def test_a_chain_of_a_thousand_jobs_runs_one_by_one(db):
 def test_a_chain_of_ten_thousand_jobs_whose_first_expires_ends_in_bounded_steps(db):
     first = chain(db, 10_000)
     db.execute(
-        "update pgqueue.job set terms = row(now(), null, null)::pgqueue._terms where id = %s",
+        "update pgqueue.job set terms = row(now(), null, null, null)::pgqueue._terms where id = %s",
         [first],
     )
     assert pages(db, "select pgqueue.claim('chain', 'w')") < 15_000
@@ -664,7 +664,7 @@ def test_a_claim_over_ten_thousand_expired_chains_reads_little_more_than_over_jo
         for queue, before in (("b", "q"), ("c", "b")) if is_chained else ():
             db.execute(f"select count(*) from ({enqueue}) as e", [queue, before])
         db.execute(
-            "update pgqueue.job set terms = row(now(), null, null)::pgqueue._terms where queue = 'q'"
+            "update pgqueue.job set terms = row(now(), null, null, null)::pgqueue._terms where queue = 'q'"
         )
         reads.append([pages(db, "select pgqueue.claim('q', 'w')") for _ in range(3)])
     plain, chained = reads

@@ -119,7 +119,7 @@ create function pg_temp.expire(job_id bigint)
 as $$
     update pgqueue.job as j
     set lease_expires_at = j.lease_expires_at - interval '1 day',
-        terms = row(now() - interval '1 minute', (j.terms).run_at, (j.terms).batch_id)
+        terms = row(now() - interval '1 minute', (j.terms).run_at, (j.terms).batch_id, null)
     where j.id = $1
 $$;
 select pg_temp.end_by(e.how, e.is_running, e.call) from (values

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(90);
+select plan(97);
 
 create function pg_temp.found(name text)
     returns text
@@ -34,9 +34,9 @@ select is_empty(
 select is(
     (select array_agg(h.check collate "default" order by h.check collate "C") from pgqueue.health() as h),
     array[
-        'autovacuum', 'backlog', 'batches', 'bloat', 'dead', 'failures', 'horizon', 'hung', 'indexes', 'kinds', 'leases',
+        'autovacuum', 'backlog', 'batches', 'bloat', 'dead', 'failures', 'handlers', 'horizon', 'hung', 'indexes', 'kinds', 'leases',
         'locks', 'notifications', 'notify',
-        'runs', 'schedules', 'sequences', 'vacuum', 'version', 'waits', 'wal', 'workers', 'wraparound'
+        'runs', 'schedules', 'sequences', 'suspensions', 'vacuum', 'version', 'waits', 'wal', 'workers', 'wraparound'
     ],
     'health returns a row for each check'
 );
@@ -249,6 +249,33 @@ select is(
 select pgqueue.configure('long', reset => true);
 truncate pgqueue.job, pgqueue.run;
 
+-- Suspended jobs
+
+select pgqueue.enqueue_many('days', array_fill('{}'::jsonb, array[3]));
+select pgqueue.suspend(id, token, 'day ' || id) from pgqueue.claim('days', 'w', 2);
+select pgqueue.suspend(id, token, 'day ' || id, now() + interval '90 days') as none, id as timed from pgqueue.claim('days', 'w') \gset
+update pgqueue.wait set since = since - interval '6 days';
+select alike(pg_temp.found('suspensions'), 'ok: %', 'a job may be suspended for some days');
+select max(id) as job from pgqueue.jobs where queue = 'days' and id <> :timed \gset
+update pgqueue.wait set since = since - interval '2 days' - (job_id = :job)::int * interval '1 minute';
+select matches(
+    pg_temp.found('suspensions'),
+    format(
+        '^warning: queue days: job %s has been suspended for 8 days 00:\d\d:\d\d and waits for event day %1$s, the suspend_target '
+        || 'is 7 days; so have been 1 more$', :job
+    ),
+    'one that has waited for longer, and has no run_at, is named'
+);
+select is(pg_temp.hint('suspensions'), format('select pgqueue.why(%s)', :job), 'and the hint says to ask why');
+select pgqueue.configure('days', suspend_target => '1 day');
+select alike(pg_temp.found('suspensions'), 'critical: %the suspend_target is 1 day%', 'four times as long is critical');
+select pgqueue.configure(null, suspend_target => '1 hour');
+select pgqueue.configure('days', suspend_target => '10 days');
+select alike(pg_temp.found('suspensions'), 'ok: %', 'a queue may have a suspend_target of its own');
+select pgqueue.configure(null, reset => true);
+select pgqueue.configure('days', reset => true);
+truncate pgqueue.job, pgqueue.wait;
+
 -- Kinds that nobody takes
 
 select pgqueue.rest(array['some'], array['a', 'b']);
@@ -457,6 +484,18 @@ select is(
 );
 select h.hint from pgqueue.health() as h where h.check = 'notify' \gexec
 select alike(pg_temp.found('notify'), 'ok: %', 'resetting it fixes it');
+
+-- Handlers in SQL
+
+create function handle_me(jsonb) returns void language sql as '';
+select pgqueue.configure('h', kind => 'k', handler => 'handle_me(jsonb)');
+select alike(pg_temp.found('handlers'), 'ok: %', 'a handler that exists is well');
+drop function handle_me;
+select is(
+    (select h.status || h.detail from pgqueue.health() as h where h.check = 'handlers'),
+    'criticalhandler public.handle_me(jsonb) of queue h, kind k does not exist', 'a handler that does not is told of'
+);
+select pgqueue.configure('h', kind => 'k', reset => true);
 
 -- Many findings, and other thresholds
 

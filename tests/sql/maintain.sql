@@ -38,7 +38,7 @@ select is(
 
 select results_eq(
     'select task from pgqueue.maintain()', $$ values ('reap'), ('fire schedules'), ('tie loose ends'), ('sweep groups'), ('drop permits'),
-        ('forget keys'), ('forget dead jobs'), ('forget batches'), ('forget runs') $$,
+        ('forget keys'), ('forget dead jobs'), ('forget batches'), ('forget events'), ('forget runs') $$,
     'maintain returns a row for each of its tasks'
 );
 truncate pgqueue.run;

@@ -80,17 +80,20 @@ select set_eq(
     $$ select s.name, s.type::regtype::text from pgqueue._setting as s $$, 'the list of settings has every column'
 );
 select set_eq(
-    $$ select a.name, format_type(a.type, null)
+    -- The name of a function is kept, not its oid, which a dump would not.
+    $$ select a.name, case a.type when 'regprocedure'::regtype then 'text' else format_type(a.type, null) end
        from pg_proc as p, unnest(p.proargnames, p.proargtypes) as a (name, type)
        where p.oid = 'pgqueue.configure'::regproc and a.name not in ('queue', 'kind', 'group_key', 'reset') $$,
     $$ select s.name, s.type::regtype::text from pgqueue._setting as s where s.name <> 'paused' $$,
     'and every argument of configure, but for its scope'
 );
+create function public.told(jsonb) returns void language sql as '';
 -- Its least value, or that which is not the default.
 create temporary table told as
-select s.name, case when s.type = 'boolean' then (not s.fallback::boolean)::text else s.range[1] end as value
+select s.name, case when s.type = 'boolean' then (not s.fallback::boolean)::text
+    when s.name = 'handler' then 'public.told(jsonb)' else s.range[1] end as value
 from pgqueue._setting as s
-where s.name <> 'paused';
+where s.name <> 'paused' and 'less than all' <> all (coalesce(s.not_for, '{}'));
 create function pg_temp.tell(name text, value text) returns void language plpgsql as $$
 begin
     execute format('select pgqueue.configure(''told %1$s'', %1$I => %2$L)', name, value);
@@ -393,7 +396,13 @@ select is_empty(
     $$ select v.setting, v.value, e.value
        from pgqueue.settings as v
        cross join lateral (
-           select to_jsonb(pgqueue._in_force(v.queue, v.kind, v.group_key)) ->> v.setting
+           select coalesce(
+               to_jsonb(pgqueue._in_force(v.queue, v.kind, v.group_key)) ->> v.setting,
+               (
+                   select pgqueue._seldom(coalesce(v.queue, ''), s.name)
+                   from pgqueue._setting as s where s.name = v.setting and s.is_seldom
+               )
+           )
        ) as e (value)
        where v.value is distinct from e.value $$,
     'settings shows what _in_force says'

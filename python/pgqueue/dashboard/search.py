@@ -108,7 +108,12 @@ DEAD_WALKS = {
         "queue = %(queue)s",
         goes_up=False,
     ),
-    (): Walk("pgqueue.dead_job", *BY_ID, goes_up=False),
+    (): Walk(
+        "pgqueue.dead_job",
+        ("died_at", "id"),
+        ("timestamptz", "bigint"),
+        goes_up=False,
+    ),
 }
 FILTERS = {
     "queue": "w.queue = %(queue)s",

@@ -201,9 +201,12 @@ def drain(
 
 def _claim(conn: database.Connection, which: dict[str, Any]) -> Attempt | None:
     """Claim the next job as a worker would, and no other: from a queue of its own."""
+    aside = f"pgqueue.testing {secrets.token_hex(8)}"
+    if not conn.execute(NEXT, which).fetchone():
+        # Any claim makes due what waits for an event that has happened.
+        claim(conn, "pgqueue.testing", [aside], 1)
     while row := conn.execute(NEXT, which).fetchone():
         job_id, queue, group_key = row
-        aside = f"pgqueue.testing {secrets.token_hex(8)}"
         with conn.transaction():
             conn.execute(MOVE, (aside, None, job_id, queue))
             attempts = claim(conn, "pgqueue.testing", [aside], 1, lease=3600)

@@ -15,7 +15,7 @@ from psycopg.pq import TransactionStatus
 
 from pgqueue import database
 from pgqueue.app import App
-from pgqueue.attempt import LOST, Attempt, Outcome
+from pgqueue.attempt import LOST, SUSPENDED, Attempt, Outcome
 from pgqueue.job import Job
 from pgqueue.policy import Reject, Retry
 from pgqueue.running import run, run_async
@@ -29,7 +29,7 @@ class Ran:
     """An attempt that `drain` has run, and what happened to the job."""
 
     job: Job
-    outcome: str  # completed, retry, dead, cancelled or released
+    outcome: str  # completed, retry, dead, cancelled, released or suspended
     result: Any = None
     error: str | None = None
 
@@ -43,11 +43,15 @@ def run_inline(
     if raises and outcome.error and not isinstance(outcome.error, Retry | Reject):
         raise outcome.error
     status = "lost" if outcome is LOST else "completed"
+    if outcome is SUSPENDED:
+        status = "suspended"
     if outcome.name != "none":
         status = finish(conn, [attempt]).get(attempt.id, status)
     job = attempt.as_job(json.loads(attempt.payload))
     if outcome.name in ("fail", "reject"):
         return Ran(job, status, error=outcome.text)
+    if status == "suspended":
+        return Ran(job, status)
     return Ran(job, status, None if outcome.text is None else json.loads(outcome.text))
 
 

@@ -21,6 +21,7 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.app import App
+from pgqueue.install import VERSION, advice
 from pgqueue.policy import Middleware
 from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
@@ -193,7 +194,8 @@ def check(conninfo: str, where: str = "") -> int:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     try:
         with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as conn:
-            row = database.execute(conn, "select pgqueue.version()").fetchone()
+            ((installed,),) = database.execute(conn, VERSION)
+            told = advice(installed)
             rows = database.execute(conn, PRIVILEGES, {"verbs": VERBS})
             granted = {verb: is_granted for verb, is_granted in rows}
             is_pooled = database.is_pooled(conn)
@@ -212,7 +214,7 @@ def check(conninfo: str, where: str = "") -> int:
         )
         return 1
     how = "polling: NOTIFY does not arrive" if is_pooled else "notified"
-    print(f"{where}ok: pgqueue {row[0] if row else '?'}, {how}")
+    print(f"{where}ok: pgqueue {installed}, {how}{f'; {told}' if told else ''}")
     return 0
 
 

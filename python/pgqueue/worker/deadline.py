@@ -4,17 +4,19 @@ Keepalives only prove that the other end's kernel answers, not that the server d
 may have forgotten the connection, and a backend may stand still.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, timeout_from_conninfo
 from psycopg.rows import TupleRow
 
-from pgqueue.worker.seldom import Outages
+from pgqueue.install import VERSION, advice
+from pgqueue.worker.seldom import Outages, log
 
 NEVER = float("inf")
 
@@ -77,6 +79,7 @@ class Server:
     useful: Callable[[], float]
     outages: Outages
     is_alone: bool = True  # the worker has no other
+    said: dict[str, object] = field(default_factory=dict)  # of the SQL's version
 
     def connect(self, times: float = 1.0, make: Any = Watched, **options: Any) -> Any:
         """Connect, in the time of a call, but two seconds at least, as libpq has it."""
@@ -87,3 +90,12 @@ class Server:
     def patience(self, times: float = 1.0) -> float:
         """Return how many seconds a call may take: a second at least."""
         return max(1.0, self.useful() * times)
+
+    def greet(self, conn: Watched) -> None:
+        """Say once what to do if the SQL is older than this package; raise TooOld."""
+        with contextlib.suppress(psycopg.errors.InsufficientPrivilege):
+            for (installed,) in conn.execute(VERSION):
+                what, first = advice(installed), object()
+                # Threads connect at the same time.
+                if what and self.said.setdefault(what, first) is first:
+                    log.warning("update pgqueue: %s", what)

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 import psycopg
 
 from pgqueue import database
-from pgqueue.attempt import LARGEST_RESULT, LOST, Attempt, Outcome
+from pgqueue.attempt import LARGEST_RESULT, LOST, SUSPENDED, Attempt, Outcome
 from pgqueue.policy import Retry
 from pgqueue.terminal import printable
 from pgqueue.worker import protocol
@@ -109,6 +109,7 @@ class Finisher(Service):
                 i: "reported" if s == "lost" else s for i, s in statuses.items()
             }
         statuses |= {a.id: "lost" for a in batch if a.outcome is LOST}
+        statuses |= {a.id: "suspended" for a in batch if a.outcome is SUSPENDED}
         ended = Counter(statuses.get(a.id, "completed") for a in batch)
         self.statuses.update(ended)
         self._on_commit(batch, set(statuses.values()))

@@ -50,6 +50,11 @@ class Service(ABC):
         """Whether to wait for the end of an outage."""
         return True
 
+    def _is_replaced(self, error: psycopg.Error) -> bool:
+        """Whether an upgrade may explain it: only once, and not before anything worked."""
+        is_first = self.is_ready and not self._failures
+        return is_first and isinstance(error, database.REPLACED)
+
     def goes_on(self) -> bool:
         """Whether there is something to do, or may be later."""
         return not self.over.is_set()
@@ -63,6 +68,7 @@ class Service(ABC):
         with closing(self._server.connect(self.times, autocommit=True)) as conn:
             conn.patience = self.patience
             database.set_up(conn)
+            self._server.greet(conn)
             yield conn
 
     def patience(self) -> float:
@@ -119,7 +125,8 @@ class Service(ABC):
                     self.conn = None
                 self.succeeded()
         except psycopg.Error as error:
-            if not database.is_outage(error) or not self.may_wait(error):
+            is_passing = database.is_outage(error) or self._is_replaced(error)
+            if not is_passing or not self.may_wait(error):
                 if self._server.is_alone:
                     raise
                 self.refusal = error  # the worker goes on with its other databases

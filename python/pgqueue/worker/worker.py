@@ -40,7 +40,7 @@ REPORTING = 0.8  # for the last reports, after the shutdown timeout
 JOINING = 0.1  # for idle threads to end
 
 STOPPED = Outcome("fail", "WorkerStopped: it ran when its worker ended", timedelta())
-MAY_BE_DUE = {"retry", "released"}
+MAY_BE_DUE = {"retry", "released", "suspended"}
 
 
 class Worker(Terms):

@@ -1,0 +1,216 @@
+"""What a job remembers from one attempt to the next: its steps, and what it waits for.
+
+All of it by the SQL functions save_step, steps, suspend and results_of, so that a handler in
+any language, or in SQL, can go on with the same job.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from pgqueue.drivers import call, settled
+from pgqueue.payload import result_reader, to_json
+
+T = TypeVar("T")
+STEPS = "select s.name, s.value::pg_catalog.text from pgqueue.steps(%s) as s"
+SAVE = (
+    "select pgqueue.save_step(%s, %s, %s, %s::pg_catalog.text::pg_catalog.jsonb)"
+    "::pg_catalog.text"
+)
+# Of the first attempt that gets here, by the server's clock.
+DEADLINE = (
+    "select d.at operator(pg_catalog.#>>) '{}', (d.at operator(pg_catalog.#>>) '{}')"
+    "::timestamp with time zone operator(pg_catalog.<=) pg_catalog.clock_timestamp()"
+    " from (select pgqueue.save_step(%s, %s, %s, pg_catalog.to_jsonb("
+    "pg_catalog.clock_timestamp() operator(pg_catalog.+) %s::interval)) as at offset 0) as d"
+)
+EVENT = (
+    "select e.payload::pg_catalog.text from pgqueue.events as e"
+    " where e.name operator(pg_catalog.=) %s::pg_catalog.text"
+)
+RESULTS = (
+    "select r.id, r.kind, r.outcome, r.result::pg_catalog.text"
+    " from pgqueue.results_of(%s, %s, %s, %s) as r"
+)
+SUSPEND = (
+    "select pgqueue.suspend(%s, %s, t.event, t.run_at, t.after)"
+    " from pg_catalog.jsonb_to_record(%s::pg_catalog.text::pg_catalog.jsonb)"
+    " as t (event pg_catalog.text, run_at timestamp with time zone, after bigint[])"
+)
+PAGE = 1000
+
+
+class Suspend(BaseException):
+    """Ends the handler of a job that waits: let it pass. The next attempt begins anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a job has ended, that another was after."""
+
+    id: int
+    kind: str | None
+    outcome: (
+        str | None
+    )  # completed, dead, cancelled; gone if unknown; None: it runs again
+    result: Any  # decoded JSON, of a completed job
+
+
+class NotCompleted(Exception):
+    """Some of the jobs that this one has waited for died, or were cancelled."""
+
+    def __init__(self, results: list[Result]) -> None:
+        self.results = results
+        bad = [r for r in results if r.outcome != "completed"]
+        named = ", ".join(f"{r.id} ({r.outcome})" for r in bad[:5])
+        more = f", and {len(bad) - 5} more" if len(bad) > 5 else ""
+        super().__init__(f"jobs that did not complete: {named}{more}")
+
+
+class Steps:
+    """The memory of a job, as one attempt sees it."""
+
+    def __init__(
+        self,
+        job_id: int,
+        token: int,
+        session: Callable[[], AbstractAsyncContextManager[Any]],
+    ) -> None:
+        self.terms: str | None = None  # on which the job is to be suspended, in JSON
+        self.unawaited = 0
+        self._lease = job_id, token
+        self._session = session
+        self._known: dict[str, Any] | None = None
+        self._counts: Counter[str] = Counter()
+        self._names: set[str] = set()
+
+    def name(self, name: str) -> str:
+        """Count names that are used again in the attempt: "page", "page 2", "page 3"."""
+        if self.terms is not None:
+            raise Suspend  # who has caught it gets no further
+        self._counts[name] += 1
+        count = self._counts[name]
+        numbered = name if count == 1 else f"{name} {count}"
+        if numbered in self._names:  # given in full
+            return self.name(name)
+        self._names.add(numbered)
+        return numbered
+
+    def is_end(self, error: BaseException) -> bool:
+        """Whether a handler has raised only what suspends its job."""
+        if isinstance(error, BaseExceptionGroup):  # by several tasks
+            return error.split(Suspend)[1] is None
+        return isinstance(error, Suspend)
+
+    def to_await(self, running: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        """Count what an async handler has not awaited: it would go on without it."""
+        self.unawaited += 1
+
+        async def later() -> T:
+            self.unawaited -= 1
+            return await running
+
+        return later()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a handler returns that should have ended otherwise."""
+        if self.terms is not None:
+            raise RuntimeError(
+                "the handler caught pgqueue.Suspend, which was to end it until what it"
+                " waits for happens: let it pass a bare except, and an except BaseException"
+            )
+        if self.unawaited:
+            raise RuntimeError("the handler did not await what its job returned")
+
+    async def step(self, name: str, run: Callable[[], Any], function: Any) -> Any:
+        read = result_reader(function)
+        known = await self._load()
+        if name not in known:
+            await self._save(name, to_json(await settled(run()), f"step {name!r}"))
+        return known[name] if read is None else read(known[name])
+
+    async def sleep(self, name: str, seconds: timedelta) -> None:
+        run_at, is_over = await self._deadline(name, seconds)
+        if not is_over:
+            self._suspend(run_at=run_at)
+
+    async def wait_for(self, event: str, name: str, timeout: timedelta | None) -> Any:
+        known = await self._load()
+        if name not in known:
+            await self._save(name, await self._look_for(event, name, timeout))
+        if "payload" not in known[name]:
+            raise TimeoutError(f"{event!r} has not happened in time")
+        return known[name]["payload"]
+
+    async def _look_for(self, event: str, name: str, timeout: timedelta | None) -> str:
+        """Look whether it has happened, or its time is up; else suspend the job."""
+        if rows := await self._fetch(EVENT, event):
+            return f'{{"payload": {rows[0][0]}}}'
+        run_at, is_over = None, False
+        if timeout is not None:
+            run_at, is_over = await self._deadline(f"{name}: until", timeout)
+        if not is_over:
+            self._suspend(event=event, run_at=run_at)
+        return '{"timed_out": true}'
+
+    async def wait_for_jobs(self, name: str, ids: Sequence[int]) -> list[Any]:
+        known = await self._load()
+        ended = f"{name}: ended"
+        if ended not in known:
+            found = {r.id: r for r in await self.results() if r.id in set(ids)}
+            is_new = name not in known
+            if is_new:
+                await self._save(name, to_json(list(ids), name))
+            if ids and (is_new or any(r.outcome is None for r in found.values())):
+                self._suspend(after=list(ids))
+            rows = [found.get(id, Result(id, None, "gone", None)) for id in ids]
+            values = [[r.id, r.kind, r.outcome, r.result] for r in rows]
+            await self._save(ended, to_json(values, name))
+        results = [Result(*row) for row in known[ended]]
+        if any(r.outcome != "completed" for r in results):
+            raise NotCompleted(results)
+        return [r.result for r in results]
+
+    async def results(self) -> list[Result]:
+        found: list[Result] = []
+        while True:
+            last = found[-1].id if found else 0
+            rows = await self._fetch(RESULTS, *self._lease, last, PAGE)
+            found += [Result(row[0], row[1], row[2], _decode(row[3])) for row in rows]
+            if len(rows) < PAGE:
+                return found
+
+    def _suspend(self, **terms: Any) -> None:
+        self.terms = json.dumps(terms)
+        raise Suspend
+
+    async def _load(self) -> dict[str, Any]:
+        if self._known is None:
+            rows = await self._fetch(STEPS, self._lease[0])
+            known = {name: _decode(text) for name, text in rows}
+            if self._known is None:  # another task may have been quicker
+                self._known = known
+        return self._known
+
+    async def _save(self, name: str, text: str | None) -> None:
+        """Save a step; if another attempt has, keep what it saved."""
+        rows = await self._fetch(SAVE, *self._lease, name, text or "null")
+        (await self._load())[name] = _decode(rows[0][0])
+
+    async def _deadline(self, name: str, seconds: timedelta) -> tuple[str, bool]:
+        rows = await self._fetch(DEADLINE, *self._lease, name, seconds)
+        run_at, is_over = rows[0]
+        return run_at, is_over
+
+    async def _fetch(self, query: str, *params: Any) -> list[tuple[Any, ...]]:
+        async with self._session() as conn:
+            rows: list[tuple[Any, ...]] = await settled(call(conn, query, params, list))
+            return rows
+
+
+def _decode(text: str | None) -> Any:
+    return None if text is None else json.loads(text)

@@ -1,0 +1,325 @@
+-- Suspended jobs: those that end their attempt, uncounted, until an event, a moment or the ends of other jobs.
+--
+-- Whatever waits has run_at, infinity where no moment is given: no claim meets it before that. What it was
+-- suspended for is a row in wait, which the job's next end deletes; jobs it waits for are ties, as in module
+-- depend.
+--
+-- emit only inserts: the event, and a loose end for it. So an open transaction that has emitted holds up nobody
+-- but who emits the same. It is claims, rests and maintain that look at a loose end, once it is committed, and
+-- make due who waits. suspend writes the wait, then looks for the event, and leaves a loose end as well if it
+-- sees none: of an emit and a suspend that do not see each other, the loose end of the one that commits last is
+-- looked at when both can be seen. These loose ends are therefore no hints, and are not lost (see module ticket).
+--
+-- A worker that goes to sleep after its suspend has to hear of an emit that has not committed yet, and did not
+-- see whom to notify. So an emit is "in flight" until its transaction ends, as an enqueue is, with a key of its
+-- own: see module wake.
+
+-- Suspends some locked jobs, each on its terms; suspended or cancelled (an operator had asked it to stop) for each.
+create or replace function pgqueue._suspend(picks tid[], terms pgqueue._suspension[], moment timestamptz)
+    returns table (job_id bigint, status text)
+    language plpgsql
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_tidscan = on
+as $$
+#variable_conflict use_column
+declare
+    ids bigint[] := array(
+        select j.id
+        from unnest(picks) with ordinality as p (place, nth)
+        join pgqueue.job as j on j.ctid = p.place
+        order by p.nth
+    );
+    suspended bigint[];
+    over bigint[];
+    given record;
+begin
+    suspended := array(
+        select e.job_id
+        from pgqueue._end_attempts(
+            picks, array_fill('release'::text, array[cardinality(picks)]), null,
+            array(
+                select coalesce(t.run_at, 'infinity')
+                from unnest(terms) with ordinality as t (event, run_at, after, nth)
+                order by t.nth
+            ),
+            moment
+        ) as e
+        where e.status = 'released'
+    );
+    insert into pgqueue.wait (job_id, since, event)
+    select t.id, _suspend.moment, t.event
+    from unnest(ids, terms) as t (id, event, run_at, after)
+    where t.id = any (suspended);
+    -- With a new snapshot: an event that is committed after this one has its loose end looked at after that.
+    over := array(
+        select t.id
+        from unnest(ids, terms) as t (id, event, run_at, after)
+        join pgqueue.event as e on e.name = t.event collate "default"
+        where t.id = any (suspended)
+        order by t.id
+    );
+    for given in
+        select t.*
+        from unnest(ids, terms) as t (id, event, run_at, after)
+        where t.after is not null and t.id = any (suspended)
+    loop
+        update pgqueue.job as j
+        set terms = row(
+                (j.terms).expires_at, null, (j.terms).batch_id,
+                array(select unnest((j.terms).after) union select unnest(given.after) order by 1)
+            )
+        where j.id = given.id;
+        if given.id <> all (over) then
+            perform pgqueue._wait_for(given.id, given.after, 'run');
+        end if;
+    end loop;
+    if over <> '{}' then
+        perform pgqueue._free(over);
+    end if;
+    perform pgqueue._leave_loose_ends(array_agg(w.job_id), 'wait', interval '200 milliseconds')
+    from pgqueue.wait as w
+    where w.job_id = any (suspended) and w.event is not null
+    having count(*) > 0;
+    perform
+        pgqueue._mark(bit_or(pgqueue._settings_bits(j.queue)), 'pgqueue.awaited_seq'), pgqueue._look_from_now_on()
+    from pgqueue.job as j
+    where j.id = any (suspended);
+    return query select u.id, case when u.id = any (suspended) then 'suspended' else 'cancelled' end from unnest(ids) as u (id);
+end;
+$$;
+
+-- Writes down that a job waits, which is not due any more: suspend, for a plain one. Plans as it sets them.
+create or replace function pgqueue._begin_wait(
+    job_id bigint, event text, run_at timestamptz, queue text, priority int, awaited bigint, moment timestamptz
+)
+    returns void
+    language plpgsql
+as $$
+#variable_conflict use_column
+begin
+    insert into pgqueue.wait (job_id, since, event)
+    values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event)
+    on conflict do nothing;
+    if not found then
+        -- It has run because its time had come.
+        perform pgqueue._end_waits(array[_begin_wait.job_id]);
+        insert into pgqueue.wait (job_id, since, event)
+        values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event);
+    end if;
+    -- The end of the job looks for its wait, and claims look around.
+    if awaited >> (hashtext(_begin_wait.queue) & 255) % 63 & 1 = 0 then
+        perform pgqueue._mark(pgqueue._settings_bits(_begin_wait.queue), 'pgqueue.awaited_seq');
+    end if;
+    if pg_sequence_last_value('pgqueue.used_seq') >= 0 then
+        perform pgqueue._look_from_now_on();
+    end if;
+    if _begin_wait.run_at is not null then
+        perform pgqueue._reopened(
+            array[_begin_wait.queue], array[_begin_wait.priority], array[null::text], array[_begin_wait.run_at]
+        );
+    end if;
+    if _begin_wait.event is not null then
+        -- With a new snapshot: an event that is committed after this one has its loose end looked at after that.
+        perform from pgqueue.event as e where e.name = _begin_wait.event collate "default";
+        if found then
+            perform pgqueue._free(array[_begin_wait.job_id]);
+        else
+            insert into pgqueue.loose_end (look_at, id, what) values (_begin_wait.moment, _begin_wait.job_id, 'wait');
+            -- Not at once: only if an emit was just open there is anything to see.
+            perform pgqueue._look_soon(_begin_wait.moment + interval '200 milliseconds');
+        end if;
+    end if;
+end;
+$$;
+
+create or replace function pgqueue.suspend(
+    job_id bigint,
+    token bigint,
+    event text default null,
+    run_at timestamptz default null,
+    after bigint[] default null
+)
+    returns void
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+as $$
+#variable_conflict use_column
+declare
+    moment timestamptz := clock_timestamp();
+    awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
+    refused boolean;
+    picks tid[];
+    job record;
+begin
+    -- The plain call, for an event or a moment and without a group or cap, is written out: it costs a fifth.
+    if (
+        current_setting('transaction_isolation') = 'read committed' and after is null
+        and coalesce(octet_length(event) between 1 and 200, run_at is not null)
+        and coalesce(run_at between '1970-01-01' and '9998-12-31', true) and awaited >= 0
+    ) is not true then
+        refused := pgqueue._refuse(coalesce(
+            pgqueue._check_isolation(), pgqueue._check_suspension(suspend.job_id, suspend.event, suspend.run_at, after)
+        ));
+    else
+        -- As in _end.
+        update pgqueue.job as j
+        set run_at = coalesce(suspend.run_at, 'infinity'),
+            attempt = j.attempt - 1,
+            token = null,
+            claimed_at = null,
+            lease_expires_at = null,
+            worker = null,
+            progress = null,
+            errors = case when jsonb_typeof(j.errors -> -1 -> 'attempt') = 'null' then j.errors - -1 else j.errors end
+        where j.id = suspend.job_id and j.token = suspend.token
+            and num_nonnulls(j.cancelled_at, j.permits, j.group_key) = 0
+        returning j.queue, j.priority into job;
+        if found then
+            perform pgqueue._begin_wait(
+                suspend.job_id, suspend.event, suspend.run_at, job.queue, job.priority, awaited, moment
+            );
+            return;
+        end if;
+    end if;
+    picks := pgqueue._lock_held(array[suspend.job_id], array[suspend.token]);
+    if picks = '{}' then
+        refused := pgqueue._refuse(pgqueue._lost(suspend.job_id, suspend.token));
+    end if;
+    perform pgqueue._suspend(
+        picks, array[row(suspend.event, suspend.run_at, after)::pgqueue._suspension], moment
+    );
+end;
+$$;
+
+comment on function pgqueue.suspend(bigint, bigint, text, timestamptz, bigint[]) is
+'Ends an attempt without counting it. The job waits, which costs no worker and no
+claim anything, and is due again at the event, at run_at, or when these jobs
+have ended (completed, died or been cancelled), whichever comes first; at once
+for an event that has happened, or jobs that have all ended. Its next attempt
+sees by events and results_of which it was, and by steps what it need not do
+again. A job that an operator asked to stop is cancelled instead.
+Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
+argument, or nothing to wait for), PQ001 (an unknown job in after).';
+
+create or replace function pgqueue.emit(event text, payload jsonb default 'null')
+    returns boolean
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    used bigint := pg_sequence_last_value('pgqueue.used_seq');
+    hash bigint := hashtextextended(event, 0);
+    look_at bigint;
+    queues text[];
+    is_in_flight boolean;
+    refused boolean;
+begin
+    if (octet_length(event) between 1 and 200) is not true then
+        refused := pgqueue._refuse(pgqueue._bad_name('event', event));
+    end if;
+    if used >> (hashtext('') & 255) % 63 & 1 = 1 then
+        refused := pgqueue._refuse(pgqueue._check_payload(payload, (pgqueue._in_force('')).max_payload_bytes));
+    end if;
+    -- See module wake.
+    is_in_flight := pg_try_advisory_xact_lock_shared(7366513, 256);
+    insert into pgqueue.event (emitted_at, name, payload)
+    values (moment, emit.event, coalesce(emit.payload, 'null'))
+    on conflict do nothing;
+    if not found then
+        return false;
+    end if;
+    if used >= 0 then
+        perform pgqueue._look_from_now_on();
+    end if;
+    insert into pgqueue.loose_end (look_at, id, what) values (moment, hash, 'event');
+    queues := array(
+        select (select j.queue from pgqueue.job as j where j.id = w.job_id)
+        from pgqueue.wait as w
+        where hashtextextended(w.event, 0) = hash and w.event = emit.event collate "default"
+        limit 100
+    );
+    if queues <> '{}' then
+        perform pgqueue._wake(q.name) from (select distinct unnest(queues)) as q (name) where q.name is not null;
+        -- A claim in this transaction would not look at once.
+        look_at := case when statement_timestamp() > now() then -1000000 else 0 end;
+    end if;
+    -- As in _look_soon, written out.
+    look_at := coalesce(look_at, 200000) + (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+    if (pg_sequence_last_value('pgqueue._cell_due') <= look_at) is not true then
+        perform setval('pgqueue._cell_due', look_at);
+    end if;
+    return true;
+end;
+$$;
+
+comment on function pgqueue.emit(text, jsonb) is
+'Says, in the caller''s transaction, that something has happened, once: true for
+the first, whose payload stays in the view events; false for any other, as long
+as that is kept (keep_events). The jobs that were suspended for it are due when
+this commits: the next claim, rest or maintain of anybody sees to that. Waits
+only for an open transaction that has emitted the same event.
+Raises 22023 (bad name), 54000 (the payload is larger than the max_payload_bytes
+of all queues).';
+
+-- Makes jobs due that wait for an event that has happened: those that wait for one of these, by its hash, and
+-- those with these ids; at most this many. Returns how many it found.
+create or replace function pgqueue._look_at_waits(events bigint[], job_ids bigint[], most int)
+    returns int
+    language plpgsql
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+declare
+    found bigint[];
+    locked bigint[];
+begin
+    found := array(
+        select w.job_id
+        from unnest(events) as u (hash)
+        join pgqueue.wait as w on hashtextextended(w.event, 0) = u.hash and w.event is not null
+        join pgqueue.event as e on e.name = w.event
+        union
+        select w.job_id
+        from pgqueue.wait as w
+        join pgqueue.event as e on e.name = w.event
+        where w.job_id = any (_look_at_waits.job_ids)
+        limit most
+    );
+    locked := array(
+        select j.id
+        from pgqueue.job as j
+        where j.id = any (found) and j.token is null
+        order by j.id
+        for update skip locked
+    );
+    -- They may have come to wait for something else.
+    locked := array(
+        select w.job_id
+        from pgqueue.wait as w
+        join pgqueue.event as e on e.name = w.event
+        where w.job_id = any (locked)
+        order by w.job_id
+    );
+    if locked <> '{}' then
+        perform pgqueue._end_waits(locked);
+        perform pgqueue._free(locked);
+    end if;
+    if cardinality(found) = most then
+        perform pgqueue._leave_loose_ends(events, 'event');
+        perform pgqueue._leave_loose_ends(job_ids, 'wait');
+    else
+        -- One that runs is left alone: its end deletes the wait.
+        perform pgqueue._leave_loose_ends(array_agg(j.id), 'wait', interval '200 milliseconds')
+        from pgqueue.job as j
+        where j.id = any (found) and j.id <> all (locked) and j.token is null
+        having count(*) > 0;
+    end if;
+    return cardinality(found);
+end;
+$$;

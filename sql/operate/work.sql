@@ -1,0 +1,216 @@
+-- Handlers in SQL: functions set by configure, and work, which claims jobs and calls them. So pg_cron, or a loop in
+-- psql, is a whole worker.
+--
+-- work commits, so it can be neither security definer nor pin a search path. It runs with the rights and the path
+-- of its caller, as the handlers shall, and may call only what that role may: what it needs from the tables it asks
+-- of two private functions that workers are granted. Every name, type and operator in it is qualified, or a
+-- stranger's operator in the caller's path would run with the caller's rights.
+--
+-- The claim commits before the handler begins: an attempt that crashes the server counts, and others see who has the
+-- job. Then the handler's transaction locks the row of the job, so weakly that an operator can still cancel it, and
+-- so that nobody recovers it: the lock is the heartbeat, however long the handler takes. A backend that dies loses
+-- the lock, and the lease does the rest. The work and the completion of its job are one transaction: once, or never.
+
+-- What is wrong with a call of work, if anything is; and which kinds of a queue have handlers, null for all.
+create or replace function pgqueue._handled(queue text, run_for interval, out problem text[], out kinds text[])
+    language plpgsql
+    stable
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set enable_seqscan = off
+as $$
+declare
+    time_limit interval := current_setting('statement_timeout')::interval;
+begin
+    kinds := array(
+        select distinct q.kind
+        from pgqueue.queue as q
+        where q.group_key = '' and q.name in ('', _handled.queue) and q.handler is not null
+    );
+    problem := coalesce(
+        pgqueue._check_claim(queue, 'work', 1, null),
+        case when run_for <= '0' or run_for > '1 year' then array[
+            'run_for must be more than 0 and at most 1 year', format('It is %s.', run_for),
+            'Omit it to work until nothing is due.'
+        ] end,
+        case when run_for >= time_limit and time_limit > '0' then array[
+            'run_for must be less than statement_timeout',
+            format('It is %s, and statement_timeout, which counts from the call of work, is %s.', run_for, time_limit),
+            'What is between them is the time that the last handler has.'
+        ] end,
+        pgqueue._check_access('worker', array[queue]),
+        case when kinds = '{}' then array[
+            format('queue "%s" has no handler', queue), 'work calls the functions that configure has set.',
+            format('select pgqueue.configure(%L, handler => ''public.send(jsonb)'').', queue)
+        ] end
+    );
+    if problem is not null or '' = any (kinds) then
+        kinds := null;
+    end if;
+end;
+$$;
+
+-- Keeps others from recovering a job until the transaction ends. Says whether it is leased under this token and not
+-- cancelled, which function is its handler, and how to call that for a pgqueue.job; null if there is none.
+create or replace function pgqueue._hold(
+    job_id bigint, token bigint, out is_held boolean, out handler text, out call text
+)
+    language plpgsql
+    security definer
+    set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+declare
+    own text[] := pgqueue._own_queues('worker');
+    job record;
+begin
+    select j.queue, j.kind, j.cancelled_at into job
+    from pgqueue.job as j
+    where j.id = _hold.job_id and j.token = _hold.token and pgqueue._is_own(j.queue, own)
+    for key share;
+    is_held := found and job.cancelled_at is null;
+    if is_held then
+        handler := (pgqueue._in_force(job.queue, job.kind)).handler;
+        call := (
+            select format(
+                'select %s from %I.%I(%s)',
+                case when p.prorettype = 'void'::regtype then 'null::pg_catalog.jsonb' else '*' end,
+                n.nspname, p.proname,
+                case when p.proargtypes[0] = 'jsonb'::regtype then '($1).payload' else '$1' end
+            )
+            from pg_proc as p
+            join pg_namespace as n on n.oid = p.pronamespace
+            where p.oid = to_regprocedure(handler)
+        );
+    end if;
+end;
+$$;
+
+create or replace procedure pgqueue.work(queue text, run_for interval default null)
+    language plpgsql
+as $$
+declare
+    worker pg_catalog.text := pg_catalog.concat(
+        pg_catalog.current_setting('application_name'), ':', pg_catalog.pg_backend_pid()
+    );
+    time_limit interval := pg_catalog.current_setting('statement_timeout')::interval;
+    ends_at timestamp with time zone;
+    maintains_at timestamp with time zone := pg_catalog.clock_timestamp();
+    pause interval;
+    look record;
+    job pgqueue.job;
+    held record;
+    result pg_catalog.jsonb;
+    became pg_catalog.text;
+    state pg_catalog.text;
+    error pg_catalog.text;
+    detail pg_catalog.text;
+    hint pg_catalog.text;
+    context pg_catalog.text;
+begin
+    -- A message of the simple protocol that has not begun its transaction. Elsewhere COMMIT raises an error.
+    if pg_catalog.statement_timestamp() operator(pg_catalog.>) pg_catalog.now() and not exists (
+        select from pg_catalog.pg_cursors as c where c.name operator(pg_catalog.=) ''
+    ) then
+        raise exception using
+            errcode = '25001',
+            message = 'work cannot run inside a transaction block',
+            detail = 'It commits after each job.',
+            hint = 'Call it as a statement of its own, with autocommit.';
+    end if;
+    loop
+        look := pgqueue._handled(queue, run_for);
+        if look.problem is not null then
+            raise exception using
+                errcode = coalesce(look.problem[4], '22023'), message = look.problem[1],
+                detail = look.problem[2], hint = look.problem[3];
+        end if;
+        commit;
+        ends_at := coalesce(ends_at, pg_catalog.clock_timestamp() operator(pg_catalog.+) run_for);
+        exit when pg_catalog.clock_timestamp() operator(pg_catalog.>=) ends_at;
+        if run_for is not null and pg_catalog.clock_timestamp() operator(pg_catalog.>=) maintains_at then
+            perform from pgqueue.maintain();
+            commit;
+            maintains_at := pg_catalog.clock_timestamp() operator(pg_catalog.+) interval '1 minute';
+        end if;
+
+        select c.* into job from pgqueue.claim(queue, worker, kinds => look.kinds) as c;
+        commit;
+        if job.id is null then
+            exit when run_for is null;
+            pause := pgqueue.rest(array[queue], look.kinds, park => false);
+            commit;
+            perform pg_catalog.pg_sleep_for(greatest(interval '10 milliseconds', least(
+                pause, interval '1 second', ends_at operator(pg_catalog.-) pg_catalog.clock_timestamp()
+            )));
+            commit;
+            continue;
+        end if;
+
+        held := pgqueue._hold(job.id, job.token);
+        if not held.is_held then
+            perform pgqueue.release(array[job.id], array[job.token]);
+            commit;
+            continue;
+        end if;
+        state := null;
+        begin
+            if held.call is null then
+                raise exception using
+                    message = pg_catalog.concat('handler ', held.handler, ' does not exist'),
+                    hint = 'Create it, or configure another.';
+            end if;
+            execute held.call into result using job;
+            -- Or COMMIT would find out what is wrong, too late to say so of this job.
+            set constraints all immediate;
+            -- A handler that has ended the attempt in its own way has nothing left to complete.
+            perform pgqueue.complete_many(array[job.id], array[job.token], array[result]);
+        exception
+            -- The only place that catches everything: whatever a handler raises is the failure of its job. Others does
+            -- not include these two.
+            when others or query_canceled or assert_failure then
+                get stacked diagnostics
+                    state = returned_sqlstate, error = message_text, detail = pg_exception_detail,
+                    hint = pg_exception_hint, context = pg_exception_context;
+        end;
+        -- That of a timeout is the same as that of an operator. The timer began a little before.
+        if state operator(pg_catalog.=) '57014' and (
+            time_limit operator(pg_catalog.=) interval '0'
+            or (pg_catalog.clock_timestamp() operator(pg_catalog.-) pg_catalog.statement_timestamp())
+                operator(pg_catalog.<) (time_limit operator(pg_catalog.-) interval '0.1 s')
+        ) then
+            perform pgqueue.release(array[job.id], array[job.token]);
+            became := 'It is given back.';
+        elsif state is not null then
+            became := pg_catalog.concat('Its attempt has failed: ', pgqueue.fail(job.id, job.token, pg_catalog.concat_ws(
+                E'\n', error, pg_catalog.concat('SQLSTATE: ', state),
+                case when detail operator(pg_catalog.<>) '' then pg_catalog.concat('DETAIL: ', detail) end,
+                case when hint operator(pg_catalog.<>) '' then pg_catalog.concat('HINT: ', hint) end,
+                case when context operator(pg_catalog.<>) '' then pg_catalog.concat('CONTEXT: ', context) end
+            )), '.');
+        end if;
+        commit;
+        if state operator(pg_catalog.=) '57014' then
+            raise exception using
+                errcode = state, message = error, detail = pg_catalog.concat('Job ', job.id, ' was running. ', became),
+                hint = 'Let run_for be less than statement_timeout by what a job may take.';
+        end if;
+    end loop;
+end;
+$$;
+
+comment on procedure pgqueue.work(text, interval) is
+'A worker: claims the jobs of a queue one by one, and calls the functions that
+configure has set as their handlers. Each completes its job with what it
+returns in the transaction of its writes; if it raises, these are rolled back
+and the attempt fails with the message, detail, hint and context. One that has
+itself called complete, fail, release or suspend for its job is left at that.
+Works, and waits for jobs, until run_for is over, and calls maintain once a
+minute; without it, works until nothing is due. Commits: call it as a statement
+of its own. Handlers run with the rights and settings of the caller.
+statement_timeout fails the attempt that it meets, pg_cancel_backend gives the
+job back; both end the call.
+Raises 25001 in a transaction block (where that cannot be seen, Postgres raises
+2D000) and outside READ COMMITTED, 25006 (read-only), 22023 (bad argument, or
+no handler), 42501 (the caller is a worker of other queues only), 57014.';

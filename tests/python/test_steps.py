@@ -1,0 +1,530 @@
+"""Steps, suspended jobs and events, decided between sessions: nothing is done twice, nobody waits for ever."""
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import psycopg
+import pytest
+from conftest import Connect, column, one, soon
+from psycopg import IsolationLevel, errors
+from test_plans import pages
+
+pytestmark = pytest.mark.loses_hints
+LOOK = "select done from pgqueue.maintain() where task = 'tie loose ends'"
+SAVE = "select pgqueue.save_step(%s, %s, %s, %s)"
+SUSPEND = "select pgqueue.suspend(%s, %s, %s)"
+EMIT = "select pgqueue.emit(%s)"
+
+
+def claimed(db: psycopg.Connection, queue: str = "q") -> tuple[int, int]:
+    db.execute("select pgqueue.enqueue(%s)", [queue])
+    return again(db, queue)
+
+
+def again(db: psycopg.Connection, queue: str = "q") -> tuple[int, int]:
+    return db.execute(
+        "select id, token from pgqueue.claim(%s, 'w')", [queue]
+    ).fetchone()
+
+
+def state(db: psycopg.Connection, id: int) -> str:
+    return one(db, "select state from pgqueue.status(%s)", id)
+
+
+def is_over(db: psycopg.Connection) -> bool:
+    """Whether no job waits for an event or job any more, and nothing is left to look at."""
+    left = "select count(*) from pgqueue.{}"
+    return not any(
+        one(db, left.format(table)) for table in ("wait", "dependency", "loose_end")
+    )
+
+
+# emit and suspend at once
+
+ORDERS = sorted(set(itertools.permutations("eeesss")))
+
+
+def emitter(connect: Connect, level: str) -> psycopg.Connection:
+    session = connect(autocommit=False)
+    session.isolation_level = getattr(IsolationLevel, level)
+    session.execute("set lock_timeout = '5 s'")
+    session.commit()
+    return session
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["", "looks"])
+@pytest.mark.parametrize("suspends", ["commit", "rollback", "savepoint"])
+@pytest.mark.parametrize("emits", ["commit", "rollback", "savepoint"])
+@pytest.mark.parametrize("level", ["READ_COMMITTED", "REPEATABLE_READ", "SERIALIZABLE"])
+def test_an_emit_and_a_suspend_meet_in_any_order(
+    db, connect, level, emits, suspends, looks
+):
+    """Each begins (which takes the old snapshots), calls, and ends; savepoint: what was done first is undone."""
+    sessions = {"e": emitter(connect, level), "s": emitter(connect, "READ_COMMITTED")}
+    db.execute("set lock_timeout = '5 s'")
+    ends = {"e": emits, "s": suspends}
+    wrong = []
+    for n, order in enumerate(ORDERS):
+        event, lease = f"event {n}", claimed(db)
+        calls = {"e": (EMIT, [event]), "s": (SUSPEND, [*lease, event])}
+        done = dict.fromkeys("es", 0)
+        for who in order:
+            session, done[who] = sessions[who], done[who] + 1
+            if done[who] == 1:
+                session.execute("select count(*) from pgqueue.job")
+            elif done[who] == 2:
+                if ends[who] == "savepoint":
+                    session.execute("savepoint s")
+                    session.execute(*calls[who])
+                    session.execute("rollback to s")
+                session.execute(*calls[who])
+            elif ends[who] == "rollback":
+                session.rollback()
+            else:
+                session.commit()
+            if looks:
+                db.execute(LOOK)
+        db.execute(LOOK)
+        expected = (
+            "running"
+            if suspends == "rollback"
+            else "blocked"
+            if emits == "rollback"
+            else "ready"
+        )
+        found = state(db, lease[0])
+        db.execute(LOOK)
+        is_left = one(
+            db, "select count(*) from pgqueue.wait where job_id = %s", lease[0]
+        )
+        ends_left = one(db, "select count(*) from pgqueue.loose_end")
+        if (found, is_left, ends_left) != (expected, int(expected == "blocked"), 0):
+            wrong.append((order, found, is_left, ends_left))
+        db.execute("delete from pgqueue.job")
+        db.execute("delete from pgqueue.wait")
+    assert wrong == []
+
+
+def test_whoever_claims_next_finds_a_job_whose_emit_and_suspend_did_not_meet(
+    db, connect
+):
+    lease = claimed(db)
+    emit, suspend = (connect(autocommit=False) for _ in range(2))
+    emit.execute(EMIT, ["e"])
+    suspend.execute(SUSPEND, [*lease, "e"])
+    suspend.commit()
+    assert again(db) is None
+    emit.commit()
+    assert soon(lambda: again(db), 2)[0] == lease[0]
+    assert is_over(db)
+
+
+def test_a_worker_that_rests_while_an_emit_is_open_asks_again_soon(db, connect):
+    lease = claimed(db)
+    emit = connect(autocommit=False)
+    emit.execute(EMIT, ["e"])
+    db.execute(SUSPEND, [*lease, "e"])
+    seconds = "select extract(epoch from pgqueue.rest('{q}'))::float8"
+    assert one(db, seconds) <= 5
+    emit.commit()
+    db.execute(LOOK)
+    assert one(db, seconds) == 0
+    assert again(db)[0] == lease[0]
+
+
+def test_an_emit_wakes_the_workers_of_those_that_wait(db, connect):
+    lease = claimed(db)
+    db.execute(SUSPEND, [*lease, "e"])
+    db.execute("listen pgqueue")
+    while one(db, "select pgqueue.rest('{q}')") is not None:
+        db.execute(LOOK)
+    producer = connect()
+    producer.execute(EMIT, ["other"])
+    assert list(db.notifies(timeout=0.2)) == []
+    producer.execute(EMIT, ["e"])
+    assert len(list(db.notifies(timeout=5, stop_after=1))) == 1
+    assert soon(lambda: again(db), 2)[0] == lease[0]
+
+
+def test_an_open_emit_holds_up_nobody_but_who_emits_the_same(db, connect, blocked):
+    db.execute("set lock_timeout = '2 s'")
+    leases = [claimed(db) for _ in range(5)]
+    for lease in leases:
+        db.execute(
+            "select pgqueue.suspend(%s, %s, 'e', now() + interval '1 day')", lease
+        )
+    ids = [id for id, _ in leases]
+    emit = connect(autocommit=False)
+    emit.execute(EMIT, ["e"])
+    assert one(db, EMIT, "f") is True
+    assert one(db, "select pgqueue.cancel(%s)", ids[0]) == "cancelled"
+    db.execute("select pgqueue.reprioritize(%s, 5)", ids[1:2])
+    db.execute("select pgqueue.run_now(%s)", ids[1:2])
+    assert again(db)[0] == ids[1]
+    # Its time has come.
+    db.execute("update pgqueue.job set run_at = now() where id = %s", ids[2:3])
+    assert again(db)[0] == ids[2]
+    with ThreadPoolExecutor(1) as pool:
+        other = connect()
+        told = pool.submit(one, other, EMIT, "e")
+        blocked(other)
+        emit.commit()
+        assert told.result() is False
+    db.execute(LOOK)
+    assert [state(db, id) for id in ids[3:]] == ["ready", "ready"]
+
+
+def test_the_next_emits_when_the_first_is_rolled_back(db, connect, blocked):
+    emit, other = connect(autocommit=False), connect()
+    emit.execute(EMIT, ["e"])
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(one, other, EMIT, "e")
+        blocked(other)
+        emit.rollback()
+        assert told.result() is True
+
+
+def test_a_wait_whose_job_is_locked_is_looked_at_again(db, connect):
+    lease = claimed(db)
+    db.execute(SUSPEND, [*lease, "e"])
+    other = connect(autocommit=False)
+    other.execute("select pgqueue.reprioritize(%s, 5)", lease[:1])
+    db.execute(EMIT, ["e"])
+    db.execute(LOOK)
+    assert one(db, "select run_at from pgqueue.jobs where id = %s", lease[0]) is None
+    other.commit()
+    db.execute(LOOK)
+    assert again(db)[0] == lease[0]
+    assert is_over(db)
+
+
+def test_nothing_stays_behind_of_a_thousand_emits_and_suspends_at_once(db, connect):
+    """Four sessions emit what four others suspend for, in transactions of any length."""
+    each = 60
+    leases = {n: claimed(db, f"q {n % 4}") for n in range(4 * each)}
+    begin = threading.Barrier(8)
+
+    def emits(part: int) -> None:
+        session = connect(autocommit=False)
+        begin.wait()
+        for n in range(part, 4 * each, 4):
+            session.execute(EMIT, [f"e {n}"])
+            if n % 3 != 1:
+                session.commit()
+        session.commit()
+
+    def suspends(part: int) -> None:
+        session = connect(autocommit=False)
+        begin.wait()
+        for n in range(part, 4 * each, 4):
+            session.execute(SUSPEND, [*leases[n], f"e {n}"])
+            if n % 5 != 1:
+                session.commit()
+        session.commit()
+
+    with ThreadPoolExecutor(8) as pool:
+        done = [pool.submit(do, part) for part in range(4) for do in (emits, suspends)]
+        for each_one in done:
+            each_one.result(60)
+    got: set[int] = set()
+
+    def drained() -> bool:
+        queues = [f"q {n}" for n in range(4)]
+        got.update(
+            column(db, "select id from pgqueue.claim_from(%s, 'w', 300)", queues)
+        )
+        return len(got) == len(leases)
+
+    assert soon(drained, 20)
+    assert one(db, "select count(*) from pgqueue.wait") == 0
+
+
+# Waits for jobs
+
+
+@pytest.mark.parametrize("run_at", [None, "2999-01-01 00:00 UTC"])
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_suspend_and_the_end_of_what_it_waits_for_meet_in_any_order(
+    db, connect, run_at, looks
+):
+    suspend = "select pgqueue.suspend(%s, %s, run_at => %s, after => array[%s::bigint])"
+    ends = {
+        "complete": "select pgqueue.complete(%s, %s)",
+        "die": "select pgqueue.fail(%s, %s, 'e', permanent => true)",
+    }
+    for order, how in itertools.product(
+        sorted(set(itertools.permutations("eess"))), ends
+    ):
+        first, lease = claimed(db, "first"), claimed(db)
+        sessions = {who: connect(autocommit=False) for who in "es"}
+        calls = {
+            "e": (ends[how], first),
+            "s": (suspend, [*lease, run_at, first[0]]),
+        }
+        for who in order:
+            if sessions[who].info.transaction_status == 0:
+                sessions[who].execute(*calls[who])
+            else:
+                sessions[who].commit()
+            if looks:
+                db.execute(LOOK)
+        soon(lambda: db.execute(LOOK) and state(db, lease[0]) == "ready")  # noqa: B023
+        assert state(db, lease[0]) == "ready", (order, how)
+        assert one(db, "select count(*) from pgqueue.wait") == 0
+        assert again(db)[0] == lease[0]
+        for session in sessions.values():
+            session.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("run_at", [None, "2999-01-01 00:00 UTC"])
+def test_a_job_is_due_when_the_last_two_that_it_was_suspended_for_end_at_once(
+    db, connect, run_at, order
+):
+    leases = [claimed(db, "first") for _ in range(2)]
+    lease = claimed(db)
+    db.execute(
+        "select pgqueue.suspend(%s, %s, 'e', %s, %s)",
+        [*lease, run_at, [id for id, _ in leases]],
+    )
+    sessions = [connect(autocommit=False) for _ in range(2)]
+    for session, first in zip(sessions, leases, strict=True):
+        session.execute("select pgqueue.complete(%s, %s)", first)
+    for place in order:
+        assert state(db, lease[0]) == ("scheduled" if run_at else "blocked")
+        sessions[place].commit()
+    assert soon(lambda: db.execute(LOOK) and state(db, lease[0]) == "ready")
+    assert one(db, "select count(*) from pgqueue.wait") == 0
+
+
+def test_a_second_wait_is_not_ended_by_what_the_first_was_for(db):
+    first, lease = claimed(db, "first"), claimed(db)
+    db.execute(
+        "select pgqueue.suspend(%s, %s, 'e', after => array[%s::bigint])",
+        [*lease, first[0]],
+    )
+    db.execute("select pgqueue.run_now(%s)", lease[:1])
+    db.execute(SUSPEND, [*again(db), "f"])
+    db.execute("select pgqueue.complete(%s, %s)", first)
+    db.execute(EMIT, ["e"])
+    db.execute(LOOK)
+    assert state(db, lease[0]) == "blocked"
+    db.execute(EMIT, ["f"])
+    assert state(db, lease[0]) == "ready"
+
+
+# Steps
+
+
+def test_a_step_of_a_transaction_that_is_rolled_back_was_never_saved(db, connect):
+    lease = claimed(db)
+    other = connect(autocommit=False)
+    other.execute(SAVE, [*lease, "a", "1"])
+    other.rollback()
+    other.execute(SAVE, [*lease, "kept", "1"])
+    other.execute("savepoint s")
+    other.execute(SAVE, [*lease, "b", "1"])
+    other.execute("rollback to s")
+    assert one(other, SAVE, *lease, "b", "2") == 2
+    other.commit()
+    rows = db.execute("select name, value from pgqueue.steps(%s)", lease[:1])
+    assert rows.fetchall() == [("kept", 1), ("b", 2)]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback", "complete"])
+def test_of_two_that_save_one_step_at_once_the_first_wins(db, connect, blocked, end):
+    lease = claimed(db)
+    first, second = connect(autocommit=False), connect()
+    assert one(first, SAVE, *lease, "a", "1") == 1
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(one, second, SAVE, *lease, "a", "2")
+        blocked(second)
+        if end == "complete":
+            first.execute("select pgqueue.complete(%s, %s)", lease)
+        first.rollback() if end == "rollback" else first.commit()
+        if end == "complete":
+            with pytest.raises(psycopg.Error) as refused:
+                told.result(20)
+            assert refused.value.sqlstate == "PQ002"
+        else:
+            assert told.result(20) == (2 if end == "rollback" else 1)
+    if end == "complete":
+        assert one(db, "select count(*) from pgqueue.step") == 0
+
+
+def test_nobody_else_gets_a_job_whose_step_is_not_committed_and_heartbeats_go_on(
+    db, connect
+):
+    db.execute("set lock_timeout = '2 s'")
+    lease = claimed(db)
+    other = connect(autocommit=False)
+    other.execute(SAVE, [*lease, "a", "1"])
+    extend = "select status from pgqueue.extend(array[%s], array[%s], '1 hour')"
+    assert one(db, extend, *lease) == "held"
+    left = "select lease_left > '50 minutes' from pgqueue.running"
+    assert one(db, left)
+    db.execute("update pgqueue.job set lease_expires_at = now() - interval '1 hour'")
+    assert again(db) is None
+    assert one(db, "select pgqueue.reap()") == 0
+    other.commit()
+    id, token = soon(lambda: again(db))
+    assert (id, token > lease[1]) == (lease[0], True)
+    assert column(db, "select name from pgqueue.steps(%s)", id) == ["a"]
+
+
+def test_a_save_waits_for_who_is_just_recovering_the_job_and_is_then_refused(
+    db, connect, blocked
+):
+    lease = claimed(db)
+    db.execute("update pgqueue.job set lease_expires_at = now() - interval '1 hour'")
+    other = connect()
+    with ThreadPoolExecutor(1) as pool:
+        with db.transaction():
+            assert one(db, "select pgqueue.reap()") == 1
+            told = pool.submit(one, other, SAVE, *lease, "a", "1")
+            blocked(other)
+        with pytest.raises(psycopg.Error) as refused:
+            told.result(20)
+    assert refused.value.sqlstate == "PQ002"
+    assert column(db, "select name from pgqueue.steps(%s)", lease[0]) == []
+
+
+def test_steps_and_the_completion_of_a_transaction_are_one(db, connect):
+    lease = claimed(db)
+    other = connect(autocommit=False)
+    other.execute(SAVE, [*lease, "a", "1"])
+    other.execute("select pgqueue.complete(%s, %s)", lease)
+    other.rollback()
+    assert column(db, "select name from pgqueue.steps(%s)", lease[0]) == []
+    assert state(db, lease[0]) == "running"
+
+
+# Results
+
+
+def test_the_callback_of_a_batch_gets_the_results_of_its_jobs_page_by_page(db):
+    batch = one(db, "select pgqueue.create_batch('done')")
+    ids = column(
+        db,
+        "select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[2500]), batch_id => %s)",
+        batch,
+    )
+    db.execute("select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[500]))")
+    db.execute("select pgqueue.close_batch(%s)", [batch])
+    db.execute(
+        "select count(*) from ("
+        " select array_agg(id) as ids, array_agg(token) as tokens, array_agg(to_jsonb(id)) as results"
+        " from pgqueue.claim('q', 'w', 3000)) as c,"
+        " lateral pgqueue.complete_many(c.ids, c.tokens, c.results)"
+    )
+    db.execute(LOOK)
+    lease, found = again(db, "done"), []
+    while page := db.execute(
+        "select id, outcome, result from pgqueue.results_of(%s, %s, %s)",
+        [*lease, found[-1][0] if found else None],
+    ).fetchall():
+        found += page
+    assert found == [(id, "completed", id) for id in ids]
+
+
+def test_a_payload_that_names_a_batch_is_no_callback(db):
+    batch = one(db, "select pgqueue.create_batch('done')")
+    db.execute("select pgqueue.enqueue('q', batch_id => %s)", [batch])
+    db.execute("select pgqueue.close_batch(%s)", [batch])
+    db.execute("select pgqueue.complete(%s, %s, '7')", again(db))
+    db.execute(LOOK)
+    db.execute(
+        "select pgqueue.enqueue('spy', jsonb_build_object('batch', jsonb_build_object('id', %s::bigint)))",
+        [batch],
+    )
+    results = "select result from pgqueue.results_of(%s, %s)"
+    assert column(db, results, *again(db, "spy")) == []
+    assert column(db, results, *again(db, "done")) == [7]
+
+
+def test_results_may_be_read_as_often_as_the_job_runs_and_after_a_redrive(db):
+    first = claimed(db, "first")
+    db.execute(
+        "select pgqueue.enqueue('q', after => array[%s::bigint], unique_key => 'k')",
+        first[:1],
+    )
+    db.execute("select pgqueue.complete(%s, %s, '7')", first)
+    results = "select result from pgqueue.results_of(%s, %s)"
+    for end in ("fail(%s, %s, 'e', '0')", "fail(%s, %s, 'e', permanent => true)"):
+        lease = soon(lambda: again(db))
+        assert column(db, results, *lease) == [7]
+        db.execute(f"select pgqueue.{end}", lease)
+        with pytest.raises(psycopg.Error) as refused:
+            db.execute(results, lease)
+        assert refused.value.sqlstate == "PQ002"
+    db.execute("select pgqueue.redrive_job(%s)", lease[:1])
+    assert column(db, results, *again(db)) == [7]
+
+
+# A million
+
+
+@pytest.mark.needs_hints
+def test_a_million_jobs_that_wait_make_nothing_slower(db):
+    """But for a few levels of the indexes."""
+    calls = {
+        "claim": "select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')",
+        "emit": "select pgqueue.emit('e' || nextval('n'))",
+        "meet": "select pgqueue.suspend(id, token, 'm' || nextval('n')) from pgqueue.claim('q', 'w')",
+        "save": "select pgqueue.save_step(id, token, 's') from pgqueue.claim('q', 'w')",
+        "enqueue": "select pgqueue.enqueue('q')",
+        "rest": "select pgqueue.rest('{q}', park => false)",
+        "look": "select pgqueue._tie_loose_ends(1000)",
+        "later": "select pgqueue.suspend(id, token, run_at => now() + interval '1 day') from pgqueue.claim('q', 'w')",
+    }
+
+    def costs() -> dict[str, int]:
+        db.execute(LOOK)
+        db.execute(
+            "select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[500]))"
+        )
+        return {
+            name: sorted(pages(db, call) for _ in range(7))[3]
+            for name, call in calls.items()
+        }
+
+    db.execute("create sequence n")
+    db.execute("select pgqueue._use_lanes('q')")
+    db.execute(SUSPEND, [*claimed(db), "first"])
+    costs()
+    few = costs()
+    db.execute("""
+        insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload)
+        select case when n % 2 = 0 then 'infinity'::timestamptz else now() + interval '1 day' end, now(), 0, 20, 'q', 'k', '{}'
+        from generate_series(1, 1000000) as n
+    """)
+    db.execute("""
+        insert into pgqueue.wait (job_id, since, event)
+        select id, now(), 'w' || id from pgqueue.job where kind = 'k'
+    """)
+    db.execute("""
+        insert into pgqueue.step (job_id, saved_at, place, name, value)
+        select id, now(), 1, 's', '1' from pgqueue.job where kind = 'k'
+    """)
+    db.execute("vacuum analyze pgqueue.job, pgqueue.wait, pgqueue.step")
+    costs()
+    many = costs()
+    assert {n: (few[n], many[n]) for n in few if many[n] > few[n] * 1.5 + 20} == {}
+
+
+def test_a_repeated_save_or_emit_reads_no_more_of_many(db):
+    lease = claimed(db)
+    save = f"select pgqueue.save_step({lease[0]}, {lease[1]}, 'n' || nextval('n'))"
+    db.execute("create sequence n")
+    for _ in range(7):
+        db.execute(save)
+    few = pages(db, save)
+    db.execute(
+        "insert into pgqueue.step select %s, now(), n, 'old ' || n, '1' from generate_series(9, 9000) as n",
+        lease[:1],
+    )
+    assert pages(db, save) <= few + 10
+    with pytest.raises(errors.ProgramLimitExceeded):
+        for _ in range(1010):
+            db.execute(save)

@@ -1,0 +1,281 @@
+"""Steps that a retry does not repeat, and jobs that wait without a worker, in Python."""
+
+import asyncio
+import json
+import subprocess
+from datetime import timedelta
+from typing import Any
+
+import pgqueue
+import psycopg
+import pytest
+from conftest import column, one
+from worker_harness import QUEUE, Workers, wait_until
+
+pytest_plugins = ["worker_harness"]
+
+APP = ("--app", "worker_steps_app")
+
+
+@pytest.fixture(autouse=True)
+def quick(db) -> None:
+    db.execute(
+        "select pgqueue.configure(null, lease => '2 s', retry_base => '0', retry_cap => '0')"
+    )
+    db.execute("create table written (what text)")
+
+
+def start(workers: Workers, *args: str) -> subprocess.Popen[bytes]:
+    return workers.start(*APP, *args)
+
+
+def burst(workers: Workers) -> None:
+    assert start(workers, "--burst").wait(30) == 0
+
+
+def enqueue(db: psycopg.Connection, kind: str, **payload: Any) -> int:
+    return pgqueue.enqueue(db, QUEUE, payload, kind=kind)
+
+
+def state(db: psycopg.Connection, id: int) -> str:
+    return one(db, "select state from pgqueue.status(%s)", id)
+
+
+def result(db: psycopg.Connection, id: int) -> Any:
+    """Wait for a job to complete, and return its result."""
+    wait_until(lambda: state(db, id) in ("completed", "dead"))
+    assert state(db, id) == "completed"
+    return one(db, "select pgqueue.result(%s)", id)
+
+
+def suspended(db: psycopg.Connection, id: int) -> bool:
+    query = "select count(*) from pgqueue.wait where job_id = %s"
+    return wait_until(lambda: one(db, query, id) == 1)
+
+
+@pytest.mark.parametrize("kind", ["two", "atwo"])
+@pytest.mark.parametrize("die", ["start", "between", "end"])
+def test_a_worker_killed_between_two_steps_repeats_none_of_them(
+    db, workers, kind, die
+) -> None:
+    id = enqueue(db, kind, die=die)
+    assert start(workers, "--burst").wait(30) == -9
+    worker = start(workers)
+    assert result(db, id) == ["did first", "did second"]
+    assert workers.notes("first") == workers.notes("second") == {1: 1}
+    assert one(db, "select max(attempt) from pgqueue.run") == 2
+    assert column(db, "select * from pgqueue.steps(%s)", id) == []
+    assert workers.finish(worker) == 0
+
+
+@pytest.mark.parametrize("kind", ["typed", "atyped"])
+@pytest.mark.parametrize("fail", [False, True])
+def test_a_step_gives_a_retry_what_it_gave_by_its_annotation(
+    db, workers, kind, fail
+) -> None:
+    id = enqueue(db, kind, fail=fail)
+    burst(workers)
+    assert result(db, id) == "2026-01-03T00:00:00+00:00"
+    assert one(db, "select count(*) from pgqueue.run") == 1 + fail
+    assert workers.notes("thread") == ({1: 1} if kind == "atyped" else {})
+
+
+@pytest.mark.parametrize("kind", ["sleeps", "asleeps", "tsleeps", "tasleeps"])
+def test_a_job_sleeps_without_a_worker_and_without_an_attempt(
+    db, workers, kind
+) -> None:
+    id = enqueue(db, kind, seconds=1)
+    worker = start(workers)
+    assert suspended(db, id)
+    in_transaction = kind.startswith("t")
+    assert column(db, "select * from written") == ["before"] * in_transaction
+    names = column(db, "select name from pgqueue.steps(%s)", id)
+    assert names == ["before", "a while"]
+    assert result(db, id) == "attempt 1"
+    assert workers.notes("before") == workers.notes("after") == {1: 1}
+    # What is no step is done again.
+    assert column(db, "select * from written") == ["before", "before", "after"] * (
+        in_transaction
+    )
+    assert column(db, "select attempt from pgqueue.run") == [1]
+    assert workers.finish(worker) == 0
+    assert "attempt 1: suspended" in workers.log()
+
+
+def test_a_sleep_goes_on_where_it_was_when_its_worker_is_gone(db, workers) -> None:
+    id = enqueue(db, "sleeps", seconds=3600)
+    burst(workers)
+    until = one(db, "select run_at from pgqueue.job")
+    db.execute("select pgqueue.run_now(%s)", (id,))
+    burst(workers)
+    assert one(db, "select run_at from pgqueue.job") == until
+    assert workers.notes("before") == {1: 1}
+
+
+@pytest.mark.parametrize("kind", ["waits", "awaits"])
+@pytest.mark.parametrize("when", ["before", "after", "never", "late"])
+def test_a_job_waits_for_an_event_or_its_time_and_decides_once(
+    db, workers, kind, when
+) -> None:
+    if when == "before":
+        assert pgqueue.emit(db, "paid", {"amount": 7})
+    timeout = {"before": None, "after": 30, "never": 0.2, "late": 0.2}[when]
+    id = enqueue(db, kind, event="paid", timeout=timeout)
+    worker = start(workers)
+    if when == "after":
+        assert suspended(db, id)
+        pgqueue.emit(db, "paid", {"amount": 7})
+    wait_until(lambda: workers.notes("waited"))
+    assert suspended(db, id)
+    if when == "late":
+        pgqueue.emit(db, "paid", {"amount": 7})
+    pgqueue.emit(db, "go")
+    expected = "too late" if when in ("never", "late") else {"amount": 7}
+    if kind == "waits" and when in ("never", "late"):
+        expected = "too late"
+    assert result(db, id) == expected
+    assert workers.notes("waited") == {1: 1}
+    assert workers.finish(worker) == 0
+
+
+def test_the_first_emit_of_an_event_wins_in_any_driver(db) -> None:
+    assert pgqueue.emit(db, "once", 1) is True
+    assert pgqueue.emit(db, "once", 2) is False
+    assert column(db, "select payload from pgqueue.events") == [1]
+    with pytest.raises(ValueError, match="JSON"):
+        pgqueue.emit(db, "nan", float("nan"))
+    with pytest.raises(psycopg.errors.InvalidParameterValue):
+        pgqueue.emit(db, "")
+
+
+def test_emit_may_be_awaited(db, dsn) -> None:
+    async def emit() -> bool:
+        async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as conn:
+            return await pgqueue.emit(conn, "once", {"a": 1})
+
+    assert asyncio.run(emit()) is True
+    assert column(db, "select payload from pgqueue.events") == [{"a": 1}]
+
+
+def test_two_tasks_of_a_handler_may_wait_at_once(db, workers) -> None:
+    id = enqueue(db, "both")
+    worker = start(workers)
+    for event in "one", "two":
+        assert suspended(db, id)
+        wait_until(lambda: state(db, id) != "running")
+        pgqueue.emit(db, event, event)
+    assert result(db, id) == ["one", "two"]
+    assert workers.finish(worker) == 0
+
+
+@pytest.mark.parametrize("kind", ["parent", "aparent"])
+def test_a_job_waits_for_jobs_and_gets_their_results_in_order(
+    db, workers, kind
+) -> None:
+    ids = [enqueue(db, "child", n=n) for n in (3, 1, 2)]
+    id = enqueue(db, kind, ids=[ids[1], ids[0], ids[2]])
+    none = enqueue(db, kind, ids=[])
+    worker = start(workers)
+    assert result(db, id) == [1, 9, 4]
+    assert result(db, none) == []
+    assert workers.finish(worker) == 0
+
+
+def test_a_job_that_waits_for_one_that_dies_is_told(db, workers) -> None:
+    ids = [enqueue(db, "child", n=n) for n in (3, -1)]
+    id = enqueue(db, "parent", ids=ids)
+    worker = start(workers)
+    said = f"jobs that did not complete: {ids[1]} (dead)"
+    assert result(db, id) == [said, ["completed", "dead"]]
+    assert workers.finish(worker) == 0
+
+
+def test_jobs_that_nothing_is_known_of_are_gone_and_waited_for_once(
+    db, workers
+) -> None:
+    db.execute("select pgqueue.configure(null, keep_runs => 0)")
+    child = enqueue(db, "child", n=3)
+    burst(workers)
+    db.execute("select pgqueue.configure(null, keep_runs => 7)")
+    id = enqueue(db, "parent", ids=[child])
+    worker = start(workers)
+    assert result(db, id) in ([None], [f"jobs that did not complete: {child} (gone)"])
+    assert workers.finish(worker) == 0
+
+
+@pytest.mark.parametrize("kind", ["follower", "afollower"])
+def test_a_job_reads_the_results_of_those_it_is_after(db, workers, kind) -> None:
+    ids = [enqueue(db, "child", n=n) for n in (3, -1)]
+    id = pgqueue.enqueue(db, QUEUE, {}, kind=kind, after=ids, if_dead="run")
+    worker = start(workers)
+    assert result(db, id) == [
+        [ids[0], "child", "completed", 9],
+        [ids[1], "child", "dead", None],
+    ]
+    assert workers.finish(worker) == 0
+
+
+def test_the_callback_of_a_large_batch_reads_all_results(db, workers) -> None:
+    batch = pgqueue.create_batch(db, QUEUE, kind="follower")
+    ids = pgqueue.enqueue_many(
+        db, QUEUE, [{"n": n} for n in range(2345)], kind="child", batch_id=batch
+    )
+    pgqueue.close_batch(db, batch)
+    burst(workers)
+    callback = one(db, "select callback_id from pgqueue.batches")
+    found = result(db, callback)
+    assert [row[0] for row in found] == ids
+    assert [row[3] for row in found] == [n * n for n in range(2345)]
+
+
+@pytest.mark.parametrize("kind", ["swallows", "tswallows"])
+def test_a_handler_that_swallows_its_suspension_fails_and_is_told_why(
+    db, workers, kind
+) -> None:
+    id = pgqueue.enqueue(db, QUEUE, {}, kind=kind, max_attempts=1)
+    burst(workers)
+    error = one(db, "select error from pgqueue.dead_job where id = %s", id)
+    assert error.startswith("RuntimeError: the handler caught pgqueue.Suspend")
+    assert workers.notes("more") == {}
+
+
+def test_an_async_handler_that_forgets_to_await_fails(db, workers) -> None:
+    id = pgqueue.enqueue(db, QUEUE, {}, kind="forgets", max_attempts=1)
+    burst(workers)
+    error = one(db, "select error from pgqueue.dead_job where id = %s", id)
+    assert error.startswith("RuntimeError: the handler did not await what its job")
+
+
+def test_a_job_that_is_run_now_waits_on_for_jobs_that_have_not_ended(
+    db, workers
+) -> None:
+    child = pgqueue.enqueue(
+        db, QUEUE, {"n": 2}, kind="child", run_at=timedelta(seconds=3)
+    )
+    id = enqueue(db, "parent", ids=[child])
+    worker = start(workers)
+    assert suspended(db, id)
+    for _ in range(2):
+        db.execute("select pgqueue.run_now(%s)", (id,))
+        assert suspended(db, id)
+    assert result(db, id) == [4]
+    assert workers.finish(worker) == 0
+
+
+def test_what_catches_only_exceptions_lets_a_suspension_pass(db, workers) -> None:
+    id = enqueue(db, "forgiving")
+    worker = start(workers)
+    assert result(db, id) == "done"
+    assert workers.finish(worker) == 0
+
+
+def test_steps_of_a_dead_job_are_there_when_it_is_redriven(db, workers) -> None:
+    id = pgqueue.enqueue(db, QUEUE, {"fail": True}, kind="typed", max_attempts=1)
+    burst(workers)
+    assert state(db, id) == "dead"
+    names = column(db, "select name from pgqueue.steps(%s)", id)
+    assert names == ["moment", "moment 2", "moment 3", "moment 2 2", "nothing"]
+    db.execute("update pgqueue.dead_job set payload = %s", (json.dumps({"fail": 0}),))
+    db.execute("select pgqueue.redrive_job(%s)", (id,))
+    burst(workers)
+    assert result(db, id) == "2026-01-03T00:00:00+00:00"

@@ -1,0 +1,303 @@
+-- Suspended jobs, and the events that they wait for. test_steps.py has the races.
+begin;
+set local client_min_messages = warning;
+create extension if not exists pgtap;
+create extension if not exists pgqueue;
+select plan(101);
+
+create function pg_temp.state(id bigint)
+    returns text
+    language sql
+as $$ select s.state from pgqueue.status(id) as s $$;
+-- A job of queue q that was suspended on these terms.
+create function pg_temp.suspended(event text, run_at timestamptz, after bigint[])
+    returns bigint
+    language plpgsql
+as $$
+declare
+    job pgqueue.job;
+begin
+    perform pgqueue.enqueue('q');
+    select c.* into strict job from pgqueue.claim('q', 'w') as c;
+    perform pgqueue.suspend(job.id, job.token, event, run_at, after);
+    return job.id;
+end;
+$$;
+-- What is left of waits: rows of wait, and ties.
+create function pg_temp.waits(id bigint)
+    returns text
+    language sql
+as $$
+    select format('%s %s',
+        (select count(*) from pgqueue.wait as w where w.job_id = $1),
+        (select count(*) from pgqueue.dependency as d where d.waiter_id = $1)
+    )
+$$;
+-- Ends one job of a queue.
+create function pg_temp.end_one(queue text, how text default 'complete')
+    returns bigint
+    language sql
+as $$
+    select c.id from pgqueue.claim(queue, 'w') as c
+    cross join lateral (
+        select case how
+            when 'complete' then pgqueue.complete(c.id, c.token, '{"of": 1}')::text
+            else pgqueue.fail(c.id, c.token, 'e', permanent => true)
+        end
+    ) as e
+$$;
+
+-- An event
+
+select pg_temp.suspended('paid', null, null) as id \gset
+select is(pg_temp.state(:id), 'blocked', 'a job that waits for an event is blocked');
+select results_eq(
+    format('select run_at, attempt, event, worker from pgqueue.jobs where id = %s', :id),
+    $$ values (null::timestamptz, 0, 'paid', null::text) $$, 'its attempt does not count'
+);
+select is((select suspended_at from pgqueue.status(:id)) between now() and clock_timestamp(), true, 'status says since when');
+select matches(pgqueue.why(:id), '^suspended since [^;]*: waits for event "paid"$', 'and why says for what');
+select is_empty($$ select pgqueue.claim('q', 'w') $$, 'no claim gets it');
+select is(pgqueue.rest(array['q']), null, 'rest does not wait for it');
+select is(pgqueue.emit('other'), true, 'emit is true for the first');
+select pgqueue.maintain();
+select is(pg_temp.state(:id), 'blocked', 'another event is none of its business');
+select is(pgqueue.emit('paid', '{"by": "card"}'), true, 'and true for the first of another event');
+select is(pg_temp.state(:id), 'ready', 'the job is due');
+select matches(pgqueue.why(:id), 'event "paid" has happened', 'and why says so');
+select is(pgqueue.emit('paid', '{"by": "cash"}'), false, 'an event happens once');
+select results_eq(
+    'select name, payload from pgqueue.events order by emitted_at',
+    $$ values ('other', 'null'::jsonb), ('paid', '{"by": "card"}') $$, 'and events has what the first one said'
+);
+select id as got, token, attempt from pgqueue.claim('q', 'w') \gset
+select is(:got, :id, 'the next claim gets it, in the same transaction, too');
+select is(:attempt, 1, 'as the same attempt');
+select is(pg_temp.waits(:id), '0 0', 'and nothing is left of the wait');
+select pgqueue.suspend(:id, :token, 'paid');
+select is(pg_temp.state(:id), 'ready', 'who suspends for an event that has happened goes on at once');
+select is(pg_temp.waits(:id), '0 0', 'and waits for nothing');
+select is(pg_temp.end_one('q'), :id::bigint, 'it completes');
+select is(pgqueue.emit('nobody waits', null), true, 'an event without a payload that nobody waits for');
+select is((select payload from pgqueue.events where name = 'nobody waits'), 'null', 'has the payload null');
+
+-- Many, a claim's share at a time
+
+select count(pg_temp.suspended('many', null, null)) from generate_series(1, 250);
+select pgqueue.maintain();
+select pgqueue.emit('many');
+select is(
+    (select count(*) from pgqueue.claim('q', 'w', 1000)), 100::bigint, 'a claim makes a hundred of them due'
+);
+select pgqueue.maintain();
+select is(
+    (select count(*) from pgqueue.claim('q', 'w', 1000)), 150::bigint, 'maintain does a thousand'
+);
+select is_empty('select from pgqueue.wait', 'and nothing is left to do');
+select pgqueue.maintain();
+select is_empty('select from pgqueue.loose_end', 'nor to look at');
+
+-- A moment
+
+select pg_temp.suspended(null, now() + interval '3 days', null) as id \gset
+select is(pg_temp.state(:id), 'scheduled', 'a job that waits for a moment is scheduled');
+select matches(pgqueue.why(:id), '^suspended since [^;]*: waits until ', 'why says until when');
+select pg_temp.suspended('late', now() + interval '3 days', null) as late \gset
+select is(pg_temp.state(:late), 'scheduled', 'so is one that waits for an event as well');
+select matches(pgqueue.why(:late), 'waits for event "late" or until ', 'and why says both');
+update pgqueue.job set run_at = clock_timestamp() where id in (:id, :late);
+select is(
+    (select array_agg(id order by id) from pgqueue.claim('q', 'w', 2)), array[:id, :late]::bigint[], 'at that moment a claim gets it'
+);
+select is(pgqueue.emit('late'), true, 'an event that comes while it runs');
+select pgqueue.maintain();
+select is(pg_temp.state(:late), 'running', 'changes nothing');
+select pgqueue.complete(id, token) from pgqueue.job where id in (:id, :late);
+select is(pg_temp.waits(:id) || pg_temp.waits(:late), '0 00 0', 'and the end deletes both waits');
+select pg_temp.suspended('soon', now() + interval '3 days', null) as id \gset
+select pgqueue.emit('soon');
+select is((select id from pgqueue.claim('q', 'w')), :id::bigint, 'the event comes first');
+select pg_temp.suspended(null, now() - interval '3 days', null) as id \gset
+select is((select id from pgqueue.claim('q', 'w')), :id::bigint, 'a moment that is over makes it due at once');
+
+-- The ends of jobs
+
+select pgqueue.enqueue('p') as a \gset
+select pgqueue.enqueue('p') as b \gset
+select pg_temp.suspended(null, null, array[:a, :b]) as id \gset
+select is(pg_temp.state(:id), 'blocked', 'a job that waits for others is blocked');
+select matches(pgqueue.why(:id), format('waits for job %s and 1 more$', :a), 'why says for which');
+select pg_temp.end_one('p');
+select is(pg_temp.state(:id), 'blocked', 'it waits for all of them');
+select pg_temp.end_one('p', 'die');
+select is(pg_temp.state(:id), 'ready', 'one that dies has ended, too');
+select is(pg_temp.waits(:id), '0 0', 'nothing is left of the wait');
+select token from pgqueue.claim('q', 'w') \gset
+select results_eq(
+    format('select * from pgqueue.results_of(%s, %s)', :id, :token),
+    format($$ values (%s::bigint, 'p', 'completed', '{"of": 1}'::jsonb), (%s, 'p', 'dead', null) $$, :a, :b),
+    'results_of says how they have ended, and the results'
+);
+select pgqueue.suspend(:id, :token, after => array[:a, :b]);
+select is(pg_temp.state(:id), 'ready', 'jobs that have all ended make it due at once');
+select pg_temp.end_one('q');
+select pgqueue.enqueue('p') as a \gset
+select pg_temp.suspended(null, null, array[:a]) as id \gset
+select pgqueue.cancel(:a);
+select is(pg_temp.state(:id), 'ready', 'one that is cancelled has ended, too');
+select pg_temp.end_one('q');
+select pgqueue.enqueue('p') as a \gset
+select pg_temp.suspended(null, null, array[:a]) as id \gset
+select pgqueue.purge('p');
+select is(pg_temp.state(:id), 'ready', 'and one that is purged');
+select pg_temp.end_one('q');
+select pgqueue.enqueue('p') as a \gset
+select pg_temp.suspended('any', now() + interval '3 days', array[:a]) as id \gset
+select is(pg_temp.state(:id), 'scheduled', 'all three at once');
+select matches(
+    pgqueue.why(:id), format('waits for event "any" or for job %s or until', :a), 'why says all three'
+);
+select pg_temp.end_one('p');
+select is(pg_temp.state(:id), 'ready', 'the jobs come first');
+select is(pg_temp.waits(:id), '0 0', 'and nothing is left of the wait');
+select pgqueue.emit('any');
+select pg_temp.end_one('q');
+select pgqueue.enqueue('p') as a \gset
+select pg_temp.suspended('first', null, array[:a]) as id \gset
+select pgqueue.emit('first');
+select pgqueue.maintain();
+select is(pg_temp.waits(:id), '0 0', 'an event that comes first ends the wait for the jobs');
+select pg_temp.end_one('q');
+select pgqueue.purge('p');
+select is(pg_temp.state(pg_temp.suspended('x', null, '{}')), 'ready', 'no jobs have all ended');
+select pg_temp.end_one('q');
+
+-- What an operator does
+
+select pg_temp.suspended('never', null, null) as id \gset
+select pgqueue.reprioritize(:id, 7);
+select is((select priority from pgqueue.jobs where id = :id and state = 'blocked'), 7, 'reprioritize leaves it suspended');
+select pgqueue.run_now(:id);
+select is(pg_temp.state(:id), 'ready', 'run_now ends the wait');
+select is(pg_temp.waits(:id), '0 0', 'and leaves nothing of it');
+select pg_temp.end_one('q');
+select pgqueue.enqueue('p') as a \gset
+select pg_temp.suspended('never', now() + interval '3 days', array[:a]) as id \gset
+select pgqueue.run_now(:id);
+select is(pg_temp.waits(:id) || pg_temp.state(:id), '0 0ready', 'of all that it waited for');
+select pg_temp.end_one('q');
+select pg_temp.suspended('never', null, array[:a]) as id \gset
+select is(pgqueue.cancel(:id), 'cancelled', 'cancel ends a suspended job');
+select is(pg_temp.waits(:id), '0 0', 'and its wait');
+select pg_temp.suspended('never', null, array[:a]) as id \gset
+select is(pgqueue.purge('q'), 1::bigint, 'purge deletes it');
+select is(pg_temp.waits(:id), '0 0', 'with its wait');
+select pg_temp.suspended('never', null, array[:a]) as id \gset
+update pgqueue.job as j set terms = row(now(), null, null, null) where j.id = :id;
+select pgqueue.reap();
+select is(pg_temp.state(:id), 'cancelled', 'one that may not begin any more is cancelled');
+select is(pg_temp.waits(:id), '0 0', 'with its wait');
+select pgqueue.enqueue('q', unique_key => 'k') as id \gset
+select token from pgqueue.claim('q', 'w') \gset
+select pgqueue.suspend(:id, :token, 'never');
+select is(pgqueue.enqueue('q', '1', unique_key => 'k', on_duplicate => 'replace'), :id::bigint, 'its key stays taken');
+select is(pg_temp.state(:id), 'blocked', 'and it is still suspended when replaced');
+select pgqueue.cancel(:id);
+select pgqueue.enqueue('q') as id \gset
+select token from pgqueue.claim('q', 'w') \gset
+select pgqueue.cancel(:id);
+select pgqueue.suspend(:id, :token, 'never');
+select is(pg_temp.state(:id), 'cancelled', 'one that was asked to stop is cancelled instead');
+select is(pg_temp.waits(:id), '0 0', 'and does not wait');
+-- With a time, it runs, fails and dies.
+select pg_temp.suspended('never', now(), null) as id \gset
+select is(pg_temp.end_one('q', 'die'), :id::bigint, 'one whose time has come may die');
+select is(pg_temp.waits(:id), '0 0', 'and waits no longer');
+select pgqueue.redrive_job(:id);
+select is((select id from pgqueue.claim('q', 'w')), :id::bigint, 'redriven it runs at once');
+select pgqueue.purge('p');
+
+-- finish
+
+create function pg_temp.finished(text text, delay interval default null)
+    returns text
+    language plpgsql
+as $$
+declare
+    job pgqueue.job;
+    told text;
+begin
+    perform pgqueue.enqueue('f', max_attempts => 2);
+    select c.* into strict job from pgqueue.claim('f', 'w') as c;
+    select f.status into told
+    from pgqueue.finish(array[job.id], array[job.token], '{suspend}', array[text], array[delay]) as f;
+    return concat_ws(
+        ', ', told, (select concat_ws(', ', j.state, j.event, j.last_error) from pgqueue.jobs as j where j.id = job.id)
+    );
+end;
+$$;
+select is(pg_temp.finished('{"event": "f"}'), 'suspended, blocked, f', 'finish suspends, too');
+select is(pg_temp.finished('{"event": "f", "run_at": "2999-01-01T00:00:00Z"}'), 'suspended, scheduled, f', 'until a moment');
+select is(pg_temp.finished(null, '1 hour'), 'suspended, scheduled', 'or for a time');
+select is(pg_temp.finished('{"event": "paid"}'), 'suspended, ready', 'and knows what has happened');
+select pg_temp.end_one('f');
+select pgqueue.enqueue('p') as a \gset
+select is(pg_temp.finished(format('{"after": [%s]}', :a)), 'suspended, blocked', 'or until other jobs have ended');
+select is(pg_temp.finished(t.text), 'retry, scheduled, ' || t.error, 'bad terms fail the attempt: ' || coalesce(t.text, 'null'))
+from (
+    values
+        ('{}', 'a suspended job needs something to wait for'),
+        (null, 'a suspended job needs something to wait for'),
+        ('{"evnt": "x"}', 'a suspended job needs something to wait for'),
+        ('{"event": ""}', 'event must be a text of 1 to 200 bytes'),
+        ('{"after": [-1]}', 'job -1 not found')
+) as t (text, error);
+select matches(pg_temp.finished(t.text), '^retry, .*cannot be suspended on these terms: ', 'so does what is no JSON of terms: ' || t.text)
+from (values ('x'), ('[]'), ('{"run_at": "soon"}'), ('{"after": "x"}'), ('{"after": [1e30]}')) as t (text);
+select pgqueue.enqueue_many('g', array_fill('{}'::jsonb, array[3]));
+select results_eq(
+    $$ select f.status from (
+           select array_agg(c.id order by c.id) as ids, array_agg(c.token order by c.id) as tokens
+           from pgqueue.claim('g', 'w', 3) as c
+       ) as c
+       cross join lateral pgqueue.finish(
+           c.ids, c.tokens, '{release,suspend,complete}', array[null, '{"event": "g"}', '1']
+       ) as f $$,
+    $$ values ('released'), ('suspended'), ('completed') $$, 'finish does it among others'
+);
+
+-- What is refused
+
+select pgqueue.enqueue('q') as id \gset
+select id, token from pgqueue.claim('q', 'w') \gset
+select throws_ok(format('select pgqueue.suspend(%s, %s, %s)', :id, t.token, t.terms), t.code, null, 'suspend refuses ' || t.terms)
+from (
+    values
+        (:token, 'null', '22023'), (:token, '''''', '22023'), (:token, 'repeat(''x'', 201)', '22023'),
+        (:token, 'run_at => ''infinity''', '22023'), (:token, format('after => array[%s]', :id), '22023'),
+        (:token, 'after => array[null::bigint]', '22023'), (:token, 'after => array[-1]', 'PQ001'),
+        (:token + 1, '''x''', 'PQ002')
+) as t (token, terms, code);
+select throws_ok('select pgqueue.emit(' || e.name || ')', '22023', null, 'emit refuses ' || e.name)
+from (values ('null'), (''''''), ('repeat(''x'', 201)')) as e (name);
+select pgqueue.configure(null, max_payload_bytes => 100);
+select throws_ok(
+    $$ select pgqueue.emit('large', to_jsonb(repeat('x', 200))) $$, '54000', null, 'max_payload_bytes of all queues limits the payload'
+);
+
+-- How long events are kept
+
+update pgqueue.event set emitted_at = emitted_at - interval '29 days' where name = 'paid';
+update pgqueue.event set emitted_at = emitted_at - interval '31 days' where name in ('other', 'late');
+select is((select done from pgqueue.maintain() where task = 'forget events'), 2::bigint, 'maintain forgets events after 30 days');
+select pgqueue.configure(null, keep_events => '1 day');
+select is((select done from pgqueue.maintain() where task = 'forget events'), 1::bigint, 'or after keep_events');
+select is(pgqueue.emit('paid'), true, 'and then it may happen again');
+select throws_ok(
+    format('select pgqueue.configure(%s, keep_events => %L)', s.scope, '1 day'), '22023', 'keep_events cannot be set for less than all',
+    'keep_events is one setting for all: ' || s.scope
+)
+from (values ('''q'''), ('null, kind => ''k'''), ('null, group_key => ''g''')) as s (scope);
+
+select * from finish();
+rollback;
