@@ -2,6 +2,38 @@
 -- databases, each an ordinary pgqueue; the table shard says which one this is, and its trigger lets the
 -- sequences step. A standby that is promoted may not have received the last numbers: it skips some.
 
+-- Lets both sequences step by the number of shards, from the next number on that is this shard's. The first
+-- statement waits for whoever is taking numbers.
+create or replace function pgqueue._step_sequences()
+    returns trigger
+    language plpgsql
+    set search_path = pg_catalog, pg_temp
+as $$
+declare
+    sequence text;
+    last bigint;
+begin
+    foreach sequence in array array['pgqueue.job_id_seq', 'pgqueue.token_seq'] loop
+        execute format('alter sequence %s increment by %s', sequence, new.of);
+        last := coalesce(pg_sequence_last_value(sequence::regclass), 0);
+        if (last - new.number) % new.of <> 0 then
+            new.above := greatest(new.above, last);
+        end if;
+        if last <= new.above then
+            perform setval(
+                sequence, new.above + 1 + ((new.number - new.above - 1) % new.of + new.of) % new.of, false
+            );
+        end if;
+    end loop;
+    return new;
+end;
+$$;
+
+-- Always, so that it also does for a subscription.
+create or replace trigger shard_steps_sequences before insert or update on pgqueue.shard
+for each row execute function pgqueue._step_sequences();
+alter table pgqueue.shard enable always trigger shard_steps_sequences;
+
 -- The highest id or token that has been given out; null for none.
 create or replace function pgqueue._last_number()
     returns bigint
@@ -152,9 +184,11 @@ the worker does.
 always: skips in any case, as after a restore of a dump.
 Returns whether it has skipped any.';
 
--- Of this server, numbers are known.
+-- Of this server, numbers are known; an upgrade leaves it as it is.
 do $$
 begin
-    perform setval('pgqueue._cell_timeline', pgqueue._timeline());
+    if pg_sequence_last_value('pgqueue._cell_timeline'::regclass) is null then
+        perform setval('pgqueue._cell_timeline', pgqueue._timeline());
+    end if;
 end;
 $$;

@@ -1070,7 +1070,7 @@ create sequence pgqueue._cell_due minvalue 0;
 create sequence pgqueue._cell_timeline minvalue 0;
 
 -- One row where this database is a shard. pg_dump keeps what a sequence of an extension has handed out, and not
--- by how much it steps: a trigger sets that whenever the row is written, also while it is restored.
+-- by how much it steps: a trigger (module shard) sets that whenever the row is written, also while it is restored.
 create table pgqueue.shard (
     number int not null,
     of int not null,
@@ -1086,38 +1086,6 @@ number + 2 of ...';
 comment on column pgqueue.shard.of is 'How many shards there can be.';
 comment on column pgqueue.shard.above is
 'Ids and tokens up to this are older than the shards: they may be of any.';
-
--- Lets both sequences step by the number of shards, from the next number on that is this shard's. The first
--- statement waits for whoever is taking numbers.
-create function pgqueue._step_sequences()
-    returns trigger
-    language plpgsql
-    set search_path = pg_catalog, pg_temp
-as $$
-declare
-    sequence text;
-    last bigint;
-begin
-    foreach sequence in array array['pgqueue.job_id_seq', 'pgqueue.token_seq'] loop
-        execute format('alter sequence %s increment by %s', sequence, new.of);
-        last := coalesce(pg_sequence_last_value(sequence::regclass), 0);
-        if (last - new.number) % new.of <> 0 then
-            new.above := greatest(new.above, last);
-        end if;
-        if last <= new.above then
-            perform setval(
-                sequence, new.above + 1 + ((new.number - new.above - 1) % new.of + new.of) % new.of, false
-            );
-        end if;
-    end loop;
-    return new;
-end;
-$$;
-
--- Always, so that it also does for a subscription.
-create trigger shard_steps_sequences before insert or update on pgqueue.shard
-for each row execute function pgqueue._step_sequences();
-alter table pgqueue.shard enable always trigger shard_steps_sequences;
 
 create table pgqueue.moving (
     what text not null,

@@ -1,6 +1,7 @@
 """The SQL functions that a worker calls, as a worker in any language would."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import psycopg
@@ -135,8 +136,10 @@ def rest(
 
 def after_failover(conn: database.Connection) -> None:
     """Skip tokens that a lost primary may have given out, before a claim on this connection."""
-    if _call(conn, AFTER_FAILOVER, ()) == [(True,)]:
-        log.warning("the server was promoted or recovered: ids and tokens were skipped")
+    with suppress(psycopg.errors.UndefinedFunction):  # of an older version
+        if _call(conn, AFTER_FAILOVER, ()) == [(True,)]:
+            said = "the server was promoted or recovered: ids and tokens were skipped"
+            log.warning(said)
 
 
 def one_by_one(
