@@ -217,7 +217,6 @@ declare
     hash bigint := hashtextextended(event, 0);
     look_at bigint;
     queues text[];
-    is_in_flight boolean;
     refused boolean;
 begin
     if (octet_length(event) between 1 and 200) is not true then
@@ -227,7 +226,7 @@ begin
         refused := pgqueue._refuse(pgqueue._check_payload(payload, (pgqueue._in_force('')).max_payload_bytes));
     end if;
     -- See module wake.
-    is_in_flight := pg_try_advisory_xact_lock_shared(7366513, 256);
+    perform pg_try_advisory_xact_lock_shared(7366513, 256);
     insert into pgqueue.event (emitted_at, name, payload)
     values (moment, emit.event, coalesce(emit.payload, 'null'))
     on conflict do nothing;
@@ -267,8 +266,8 @@ only for an open transaction that has emitted the same event.
 Raises 22023 (bad name), 54000 (the payload is larger than the max_payload_bytes
 of all queues).';
 
--- Makes jobs due that wait for an event that has happened: those that wait for one of these, by its hash, and
--- those with these ids; at most this many. Returns how many it found.
+-- Makes jobs due that wait for an event that has happened: those that wait for one of these, by its hash, at most
+-- this many, and those with these ids. Returns how many. Steps over jobs that others have locked.
 create or replace function pgqueue._look_at_waits(events bigint[], job_ids bigint[], most int)
     returns int
     language plpgsql
@@ -276,50 +275,56 @@ create or replace function pgqueue._look_at_waits(events bigint[], job_ids bigin
     set enable_seqscan = off
 as $$
 declare
-    found bigint[];
-    locked bigint[];
-begin
-    found := array(
-        select w.job_id
+    over bigint[] := array(
+        select j.id
         from unnest(events) as u (hash)
         join pgqueue.wait as w on hashtextextended(w.event, 0) = u.hash and w.event is not null
         join pgqueue.event as e on e.name = w.event
-        union
-        select w.job_id
-        from pgqueue.wait as w
-        join pgqueue.event as e on e.name = w.event
-        where w.job_id = any (_look_at_waits.job_ids)
+        join pgqueue.job as j on j.id = w.job_id
+        where j.token is null
         limit most
-    );
-    locked := array(
+        for update of j skip locked
+    ) || array(
         select j.id
-        from pgqueue.job as j
-        where j.id = any (found) and j.token is null
-        order by j.id
-        for update skip locked
+        from pgqueue.wait as w
+        join pgqueue.event as e on e.name = w.event
+        join pgqueue.job as j on j.id = w.job_id
+        where w.job_id = any (_look_at_waits.job_ids) and j.token is null
+        for update of j skip locked
     );
+begin
     -- They may have come to wait for something else.
-    locked := array(
+    over := array(
         select w.job_id
         from pgqueue.wait as w
         join pgqueue.event as e on e.name = w.event
-        where w.job_id = any (locked)
+        where w.job_id = any (over)
         order by w.job_id
     );
-    if locked <> '{}' then
-        perform pgqueue._end_waits(locked);
-        perform pgqueue._free(locked);
+    if over <> '{}' then
+        perform pgqueue._end_waits(over);
+        perform pgqueue._free(over);
     end if;
-    if cardinality(found) = most then
-        perform pgqueue._leave_loose_ends(events, 'event');
-        perform pgqueue._leave_loose_ends(job_ids, 'wait');
-    else
-        -- One that runs is left alone: its end deletes the wait.
-        perform pgqueue._leave_loose_ends(array_agg(j.id), 'wait', interval '200 milliseconds')
-        from pgqueue.job as j
-        where j.id = any (found) and j.id <> all (locked) and j.token is null
-        having count(*) > 0;
-    end if;
-    return cardinality(found);
+    -- What is left; but one that runs is left alone: its end deletes the wait.
+    perform pgqueue._leave_loose_ends(array_agg(u.hash), 'event', case
+        when cardinality(over) >= most then interval '0' else interval '200 milliseconds'
+    end)
+    from unnest(events) as u (hash)
+    where (
+        select true
+        from pgqueue.wait as w
+        join pgqueue.event as e on e.name = w.event
+        join pgqueue.job as j on j.id = w.job_id
+        where hashtextextended(w.event, 0) = u.hash and w.event is not null and j.token is null
+        limit 1
+    )
+    having count(*) > 0;
+    perform pgqueue._leave_loose_ends(array_agg(j.id), 'wait', interval '200 milliseconds')
+    from pgqueue.wait as w
+    join pgqueue.event as e on e.name = w.event
+    join pgqueue.job as j on j.id = w.job_id
+    where w.job_id = any (_look_at_waits.job_ids) and j.token is null
+    having count(*) > 0;
+    return cardinality(over);
 end;
 $$;

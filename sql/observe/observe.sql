@@ -38,8 +38,12 @@ select
     (
         select s.name from pgqueue.step as s where s.job_id = j.id order by s.place desc, s.saved_at desc limit 1
     ) as last_step,
-    case when j.token is null then (select w.event from pgqueue.wait as w where w.job_id = j.id) end as event,
-    case when j.token is null then (select w.since from pgqueue.wait as w where w.job_id = j.id) end as suspended_at,
+    case when j.token is null and j.run_at > c.moment then (
+        select w.event from pgqueue.wait as w where w.job_id = j.id
+    ) end as event,
+    case when j.token is null and j.run_at > c.moment then (
+        select w.since from pgqueue.wait as w where w.job_id = j.id
+    ) end as suspended_at,
     (select s.number from pgqueue.shard as s) as shard
 from (select clock_timestamp() as moment) as c
 cross join pgqueue.job as j;

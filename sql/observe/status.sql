@@ -238,12 +238,16 @@ begin
             and r.outcome in ('completed', 'dead', 'cancelled')
         order by r.job_id, r.finished_at desc
     )
-    select o.id, coalesce(l.kind, d.kind, j.kind), o.outcome, case when o.outcome = 'completed' then l.result end
+    select o.id, coalesce(l.kind, p.kind), o.outcome, case when o.outcome = 'completed' then l.result end
     from pgqueue._outcomes_of(job_ids) as o
     left join last as l on l.job_id = o.id
-    left join pgqueue.dead_job as d on d.id = o.id
-    left join pgqueue.job as j on j.id = o.id
-    where pgqueue._is_own(coalesce(l.queue, d.queue, j.queue), own)
+    left join lateral (
+        select d.queue, d.kind from pgqueue.dead_job as d where d.id = o.id
+        union all
+        select j.queue, j.kind from pgqueue.job as j where j.id = o.id
+        limit 1
+    ) as p on true
+    where pgqueue._is_own(coalesce(l.queue, p.queue), own)
     order by o.id;
 end;
 $$;

@@ -636,6 +636,7 @@ def test_a_read_only_session_can_read_views_and_rest_and_nothing_else(deep, usua
     assert session.answers["run_schedule"] == "PQ001"
     allowed.remove("run_schedule")
     readers = {"why", "health", "status", "result", "await", "next_slots", *VIEWS}
+    readers |= {"steps", "events", "results_of"}
     assert allowed == {"rest until later", *readers}
     assert session.answers["rest until later"] == usual.answers["rest until later"]
 

@@ -623,7 +623,7 @@ def test_plpgsql_check_finds_nothing_in_any_function(db):
         # Which is no fault where a function has other outputs beside it.
         "and c not like '%composite OUT variable%is not single argument'"
         # The call that _hold() has written, by format and %I.
-        "and not (p.proname = 'work' and c ~ 'held[.]call|:EXECUTE:|injection|Hint: Use quote_ident')"
+        "and not (p.proname = 'work' and c ~ 'held[.]call|:EXECUTE:|injection|Hint: Use quote_ident|--     ')"
         # The name of a column of health(), and never a variable.
         "and not (p.proname = 'health' and c like '%reserved keyword%')"
     ).fetchall()

@@ -17,8 +17,10 @@ SUSPEND = "select pgqueue.suspend(%s, %s, %s)"
 EMIT = "select pgqueue.emit(%s)"
 
 
-def claimed(db: psycopg.Connection, queue: str = "q") -> tuple[int, int]:
-    db.execute("select pgqueue.enqueue(%s)", [queue])
+def claimed(
+    db: psycopg.Connection, queue: str = "q", group: str | None = None
+) -> tuple[int, int]:
+    db.execute("select pgqueue.enqueue(%s, group_key => %s)", [queue, group])
     return again(db, queue)
 
 
@@ -65,8 +67,9 @@ def test_an_emit_and_a_suspend_meet_in_any_order(
     db.execute("set lock_timeout = '5 s'")
     ends = {"e": emits, "s": suspends}
     wrong = []
-    for n, order in enumerate(ORDERS):
-        event, lease = f"event {n}", claimed(db)
+    # A job of a group takes the longer way.
+    for n, (order, group) in enumerate(itertools.product(ORDERS, (None, "g"))):
+        event, lease = f"event {n}", claimed(db, group=group)
         calls = {"e": (EMIT, [event]), "s": (SUSPEND, [*lease, event])}
         done = dict.fromkeys("es", 0)
         for who in order:
@@ -100,7 +103,7 @@ def test_an_emit_and_a_suspend_meet_in_any_order(
         )
         ends_left = one(db, "select count(*) from pgqueue.loose_end")
         if (found, is_left, ends_left) != (expected, int(expected == "blocked"), 0):
-            wrong.append((order, found, is_left, ends_left))
+            wrong.append((order, group, found, is_left, ends_left))
         db.execute("delete from pgqueue.job")
         db.execute("delete from pgqueue.wait")
     assert wrong == []
@@ -196,6 +199,23 @@ def test_a_wait_whose_job_is_locked_is_looked_at_again(db, connect):
     other.commit()
     db.execute(LOOK)
     assert again(db)[0] == lease[0]
+    assert is_over(db)
+
+
+def test_waits_whose_jobs_are_locked_hold_up_no_others_of_the_event(db, connect):
+    leases = [claimed(db) for _ in range(130)]
+    for lease in leases:
+        db.execute(SUSPEND, [*lease, "e"])
+    ids = [id for id, _ in leases]
+    other = connect(autocommit=False)
+    other.execute("select pgqueue.reprioritize(unnest(%s), 5)", [ids[:120]])
+    db.execute(EMIT, ["e"])
+    got = soon(lambda: column(db, "select id from pgqueue.claim('q', 'w', 100)"), 2)
+    assert sorted(got) == ids[120:]
+    other.commit()
+    while len(got) < len(ids):
+        db.execute(LOOK)
+        got += column(db, "select id from pgqueue.claim('q', 'w', 100)")
     assert is_over(db)
 
 

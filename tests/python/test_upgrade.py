@@ -139,31 +139,31 @@ alter table pgqueue.dead_job add new int;
 drop function pgqueue.reshaped();
 """
 # Where, and what there becomes what.
+GRANTED = "\n    ) as g (kinds, is_function, objects)"
+SETTINGS = "\n) as s (name, type, fallback, range, not_for, meaning)"
+WINDOWS = "-- The windows of unique_for."
 AS_OLD = {
     "sql/roles/access.sql": [
         ("-- The rows that an", f"{OLD_ROUTINES}\n-- The rows that an"),
-        ("'{next_slots,why,", "'{reshaped,next_slots,why,"),
+        (GRANTED, f",\n('{{operator,reader}}', true, '{{reshaped}}'){GRANTED}"),
     ]
 }
 AS_NEW = {
     "sql/roles/access.sql": [
         (OLD_ROUTINES, NEW_ROUTINES),
-        ("'{save_step,steps,", "'{invented,save_step,steps,"),
+        (GRANTED, f",\n('{{worker}}', true, '{{invented}}'){GRANTED}"),
     ],
     "sql/tables/schema.sql": [
         (
             "create type pgqueue._ended as",
             f"{NEW_TABLE}\ncreate type pgqueue._ended as",
         ),
-        ("    errors jsonb not null,\n", "    errors jsonb not null,\n    new int,\n"),
+        ("    constraint dead_job_pkey", "    new int,\n    constraint dead_job_pkey"),
+        (WINDOWS, f"{NEW_INDEX}\n{WINDOWS}"),
         (
-            "-- The windows of unique_for.",
-            f"{NEW_INDEX}\n-- The windows of unique_for.",
-        ),
-        (
-            "that work calls for a job')\n",
-            "that work calls for a job'),\n        ('keep_things', 'interval', '30 days', '{1 day,1 year}',"
-            " '{a kind}', 'How long a thing is kept')\n",
+            SETTINGS,
+            ",\n('keep_things', 'interval', '30 days', '{1 day,1 year}', '{a kind}', 'How long a thing is kept')"
+            + SETTINGS,
         ),
     ],
 }

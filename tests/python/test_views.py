@@ -604,6 +604,9 @@ def say(db: psycopg.Connection, rng: Random) -> Said:
     values = {
         name: VALUES.get(type_, range_) for name, type_, range_ in db.execute(listed)
     }
+    values["handler"] = [f"public.{name}(jsonb)" for name in ("one", "two")]
+    for handler in values["handler"]:
+        db.execute(f"create function {handler} returns void language sql as ''")
     for _ in range(40):
         verb = rng.choice(["configure", "configure", "pause", "resume"])
         scope = tuple(rng.choice([None, *pair]) for pair in ("qr", "kl", "gh"))
@@ -669,7 +672,8 @@ def test_the_settings_in_force_are_the_narrowest_that_were_said(db, rng) -> None
     with db.transaction(force_rollback=True):
         defaults = dict(
             db.execute(
-                "select d.key, d.value from pgqueue._setting as s join "
+                "select s.name, coalesce(d.value, case when s.is_seldom then s.fallback::interval::text end) "
+                "from pgqueue._setting as s left join "
                 "jsonb_each_text(to_jsonb(pgqueue._defaults())) as d on d.key = s.name"
             ).fetchall()
         )
@@ -682,9 +686,13 @@ def test_the_settings_in_force_are_the_narrowest_that_were_said(db, rng) -> None
         # So do the functions.
         query = """
             select s.* from pgqueue.settings as s
-            where s.value is distinct from to_jsonb(pgqueue._in_force(
-                coalesce(s.queue, ''), coalesce(s.kind, ''), coalesce(s.group_key, '')
-            )) ->> s.setting
+            join pgqueue._setting as l on l.name = s.setting
+            where s.value is distinct from case
+                when l.is_seldom then pgqueue._seldom(coalesce(s.queue, ''), s.setting)
+                else to_jsonb(pgqueue._in_force(
+                    coalesce(s.queue, ''), coalesce(s.kind, ''), coalesce(s.group_key, '')
+                )) ->> s.setting
+            end
         """
         assert not rows(db, query)
 
