@@ -16,7 +16,7 @@ FUNCTIONS = \
     sql/flow/depend.sql sql/flow/batch.sql sql/flow/step.sql sql/flow/event.sql sql/flow/sweep.sql \
     sql/flow/cron.sql sql/flow/schedule.sql sql/flow/trigger.sql \
     sql/operate/settings.sql sql/operate/manage.sql sql/operate/dead.sql sql/operate/maintain.sql \
-    sql/operate/work.sql \
+    sql/operate/work.sql sql/operate/shard.sql sql/operate/move.sql \
     sql/observe/measure.sql sql/observe/observe.sql sql/observe/status.sql sql/observe/metrics.sql \
     sql/observe/why.sql sql/observe/health.sql \
     sql/roles/access.sql
@@ -44,8 +44,8 @@ CLUSTER  = $(VENV)/python tests/cluster.py
 CONFIG   = python/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test move-in soak mutants bench instructions matrix bare lint pgspot plain all install uninstall \
-        installcheck dist deb tle freeze release clean
+.PHONY: help demo scale-demo test move-in soak mutants bench instructions matrix bare lint pgspot plain all install uninstall \
+        installcheck dist deb tle router freeze release clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,12 @@ demo: all ## see real jobs run, in a throwaway Postgres
 	@PYTHON=$(PYTHON) sh tests/need.sh demo
 	@$(MAKE) -s .venv/demo
 	@PYTHONPATH=python $(CLUSTER) $(VENV)/python -m demo
+
+SECONDS = 10
+scale-demo: all ## two servers with two shards each and a router, one server killed and brought back
+	@PYTHON=$(PYTHON) sh tests/need.sh test
+	@$(MAKE) -s .venv/dev
+	@PYTHONPATH=tests:python $(VENV)/python tests/scale_demo.py $(SECONDS)
 
 test: all plain ## everything, in a throwaway Postgres
 	@PYTHON=$(PYTHON) sh tests/need.sh test
@@ -178,6 +184,16 @@ tle: all ## one SQL file for pg_tle, others that upgrade, and a folder for dbdev
 # published.
 freeze: all ## keep the script of this version, to upgrade from
 	@cp $(SCRIPT) sql/upgrade/
+
+# The functions of the router follow from the catalog of an install.
+ROUTER = dist/$(EXTENSION)-$(EXTVERSION).router.sql
+router: all ## one SQL file for a database with PL/Proxy that routes calls to shards, in dist/
+	@PYTHON=$(PYTHON) sh tests/need.sh demo
+	@$(MAKE) -s .venv/demo
+	@mkdir -p dist
+	@$(CLUSTER) --fast sh -c 'createdb router && psql -Xqd router -c "create extension $(EXTENSION)" && \
+	    PGDATABASE=router $(VENV)/python packaging/router.py' | sed 's/@VERSION@/$(EXTVERSION)/' > $(ROUTER).new
+	@test -s $(ROUTER).new && mv $(ROUTER).new $(ROUTER)
 
 release: ## write VERSION=1.2.3 wherever it stands, commit and tag; pushing the tag publishes
 	@sh packaging/release.sh '$(VERSION)'

@@ -17,6 +17,7 @@ from pgqueue.client import (
 )
 from pgqueue.job import Job
 from pgqueue.policy import Reject, Retry, Snooze
+from pgqueue.shards import shard_of
 from pgqueue.steps import NotCompleted, Result, Suspend
 from pgqueue.task import Task
 from pgqueue.waiting import Status, status, wait
@@ -44,6 +45,7 @@ __all__ = [
     "emit",
     "enqueue",
     "enqueue_many",
+    "shard_of",
     "status",
     "wait",
 ]

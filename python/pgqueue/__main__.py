@@ -19,6 +19,7 @@ import psycopg
 from pgqueue import database
 from pgqueue.commands import VERBS, run, say_notice
 from pgqueue.install import differs
+from pgqueue.move import move_groups
 from pgqueue.terminal import explain, refuse_other_than_utf8, say, whole_number
 
 # The others need an operator.
@@ -31,6 +32,8 @@ ROLES = {
 }
 # The others are for people, or print what a shell reads as it is.
 JSON = ("enqueue", "install", "upgrade", "metrics", "status", "health", "dashboard")
+# With several databases, for each of them.
+OF_EACH = ("status", "health")
 # With a larger number Postgres would find no function.
 integer = whole_number(-(2**31), 2**31 - 1)
 bigint = whole_number(-(2**63), 2**63 - 1)
@@ -46,32 +49,53 @@ def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        dsn = args.dsn or os.environ.get("PGQUEUE_DSN") or dsn or ""
+        dsns = args.dsn or database.several(os.environ.get("PGQUEUE_DSN") or dsn or "")
+        if args.command == "move-groups":
+            return move_groups(dsns, args.wait, args.resume)
+        if len(dsns) > 1 and args.command not in OF_EACH:
+            said = f"{len(dsns)} databases are named: pass one with --dsn"
+            raise psycopg.ProgrammingError(said)
         if args.command == "dashboard":
-            return serve(dsn, args)
-        conninfo = database.conninfo(dsn)
-        with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as conn:
-            conn.add_notice_handler(say_notice)
-            try:
-                code = run(conn, args)
-            except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
-                where = f"{conn.info.dbname} on {conn.info.host}"
-                say(f"install or update the extension in {where}: {explain(error)}")
-                if told := differs(conn):
-                    say(told)
-                return 3
+            return serve(dsns[0], args)
+        code = max(ask(each, args, failed, len(dsns) > 1) for each in dsns)
         print(end="", flush=True)
     except BrokenPipeError:
         # Nobody reads any more; at exit, Python would try to write again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return failed
     except (psycopg.Error, ValueError, TypeError, LookupError, OSError) as error:
-        say(explain(error, ROLES.get(args.command, "operator")))
-        is_dsn = isinstance(error, psycopg.ProgrammingError) and not error.sqlstate
-        return 2 if is_dsn and failed == 1 else failed
+        return say_why(error, args, failed)
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def ask(dsn: str, args: argparse.Namespace, failed: int, is_one: bool) -> int:
+    """Run the command in a database; if it is one of several, name it, and go on if it fails."""
+    conninfo = database.conninfo(dsn)
+    if is_one and not args.json:
+        print(f"-- {database.name(conninfo)}", flush=True)
+    try:
+        with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as conn:
+            conn.add_notice_handler(say_notice)
+            try:
+                return run(conn, args)
+            except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
+                where = f"{conn.info.dbname} on {conn.info.host}"
+                say(f"install or update the extension in {where}: {explain(error)}")
+                if told := differs(conn):
+                    say(told)
+                return 3
+    except psycopg.Error as error:
+        if not is_one:
+            raise
+        return say_why(error, args, failed)
+
+
+def say_why(error: Exception, args: argparse.Namespace, failed: int) -> int:
+    say(explain(error, ROLES.get(args.command, "operator")))
+    is_dsn = isinstance(error, psycopg.ProgrammingError) and not error.sqlstate
+    return 2 if is_dsn and failed == 1 else failed
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -88,7 +112,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pgqueue", description=__doc__)
-    parser.add_argument("--dsn", help="else PGQUEUE_DSN, DATABASE_URL, libpq's own")
+    parser.add_argument(
+        "--dsn", action="append", help="else PGQUEUE_DSN, DATABASE_URL, libpq's own"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("enqueue", help="add a job and print its id")
@@ -135,6 +161,14 @@ def make_parser() -> argparse.ArgumentParser:
         default=[],
         help="a name that a proxy passes on",
     )
+
+    command = commands.add_parser(
+        "move-groups", help="move what belongs to a key to its shard, after adding some"
+    )
+    command.add_argument(
+        "--wait", type=float, default=60.0, help="seconds for busy groups"
+    )
+    command.add_argument("--resume", action="store_true", help="all shards, at the end")
 
     for name in JSON:
         what = "print a line of JSON"

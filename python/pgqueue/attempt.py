@@ -58,6 +58,7 @@ class Attempt:
     timeout: float | None = None  # seconds
     extender: Callable[["Attempt"], bool] = bool
     teller: Callable[["Attempt"], object] = bool
+    source: Any = None  # the worker's, see pgqueue.worker.source
     progress: tuple[str, str | None, str | None] | None = None
     expires: float = float("inf")  # monotonic, as all moments here
     is_cancelled: bool = False  # an operator asked it to stop
@@ -109,4 +110,6 @@ class Attempt:
         }
 
     def __str__(self) -> str:
-        return f"job {self.id} {self.kind!r} of {self.queue!r}, attempt {self.number}"
+        where = self.source.where if self.source else ""
+        what = f"job {self.id} {self.kind!r} of {self.queue!r}{where}"
+        return f"{what}, attempt {self.number}"

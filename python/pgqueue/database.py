@@ -9,7 +9,7 @@ own sessions pin the path as well. All others go through `execute`.
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -71,6 +71,24 @@ def is_outage(error: psycopg.Error) -> bool:
     return error.sqlstate.startswith(OUTAGES)
 
 
+def several(dsn: str) -> list[str]:
+    """Split a list: by semicolons or line ends, and before a URI by white space or commas, too."""
+    parts = re.split(
+        r"[;\s,]+(?=postgres(?:ql)?(?:\+\w+)?://)|[;\n]\s*(?=\w+\s*=|$)", dsn.strip()
+    )
+    return list(filter(None, (part.strip() for part in parts))) or [""]
+
+
+def conninfos(dsn: str | Sequence[str] | None, name: str = "pgqueue") -> list[str]:
+    """Complete each of a list, or the one or more that the environment names."""
+    given = [dsn] if isinstance(dsn, str) else list(dsn or [])
+    if not any(given):
+        given = several(
+            os.environ.get("PGQUEUE_DSN") or os.environ.get("DATABASE_URL") or ""
+        )
+    return list(dict.fromkeys(conninfo(one, name=name) for one in given))
+
+
 def conninfo(
     dsn: str | None, environ: Mapping[str, str] = os.environ, name: str = "pgqueue"
 ) -> str:
@@ -90,6 +108,14 @@ def conninfo(
     wanted: dict[str, Any] = {**PATIENCE, "application_name": name}
     added = {k: v for k, v in wanted.items() if k not in known}
     return make_conninfo(**{**given, **added})
+
+
+def name(dsn: str) -> str:
+    """Name a database, as dbname@host:port, without what is left to libpq."""
+    given = conninfo_to_dict(dsn)
+    host, port = given.get("host") or given.get("hostaddr"), given.get("port")
+    at = f"@{host}" if host else ""
+    return f"{given.get('dbname') or ''}{at}{f':{port}' if port else ''}"
 
 
 def set_up(conn: Connection) -> None:

@@ -281,16 +281,35 @@ begin
 end;
 $$;
 
+-- Which shard an id comes from, if this is another; null if it may be one of this database.
+create or replace function pgqueue._other_shard(id bigint)
+    returns text
+    language plpgsql
+    stable
+as $$
+begin
+    return (
+        select format(
+            'It is an id of shard %s of %s, and this is shard %s.', (_other_shard.id - 1) % s.of + 1, s.of, s.number
+        )
+        from pgqueue.shard as s
+        where _other_shard.id > s.above and (_other_shard.id - s.number) % s.of <> 0
+    );
+end;
+$$;
+
 -- What is wrong if nobody holds this lease (PQ002).
 create or replace function pgqueue._lost(job_id bigint, token bigint)
     returns text[]
     language plpgsql
-    immutable
+    stable
 as $$
 begin
     return array[
         format('the lease on job %s is lost', coalesce(job_id::text, 'null')),
-        format('It is not held under token %s.', coalesce(token::text, 'null')),
+        concat_ws(
+            ' ', format('It is not held under token %s.', coalesce(token::text, 'null')), pgqueue._other_shard(job_id)
+        ),
         'The lease expired, or the attempt has already ended. Discard the result: the job may be running elsewhere.',
         'PQ002'
     ];
@@ -359,11 +378,12 @@ $$;
 create or replace function pgqueue._not_found(what text, id bigint, hint text default null)
     returns text[]
     language plpgsql
-    immutable
+    stable
 as $$
 begin
     return array[
-        format('%s %s not found', what, coalesce(id::text, 'null')), format('No %s has this id.', what),
+        format('%s %s not found', what, coalesce(id::text, 'null')),
+        concat_ws(' ', format('No %s has this id.', what), pgqueue._other_shard(id)),
         coalesce(hint, case what
             when 'batch' then 'create_batch returns its id; a finished batch is forgotten after 14 days.'
             when 'dead job' then 'It may have been redriven or discarded.'
@@ -528,14 +548,21 @@ begin
 end;
 $$;
 
--- Refuses ids of jobs that never existed (PQ001), batches, too many, and an unknown if_dead; null passes.
+-- Refuses ids of jobs that never existed (PQ001), batches, too many, and an unknown if_dead; null passes. Of
+-- other shards, only what was moved here is known.
 create or replace function pgqueue._check_after(after bigint[], if_dead text)
     returns text[]
     language plpgsql
 as $$
 declare
     last_id bigint := coalesce(pg_sequence_last_value('pgqueue.job_id_seq'::regclass), 0);
-    unknown bigint := (select max(a.id) from unnest(after) as a (id) where a.id not between 1 and last_id);
+    unknown bigint := (
+        select max(a.id)
+        from unnest(after) as a (id)
+        where (a.id not between 1 and last_id or pgqueue._other_shard(a.id) is not null)
+            and not exists (select from pgqueue.job as j where j.id = a.id)
+            and not exists (select from pgqueue.dead_job as d where d.id = a.id)
+    );
     batch_id bigint := case when cardinality(after) > 0 and pg_relation_size('pgqueue.batch') > 0
         then (select min(b.id) from pgqueue.batch as b where b.id = any (after)) end;
 begin

@@ -761,32 +761,55 @@ values
         ) as a on true
         where q.used > most
     $$),
-    -- Whether a sequence was set back, as by a careless restore, or has used up that share of its numbers.
+    -- Whether a sequence was set back, as by a careless restore, or has used up that share of its numbers; or, of
+    -- a shard, does not step through its numbers. Of jobs that came from other shards, a thousand are passed over.
     ('sequences', null, 0.2, null, 'sequences are ahead of what they have handed out', $$
         select
-            s.last < t.highest or s.last > 4 * most * 9223372036854775807,
-            case when s.last < t.highest
-                then format('sequence %s is at %s, and %s is in use: %s', t.name, s.last, t.highest, t.danger)
+            s.last < t.highest or s.last > 4 * most * 9223372036854775807 or s.is_astray,
+            case
+                when s.is_astray then format(
+                    'sequence %s is at %s and steps by %s, and this is shard %s of %s: others give out the same',
+                    t.name, s.last, s.step, o.number, o.of
+                )
+                when s.last < t.highest
+                    then format('sequence %s is at %s, and %s is in use: %s', t.name, s.last, t.highest, t.danger)
                 else format(
                     'sequence %s is at %s, and ends at 9223372036854775807: somebody has set it; set it back while '
                     'no worker runs', t.name, s.last
                 )
             end,
-            -- Well ahead, as some in use may not have been seen.
-            format('select setval(%L, %s)', 'pgqueue.' || t.name, coalesce(t.highest, 0) + 1000000)
-        from (
-            values
-                ('job_id_seq', 'enqueues will fail', greatest(
-                    (select max(j.id) from pgqueue.job as j), (select max(d.id) from pgqueue.dead_job as d),
-                    (select max(b.id) from pgqueue.batch as b)
-                )),
-                ('token_seq', 'a lost worker might end the attempt of another', (
-                    select max(j.token) from pgqueue._fronts(10, moment) as j
-                ))
-        ) as t (name, danger, highest)
+            case
+                when s.is_astray then 'update pgqueue.shard set number = number'
+                -- Well ahead, as some in use may not have been seen.
+                else format(
+                    'select setval(%L, %s)', 'pgqueue.' || t.name, coalesce(t.highest, o.number, 0) + 1000000 * coalesce(o.of, 1)
+                )
+            end
+        from (select) as here
+        left join pgqueue.shard as o on true
+        cross join lateral (
+            select
+                'job_id_seq' as name, 'enqueues will fail' as danger, max(n.id) as highest
+            from (
+                (select j.id from pgqueue.job as j order by j.id desc limit 1000)
+                union all
+                (select d.id from pgqueue.dead_job as d order by d.id desc limit 1000)
+                union all
+                (select b.id from pgqueue.batch as b order by b.id desc limit 1000)
+            ) as n (id)
+            where o.of is null or (n.id - o.number) % o.of = 0
+            union all
+            select 'token_seq', 'a lost worker might end the attempt of another', max(j.token)
+            from pgqueue._fronts(10, moment) as j
+        ) as t
         -- The snapshot is older: what is added in between has numbers above.
-        cross join lateral (select coalesce(pg_sequence_last_value(('pgqueue.' || t.name)::regclass), 0) as last) as s
-        where s.last < t.highest or s.last > most * 9223372036854775807
+        cross join lateral (
+            select v.last, q.seqincrement as step, q.seqincrement <> o.of or (v.last - o.number) % o.of <> 0 as is_astray
+            from pg_sequence as q
+            cross join lateral (select coalesce(pg_sequence_last_value(q.seqrelid::regclass), 0) as last) as v
+            where q.seqrelid = ('pgqueue.' || t.name)::regclass
+        ) as s
+        where s.last < t.highest or s.last > most * 9223372036854775807 or s.is_astray
     $$),
     -- Tables of the ring run that should have been emptied a day ago, and what keeps maintain from doing it.
     ('runs', null, null, null, 'old runs are deleted', $$

@@ -43,7 +43,8 @@ select
     ) end as event,
     case when j.token is null and j.run_at > c.moment then (
         select w.since from pgqueue.wait as w where w.job_id = j.id
-    ) end as suspended_at
+    ) end as suspended_at,
+    (select s.number from pgqueue.shard as s) as shard
 from (select clock_timestamp() as moment) as c
 cross join pgqueue.job as j;
 
@@ -68,7 +69,8 @@ expires_at: From then on no attempt begins; null for never.
 batch_id: The batch it belongs to; null for none.
 last_step: The last step that it has saved; null for none.
 event: The event that it was suspended for, if it still waits; null for none.
-suspended_at: When it was suspended; null if it was not.';
+suspended_at: When it was suspended; null if it was not.
+shard: Which shard this database is; null for none.';
 
 -- Whether a queue is paused is found by a join: a reader of the view may not call _in_force().
 create or replace view pgqueue.queues as

@@ -13,17 +13,17 @@ as $$
     from (
         values
             ('{producer}', true, '{enqueue,enqueue_many,enqueue_row,create_batch,close_batch}'),
-            ('{producer}', true, '{status,result,await,emit,version}'),
+            ('{producer}', true, '{status,result,await,emit,shard_of,version}'),
             ('{worker}', true, '{claim,claim_from,extend,progress,complete,complete_many,fail,release,finish}'),
-            ('{worker}', true, '{save_step,steps,suspend,emit,results_of,reap,maintain,rest,next_slots,version}'),
+            ('{worker}', true, '{save_step,steps,suspend,emit,results_of,reap,maintain,rest,after_failover,next_slots,shard_of,version}'),
             -- And what it calls as its caller.
             ('{worker}', true, '{work,_handled,_hold}'),
             ('{worker,operator}', false, '{events}'),
-            ('{scheduler}', true, '{schedule,next_slots,version}'),
+            ('{scheduler}', true, '{schedule,next_slots,shard_of,version}'),
             ('{operator}', true, '{cancel,cancel_many,redrive,redrive_job,discard,discard_many,purge,pause,resume}'),
-            ('{operator}', true, '{rerun,run_now,reprioritize,configure,reap,maintain,status,result,await,steps,emit}'),
+            ('{operator}', true, '{rerun,run_now,reprioritize,configure,shard,after_failover,reap,maintain,status,result,await,steps,emit}'),
             ('{operator}', true, '{schedule,unschedule,pause_schedule,resume_schedule,run_schedule}'),
-            ('{operator,reader}', true, '{next_slots,why,health,metrics,version}'),
+            ('{operator,reader}', true, '{next_slots,why,health,metrics,shard_of,version}'),
             -- The views call these as their reader.
             ('{operator,reader}', true, '{_count_jobs,_count_dead,_dead_kinds,_leased,_recent_runs}'),
             ('{operator,reader}', true, '{_dead_errors,_error_like,_last_state}'),

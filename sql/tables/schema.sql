@@ -1066,6 +1066,39 @@ create sequence pgqueue._cell_groups_due minvalue 0;
 create sequence pgqueue._cell_groups_slow minvalue 0;
 -- When a claim has to look for due schedules, for ties and for batches.
 create sequence pgqueue._cell_due minvalue 0;
+-- The timeline of the server when numbers were last skipped.
+create sequence pgqueue._cell_timeline minvalue 0;
+
+-- One row where this database is a shard. pg_dump keeps what a sequence of an extension has handed out, and not
+-- by how much it steps: a trigger (module shard) sets that whenever the row is written, also while it is restored.
+create table pgqueue.shard (
+    number int not null,
+    of int not null,
+    above bigint not null default 0,
+    constraint shard_pkey primary key (number),
+    constraint shard_is_sane check (number >= 1 and number <= of and of <= 65536 and above >= 0)
+);
+comment on table pgqueue.shard is
+'Which shard this database is, as told by the function shard; no row: none.';
+comment on column pgqueue.shard.number is
+'Its number: that of its ids and tokens, which are number, number + of,
+number + 2 of ...';
+comment on column pgqueue.shard.of is 'How many shards there can be.';
+comment on column pgqueue.shard.above is
+'Ids and tokens up to this are older than the shards: they may be of any.';
+
+create table pgqueue.moving (
+    what text not null,
+    key text not null,
+    content jsonb,
+    constraint moving_pkey primary key (what, key)
+);
+comment on table pgqueue.moving is
+'What move-groups is just moving between shards: on its way here, with its
+content; or gone from here, without.';
+comment on column pgqueue.moving.what is 'The table: job, dead_job or schedule; or paused: a group that is, meanwhile.';
+comment on column pgqueue.moving.key is 'The id, or the name.';
+comment on column pgqueue.moving.content is 'The row that arrives; null if it has left.';
 
 -- [Upgrades repeat this:
 -- Marks for pg_dump: all rows of all tables, and the counting sequences, or a restored

@@ -269,6 +269,11 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', suspend_target => '1 day', kind => 'k'",),
         ]
     },
+    "shard": {
+        "22023": [("0",), ("5, 4",), ("null",), ("1, 4, -1",), ("1, 4, 0", TAKEN)],
+        "55000": [("1", TAKEN), ("2, 4", "select pgqueue.shard(1, 4)", TAKEN)],
+    },
+    "shard_of": {"22023": [("null, 4",), ("'k', 0",), ("'k', null",)]},
     "create_batch": {
         "42501": [("'q'", LIMITED)],
         "22023": [

@@ -420,6 +420,62 @@ def test_a_restored_queue_has_every_row_and_reuses_no_id_or_token(
         assert restored.execute(CATALOG).fetchall() == db.execute(CATALOG).fetchall()
 
 
+def copy_of_database(source: str, target: str, folder: Path) -> list:
+    return [client("dropdb", target), client("createdb", "-T", source, target)]
+
+
+def dump_data_only(source: str, target: str, folder: Path) -> list:
+    create = ("psql", "-Xq", "-c", "create extension pgqueue", target)
+    return [client(*create), *dump_plain(source, target, folder, "--data-only")]
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+@pytest.mark.parametrize(
+    ("source", "dump"),
+    [
+        ("db", dump_plain),
+        ("db", dump_custom),
+        ("db", dump_data_only),
+        ("db", copy_of_database),
+        ("plain_db", dump_plain),
+        ("plain_db", dump_custom),
+    ],
+)
+def test_a_restored_shard_goes_on_with_its_own_numbers(
+    request, empty, tmp_path, source, dump, is_used
+):
+    db = request.getfixturevalue(source)
+    if version_of("pg_dump") < db.info.server_version // 10000:
+        pytest.skip("pg_dump is older than the server")
+    db.execute("select pgqueue.shard(3, 8)")
+    if is_used:
+        db.execute("select pgqueue.enqueue('q'), pgqueue.enqueue('q')")
+        db.execute("select pgqueue.claim('q', 'w')")
+    name = db.info.dbname
+    db.close()
+    for step in dump(name, empty, tmp_path):
+        assert (step.returncode, step.stderr) == (0, ""), step.stderr
+    with psycopg.connect(dbname=empty, autocommit=True) as restored:
+        first = 19 if is_used else 3
+        assert one(restored, "select pgqueue.enqueue('new')") == first
+        assert one(restored, "select pgqueue.enqueue('new')") == first + 8
+        token = one(restored, "select token from pgqueue.claim('new', 'w')")
+        assert token == (11 if is_used else 3)
+        fine = "select status from pgqueue.health() as h where h.check = 'sequences'"
+        assert one(restored, fine) == "ok"
+
+
+def test_a_subscription_makes_a_shard_of_its_database(db, empty):
+    """Sequences are not replicated: what they have handed out is set when it takes over."""
+    db.execute("select pgqueue.shard(3, 8)")
+    with psycopg.connect(dbname=empty, autocommit=True) as replica:
+        replica.execute("create extension pgqueue")
+        replica.execute("set session_replication_role = replica")
+        replica.execute("insert into pgqueue.shard values (3, 8)")
+        assert one(replica, "select pgqueue.enqueue('q')") == 3
+        assert one(replica, "select pgqueue.enqueue('q')") == 11
+
+
 def version_of(program: str) -> int:
     found = re.search(r" (\d+)", client(program, "--version").stdout)
     assert found
@@ -555,6 +611,7 @@ def test_plpgsql_check_finds_nothing_in_any_function(db):
     found = db.execute(
         "select p.proname, c.* from pg_proc as p join pg_language as l on l.oid = p.prolang "
         "left join (values ('enqueue_row', 'changed'::regclass, 'old_rows'::name, 'new_rows'::name), "
+        "('_step_sequences', 'pgqueue.shard', null, null), "
         "('_grant_again', 'pgqueue.access', null, null)) as t (name, id, old, new) on p.proname = t.name, "
         "plpgsql_check_function(p.oid, coalesce(t.id, 0), security_warnings => true, "
         "extra_warnings => true, oldtable => t.old, newtable => t.new) as c "

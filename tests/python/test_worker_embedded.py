@@ -152,7 +152,7 @@ def test_results_that_wait_out_an_outage_are_sent_in_messages_of_bounded_size(
     dsn,
 ) -> None:
     """Each new connection adds the attempts that have ended since."""
-    finisher = Worker(make_app(), {"default": 1}, dsn=dsn).finisher
+    finisher = Worker(make_app(), {"default": 1}, dsn=dsn).sources.services[0]
     result = Outcome("complete", "x" * (LARGEST_RESULT // 2))
     for number in range(10):
         row = (number, 1, "sync", "default", 1, 1, "null", None, 30.0)
@@ -278,7 +278,7 @@ def test_waits_grow_while_claims_find_nothing_and_rest_fails(db, dsn) -> None:
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
-        wait_until(lambda: worker.dispatcher._failures > 3)
+        wait_until(lambda: worker.sources.dispatchers[0]._failures > 3)
     finally:
         worker.stop()
         thread.join(20)

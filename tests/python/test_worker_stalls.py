@@ -155,16 +155,19 @@ def test_a_worker_is_not_healthy_while_a_call_is_past_its_deadline(db, dsn) -> N
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
-        wait_until(lambda: worker.dispatcher.is_ready and ticks)
-        with worker.dispatcher.connect() as conn:
+        wait_until(lambda: worker.sources.dispatchers[0].is_ready and ticks)
+        with worker.sources.dispatchers[0].connect() as conn:
             conn.waits_since = 0.0
-            own, worker.dispatcher.conn = worker.dispatcher.conn, conn
-            assert worker.dispatcher.is_late()
+            own, worker.sources.dispatchers[0].conn = (
+                worker.sources.dispatchers[0].conn,
+                conn,
+            )
+            assert worker.sources.dispatchers[0].is_late()
             worker._check()  # that of the other thread may have begun before
             count = len(ticks)
             worker._check()
             assert len(ticks) == count
-            worker.dispatcher.conn = own
+            worker.sources.dispatchers[0].conn = own
         wait_until(lambda: len(ticks) > count)
     finally:
         worker.stop()

@@ -51,9 +51,9 @@ select set_eq(
     $$ select d.name from door as d where d.is_private $$,
     array[
         '_count_jobs', '_count_dead', '_dead_kinds', '_leased', '_recent_runs', '_dead_errors', '_error_like', '_last_state',
-        '_grant_again', '_handled', '_hold'
+        '_grant_again', '_handled', '_hold', '_step_sequences'
     ],
-    'nobody but the owner may execute a private function, but for what the views call, the trigger, and work'
+    'nobody but the owner may execute a private function, but for what the views call, the triggers, and work'
 );
 select is_empty(
     $$ select r.name from routine as r group by r.name having count(*) > 1 $$,
@@ -65,7 +65,7 @@ select is_empty(
 );
 select is_empty(
     $$ select r.name from routine as r
-       where not r.is_private and not r.prosecdef and r.name not in ('version', 'enqueue_row', 'work') $$,
+       where not r.is_private and not r.prosecdef and r.name not in ('version', 'enqueue_row', 'work', 'shard_of') $$,
     'every public function but that of a trigger, and a procedure that commits, is security definer, so that no role needs the tables'
 );
 select is_empty(
@@ -83,8 +83,8 @@ select is_empty(
 );
 select is_empty(
     $$ select r.name from routine as r
-       where not r.is_private and r.provolatile <> 'v' and r.name <> 'version' $$,
-    'every public function but version is volatile'
+       where not r.is_private and r.provolatile <> 'v' and r.name not in ('version', 'shard_of') $$,
+    'every public function but version and shard_of is volatile'
 );
 select is_empty(
     $$ select r.name, a.name from routine as r, unnest(r.proargnames) as a (name)
@@ -145,8 +145,8 @@ select is_empty(
 select is_empty(
     $$ select t.tgname from pg_trigger as t join relation as r on r.oid = t.tgrelid
        -- For each row, after an update, by which upgrades have it fired.
-       where (r.name, t.tgtype) <> ('access', 17) $$,
-    'no table has a trigger that a restore would fire'
+       where (r.name, t.tgtype) <> ('access', 17) and t.tgname <> 'shard_steps_sequences' $$,
+    'no table has a trigger that a restore would fire, but for one whose work a restore has to do again'
 );
 select is_empty(
     $$ select r.name from relation as r where r.relkind in ('r', 'p')
@@ -169,15 +169,15 @@ select is_empty(
 );
 select is_empty(
     $$ select r.name from routine as r
-       where r.prosrc ~* '\mexecute\M(?!'')' and r.name not in ('_change_access', 'work') $$,
-    'no function runs dynamic SQL but one that grants, and work, which calls handlers'
+       where r.prosrc ~* '\mexecute\M(?!'')' and r.name not in ('_change_access', 'work', '_step_sequences') $$,
+    'no function runs dynamic SQL but one that grants, work, which calls handlers, and one that alters sequences'
 );
 
 select is_empty(
     $$ select r.name from routine as r
        where r.prosrc ~ '\mpg_advisory_(xact_)?lock' or r.prosrc ~* '\mlock table\M(?![^;]*\mnowait\M)'
-           -- Who changes settings waits for others that do; only the owner can.
-           and r.name not in ('_set', '_repair_settings', '_mark') $$,
+           -- Who changes settings waits for others that do, and who skips numbers; only the owner can.
+           and r.name not in ('_set', '_repair_settings', '_mark', 'after_failover') $$,
     'no function waits for a lock that any role may take'
 );
 
@@ -240,8 +240,8 @@ select results_eq(
 select results_eq(
     $$ select r.name collate "default", r.prosrc ~ 'pgqueue\._after_end\(' from routine as r
        where r.prosrc ~ 'delete from pgqueue\.job\M' order by 1 $$,
-    -- Takes back what it has just enqueued.
-    $$ values ('_begin_window', false), ('_end', true), ('complete', true), ('complete_many', true), ('purge', true) $$,
+    -- One takes back what it has just enqueued, and the jobs of the other go on elsewhere.
+    $$ values ('_begin_window', false), ('_departed', false), ('_end', true), ('complete', true), ('complete_many', true), ('purge', true) $$,
     'which every function that ends jobs calls'
 );
 select is_empty(

@@ -30,7 +30,12 @@ from pgqueue.worker.options import load, merge, parse
 from pgqueue.worker.seldom import log, one_line, unless_from_server
 from pgqueue.worker.supervisor import CANNOT, DONE, READY, SIGNALS, Link, Supervisor
 
-VERBS = "claim, claim_from, complete, extend, finish, maintain, rest".split(", ")
+VERBS = (
+    "after_failover, claim, claim_from, complete, extend, finish, maintain, rest".split(
+        ", "
+    )
+)
+LATER = {"after_failover": True}  # an older version does without
 PRIVILEGES = (
     "select p.proname, has_function_privilege(p.oid, 'execute') from pg_proc as p"
     " where p.pronamespace = 'pgqueue'::regnamespace and p.proname = any(%(verbs)s)"
@@ -64,17 +69,20 @@ def main(
     args = parse(sys.argv[1:] if argv is None else argv, needs_app=not discover)
     set_up_logging(args.log_level, args.log_format)
     try:
-        dsn = args.dsn or dsn
-        conninfo = database.conninfo(dsn)
+        given = args.dsn or dsn
+        dsns = database.conninfos(given)
         if args.check:
-            return check(conninfo)
+            return max(
+                check(each, f"{database.name(each)}: " if len(dsns) > 1 else "")
+                for each in dsns
+            )
         if args.processes > 1:
             return Supervisor(args.processes, args.burst).run()
         app = import_apps(args.app, discover)
         if wrap:
             app.middleware = wrap(app.middleware)
         same = {f.name for f in fields(Worker) if f.kw_only} & set(vars(args))
-        options = {name: getattr(args, name) for name in same} | {"dsn": dsn}
+        options = {name: getattr(args, name) for name in same} | {"dsn": given}
         worker = Worker(app, args.queue, listen=not args.no_listen, **options)
     except (ValueError, TypeError, psycopg.ProgrammingError) as error:
         say(str(error))
@@ -98,7 +106,7 @@ def import_apps(
 def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
     stop_by_signal(worker, supervisor)
     health = Health(args.health_file, partial(supervisor.say, READY))
-    worker.on_tick = lambda: health(worker.dispatcher.is_ready)
+    worker.on_tick = lambda: health(worker.sources.is_ready, worker.sources.states)
     code = 0
     try:
         worker.run()
@@ -180,7 +188,7 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
     supervisor.listen(on_relay)
 
 
-def check(conninfo: str) -> int:
+def check(conninfo: str, where: str = "") -> int:
     """Say in one line whether a worker can use this database."""
     # stop_early would exit with 0: ok.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -193,19 +201,21 @@ def check(conninfo: str) -> int:
             granted = {verb: is_granted for verb, is_granted in rows}
             is_pooled = database.is_pooled(conn)
     except database.INCOMPATIBLE as error:
-        print(f"no pgqueue: {explain(error)}")
+        print(f"{where}no pgqueue: {explain(error)}")
         return 3
     except psycopg.Error as error:
-        print(f"failed: {explain(error, 'worker')}")
+        print(f"{where}failed: {explain(error, 'worker')}")
         return 1
-    if missing := [name for name in VERBS if name not in granted]:
-        print(f"pgqueue lacks {', '.join(missing)}")
+    if missing := [name for name in VERBS if name not in granted | LATER]:
+        print(f"{where}pgqueue lacks {', '.join(missing)}")
         return 3
-    if denied := [name for name in VERBS if not granted[name]]:
-        print(f"not allowed: {', '.join(denied)}: pgqueue.grant_access(role, 'worker')")
+    if denied := [name for name, is_granted in granted.items() if not is_granted]:
+        print(
+            f"{where}not allowed: {', '.join(denied)}: pgqueue.grant_access(role, 'worker')"
+        )
         return 1
     how = "polling: NOTIFY does not arrive" if is_pooled else "notified"
-    print(f"ok: pgqueue {installed}, {how}{f'; {told}' if told else ''}")
+    print(f"{where}ok: pgqueue {installed}, {how}{f'; {told}' if told else ''}")
     return 0
 
 

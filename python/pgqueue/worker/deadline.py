@@ -78,6 +78,7 @@ class Server:
     dsn: str
     useful: Callable[[], float]
     outages: Outages
+    is_alone: bool = True  # the worker has no other
     said: dict[str, object] = field(default_factory=dict)  # of the SQL's version
 
     def connect(self, times: float = 1.0, make: Any = Watched, **options: Any) -> Any:

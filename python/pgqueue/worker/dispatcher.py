@@ -6,7 +6,6 @@ import random
 import select
 import socket
 import time
-from collections import Counter
 from datetime import timedelta
 
 import psycopg
@@ -14,14 +13,12 @@ import psycopg
 from pgqueue import database
 from pgqueue.attempt import NO_TASK, Attempt, Outcome
 from pgqueue.worker import protocol
-from pgqueue.worker.deadline import Server
-from pgqueue.worker.executor import Executor
-from pgqueue.worker.finisher import Finisher
-from pgqueue.worker.heartbeat import Heartbeat
-from pgqueue.worker.prefetch import GATHER, Prefetch
+from pgqueue.worker.prefetch import GATHER
 from pgqueue.worker.seldom import log
 from pgqueue.worker.service import Service
+from pgqueue.worker.source import Source
 from pgqueue.worker.terms import Terms
+from pgqueue.worker.turns import HANG, Turns
 
 SAY_AGAIN = 240.0  # seconds; of a session of a pooler it is believed for ten minutes
 HANDOVER = 0.0002  # seconds for handlers' threads to start
@@ -33,27 +30,23 @@ class Dispatcher(Service):
 
     name = "dispatcher"
 
-    def __init__(
-        self,
-        server: Server,
-        terms: Terms,
-        prefetch: Prefetch,
-        executor: Executor,
-        heartbeat: Heartbeat,
-        finisher: Finisher,
-    ) -> None:
-        super().__init__(server)
+    def __init__(self, source: Source, terms: Terms, turns: Turns) -> None:
+        super().__init__(source.server)
         self.is_paused = False  # to drain: it claims no more
+        self.source = source
+        self.asked, self.served_at = 0, 0.0
         self._terms = terms
-        self._prefetch = prefetch
-        self._executor = executor
-        self._heartbeat = heartbeat
-        self._finisher = finisher
-        self.has_limits = any(share.limit for share in self._terms.shares.values())
+        self._turns = turns
+        self._prefetch = turns.prefetch
+        self._executor = turns.executor
+        self._heartbeat = source.heartbeat
+        self._finisher = source.finisher
+        turns.members.append(self)
         self._has_news = True  # there may be something to claim
         self._quiet_until = 0.0
         self._is_due = False  # by then, its group or lock may be free
-        self.is_drained = False  # nothing was due when the last job had ended
+        self._may_claim = False
+        self._has_looked = False  # in all queues
         self._is_asleep = False
         self._lacks_slots = False
         self._woken, self._waker = socket.socketpair()
@@ -76,23 +69,35 @@ class Dispatcher(Service):
             self._lacks_slots = False
             self.wake()
 
+    def is_hungry(self) -> bool:
+        """Whether something may be due; from any thread."""
+        return self._may_claim and not self._is_settled()
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing was due when the last job had ended; from any thread."""
+        is_free = self._has_looked and not self._heartbeat.held
+        # In this order: news of what a job has left come before its end.
+        return is_free and self._is_settled()
+
     def may_wait(self, error: psycopg.Error) -> bool:
         # What is refused at the start is a mistake, and later perhaps a restore.
         is_wrong = self._terms.burst or database.is_refused(error)
         return self.is_ready or not is_wrong
 
     def work(self, conn: database.Connection) -> None:
+        protocol.after_failover(conn)
         parks = self._start_listening(conn)
-        self._has_news, has_looked, say_at = True, False, 0.0
+        self._has_news, self._has_looked, say_at = True, False, 0.0
         while not self.over.is_set():
             if time.monotonic() >= say_at:  # what it serves: a busy one never rests
                 say_at = math.inf if parks else time.monotonic() + SAY_AGAIN
                 protocol.rest(conn, list(self._terms.shares), self._terms.kinds, parks)
             self._lacks_slots = True  # before counting them, or one freed now is missed
-            queues, kinds, want = self._open_queues(), self._kinds(), 0
-            if queues and kinds != [] and not self.is_paused:
-                held = len(self._heartbeat.held)
-                want = self._prefetch.want(self._executor.unfinished, held)
+            kinds, want = self._kinds(), 0
+            self._may_claim = kinds != [] and not self.is_paused
+            if self._may_claim:
+                queues, want = self._turns.take(self)
             self._lacks_slots = want <= 0
             if want > 0 and not self._is_settled():
                 # When merely polling, only rest() looks: one walk over the queue is enough.
@@ -100,23 +105,13 @@ class Dispatcher(Service):
                 if may_claim and self._claim(conn, queues, kinds, want) == want:
                     continue
                 self._rest(protocol.rest(conn, list(queues), kinds, parks))
-                has_looked = len(queues) == len(self._terms.shares)
-            # In this order: news of what a job has left come before its end.
-            is_free = has_looked and not self._heartbeat.held
-            self.is_drained = is_free and self._is_settled()
+                self._turns.settle(self)
+                self._has_looked = len(queues) == len(self._terms.shares)
             self._sleep(conn, want)
 
     def run(self) -> None:
         with self._woken, self._waker:
             super().run()
-
-    def _open_queues(self) -> dict[str, int | None]:
-        """Return the queues that are not at their limit, and what is left of it."""
-        if not self.has_limits:
-            return dict.fromkeys(self._terms.shares)
-        held = Counter(attempt.queue for attempt in list(self._heartbeat.held))
-        left = {n: s.limit and s.limit - held[n] for n, s in self._terms.shares.items()}
-        return {name: n for name, n in left.items() if n is None or n > 0}
 
     def _kinds(self) -> list[str] | None:
         """Return the kinds to claim; None is all."""
@@ -164,6 +159,7 @@ class Dispatcher(Service):
         if attempts and not self._finisher.is_connected:
             self._finisher.wake()  # it will be needed
         for attempt in attempts:
+            attempt.source = self.source
             # Claimed meanwhile, or never to wait here: leave it to other workers.
             if self.is_paused or not attempt.payload:
                 self._give_back(attempt)
@@ -215,7 +211,7 @@ class Dispatcher(Service):
             time.sleep(GATHER)
         # Before looking at _has_news: from here on, news wakes it.
         self._is_asleep = True
-        timeout = 1.0
+        timeout = HANG if self._lacks_slots and not self._turns.is_alone else 1.0
         if want > 0:
             timeout = min(timeout, self._quiet_until - time.monotonic())
         if timeout > 0 and not (self._has_news and want > 0) and not self.over.is_set():

@@ -22,7 +22,6 @@ from queue import SimpleQueue
 from pgqueue.attempt import RELEASED, Attempt, Outcome
 from pgqueue.policy import Middleware
 from pgqueue.running import run, run_async
-from pgqueue.worker.connections import Connections
 from pgqueue.worker.event_loop import EventLoop
 from pgqueue.worker.seldom import log
 
@@ -34,7 +33,6 @@ class Executor:
 
     def __init__(
         self,
-        connections: Connections,
         concurrency: int,
         on_end: Callable[[Attempt], None],
         middleware: Middleware | None,
@@ -47,7 +45,6 @@ class Executor:
         self._error: BaseException | None = None  # what ended a thread
         self._on_end = on_end
         self._middleware = middleware
-        self.connections = connections
         self._lock = threading.Lock()  # guards the next three
         self._free = concurrency
         self._threads: list[threading.Thread] = []
@@ -129,7 +126,6 @@ class Executor:
         runs_on = self.running | self.given_up
         for _ in self._threads:
             self._for_threads.put(None)
-        self.connections.close_idle(after=0)
         if not any(a.task.is_async for a in runs_on):
             self.loop.close(until)
         for thread in [] if runs_on else self._threads:
@@ -188,12 +184,12 @@ class Executor:
         return True
 
     def _work(self) -> None:
-        connection, middleware = self.connections.connection, self._middleware
+        middleware = self._middleware
         try:
             attempt = self._for_threads.get()
             while attempt is not None:
                 if self._begin(attempt):
-                    connect = partial(connection, attempt)
+                    connect = partial(attempt.source.connections.connection, attempt)
                     self.end(attempt, run(attempt, connect, middleware))
                 attempt = self._next(is_async=False) or self._for_threads.get()
         except BaseException as error:
@@ -207,7 +203,7 @@ class Executor:
     async def _attempt(self, attempt: Attempt) -> None:
         if attempt not in self.running:
             return  # it was released while the loop was blocked
-        connect = partial(self.connections.connection, attempt)
+        connect = partial(attempt.source.connections.connection, attempt)
         try:
             if self._begin(attempt):
                 self.end(attempt, await run_async(attempt, connect, self._middleware))

@@ -8,7 +8,7 @@ import pathlib
 import socket
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pgqueue.terminal import LINES, LONGEST, printable, trace
@@ -25,7 +25,7 @@ class Health:
         self._is_ready = False
         self._has_complained = False
 
-    def __call__(self, is_ready: bool) -> None:
+    def __call__(self, is_ready: bool, states: Sequence[str] = ()) -> None:
         state = "WATCHDOG=1"
         if is_ready and not self._is_ready:
             self._is_ready = True
@@ -35,12 +35,15 @@ class Health:
             return
         self._next_at = time.monotonic() + 1
         if self._file:
-            self._touch(self._file)
+            self._touch(self._file, states)
         notify_systemd(state)
 
-    def _touch(self, file: pathlib.Path) -> None:
+    def _touch(self, file: pathlib.Path, states: Sequence[str]) -> None:
         try:
-            file.touch()
+            if states:
+                file.write_text("".join(f"{printable(state)}\n" for state in states))
+            else:
+                file.touch()
             self._has_complained = False
         except OSError as error:
             if not self._has_complained:

@@ -26,10 +26,11 @@ class Maintenance(Service):
     name = "maintenance"
     times = 10.0
 
-    def __init__(self, server: Server, app: App) -> None:
+    def __init__(self, server: Server, app: App, declares: bool) -> None:
         super().__init__(server)
         self._app = app
-        self._is_declared = all(t.schedule is None for t in app.tasks.values())
+        has_schedules = any(t.schedule is not None for t in app.tasks.values())
+        self._is_declared = not (declares and has_schedules)
 
     def is_needed(self) -> bool:
         pause = EVERY * random.uniform(0.5, 1.5) if self._is_declared else 0.0

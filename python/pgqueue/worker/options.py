@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
+from pgqueue import database
 from pgqueue.app import App
 from pgqueue.terminal import refuse_other_than_utf8, version, whole_number
 from pgqueue.worker import Share
@@ -65,7 +66,7 @@ def add(
         choices, how = SWITCHES, {"action": "store_true"}
     elif isinstance(read, list):
         choices, how = read, {"type": str.lower, "choices": read}
-    elif read in (shares, listed):
+    elif read in (shares, listed, database.several):
         how["action"] = Several
     if given := os.environ.get(env):
         if choices and given.lower() not in choices:
@@ -81,7 +82,7 @@ def options() -> list[tuple[str, str, Any, Any]]:
     """
     forms = "NAME, NAME=WEIGHT, NAME:LIMIT or NAME=WEIGHT:LIMIT"
     several, own = "comma-separated or repeated", "those of the handlers"
-    dsn = "the database; else DATABASE_URL, else libpq's variables"
+    dsn = "the database, or several, by semicolons or repeated; else DATABASE_URL, else libpq's variables"
     lease = "seconds a dead worker's jobs wait; else the queue's"
     call = "seconds that a call to the server may take; else the lease"
     stop = "seconds from SIGTERM until what is still running is failed"
@@ -89,7 +90,7 @@ def options() -> list[tuple[str, str, Any, Any]]:
     return [
         ("--app", f"MODULE[:NAME] of a pgqueue.App, {several}", None, listed),
         ("-q --queue", f"queues: {forms}, {several}; else {own}", None, shares),
-        ("--dsn", dsn, None, str),
+        ("--dsn", dsn, None, database.several),
         ("-c --concurrency", "maximum handlers at once", 10, positive),
         ("--processes", "worker processes", 1, positive),
         ("--batch", "maximum prefetch, for quick handlers", 5000, whole_number(0)),
@@ -117,8 +118,9 @@ class Several(argparse.Action):
     ) -> None:
         before = getattr(namespace, self.dest)
         # A str is the default, from a variable.
-        given = before if isinstance(before, dict) else {}
-        setattr(namespace, self.dest, {**given, **values})
+        given = type(values)() if before is None or isinstance(before, str) else before
+        both = given | values if isinstance(values, dict) else given + values
+        setattr(namespace, self.dest, both)
 
 
 def listed(text: str) -> dict[str, None]:

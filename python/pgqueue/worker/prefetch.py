@@ -3,6 +3,7 @@
 None is claimed ahead on its last attempt: if the worker were killed, it would die unrun.
 """
 
+import threading
 import time
 
 from pgqueue.attempt import Attempt
@@ -27,6 +28,7 @@ class Prefetch:
         self._none_ahead_until = 0.0
         self._size = 0.0  # bytes of a job, of late
         self._counted, self._counted_at = 0, time.monotonic()
+        self._lock = threading.Lock()  # several databases count at once
 
     @property
     def is_quick(self) -> bool:
@@ -34,17 +36,19 @@ class Prefetch:
 
     def count(self, finished: int) -> None:
         """Note how many more jobs have finished, perhaps none."""
-        self._counted += finished
-        now = time.monotonic()
-        if now > self._counted_at + 0.05:
-            elapsed = now - self._counted_at
-            rate = self._counted / elapsed
-            self.rate = rate if elapsed > 0.2 else (self.rate + rate) / 2
-            self._counted, self._counted_at = 0, now
+        with self._lock:
+            self._counted += finished
+            now = time.monotonic()
+            if now > self._counted_at + 0.05:
+                elapsed = now - self._counted_at
+                rate = self._counted / elapsed
+                self.rate = rate if elapsed > 0.2 else (self.rate + rate) / 2
+                self._counted, self._counted_at = 0, now
 
     def claimed(self, jobs: int) -> None:
         if self.left is not None:
-            self.left -= jobs
+            with self._lock:
+                self.left -= jobs
 
     def weigh(self, jobs: int, size: int) -> None:
         """Note how many bytes the payloads of some jobs have."""
@@ -66,18 +70,22 @@ class Prefetch:
         """Whether this many jobs wait too long: they are slower than those before."""
         return waiting > self.concurrency + self.rate * PATIENCE
 
-    def want(self, unfinished: int, held: int = 0) -> int:
-        """Say how many jobs to claim: 0 while the finisher has fallen behind."""
+    def want(self, unfinished: int, held: int = 0, asked: int = 0) -> int:
+        """Say how many jobs to claim: 0 while the finisher has fallen behind.
+
+        `asked` are those that are just being claimed elsewhere.
+        """
         if held > 2 * (self.batch + self.concurrency):
             return 0
         now = time.monotonic()
         is_fresh = self._none_ahead_until <= now < self._counted_at + PATIENCE
         ahead = min(self.batch, int(self.rate * AHEAD)) if is_fresh else 0
         ahead = min(ahead, int(MOST_BYTES / max(self._size, 1)))
+        unfinished += asked
         want = min(self.concurrency + ahead - unfinished, MAX_CLAIM)
         # In thirds: one is being claimed, one is ready, one is running.
         third = ahead // 3
         if unfinished >= self.concurrency and want < third:
             return 0
         want = min(want, max(self.concurrency, third + 1))
-        return want if self.left is None else min(want, self.left)
+        return want if self.left is None else min(want, self.left - asked)

@@ -1,6 +1,7 @@
 """The SQL functions that a worker calls, as a worker in any language would."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import psycopg
@@ -9,6 +10,7 @@ from psycopg.rows import TupleRow
 from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.client import to_array
+from pgqueue.worker.seldom import log
 
 T = TypeVar("T")
 
@@ -60,6 +62,8 @@ REST = (
     "select extract(epoch from pgqueue.rest("
     "%s::pg_catalog.text[], %s::pg_catalog.text[], park => %s))::float"
 )
+
+AFTER_FAILOVER = "select pgqueue.after_failover()"
 
 
 def claim(
@@ -128,6 +132,14 @@ def rest(
         conn, REST, (to_array(queues), kinds and to_array(kinds), park)
     )
     return None if seconds is None else float(seconds)
+
+
+def after_failover(conn: database.Connection) -> None:
+    """Skip tokens that a lost primary may have given out, before a claim on this connection."""
+    with suppress(psycopg.errors.UndefinedFunction):  # of an older version
+        if _call(conn, AFTER_FAILOVER, ()) == [(True,)]:
+            said = "the server was promoted or recovered: ids and tokens were skipped"
+            log.warning(said)
 
 
 def one_by_one(

@@ -62,14 +62,19 @@ log.addFilter(fill_in)
 
 
 class Outages:
-    """Says once for all parts of a worker that the server fails, and that it is back."""
+    """Says once for all parts of a worker that a server fails, and that it is back.
 
-    def __init__(self) -> None:
+    `where` says which, if there are several.
+    """
+
+    def __init__(self, where: str = "") -> None:
+        self._where = where
         self._lock = threading.Lock()
         self._seldom = Seldom()
         self._waiting: dict[str, float] = {}  # parts of the worker, and since when
         self._began = 0.0
         self._is_told = False
+        self._reason = ""
 
     def failed(self, part: str, error: psycopg.Error) -> None:
         now, reason = time.monotonic(), one_line(error)
@@ -80,8 +85,9 @@ class Outages:
             # Its details may differ each time.
             level = self._seldom.level(error.diag.message_primary or reason)
             self._is_told |= level > logging.DEBUG
-        still = f", {waited:.0f} s now" if waited >= 1 else ""
+        still = f"{self._where}, {waited:.0f} s now" if waited >= 1 else self._where
         log.log(level, "%s waits for the server%s: %s", part, still, reason)
+        self._reason = reason
 
     def is_over(self, part: str) -> None:
         with self._lock:
@@ -90,7 +96,15 @@ class Outages:
                 return
             self._is_told = False
             lasted = time.monotonic() - self._began
-        log.info("the server answers again, after %.1f s", lasted)
+        log.info("the server%s answers again, after %.1f s", self._where, lasted)
+
+    def state(self) -> str:
+        """Say in a line whether the server answers."""
+        with self._lock:
+            if not self._waiting:
+                return "ok"
+            lasted = time.monotonic() - self._began
+            return f"waits for the server, {lasted:.0f} s now: {self._reason}"
 
 
 def one_line(error: BaseException) -> str:

@@ -28,6 +28,7 @@ class Service(ABC):
         self.over = threading.Event()  # it has to end
         self.error: BaseException | None = None  # what ended it
         self.is_ready = False  # the server has answered it
+        self.refusal: psycopg.Error | None = None  # what waiting may not fix
         self.conn: Watched | None = None
         self._failures = 0
         self.thread = threading.Thread(
@@ -78,6 +79,11 @@ class Service(ABC):
         conn, late = self.conn, time.monotonic() - self.patience()
         return conn is not None and conn.waits_since < late
 
+    def answers(self, seconds: float) -> bool:
+        """Whether it is connected, and no call has taken this long yet; from any thread."""
+        conn, late = self.conn, time.monotonic() - seconds
+        return conn is not None and conn.waits_since > late
+
     def close(self) -> None:
         """Make it end, without waiting for that."""
         self.over.set()
@@ -97,7 +103,7 @@ class Service(ABC):
 
     def succeeded(self) -> None:
         """Note that the server answers: the next outage starts with short waits."""
-        self.is_ready = True
+        self.is_ready, self.refusal = True, None
         if self._failures:
             self._failures = 0
             self._server.outages.is_over(self.name)
@@ -121,7 +127,9 @@ class Service(ABC):
         except psycopg.Error as error:
             is_passing = database.is_outage(error) or self._is_replaced(error)
             if not is_passing or not self.may_wait(error):
-                raise
+                if self._server.is_alone:
+                    raise
+                self.refusal = error  # the worker goes on with its other databases
             self._failures += 1
             self._server.outages.failed(self.name, error)
             self.over.wait(database.backoff(self._failures))

@@ -3,7 +3,7 @@
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from pgqueue.app import App
@@ -39,7 +39,7 @@ class Terms:
     app: App
     queues: Mapping[str, Share | int] | None = None
     _: KW_ONLY
-    dsn: str | None = None
+    dsn: str | Sequence[str] | None = None
     name: str | None = None
     concurrency: int = 10
     batch: int = 5000

@@ -18,7 +18,7 @@ STALE = 1.0  # without a new attempt: other workers get those that wait
 
 
 class Watch:
-    """Watches an executor, and its connections."""
+    """Watches an executor."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -33,7 +33,6 @@ class Watch:
         for attempt in list(executor.running):
             if attempt.started:
                 self._watch(attempt, now)
-        executor.connections.close_idle()
         if now > executor.began_at + STALE:
             executor.release_waiting()
         self._check_loop()

@@ -1,6 +1,8 @@
 """The worker: claims jobs, runs their handlers, and reports how they ended.
 
+    sources      has the parts that there are for each database: dispatcher, finisher, heartbeat, maintenance
     dispatcher   claims jobs for the free slots, and sleeps when none is due
+    turns        divides the slots between several databases
     prefetch     says how many jobs to claim ahead of that
     executor     runs handlers, in threads and on an event loop
     watch        ends handlers that must not go on
@@ -25,22 +27,15 @@ from typing import Any
 from pgqueue import database
 from pgqueue.attempt import Attempt, Outcome
 from pgqueue.terminal import version
-from pgqueue.worker.connections import Connections
-from pgqueue.worker.deadline import Server
-from pgqueue.worker.dispatcher import Dispatcher
 from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
-from pgqueue.worker.finisher import Finisher
-from pgqueue.worker.heartbeat import Heartbeat
-from pgqueue.worker.maintenance import Maintenance
 from pgqueue.worker.prefetch import Prefetch
-from pgqueue.worker.seldom import Outages, log, one_line, unless_from_server
-from pgqueue.worker.service import Service
+from pgqueue.worker.seldom import log, one_line, unless_from_server
+from pgqueue.worker.sources import Sources
 from pgqueue.worker.terms import Terms
 from pgqueue.worker.watch import Watch
 
 # Seconds
-SHORTEST = 3.0  # that a call may take, however short the lease
 REPORTING = 0.8  # for the last reports, after the shutdown timeout
 JOINING = 0.1  # for idle threads to end
 
@@ -53,7 +48,7 @@ class Worker(Terms):
 
     `queues` maps names to a Share, or to a weight; without it, the worker works on those that
     the handlers of the app name. The other options are those of `python -m pgqueue.worker`, with
-    times in seconds. `on_tick` is called some times a second while no part of the worker has
+    times in seconds. With several in `dsn`, the databases share its slots. `on_tick` is called some times a second while no part of the worker has
     died or hangs, `on_commit` whenever outcomes have been committed.
 
     Raises ValueError for no queue, for what must be positive, or only_known without a handler;
@@ -71,20 +66,12 @@ class Worker(Terms):
 
         # As the view workers expects.
         session = f"pgqueue {re.sub('[^ -~]', '?', self.id[-55:])}"
-        dsn = database.conninfo(self.dsn, name=session)
-        server = Server(dsn, self._patience, Outages())
+        dsns = database.conninfos(self.dsn, name=session)
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
-        around = self.app.middleware
-        connections = Connections(server)
-        self.executor = Executor(connections, self.concurrency, self._ended, around)
+        self.executor = Executor(self.concurrency, self._ended, self.app.middleware)
         self.watch = Watch(self.executor)
-        self.heartbeat = Heartbeat(server, self.executor.cancel)
-        self.finisher = Finisher(server, self.prefetch, self._committed)
-        parts = self.prefetch, self.executor, self.heartbeat, self.finisher
-        self.dispatcher = Dispatcher(server, self, *parts)
-        maintenance = Maintenance(server, self.app)
-        self._services: list[Service] = [self.finisher, self.heartbeat]
-        self._services += [maintenance, self.dispatcher]
+        parts = self.prefetch, self.executor, self._committed
+        self.sources = Sources(dsns, self, *parts)
 
     def stop(self, why: str = "asked to") -> None:
         """Drain, then end; called again, end now. Signal handlers may call it."""
@@ -102,7 +89,8 @@ class Worker(Terms):
         hook raises; and KeyboardInterrupt, once what runs has ended.
         """
         lease = f", lease {self.lease:g} s" if self.lease else ""
-        terms = f"{self.concurrency} at once{lease}, pgqueue {version()}"
+        where = f" in {n} databases" if (n := len(self.sources)) > 1 else ""
+        terms = f"{self.concurrency} at once{lease}{where}, pgqueue {version()}"
         shares = ", ".join(f"{name}{share}" for name, share in self.shares.items())
         whose = "" if self.queues else " (those of its handlers)"
         log.info("%s works on %s%s, %s", self.id, shares, whose, terms)
@@ -111,7 +99,7 @@ class Worker(Terms):
         try:
             if self._call(self.app.startup):
                 log.disabled = False
-                for service in self._services:
+                for service in self.sources.services:
                     service.thread.start()
             while not self._is_over():
                 try:
@@ -125,6 +113,8 @@ class Worker(Terms):
             self._end()
         if interrupt:
             raise interrupt
+        if self.burst and (refusals := self.sources.refusals()):
+            raise refusals[0]
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Worker"]:
@@ -161,67 +151,70 @@ class Worker(Terms):
     # What the executor and the finisher call
 
     def _ended(self, attempt: Attempt) -> None:
-        self.finisher.put(attempt)
-        self.dispatcher.slot_freed()
+        attempt.source.finisher.put(attempt)
+        self.sources.slot_freed()
 
     def _committed(self, attempts: list[Attempt], statuses: set[str]) -> None:
         self.on_commit()
+        sources = self.sources
         if self.burst:
-            self.dispatcher.look_again()  # for what their handlers have enqueued
-        self.heartbeat.held.difference_update(attempts)
-        if self.dispatcher.has_limits or not MAY_BE_DUE.isdisjoint(statuses):
-            self.dispatcher.look_again()
-        self.dispatcher.slot_freed()
-        if not self.heartbeat.held and self._stops:
+            sources.look_again()  # for what their handlers have enqueued
+        attempts[0].source.heartbeat.held.difference_update(attempts)
+        if sources.has_limits or not MAY_BE_DUE.isdisjoint(statuses):
+            sources.look_again()
+        sources.slot_freed()
+        if self._stops and not sources.held:
             self._tick.put(None)  # it may have been the last
 
     # Supervision
 
     def _check(self) -> None:
-        for service in self._services:
+        sources = self.sources
+        for service in sources.services:
             service.check()
         self.watch.check()
-        self.finisher.count_quick()
-        if self._stops and not self.dispatcher.is_paused:
-            left = len(self.heartbeat.held)
+        sources.tidy()
+        refusals = sources.refusals()
+        if len(refusals) == len(sources) and not self.burst:
+            raise refusals[0]
+        if self._stops and sources.pause():
             log.info(
-                "%s is stopping, %s; unfinished jobs: %s", self.id, self._why, left
+                "%s is stopping, %s; unfinished jobs: %s",
+                self.id,
+                self._why,
+                sources.held,
             )
-            self.dispatcher.is_paused = True
         if self._stops or self.prefetch.is_too_much(len(self.executor.waiting)):
             self.executor.release_waiting()
-        if not any(service.is_late() for service in self._services):
+        if not any(service.is_late() for service in sources.services):
             self.on_tick()
-
-    def _patience(self) -> float:
-        """Return for how long a call to the server is of use."""
-        return self.call_timeout or max(self.heartbeat.lease, SHORTEST)
 
     def _is_over(self) -> bool:
         """Whether nothing is left to do, or no time to do it."""
         if time.monotonic() >= self.stop_by:
             return True
-        if self.heartbeat.held:
+        if self.sources.held:
             return False
-        is_done = self.prefetch.left == 0 or (self.burst and self.dispatcher.is_drained)
+        is_done = self.prefetch.left == 0 or (self.burst and self.sources.is_drained)
         return bool(self._stops) or is_done
 
     def _end(self) -> None:
         until = time.monotonic() + REPORTING
-        self.dispatcher.is_paused = True
-        self.dispatcher.close()
-        self.dispatcher.join(until - REPORTING / 2)  # what it claims now is released
+        services = self.sources.services
+        self.sources.end_claims(
+            until - REPORTING / 2
+        )  # what is claimed now is released
         self.executor.give_up_all(STOPPED)
         self.executor.release_waiting()
-        for service in self._services:
+        for service in services:
             service.close()
-        for service in self._services:
+        for service in services:
             service.join(until)
         try:
-            if self.dispatcher.thread.ident:  # it was started
+            if services[0].thread.ident:  # it was started
                 self._call(self.app.shutdown, until)
         finally:
             self.executor.close(max(until, time.monotonic() + JOINING))
-        self.finisher.count_quick(is_last=True)
-        counts = [f"{n} {status}" for status, n in self.finisher.statuses.items()]
+        self.sources.tidy(is_last=True)
+        counts = [f"{n} {status}" for status, n in self.sources.statuses.items()]
         log.info("%s ends: %s", self.id, ", ".join(counts) or "no jobs")

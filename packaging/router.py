@@ -1,0 +1,322 @@
+"""Writes the router: a script for a database with PL/Proxy, with the functions and views of pgqueue.
+
+Arguments, results and columns come from the catalog of the database of libpq's variables, where
+pgqueue has just been installed. ROUTES says where each function goes; one that is missing there
+stops the build, so that the router can never lag behind.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+
+# Where a call goes: to the shard of an id, of a schedule's name, or of a key; to all, or to any.
+ROUTES = {
+    "enqueue": ("one", "pgqueue._place(batch_id || after, group_key, unique_key)"),
+    "create_batch": ("one", "pgqueue._place(null, group_key, null)"),
+    "close_batch": ("find", "pgqueue._home(batch_id)"),
+    "enqueue_many": ("keys", None),
+    **dict.fromkeys(
+        "status result await why cancel run_now reprioritize rerun complete fail progress save_step steps suspend results_of".split(),
+        ("find", "pgqueue._home(job_id)"),
+    ),
+    **dict.fromkeys(("redrive_job", "discard"), ("find", "pgqueue._home(dead_id)")),
+    **dict.fromkeys(("extend", "complete_many", "finish", "release"), ("split", None)),
+    "schedule": ("one", "pgqueue._of_name(name)"),
+    **dict.fromkeys(
+        "unschedule pause_schedule resume_schedule run_schedule".split(),
+        ("find", "pgqueue._of_name(name)"),
+    ),
+    **dict.fromkeys(
+        "pause resume configure grant_access revoke_access".split(), ("all", None)
+    ),
+    **dict.fromkeys(("purge", "reap"), ("all", "sum")),
+    # Who waits for it may be anywhere.
+    "emit": ("all", "bool_or"),
+    "after_failover": ("all", "bool_or"),
+    "maintain": ("all", "sum"),
+    **dict.fromkeys(("redrive", "cancel_many", "discard_many"), ("until", None)),
+    **dict.fromkeys(("claim", "claim_from"), ("first", None)),
+    **dict.fromkeys(("next_slots", "version"), ("one", "pgqueue._any()")),
+    **dict.fromkeys(("rest", "health", "metrics", "shard_of"), ("own", None)),
+    # Triggers are where the rows are; a shard gets its number itself.
+    **dict.fromkeys(("enqueue_row", "shard"), ("none", None)),
+}
+# What says that a shard is down.
+DOWN = "internal_error or connection_exception or admin_shutdown or crash_shutdown or cannot_connect_now"
+HEAD = Path(__file__).with_name("router.sql")
+SEARCH_PATH = (
+    "    set search_path = pg_catalog, pg_temp\n    set client_min_messages = warning\n"
+)
+FUNCTIONS = """
+select p.proname, p.proretset, t.oid = 'void'::regtype, pg_get_function_arguments(p.oid),
+    pg_get_function_result(p.oid), pg_get_functiondef(p.oid), obj_description(p.oid, 'pg_proc'),
+    array(
+        select a.name from unnest(p.proargnames) with ordinality as a (name, n)
+        where a.n <= p.pronargs order by a.n
+    ),
+    array(
+        select format_type(a.type, null) from unnest(p.proargtypes::oid[]) with ordinality as a (type, n) order by a.n
+    )
+from pg_proc as p join pg_type as t on t.oid = p.prorettype
+where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_' and p.prokind = 'f' order by p.proname
+"""
+RELATIONS = """
+select c.relname, c.relkind, array_agg(quote_ident(a.attname) || ' ' || format_type(a.atttypid, a.atttypmod)
+    order by a.attnum), obj_description(c.oid, 'pg_class')
+from pg_class as c join pg_attribute as a on a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped
+where c.relnamespace = 'pgqueue'::regnamespace and (c.relkind = 'v' and c.relname !~ '^_'
+    or c.relname in ('job', '_progress', '_terms'))
+group by c.oid, c.relname, c.relkind order by c.relname
+"""
+
+
+@dataclass
+class Function:
+    """A public function of pgqueue."""
+
+    name: str
+    is_set: bool
+    is_void: bool
+    arguments: str
+    result: str
+    definition: str
+    comment: str
+    names: list[str]
+    types: list[str]
+
+    @property
+    def returns(self) -> str:
+        return "text" if self.is_void else self.result
+
+    def call(self, place: str = "place", **instead: str) -> str:
+        """Call it on a shard."""
+        given = [instead.get(name, f"{self.name}.{name}") for name in self.names]
+        return f"pgqueue._on_{self.name}({', '.join([place, *given])})"
+
+    def on_shard(self) -> str:
+        """Write the function that calls it on the shard at a place of the list."""
+        taken = [f"{n} {t}" for n, t in zip(self.names, self.types, strict=True)]
+        what = f"pgqueue.{self.name}({', '.join(self.names)})"
+        select = f"{what}::text" if self.is_void else f"* from {what}"
+        return (
+            f"create function pgqueue._on_{self.name}({', '.join(['on_place int', *taken])})\n"
+            f"    returns {self.returns}\n    language plproxy\nas $$\n"
+            f"    cluster 'pgqueue';\n    run on on_place;\n    select {select};\n$$;\n"
+        )
+
+    def public(self, body: str, declare: str = "") -> str:
+        declared = f"declare\n{declare}" if declare else ""
+        return (
+            f"create function pgqueue.{self.name}({self.arguments})\n    returns {self.result}\n"
+            f"    language plpgsql\n{SEARCH_PATH}as $$\n#variable_conflict use_column\n"
+            f"{declared}begin\n{body}end;\n$$;\n"
+        )
+
+    def answer(self, call: str) -> str:
+        if self.is_set:
+            return f"return query select * from {call};"
+        return f"perform {call};" if self.is_void else f"return {call};"
+
+
+def one(f: Function, place: str) -> str:
+    place = qualified(f, place)
+    return f.public(f"    {f.answer(f.call(place))}\n")
+
+
+def find(f: Function, home: str) -> str:
+    """Go to where the id says it is, and to the others if that was moved."""
+    done = (
+        ""
+        if f.answer("").startswith("return ") and not f.is_set
+        else "            return;\n"
+    )
+    return f.public(
+        "    foreach place in array pgqueue._from(home) loop\n        begin\n"
+        f"            {f.answer(f.call())}\n{done}"
+        "        exception\n            when sqlstate 'PQ001' or sqlstate 'PQ002' then\n"
+        "                get stacked diagnostics code = returned_sqlstate, said = message_text,\n"
+        "                    detail = pg_exception_detail, hint = pg_exception_hint;\n"
+        "                problem := coalesce(problem, array[code, said, detail, hint]);\n"
+        f"            when {DOWN} then\n"
+        "                if place = home then\n                    raise;\n                end if;\n"
+        "        end;\n    end loop;\n    perform pgqueue._raise(problem);\n",
+        f"    home int := {qualified(f, home)};\n    place int;\n    problem text[];\n"
+        "    code text;\n    said text;\n    detail text;\n    hint text;\n",
+    )
+
+
+def all_of(f: Function, total: str | None) -> str:
+    if f.name == "maintain":
+        return f.public(
+            "    return query\n    select m.task, sum(m.done)::bigint\n"
+            f"    from pgqueue._up() as u (place)\n    cross join lateral {f.call('u.place')} as m\n"
+            "    group by m.task;\n"
+        )
+    if total:
+        return f.public(
+            f"    return (select {total}({f.call('u.place')})::{f.result} from pgqueue._up() as u (place));\n"
+        )
+    return f.public(
+        "    for place in select * from generate_series(0, pgqueue._count() - 1) loop\n        begin\n"
+        f"            perform {f.call()};\n"
+        f"        exception when {DOWN} then\n            down := down || (place + 1);\n        end;\n"
+        "    end loop;\n    if down <> '{}' then\n        raise exception using\n"
+        "            errcode = 'connection_failure',\n"
+        "            message = 'not done on shards that are down: ' || array_to_string(down, ', '),\n"
+        "            hint = 'It is done on the others. Repeat the call once pgqueue.shards() says that they are up.';\n"
+        "    end if;\n",
+        "    place int;\n    down int[] := '{}';\n",
+    )
+
+
+def until(f: Function, _: None) -> str:
+    """Go on with the next shard until there are max_jobs."""
+    return f.public(
+        "    for place in select * from pgqueue._up() loop\n        exit when left_over <= 0;\n"
+        f"        return query select * from {f.call(max_jobs='left_over')};\n"
+        "        get diagnostics found = row_count;\n        left_over := left_over - found;\n    end loop;\n",
+        f"    place int;\n    found int;\n    left_over int := {f.name}.max_jobs;\n",
+    )
+
+
+def first(f: Function, _: None) -> str:
+    """Take from the first shard that has something, in a random order."""
+    return f.public(
+        "    for place in select u.place from pgqueue._up() as u (place) order by random() loop\n"
+        f"        return query select * from {f.call()};\n        exit when found;\n    end loop;\n",
+        "    place int;\n",
+    )
+
+
+def split(f: Function, _: None) -> str:
+    """Send to each shard its own ids, in one call."""
+    arrays = {
+        n: f"array(select {f.name}.{n}[w.n] from unnest(which) as w (n))"
+        if t.endswith("[]")
+        else f"{f.name}.{n}"
+        for n, t in zip(f.names, f.types, strict=True)
+    }
+    for name in ("texts", "delays", "results"):
+        if name in arrays:
+            arrays[name] = (
+                f"case when {f.name}.{name} is not null then {arrays[name]} end"
+            )
+    return f.public(
+        f"    for place, which in\n        select pgqueue._home(i.id), array_agg(i.n::int order by i.n)\n"
+        f"        from unnest({f.name}.job_ids) with ordinality as i (id, n)\n        group by 1\n    loop\n"
+        f"        return query select * from {f.call(**arrays)};\n    end loop;\n",
+        "    place int;\n    which int[];\n",
+    )
+
+
+def by_keys(f: Function, _: None) -> str:
+    """Split what is enqueued by its keys, one call for each shard; the ids in the order of the input."""
+    arrays = ("payloads", "unique_keys", "group_keys")
+    own = {
+        n: f"case when which is null or {f.name}.{n} is null then {f.name}.{n}"
+        f" else array(select {f.name}.{n}[w.n] from unnest(which) as w (n)) end"
+        for n in arrays
+    }
+    payloads, unique_keys, group_keys = (f"{f.name}.{n}" for n in arrays)
+    batch = f"{f.name}.batch_id"
+    return f.public(
+        "    places := array(\n"
+        "        select case when not is_odd and k.key is not null\n"
+        f"            then pgqueue._place(array[{batch}], k.key, null) else other end\n"
+        f"        from generate_subscripts({payloads}, 1) as s (n)\n"
+        f"        cross join lateral (select coalesce({group_keys}[s.n], {unique_keys}[s.n])) as k (key)\n"
+        "        order by s.n\n    );\n"
+        "    for place, which in\n"
+        "        select p.place, array_agg(p.n::int order by p.n)\n"
+        "        from unnest(places) with ordinality as p (place, n) where not is_odd group by 1\n"
+        "        union all\n        -- To be refused.\n"
+        f"        select other, null where is_odd or coalesce(cardinality({payloads}), 0) = 0\n    loop\n"
+        f"        got := array(select * from {f.call(**own)});\n"
+        "        for n in 1 .. coalesce(cardinality(which), 0) loop\n            ids[which[n]] := got[n];\n"
+        "        end loop;\n    end loop;\n    return query select i.id from unnest(ids) as i (id);\n",
+        f"    -- What has no key goes to one shard.\n    other int := case when {batch} is not null\n"
+        f"        then pgqueue._home({batch}) else pgqueue._any() end;\n"
+        f"    is_odd boolean := coalesce(cardinality({unique_keys}) <> cardinality({payloads})\n"
+        f"        or cardinality({group_keys}) <> cardinality({payloads}), false);\n"
+        "    places int[];\n    place int;\n    which int[];\n    got bigint[];\n    ids bigint[] := '{}';\n",
+    )
+
+
+def qualified(f: Function, place: str) -> str:
+    for name in f.names:
+        for before in "( ":
+            place = place.replace(f"{before}{name}", f"{before}{f.name}.{name}")
+    return place
+
+
+TEMPLATES = {
+    "one": one,
+    "keys": by_keys,
+    "find": find,
+    "all": all_of,
+    "until": until,
+    "first": first,
+    "split": split,
+}
+
+
+def view(name: str, columns: list[str], comment: str) -> str:
+    names = [column.split(" ")[0] for column in columns]
+    shown = ", ".join(f"v.{n}" for n in names if n != "shard")
+    title = comment.partition("\n\n")[0].replace("'", "''")
+    return (
+        f"create function pgqueue._on_{name}(on_place int)\n    returns table ({', '.join(columns)})\n"
+        f"    language plproxy\nas $$\n    cluster 'pgqueue';\n    run on on_place;\n"
+        f"    select {', '.join(names)} from pgqueue.{name};\n$$;\n"
+        f"create view pgqueue.{name} as\nselect u.place + 1 as shard, {shown}\nfrom pgqueue._up() as u (place)\n"
+        f"cross join lateral pgqueue._on_{name}(u.place) as v;\n"
+        f"comment on view pgqueue.{name} is\n'Of all shards that answer. {title}';\n"
+    )
+
+
+def main() -> None:
+    with psycopg.connect() as conn:
+        functions = [Function(*row) for row in conn.execute(FUNCTIONS)]
+        relations = conn.execute(RELATIONS).fetchall()
+    unknown = {f.name for f in functions} ^ set(ROUTES)
+    if unknown:
+        sys.exit(
+            f"packaging/router.py: ROUTES and the catalog differ in {sorted(unknown)}"
+        )
+    head, _, tail = (
+        HEAD.read_text().replace("@DOWN@", DOWN).partition("-- The functions.\n")
+    )
+    parts = [head.rstrip("\n") + "\n"]
+    for name, kind, columns, _ in sorted(
+        relations,
+        key=lambda r: ("_progress", "_terms", "job").index(r[0]) if r[1] != "v" else 9,
+    ):
+        if kind != "v":
+            parts.append(f"create type pgqueue.{name} as ({', '.join(columns)});\n")
+    shard_of = next(f for f in functions if f.name == "shard_of")
+    parts.append(
+        shard_of.definition.replace("CREATE OR REPLACE", "create", 1).rstrip() + ";\n"
+    )
+    parts += [
+        f.on_shard()
+        for f in functions
+        if ROUTES[f.name][0] != "none" and f.name != "shard_of"
+    ]
+    parts.append(tail)
+    parts += [
+        TEMPLATES[how](f, where)
+        for f in functions
+        for how, where in [ROUTES[f.name]]
+        if how in TEMPLATES
+    ]
+    parts += [view(name, *rest) for name, kind, *rest in relations if kind == "v"]
+    parts.append(
+        "revoke all on schema pgqueue from public;\nrevoke all on all routines in schema pgqueue from public;\n"
+    )
+    print("\n".join(parts), end="")
+
+
+if __name__ == "__main__":
+    main()

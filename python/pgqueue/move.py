@@ -1,0 +1,143 @@
+"""The command move-groups: brings what belongs to a key to the shard that it belongs to.
+
+Module move of the SQL says how a part gets from one shard to another, whatever dies meanwhile. What was
+cut off is finished, or forgotten, by the next call.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import psycopg
+from psycopg.types.json import Jsonb
+
+from pgqueue import database
+from pgqueue.terminal import say
+
+CHUNK = 200  # groups or keys in one transaction
+LOCK = 7366517  # of a session: there is one such command at a time
+PAUSE = 0.2  # seconds until busy groups are looked at again
+
+MISPLACED = "select m.* from pgqueue._misplaced(%(place)s, %(shards)s) as m"
+DEPART = (
+    "select a.kind, a.queue, a.key, d.state, d.parts"
+    " from rows from (unnest(%(kinds)s::text[]), unnest(%(queues)s::text[]), unnest(%(keys)s::text[]))"
+    " as a (kind, queue, key) cross join lateral pgqueue._depart(a.kind, a.queue, a.key) as d"
+)
+EXPECTED = "select m.what, m.key from pgqueue.moving as m where m.content is not null"
+GONE = (
+    "select m.what, m.key from pgqueue.moving as m"
+    " where m.content is null and m.what <> 'paused'"
+)
+FORGET = "delete from pgqueue.moving as m where (m.what, m.key) in (select * from unnest(%(whats)s::text[], %(keys)s::text[]))"
+Part = tuple[str, str]
+Group = tuple[str, str, str]  # kind, queue, key
+
+
+class Shards:
+    """Connections to all shards, in the order of their numbers."""
+
+    def __init__(self, conns: Sequence[database.Connection]) -> None:
+        self.conns = conns
+        self.moved = 0
+
+    def finish_what_was_cut_off(self) -> None:
+        """Let what has left its old shard arrive at the new one, and forget the rest."""
+        gone = {part for conn in self.conns for part in ask(conn, GONE)}
+        for conn in self.conns:
+            expected = set(ask(conn, EXPECTED))
+            self.arrive(conn, sorted(expected & gone))
+            tell(conn, FORGET, sorted(expected - gone))
+        for conn in self.conns:
+            tell(conn, FORGET, ask(conn, GONE))
+
+    def arrive(self, conn: database.Connection, parts: list[Part]) -> None:
+        if parts:
+            tell(conn, "select pgqueue._arrive(%(whats)s, %(keys)s)", parts)
+
+    def move_all(self) -> Counter[str]:
+        """Move what can be moved now; count what cannot, by why."""
+        left: Counter[str] = Counter()
+        for place, source in enumerate(self.conns):
+            to: defaultdict[int, list[Group]] = defaultdict(list)
+            asked = {"place": place, "shards": len(self.conns)}
+            for kind, queue, key, target in database.execute(source, MISPLACED, asked):
+                to[target].append((kind, queue, key))
+            for target, groups in to.items():
+                for start in range(0, len(groups), CHUNK):
+                    chunk = groups[start : start + CHUNK]
+                    left += self.move(source, self.conns[target], chunk)
+        return left
+
+    def move(
+        self,
+        source: database.Connection,
+        target: database.Connection,
+        groups: list[Group],
+    ) -> Counter[str]:
+        """Move some groups in three transactions; hold those that are busy."""
+        kinds, queues, keys = (list(each) for each in zip(*groups, strict=True))
+        asked = {"kinds": kinds, "queues": queues, "keys": keys}
+        with source.transaction():
+            source.execute(f"set local {database.SEARCH_PATH}")
+            found = source.execute(DEPART, asked).fetchall()
+            parts = [p for *_, state, some in found if state == "free" for p in some]
+            if parts:
+                tell(target, "select pgqueue._expect(%(parts)s)", parts=parts)
+                source.execute("select pgqueue._departed(%s)", (Jsonb(parts),))
+            for kind, queue, key, state, _ in found:
+                if state == "busy" and kind == "group":
+                    source.execute("select pgqueue._hold_group(%s, %s)", (queue, key))
+        names = [(part["what"], part["key"]) for part in parts]
+        self.arrive(target, names)
+        tell(source, FORGET, names)
+        self.moved += len(parts)
+        return Counter(state for *_, state, _ in found if state != "free")
+
+
+def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
+    """Move until nothing is left or that many seconds are over; return the exit code."""
+    with ExitStack() as stack:
+        conns = [
+            stack.enter_context(
+                psycopg.connect(
+                    database.conninfo(dsn), autocommit=True, prepare_threshold=None
+                )
+            )
+            for dsn in dsns
+        ]
+        for conn in conns:
+            if ask(conn, f"select pg_try_advisory_lock({LOCK})") != [(True,)]:
+                raise ValueError("another move-groups is at work")
+        shards, until = Shards(conns), time.monotonic() + wait
+        shards.finish_what_was_cut_off()
+        while (left := shards.move_all()) and time.monotonic() < until:
+            time.sleep(PAUSE)
+        for conn in conns:
+            tell(conn, "select pgqueue._let_go()")
+        print(f"moved {shards.moved} jobs and schedules")
+        if left:
+            why = f"{left['busy']} are busy, and {left['tied']} wait for other jobs or are of batches"
+            say(f"groups and keys that are left: {why}; call it again")
+            return 1
+        for conn in conns if resumes else ():
+            tell(conn, "select pgqueue.resume()")
+    return 0
+
+
+def ask(conn: database.Connection, query: str) -> list[Any]:
+    return database.execute(conn, query).fetchall()
+
+
+def tell(
+    conn: database.Connection,
+    statement: str,
+    names: Sequence[Part] = (),
+    parts: Sequence[object] = (),
+) -> None:
+    """Run a statement about some parts in a transaction of its own."""
+    whats, keys = [what for what, _ in names], [key for _, key in names]
+    params = {"whats": whats, "keys": keys, "parts": Jsonb(list(parts))}
+    database.execute(conn, statement, params)

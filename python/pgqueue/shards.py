@@ -1,0 +1,13 @@
+"""Which of several databases, each with a queue of its own, a key belongs to."""
+
+import hashlib
+
+
+def shard_of(key: str, shards: int) -> int:
+    """Say where in a list of so many shards a key belongs, from 0, as pgqueue.shard_of() does.
+
+    With twice as many shards it stays, or moves to its old place plus the old number.
+    """
+    if shards < 1:
+        raise ValueError(f"shards must be at least 1, not {shards}")
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4]) % shards

@@ -1,0 +1,206 @@
+-- Moves what belongs to a key to another shard, for the command move-groups, which calls these as the owner on both.
+--
+-- A part (a job, a dead job, a schedule) is locked on the old shard, written down on the new one in moving, and
+-- committed there; then deleted on the old one, with a note in moving that it is gone; then it arrives. Wherever
+-- that is cut off, what is written down has gone from the old shard, if there is a note, and arrives; or it has
+-- not, and is forgotten. So nothing is lost, and nothing is there twice.
+
+-- What is on this shard and belongs to others: groups, unique keys of jobs without a group, and schedules.
+create or replace function pgqueue._misplaced(place int, shards int)
+    returns table (kind text, queue text, key text, place int)
+    language sql
+    stable
+as $$
+    select m.kind, m.queue, m.key, pgqueue.shard_of(m.key, shards)
+    from (
+        select case when j.group_key is null then 'unique' else 'group' end, j.queue, coalesce(j.group_key, j.unique_key)
+        from pgqueue.job as j
+        union
+        select case when d.group_key is null then 'unique' else 'group' end, d.queue, coalesce(d.group_key, d.unique_key)
+        from pgqueue.dead_job as d
+        union
+        select 'schedule', s.queue, s.name from pgqueue.schedule as s
+    ) as m (kind, queue, key)
+    where m.key is not null and pgqueue.shard_of(m.key, shards) <> _misplaced.place
+    order by m.kind, m.queue, m.key
+$$;
+
+-- Locks all that belongs to a key, and returns it; or, in state, why it cannot go: busy (a job runs, or somebody has
+-- locked one), or tied (a job waits for others or an event, they for it, has saved steps, or is of a batch).
+create or replace function pgqueue._depart(kind text, queue text, key text, out state text, out parts jsonb)
+    language plpgsql
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+declare
+    found_ids bigint[] := array(
+        select j.id from pgqueue.job as j
+        where _depart.kind = 'group' and hashtextextended(j.group_key, hashtext(j.queue)) = hashtextextended(_depart.key, hashtext(_depart.queue))
+            and j.queue = _depart.queue and j.group_key = _depart.key
+        union all
+        select j.id from pgqueue.job as j
+        where _depart.kind = 'unique' and j.queue = _depart.queue and j.unique_key = _depart.key and j.group_key is null
+        order by id
+    );
+    ids bigint[] := array(select j.id from pgqueue.job as j where j.id = any (found_ids) order by j.id for update skip locked);
+begin
+    select
+        case
+            when bool_or(
+                (j.terms).batch_id is not null or j.run_at = 'infinity'
+                or exists (select from pgqueue.dependency as d where d.job_id = j.id)
+                or exists (select from pgqueue.step as s where s.job_id = j.id)
+                or exists (select from pgqueue.wait as w where w.job_id = j.id)
+            ) then 'tied'
+            when bool_or(num_nonnulls(j.token, j.permits) > 0) or ids <> found_ids then 'busy'
+            else 'free'
+        end,
+        coalesce(jsonb_agg(jsonb_build_object('what', 'job', 'key', j.id::text, 'content', to_jsonb(j))), '[]')
+    into state, parts
+    from pgqueue.job as j
+    where j.id = any (ids);
+    if state <> 'free' then
+        return;
+    end if;
+    parts := parts || coalesce((
+        select jsonb_agg(jsonb_build_object('what', 'dead_job', 'key', d.id::text, 'content', to_jsonb(d)))
+        from (
+            select d.* from pgqueue.dead_job as d
+            where d.queue = _depart.queue and (d.terms).batch_id is null and case _depart.kind
+                when 'group' then d.group_key = _depart.key
+                when 'unique' then d.unique_key = _depart.key and d.group_key is null
+            end
+            for update skip locked
+        ) as d
+    ), '[]') || coalesce((
+        select jsonb_agg(jsonb_build_object('what', 'schedule', 'key', s.name, 'content', to_jsonb(s)))
+        from (select s.* from pgqueue.schedule as s where _depart.kind = 'schedule' and s.name = _depart.key for update skip locked) as s
+    ), '[]');
+end;
+$$;
+
+-- Deletes what _depart has locked, and notes that it is gone.
+create or replace function pgqueue._departed(parts jsonb)
+    returns void
+    language plpgsql
+    set enable_seqscan = off
+as $$
+declare
+    gone bigint[] := array(
+        select p.key::bigint from jsonb_to_recordset(parts) as p (what text, key text) where p.what in ('job', 'dead_job')
+    );
+begin
+    delete from pgqueue.job as j where j.id = any (gone);
+    delete from pgqueue.dead_job as d where d.id = any (gone);
+    delete from pgqueue.schedule as s
+    where s.name in (select p.key from jsonb_to_recordset(parts) as p (what text, key text) where p.what = 'schedule');
+    insert into pgqueue.moving (what, key)
+    select p.what, p.key from jsonb_to_recordset(parts) as p (what text, key text);
+end;
+$$;
+
+-- Writes down what is to arrive. What was written down before, and has not left, is replaced.
+create or replace function pgqueue._expect(parts jsonb)
+    returns void
+    language plpgsql
+as $$
+begin
+    insert into pgqueue.moving as m (what, key, content)
+    select p.what, p.key, p.content from jsonb_to_recordset(parts) as p (what text, key text, content jsonb)
+    on conflict (what, key) do update set content = excluded.content;
+end;
+$$;
+
+-- Lets these arrive: jobs with their ids, in their order. One whose unique_key is taken here loses that.
+create or replace function pgqueue._arrive(whats text[], keys text[])
+    returns void
+    language plpgsql
+    set enable_seqscan = off
+as $$
+declare
+    came jsonb[];
+    there bigint[];
+    queues text[];
+    group_keys text[];
+    priorities int[];
+    run_ats timestamptz[];
+begin
+    with taken as (
+        delete from pgqueue.moving as m
+        where (m.what, m.key) in (select * from unnest(whats, keys)) and m.content is not null
+        returning m.what, m.content
+    ), dead as (
+        insert into pgqueue.dead_job
+        select r.* from taken as t cross join jsonb_populate_record(null::pgqueue.dead_job, t.content) as r
+        where t.what = 'dead_job'
+    ), recurring as (
+        insert into pgqueue.schedule
+        select r.* from taken as t cross join jsonb_populate_record(null::pgqueue.schedule, t.content) as r
+        where t.what = 'schedule'
+        on conflict do nothing
+    )
+    select array_agg(t.content) filter (where t.what = 'job') into came from taken as t;
+    with arrived as (
+        insert into pgqueue.job as j overriding system value
+        select r.* from unnest(came) as c (job) cross join jsonb_populate_record(null::pgqueue.job, c.job) as r
+        on conflict (queue, unique_key) where j.unique_key is not null do nothing
+        returning j.id
+    )
+    select array_agg(a.id) into there from arrived as a;
+    insert into pgqueue.job overriding system value
+    select r.*
+    from unnest(came) as c (job)
+    cross join jsonb_populate_record(null::pgqueue.job, c.job || '{"unique_key": null}') as r
+    where r.id <> all (coalesce(there, '{}'));
+    select array_agg(r.queue), array_agg(r.group_key), array_agg(r.priority), array_agg(r.run_at)
+    into queues, group_keys, priorities, run_ats
+    from unnest(came) as c (job) cross join jsonb_populate_record(null::pgqueue.job, c.job) as r;
+    perform
+        pgqueue._make_group_permits(u.queue, array_agg(u.group_key), pgqueue._in_force(u.queue)),
+        pgqueue._make_permits_for(u.queue, (pgqueue._in_force(u.queue)).caps, null)
+    from unnest(queues, group_keys) as u (queue, group_key)
+    group by u.queue;
+    perform pgqueue._reopened(queues, priorities, group_keys, run_ats);
+    if 'schedule' = any (whats) then
+        perform pgqueue._look_from_now_on();
+    end if;
+end;
+$$;
+
+-- Pauses a busy group until it has moved; one that somebody else has paused stays so.
+create or replace function pgqueue._hold_group(queue text, key text)
+    returns void
+    language plpgsql
+as $$
+begin
+    if not exists (
+        select from pgqueue.queue as q
+        where q.name = _hold_group.queue and q.group_key = _hold_group.key and q.kind = '' and q.paused
+    ) then
+        perform pgqueue._set_paused(queue, null, key, true);
+        insert into pgqueue.moving (what, key) values ('paused', jsonb_build_array(queue, key)::text) on conflict do nothing;
+    end if;
+end;
+$$;
+
+-- Lets the groups run again that _hold_group has paused.
+create or replace function pgqueue._let_go()
+    returns void
+    language plpgsql
+as $$
+declare
+    held record;
+begin
+    for held in
+        delete from pgqueue.moving as m where m.what = 'paused'
+        returning m.key::jsonb ->> 0 as queue, m.key::jsonb ->> 1 as key
+    loop
+        update pgqueue.queue as q set paused = null
+        where q.name = held.queue and q.group_key = held.key and q.kind = '';
+        delete from pgqueue.queue as q
+        where q.name = held.queue and q.group_key = held.key and q.kind = ''
+            and jsonb_strip_nulls(to_jsonb(q) - '{name,kind,group_key}'::text[]) = '{}';
+        perform pgqueue._resolve(held.queue), pgqueue._unblock_groups(held.queue, held.key), pgqueue._wake(held.queue);
+    end loop;
+end;
+$$;

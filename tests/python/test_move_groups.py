@@ -1,0 +1,259 @@
+"""From n shards to 2n, while producers and workers are busy: nothing is lost, and nothing runs twice."""
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pgqueue
+import psycopg
+import pytest
+from conftest import column, database, one
+from test_worker_databases import command, counts, named
+from worker_harness import wait_until, workers_on
+
+COUNT = "select count(*) from pgqueue.job"
+JOBS = 100_000 if os.environ.get("PGQUEUE_TEST_LONG") else 4_000
+KEYS = 800
+
+
+@pytest.fixture
+def two(template: str) -> Iterator[list[str]]:
+    """The database that there is, and a new one."""
+    with database(template) as first, database(template) as second:
+        yield [first, second]
+
+
+def grow(first: str, second: str, above: int) -> None:
+    """As docs/shards.md has it."""
+    for number, dsn in enumerate((first, second), 1):
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            conn.execute("select pgqueue.shard(%s, above => %s)", (number, above))
+            if dsn == second:
+                conn.execute("select pgqueue.pause()")
+
+
+def move(dsns: list[str], *args: str) -> subprocess.CompletedProcess[str]:
+    return command("pgqueue", *named(dsns), "move-groups", *args)
+
+
+def place(key: str) -> int:
+    return pgqueue.shard_of(key, 2)
+
+
+def test_all_that_belongs_to_a_key_moves_as_it_is(two):
+    keys = [f"key {n}" for n in range(40)]
+    with psycopg.connect(two[0], autocommit=True) as old:
+        old.execute(
+            "select pgqueue.enqueue('q', jsonb_build_object('n', n), group_key => k, priority => n,"
+            " headers => '{\"h\": 1}') from unnest(%s::text[]) as k, generate_series(1, 3) as n",
+            (keys,),
+        )
+        old.execute(
+            "select pgqueue.enqueue('u', unique_key => k) from unnest(%s::text[]) as k",
+            (keys,),
+        )
+        old.execute("select pgqueue.enqueue('any')")
+        old.execute(
+            "select pgqueue.schedule(k, 'q', '@daily') from unnest(%s::text[]) as k",
+            (keys[:9],),
+        )
+        old.execute(
+            "select pgqueue.enqueue('dead', group_key => k) from unnest(%s::text[]) as k",
+            (keys,),
+        )
+        old.execute(
+            "select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim('dead', 'w', 99)"
+        )
+        rows = "select to_jsonb(j) from pgqueue.job as j order by id"
+        before = column(old, rows)
+        grow(*two, above=1_000_000)
+        done = move(two, "--resume")
+        assert (done.returncode, done.stderr) == (0, "")
+        with psycopg.connect(two[1], autocommit=True) as new:
+            after = [column(old, rows), column(new, rows)]
+            assert sorted(after[0] + after[1], key=lambda job: job["id"]) == before
+            for number, jobs in enumerate(after):
+                found = {job["group_key"] or job["unique_key"] for job in jobs} - {None}
+                assert found == {key for key in keys if place(key) == number}
+            for query in (
+                "select group_key from pgqueue.dead_job",
+                "select name from pgqueue.schedule",
+            ):
+                assert {place(key) for key in column(old, query)} == {0}
+                assert {place(key) for key in column(new, query)} == {1}
+            assert column(new, "select id from pgqueue.claim('q', 'w', 99)")
+            assert (
+                one(new, "select pgqueue.enqueue('q')") == 1_000_450
+            )  # the first above that is 2 modulo 1024
+        assert one(old, "select pgqueue.enqueue('q')") > 1_000_000
+        assert move(two).stdout == "moved 0 jobs and schedules\n"
+
+
+def test_a_group_that_runs_moves_when_it_is_done_and_one_that_is_tied_stays(two):
+    key, tied = (
+        next(k for k in (f"{w} {n}" for n in range(99)) if place(k))
+        for w in ("busy", "tied")
+    )
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1]) as new,
+    ):
+        old.execute(
+            "select pgqueue.enqueue('q', group_key => %s) from generate_series(1, 3)",
+            (key,),
+        )
+        held = old.execute("select id, token from pgqueue.claim('q', 'w')").fetchone()
+        grow(*two, above=1000)
+        refused = move(two, "--wait", "0.1")
+        assert refused.returncode == 1
+        assert "1 are busy, and 0 wait" in refused.stderr
+        # It was given no job meanwhile, and now is again.
+        assert one(old, "select count(*) from pgqueue.queue") == 0
+        moving = threading.Thread(target=move, args=(two, "--wait", "20"))
+        moving.start()
+        wait_until(lambda: one(old, "select count(*) from pgqueue.queue where paused"))
+        assert column(old, "select pgqueue.claim('q', 'w', 9)") == []
+        old.execute("select pgqueue.complete(%s, %s)", held)
+        moving.join()
+        assert one(old, COUNT) == 0
+        assert one(new, COUNT) == 2
+        old.execute(
+            "select pgqueue.enqueue('q', group_key => %s, after => array[pgqueue.enqueue('other')])",
+            (tied,),
+        )
+        refused = move(two, "--wait", "0")
+        assert refused.returncode == 1
+        assert "0 are busy, and 1 wait" in refused.stderr
+
+
+@pytest.mark.parametrize("after", ["expect", "departed", "arrive"])
+def test_what_is_cut_off_between_two_transactions_is_finished_by_the_next_call(
+    two, after
+):
+    """The three of a part: written down there, gone from here, arrived."""
+    key = next(k for k in (f"key {n}" for n in range(99)) if place(k))
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        grow(*two, above=1000)
+        id = one(old, "select pgqueue.enqueue('q', group_key => %s)", key)
+        parts = one(
+            old, "select d.parts from pgqueue._depart('group', 'q', %s) as d", key
+        )
+        given = (psycopg.types.json.Jsonb(parts),)
+        new.execute("select pgqueue._expect(%s)", given)
+        if after == "expect":  # and the old shard runs the job after all
+            with pytest.raises(psycopg.errors.DivisionByZero), old.transaction():
+                old.execute("select pgqueue._departed(%s)", given)
+                old.execute("select 1 / 0")
+            old.execute(
+                "select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')"
+            )
+        else:
+            old.execute("select pgqueue._departed(%s)", given)
+        if after == "arrive":
+            new.execute("select pgqueue._arrive(array['job'], array[%s])", (str(id),))
+        assert move(two).returncode == 0
+        assert (one(old, COUNT), one(new, COUNT)) == (0, 0 if after == "expect" else 1)
+        assert move(two).returncode == 0
+        for conn in old, new:
+            assert one(conn, "select count(*) from pgqueue.moving") == 0
+        new.execute("select pgqueue.resume()")
+        ran = column(new, "select id from pgqueue.claim('q', 'w', 9)")
+        assert ran == ([] if after == "expect" else [id])
+
+
+def test_there_is_one_at_a_time(two):
+    with psycopg.connect(two[1]) as other:
+        other.execute("select pg_advisory_lock(7366517)")
+        refused = move(two)
+    assert refused.returncode == 1
+    assert "another move-groups is at work" in refused.stderr
+
+
+class Shop(threading.Thread):
+    """Enqueues for random keys, wherever its list of shards says; notes what it was told."""
+
+    def __init__(self, dsns: list[str]) -> None:
+        super().__init__()
+        self.dsns = dsns
+        self.acknowledged: list[int] = []
+        self.is_over = False
+
+    def run(self) -> None:
+        rng = random.Random(3)
+        with contextlib.ExitStack() as stack:
+            conns: dict[str, psycopg.Connection] = {}
+            while not self.is_over:
+                key = f"key {rng.randrange(KEYS)}"
+                dsn = self.dsns[pgqueue.shard_of(key, len(self.dsns))]
+                if dsn not in conns:
+                    conns[dsn] = stack.enter_context(
+                        psycopg.connect(dsn, autocommit=True)
+                    )
+                add = (
+                    "select pgqueue.enqueue('work', kind => 'effect', group_key => %s)"
+                )
+                self.acknowledged.append(one(conns[dsn], add, key))
+                time.sleep(0.002)
+
+
+def test_jobs_move_under_load_and_kills_and_run_once(two):
+    with (
+        psycopg.connect(two[0], autocommit=True) as conn,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        for each in conn, new:
+            each.execute("create table effect (job_id bigint)")
+            each.execute("select pgqueue.configure('work', group_limit => 1)")
+        conn.execute(
+            "select count(*) from pgqueue.enqueue_many('work', array_fill('{}'::jsonb, array[%(n)s]), kind => 'effect',"
+            " group_keys => array(select 'key ' || n %% %(k)s from generate_series(1, %(n)s) as n))",
+            {"n": JOBS, "k": KEYS},
+        )
+    shop = Shop(two[:1])
+    shop.start()
+    try:
+        with workers_on(two[0]) as workers:
+            workers.start(*named(two), "-c", "4")
+            wait_until(lambda: counts(two[:1], "select count(*) from effect")[0] > 200)
+            grow(*two, above=10_000_000)
+            shop.dsns = two
+            for pause in (0.25, 0.3, 0.35, 0.45, 0.6):
+                moving = workers_command(two)
+                time.sleep(pause)
+                moving.kill()
+                moving.wait()
+            assert move(two, "--wait", "120", "--resume").returncode == 0
+            assert JOBS / 4 < sum(counts(two, COUNT))
+            shop.is_over = True
+            shop.join()
+            workers.start(*named(two), "-c", "4")
+            wait_until(lambda: counts(two, COUNT) == [0, 0], 200)
+        effects = [id for dsn in two for id in ids(dsn)]
+        assert len(effects) == len(set(effects)) == JOBS + len(shop.acknowledged)
+        assert set(shop.acknowledged) <= set(effects)
+        assert min(counts(two, "select count(*) from effect")) > JOBS / 5
+        assert counts(two, "select count(*) from pgqueue.dead_job") == [0, 0]
+    finally:
+        shop.is_over = True
+
+
+def workers_command(dsns: list[str]) -> subprocess.Popen[bytes]:
+    path = {"PYTHONPATH": str(Path(pgqueue.__file__).parents[1])}
+    words = [sys.executable, "-m", "pgqueue", *named(dsns), "move-groups"]
+    return subprocess.Popen(
+        words, env={**os.environ, **path}, stdout=subprocess.DEVNULL
+    )
+
+
+def ids(dsn: str) -> list[int]:
+    with psycopg.connect(dsn) as conn:
+        return column(conn, "select job_id from effect")

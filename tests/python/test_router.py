@@ -1,0 +1,425 @@
+"""The router: what make router writes, in a database with PL/Proxy, in front of three shards."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import documents
+import pgqueue
+import psycopg
+import pytest
+from conftest import column, database, one
+from psycopg import errors
+from psycopg.conninfo import conninfo_to_dict
+
+REPO = Path(__file__).resolve().parents[2]
+SHARDS = 3
+KEYS = [f"key {n}" for n in range(60)]
+
+
+@pytest.fixture(scope="module")
+def script(template: str) -> str:
+    """What make router writes, of the database that all tests begin with."""
+    made = subprocess.run(
+        [sys.executable, REPO / "packaging/router.py"],
+        env={**os.environ, "PGDATABASE": template},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return made.stdout
+
+
+class Routed:
+    """Three shards, and the router in front of them."""
+
+    def __init__(self, db: psycopg.Connection, dsns: list[str]) -> None:
+        self.db = db
+        self.shards = [psycopg.connect(dsn, autocommit=True) for dsn in dsns]
+
+    def where(self, query: str, *args) -> list[int]:
+        """Number the shards in which a query counts something."""
+        found = [one(shard, query, *args) for shard in self.shards]
+        return [n for n, count in enumerate(found, 1) if count]
+
+    def lose(self, number: int) -> None:
+        """Have a shard refuse connections, as if it were down."""
+        name = self.shards[number - 1].info.dbname
+        with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+            admin.execute(f"alter database {name} allow_connections false")
+            admin.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity where datname = %s"
+                " and application_name <> 'kept'",
+                [name],
+            )
+
+    def bring_back(self, number: int) -> None:
+        name = self.shards[number - 1].info.dbname
+        with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+            admin.execute(f"alter database {name} allow_connections true")
+
+
+@pytest.fixture
+def routed(template: str, script: str) -> Iterator[Routed]:
+    with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+        there = one(
+            admin, "select count(*) from pg_available_extensions where name = 'plproxy'"
+        )
+        if not there:
+            pytest.skip("PL/Proxy is not installed (Debian: postgresql-NN-plproxy)")
+        where = f"host={admin.info.host} port={admin.info.port}"
+        name = "pgqueue_router"
+        admin.execute(f"drop database if exists {name} with (force)")
+        admin.execute(f"create database {name}")
+    with database(template) as a, database(template) as b, database(template) as c:
+        dsns = [f"{dsn} application_name=kept" for dsn in (a, b, c)]
+        with psycopg.connect(dbname=name, autocommit=True) as db:
+            db.execute(script)
+            options = [
+                f"p{n} 'dbname={conninfo_to_dict(dsn)['dbname']} {where}'"
+                for n, dsn in enumerate((a, b, c))
+            ]
+            db.execute(
+                "create server pgqueue foreign data wrapper plproxy options "
+                f"(modular_mapping '1', {', '.join(options)}); "
+                "create user mapping for public server pgqueue"
+            )
+            routed = Routed(db, dsns)
+            for number, shard in enumerate(routed.shards, 1):
+                shard.execute("select pgqueue.shard(%s)", (number,))
+            yield routed
+            for shard in routed.shards:
+                shard.close()
+    with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+        admin.execute(f"drop database {name} with (force)")
+
+
+COUNT = "select count(*) from pgqueue.job"
+
+
+def test_a_job_goes_to_the_shard_of_its_group_else_of_its_unique_key(routed):
+    for key in KEYS[:20]:
+        place = pgqueue.shard_of(key, SHARDS) + 1
+        for option in "group_key", "unique_key":
+            id = one(routed.db, f"select pgqueue.enqueue('q', {option} => %s)", key)
+            there = f"select count(*) from pgqueue.job where id = %s and {option} = %s"
+            assert routed.where(there, id, key) == [place]
+            assert (id - 1) % 1024 + 1 == place
+    both = "select pgqueue.enqueue('q', group_key => %s, unique_key => %s)"
+    id = one(routed.db, both, KEYS[0], "mine")
+    assert (id - 1) % 1024 == pgqueue.shard_of(KEYS[0], SHARDS)
+
+
+def test_a_job_without_a_key_goes_to_any_shard_that_is_up(routed):
+    for _ in range(40):
+        routed.db.execute("select pgqueue.enqueue('q')")
+    assert routed.where(COUNT) == [1, 2, 3]
+    routed.lose(2)
+    before = one(routed.shards[1], COUNT)
+    ids = [one(routed.db, "select pgqueue.enqueue('q')") for _ in range(20)]
+    assert {(id - 1) % 1024 + 1 for id in ids} == {1, 3}
+    assert one(routed.shards[1], COUNT) == before
+
+
+def test_many_jobs_are_split_by_key_and_their_ids_come_in_order(routed):
+    payloads = [str(n) for n in range(60)]
+    ids = column(
+        routed.db,
+        "select * from pgqueue.enqueue_many('q', %s::jsonb[], group_keys => %s)",
+        payloads,
+        KEYS,
+    )
+    assert [(id - 1) % 1024 for id in ids] == [
+        pgqueue.shard_of(k, SHARDS) for k in KEYS
+    ]
+    for shard in routed.shards:
+        for id, payload, key in shard.execute(
+            "select id, payload, group_key from pgqueue.job"
+        ):
+            assert (ids[payload], KEYS[payload]) == (id, key)
+    # One call for each.
+    per_call = "select count(distinct xmin::text) from pgqueue.job"
+    assert [one(shard, per_call) for shard in routed.shards] == [1, 1, 1]
+    with pytest.raises(errors.InvalidParameterValue):
+        routed.db.execute(
+            "select * from pgqueue.enqueue_many('q', array['1']::jsonb[], group_keys => array['a', 'b'])"
+        )
+    mixed = column(
+        routed.db,
+        "select * from pgqueue.enqueue_many('r', array['1', '2', '3']::jsonb[], unique_keys => array['a', null, 'b'])",
+    )
+    assert len(mixed) == 3 and None not in mixed
+
+
+def test_what_takes_an_id_finds_its_shard(routed):
+    db = routed.db
+    ids = [
+        one(db, "select pgqueue.enqueue('q', group_key => %s)", key) for key in KEYS[:9]
+    ]
+    for id in ids:
+        assert one(db, "select state from pgqueue.status(%s)", id) == "ready"
+        assert one(db, "select pgqueue.why(%s)", id)
+        db.execute("select pgqueue.reprioritize(%s, 3)", (id,))
+        assert routed.where(
+            "select count(*) from pgqueue.job where id = %s and priority = 3", id
+        ) == [(id - 1) % 1024 + 1]
+    assert one(db, "select pgqueue.cancel(%s)", ids[0]) == "cancelled"
+    with pytest.raises(psycopg.DatabaseError, match=r"^job 5 not found") as refused:
+        db.execute("select pgqueue.cancel(5)")
+    assert refused.value.sqlstate == "PQ001"
+    claimed = db.execute(
+        "select id, token from pgqueue.claim('q', 'w', 100)"
+    ).fetchall()
+    assert len({(id - 1) % 1024 for id, _ in claimed}) == 1
+    while found := db.execute(
+        "select id, token from pgqueue.claim('q', 'w', 100)"
+    ).fetchall():
+        claimed += found
+    assert len(claimed) == 8
+    held = [list(each) for each in zip(*claimed, strict=True)]
+    assert {s for _, s in db.execute("select * from pgqueue.extend(%s, %s)", held)} == {
+        "held"
+    }
+    first, *others = claimed
+    db.execute("select pgqueue.complete(%s, %s)", first)
+    with pytest.raises(psycopg.DatabaseError) as refused:
+        db.execute("select pgqueue.complete(%s, %s)", first)
+    assert refused.value.sqlstate == "PQ002"
+    held = [list(each) for each in zip(*others, strict=True)]
+    ended = db.execute(
+        "select * from pgqueue.finish(%s, %s, %s)", (*held, ["complete"] * len(others))
+    ).fetchall()
+    assert dict(ended) == {id: "completed" for id, _ in others}
+
+
+def test_a_job_that_was_moved_is_found_where_it_is(routed):
+    job = one(routed.db, "select pgqueue.enqueue('q', group_key => %s)", KEYS[0])
+    home = (job - 1) % 1024
+    other = (home + 1) % SHARDS
+    row = one(routed.shards[home], "select to_jsonb(j) from pgqueue.job as j")
+    routed.shards[other].execute(
+        "insert into pgqueue.job overriding system value"
+        " select * from jsonb_populate_record(null::pgqueue.job, %s)",
+        (psycopg.types.json.Jsonb(row),),
+    )
+    routed.shards[home].execute("delete from pgqueue.job")
+    assert one(routed.db, "select state from pgqueue.status(%s)", job) == "ready"
+    routed.db.execute("select pgqueue.run_now(%s)", (job,))
+    assert one(routed.db, "select pgqueue.cancel(%s)", job) == "cancelled"
+
+
+def test_what_belongs_together_must_be_on_one_shard(routed):
+    db = routed.db
+    batch = one(db, "select pgqueue.create_batch('done', group_key => %s)", KEYS[0])
+    assert (batch - 1) % 1024 == pgqueue.shard_of(KEYS[0], SHARDS)
+    job = one(db, "select pgqueue.enqueue('q', batch_id => %s)", batch)
+    after = one(db, "select pgqueue.enqueue('q', after => %s)", [job])
+    assert (job - 1) % 1024 == (after - 1) % 1024 == (batch - 1) % 1024
+    elsewhere = next(
+        k for k in KEYS if pgqueue.shard_of(k, SHARDS) != (batch - 1) % 1024
+    )
+    for call in ("batch_id => %s", "after => array[%s]"):
+        with pytest.raises(errors.InvalidParameterValue, match="one shard"):
+            db.execute(
+                f"select pgqueue.enqueue('q', group_key => %s, {call})",
+                (elsewhere, batch),
+            )
+    many = "select * from pgqueue.enqueue_many('q', array['1']::jsonb[], group_keys => %s, batch_id => %s)"
+    with pytest.raises(errors.InvalidParameterValue, match="one shard"):
+        db.execute(many, ([elsewhere], batch))
+    db.execute("select pgqueue.close_batch(%s)", (batch,))
+
+
+def test_operators_reach_all_shards(routed):
+    db = routed.db
+    db.execute(
+        "select pgqueue.configure('q', max_running => 2), pgqueue.pause('halted')"
+    )
+    paused = "select count(*) from pgqueue.queue where name in ('q', 'halted')"
+    assert [one(shard, paused) for shard in routed.shards] == [2, 2, 2]
+    for key in KEYS[:12]:
+        db.execute("select pgqueue.enqueue('q', group_key => %s)", (key,))
+    for shard in routed.shards:
+        shard.execute(
+            "select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim('q', 'w', 2)"
+        )
+    dead = sum(
+        one(shard, "select count(*) from pgqueue.dead_job") for shard in routed.shards
+    )
+    assert dead > 3
+    assert len(column(db, "select pgqueue.redrive('q', max_jobs => 3)")) == 3
+    assert len(column(db, "select pgqueue.redrive('q')")) == dead - 3
+    assert one(db, "select pgqueue.purge('q')") == 12
+    tasks = db.execute("select task, done from pgqueue.maintain()").fetchall()
+    assert len(tasks) == len({task for task, _ in tasks}) > 3
+    assert one(db, "select pgqueue.after_failover(true)") is True
+
+
+def test_a_cap_holds_on_each_shard_and_a_limit_of_a_group_for_all(routed):
+    db = routed.db
+    db.execute(
+        "select pgqueue.configure('q', max_running => 1), pgqueue.configure('g', group_limit => 1)"
+    )
+    for key in KEYS[:30]:
+        db.execute("select pgqueue.enqueue('q', group_key => %s)", (key,))
+        db.execute("select pgqueue.enqueue('g', group_key => 'one')")
+
+    def claimed(queue: str) -> int:
+        return sum(
+            len(column(db, f"select id from pgqueue.claim('{queue}', 'w', 100)"))
+            for _ in range(20)
+        )
+
+    assert claimed("q") == SHARDS
+    assert claimed("g") == 1
+
+
+def test_a_schedule_lives_on_the_shard_of_its_name(routed):
+    for name in KEYS[:6]:
+        routed.db.execute("select pgqueue.schedule(%s, 'q', '@daily')", (name,))
+        at = routed.where("select count(*) from pgqueue.schedule where name = %s", name)
+        assert at == [pgqueue.shard_of(name, SHARDS) + 1]
+        routed.db.execute("select pgqueue.pause_schedule(%s)", (name,))
+    assert one(routed.db, "select count(*) from pgqueue.schedules") == 6
+    routed.db.execute("select pgqueue.unschedule(%s)", (KEYS[0],))
+    assert one(routed.db, "select count(*) from pgqueue.schedules") == 5
+
+
+def test_views_are_those_of_all_shards(routed):
+    for key in KEYS[:12]:
+        routed.db.execute("select pgqueue.enqueue('q', group_key => %s)", (key,))
+    shown = routed.db.execute(
+        "select shard, id, group_key from pgqueue.jobs"
+    ).fetchall()
+    assert len(shown) == 12
+    for number, id, key in shown:
+        assert number == pgqueue.shard_of(key, SHARDS) + 1 == (id - 1) % 1024 + 1
+    assert (
+        one(routed.db, "select sum(ready) from pgqueue.queues where queue = 'q'") == 12
+    )
+    views = column(
+        routed.shards[0],
+        "select relname from pg_class where relnamespace = 'pgqueue'::regnamespace and relkind = 'v' and relname !~ '^_'",
+    )
+    for view in views:
+        routed.db.execute(f"select * from pgqueue.{view}")
+    text = one(routed.db, "select pgqueue.metrics()")
+    families: list[str] = []
+    for line in filter(None, text.splitlines()):
+        family = line.split()[2] if line.startswith("#") else line.partition("{")[0]
+        if not families or families[-1] != family:
+            families.append(family)
+    assert len(families) == len(set(families))
+    assert all(
+        '{shard="' in line for line in text.splitlines() if line and line[0] != "#"
+    )
+
+
+def test_one_shard_that_is_down_leaves_the_others_to_work_with(routed):
+    db = routed.db
+    for key in KEYS[:20]:
+        db.execute("select pgqueue.enqueue('q', group_key => %s)", (key,))
+    up = [key for key in KEYS if pgqueue.shard_of(key, SHARDS) != 1]
+    down = next(key for key in KEYS[:20] if pgqueue.shard_of(key, SHARDS) == 1)
+    lost = one(routed.shards[1], COUNT)
+    routed.lose(2)
+    assert column(db, "select is_up from pgqueue.shards() order by shard") == [
+        True,
+        False,
+        True,
+    ]
+    found = db.execute(
+        "select shard, status, detail from pgqueue.health() order by shard"
+    ).fetchall()
+    assert {number for number, *_ in found} == {1, 2, 3}
+    assert [(s, d[:25]) for n, s, d in found if n == 2] == [
+        ("critical", "shard 2 does not answer: ")
+    ]
+    assert one(db, "select count(*) from pgqueue.jobs") == 20 - lost
+    db.execute("select pgqueue.enqueue('q', group_key => %s)", (up[0],))
+    with pytest.raises(errors.InternalError_):  # its group is there and nowhere else
+        db.execute("select pgqueue.enqueue('q', group_key => %s)", (down,))
+    assert len(column(db, "select id from pgqueue.claim('q', 'w', 100)")) > 0
+    with pytest.raises(
+        errors.ConnectionFailure, match="not done on shards that are down: 2"
+    ):
+        db.execute("select pgqueue.pause('q')")
+    paused = "select count(*) from pgqueue.queue where name = 'q' and paused"
+    assert one(routed.shards[0], paused) == one(routed.shards[2], paused) == 1
+    routed.bring_back(2)
+    db.execute("select pgqueue.pause('q')")
+    assert one(routed.shards[1], paused) == 1
+    assert one(db, "select count(*) from pgqueue.jobs") == 21
+    db.execute("select pgqueue.enqueue('q', group_key => %s)", (down,))
+
+
+def test_a_call_is_a_transaction_on_its_shard_and_two_calls_are_two(routed):
+    with routed.db.transaction(force_rollback=True):
+        id = one(routed.db, "select pgqueue.enqueue('q', group_key => 'a')")
+    assert routed.where("select count(*) from pgqueue.job where id = %s", id) == [
+        (id - 1) % 1024 + 1
+    ]
+    many = "select * from pgqueue.enqueue_many('q', %s::jsonb[], unique_keys => %s, on_duplicate => 'error')"
+    keys = sorted(KEYS[:12], key=lambda key: pgqueue.shard_of(key, SHARDS))
+    routed.db.execute("select pgqueue.enqueue('q', unique_key => %s)", (keys[-1],))
+    before = [one(shard, COUNT) for shard in routed.shards]
+    with pytest.raises(errors.UniqueViolation):
+        routed.db.execute(many, (["1"] * 12, keys))
+    after = [one(shard, COUNT) for shard in routed.shards]
+    assert after[2] == before[2]  # all or nothing on each shard
+    assert after[0] > before[0]  # and those before it have been done
+    # With your own writes, enqueue on the shard.
+    shard = routed.shards[pgqueue.shard_of("a", SHARDS)]
+    with shard.transaction(force_rollback=True):
+        mine = one(shard, "select pgqueue.enqueue('q', group_key => 'a')")
+    assert routed.where("select count(*) from pgqueue.job where id = %s", mine) == []
+
+
+def test_every_public_function_is_in_the_router_or_said_not_to_be(routed, db):
+    functions = "select proname from pg_proc where pronamespace = 'pgqueue'::regnamespace and proname !~ '^_'"
+    here, there = set(column(routed.db, functions)), set(column(db, functions))
+    assert here - there == {"shards"}
+    assert there - here == {"enqueue_row", "shard", "work"}
+    arguments = "select proname, pg_get_function_arguments(oid) from pg_proc where pronamespace = 'pgqueue'::regnamespace and proname !~ '^_'"
+    ours = dict(routed.db.execute(arguments).fetchall())
+    assert {n: a for n, a in db.execute(arguments) if n in ours and ours[n] != a} == {}
+
+
+def test_nobody_may_use_the_router_until_granted(routed, role):
+    routed.db.execute(f"set role {role}")
+    with pytest.raises(errors.InsufficientPrivilege):
+        routed.db.execute("select pgqueue.enqueue('q')")
+
+
+def test_the_page_makes_a_router_from_what_make_writes(template, tmp_path):
+    """With the shards of the page, which here have other names."""
+    (block,) = documents.blocks(documents.text("docs/shards.md"), "router")
+    subprocess.run(["make", "-s", "router"], cwd=REPO, check=True)
+    with database(template) as first, database(template) as second:
+        name = "pgqueue_router_of_page"
+        with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+            if not one(
+                admin,
+                "select count(*) from pg_available_extensions where name = 'plproxy'",
+            ):
+                pytest.skip("PL/Proxy is not installed (Debian: postgresql-NN-plproxy)")
+            where = f"host={admin.info.host} port={admin.info.port}"
+            admin.execute(f"drop database if exists {name} with (force)")
+            admin.execute(f"create database {name}")
+        text = block.text.replace("dbname=first", f"{first} {where}")
+        text = text.replace("dbname=second", f"{second} {where}")
+        ran = subprocess.run(
+            ["psql", "-XqAt", "-v", "ON_ERROR_STOP=1", "-d", name],
+            input=text, cwd=REPO, capture_output=True, text=True,
+        )  # fmt: skip
+        assert (ran.stdout, ran.stderr) == ("1|t\n2|t\n", "")
+        with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+            admin.execute(f"drop database {name} with (force)")
+
+
+def test_the_page_says_where_each_function_goes(routed):
+    rows = documents.table(documents.text("docs/shards.md"), "call", "goes to")
+    named = {name for call, _ in rows for name in documents.quoted(call)}
+    functions = "select proname from pg_proc where pronamespace = 'pgqueue'::regnamespace and proname !~ '^_'"
+    assert named <= set(column(routed.shards[0], functions))
+    assert {"enqueue", "health", "schedule", "claim", "pause", "redrive"} <= named
