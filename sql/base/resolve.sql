@@ -79,8 +79,8 @@ begin
 end;
 $do$;
 
--- A setting of a queue, or (an empty name) of all, that is not in queue_in_force.
-create or replace function pgqueue._seldom(queue text, setting text)
+-- A setting of a queue, or (an empty name) of all, or of one of its kinds, that is not in queue_in_force.
+create or replace function pgqueue._seldom(queue text, setting text, kind text default '')
     returns text
     language plpgsql
     stable
@@ -90,9 +90,9 @@ begin
         (
             select to_jsonb(q) ->> setting
             from pgqueue.queue as q
-            where q.name in ('', _seldom.queue) and q.kind = '' and q.group_key = ''
+            where q.name in ('', _seldom.queue) and q.kind in ('', _seldom.kind) and q.group_key = ''
                 and to_jsonb(q) ->> setting is not null
-            order by q.name <> '' desc
+            order by q.kind <> '' desc, q.name <> '' desc
             limit 1
         ),
         (select s.fallback from pgqueue._setting as s where s.name = setting)

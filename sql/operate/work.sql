@@ -71,7 +71,7 @@ begin
     for key share;
     is_held := found and job.cancelled_at is null;
     if is_held then
-        handler := (pgqueue._in_force(job.queue, job.kind)).handler;
+        handler := pgqueue._seldom(job.queue, 'handler', job.kind);
         call := (
             select format(
                 'select %s from %I.%I(%s)',

@@ -450,7 +450,7 @@ select
     concat_ws(
         '; ', r.said, 'default ' || coalesce(s.fallback, 'none'), 'not for ' || array_to_string(n.not_for, ' or ')
     ) as facts,
-    s.name in ('keep_events', 'suspend_target') as is_seldom
+    s.name in ('keep_events', 'suspend_target', 'handler') as is_seldom
 from (
     values
         ('paused', 'boolean', 'false', null, null, 'Accepts jobs and hands none out'),
@@ -534,7 +534,7 @@ comment on column pgqueue._setting.meaning is 'What it does.';
 comment on column pgqueue._setting.said is 'The range in words.';
 comment on column pgqueue._setting.facts is 'Range, default and what it cannot be set for, in words.';
 comment on column pgqueue._setting.is_seldom is
-'Whether no call but maintain and health needs it: it is not in queue_in_force.';
+'Whether only maintain, health or work need it: it is not in queue_in_force.';
 -- so far.]
 
 -- A queue needs no row here. An empty name, kind or group_key stands for every one, and a null

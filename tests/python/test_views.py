@@ -688,7 +688,7 @@ def test_the_settings_in_force_are_the_narrowest_that_were_said(db, rng) -> None
             select s.* from pgqueue.settings as s
             join pgqueue._setting as l on l.name = s.setting
             where s.value is distinct from case
-                when l.is_seldom then pgqueue._seldom(coalesce(s.queue, ''), s.setting)
+                when l.is_seldom then pgqueue._seldom(coalesce(s.queue, ''), s.setting, coalesce(s.kind, ''))
                 else to_jsonb(pgqueue._in_force(
                     coalesce(s.queue, ''), coalesce(s.kind, ''), coalesce(s.group_key, '')
                 )) ->> s.setting

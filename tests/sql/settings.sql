@@ -399,7 +399,7 @@ select is_empty(
            select coalesce(
                to_jsonb(pgqueue._in_force(v.queue, v.kind, v.group_key)) ->> v.setting,
                (
-                   select pgqueue._seldom(coalesce(v.queue, ''), s.name)
+                   select pgqueue._seldom(coalesce(v.queue, ''), s.name, coalesce(v.kind, ''))
                    from pgqueue._setting as s where s.name = v.setting and s.is_seldom
                )
            )
