@@ -257,7 +257,7 @@ def test_hostile_text_is_nothing_but_text(site, db) -> None:
         db.execute(
             "select pgqueue.enqueue(%(t)s, to_jsonb(%(t)s::text), kind => %(t)s,"
             " group_key => %(t)s, unique_key => %(t)s || n, headers => %(h)s)"
-            " from generate_series(1, 3) as n",
+            " from generate_series(1, 4) as n",
             {"t": text, "h": json.dumps({"x": NASTY})},
         )
         kill(db, text, NASTY + "\n" + NASTY, jobs=1)
@@ -265,6 +265,14 @@ def test_hostile_text_is_nothing_but_text(site, db) -> None:
             "select id, token from pgqueue.claim(%s, %s)", (text, NASTY)
         ).fetchone()
         db.execute("select pgqueue.progress(%s, %s, 1, 2, %s)", (id, token, NASTY))
+        db.execute(
+            "select pgqueue.save_step(%s, %s, %s, %s)",
+            (id, token, name, json.dumps(NASTY)),
+        )
+        db.execute(
+            "select pgqueue.suspend(id, token, %s) from pgqueue.claim(%s, 'w')",
+            (name, text),
+        )
     db.execute("select pgqueue.schedule(%s, %s, every => '1 h')", (name, name))
     db.execute("select pgqueue.create_batch(%s)", (name,))
     page = site(allow_actions=True)
@@ -445,6 +453,61 @@ def test_a_job_has_links_to_what_it_waits_for_and_to_its_batch(site, db) -> None
         assert links <= hrefs
     kill(db, "q", "boom")
     assert f"/batch?id={batch}" in page.get(f"/job?id={first}").text
+
+
+def test_a_job_shows_its_steps_and_what_it_is_suspended_for(site, db, role) -> None:
+    id = one(db, "select pgqueue.enqueue('q')")
+    first = one(db, "select pgqueue.enqueue('other')")
+    db.execute(
+        "select pgqueue.save_step(id, token, 'page ' || n, to_jsonb(repeat('x', n * 700)))"
+        " from pgqueue.claim('q', 'w') cross join generate_series(1, 2) as n"
+    )
+    page = site(allow_actions=True)
+    db.execute("select pgqueue.grant_access(%s, 'reader')", (role,))
+    as_reader = site(user=role)
+
+    def shown(page=page) -> tuple[dict[str, str], list[list[str]], set[str]]:
+        text = page.get(f"/job?id={id}").text
+        facts = re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", text, re.DOTALL)
+        found = Found(text)
+        steps = [row for row in found.rows if len(row) == 3]
+        return dict(facts), steps, {str(a.get("href")) for _, a in found.tags}
+
+    facts, steps, _ = shown()
+    assert [row[0] for row in steps] == ["Step", "page 2", "page 1"]
+    assert "ago" in steps[1][1]
+    # The first line of each, and all of it on request: the longer one is cut.
+    assert [steps[1][2].count("x"), steps[2][2].count("x")] == [119 + 999, 119 + 700]
+    assert not {"Suspended", "Until event"} & facts.keys()
+
+    db.execute(
+        "select pgqueue.suspend(id, token, '<paid>', now() + interval '3 days', %s)"
+        " from pgqueue.job where id = %s",
+        ([first], id),
+    )
+    for page_of in (page, as_reader):
+        facts, steps, links = shown(page_of)
+        assert facts["Until event"] == "&lt;paid&gt;"
+        assert "ago" in facts["Suspended"] and "(in " in facts["Due"]
+        assert f"/job?id={first}" in links
+        assert len(steps) == (3 if page_of is page else 0)
+
+    assert said(page, press(page, f"/job?id={id}", "Run now"))
+    facts, steps, links = shown()
+    assert not {"Suspended", "Until event"} & facts.keys() and len(steps) == 3
+    assert f"/job?id={first}" not in links
+    # They stay with a dead job, and of very many the last are shown.
+    db.execute(
+        "select pgqueue.save_step(id, token, 'row ' || n)"
+        " from pgqueue.claim('q', 'w') cross join generate_series(1, 300) as n"
+    )
+    db.execute(
+        "select pgqueue.fail(id, token, 'x', permanent => true) from pgqueue.job where id = %s",
+        (id,),
+    )
+    _, steps, _ = shown()
+    assert len(steps) == 201 and steps[1][0] == "row 300"
+    assert "The last 200 of 302 steps." in page.get(f"/job?id={id}").text
 
 
 def test_each_attempt_of_a_dead_job_is_there_with_its_traceback(site, db) -> None:

@@ -33,6 +33,14 @@ where job_id = %(id)s
 order by finished_at desc, attempt desc
 limit 200
 """
+# The last ones: a job may have 10,000.
+STEPS = """
+select s.name, s.saved_at, count(*) over () as matches,
+    left(s.value::text, 1000) || case when length(s.value::text) > 1000 then '…' else '' end as value
+from pgqueue.steps(%(id)s) with ordinality as s (name, value, saved_at, place)
+order by s.place desc
+limit %(shown)s
+"""
 # Each by its id, however many jobs there are.
 NEAR = """
 select d.{1} as id, coalesce(j.state, 'ended') as state, j.queue, j.kind
@@ -48,6 +56,7 @@ FACTS = dict.fromkeys(
         *("lease_expires_at", "cancelled_at", "worker", "group_key", "unique_key"),
         *("batch_id", "headers", "done", "total", "message", "time_left"),
         *("last_error", "has_payload", "payload", "payload_length"),
+        *("event", "suspended_at"),
     )
 )
 
@@ -59,6 +68,7 @@ def page(reading: Reading) -> Page:
     found = reading.row(LIVE, id=id) or {}
     is_living, runs = bool(found), None
     errors: list[Row] = []
+    steps: list[Row] = []
     if reading.rights["sees_all"]:
         wants = {"payload": "payload" in reading.asked, "most": MOST}
         status = reading.row(STATUS, id=id, **wants) or {}
@@ -66,6 +76,8 @@ def page(reading: Reading) -> Page:
         # Of one that has ended the log has the same.
         if is_living or found["state"] == "dead":
             errors = status.get("errors") or []
+            if reading.rights["sees_steps"]:
+                steps = reading.rows(STEPS, id=id)
         # The log may be long: it is read once, not every two seconds.
         if not is_living or "log" in reading.asked:
             reading.conn.execute("set local enable_seqscan = off")
@@ -82,6 +94,7 @@ def page(reading: Reading) -> Page:
                 {**error, "at": datetime.fromisoformat(error["at"])}
                 for error in reversed(errors)
             ],
+            "steps": steps,
             "runs": runs,
             "waits_for": reading.rows(
                 NEAR.format("waiter_id", "job_id"), id=id, most=AROUND + 1

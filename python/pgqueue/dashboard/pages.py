@@ -38,7 +38,11 @@ select
     case
         when to_regprocedure('pgqueue.health()') is null then false
         else has_function_privilege('pgqueue.health()', 'execute')
-    end as has_health
+    end as has_health,
+    case
+        when to_regprocedure('pgqueue.steps(bigint)') is null then false
+        else has_function_privilege('pgqueue.steps(bigint)', 'execute')
+    end as sees_steps
 """
 MORE = re.compile(r"; and ([\d,]+) more(?:, ([\d,]+) of them critical)?$")
 HEALTH = 'select "check", status, detail, hint from pgqueue.health()'
