@@ -110,7 +110,8 @@ class Job:
     def sleep(self, name: str, interval: float | timedelta) -> Any:
         """Go on after seconds or a timedelta, counted from the first attempt that got here.
 
-        Until then the job is suspended, by pgqueue.suspend(), and occupies no worker.
+        Until then, or an operator's run_now, the job is suspended, by pgqueue.suspend(), and
+        occupies no worker.
         """
         steps, seconds = self._steps, _to_timedelta(interval)
         return self._end(steps.sleep(steps.name(name), seconds))
@@ -119,20 +120,26 @@ class Job:
         """Return the payload of an event, and suspend the job until pgqueue.emit() says it.
 
         Raises TimeoutError if it has not happened after seconds, or a timedelta, counted
-        from the first attempt that got here. Which it was, the next attempts are told, too.
+        from the first attempt that got here, or at an operator's run_now, if there is a
+        timeout. Which it was, the next attempts are told, too.
         """
         steps = self._steps
         seconds = None if timeout is None else _to_timedelta(timeout)
         name = steps.name(f"wait for {event}")
         return self._end(steps.wait_for(event, name, seconds))
 
-    def wait_for_jobs(self, ids: Sequence[int]) -> Any:
+    def wait_for_jobs(
+        self, ids: Sequence[int], timeout: float | timedelta | None = None
+    ) -> Any:
         """Return the results of other jobs, a list; the job is suspended until all have ended.
 
-        Raises NotCompleted if one of them died, or was cancelled.
+        Raises NotCompleted if one of them died, or was cancelled; TimeoutError if not all
+        have ended after seconds, or a timedelta, as wait_for does.
         """
         steps = self._steps
-        return self._end(steps.wait_for_jobs(steps.name("wait for jobs"), ids))
+        seconds = None if timeout is None else _to_timedelta(timeout)
+        name = steps.name("wait for jobs")
+        return self._end(steps.wait_for_jobs(name, ids, seconds))
 
     @property
     def results(self) -> Any:

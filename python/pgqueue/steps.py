@@ -37,9 +37,10 @@ RESULTS = (
     " from pgqueue.results_of(%s, %s, %s, %s) as r"
 )
 SUSPEND = (
-    "select pgqueue.suspend(%s, %s, t.event, t.run_at, t.after)"
+    "select pgqueue.suspend(%s, %s, t.event, t.run_at, t.after, t.step)"
     " from pg_catalog.jsonb_to_record(%s::pg_catalog.text::pg_catalog.jsonb)"
-    " as t (event pg_catalog.text, run_at timestamp with time zone, after bigint[])"
+    " as t (event pg_catalog.text, run_at timestamp with time zone, after bigint[],"
+    " step pg_catalog.text)"
 )
 PAGE = 1000
 
@@ -134,9 +135,9 @@ class Steps:
         return known[name] if read is None else read(known[name])
 
     async def sleep(self, name: str, seconds: timedelta) -> None:
-        run_at, is_over = await self._deadline(name, seconds)
+        terms, is_over = await self._until(name, name, seconds)
         if not is_over:
-            self._suspend(run_at=run_at)
+            self._suspend(**terms)
 
     async def wait_for(self, event: str, name: str, timeout: timedelta | None) -> Any:
         known = await self._load()
@@ -150,14 +151,14 @@ class Steps:
         """Look whether it has happened, or its time is up; else suspend the job."""
         if rows := await self._fetch(EVENT, event):
             return f'{{"payload": {rows[0][0]}}}'
-        run_at, is_over = None, False
-        if timeout is not None:
-            run_at, is_over = await self._deadline(f"{name}: until", timeout)
+        terms, is_over = await self._until(name, f"{name}: until", timeout)
         if not is_over:
-            self._suspend(event=event, run_at=run_at)
+            self._suspend(event=event, **terms)
         return '{"timed_out": true}'
 
-    async def wait_for_jobs(self, name: str, ids: Sequence[int]) -> list[Any]:
+    async def wait_for_jobs(
+        self, name: str, ids: Sequence[int], timeout: timedelta | None
+    ) -> list[Any]:
         known = await self._load()
         ended = f"{name}: ended"
         if ended not in known:
@@ -165,11 +166,18 @@ class Steps:
             is_new = name not in known
             if is_new:
                 await self._save(name, to_json(list(ids), name))
+            values = None
             if ids and (is_new or any(r.outcome is None for r in found.values())):
-                self._suspend(after=list(ids))
-            rows = [found.get(id, Result(id, None, "gone", None)) for id in ids]
-            values = [[r.id, r.kind, r.outcome, r.result] for r in rows]
+                until = f"{name}: until"
+                terms, is_over = await self._until(name, until, timeout)
+                if is_new or not is_over:
+                    self._suspend(after=list(ids), **terms)
+            else:
+                rows = [found.get(id, Result(id, None, "gone", None)) for id in ids]
+                values = [[r.id, r.kind, r.outcome, r.result] for r in rows]
             await self._save(ended, to_json(values, name))
+        if known[ended] is None:
+            raise TimeoutError("the jobs have not ended in time")
         results = [Result(*row) for row in known[ended]]
         if any(r.outcome != "completed" for r in results):
             raise NotCompleted(results)
@@ -201,10 +209,17 @@ class Steps:
         rows = await self._fetch(SAVE, *self._lease, name, text or "null")
         (await self._load())[name] = _decode(rows[0][0])
 
-    async def _deadline(self, name: str, seconds: timedelta) -> tuple[str, bool]:
-        rows = await self._fetch(DEADLINE, *self._lease, name, seconds)
+    async def _until(
+        self, name: str, until: str, timeout: timedelta | None
+    ) -> tuple[dict[str, str], bool]:
+        """Say when a wait ends, and whether it has: by its deadline or by run_now."""
+        if timeout is None:
+            return {}, False
+        over = f"{name}: over"
+        known = await self._load()
+        rows = await self._fetch(DEADLINE, *self._lease, until, timeout)
         run_at, is_over = rows[0]
-        return run_at, is_over
+        return {"run_at": run_at, "step": over}, is_over or over in known
 
     async def _fetch(self, query: str, *params: Any) -> list[tuple[Any, ...]]:
         async with self._session() as conn:

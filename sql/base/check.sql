@@ -590,7 +590,9 @@ end;
 $$;
 
 -- Refuses terms that suspend cannot take.
-create or replace function pgqueue._check_suspension(job_id bigint, event text, run_at timestamptz, after bigint[])
+create or replace function pgqueue._check_suspension(
+    job_id bigint, event text, run_at timestamptz, after bigint[], step text
+)
     returns text[]
     language plpgsql
 as $$
@@ -602,6 +604,7 @@ begin
             'Give an event, a moment or jobs; release gives a job back that may run again at once.'
         ]
         when octet_length(event) not between 1 and 200 then pgqueue._bad_name('event', event)
+        when octet_length(step) not between 1 and 200 then pgqueue._bad_name('the name of a step', step)
         when job_id = any (after) then array[
             'a job cannot wait for itself', format('after has its id, %s.', job_id), 'Name other jobs.'
         ]

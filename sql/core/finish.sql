@@ -330,8 +330,8 @@ create or replace function pgqueue._to_suspension(
     language plpgsql
 as $$
 begin
-    terms := jsonb_populate_record(row(null, run_at, null)::pgqueue._suspension, said::jsonb);
-    problem := (pgqueue._check_suspension(job_id, terms.event, terms.run_at, terms.after))[1];
+    terms := jsonb_populate_record(row(null, run_at, null, null)::pgqueue._suspension, said::jsonb);
+    problem := (pgqueue._check_suspension(job_id, terms.event, terms.run_at, terms.after, terms.step))[1];
 exception when data_exception or program_limit_exceeded then
     problem := 'it cannot be suspended on these terms: ' || sqlerrm;
 end;
@@ -380,13 +380,13 @@ begin
             array_agg(e.said) as texts,
             array_agg(moment + e.delay) as run_ats,
             array_agg(e.result) as results,
-            array_agg(row(e.event, e.run_at, e.after)::pgqueue._suspension) as terms
+            array_agg(row(e.event, e.run_at, e.after, e.step)::pgqueue._suspension) as terms
         from (
             select distinct on (u.id, u.token)
-                u.id, u.token, u.delay, u.result, coalesce(u.problem, u.said) as said, u.event, u.run_at, u.after,
+                u.id, u.token, u.delay, u.result, coalesce(u.problem, u.said) as said, u.event, u.run_at, u.after, u.step,
                 case when u.problem is null then u.outcome else 'fail' end as outcome
             from unnest(job_ids, tokens, outcomes, texts, delays, results, problems, terms) with ordinality
-                as u (id, token, outcome, said, delay, result, problem, event, run_at, after, place)
+                as u (id, token, outcome, said, delay, result, problem, event, run_at, after, step, place)
             order by u.id, u.token, u.place
         ) as e
         join (

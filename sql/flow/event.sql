@@ -40,28 +40,28 @@ begin
             picks, array_fill('release'::text, array[cardinality(picks)]), null,
             array(
                 select coalesce(t.run_at, 'infinity')
-                from unnest(terms) with ordinality as t (event, run_at, after, nth)
+                from unnest(terms) with ordinality as t (event, run_at, after, step, nth)
                 order by t.nth
             ),
             moment
         ) as e
         where e.status = 'released'
     );
-    insert into pgqueue.wait (job_id, since, event)
-    select t.id, _suspend.moment, t.event
-    from unnest(ids, terms) as t (id, event, run_at, after)
+    insert into pgqueue.wait (job_id, since, event, step)
+    select t.id, _suspend.moment, t.event, t.step
+    from unnest(ids, terms) as t (id, event, run_at, after, step)
     where t.id = any (suspended);
     -- With a new snapshot: an event that is committed after this one has its loose end looked at after that.
     over := array(
         select t.id
-        from unnest(ids, terms) as t (id, event, run_at, after)
+        from unnest(ids, terms) as t (id, event, run_at, after, step)
         join pgqueue.event as e on e.name = t.event collate "default"
         where t.id = any (suspended)
         order by t.id
     );
     for given in
         select t.*
-        from unnest(ids, terms) as t (id, event, run_at, after)
+        from unnest(ids, terms) as t (id, event, run_at, after, step)
         where t.after is not null and t.id = any (suspended)
     loop
         update pgqueue.job as j
@@ -91,21 +91,22 @@ $$;
 
 -- Writes down that a job waits, which is not due any more: suspend, for a plain one. Plans as it sets them.
 create or replace function pgqueue._begin_wait(
-    job_id bigint, event text, run_at timestamptz, queue text, priority int, awaited bigint, moment timestamptz
+    job_id bigint, event text, run_at timestamptz, step text, queue text, priority int, awaited bigint,
+    moment timestamptz
 )
     returns void
     language plpgsql
 as $$
 #variable_conflict use_column
 begin
-    insert into pgqueue.wait (job_id, since, event)
-    values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event)
+    insert into pgqueue.wait (job_id, since, event, step)
+    values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event, _begin_wait.step)
     on conflict do nothing;
     if not found then
         -- It has run because its time had come.
         perform pgqueue._end_waits(array[_begin_wait.job_id]);
-        insert into pgqueue.wait (job_id, since, event)
-        values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event);
+        insert into pgqueue.wait (job_id, since, event, step)
+        values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event, _begin_wait.step);
     end if;
     -- The end of the job looks for its wait, and claims look around.
     if awaited >> (hashtext(_begin_wait.queue) & 255) % 63 & 1 = 0 then
@@ -138,7 +139,8 @@ create or replace function pgqueue.suspend(
     token bigint,
     event text default null,
     run_at timestamptz default null,
-    after bigint[] default null
+    after bigint[] default null,
+    step text default null
 )
     returns void
     language plpgsql
@@ -158,10 +160,12 @@ begin
     if (
         current_setting('transaction_isolation') = 'read committed' and after is null
         and coalesce(octet_length(event) between 1 and 200, run_at is not null)
-        and coalesce(run_at between '1970-01-01' and '9998-12-31', true) and awaited >= 0
+        and coalesce(run_at between '1970-01-01' and '9998-12-31', true)
+        and coalesce(octet_length(step) between 1 and 200, true) and awaited >= 0
     ) is not true then
         refused := pgqueue._refuse(coalesce(
-            pgqueue._check_isolation(), pgqueue._check_suspension(suspend.job_id, suspend.event, suspend.run_at, after)
+            pgqueue._check_isolation(),
+            pgqueue._check_suspension(suspend.job_id, suspend.event, suspend.run_at, after, suspend.step)
         ));
     else
         -- As in _end.
@@ -179,7 +183,7 @@ begin
         returning j.queue, j.priority into job;
         if found then
             perform pgqueue._begin_wait(
-                suspend.job_id, suspend.event, suspend.run_at, job.queue, job.priority, awaited, moment
+                suspend.job_id, suspend.event, suspend.run_at, suspend.step, job.queue, job.priority, awaited, moment
             );
             return;
         end if;
@@ -189,18 +193,19 @@ begin
         refused := pgqueue._refuse(pgqueue._lost(suspend.job_id, suspend.token));
     end if;
     perform pgqueue._suspend(
-        picks, array[row(suspend.event, suspend.run_at, after)::pgqueue._suspension], moment
+        picks, array[row(suspend.event, suspend.run_at, after, suspend.step)::pgqueue._suspension], moment
     );
 end;
 $$;
 
-comment on function pgqueue.suspend(bigint, bigint, text, timestamptz, bigint[]) is
+comment on function pgqueue.suspend(bigint, bigint, text, timestamptz, bigint[], text) is
 'Ends an attempt without counting it. The job waits, which costs no worker and no
 claim anything, and is due again at the event, at run_at, or when these jobs
 have ended (completed, died or been cancelled), whichever comes first; at once
 for an event that has happened, or jobs that have all ended. Its next attempt
 sees by events and results_of which it was, and by steps what it need not do
-again. A job that an operator asked to stop is cancelled instead.
+again; an operator''s run_now saves the step of this name, if one is given. A job
+that an operator asked to stop is cancelled instead.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
 argument, or nothing to wait for), PQ001 (an unknown job in after).';
 

@@ -165,6 +165,16 @@ begin
         refused := pgqueue._refuse(pgqueue._not_found('job', job_id, 'A dead job goes back to work with redrive_job.'));
     end if;
     if moved.is_suspended then
+        insert into pgqueue.step as s (job_id, saved_at, place, name, value)
+        select
+            w.job_id, moment,
+            coalesce((
+                select l.place from pgqueue.step as l where l.job_id = w.job_id order by l.place desc limit 1
+            ), 0) + 1,
+            w.step, '"run_now"'
+        from pgqueue.wait as w
+        where w.job_id = run_now.job_id and w.step is not null
+        on conflict do nothing;
         perform pgqueue._end_waits(array[job_id]);
         perform pgqueue._free(array[job_id]);
         return;
@@ -175,7 +185,9 @@ $$;
 
 comment on function pgqueue.run_now(bigint) is
 'Makes a scheduled job, one that waits for its retry, or a suspended one, due at
-once; a running job, or one enqueued after others, is left alone.
+once; a running job, or one enqueued after others, is left alone. The wait of a
+suspended one is over: if suspend was given a step, it is saved, with the value
+"run_now"; otherwise the job does not know, and may wait again.
 Raises PQ001 (no such job).';
 
 create or replace function pgqueue.reprioritize(job_id bigint, priority int)

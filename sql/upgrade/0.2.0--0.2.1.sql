@@ -36,6 +36,7 @@ create table pgqueue.wait (
     job_id bigint not null,
     since timestamptz not null,
     event text,
+    step text,
     constraint wait_pkey primary key (job_id)
 );
 comment on table pgqueue.wait is
@@ -44,6 +45,7 @@ whose event has happened is work left to do.';
 comment on column pgqueue.wait.job_id is 'The job.';
 comment on column pgqueue.wait.since is 'When it was suspended.';
 comment on column pgqueue.wait.event is 'The event that it waits for; null for none.';
+comment on column pgqueue.wait.step is 'The step to save if an operator ends the wait; null for none.';
 create index wait_event_idx on pgqueue.wait (hashtextextended(event, 0)) where event is not null;
 comment on index pgqueue.wait_event_idx is 'Who waits for an event?';
 
@@ -63,10 +65,10 @@ comment on column pgqueue.event.payload is 'What the first emit said about it.';
 create index event_emitted_idx on pgqueue.event (emitted_at);
 comment on index pgqueue.event_emitted_idx is 'Which events can be forgotten?';
 
-create type pgqueue._suspension as (event text, run_at timestamptz, after bigint[]);
+create type pgqueue._suspension as (event text, run_at timestamptz, after bigint[], step text);
 comment on type pgqueue._suspension is
 'What a suspended job waits for: an event, a moment or the ends of jobs,
-whichever comes first; null for not.';
+whichever comes first; null for not. And the step that run_now saves.';
 
 alter table pgqueue.step set (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 20000,
     autovacuum_vacuum_cost_delay = 0, vacuum_index_cleanup = on);

@@ -156,6 +156,32 @@ def test_a_handler_that_was_dropped_fails_its_jobs_and_works_when_it_is_back(db)
     assert outcomes(db)[-1] == (id, "completed", 1, None)
 
 
+def test_run_now_ends_the_wait_of_a_handler_that_names_a_step_for_it(db):
+    db.execute("""
+        create function nap(job pgqueue.job) returns jsonb language plpgsql as $$
+        declare
+            steps jsonb := (select coalesce(jsonb_object_agg(s.name, s.value), '{}') from pgqueue.steps(job.id) as s);
+        begin
+            if not steps ? 'slept' then
+                perform pgqueue.suspend(job.id, job.token, run_at => '2999-01-01', step => 'slept');
+            end if;
+            return steps;
+        end $$
+    """)
+    db.execute(
+        "select pgqueue.configure('q', kind => 'nap', handler => 'nap(pgqueue.job)')"
+    )
+    id = enqueue(db, kind="nap")
+    for _ in range(2):
+        db.execute("call pgqueue.work('q')")
+        assert outcomes(db) == []
+        db.execute("update pgqueue.job set run_at = now()")  # without an operator
+    db.execute("call pgqueue.work('q')")
+    db.execute("select pgqueue.run_now(%s)", (id,))
+    db.execute("call pgqueue.work('q')")
+    assert outcomes(db) == [(id, "completed", {"slept": "run_now"}, None)]
+
+
 def test_with_run_for_it_waits_for_jobs_until_its_time_is_up_and_maintains(db, connect):
     db.execute(
         "insert into pgqueue.recent_key (job_id, expires_at, queue, unique_key)"

@@ -106,10 +106,64 @@ def test_a_sleep_goes_on_where_it_was_when_its_worker_is_gone(db, workers) -> No
     id = enqueue(db, "sleeps", seconds=3600)
     burst(workers)
     until = one(db, "select run_at from pgqueue.job")
-    db.execute("select pgqueue.run_now(%s)", (id,))
+    db.execute("update pgqueue.job set run_at = now() where id = %s", (id,))
     burst(workers)
     assert one(db, "select run_at from pgqueue.job") == until
     assert workers.notes("before") == {1: 1}
+
+
+@pytest.mark.parametrize("kind", ["sleeps", "asleeps", "tsleeps", "tasleeps"])
+def test_run_now_ends_a_sleep(db, workers, kind) -> None:
+    id = enqueue(db, kind, seconds=3600)
+    burst(workers)
+    db.execute("select pgqueue.run_now(%s)", (id,))
+    burst(workers)
+    assert result(db, id) is not None
+    assert workers.notes("after") == {1: 1}
+
+
+@pytest.mark.parametrize("kind", ["waits", "awaits"])
+def test_run_now_ends_a_wait_that_has_a_timeout_and_no_other(db, workers, kind) -> None:
+    timed = enqueue(db, kind, event="paid", timeout=3600)
+    patient = enqueue(db, kind, event="paid", timeout=None)
+    burst(workers)
+    for id in (timed, patient):
+        db.execute("select pgqueue.run_now(%s)", (id,))
+    burst(workers)
+    assert workers.notes("waited") == {1: 1}
+    # What was decided stays: the event comes too late for one, and in time for the other.
+    pgqueue.emit(db, "paid", {"amount": 7})
+    pgqueue.emit(db, "go")
+    burst(workers)
+    assert result(db, timed) == "too late"
+    assert result(db, patient) == {"amount": 7}
+
+
+@pytest.mark.parametrize("end", ["time", "run_now", "before", "jobs"])
+@pytest.mark.parametrize("kind", ["parent_for", "aparent_for"])
+def test_a_job_waits_for_jobs_no_longer_than_its_timeout(
+    db, workers, kind, end
+) -> None:
+    child = pgqueue.enqueue(db, QUEUE, {"n": 2}, kind="child", run_at=timedelta(days=1))
+    timeout = {"time": 0.2, "before": 0}.get(end, 3600)
+    if end == "before":
+        db.execute("select pgqueue.run_now(%s)", (child,))
+        burst(workers)
+    id = enqueue(db, kind, ids=[child], timeout=timeout)
+    worker = start(workers)
+    if end in ("run_now", "jobs"):
+        assert suspended(db, id)
+        db.execute("select pgqueue.run_now(%s)", (id if end == "run_now" else child,))
+    wait_until(lambda: workers.notes("waited"))
+    # A later attempt decides the same, though all have ended since.
+    assert suspended(db, id)
+    if end in ("time", "run_now"):
+        db.execute("select pgqueue.run_now(%s)", (child,))
+        assert result(db, child) == 4
+    pgqueue.emit(db, "go")
+    assert result(db, id) == ("too late" if end in ("time", "run_now") else [4])
+    assert workers.notes("waited") == {1: 1}
+    assert workers.finish(worker) == 0
 
 
 @pytest.mark.parametrize("kind", ["waits", "awaits"])

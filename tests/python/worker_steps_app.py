@@ -168,6 +168,28 @@ async def aparent(job: pgqueue.Job, ids: list[int]) -> Any:
     return await job.wait_for_jobs(ids)
 
 
+@app.job("parent_for")
+def parent_for(job: pgqueue.Job, ids: list[int], timeout: float) -> Any:
+    try:
+        results = job.wait_for_jobs(ids, timeout=timeout)
+    except TimeoutError:
+        results = "too late"
+    job.step("waited", effect, "waited")
+    job.wait_for("go")
+    return results
+
+
+@app.job("aparent_for")
+async def aparent_for(job: pgqueue.Job, ids: list[int], timeout: float) -> Any:
+    try:
+        results = await job.wait_for_jobs(ids, timeout=timedelta(seconds=timeout))
+    except TimeoutError:
+        results = "too late"
+    await job.step("waited", aeffect, "waited")
+    await job.wait_for("go")
+    return results
+
+
 @app.job("follower")
 def follower(job: pgqueue.Job) -> Any:
     return [[r.id, r.kind, r.outcome, r.result] for r in job.results]

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(101);
+select plan(108);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -185,6 +185,37 @@ select pgqueue.enqueue('p') as a \gset
 select pg_temp.suspended('never', now() + interval '3 days', array[:a]) as id \gset
 select pgqueue.run_now(:id);
 select is(pg_temp.waits(:id) || pg_temp.state(:id), '0 0ready', 'of all that it waited for');
+select is((select count(*) from pgqueue.steps(:id)), 0::bigint, 'and saves no step that suspend was not given');
+select pg_temp.end_one('q');
+select pgqueue.enqueue('q') as id \gset
+select token from pgqueue.claim('q', 'w') \gset
+select pgqueue.save_step(:id, :token, 'one');
+select pgqueue.suspend(:id, :token, run_at => now() + interval '3 days', step => 'night');
+select pgqueue.run_now(:id) from generate_series(1, 2);
+select results_eq(
+    format('select name, value from pgqueue.steps(%s)', :id), $$values ('one', 'null'::jsonb), ('night', '"run_now"')$$,
+    'run_now saves the step that it was given, once, after the others'
+);
+select token from pgqueue.claim('q', 'w') \gset
+select pgqueue.suspend(:id, :token, 'never', step => 'day');
+select pgqueue.reprioritize(:id, 5);
+select is((select max(name) from pgqueue.steps(:id)), 'one', 'nothing else saves it');
+select pgqueue.run_now(:id);
+select token from pgqueue.claim('q', 'w') \gset
+select pgqueue.run_now(:id);
+select pgqueue.suspend(:id, :token, run_at => now(), step => 'past');
+select token from pgqueue.claim('q', 'w') \gset
+select pgqueue.run_now(:id);
+select is(
+    (select array_agg(name order by saved_at) from pgqueue.steps(:id)), '{one,night,day}',
+    'run_now of a job that runs saves none'
+);
+select * from pgqueue.finish(
+    array[:id], array[:token], '{suspend}',
+    array[json_build_object('after', array[:a], 'run_at', now() + interval '1 day', 'step', 'both')::text]
+);
+select pgqueue.run_now(:id);
+select is((select max(name) filter (where name = 'both') from pgqueue.steps(:id)), 'both', 'finish and jobs in after: likewise');
 select pg_temp.end_one('q');
 select pg_temp.suspended('never', null, array[:a]) as id \gset
 select is(pgqueue.cancel(:id), 'cancelled', 'cancel ends a suspended job');
@@ -276,6 +307,7 @@ from (
         (:token, 'null', '22023'), (:token, '''''', '22023'), (:token, 'repeat(''x'', 201)', '22023'),
         (:token, 'run_at => ''infinity''', '22023'), (:token, format('after => array[%s]', :id), '22023'),
         (:token, 'after => array[null::bigint]', '22023'), (:token, 'after => array[-1]', 'PQ001'),
+        (:token, '''x'', step => ''''', '22023'), (:token, '''x'', step => repeat(''x'', 201)', '22023'),
         (:token + 1, '''x''', 'PQ002')
 ) as t (token, terms, code);
 select throws_ok('select pgqueue.emit(' || e.name || ')', '22023', null, 'emit refuses ' || e.name)
