@@ -129,6 +129,12 @@ WORKLOADS = (
         violations={"over": "over the rate"},
     ),
     Workload(
+        "steps",
+        "13. Jobs that remember steps, and wait for events",
+        client.steps,
+        lambda system: system.name in ("pgqueue", "absurd", "dbos"),
+    ),
+    Workload(
         "limits",
         "12d. What limits cost, in SQL",
         limits.limits,

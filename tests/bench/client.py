@@ -251,6 +251,35 @@ def deep(system: System, size: Size) -> Samples:
     return samples
 
 
+def steps(system: System, size: Size) -> Samples:
+    """Jobs of ten steps, one a commit; and jobs that wait for an event each, until it is emitted.
+
+    What a job costs includes its enqueue, but the time does not.
+    """
+    samples = {}
+    jobs = size.jobs(400)
+    for title, waits in (
+        ("jobs of 10 steps", False),
+        ("jobs that wait for an event, which is emitted once all do", True),
+    ):
+        reset(system)
+
+        def run(waits: bool = waits) -> Sample:
+            system.run("bulk", jobs=jobs)
+            ledger, depth_ = Ledger(), system.sql.depth
+            answer = system.run(
+                "steps", jobs=jobs, limit=size.limit, depth=depth_, waits=waits
+            )
+            done = ledger.add([answer])
+            return Sample(
+                done, answer["seconds"], twice=answer["twice"], cut=answer["cut"]
+            )
+
+        samples[title] = found_lost(measure(run), jobs, depth(system))
+    reset(system)
+    return samples
+
+
 def filled(system: System, conn: Session, jobs: int, tomorrow: bool) -> None:
     """Leave this many jobs in its tables, and perhaps as many for tomorrow."""
     reset(system)

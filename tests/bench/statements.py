@@ -68,7 +68,7 @@ class Statements:
 
 PGQUEUE = Statements(
     depth="select count(*) from pgqueue.job",
-    reset="truncate pgqueue.job, pgqueue.run",
+    reset="truncate pgqueue.job, pgqueue.run, pgqueue.step, pgqueue.event",
     enqueue=f"select pgqueue.enqueue('bench', '{PAYLOAD}')",
     bulk=f"select count(*) from pgqueue.enqueue_many('bench', {PAYLOADS})",
     tomorrow=(
@@ -82,6 +82,16 @@ PGQUEUE = Statements(
     extend="select count(*) from pgqueue.extend(%s, %s)",
     expired="select count(*) from pgqueue.run where outcome = 'expired'",
     idle="listen pgqueue; select pgqueue.rest(array['bench'])",
+)
+
+ABSURD = Statements(
+    depth="select count(*) from absurd.t_bench where state not in ('completed', 'failed', 'cancelled')",
+    reset="select absurd.drop_queue('bench'), absurd.create_queue('bench')",
+)
+
+DBOS = Statements(
+    depth="select count(*) from dbos.workflow_status where status in ('ENQUEUED', 'PENDING')",
+    reset="truncate dbos.workflow_status, dbos.operation_outputs, dbos.notifications cascade",
 )
 
 # Every real install has a setting, a schedule and a limit, if of another queue.

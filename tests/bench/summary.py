@@ -35,6 +35,8 @@ ROWS = (
     "drain payloads of 100,000 B",
     "drain groups of 10, one job of each at a time",
     "drain groups of 10 behind a large one",
+    "jobs of 10 steps",
+    "jobs that wait for an event, which is emitted once all do",
 )
 
 Row = dict[str, str]  # of a table, by the titles of its columns

@@ -47,6 +47,7 @@ class System:
     driver: str = ""  # of another name
     besides: str = ""  # what else its install is used for
     only: tuple[str, ...] = ()  # workloads, if not all
+    needs: str = ""  # the environment variable that names what no package has
     noop: str = ""  # the kind "noop" or "sync", once one has proved to be faster
     command: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
@@ -96,6 +97,8 @@ class System:
 
     def install(self, folder: Path) -> None:
         """Install it below the folder, unless it is there, and note its command."""
+        if self.needs and self.needs not in os.environ:
+            raise DriverError(f"{self.needs} is not set")
         if self.kind == "npm":
             home = folder / "node"
             node = home / "node_modules" / ".bin" / "node"
@@ -199,6 +202,25 @@ SYSTEMS = (
         "AsyncExecutor, concurrency 100, eager_polling, polling_interval 1, uvloop; sleeps: 32 at once",
         statements.CHANCY,
         slow=10,
+    ),
+    System(
+        "absurd",
+        "0.5.1",
+        "pip",
+        ("absurd-sdk==0.5.1", "psycopg[binary]", "uvloop"),
+        "AsyncAbsurd, concurrency 30, poll_interval 0.05",
+        statements.ABSURD,
+        only=("steps",),
+        needs="BENCH_ABSURD_SQL",
+    ),
+    System(
+        "dbos",
+        "3.4.0",
+        "pip",
+        ("dbos==3.4.0", "psycopg[binary]", "uvloop"),
+        "async workflows, no bound on how many run at once, polling_interval_sec 0.05",
+        statements.DBOS,
+        only=("steps",),
     ),
     System(
         "bare-sql",

@@ -37,6 +37,9 @@ class Pooled:
     ) -> None:
         raise NotImplementedError
 
+    async def emit(self, conn: psycopg.AsyncConnection, n: int) -> None:
+        raise NotImplementedError
+
     @asynccontextmanager
     async def open(self, clients: int) -> AsyncIterator["Pool"]:
         async with contextlib.AsyncExitStack() as stack:
@@ -61,4 +64,9 @@ class Pool:
     async def add_many(self, payloads: list[Payload], priority: int) -> None:
         conn = await self.free.get()
         await self.driver.add_many(conn, payloads, priority)
+        self.free.put_nowait(conn)
+
+    async def emit(self, n: int) -> None:
+        conn = await self.free.get()
+        await self.driver.emit(conn, n)
         self.free.put_nowait(conn)

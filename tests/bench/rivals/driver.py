@@ -19,6 +19,7 @@ BULK = 5000  # jobs per bulk call
 IDLE = 2.0  # seconds without a job after which a drain is over
 AT_ONCE = 32  # handlers that sleep
 RATE = 200  # jobs a second, of the kind "rates"
+STEPS = 10  # of a job
 
 Kind = Literal[
     "noop", "sync", "sleep", "latency", "groups", "rates"
@@ -37,6 +38,31 @@ class Producer(Protocol):
     async def add(self, payload: Payload) -> None: ...
 
     async def add_many(self, payloads: list[Payload], priority: int) -> None: ...
+
+    async def emit(self, n: int) -> None: ...
+
+
+class Durable:
+    """What a job does: STEPS steps, or wait for the event of its number; it says when.
+
+    A handler that is run anew after it has waited says so again.
+    """
+
+    def __init__(self, waits: bool) -> None:
+        self.waits = waits
+        self.waiting: set[int] = set()
+        self.ended = Bits()
+        self.count = 0
+
+    async def step(self) -> int:
+        return 1
+
+    def begun(self, n: int) -> None:
+        self.waiting.add(n)
+
+    def done(self, n: int) -> None:
+        self.count += 1
+        self.ended.add(n)
 
 
 class Driver(Protocol):
@@ -61,6 +87,14 @@ class Driver(Protocol):
 
         It calls acknowledged() whenever completions have been committed.
         """
+
+    # Only of those that have steps.
+
+    async def emit(self, conn: Any, n: int) -> None:
+        """Let the event happen that the job of this number waits for."""
+
+    def work_steps(self, do: Durable) -> Context[None]:
+        """A worker, whose jobs do that."""
 
 
 def numbered(numbers: Iterable[int], size: int) -> list[Payload]:
@@ -226,6 +260,34 @@ async def groups(
     return {"start": start, "last": last, "cut": done < few, "runs": log}
 
 
+async def steps(
+    driver: Driver, jobs: int, limit: float, depth: str, waits: bool = False
+) -> Answer:
+    """Work until these jobs have ended, or time is up; where they wait, once all do, emit.
+
+    The emits are one a commit, by 8 connections. depth is SQL: the unfinished jobs.
+    """
+    do = Durable(waits)
+    start = time.monotonic()
+
+    def is_late() -> bool:
+        return time.monotonic() - start > limit
+
+    async with driver.open(8) as producer, driver.work_steps(do):
+        while waits and len(do.waiting) < jobs and not is_late():
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*(producer.emit(n) for n in do.waiting))
+        while (do.count < jobs or await driver.sql(depth)) and not is_late():
+            await asyncio.sleep(0.01)
+        seconds, cut = time.monotonic() - start, is_late()
+    return {
+        "seconds": seconds,
+        "cut": cut,
+        "seen": do.ended.bytes.hex(),
+        "twice": do.ended.twice,
+    }
+
+
 async def latency(driver: Driver, jobs: int, every: float = 0.02) -> Answer:
     started: dict[int, float] = {}
     returned: dict[int, float] = {}
@@ -266,7 +328,7 @@ async def sleepers(driver: Driver, jobs: int, sleeps: tuple[float, float]) -> An
     return {"rate": jobs / (time.monotonic() - start)}
 
 
-DOES = (install, bulk, enqueue, drain, groups, latency, sleepers)
+DOES = (install, bulk, enqueue, drain, groups, steps, latency, sleepers)
 VERBS: dict[str, Callable[..., Coroutine[Any, Any, Answer]]] = {
     verb.__name__: verb for verb in DOES
 }

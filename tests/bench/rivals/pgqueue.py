@@ -14,7 +14,16 @@ import uvloop
 from psycopg import AsyncConnection
 
 from bench.rivals.connections import Pooled, sql
-from bench.rivals.driver import AT_ONCE, RATE, Handle, Kind, Payload, main
+from bench.rivals.driver import (
+    AT_ONCE,
+    RATE,
+    STEPS,
+    Durable,
+    Handle,
+    Kind,
+    Payload,
+    main,
+)
 
 
 class Pgqueue(Pooled):
@@ -59,6 +68,27 @@ class Pgqueue(Pooled):
             app, {"bench": 1}, concurrency=concurrency, on_commit=acknowledged
         )
         async with worker.running():
+            yield
+
+    async def emit(self, conn: AsyncConnection, n: int) -> None:
+        await pgqueue.emit(conn, f"e{n}", {"n": n})
+
+    @asynccontextmanager
+    async def work_steps(self, do: Durable) -> AsyncIterator[None]:
+        uvloop.install()
+        app = pgqueue.App()
+
+        @app.job("bench")
+        async def run(job: pgqueue.Job, n: int) -> None:
+            if do.waits:
+                do.begun(n)
+                await job.wait_for(f"e{n}")
+            else:
+                for place in range(STEPS):
+                    await job.step(f"step {place}", do.step)
+            do.done(n)
+
+        async with pgqueue.Worker(app, {"bench": 1}, concurrency=10).running():
             yield
 
 
