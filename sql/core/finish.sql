@@ -133,9 +133,7 @@ declare
     own text[] := case when awaited < 0 then pgqueue._own_queues('worker') end;
     done_ids bigint[];
     followed pgqueue._ended[];
-    given_back tid[];
-    queues text[];
-    group_keys text[];
+    is_followed boolean;
 begin
     if awaited <> 0 then
         is_awaited := pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(moment);
@@ -161,10 +159,14 @@ begin
                 when is_configured then (pgqueue._in_force(j.queue, j.kind, j.group_key)).keep_runs
                 else 7
             end as keep_runs,
-            is_awaited or (j.terms).batch_id is not null or cardinality(j.permits) > 1
-                -- A job that begins to wait for one just now leaves a loose end.
-                or awaited >> (hashtext(j.queue) & 255) % 63 & 1 = 1
-                    and pgqueue._is_followed(j.id) as is_followed
+            -- Null if nothing follows, false if only a permit is given back.
+            case
+                when is_awaited or (j.terms).batch_id is not null or cardinality(j.permits) > 1
+                    -- A job that begins to wait for one just now leaves a loose end.
+                    or awaited >> (hashtext(j.queue) & 255) % 63 & 1 = 1 and pgqueue._is_followed(j.id)
+                    then true
+                when j.permits is not null then false
+            end as is_followed
     ), logged as (
         insert into pgqueue.run (
             slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result, options
@@ -189,18 +191,18 @@ begin
         array_agg(d.id),
         array_agg(row(
             d.id, 'completed', d.queue, d.group_key, d.batch_id, d.permits, null, null, null
-        )::pgqueue._ended) filter (where d.is_followed),
-        array_agg(d.permits[1]) filter (where d.is_followed is not true and d.permits is not null),
-        array_agg(d.queue) filter (where d.is_followed is not true and d.permits is not null),
-        array_agg(d.group_key) filter (where d.is_followed is not true and d.permits is not null)
-    into done_ids, followed, given_back, queues, group_keys
+        )::pgqueue._ended) filter (where d.is_followed is not null),
+        bool_or(d.is_followed)
+    into done_ids, followed, is_followed
     from done as d;
-    if followed is not null then
+    if is_followed then
         perform pgqueue._after_end(followed);
-    end if;
-    -- Of those that nothing else follows: as _after_end does it.
-    if given_back is not null then
-        perform pgqueue._return_permits(given_back, done_ids, queues, group_keys);
+    elsif followed is not null then
+        -- Nothing else follows: as _after_end does it.
+        perform pgqueue._return_permits(
+            array_agg(e.permits[1]), done_ids, array_agg(e.queue), array_agg(e.group_key)
+        )
+        from unnest(followed) as e;
     end if;
     return query select unnest(done_ids);
 end;

@@ -85,7 +85,7 @@ class Court:
 def read_terms(terms: str | None) -> tuple[str | None, int | None]:
     if terms is None:
         return None, None
-    expires_at, _, batch_id = terms[1:-1].split(",")
+    expires_at, _, batch_id, _ = terms[1:-1].split(",", 3)
     return expires_at.strip('"') or None, int(batch_id) if batch_id else None
 
 

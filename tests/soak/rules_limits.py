@@ -200,8 +200,10 @@ class Order(Rule):
         elif not new or not new["token"]:
             self.began.pop(id, None)
         if old and new and old["token"] and not new["token"]:
-            runs = {run["outcome"] for run in self.court.runs.get(id, [])}
-            if runs & {"retry", "expired"}:
+            # One transaction may end its attempt, claim it again, and release it.
+            runs = self.court.runs.get(id, [])
+            ends = {run["outcome"] for run in runs if run["attempt"] == old["attempt"]}
+            if ends & {"retry", "expired"}:
                 self.failed.add(id)
 
     def commit(self, now: Transaction) -> None:
