@@ -304,7 +304,7 @@ def test_a_job_that_is_run_now_waits_on_for_jobs_that_have_not_ended(
     db, workers
 ) -> None:
     child = pgqueue.enqueue(
-        db, QUEUE, {"n": 2}, kind="child", run_at=timedelta(seconds=3)
+        db, QUEUE, {"n": 2}, kind="child", run_at=timedelta(hours=1)
     )
     id = enqueue(db, "parent", ids=[child])
     worker = start(workers)
@@ -312,6 +312,7 @@ def test_a_job_that_is_run_now_waits_on_for_jobs_that_have_not_ended(
     for _ in range(2):
         db.execute("select pgqueue.run_now(%s)", (id,))
         assert suspended(db, id)
+    db.execute("select pgqueue.run_now(%s)", (child,))
     assert result(db, id) == [4]
     assert workers.finish(worker) == 0
 

@@ -30,8 +30,8 @@ class Connections:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        # With the moment since which they idle; the latest is used first.
-        self._idle: list[tuple[float, pq.abc.PGconn]] = []
+        # With the moment since which they idle, and what resets them; the latest is used first.
+        self._idle: list[tuple[float, pq.abc.PGconn, str]] = []
         self._is_pooled = False
 
     @contextlib.asynccontextmanager
@@ -62,7 +62,10 @@ class Connections:
             session, conn.pgconn = conn.pgconn, CLOSED  # the handler may have kept it
             is_idle = session.transaction_status == pq.TransactionStatus.IDLE
             if is_idle and not self._is_pooled:
-                self._idle.append((time.monotonic(), session))
+                # What only our own statements have used for its steps is as it was, and
+                # keeps its plans: a step would cost ten times as much without.
+                reset = "select" if attempt.connection is None else "discard all"
+                self._idle.append((time.monotonic(), session, reset))
             else:
                 session.finish()
 
@@ -70,9 +73,10 @@ class Connections:
         """Reset an idle session that still works, if there is one, for a new object."""
         with contextlib.suppress(IndexError):
             while True:
-                conn = make(self._idle.pop()[1])
+                _, session, reset = self._idle.pop()
+                conn = make(session)
                 try:
-                    await self._execute(conn, "discard all")
+                    await self._execute(conn, reset)
                     return conn
                 except NoAnswer as error:
                     self._give_up(attempt, error)
