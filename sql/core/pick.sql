@@ -363,11 +363,12 @@ begin
         for update skip locked
     );
     if cardinality(locked) < cardinality(picks) then
-        -- Others came first.
+        -- Others came first, or some are copies.
         perform pgqueue._put_back(
             queue, kinds, paused, array(select j.id from pgqueue.job as j where j.ctid = any (picks[cardinality(locked) + 1:])),
             permits
         );
+        perform pgqueue._merge_permits(queue, '', array['']::text[]);
         picks := picks[:cardinality(locked)];
     end if;
     ids := array(select j.id from pgqueue.job as j where j.ctid = any (picks));
