@@ -24,6 +24,7 @@ HEAD = (
     "server",
     *(f"{what}, {phase}" for what in ("enqueued", "completed") for phase in PHASES),
 )
+WITHOUT = "the router needs PL/Proxy (Debian: postgresql-NN-plproxy)"
 RUNS = "select count(*) from pgqueue.run where outcome = 'completed'"
 
 
@@ -56,36 +57,42 @@ def dsn(server: Cluster, name: str = "postgres") -> str:
 
 
 def set_up(servers: list[Cluster], router: Cluster) -> list[str]:
-    """Make the shards, and the router in front of them."""
-    shards = [dsn(servers[n // 2], f"shard_{n + 1}") for n in range(SHARDS)]
+    """Make a shard on each of these servers, and the router in front of them."""
+    shards = [dsn(server, f"shard_{n}") for n, server in enumerate(servers, 1)]
     for number, shard in enumerate(shards, 1):
-        with psycopg.connect(dsn(servers[(number - 1) // 2]), autocommit=True) as conn:
+        with psycopg.connect(dsn(servers[number - 1]), autocommit=True) as conn:
             conn.execute(f"create database shard_{number}")
         with psycopg.connect(shard, autocommit=True) as conn:
             conn.execute("create extension pgqueue")
             conn.execute("select pgqueue.shard(%s)", (number,))
-    with psycopg.connect(shards[0]) as conn:
-        env = {
-            **router.env,
-            "PGHOST": str(servers[0].home),
-            "PGPORT": str(servers[0].port),
-        }
-        command = [sys.executable, str(REPO / "packaging/router.py")]
-        made = subprocess.run(
-            command,
-            env={**env, "PGDATABASE": "shard_1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+    made = subprocess.run(
+        [sys.executable, str(REPO / "packaging/router.py")],
+        env={**servers[0].env, "PGDATABASE": "shard_1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     with psycopg.connect(dsn(router), autocommit=True) as conn:
         conn.execute(made.stdout)
-        places = ", ".join(f"p{n} '{shard}'" for n, shard in enumerate(shards))
+    route(router, shards)
+    return shards
+
+
+def route(router: Cluster, shards: list[str]) -> None:
+    """Tell the router these shards, and no others."""
+    places = ", ".join(f"p{n} '{shard}'" for n, shard in enumerate(shards))
+    with psycopg.connect(dsn(router), autocommit=True) as conn:
+        conn.execute("drop server if exists pgqueue cascade")
         conn.execute(
             f"create server pgqueue foreign data wrapper plproxy options ({places})"
         )
         conn.execute("create user mapping for public server pgqueue")
-    return shards
+
+
+def has_router(router: Cluster) -> bool:
+    query = "select count(*) from pg_available_extensions where name = 'plproxy'"
+    with psycopg.connect(dsn(router)) as conn:
+        return bool(conn.execute(query).fetchall()[0][0])
 
 
 def completed(shards: list[str]) -> list[int]:
@@ -103,7 +110,7 @@ def completed(shards: list[str]) -> list[int]:
 
 
 def run(seconds: float, servers: list[Cluster], router: Cluster) -> int:
-    shards = set_up(servers, router)
+    shards = set_up([servers[n // 2] for n in range(SHARDS)], router)
     words = [word for shard in shards for word in ("--dsn", shard)]
     command = [
         sys.executable,
@@ -182,16 +189,9 @@ def show(columns: list[list[int]]) -> None:
 def main() -> int:
     seconds = float(sys.argv[1]) if sys.argv[1:] else 10.0
     with Cluster() as first, Cluster() as second, Cluster(fast=True) as router:
-        with psycopg.connect(dsn(router)) as conn:
-            query = (
-                "select count(*) from pg_available_extensions where name = 'plproxy'"
-            )
-            if not conn.execute(query).fetchall()[0][0]:
-                print(
-                    "the router needs PL/Proxy (Debian: postgresql-NN-plproxy)",
-                    file=sys.stderr,
-                )
-                return 1
+        if not has_router(router):
+            print(WITHOUT, file=sys.stderr)
+            return 1
         return run(seconds, [first, second], router)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psycopg
 
-from bench import client, groups, growth, limits, page, sql
+from bench import client, groups, growth, limits, page, shards, sql, summary
 from bench.pgbench import reset
 from bench.report import Rounds, Workload, by_age, latencies, table
 from bench.server import Size, session
@@ -214,7 +214,7 @@ def check(system: System, samples: Samples, violations: Mapping[str, str]) -> No
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    known = [workload.name for workload in WORKLOADS] + ["growth"]
+    known = [workload.name for workload in WORKLOADS] + ["growth", "shards"]
     add = parser.add_argument
     add("--rounds", type=int, default=3)
     add("--scale", type=float, default=1, help="scale of the job counts")
@@ -255,6 +255,14 @@ def main() -> None:
             results.add("Growth", growth.lines(system, size, options.largest))
             if options.write:
                 results.write()
+        if "shards" in options.workloads and system.name == "pgqueue":
+            results.add(shards.HEADING, shards.lines(system, size, options.rounds))
+            if options.write:
+                results.write()
+                guide = shards.page(
+                    shards.GUIDE.read_text(), summary.RESULTS.read_text()
+                )
+                shards.GUIDE.write_text(guide)
 
 
 if __name__ == "__main__":

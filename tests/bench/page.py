@@ -15,18 +15,20 @@ class Results:
 
     def __init__(self, measured: list[System]) -> None:
         self.sections: dict[str, list[str]] = {}
-        self.top = [machine(), ""]
-        for system in measured:
-            name = f"{system.name} {system.version}".strip()
-            self.top.append(f"- **{name}**: {system.settings}")
-        print("\n".join(["", *self.top]), flush=True)
+        self.machine = machine()
+        self.systems = {
+            system.name: f"- **{f'{system.name} {system.version}'.strip()}**: {system.settings}"
+            for system in measured
+        }
+        top = [self.machine, "", *self.systems.values()]
+        print("\n".join(["", *top]), flush=True)
 
     def add(self, heading: str, lines: list[str]) -> None:
         self.sections[heading] = lines
         print("\n".join(["", f"## {heading}", "", *lines]), flush=True)
 
     def write(self) -> None:
-        """Put the sections into results.md, where others stay, and make the page anew."""
+        """Put sections and systems into results.md, where others stay, and make the page anew."""
         old = summary.RESULTS.read_text()
         sections = dict(re.findall(r"^## (.+)\n\n((?:(?!## |<!-- ).*\n)*)", old, re.M))
         for heading, lines in self.sections.items():
@@ -35,7 +37,12 @@ class Results:
             f"## {heading}\n\n{lines}"
             for heading, lines in sorted(sections.items(), key=place)
         )
-        top = "\n".join([*self.top, "", ""])
+        systems = dict(re.findall(r"^(?=- \*\*([\w-]+))(.+)$", old, re.M))
+        # Where others were measured stays, too.
+        was = summary.parts(old, "results")[1].partition("\n")[0]
+        where = self.machine if self.systems.keys() >= systems.keys() else was
+        systems |= self.systems
+        top = "\n".join([where, "", *systems.values(), "", ""])
         summary.RESULTS.write_text(summary.replaced(old, "results", top + text))
         summary.write()
 

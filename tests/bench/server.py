@@ -70,9 +70,9 @@ def measure(run: Callable[[], Sample]) -> Sample:
     with session() as conn:
         conn.execute("checkpoint")
         lsn = conn.execute("select pg_current_wal_lsn()").fetchone()
-        cpu = _cpu(conn)
+        cpu = cpu_of(conn)
         sample = run()
-        cpu = _cpu(conn) - cpu
+        cpu = cpu_of(conn) - cpu
         wal = conn.execute("select pg_current_wal_lsn() - %s::pg_lsn", lsn).fetchone()
     assert wal
     if sample.jobs:
@@ -81,7 +81,7 @@ def measure(run: Callable[[], Sample]) -> Sample:
     return sample
 
 
-def _cpu(conn: Session) -> float:
+def cpu_of(conn: Session) -> float:
     """Seconds used by the postmaster, its children, and those that have ended."""
     backend = number(conn, "select pg_backend_pid()")
     postmaster = _fields(backend)[1]

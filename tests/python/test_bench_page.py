@@ -2,7 +2,7 @@
 
 import re
 
-from bench import instructions, summary
+from bench import instructions, shards, summary
 
 FOLDER = summary.HERE
 
@@ -54,6 +54,32 @@ def test_the_page_and_the_plots_are_made_of_the_results():
     assert summary.page(page, results) == page, how
     for name, drawing in summary.plots(results).items():
         assert (FOLDER / name).read_text() == drawing, how
+
+
+def test_the_guide_to_shards_follows_from_the_results():
+    results, guide = summary.RESULTS.read_text(), shards.GUIDE.read_text()
+    assert summary.parts(guide, "costs")[1]
+    assert shards.page(guide, results) == guide
+
+
+def test_machines_carry_what_the_price_of_a_job_leaves():
+    row = "| {} | {} | 20 | 1,000 | 60 | 1,000 | 40 |"
+    table = [
+        f"| shards | call | {shards.CPU} | {shards.WAL} | {shards.ROUTED}"
+        f" | routed, {shards.WAL} | {shards.OWN} |",
+        "|--:|---|--:|--:|--:|--:|--:|",
+        *(
+            row.format(count, call)
+            for count in shards.COUNTS
+            for call in (*shards.CALLS, shards.DRAIN)
+        ),
+    ]
+    results = "\n".join([f"## {shards.HEADING}", "", *table, ""])
+    page = shards.page("<!-- costs -->\n<!-- end of costs -->", results)
+    assert "| 8 shards | 20 / 60 + 40 |" in page
+    # Half of eight cores: 4 s of CPU a second, of which a job takes 40 µs, or 80 through the router.
+    assert "| 1 | 100,000 | 50,000 | 2.0 | 200 |" in page
+    assert "| 8 | 800,000 | 400,000 | 16.0 | 200 |" in page
 
 
 def test_each_row_of_the_summary_is_a_workload_of_the_results():

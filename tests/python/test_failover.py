@@ -5,20 +5,22 @@ what the queue does after that.
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 
 import psycopg
 import pytest
 from cluster import Cluster, _server_user
 from conftest import column, one
-from worker_harness import wait_until, where, workers_on
+from worker_harness import Workers, wait_until, where, workers_on
 
 DSN = "host=127.0.0.1,127.0.0.1 port={},{} user=postgres dbname=postgres target_session_attrs=read-write"
 
@@ -96,6 +98,9 @@ class Pair:
 
     def fail_over(self) -> None:
         self.primary.kill()
+        self.promote()
+
+    def promote(self) -> None:
         self.repmgr(self.standby, "standby", "promote")
 
 
@@ -105,20 +110,19 @@ def pair() -> Iterator[Pair]:
         if not (primary.bindir / "repmgr").exists():
             pytest.skip("repmgr is not installed (Debian: postgresql-NN-repmgr)")
         with psycopg.connect(where(primary), autocommit=True) as conn:
-            conn.execute(
-                "create extension pgqueue; create table effect (job_id bigint)"
-            )
+            conn.execute("create extension pgqueue; create table effect (mark bigint)")
         pair = Pair(primary, standby)
         pair.follow()
         yield pair
 
 
 class Producers:
-    """Enqueue until told to stop, and note what was acknowledged."""
+    """Enqueue marks until told to stop, and note the id of each that was acknowledged."""
 
     def __init__(self, dsn: str) -> None:
         self.dsn = dsn
-        self.acknowledged: list[int] = []
+        self.acknowledged: dict[int, int] = {}
+        self._marks = itertools.count(1)
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._run) for _ in range(3)]
 
@@ -133,62 +137,163 @@ class Producers:
             thread.join(30)
 
     def _run(self) -> None:
+        query = "select pgqueue.enqueue('work', jsonb_build_object('mark', %s::int), 'told')"
         while not self._is_over.is_set():
             with (
                 contextlib.suppress(psycopg.OperationalError),
                 psycopg.connect(self.dsn, autocommit=True, connect_timeout=5) as conn,
             ):
                 while not self._is_over.is_set():
-                    id = one(conn, "select pgqueue.enqueue('work', kind => 'effect')")
-                    self.acknowledged.append(id)
+                    mark = next(self._marks)
+                    self.acknowledged[mark] = one(conn, query, mark)
             time.sleep(0.05)
 
 
-def go_through_it(
-    pair: Pair, folder: Path, stalls: bool
-) -> tuple[list[int], list[int], list[int]]:
-    """Fail over under load; return what was acknowledged before and after, and what had an effect."""
+@dataclass
+class Standby:
+    """What the standby had received when it was promoted, and what had run by then."""
+
+    waiting: set[int]
+    completed: set[int]
+    ran: set[int]
+
+
+@dataclass
+class Run:
+    mark: int
+    id: int
+    token: int
+    server: int
+
+
+@dataclass
+class Verdict:
+    """What a failover has done to jobs, from what was seen outside."""
+
+    lost: set[int]
+    """Acknowledged, and in the end neither done nor waiting."""
+    twice: set[int]
+    """Run twice, since the first run was forgotten, or cut off."""
+    reused_ids: set[int]
+    """Ids of two jobs, a lost one and a later one."""
+    reused_tokens: set[int]
+    """Given out by both servers."""
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{name.replace('_', ' ')}: {len(found)}: {sorted(found)}"
+            for name, found in vars(self).items()
+        )
+
+
+def judge(acknowledged: dict[int, int], runs: list[Run], effects: set[int]) -> Verdict:
+    """Say which marks were lost or run twice, and which ids and tokens were given out twice."""
+    marks = Counter(run.mark for run in runs)
+    # Of a job that has run, the id may not have been acknowledged.
+    ids = Counter(
+        id for _, id in {*acknowledged.items(), *((r.mark, r.id) for r in runs)}
+    )
+    tokens = Counter(token for token, _ in {(run.token, run.server) for run in runs})
+    return Verdict(
+        lost=set(acknowledged) - effects,
+        twice={mark for mark, times in marks.items() if times > 1},
+        reused_ids={id for id, times in ids.items() if times > 1},
+        reused_tokens={token for token, times in tokens.items() if times > 1},
+    )
+
+
+def runs_of(workers: Workers) -> list[Run]:
+    lines = workers.ran.read_text().splitlines()
+    return [Run(*map(int, line.split())) for line in lines]
+
+
+def received(pair: Pair, workers: Workers) -> Standby:
+    """Read the standby once it has replayed all it has, and before it is promoted."""
+    with psycopg.connect(where(pair.standby), autocommit=True) as conn:
+        replayed = "select pg_last_wal_replay_lsn()"
+
+        def is_done() -> bool:
+            before = one(conn, replayed)
+            time.sleep(0.5)
+            return one(conn, replayed) == before
+
+        wait_until(is_done)
+        waiting = column(conn, "select (payload ->> 'mark')::int from pgqueue.job")
+        completed = column(conn, "select mark from effect")
+    ran = {run.mark for run in runs_of(workers)}
+    return Standby(set(waiting), set(completed), ran)
+
+
+def go_through_it(pair: Pair, stalls: bool) -> Verdict:
+    """Fail over under load, and judge.
+
+    What the judge finds from outside must be what the standby did not have, no more and no less.
+    """
     with workers_on(pair.dsn) as workers, Producers(pair.dsn) as producers:
+        acknowledged = producers.acknowledged
         workers.start("--lease", "3")
-        wait_until(lambda: len(producers.acknowledged) > 200)
+        wait_until(lambda: len(acknowledged) > 200 and len(runs_of(workers)) > 50)
+        received_early = set(acknowledged)
         receiver = pair.stall() if stalls else None
-        before = len(producers.acknowledged)
-        wait_until(lambda: len(producers.acknowledged) > before + 200)
+        count, ran = len(acknowledged), len(runs_of(workers))
+        wait_until(lambda: len(acknowledged) > count + 200)
+        wait_until(lambda: len(runs_of(workers)) > ran + 50)
         if receiver:
             pair.lose(receiver)
-        pair.fail_over()
-        after = len(producers.acknowledged)
-        wait_until(lambda: len(producers.acknowledged) > after + 200, 60)
+        else:
+            pair.primary.kill()
+        standby = received(pair, workers)
+        early = dict(acknowledged)
+        pair.promote()
+        wait_until(lambda: len(acknowledged) > len(early) + 200, 60)
         producers.__exit__()
         with psycopg.connect(where(pair.standby), autocommit=True) as conn:
             wait_until(lambda: not one(conn, "select count(*) from pgqueue.job"), 60)
             assert not one(conn, "select count(*) from pgqueue.dead_job")
-            effects = column(conn, "select job_id from effect")
+            effects = column(conn, "select mark from effect")
+            assert len(set(effects)) == len(effects), "what is done twice, is undone"
             fine = (
                 "select status from pgqueue.health() as h where h.check = 'sequences'"
             )
             assert one(conn, fine) == "ok"
-    return producers.acknowledged[:after], producers.acknowledged[after:], effects
+        verdict = judge(acknowledged, runs_of(workers), set(effects))
+    print(verdict)
+    assert verdict.lost == set(early) - standby.waiting - standby.completed
+    assert verdict.twice == standby.ran & standby.waiting
+    assert verdict.reused_ids <= {early[mark] for mark in verdict.lost}
+    assert not verdict.reused_tokens
+    assert not verdict.lost & received_early
+    return verdict
 
 
-def test_a_synchronous_standby_loses_nothing_that_was_acknowledged(pair, tmp_path):
+def test_a_synchronous_standby_loses_nothing_that_was_acknowledged(pair):
     with psycopg.connect(where(pair.primary), autocommit=True) as conn:
         conn.execute("alter system set synchronous_standby_names = '*'")
         conn.execute("select pg_reload_conf()")
         state = "select sync_state from pg_stat_replication"
         wait_until(lambda: one(conn, state) == "sync")
-    early, late, effects = go_through_it(pair, tmp_path, stalls=False)
-    assert len(set(effects)) == len(effects)
-    assert {*early, *late} <= set(effects)
+    verdict = go_through_it(pair, stalls=False)
+    assert not verdict.lost
+    assert not verdict.reused_ids
 
 
-def test_an_asynchronous_standby_loses_its_last_moments_and_nothing_later(
-    pair, tmp_path
-):
-    early, late, effects = go_through_it(pair, tmp_path, stalls=True)
-    assert set(early) - set(effects), "the standby had not received the last ones"
-    assert set(late) <= set(effects)
-    assert len(set(effects)) == len(effects)
+def test_an_asynchronous_standby_loses_its_last_moments_and_nothing_later(pair):
+    verdict = go_through_it(pair, stalls=True)
+    assert verdict.lost, "the standby had not received the last ones"
+    assert verdict.twice, "nor that these had completed"
+
+
+def test_the_judge_says_what_was_lost_run_twice_or_given_out_twice():
+    acknowledged = {1: 11, 2: 12, 3: 13, 4: 12}
+    runs = [
+        (1, 11, 21, 1),
+        (2, 12, 22, 1),
+        (1, 11, 23, 2),
+        (4, 12, 22, 2),
+        (5, 15, 23, 2),
+    ]
+    verdict = judge(acknowledged, [Run(*run) for run in runs], effects={1, 4, 5})
+    assert verdict == Verdict({2, 3}, {1}, {12}, {22})
 
 
 def test_the_token_of_a_lost_claim_is_not_given_out_again(pair):

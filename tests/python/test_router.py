@@ -1,5 +1,6 @@
 """The router: what make router writes, in a database with PL/Proxy, in front of three shards."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from conftest import column, database, one
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
+from worker_harness import pooler  # noqa: F401 (a fixture)
 
 REPO = Path(__file__).resolve().parents[2]
 SHARDS = 3
@@ -95,6 +97,7 @@ def routed(template: str, script: str) -> Iterator[Routed]:
 
 
 COUNT = "select count(*) from pgqueue.job"
+IDS = "select id from pgqueue.job"
 
 
 def test_a_job_goes_to_the_shard_of_its_group_else_of_its_unique_key(routed):
@@ -373,6 +376,36 @@ def test_a_call_is_a_transaction_on_its_shard_and_two_calls_are_two(routed):
     with shard.transaction(force_rollback=True):
         mine = one(shard, "select pgqueue.enqueue('q', group_key => 'a')")
     assert routed.where("select count(*) from pgqueue.job where id = %s", mine) == []
+
+
+def test_many_sessions_share_few_of_a_shard_behind_poolers(routed, pooler):  # noqa: F811
+    names = [shard.info.dbname for shard in routed.shards]
+    places = [
+        f"set p{n} '{pooler[: pooler.rindex('dbname=')]}dbname={name}'"
+        for n, name in enumerate(names)
+    ]
+    routed.db.execute(f"alter server pgqueue options ({', '.join(places)})")
+    enqueue = "select pgqueue.enqueue('q', group_key => %s)"
+    with contextlib.ExitStack() as stack:
+        open_ones = [
+            stack.enter_context(
+                psycopg.connect(dbname=routed.db.info.dbname, autocommit=True)
+            )
+            for _ in range(12)
+        ]
+        ids = {one(conn, enqueue, key) for conn in open_ones for key in KEYS[:6]}
+        assert {id for shard in routed.shards for id in column(shard, IDS)} == ids
+        many = (
+            "select count(*) from pg_stat_activity where datname = any (%s)"
+            " and application_name <> 'kept'"
+        )
+        # The pooler of the tests has four a database.
+        assert one(routed.db, many, names) <= 4 * SHARDS
+        claimed = open_ones[0].execute("select id, token from pgqueue.claim('q', 'w')")
+        assert all(
+            one(open_ones[1], "select pgqueue.complete(%s, %s) is not null", *lease)
+            for lease in claimed.fetchall()
+        )
 
 
 def test_every_public_function_is_in_the_router_or_said_not_to_be(routed, db):
