@@ -290,10 +290,10 @@ as $$
 begin
     return (
         select format(
-            'It is an id of shard %s of %s, and this is shard %s.', (_other_shard.id - 1) % s.of + 1, s.of, s.number
+            'It is an id of shard %s of %s, and this is shard %s.', (_other_shard.id % s.of + s.of - 1) % s.of + 1, s.of, s.number
         )
         from pgqueue.shard as s
-        where _other_shard.id > s.above and (_other_shard.id - s.number) % s.of <> 0
+        where _other_shard.id > s.above and _other_shard.id % s.of <> s.number % s.of
     );
 end;
 $$;

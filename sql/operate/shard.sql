@@ -150,6 +150,7 @@ create or replace function pgqueue.after_failover(always boolean default false)
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
 as $$
 declare
     skipped bigint := 1000000 * coalesce((select s.of from pgqueue.shard as s), 1);

@@ -300,7 +300,7 @@ CALLS = {
     "discard": "pgqueue.discard(%(dead)s)",
     "discard_many": "pgqueue.discard_many('grave 2', max_jobs => 20)",
     "purge": "pgqueue.purge(%(bin)s)",
-    "shard_of": "pgqueue.shard_of('zoë', 7)",
+    "shard_of": "pgqueue.shard_of(pg_catalog.concat('zo', pg_catalog.chr(235)), 7)",
     "after_failover": "pgqueue.after_failover()",
     "pause": "pgqueue.pause('deep')",
     "claim of a paused queue": f"{JOBS}.claim('deep', 'w')",
@@ -636,7 +636,7 @@ def test_a_read_only_session_can_read_views_and_rest_and_nothing_else(deep, usua
     assert session.answers["run_schedule"] == "PQ001"
     allowed.remove("run_schedule")
     readers = {"why", "health", "status", "result", "await", "next_slots", *VIEWS}
-    readers |= {"steps", "events", "results_of"}
+    readers |= {"steps", "events", "results_of", "shard_of"}
     assert allowed == {"rest until later", *readers}
     assert session.answers["rest until later"] == usual.answers["rest until later"]
 

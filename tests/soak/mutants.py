@@ -7,6 +7,7 @@ Prints for each by which invariants it was caught, and how soon.
 """
 
 import argparse
+import re
 import shutil
 import sys
 import time
@@ -277,8 +278,8 @@ MUTANTS = [
     Mutant(
         "the end of an attempt gives back its permit to begin",
         "attempts/attempt.sql",
-        "where k.job_id = h.id and not k.is_rate and",
-        "where k.job_id = h.id and",
+        "and not k.is_rate\n                    and (keeping is null",
+        "and (keeping is null",
         ("L",),
     ),
     # Order
@@ -415,8 +416,9 @@ MUTANTS = [
 
 
 def built() -> str:
-    (script,) = (REPO / "sql").glob("pgqueue--*[0-9].sql")
-    return script.read_text()
+    control = (REPO / "pgqueue.control").read_text()
+    (version,) = re.findall(r"^default_version = '(.+)'", control, re.M)
+    return (REPO / f"sql/pgqueue--{version}.sql").read_text()
 
 
 def mutate(mutant: Mutant, script: str) -> str:

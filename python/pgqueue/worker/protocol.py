@@ -138,8 +138,9 @@ def after_failover(conn: database.Connection) -> None:
     """Skip tokens that a lost primary may have given out, before a claim on this connection."""
     with suppress(psycopg.errors.UndefinedFunction):  # of an older version
         if _call(conn, AFTER_FAILOVER, ()) == [(True,)]:
-            said = "the server was promoted or recovered: ids and tokens were skipped"
-            log.warning(said)
+            log.warning(
+                "the server was promoted or recovered: ids and tokens were skipped"
+            )
 
 
 def one_by_one(
