@@ -370,7 +370,7 @@ def test_what_a_page_of_your_own_asks_reads_as_little(db, many) -> None:
     db.execute("analyze pgqueue.job, pgqueue.dead_job, pgqueue.run")
     explain = "explain (analyze, buffers, timing off, format json) "
     queries = re.sub("^--.*", "", block.text, flags=re.M).split(";")[:-1]
-    assert len(queries) == 12
+    assert len(queries) == 13
     for query in queries:
         (top,) = db.execute(explain + query).fetchone()[0]
         plan = top["Plan"]

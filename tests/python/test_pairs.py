@@ -222,6 +222,12 @@ class Pair:
         if (self.state, *verbs) == ("expired", "save_step", "replace"):
             # Nobody recovers it before the step is committed: as a running one it stays as it is.
             nothing = "same"
+        if (self.state, *verbs) == ("expired", "save_step", "cancel"):
+            # Likewise: as a running one it is asked to stop.
+            (told,), left = self.alone(verbs[:1], ends[:1])
+            if ends[1] == "commit":
+                left = [row.replace(",w,f,", ",w,t,") for row in left]
+            found.append(((told, "cancelling"), left))
         if nothing is not None:
             (told,), left = self.alone(verbs[:1], ends[:1])
             if (self.state, nothing) == ("expired", "held"):

@@ -639,7 +639,7 @@ def test_finish_without_results_costs_no_more_than_complete_many(db, texts):
 
 
 @pytest.mark.parametrize(
-    "setting", ["max_running => 10", "rate_limit => 10, rate_period => '1 ms'"]
+    "setting", ["max_running => 10", "rate_limit => 50, rate_period => '1 ms'"]
 )
 def test_permits_taken_before_under_a_held_snapshot_are_not_walked_by_every_claim(
     db, held_snapshot, setting
