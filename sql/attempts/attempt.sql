@@ -266,9 +266,10 @@ $$;
 
 -- What follows the ends of attempts and jobs, whoever ended them, in this order: their permits are free,
 -- those that go back are found, it is remembered which were cancelled, their own waits are over and their steps
--- go with those that do not die, their batches count them, the jobs that wait for them go on or are cancelled (unless is_in_chain: by who ends a chain of them), batches
--- that are over finish, and who waits for them is told. Only this function does any of it; call it when
--- the rows are written.
+-- go with those that do not die, their batches count them, the jobs that wait for them go on or are cancelled
+-- (unless is_in_chain: by who ends a chain of them), batches that are over finish, and who waits for them is told.
+-- Only this function does any of it, but for what complete and complete_many write out; call it when the rows are
+-- written.
 create or replace function pgqueue._after_end(ended pgqueue._ended[], is_in_chain boolean default false)
     returns void
     language plpgsql

@@ -116,9 +116,7 @@ declare
     moment timestamptz := clock_timestamp();
     freed record;
 begin
-    if pg_relation_size('pgqueue.wait') > 0 then
-        delete from pgqueue.wait as w where w.job_id = any (job_ids);
-    end if;
+    perform pgqueue._end_waits(job_ids);
     with back as (
         update pgqueue.job as j
         set run_at = least(j.run_at, coalesce(

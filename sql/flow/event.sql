@@ -307,7 +307,6 @@ begin
         order by w.job_id
     );
     if over <> '{}' then
-        perform pgqueue._end_waits(over);
         perform pgqueue._free(over);
     end if;
     -- What is left; but one that runs is left alone: its end deletes the wait.

@@ -177,7 +177,6 @@ begin
         from pgqueue.wait as w
         where w.job_id = run_now.job_id and w.step is not null
         on conflict do nothing;
-        perform pgqueue._end_waits(array[job_id]);
         perform pgqueue._free(array[job_id]);
         return;
     end if;

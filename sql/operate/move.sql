@@ -35,8 +35,7 @@ as $$
 declare
     found_ids bigint[] := array(
         select j.id from pgqueue.job as j
-        where _depart.kind = 'group' and hashtextextended(j.group_key, hashtext(j.queue)) = hashtextextended(_depart.key, hashtext(_depart.queue))
-            and j.queue = _depart.queue and j.group_key = _depart.key
+        where _depart.kind = 'group' and pgqueue._is_in_group(j, _depart.queue, _depart.key)
         union all
         select j.id from pgqueue.job as j
         where _depart.kind = 'unique' and j.queue = _depart.queue and j.unique_key = _depart.key and j.group_key is null
@@ -195,11 +194,7 @@ begin
         delete from pgqueue.moving as m where m.what = 'paused'
         returning m.key::jsonb ->> 0 as queue, m.key::jsonb ->> 1 as key
     loop
-        update pgqueue.queue as q set paused = null
-        where q.name = held.queue and q.group_key = held.key and q.kind = '';
-        delete from pgqueue.queue as q
-        where q.name = held.queue and q.group_key = held.key and q.kind = ''
-            and jsonb_strip_nulls(to_jsonb(q) - '{name,kind,group_key}'::text[]) = '{}';
+        perform pgqueue._set(held.queue, null, held.key, '{"paused": null}', false);
         perform pgqueue._resolve(held.queue), pgqueue._unblock_groups(held.queue, held.key), pgqueue._wake(held.queue);
     end loop;
 end;
