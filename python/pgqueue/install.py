@@ -74,11 +74,9 @@ def script(old: str | None = None) -> str:
         return packaged.read_text()
     with contextlib.suppress(FileNotFoundError):
         control = (SOURCE / "pgqueue.control").read_text()
-        steps = [
-            *([old] if old else []),
-            *re.findall("default_version = '(.+)'", control),
-        ]
-        return (SOURCE / f"sql/pgqueue--{'--'.join(steps)}.plain.sql").read_text()
+        (new,) = re.findall("default_version = '(.+)'", control)
+        way = f"{old}--{new}" if old else new
+        return (SOURCE / f"sql/pgqueue--{way}.plain.sql").read_text()
     raise FileNotFoundError("there is no script here: make plain writes it")
 
 

@@ -55,9 +55,8 @@ class Result:
 
     id: int
     kind: str | None
-    outcome: (
-        str | None
-    )  # completed, dead, cancelled; gone if unknown; None: it runs again
+    # completed, dead, cancelled; gone if unknown; None: it runs again
+    outcome: str | None
     result: Any  # decoded JSON, of a completed job
 
 

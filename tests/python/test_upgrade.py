@@ -625,6 +625,8 @@ def test_workers_of_both_versions_go_on_while_a_hundred_thousand_jobs_of_every_s
             client.over.set()
             client.join(30)
             assert client.error is None
+        # One that has not begun yet would be ended by its signal.
+        wait_until(lambda: workers.log().count(" works on ") == 4)
         assert [workers.finish(process) for process in workers.processes] == [0] * 4
         # The new one that came first.
         told = re.findall(r" (?:WARNING|ERROR) .*", workers.log())

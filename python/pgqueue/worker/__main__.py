@@ -30,11 +30,7 @@ from pgqueue.worker.options import load, merge, parse
 from pgqueue.worker.seldom import log, one_line, unless_from_server
 from pgqueue.worker.supervisor import CANNOT, DONE, READY, SIGNALS, Link, Supervisor
 
-VERBS = (
-    "after_failover, claim, claim_from, complete, extend, finish, maintain, rest".split(
-        ", "
-    )
-)
+VERBS = "after_failover claim claim_from complete extend finish maintain rest".split()
 LATER = {"after_failover": True}  # an older version does without
 PRIVILEGES = (
     "select p.proname, has_function_privilege(p.oid, 'execute') from pg_proc as p"

@@ -48,8 +48,9 @@ class Worker(Terms):
 
     `queues` maps names to a Share, or to a weight; without it, the worker works on those that
     the handlers of the app name. The other options are those of `python -m pgqueue.worker`, with
-    times in seconds. With several in `dsn`, the databases share its slots. `on_tick` is called some times a second while no part of the worker has
-    died or hangs, `on_commit` whenever outcomes have been committed.
+    times in seconds. With several in `dsn`, the databases share its slots. `on_tick` is called
+    some times a second while no part of the worker has died or hangs, `on_commit` whenever
+    outcomes have been committed.
 
     Raises ValueError for no queue, for what must be positive, or only_known without a handler;
     TypeError for a handler whose annotations name what is not there;
@@ -201,9 +202,8 @@ class Worker(Terms):
     def _end(self) -> None:
         until = time.monotonic() + REPORTING
         services = self.sources.services
-        self.sources.end_claims(
-            until - REPORTING / 2
-        )  # what is claimed now is released
+        # What is claimed now is released.
+        self.sources.end_claims(until - REPORTING / 2)
         self.executor.give_up_all(STOPPED)
         self.executor.release_waiting()
         for service in services:
