@@ -89,7 +89,7 @@ class Shards:
                 source.execute("select pgqueue._departed(%s)", (Jsonb(parts),))
             for kind, queue, key, state, _ in found:
                 if state == "busy" and kind == "group":
-                    source.execute("select pgqueue._hold_group(%s, %s)", (queue, key))
+                    source.execute("select pgqueue._pause_group(%s, %s)", (queue, key))
         names = [(part["what"], part["key"]) for part in parts]
         self.arrive(target, names)
         tell(source, FORGET, names)
@@ -116,7 +116,7 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
         while (left := shards.move_all()) and time.monotonic() < until:
             time.sleep(PAUSE)
         for conn in conns:
-            tell(conn, "select pgqueue._let_go()")
+            tell(conn, "select pgqueue._resume_groups()")
         print(f"moved {shards.moved} jobs and schedules")
         if left:
             why = f"{left['busy']} are busy, and {left['tied']} wait for other jobs or are of batches"

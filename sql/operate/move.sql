@@ -167,14 +167,14 @@ end;
 $$;
 
 -- Pauses a busy group until it has moved; one that somebody else has paused stays so.
-create or replace function pgqueue._hold_group(queue text, key text)
+create or replace function pgqueue._pause_group(queue text, key text)
     returns void
     language plpgsql
 as $$
 begin
     if not exists (
         select from pgqueue.queue as q
-        where q.name = _hold_group.queue and q.group_key = _hold_group.key and q.kind = '' and q.paused
+        where q.name = _pause_group.queue and q.group_key = _pause_group.key and q.kind = '' and q.paused
     ) then
         perform pgqueue._set_paused(queue, null, key, true);
         insert into pgqueue.moving (what, key) values ('paused', jsonb_build_array(queue, key)::text) on conflict do nothing;
@@ -182,8 +182,8 @@ begin
 end;
 $$;
 
--- Lets the groups run again that _hold_group has paused.
-create or replace function pgqueue._let_go()
+-- Resumes the groups that _pause_group has paused.
+create or replace function pgqueue._resume_groups()
     returns void
     language plpgsql
 as $$

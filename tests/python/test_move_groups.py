@@ -222,7 +222,9 @@ def test_jobs_move_under_load_and_kills_and_run_once(two):
     shop.start()
     try:
         with workers_on(two[0]) as workers:
-            workers.start(*named(two), "-c", "4")
+            # Half of them are to move, however quick it is.
+            most = "--max-jobs", str(JOBS // 2)
+            workers.start(*named(two), "-c", "4", *most)
             wait_until(lambda: counts(two[:1], "select count(*) from effect")[0] > 200)
             grow(*two, above=10_000_000)
             shop.dsns = two

@@ -65,11 +65,11 @@ select pgqueue.fail(c.id, c.token, 'e', permanent => true) from pgqueue.claim('d
 select is(d.parts #>> '{0,what}', 'dead_job', 'dead jobs go with their group') from pgqueue._depart('group', 'd', 'g') as d;
 
 -- Held while it is busy.
-select pgqueue._hold_group('q', 'a');
+select pgqueue._pause_group('q', 'a');
 select is((select q.paused from pgqueue.queue as q where q.group_key = 'a'), true, 'a busy group is given no more jobs');
 select pgqueue.pause('q', group_key => 'c');
-select pgqueue._hold_group('q', 'c');
-select pgqueue._let_go();
+select pgqueue._pause_group('q', 'c');
+select pgqueue._resume_groups();
 select is_empty($$ select from pgqueue.queue as q where q.group_key = 'a' $$, 'until it has moved, or could not');
 select is((select q.paused from pgqueue.queue as q where q.group_key = 'c'), true, 'and what an operator has paused stays so');
 
