@@ -6,24 +6,54 @@
 --   - As long as a step is not committed nobody can recover the job, and give it to another worker, who would
 --     not see that it was done.
 
+-- What is wrong with a step that has just been saved as that place of its job (null: it was there before), whose row is
+-- locked if it is leased under this token. Plans as save_step sets them.
+create or replace function pgqueue._check_step(job_id bigint, token bigint, place int, value jsonb)
+    returns text[]
+    language plpgsql
+as $$
+declare
+    job record;
+begin
+    select j.queue, j.kind, j.group_key into job
+    from pgqueue.job as j
+    where j.id = _check_step.job_id and j.token = _check_step.token;
+    if not found or not pgqueue._is_own(job.queue, pgqueue._own_queues('worker')) then
+        return pgqueue._lost(job_id, token);
+    elsif place > 10000 then
+        return array[
+            'a job has at most 10000 steps',
+            format('Job %s has %s.', job_id, place - 1),
+            'Save larger steps, or let the job enqueue others.',
+            '54000'
+        ];
+    end if;
+    -- The end of the job looks for steps.
+    perform pgqueue._mark(pgqueue._settings_bits(job.queue), 'pgqueue.awaited_seq');
+    return case when place is not null then
+        pgqueue._check_payload(value, (pgqueue._in_force(job.queue, job.kind, job.group_key)).max_payload_bytes)
+    end;
+end;
+$$;
+
 create or replace function pgqueue.save_step(job_id bigint, token bigint, name text, value jsonb default 'null')
     returns jsonb
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
 #variable_conflict use_column
 declare
-    awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
-    content jsonb := coalesce(save_step.value, 'null');
     saved_place int;
-    job record;
+    fold int;
     refused boolean;
 begin
-    -- Few statements and calls, because a step should not cost more than an enqueue.
+    -- Few statements, variables and operators, because a step should not cost more than an enqueue: each operator
+    -- is a thousand instructions.
     if current_setting('transaction_isolation') <> 'read committed'
-        or (octet_length(save_step.name) between 1 and 200) is not true or save_step.job_id is null
+        or (octet_length(save_step.name) <@ int4range '[1,200]') is not true or save_step.job_id is null
     then
         refused := pgqueue._refuse(case
             when current_setting('transaction_isolation') <> 'read committed' then pgqueue._check_isolation()
@@ -38,43 +68,29 @@ begin
         coalesce((
             select l.place from pgqueue.step as l where l.job_id = save_step.job_id order by l.place desc limit 1
         ), 0) + 1,
-        save_step.name, content
+        save_step.name, coalesce(save_step.value, 'null')
     )
     on conflict do nothing
     returning s.place into saved_place;
 
-    select j.queue, j.kind, j.group_key, hashtext(j.queue) & 255 as fold into job
+    select (hashtext(j.queue) & 255) % 63 into fold
     from pgqueue.job as j
     where j.id = save_step.job_id and j.token = save_step.token
     for key share;
-    if not found or awaited < 0 and not pgqueue._is_own(job.queue, pgqueue._own_queues('worker')) then
-        refused := pgqueue._refuse(pgqueue._lost(save_step.job_id, save_step.token));
+    -- The first step has marked the queue. The mask says of all queues if any access is limited.
+    if saved_place between 2 and 10000 and save_step.value is not null
+        and pg_sequence_last_value('pgqueue.used_seq') >> fold & 1 = 0
+    then
+        return save_step.value;
     end if;
-    if saved_place is null then
-        return (
-            select s.value
-            from pgqueue.step as s
-            where s.job_id = save_step.job_id and s.name = save_step.name collate "default"
-        );
-    end if;
-    if saved_place > 10000 then
-        refused := pgqueue._refuse(array[
-            'a job has at most 10000 steps',
-            format('Job %s has %s.', save_step.job_id, saved_place - 1),
-            'Save larger steps, or let the job enqueue others.',
-            '54000'
-        ]);
-    end if;
-    if pg_sequence_last_value('pgqueue.used_seq') >> job.fold % 63 & 1 = 1 then
-        refused := pgqueue._refuse(pgqueue._check_payload(
-            content, (pgqueue._in_force(job.queue, job.kind, job.group_key)).max_payload_bytes
-        ));
-    end if;
-    -- The end of the job looks for steps.
-    if awaited >> job.fold % 63 & 1 = 0 then
-        perform pgqueue._mark(pgqueue._settings_bits(job.queue), 'pgqueue.awaited_seq');
-    end if;
-    return content;
+    refused := pgqueue._refuse(
+        pgqueue._check_step(save_step.job_id, save_step.token, saved_place, coalesce(save_step.value, 'null'))
+    );
+    return (
+        select s.value
+        from pgqueue.step as s
+        where s.job_id = save_step.job_id and s.name = save_step.name collate "default"
+    );
 end;
 $$;
 
