@@ -24,7 +24,7 @@ from pgqueue.client import LeaseLost
 from pgqueue.drivers import run_without_loop, settled
 from pgqueue.judge import completed, judge
 from pgqueue.policy import Middleware, within
-from pgqueue.steps import SUSPEND, Steps
+from pgqueue.steps import Steps
 
 COMPLETE = "select pgqueue.complete(%s, %s, %s::pg_catalog.jsonb)"
 NO_MIDDLEWARE: Any = nullcontext()
@@ -72,13 +72,21 @@ async def _run(
     generation = _forks
     try:
         if not attempt.task.policy.transaction:
-            return await _call(attempt, connect, middleware)
+            outcome = await _call(attempt, connect, middleware)
+            if outcome.name != "suspend" or attempt.steps.last is None:
+                return outcome
+            async with connect() as conn:
+                attempt.in_handler = False
+                await attempt.steps.end(conn)
+            return SUSPENDED
         async with connect() as attempt.connection:
             outcome = await _call(attempt, connect, middleware)
-            query = SUSPEND if outcome.name == "suspend" else COMPLETE
-            params = attempt.id, attempt.token, outcome.text
             attempt.in_handler = False
-            await settled(attempt.connection.execute(query, params))
+            if outcome.name == "suspend":
+                await attempt.steps.end(attempt.connection)
+            else:
+                params = attempt.id, attempt.token, outcome.text
+                await settled(attempt.connection.execute(COMPLETE, params))
         if outcome.name == "suspend":
             return SUSPENDED
         return Outcome("none", outcome.text, error=outcome.error)

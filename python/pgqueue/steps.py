@@ -81,6 +81,9 @@ class Steps:
         session: Callable[[], AbstractAsyncContextManager[Any]],
     ) -> None:
         self.terms: str | None = None  # on which the job is to be suspended, in JSON
+        self.last: tuple[str, str] | None = (
+            None  # step to save with that, and its value
+        )
         self.unawaited = 0
         self._lease = job_id, token
         self._session = session
@@ -126,6 +129,12 @@ class Steps:
         if self.unawaited:
             raise RuntimeError("the handler did not await what its job returned")
 
+    async def end(self, conn: Any) -> None:
+        """Suspend the job in a transaction, and save what goes with that: both, or neither."""
+        if self.last is not None:
+            await settled(conn.execute(SAVE, (*self._lease, *self.last)))
+        await settled(conn.execute(SUSPEND, (*self._lease, self.terms)))
+
     async def step(self, name: str, run: Callable[[], Any], function: Any) -> Any:
         read = result_reader(function)
         known = await self._load()
@@ -162,14 +171,16 @@ class Steps:
         ended = f"{name}: ended"
         if ended not in known:
             found = {r.id: r for r in await self.results() if r.id in set(ids)}
-            is_new = name not in known
-            if is_new:
-                await self._save(name, to_json(list(ids), name))
             values = None
-            if ids and (is_new or any(r.outcome is None for r in found.values())):
-                until = f"{name}: until"
+            until = f"{name}: until"
+            if ids and name not in known:
+                terms, _ = await self._until(name, until, timeout)
+                # From then on, what results do not show is gone.
+                last = name, json.dumps(list(ids))
+                self._suspend(last, after=list(ids), **terms)
+            elif any(r.outcome is None for r in found.values()):
                 terms, is_over = await self._until(name, until, timeout)
-                if is_new or not is_over:
+                if not is_over:
                     self._suspend(after=list(ids), **terms)
             else:
                 rows = [found.get(id, Result(id, None, "gone", None)) for id in ids]
@@ -191,8 +202,9 @@ class Steps:
             if len(rows) < PAGE:
                 return found
 
-    def _suspend(self, **terms: Any) -> None:
-        self.terms = json.dumps(terms)
+    def _suspend(self, last: tuple[str, str] | None = None, **terms: Any) -> None:
+        if self.terms is None:  # else another task was quicker
+            self.terms, self.last = json.dumps(terms), last
         raise Suspend
 
     async def _load(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pgqueue
@@ -254,6 +255,59 @@ def test_jobs_that_nothing_is_known_of_are_gone_and_waited_for_once(
     id = enqueue(db, "parent", ids=[child])
     worker = start(workers)
     assert result(db, id) in ([None], [f"jobs that did not complete: {child} (gone)"])
+    assert workers.finish(worker) == 0
+
+
+def test_a_job_may_wait_for_an_event_and_for_jobs_at_once(db, workers) -> None:
+    child = pgqueue.enqueue(
+        db, QUEUE, {"n": 3}, kind="child", run_at=timedelta(hours=1)
+    )
+    id = enqueue(db, "both_kinds", ids=[child])
+    worker = start(workers)
+    assert suspended(db, id)
+    pgqueue.emit(db, "one", 1)
+    wait_until(
+        lambda: (
+            one(
+                db,
+                "select count(*) from pgqueue.jobs where id = %s and last_step = 'wait for one'",
+                id,
+            )
+            == 1
+        )
+    )
+    db.execute("select pgqueue.run_now(%s)", (child,))
+    assert result(db, id) == [1, [9]]
+    assert workers.finish(worker) == 0
+
+
+def test_a_worker_killed_as_it_suspends_a_job_has_not_made_it_wait(
+    db, workers, dsn
+) -> None:
+    child = pgqueue.enqueue(
+        db, QUEUE, {"n": 3}, kind="child", run_at=timedelta(hours=1)
+    )
+    id = enqueue(db, "locked_parent", ids=[child])
+    worker = start(workers)
+    wait_until(lambda: workers.notes("begun"))
+    with psycopg.connect(dsn) as stranger:
+        # Lets steps be saved, and no attempt end.
+        stranger.execute(
+            "select from pgqueue.job where id = %s for no key update", (id,)
+        )
+        Path(f"{workers.ran}.locked").touch()
+        query = "select count(*) from pg_stat_activity where wait_event_type = 'Lock'"
+        wait_until(lambda: one(db, query) > 0)
+        worker.kill()
+        worker.wait()
+        db.execute(
+            "select pg_terminate_backend(pid, 10000) from pg_stat_activity"
+            " where wait_event_type = 'Lock'"
+        )
+    worker = start(workers)
+    assert suspended(db, id)
+    db.execute("select pgqueue.run_now(%s)", (child,))
+    assert result(db, id) == [9]
     assert workers.finish(worker) == 0
 
 

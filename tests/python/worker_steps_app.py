@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,12 @@ async def both(job: pgqueue.Job) -> Any:
     return [task.result() for task in tasks]
 
 
+@app.job("both_kinds")
+async def both_kinds(job: pgqueue.Job, ids: list[int]) -> Any:
+    jobs, event = job.wait_for_jobs(ids), job.wait_for("one")
+    return await asyncio.gather(event, jobs)
+
+
 @app.job("parent")
 def parent(job: pgqueue.Job, ids: list[int]) -> Any:
     try:
@@ -166,6 +173,15 @@ def parent(job: pgqueue.Job, ids: list[int]) -> Any:
 @app.job("aparent")
 async def aparent(job: pgqueue.Job, ids: list[int]) -> Any:
     return await job.wait_for_jobs(ids)
+
+
+@app.job("locked_parent")
+def locked_parent(job: pgqueue.Job, ids: list[int]) -> Any:
+    note("begun")
+    mark = Path(f"{os.environ['RAN']}.locked")
+    while not mark.exists():
+        time.sleep(0.01)
+    return job.wait_for_jobs(ids)
 
 
 @app.job("parent_for")
