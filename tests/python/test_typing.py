@@ -1,6 +1,8 @@
 """What type checkers say about code that uses the package; they must find what is wrong."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from recipes import blocks, sections
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python"
+PYRIGHT = shutil.which("pyright") or shutil.which("basedpyright")
 HEAD = """
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -234,6 +237,20 @@ def test_mypy_finds_every_wrong_call_and_nothing_else(tmp_path, cache, part) -> 
     }
     wanted = {n for n, line in enumerate(code.splitlines(), 1) if "# wrong" in line}
     assert found == wanted, said
+
+
+@pytest.mark.skipif(PYRIGHT is None, reason="there is no pyright, nor basedpyright")
+def test_pyright_finds_every_wrong_use_of_steps_and_nothing_else(tmp_path) -> None:
+    code = HEAD + STEPS
+    (tmp_path / "code.py").write_text(code)
+    options = {"typeCheckingMode": "standard", "extraPaths": [str(PACKAGE)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(options))
+    command = [PYRIGHT, "--pythonpath", sys.executable, "--outputjson", "code.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    said = json.loads(ran.stdout)["generalDiagnostics"]
+    assert {d["range"]["start"]["line"] + 1 for d in said} == {
+        n for n, line in enumerate(code.splitlines(), 1) if "# wrong" in line
+    }, said
 
 
 def test_the_recipes_pass_a_type_checker(tmp_path, cache) -> None:
