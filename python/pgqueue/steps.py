@@ -202,7 +202,7 @@ class Steps:
             if len(rows) < PAGE:
                 return found
 
-    def _suspend(self, last: tuple[str, str] | None = None, **terms: Any) -> None:
+    def _suspend(self, last: tuple[str, str] | None = None, /, **terms: Any) -> None:
         if self.terms is None:  # else another task was quicker
             self.terms, self.last = json.dumps(terms), last
         raise Suspend

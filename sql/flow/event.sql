@@ -98,6 +98,8 @@ create or replace function pgqueue._begin_wait(
     language plpgsql
 as $$
 #variable_conflict use_column
+declare
+    look_at bigint;
 begin
     insert into pgqueue.wait (job_id, since, event, step)
     values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event, _begin_wait.step)
@@ -126,9 +128,13 @@ begin
         if found then
             perform pgqueue._free(array[_begin_wait.job_id]);
         else
-            insert into pgqueue.loose_end (look_at, id, what) values (_begin_wait.moment, _begin_wait.job_id, 'wait');
-            -- Not at once: only if an emit was just open there is anything to see.
-            perform pgqueue._look_soon(_begin_wait.moment + interval '200 milliseconds');
+            insert into pgqueue.loose_end (look_at, id, what)
+            values (_begin_wait.moment, _begin_wait.job_id, 'wait');
+            -- As in _look_soon, written out. Not at once: only if an emit was just open there is anything to see.
+            look_at := (date_part('epoch', _begin_wait.moment) * 1000000)::bigint - 1577836799800000;
+            if (pg_sequence_last_value('pgqueue._cell_due') <= look_at) is not true then
+                perform setval('pgqueue._cell_due', look_at);
+            end if;
         end if;
     end if;
 end;
@@ -152,22 +158,30 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
+    is_plain boolean;
     refused boolean;
     picks tid[];
-    job record;
+    -- No record, which costs even when it is null.
+    job_queue text;
+    job_priority int;
 begin
-    -- The plain call, for an event or a moment and without a group or cap, is written out: it costs a fifth.
-    if (
-        current_setting('transaction_isolation') = 'read committed' and after is null
-        and coalesce(octet_length(event) between 1 and 200, run_at is not null)
-        and coalesce(run_at between '1970-01-01' and '9998-12-31', true)
-        and coalesce(octet_length(step) between 1 and 200, true) and awaited >= 0
-    ) is not true then
-        refused := pgqueue._refuse(coalesce(
-            pgqueue._check_isolation(),
-            pgqueue._check_suspension(suspend.job_id, suspend.event, suspend.run_at, after, suspend.step)
-        ));
-    else
+    -- The plain call, for an event or a moment and without a group, a cap or an error, is written out: it costs a
+    -- fifth. For an event alone most of its checks are left out.
+    is_plain := octet_length(event) <@ int4range '[1,200]' and num_nonnulls(run_at, after, step) = 0 and awaited >= 0
+        and current_setting('transaction_isolation') = 'read committed';
+    if is_plain is not true then
+        is_plain := after is null and awaited >= 0 and current_setting('transaction_isolation') = 'read committed'
+            and coalesce(octet_length(event) between 1 and 200, run_at is not null)
+            and coalesce(run_at between '1970-01-01' and '9998-12-31', true)
+            and coalesce(octet_length(step) between 1 and 200, true);
+        if is_plain is not true then
+            refused := pgqueue._refuse(coalesce(
+                pgqueue._check_isolation(),
+                pgqueue._check_suspension(suspend.job_id, suspend.event, suspend.run_at, after, suspend.step)
+            ));
+        end if;
+    end if;
+    if is_plain then
         -- As in _end.
         update pgqueue.job as j
         set run_at = coalesce(suspend.run_at, 'infinity'),
@@ -176,14 +190,13 @@ begin
             claimed_at = null,
             lease_expires_at = null,
             worker = null,
-            progress = null,
-            errors = case when jsonb_typeof(j.errors -> -1 -> 'attempt') = 'null' then j.errors - -1 else j.errors end
+            progress = null
         where j.id = suspend.job_id and j.token = suspend.token
-            and num_nonnulls(j.cancelled_at, j.permits, j.group_key) = 0
-        returning j.queue, j.priority into job;
+            and num_nonnulls(j.cancelled_at, j.permits, j.group_key) = 0 and j.errors = '[]'
+        returning j.queue, j.priority into job_queue, job_priority;
         if found then
             perform pgqueue._begin_wait(
-                suspend.job_id, suspend.event, suspend.run_at, suspend.step, job.queue, job.priority, awaited, moment
+                suspend.job_id, suspend.event, suspend.run_at, suspend.step, job_queue, job_priority, awaited, moment
             );
             return;
         end if;
@@ -222,9 +235,11 @@ declare
     hash bigint := hashtextextended(event, 0);
     look_at bigint;
     queues text[];
+    queue text;
+    woken text;
     refused boolean;
 begin
-    if (octet_length(event) between 1 and 200) is not true then
+    if (octet_length(event) <@ int4range '[1,200]') is not true then
         refused := pgqueue._refuse(pgqueue._bad_name('event', event));
     end if;
     if used >> (hashtext('') & 255) % 63 & 1 = 1 then
@@ -249,7 +264,12 @@ begin
         limit 100
     );
     if queues <> '{}' then
-        perform pgqueue._wake(q.name) from (select distinct unnest(queues)) as q (name) where q.name is not null;
+        foreach queue in array queues loop
+            if queue <> coalesce(woken, '') then
+                perform pgqueue._wake(queue);
+                woken := queue;
+            end if;
+        end loop;
         -- A claim in this transaction would not look at once.
         look_at := case when statement_timestamp() > now() then -1000000 else 0 end;
     end if;

@@ -58,6 +58,16 @@ WAIT = (
     "select pgqueue.suspend(c.id, c.token, e.name), pgqueue.emit(e.name) "
     f"from ({sized(PGQUEUE.claim, 1)}) as c, concat('event ', c.token) as e (name)"
 )
+# Jobs 1 to 1000, each held under the token that is its id.
+THOUSAND = (
+    f"{PLAIN}select from pgqueue.claim('bench', 'w', 1000, lease => '1 day');\n\n"
+    "update pgqueue.job set token = id where token is not null;\n\ncreate sequence number;\n\n"
+)
+SUSPEND = (
+    "select pgqueue.suspend(n, n, concat('event ', n)) from nextval('number') as n"
+)
+SUSPENDED = f"{THOUSAND}select pgqueue.suspend(n, n, concat('event ', n)) from generate_series(1, 1000) as n;\n\n"
+EMIT = "select pgqueue.emit(concat('event ', n)) from nextval('number') as n"
 ENQUEUE_INTO_A_GROUP = "select pgqueue.enqueue('bench', group_key => 'group 7')"
 # One transaction for each; a batch is claimed and completed in one. What is counted, jobs in a call, and
 # what is there before.
@@ -81,6 +91,9 @@ CALLS = {
     "insert of a row, no trigger": (INSERT, 1, TABLE + PLAIN),
     "insert of a row, a trigger enqueues it": (INSERT, 1, TABLE + TRIGGER + PLAIN),
     "save_step, one transaction": (STEP, 1, HELD),
+    "claim one job, one transaction": (sized(PGQUEUE.claim, 1), 1, PLAIN),
+    "suspend for an event, one transaction": (SUSPEND, 1, THOUSAND),
+    "emit an event that a job waits for, one transaction": (EMIT, 1, SUSPENDED),
     "claim, suspend and emit, and what makes it due": (WAIT, 1, PLAIN),
     "claim and complete one, max_running 1000": (ONE, 1, CAPPED),
     "claim and complete 50, max_running 1000": (FIFTY, 50, CAPPED),
