@@ -24,7 +24,7 @@ from pg_logical_slot_peek_changes(%s, null, 3000, 'include-timestamp', 'on', 'sk
 CHANGE = re.compile(r"table (\w+)\.(\w+): (\w+):(.*)", re.DOTALL)
 COLUMN = re.compile(r" (\w+)\[((?:[^\[\]]|\[\])+)\]:('(?:[^']|'')*'|\S+)")
 COMMIT = re.compile(r"COMMIT \d+ \(at (.*)\)")
-INTERESTING = {"job", "dead_job", "batch", "effect"}
+INTERESTING = {"job", "dead_job", "batch", "effect", "step", "step_effect"}
 
 
 class Reader:

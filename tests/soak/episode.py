@@ -15,6 +15,7 @@ from soak.flow import Flow
 from soak.history import History
 from soak.judge import judge
 from soak.limits import Impatient, Producer, Worker
+from soak.long import Long
 from soak.nemesis import Nemesis
 from soak.operator import Operator, Watcher
 from soak.servers import Servers, servers
@@ -24,6 +25,7 @@ CLIENTS: list[type[Client]] = [
     *[Producer] * 2,
     *[Worker] * 3,
     *[Flow] * 4,
+    *[Long] * 2,
     *(Impatient, Operator, Watcher),
 ]
 # After the last fault all must be done in two leases and this.
@@ -34,6 +36,7 @@ from (
     select 'jobs of ' || queue as what, count(*) as n from pgqueue.job group by queue
     union all select 'ties', count(*) from pgqueue.dependency
     union all select 'loose ends', count(*) from pgqueue.loose_end
+    union all select 'waits', count(*) from pgqueue.wait
     union all select 'tallies', count(*) from pgqueue.tally
     union all select 'open batches', count(*) from pgqueue.batch where finished_at is null
 ) as l

@@ -5,13 +5,13 @@ from pathlib import Path
 from soak import commits, history
 from soak.court import Court
 from soak.rules_acks import Acknowledged, Answers, Kept, Views, Waiting
-from soak.rules_flow import Batches, Slots, Waits
+from soak.rules_flow import Batches, Slots, Steps, Waits
 from soak.rules_jobs import Attempts, Effects, Ends, Keys
 from soak.rules_limits import Limits, Order, Pauses, Rates
 
 RULES = [
     *(Attempts, Ends, Effects, Keys, Limits, Rates, Pauses, Order),
-    *(Batches, Waits, Slots, Acknowledged, Answers, Waiting, Views, Kept),
+    *(Batches, Waits, Steps, Slots, Acknowledged, Answers, Waiting, Views, Kept),
 ]
 INVARIANTS = {
     "I1": "what was enqueued ends, once, and is nowhere lost",
@@ -30,6 +30,7 @@ INVARIANTS = {
     "O": "groups of one run in order",
     "B": "a batch finishes once, at its end, with the right counts and one callback",
     "T": "a job waits for those that it is after, and is cancelled for no other",
+    "K": "a step is saved by who holds the job, once, with its effect, and kept with the job",
     "S": "each slot makes one job",
     "R": "the limits were reached, or nothing is shown",
     "E": "no call fails but in documented ways",

@@ -135,6 +135,58 @@ class Waits(Rule):
             )
 
 
+class Steps(Rule):
+    """K: a step is saved by who holds the job, once, with its effect, and kept as long as the job is there."""
+
+    def prepare(self) -> None:
+        self.effects: Counter[tuple[int, str]] = Counter()
+        self.ever: set[tuple[int, str]] = set()
+        self.kept: set[tuple[int, str]] = set()
+        self.new: list[Row] = []
+        self.gone: list[tuple[int, str]] = []
+
+    def other(self, change: Change) -> None:
+        if change.table not in ("step", "step_effect"):
+            return
+        row = change.row
+        step = (row["job_id"], row["name"])
+        if change.table == "step_effect":
+            self.effects[step] += 1
+        elif change.what == "DELETE":
+            self.gone.append(step)
+            self.kept.discard(step)
+        else:
+            self.new.append(row)
+            self.kept.add(step)
+            if step in self.ever:
+                self.court.violated("K", f"{step} was saved again")
+            self.ever.add(step)
+
+    def commit(self, now: Transaction) -> None:
+        court, new, gone = self.court, self.new, self.gone
+        self.new, self.gone = [], []
+        for row in new:
+            court.facts["steps"] += 1
+            # The same transaction may have ended the attempt, or the job.
+            holder = court.jobs.get(row["job_id"], {}).get("token")
+            if holder not in (None, row["value"]["token"]):
+                text = f"{row['name']} of {row['job_id']} is of {row['value']}, and {holder} held it"
+                court.violated("K", text)
+        for id, name in gone:
+            if id in court.jobs or id in court.dead:
+                court.violated("K", f"{name} of {id} is gone, and {id} is not")
+
+    def finish(self) -> None:
+        for step, count in self.effects.items():
+            if count != 1 or step not in self.ever:
+                self.court.violated("K", f"{step} was done {count} times")
+        for step in self.ever - self.effects.keys():
+            self.court.violated("K", f"{step} was saved, and not done")
+        for id, name in self.kept:
+            if id not in self.court.jobs and id not in self.court.dead:
+                self.court.violated("K", f"{name} of {id} is left, and {id} is gone")
+
+
 class Slots(Rule):
     """S: each slot of a schedule makes one job, and none is left out."""
 
