@@ -11,7 +11,6 @@ server nor the first call, which makes the plans, is in it.
 
 import argparse
 import importlib.util
-import itertools
 import re
 import subprocess
 import tempfile
@@ -54,7 +53,7 @@ TRIGGER = (
 )
 INSERT = "insert into changed (status, note) values ('new', 'a note')"
 HELD = f"{PLAIN}select from pgqueue.claim('bench', 'w', lease => '1 day');\n\n"
-STEP = """select pgqueue.save_step(1, 1, $1, '{"a": 1}')"""
+STEP = """select pgqueue.save_step(1, 1, clock_timestamp()::text, '{"a": 1}')"""
 WAIT = (
     "select pgqueue.suspend(c.id, c.token, e.name), pgqueue.emit(e.name) "
     f"from ({sized(PGQUEUE.claim, 1)}) as c, concat('event ', c.token) as e (name)"
@@ -133,16 +132,9 @@ def count(cluster: Any, call: str, before: str) -> float:
     fill = f"create extension pgqueue;\n\n{before}vacuum analyze;\n\n"
     instructions(server, cluster.data, fill)
     prepare = f"{REST}prepare p as {call};\n\n"
-    # A parameter is another text each time.
-    execute = "execute p('{}');\n\n" if "$1" in call else "execute p;\n\n"
-    numbers = itertools.count()
     # The first run finds the server's caches on disk as the fill left them.
     _, few, more = (
-        instructions(
-            server,
-            cluster.data,
-            prepare + "".join(execute.format(next(numbers)) for _ in range(calls)),
-        )
+        instructions(server, cluster.data, prepare + "execute p;\n\n" * calls)
         for calls in (WARM, WARM, WARM + MORE)
     )
     return (more - few) / MORE

@@ -1,8 +1,9 @@
 """The benchmark's page says what its results say and nothing else."""
 
 import re
+from types import SimpleNamespace
 
-from bench import instructions, shards, summary
+from bench import instructions, page, shards, summary
 
 FOLDER = summary.HERE
 
@@ -54,6 +55,24 @@ def test_the_page_and_the_plots_are_made_of_the_results():
     assert summary.page(page, results) == page, how
     for name, drawing in summary.plots(results).items():
         assert (FOLDER / name).read_text() == drawing, how
+
+
+def test_to_measure_one_system_leaves_the_others_in_the_list(tmp_path, monkeypatch):
+    old = summary.RESULTS.read_text()
+    copy = tmp_path / "results.md"
+    copy.write_text(old)
+    monkeypatch.setattr(summary, "RESULTS", copy)
+    monkeypatch.setattr(summary, "write", lambda: None)
+    monkeypatch.setattr(page, "machine", lambda: "Another machine.")
+    pgmq = SimpleNamespace(name="pgmq", version="99", settings="other settings")
+    page.Results([pgmq]).write()
+    listed = re.compile(r"^- \*\*.+$", re.M)
+    before, after = listed.findall(old), listed.findall(copy.read_text())
+    assert len(before) > 10
+    assert after == [
+        "- **pgmq 99**: other settings" if line.startswith("- **pgmq ") else line
+        for line in before
+    ]
 
 
 def test_the_guide_to_shards_follows_from_the_results():

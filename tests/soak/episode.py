@@ -25,7 +25,7 @@ CLIENTS: list[type[Client]] = [
     *[Producer] * 2,
     *[Worker] * 3,
     *[Flow] * 4,
-    *[Long] * 2,
+    *[Long] * 3,
     *(Impatient, Operator, Watcher),
 ]
 # After the last fault all must be done in two leases and this.

@@ -224,8 +224,9 @@ class Flow(Client):
             self.call("reprioritize", "select pgqueue.reprioritize(%s, 1)", [id])
 
     def lose_hints(self) -> None:
-        """The sweep finds whatever no loose end points to."""
+        """The sweep finds whatever no loose end points to, but for events."""
         self.conn.execute(
             "delete from pgqueue.loose_end where ctid = any (array("
-            "select ctid from pgqueue.loose_end where random() < 0.5 for update skip locked))"
+            "select ctid from pgqueue.loose_end"
+            " where random() < 0.5 and what not in ('event', 'wait') for update skip locked))"
         )

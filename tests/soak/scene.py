@@ -10,7 +10,7 @@ RATED = "rated"
 SIDE = "side"
 # Batches, and jobs that wait for others.
 FLOW, FLOW_SIDE, CALLBACK = "q", "p", "callback"
-# Jobs that save steps and wait for events.
+# Jobs that save steps and wait for events. Nothing is set for it either.
 LONG = "long"
 TICKS = "ticks"
 ALL = [WORK, LIMITED, RATED, SIDE, TICKS, FLOW, FLOW_SIDE, CALLBACK]
@@ -19,7 +19,7 @@ SETTINGS = f"""
 create table effect (job_id bigint not null);
 create table step_effect (job_id bigint not null, name text not null);
 select pgqueue.configure(q, retry_base => '1 ms', retry_cap => '50 ms')
-    from unnest('{{{LIMITED},{RATED},{SIDE},{FLOW},{FLOW_SIDE},{CALLBACK},{LONG}}}'::text[]) as q;
+    from unnest('{{{LIMITED},{RATED},{SIDE},{FLOW},{FLOW_SIDE},{CALLBACK}}}'::text[]) as q;
 select pgqueue.configure('{LIMITED}', group_limit => 2, max_running => 8, max_attempts => 1000);
 select pgqueue.configure('{LIMITED}', group_key => 'one', group_limit => 1, group_on_retry => 'block');
 select pgqueue.configure('{LIMITED}', group_key => 'two', group_limit => 1);
