@@ -383,13 +383,6 @@ MUTANTS = [
         ("K",),
     ),
     Mutant(
-        "a step that is being saved does not keep its job from others",
-        "flow/step.sql",
-        "where j.id = save_step.job_id and j.token = save_step.token\n    for key share;",
-        "where j.id = save_step.job_id and j.token = save_step.token;",
-        ("K",),
-    ),
-    Mutant(
         "steps stay behind when a job completes",
         "attempts/attempt.sql",
         "    if pg_relation_size('pgqueue.step') > 0 then\n        delete from pgqueue.step as s where s.job_id = any (job_ids);",
@@ -401,13 +394,6 @@ MUTANTS = [
         "flow/event.sql",
         "    insert into pgqueue.loose_end (look_at, id, what) values (moment, hash, 'event');\n",
         "",
-        ("I1", "I10"),
-    ),
-    Mutant(
-        "a suspend leaves no loose end",
-        "flow/event.sql",
-        "values (_begin_wait.moment, _begin_wait.job_id, 'wait');",
-        "select _begin_wait.moment, _begin_wait.job_id, 'wait' where false;",
         ("I1", "I10"),
     ),
     # Schedules
