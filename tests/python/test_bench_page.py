@@ -3,7 +3,8 @@
 import re
 from types import SimpleNamespace
 
-from bench import instructions, page, shards, summary
+from bench import instructions, shards, summary
+from bench.page import Results
 
 FOLDER = summary.HERE
 
@@ -63,9 +64,9 @@ def test_to_measure_one_system_leaves_the_others_in_the_list(tmp_path, monkeypat
     copy.write_text(old)
     monkeypatch.setattr(summary, "RESULTS", copy)
     monkeypatch.setattr(summary, "write", lambda: None)
-    monkeypatch.setattr(page, "machine", lambda: "Another machine.")
+    monkeypatch.setattr("bench.page.machine", lambda: "Another machine.")
     pgmq = SimpleNamespace(name="pgmq", version="99", settings="other settings")
-    page.Results([pgmq]).write()
+    Results([pgmq]).write()
     listed = re.compile(r"^- \*\*.+$", re.M)
     before, after = listed.findall(old), listed.findall(copy.read_text())
     assert len(before) > 10
