@@ -40,6 +40,7 @@ def test_enqueue_adds_a_job_and_prints_its_id(run, db) -> None:
     assert column(db, "select unique_key from pgqueue.recent_key") == ["u"]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [

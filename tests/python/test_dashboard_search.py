@@ -306,6 +306,7 @@ def many(db) -> None:
     )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     "asked",
     [

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
-from conftest import Connect, column, one
+from conftest import LONG, Connect, column, one
 from psycopg import errors
 from psycopg.conninfo import make_conninfo
 
 # For each function, until either limit is reached.
-ATTEMPTS = 300
-SECONDS = 2
+ATTEMPTS = 1000 if LONG else 100
+SECONDS = 6 if LONG else 1
 
 TABLES = (
     "job", "dead_job", "run", "queue", "recent_key", "schedule", "step", "wait", "event"
@@ -334,6 +334,7 @@ def works_on(connect: Connect, name: str = "q") -> None:
     db.close()
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_changes_nothing_and_leaves_no_lock_or_setting(
     connect, db, given, name

@@ -13,12 +13,12 @@ from pathlib import Path
 import pgqueue
 import psycopg
 import pytest
-from conftest import column, database, one
+from conftest import LONG, column, database, one
 from test_worker_databases import command, counts, named
 from worker_harness import wait_until, workers_on
 
 COUNT = "select count(*) from pgqueue.job"
-JOBS = 100_000 if os.environ.get("PGQUEUE_TEST_LONG") else 4_000
+JOBS = 100_000 if LONG else 4_000
 KEYS = 800
 
 

@@ -9,6 +9,7 @@ from soak.report import complaints, describe
 SECONDS = 8
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lost", [0, 0.5], ids=["", "hints lost"])
 def test_whatever_clients_and_faults_do_the_judge_finds_nothing(tmp_path, lost):
     court = run(Plan(tmp_path / "episode", "short", SECONDS, lost))

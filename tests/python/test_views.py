@@ -10,7 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from conftest import column, one
+from conftest import LONG, column, one
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from psycopg.rows import dict_row
@@ -548,7 +548,7 @@ def differences(said: dict, true: dict) -> list:
     return found
 
 
-@settings(ONE_DATABASE, max_examples=20)
+@settings(ONE_DATABASE, max_examples=20 if LONG else 6)
 @given(st.randoms(use_true_random=True))
 def test_every_number_of_every_view_is_what_the_tables_say(db, rng) -> None:
     with db.transaction(force_rollback=True):

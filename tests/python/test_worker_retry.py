@@ -97,6 +97,7 @@ def test_a_retry_without_a_delay_takes_the_backoff_of_the_policy(db, workers) ->
     assert 19 <= one(db, DELAY, job) <= 41
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("prefix", ["", "a"])
 @pytest.mark.parametrize(
     ("kind", "error", "is_final"),
