@@ -45,6 +45,7 @@ A machine.
 """
 PAGE = (
     "<!-- summary -->\n<!-- end of summary -->\n<!-- ahead -->\n<!-- end of ahead -->"
+    "\n<!-- why -->\n<!-- end of why -->"
 )
 
 
@@ -54,6 +55,23 @@ def test_the_page_and_the_plots_are_made_of_the_results():
     assert summary.page(page, results) == page, how
     for name, drawing in summary.plots(results).items():
         assert (FOLDER / name).read_text() == drawing, how
+
+
+def test_it_is_said_why_pgqueue_is_behind_wherever_it_is():
+    assert summary.UNEXPLAINED not in summary.PAGE.read_text()
+    lines = summary.reasons(
+        {
+            title: summary.Measured(
+                "",
+                {"pgqueue": summary.Figure("1", ""), "pgmq": summary.Figure(rate, "")},
+            )
+            for title, rate in (("drain a deep queue", "2"), ("x", "2"), ("y", "0.5"))
+        }
+    )
+    assert lines == [
+        f"- drain a deep queue: {summary.WHY['drain a ']}",
+        f"- x: {summary.UNEXPLAINED}",
+    ]
 
 
 def test_the_guide_to_shards_follows_from_the_results():
@@ -98,10 +116,12 @@ def test_the_summary_puts_pgqueue_beside_the_best_rival_and_says_who_is_ahead():
         "(results.md#2-while-a-snapshot-is-held)"
         " | 1,200 | pgmq 1,000 | 1.20 | 11 / 13 | 12 / 14 |",
     ]
-    assert lines[-2] == (
+    (ahead,) = (line for line in lines if line.startswith("- **"))
+    assert ahead == (
         "- **pgmq**: drain, 1 worker process, 3,000 (2,000);"
         " pickup, from commit to handler, 1.00 ms (1.50 ms)"
     )
+    assert lines[-3] == f"- pickup, from commit to handler: {summary.WHY['pickup']}"
 
 
 def test_links_between_the_pages_of_the_benchmark_resolve():
