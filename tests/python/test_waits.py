@@ -847,13 +847,15 @@ def server():
 
 
 def test_chains_and_batches_survive_crashes_in_their_midst(server):
+    links = 60 if LONG else 20
+    jobs = 3 * (links + 1)
     with psycopg.connect(where(server), autocommit=True) as db:
         batch = one(db, "select pgqueue.create_batch('done')")
         last = [
             one(db, "select pgqueue.enqueue('work', batch_id => %s)", batch)
             for _ in "abc"
         ]
-        for _ in range(60 if LONG else 20):
+        for _ in range(links):
             last = [
                 one(
                     db,
@@ -895,10 +897,10 @@ def test_chains_and_batches_survive_crashes_in_their_midst(server):
     for thread in threads:
         thread.start()
     try:
-        for goal in (30, 90, 150):
+        for goal in (links // 2, links * 3 // 2, links * 5 // 2):
             wait_until(lambda: completed() >= goal, 60)  # noqa: B023
             server.restart("immediate")
-        wait_until(lambda: completed() == 183, 60)
+        wait_until(lambda: completed() == jobs, 60)
     finally:
         stop.set()
         for thread in threads:
@@ -906,7 +908,7 @@ def test_chains_and_batches_survive_crashes_in_their_midst(server):
     with psycopg.connect(where(server), autocommit=True) as db:
         db.execute(TIE)
         found = column(db, "select payload -> 'batch' ->> 'completed' from pgqueue.job")
-        assert found == ["183"]
+        assert found == [str(jobs)]
 
 
 def test_a_dump_keeps_what_waits(db, connect: Connect):
