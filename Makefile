@@ -123,7 +123,9 @@ matrix: all plain ## the SQL tests, races, plans and upgrades on Postgres 14 to 
 bare: ## demo and test in a Debian with only python3, venv, make and git (ARGS=trixie)
 	@sh tests/bare $(ARGS)
 
-lint: all plain .venv/dev ## ruff, mypy, pgspot
+lint: all plain ## ruff, mypy, pgspot
+	@PYTHON=$(PYTHON) sh tests/need.sh demo
+	@$(MAKE) -s .venv/dev
 	$(VENV)/ruff check --config $(CONFIG) python tests
 	$(VENV)/ruff format --check --config $(CONFIG) python tests
 	$(VENV)/mypy --config-file $(CONFIG) python/pgqueue tests/cluster.py
