@@ -12,7 +12,7 @@ from psycopg import errors
 from psycopg.conninfo import make_conninfo
 
 # For each function, until either limit is reached.
-ATTEMPTS = 1000 if LONG else 100
+ATTEMPTS = 1000 if LONG else 60
 SECONDS = 6 if LONG else 1
 
 TABLES = (
