@@ -576,7 +576,7 @@ def differences(session: Session, usual: Session) -> dict[str, object]:
     return found
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_no_setting_of_a_session_changes_an_answer_or_its_cost(deep, usual, settings):
     each = settings.split("; ")
@@ -611,7 +611,7 @@ def test_no_planner_switch_changes_an_answer_or_its_cost(deep, usual):
             "from pg_settings where starts_with(name, 'enable_')",
         )
     assert len(switches) > 15
-    switches = some(switches, 4, "switches")
+    switches = some(switches, 3, "switches")
     found = {switch: differences(run(deep, switch), usual) for switch in switches}
     assert {switch: wrong for switch, wrong in found.items() if wrong} == {}
 
@@ -643,7 +643,7 @@ def test_a_read_only_session_can_read_views_and_rest_and_nothing_else(deep, usua
     assert session.answers["rest until later"] == usual.answers["rest until later"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "setting",
     ["jit = on"]

@@ -18,7 +18,7 @@ from test_worker_databases import command, counts, named
 from worker_harness import wait_until, workers_on
 
 COUNT = "select count(*) from pgqueue.job"
-JOBS = 100_000 if LONG else 4_000
+JOBS = 100_000 if LONG else 2_000
 KEYS = 800
 
 

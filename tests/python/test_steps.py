@@ -264,6 +264,7 @@ def test_nothing_stays_behind_of_a_thousand_emits_and_suspends_at_once(db, conne
 # Waits for jobs
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("run_at", [None, "2999-01-01 00:00 UTC"])
 @pytest.mark.parametrize("looks", [False, True])
 def test_a_suspend_and_the_end_of_what_it_waits_for_meet_in_any_order(

@@ -37,6 +37,7 @@ def attempts(db, workers: Workers, job: int, most: int) -> int:
     return one(db, "select attempt from pgqueue.dead_job where id = %s", job)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["few", "afew"])
 @pytest.mark.parametrize("error", ["ValueError", "Retry"])
 def test_the_max_attempts_of_a_handler_limits_a_job_that_has_more(
