@@ -133,7 +133,10 @@ def test_a_tenant_with_very_many_jobs_holds_up_no_other_and_costs_a_claim_nothin
         for _ in range(10)
     ]
     assert sum(served) > 5000 - 12 * 50 - 10
-    assert one(db, "select count(*) from pgqueue.jobs where state = 'ready'") > 490_000
+    assert (
+        one(db, "select count(*) from pgqueue.jobs where state = 'ready'")
+        > MANY // 2 - 10_000
+    )
     assert is_flat(counts := warmed(db), usual), (counts, usual)
 
 
