@@ -3,28 +3,9 @@
 -- All checks only read, work on a standby, and look at catalogs, at the fronts of lanes and at the view queues, never
 -- at all jobs.
 
--- The first jobs of each lane that are due or run, at most this many, of many lanes a hundred: what has run for long, or
--- has lost its lease, is in front.
-create or replace function pgqueue._fronts(most int, moment timestamptz)
-    returns setof pgqueue.job
-    language sql
-    stable
-as $$
-    select w.*
-    from (select l.*, greatest(20000 / count(*) over (), 100) as share from pgqueue._lanes(0) as l) as f
-    cross join lateral (
-        select j.*
-        from pgqueue.job as j
-        where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < _fronts.moment
-        order by j.run_at, j.id
-        limit least(_fronts.most, f.share)
-    ) as w
-    where f.first <= _fronts.moment
-$$;
-
 -- Every check, with all its facts: the function _found, and so health, follow from this list. The query returns a
 -- row for each finding: whether it is critical, which is four times beyond the thresholds patience and most, the
--- detail, and the hint. In it, moment is the clock, and seen the rows of the view queues.
+-- detail, and the hint. In it, moment is the clock, seen the rows of the view queues, and held the leased jobs.
 create or replace view pgqueue._check (name, patience, most, few, fine, query) as
 values
     -- Each queue whose oldest ready job waits beyond its wait_target, by the first of each lane. Paused jobs
@@ -54,7 +35,7 @@ values
                 -- Paused jobs separately, or they would come before what should run.
                 select distinct on (f.queue, p.is_paused)
                     f.queue, w.id, moment - w.run_at as wait, q.target, p.is_paused
-                from pgqueue._lanes(0) as f
+                from pgqueue._lanes() as f
                 cross join lateral (
                     select
                         s.wait_target as target, s.paused as is_paused,
@@ -136,7 +117,7 @@ values
             left join waiter as w on w.xid = l.xid
             left join (
                 select j.queue, j.id, j.xmax as xid
-                from pgqueue._lanes(0) as f
+                from pgqueue._lanes() as f
                 cross join lateral (
                     select j.queue, j.id, j.xmax
                     from pgqueue.job as j
@@ -164,7 +145,8 @@ values
     ('hung', '10 minutes', 10, null, 'no job runs for much too long', $$
         with old as materialized (
             select j.*
-            from pgqueue._fronts(1000, moment) as j
+            from unnest(held) as l (id)
+            join pgqueue.job as j on j.id = l.id
             where j.claimed_at < moment - patience and j.lease_expires_at > moment
         ), usual as materialized (
             select k.queue, k.kind, k.p99_taken from pgqueue.kinds as k where exists (select from old)
@@ -200,8 +182,7 @@ values
         ) as h
         order by h.lasts desc
     $$),
-    -- Each queue in which leases expired that long ago and nobody has recovered the jobs, among the first
-    -- hundred of each lane, where such jobs end up.
+    -- Each queue in which leases expired that long ago and nobody has recovered the jobs.
     ('leases', '3 minutes', null, null, 'jobs whose lease expired are recovered', $$
         select
             e.late > 4 * patience,
@@ -216,7 +197,8 @@ values
             select distinct on (j.queue)
                 j.queue, j.id, j.worker, moment - j.lease_expires_at as late,
                 count(*) over (partition by j.queue) as all_late
-            from pgqueue._fronts(100, moment) as j
+            from unnest(held) as l (id)
+            join pgqueue.job as j on j.id = l.id
             where j.lease_expires_at < moment - patience
             order by j.queue, j.lease_expires_at
         ) as e
@@ -370,13 +352,13 @@ values
             from pgqueue._recent_runs(moment - interval '10 minutes') as r
             where r.worker is not null
             union
-            select j.queue, j.kind from pgqueue._leased() as l (id) join pgqueue.job as j on j.id = l.id
+            select j.queue, j.kind from unnest(held) as l (id) join pgqueue.job as j on j.id = l.id
         ), waiting as (
             select
                 w.queue, w.kind, count(*) as jobs, min(w.id) as id,
                 moment - min(case when w.worker is null then w.run_at else w.enqueued_at end) as wait,
                 max(w.worker) as worker
-            from (select l.*, greatest(20000 / count(*) over (), 20) as share from pgqueue._lanes(0) as l) as f
+            from (select l.*, greatest(20000 / count(*) over (), 20) as share from pgqueue._lanes() as l) as f
             cross join lateral (
                 select
                     j.id, j.queue, j.kind, j.run_at, j.enqueued_at,
@@ -389,7 +371,7 @@ values
                     order by j.run_at, j.id
                     limit 10000
                 ) as j
-                cross join lateral (select case when j.errors is not null then pgqueue._put_off(j) end as news) as p
+                cross join lateral (select case when j.errors <> '[]' then pgqueue._put_off(j) end as news) as p
                 where j.lease_expires_at is null and (j.run_at < moment or p.news is not null)
                 limit least(200, f.share)
             ) as w
@@ -800,7 +782,8 @@ values
             where o.of is null or (n.id - o.number) % o.of = 0
             union all
             select 'token_seq', 'a lost worker might end the attempt of another', max(j.token)
-            from pgqueue._fronts(10, moment) as j
+            from unnest(held) as l (id)
+            join pgqueue.job as j on j.id = l.id
         ) as t
         -- The snapshot is older: what is added in between has numbers above.
         cross join lateral (
@@ -865,7 +848,7 @@ begin
         $$
             create or replace function pgqueue._found(
                 name text, patience interval default null, most float8 default null,
-                seen pgqueue.queues[] default null, few float8 default null
+                seen pgqueue.queues[] default null, held bigint[] default null, few float8 default null
             )
                 returns table (is_critical boolean, detail text, hint text)
                 language plpgsql
@@ -917,6 +900,7 @@ declare
     known pgqueue.checks[];
     one record;
     seen pgqueue.queues[];
+    held bigint[];
 begin
     begin
         known := array(select c from pgqueue.checks as c);
@@ -932,6 +916,9 @@ begin
             if seen is null and strpos(one.query, 'unnest(seen)') > 0 then
                 seen := array(select q from pgqueue.queues as q);
             end if;
+            if held is null and strpos(one.query, 'unnest(held)') > 0 then
+                held := array(select l.id from pgqueue._leased() as l (id));
+            end if;
             return query
             select
                 one.name, case when w.is_critical then 'critical' when w.detail <> '' then 'warning' else 'ok' end,
@@ -945,7 +932,7 @@ begin
                 select
                     f.*, count(*) over () as all_found, count(*) filter (where f.is_critical) over () as all_critical,
                     row_number() over (order by f.is_critical desc, f.n) as place
-                from pgqueue._found(one.name, one.patience, one.most, seen, one.few)
+                from pgqueue._found(one.name, one.patience, one.most, seen, held, one.few)
                     with ordinality as f (is_critical, detail, hint, n)
             ) as w on w.place <= 5;
         exception
