@@ -293,13 +293,13 @@ select
     justify_hours(make_interval(secs => percentile_disc(0.99) within group (order by date_part('epoch', r.taken))))
         as p99_taken,
     max(r.finished_at) as last_finished_at
-from pgqueue._recent_runs('-infinity', 800) as r
+from pgqueue._recent_runs('-infinity', 500) as r
 where r.done + r.failed > 0
 group by r.queue, r.kind;
 
 comment on view pgqueue.kinds is
 'What each kind of job did in each queue, over all the days that run covers.
-Beyond 800 pages of runs, some 50,000, only a sample is read: a kind that rarely
+Beyond 500 pages of runs, some 30,000, only a sample is read: a kind that rarely
 ran may be missing.
 queue: The queue.
 kind: The kind.
@@ -324,14 +324,14 @@ select
         as p50_taken,
     justify_hours(make_interval(secs => percentile_disc(0.99) within group (order by date_part('epoch', r.taken))))
         as p99_taken
-from pgqueue._recent_runs(date_trunc('minute', clock_timestamp()) - interval '59 minutes', 800) as r
+from pgqueue._recent_runs(date_trunc('minute', clock_timestamp()) - interval '59 minutes', 500) as r
 where r.worker is not null
 group by 1, 2
 order by 1, 2;
 
 comment on view pgqueue.throughput is
 'What each queue did in each of the last 60 minutes in which it did anything; the
-current minute is not over. Beyond 800 pages of runs, some 50,000, only a sample
+current minute is not over. Beyond 500 pages of runs, some 30,000, only a sample
 is read.
 minute: When the minute began.
 queue: The queue.
