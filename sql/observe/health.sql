@@ -891,7 +891,7 @@ comment on column pgqueue.checks.few is 'Of less than that it says nothing.';
 comment on column pgqueue.checks.fine is 'What health says if it finds nothing.';
 
 -- What the checks find, the worst five of each first, or that it is nothing. One that fails says so, and stops no
--- other.
+-- other; those that a lock stops have a row together.
 create or replace function pgqueue._findings()
     returns table (name text, status text, detail text, hint text, place bigint)
     language plpgsql
@@ -901,6 +901,7 @@ declare
     one record;
     seen pgqueue.queues[];
     held bigint[];
+    blocked text[] := '{}';
 begin
     begin
         known := array(select c from pgqueue.checks as c);
@@ -936,9 +937,10 @@ begin
                     with ordinality as f (is_critical, detail, hint, n)
             ) as w on w.place <= 5;
         exception
-            -- health says who holds the lock.
             when lock_not_available then
-                raise;
+                blocked := blocked || one.name;
+                -- The others shall not wait as long for the same.
+                perform set_config('lock_timeout', '10 ms', true);
             when syntax_error_or_access_rule_violation or data_exception or object_not_in_prerequisite_state
                 or feature_not_supported or cardinality_violation or insufficient_resources
                 or program_limit_exceeded or system_error or internal_error
@@ -947,6 +949,21 @@ begin
                 select one.name, 'critical', format('health could not look: %s (SQLSTATE %s)', sqlerrm, sqlstate), null, 1::bigint;
         end;
     end loop;
+    return query
+    select
+        blocked[1], case when l.holder is null then 'warning' else 'critical' end,
+        coalesce(
+            'health could not look, because ' || l.relation::regclass::text || ' is locked: ' || l.holder,
+            'health could not look, because a table was locked for a moment'
+        ) || '; this stops ' || array_to_string(blocked, ', '),
+        coalesce(l.hint, 'select * from pgqueue.health()'), 0::bigint
+    from (select) as always
+    left join pgqueue._lock_holders() as l on l.what = 'relation' and l.mode = 'AccessExclusiveLock' and l.relation in (
+        select c.oid from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
+    )
+    where blocked <> '{}'
+    order by l.is_held desc, l.since
+    limit 1;
 end;
 $$;
 
@@ -965,23 +982,9 @@ begin
     return query
     select f.name, f.status, f.detail, f.hint
     from pgqueue._findings() as f
-    -- What locks hold up, other checks find as well.
-    order by array_position('{critical,warning}', f.status), f.name <> 'locks', f.name collate "C", f.place;
-exception when lock_not_available then
-    return query
-    select
-        'waits', case when l.holder is null then 'warning' else 'critical' end,
-        coalesce(
-            'health could not look, because ' || l.relation::regclass::text || ' is locked: ' || l.holder,
-            'health could not look, because a table was locked for a moment'
-        ),
-        coalesce(l.hint, 'select * from pgqueue.health()')
-    from (select) as always
-    left join pgqueue._lock_holders() as l on l.what = 'relation' and l.mode = 'AccessExclusiveLock' and l.relation in (
-        select c.oid from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
-    )
-    order by l.is_held desc, l.since
-    limit 1;
+    -- What locks hold up, other checks find as well, or cannot look at.
+    order by
+        array_position('{critical,warning}', f.status), f.place > 0 and f.name <> 'locks', f.name collate "C", f.place;
 end;
 $$;
 

@@ -255,12 +255,29 @@ def test_who_locks_a_table_is_named_and_can_be_ended(db, connect, is_prepared):
     if is_prepared:
         other.execute("prepare transaction 'locks'")
     db.execute("set statement_timeout = '20 s'")
-    ((check, status, detail, hint),) = db.execute("select * from pgqueue.health()")
+    (check, status, detail, hint), *others = db.execute("select * from pgqueue.health()")
     assert (check, status) == ("waits", "critical")
+    assert {status for _, status, _, _ in others} == {"ok"}
     who = "prepared transaction locks" if is_prepared else other.info.backend_pid
     assert "pgqueue.job is locked: " in detail and f"{who} has used it" in detail
     run_hint(db, hint)
     wait_until(lambda: not found(db, "waits"))
+
+
+def test_a_locked_table_stops_no_check_that_does_not_read_it(db, connect):
+    db.execute("create function gone(jsonb) returns void return null")
+    db.execute("select pgqueue.configure('q', handler => 'public.gone(jsonb)')")
+    db.execute("drop function gone")
+    checks = set(column(db, "select name from pgqueue.checks"))
+    other = connect(autocommit=False)
+    other.execute("lock table pgqueue.schedule")
+    first, second, *others = db.execute("select * from pgqueue.health()").fetchall()
+    stopped = ["schedules", "workers", "backlog", "failures", "dead"]
+    assert first[:2] == ("schedules", "critical")
+    assert f"session {other.info.backend_pid} has used it since" in first[2]
+    assert first[2].endswith(f"; this stops {', '.join(stopped)}")
+    assert second[:2] == ("handlers", "critical")
+    assert {name for name, _, _, _ in others} == checks - {*stopped, "handlers"}
 
 
 def test_who_waits_for_a_lock_and_lets_nobody_pass_is_named(db, connect):
