@@ -204,6 +204,25 @@ values
         ) as e
         order by e.late desc
     $$),
+    -- Jobs that wait or run, and whose attempts have ended by an expired lease that often in the last hour.
+    ('crashes', null, 3, null, 'no job ends its workers again and again', $$
+        select
+            c.attempts > 4 * most,
+            format(
+                'queue %s: in the last hour %s attempts of job %s of kind %s ended by an expired lease; perhaps it ends '
+                'its workers', j.queue, c.attempts, j.id, j.kind
+            ),
+            format('select pgqueue.cancel(%s, %L)', j.id, 'ends its workers')
+        from (
+            select r.job_id, count(*) as attempts
+            from pgqueue._recent_runs(moment - interval '1 hour') as r
+            where r.error like 'the lease expired%'
+            group by r.job_id
+            having count(*) >= most
+        ) as c
+        join pgqueue.job as j on j.id = c.job_id
+        order by c.attempts desc, j.id
+    $$),
     -- Schedules that nobody has fired for that long, and those that cannot be fired.
     ('schedules', '2 minutes', null, null, 'schedules are fired in time', $$
         (
