@@ -571,18 +571,34 @@ values
                 where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
             ))
     $$),
-    -- Unused replication slots that keep that much WAL.
-    ('wal', null, 1073741824, null, 'no unused replication slot keeps much WAL', $$
+    -- Unused replication slots that keep that much WAL, and used ones that keep four times as much; and whether this is
+    -- a standby that shows what was.
+    ('wal', null, 1073741824, null, 'no replication slot keeps much WAL, and no standby stands still', $$
+        select
+            true,
+            concat(
+                'this standby stands still, because its replay was paused: all that is shown is old',
+                ', of ' || pgqueue._written(pg_last_xact_replay_timestamp())
+            ),
+            'select pg_wal_replay_resume()'
+        where case when pg_is_in_recovery() then pg_is_wal_replay_paused() end
+        union all
         select
             k.bytes > 4 * most,
-            format('the unused replication slot %s keeps %s of WAL on the disk', s.slot_name, pg_size_pretty(k.bytes)),
-            format('select pg_drop_replication_slot(%L)', s.slot_name)
+            format(
+                'the %s replication slot %s keeps %s of WAL on the disk', case when s.active then 'slow' else 'unused' end,
+                s.slot_name, pg_size_pretty(k.bytes)
+            ),
+            case when s.active
+                then 'there: select * from pgqueue.health()'
+                else format('select pg_drop_replication_slot(%L)', s.slot_name)
+            end
         from pg_replication_slots as s
         cross join lateral (
             select case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_lsn() end
                 - s.restart_lsn as bytes
         ) as k
-        where not s.active and k.bytes > most
+        where k.bytes > case when s.active then 4 * most else most end
     $$),
     -- Tables with that many times the dead rows at which autovacuum should start, for which no VACUUM has
     -- ended for that long.

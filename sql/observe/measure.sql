@@ -102,7 +102,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     pages bigint := pg_relation_size('pgqueue.job') / 8192;
-    step int := case when pages > 2048 then pages / 150 else 1 end;
+    step int := case when pages > 2048 then pages / 400 else 1 end;
     has_full boolean := exists (select from pgqueue.ticket as t where t.is_full);
 begin
     return query

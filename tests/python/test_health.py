@@ -165,7 +165,7 @@ def test_a_check_that_fails_says_so_and_stops_no_other(db, connect, role):
         " (SQLSTATE 42501)",
         "schedules": "health could not look: column s.problem does not exist (SQLSTATE 42703)",
     }
-    assert len(owner.execute("select from pgqueue.health()").fetchall()) == 25
+    assert len(owner.execute("select from pgqueue.health()").fetchall()) == 26
     db.execute("drop extension pgqueue")
 
 
@@ -737,6 +737,16 @@ def test_a_standby_that_holds_the_horizon_is_named_and_names_its_session(server)
 
         rows = far.execute("select * from pgqueue.health()").fetchall()
         assert {row[0] for row in rows if row[1] != "ok"} <= {"version"}
+        far.execute("select pg_wal_replay_pause()")
+        # At the next record.
+        db.execute("select pg_current_xact_id()")
+        stands_still = "this standby stands still, because its replay was paused"
+        assert fix(far, "wal").startswith(stands_still)
+        # All WAL that it has not said to have got is kept for it.
+        slow = found(db, "'wal', most => -1")
+        assert "the slow replication slot standby keeps " in slow[0][1]
+        assert slow[0][2] == "there: select * from pgqueue.health()"
+
         holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         holder.execute("select 'far away'")
         db.execute("select pg_current_xact_id()")
