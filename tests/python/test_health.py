@@ -255,7 +255,9 @@ def test_who_locks_a_table_is_named_and_can_be_ended(db, connect, is_prepared):
     if is_prepared:
         other.execute("prepare transaction 'locks'")
     db.execute("set statement_timeout = '20 s'")
-    (check, status, detail, hint), *others = db.execute("select * from pgqueue.health()")
+    (check, status, detail, hint), *others = db.execute(
+        "select * from pgqueue.health()"
+    )
     assert (check, status) == ("waits", "critical")
     assert {status for _, status, _, _ in others} == {"ok"}
     who = "prepared transaction locks" if is_prepared else other.info.backend_pid
