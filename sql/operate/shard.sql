@@ -77,7 +77,8 @@ begin
     values (shard.number, shard.of, coalesce(shard.above, 0))
     returning case when s.above > coalesce(shard.above, 0) then greatest(s.above, last) else last end into last;
     is_used := last > 0 or exists (select from pgqueue.job) or exists (select from pgqueue.dead_job)
-        or exists (select from pgqueue.batch) or exists (select from pgqueue.run);
+        or exists (select from pgqueue.batch) or exists (select from pgqueue.run)
+        or exists (select from pgqueue.gone);
     refused := pgqueue._refuse(case
         when last > 0 and present.number is not null then array[
             format('this is shard %s of %s', present.number, present.of),
