@@ -260,6 +260,10 @@ declare
     shard pgqueue.shard;
 begin
     select s.* into shard from pgqueue.shard as s;
+    if shard is null then
+        return query select u.id, u.id >> 6, (u.id & 63)::int from unnest(ids) as u (id);
+        return;
+    end if;
     return query
     select
         u.id,
