@@ -194,11 +194,11 @@ begin
     select _join_batch.batch_id, p.first, p.behind - p.first, count(*)
     from (
         select
-            case when j.id >> 10 > shard.above >> 10
-                then greatest((j.id >> 10) / shard.of * shard.of, (shard.above >> 10) + 1) else j.id >> 10
+            case when u.part > shard.above >> 10
+                then greatest(u.part / shard.of * shard.of, (shard.above >> 10) + 1) else u.part
             end,
-            case when j.id >> 10 > shard.above >> 10 then ((j.id >> 10) / shard.of + 1) * shard.of else (j.id >> 10) + 1 end
-        from unnest(job_ids) as j (id)
+            case when u.part > shard.above >> 10 then (u.part / shard.of + 1) * shard.of else u.part + 1 end
+        from (select j.id >> 10 from unnest(job_ids) as j (id)) as u (part)
     ) as p (first, behind)
     group by p.first, p.behind;
 end;

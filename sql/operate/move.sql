@@ -26,7 +26,8 @@ as $$
 $$;
 
 -- Locks all that belongs to a key, and returns it; or, in state, why it cannot go: busy (a job runs, or somebody has
--- locked one), or tied (a job waits for others or an event, they for it, has saved steps, or is of a batch).
+-- locked one), or tied (a job waits for others or an event, or has, they wait for it, it has saved steps, or is of a
+-- batch).
 create or replace function pgqueue._depart(kind text, queue text, key text, out state text, out parts jsonb)
     language plpgsql
     set plan_cache_mode = force_generic_plan
@@ -46,7 +47,7 @@ begin
     select
         case
             when bool_or(
-                (j.terms).batch_id is not null or j.run_at = 'infinity'
+                (j.terms).batch_id is not null or (j.terms).after is not null or j.run_at = 'infinity'
                 or exists (select from pgqueue.dependency as d where d.job_id = j.id)
                 or exists (select from pgqueue.step as s where s.job_id = j.id)
                 or exists (select from pgqueue.wait as w where w.job_id = j.id)
@@ -62,10 +63,15 @@ begin
         return;
     end if;
     parts := parts || coalesce((
-        select jsonb_agg(jsonb_build_object('what', 'dead_job', 'key', d.id::text, 'content', to_jsonb(d)))
+        select jsonb_agg(jsonb_build_object(
+            'what', 'dead_job', 'key', d.id::text,
+            'content', to_jsonb(d) || jsonb_build_object(
+                'steps', array(select to_jsonb(s) from pgqueue.step as s where s.job_id = d.id)
+            )
+        ))
         from (
             select d.* from pgqueue.dead_job as d
-            where d.queue = _depart.queue and (d.terms).batch_id is null and case _depart.kind
+            where d.queue = _depart.queue and num_nonnulls((d.terms).batch_id, (d.terms).after) = 0 and case _depart.kind
                 when 'group' then d.group_key = _depart.key
                 when 'unique' then d.unique_key = _depart.key and d.group_key is null
             end
@@ -91,6 +97,7 @@ declare
 begin
     delete from pgqueue.job as j where j.id = any (gone);
     delete from pgqueue.dead_job as d where d.id = any (gone);
+    perform pgqueue._forget_steps(gone);
     delete from pgqueue.schedule as s
     where s.name in (select p.key from jsonb_to_recordset(parts) as p (what text, key text) where p.what = 'schedule');
     insert into pgqueue.moving (what, key)
@@ -132,6 +139,9 @@ begin
         insert into pgqueue.dead_job
         select r.* from taken as t cross join jsonb_populate_record(null::pgqueue.dead_job, t.content) as r
         where t.what = 'dead_job'
+    ), remembered as (
+        insert into pgqueue.step
+        select r.* from taken as t cross join jsonb_populate_recordset(null::pgqueue.step, t.content -> 'steps') as r
     ), recurring as (
         insert into pgqueue.schedule
         select r.* from taken as t cross join jsonb_populate_record(null::pgqueue.schedule, t.content) as r
@@ -162,6 +172,10 @@ begin
     perform pgqueue._reopened(queues, priorities, group_keys, run_ats);
     if 'schedule' = any (whats) then
         perform pgqueue._look_from_now_on();
+    end if;
+    -- The end of a job that is redriven looks for its steps.
+    if 'dead_job' = any (whats) and exists (select from pgqueue.step) then
+        perform pgqueue._mark(pgqueue._settings_bits(''), 'pgqueue.awaited_seq');
     end if;
 end;
 $$;

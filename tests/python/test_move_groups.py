@@ -259,3 +259,59 @@ def workers_command(dsns: list[str]) -> subprocess.Popen[bytes]:
 def ids(dsn: str) -> list[int]:
     with psycopg.connect(dsn) as conn:
         return column(conn, "select job_id from effect")
+
+
+def test_what_has_been_done_or_read_moves_with_a_dead_job_or_stays_with_it(two):
+    key, waited = (
+        next(k for k in (f"{w} {n}" for n in range(99)) if place(k))
+        for w in ("steps", "after")
+    )
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        dead = one(old, "select pgqueue.enqueue('q', group_key => %s)", key)
+        old.execute("create temp table c as select * from pgqueue.claim('q', 'w')")
+        for number in (1, 2):
+            old.execute(
+                "select pgqueue.save_step(id, token, %s, '7') from c", (f"s{number}",)
+            )
+        old.execute("select pgqueue.fail(id, token, 'e', permanent => true) from c")
+        # One that has waited, and reads the results of those where they are.
+        first = one(old, "select pgqueue.enqueue('first')")
+        enqueue = "select pgqueue.enqueue('q', group_key => %s, after => array[%s])"
+        later = one(old, enqueue, waited, first)
+        old.execute(
+            "select pgqueue.complete(id, token, '5') from pgqueue.claim('first', 'w')"
+        )
+        grow(*two, above=1000)
+        assert move(two, "--wait", "0").returncode == 1
+        assert column(old, "select id from pgqueue.job") == [later]
+        assert column(new, "select id from pgqueue.dead_job") == [dead]
+        assert one(old, "select count(*) from pgqueue.step") == 0
+        done = [("s1", 7), ("s2", 7)]
+        steps = "select name, value from pgqueue.steps(%s)"
+        assert new.execute(steps, (dead,)).fetchall() == done
+        new.execute("select pgqueue.redrive_job(%s), pgqueue.resume()", (dead,))
+        new.execute("select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')")
+        assert one(new, "select count(*) from pgqueue.step") == 0
+
+
+def test_what_is_paused_stays_so_when_the_new_shards_begin(two):
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        for call in ("pause('q')", "resume('q', group_key => 'g')", "pause('r', 'k')"):
+            old.execute(f"select pgqueue.{call}")
+        paused = (
+            "select name, kind, group_key, paused from pgqueue.queue order by 1, 2, 3"
+        )
+        before = old.execute(paused).fetchall()
+        grow(*two, above=1000)
+        assert move(two, "--resume").returncode == 0
+        assert old.execute(paused).fetchall() == before
+        assert new.execute(paused).fetchall() == before
+        # None is paused as a whole: nothing is resumed.
+        assert move(two, "--resume").returncode == 0
+        assert new.execute(paused).fetchall() == before
