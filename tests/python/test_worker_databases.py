@@ -490,7 +490,7 @@ def test_a_worker_of_several_databases_ends_when_told_in_any_state(others, when)
             fill(dsns, "nap", 2, '{"seconds": 1}')
             wait_until(lambda: workers.notes("began").total() == 4)
         for cluster in others:
-            if when == "all down" or when == "one down" and cluster is others[1]:
+            if when == "all down" or (when == "one down" and cluster is others[1]):
                 cluster.stop()
                 stack.callback(cluster.start)
         if when == "one hung":
