@@ -19,7 +19,7 @@ from conftest import column, database, one
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
 from test_worker_stop import frozen
-from worker_harness import pooler  # noqa: F401 (a fixture)
+from worker_harness import pooler, wait_until  # noqa: F401 (a fixture)
 
 REPO = Path(__file__).resolve().parents[2]
 SHARDS = 3
@@ -586,3 +586,112 @@ def test_a_shard_that_hangs_holds_up_what_needs_it_until_the_list_names_another(
             place = option.removeprefix("p1=")
             db.execute(f"alter server pgqueue options (set p1 '{place}')")
             assert one(db, "select count(*) from pgqueue.jobs") == 23
+
+
+def test_a_role_may_do_through_the_router_what_it_may_on_the_shards(routed, role):
+    """As the page has it: the shards decide, by the role with which the router connects."""
+    db = routed.db
+    db.execute(f"alter role {role} login; grant usage on schema pgqueue to {role}")
+    db.execute(f"grant execute on all functions in schema pgqueue to {role}")
+    db.execute(f"grant select on all tables in schema pgqueue to {role}")
+    db.execute(f"grant usage on foreign server pgqueue to {role}")
+    db.execute(f"create user mapping for {role} server pgqueue options (user '{role}')")
+    name = db.info.dbname
+
+    def allowed(call: str) -> bool:
+        with psycopg.connect(dbname=name, user=role, autocommit=True) as conn:
+            try:
+                conn.execute(f"select {call}")
+            except errors.InsufficientPrivilege:
+                return False
+            except psycopg.DatabaseError as error:
+                assert error.sqlstate in ("PQ001", "PQ002"), error
+            return True
+
+    calls = {
+        "producer": ["pgqueue.enqueue('q', group_key => 'a')", "pgqueue.emit('e')"],
+        "worker": ["pgqueue.claim('q', 'w')", "pgqueue.extend('{1}', '{1}')"],
+        "scheduler": ["pgqueue.schedule('s', 'q', '@daily')"],
+        "operator": ["pgqueue.pause('r')", "pgqueue.cancel(1)", "pgqueue.redrive('r')"],
+        "reader": ["count(*) from pgqueue.queues", "pgqueue.metrics()"],
+    }
+    both = {
+        ("operator", "scheduler"),
+        ("operator", "reader"),
+        ("worker", "producer"),
+        ("operator", "producer"),
+    }
+    for kind in calls:
+        db.execute("select pgqueue.grant_access(%s, %s)", (role, kind))
+        for other, of_other in calls.items():
+            first, *more = (allowed(call) for call in of_other)
+            if kind == other:
+                assert all([first, *more]), (kind, other)
+            elif (kind, other) not in both:
+                assert not any([first, *more]), (kind, other)
+        db.execute("select pgqueue.revoke_access(%s, %s)", (role, kind))
+    assert not allowed(calls["producer"][0])
+    db.execute(f"drop user mapping for {role} server pgqueue; drop owned by {role}")
+    for shard in routed.shards:
+        shard.execute(f"drop owned by {role}")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "function pgqueue.tomorrow(id bigint) returns int language sql as 'select 1'",
+        "view pgqueue.tomorrow as select 1 as n; comment on view pgqueue.tomorrow is 'Soon.'",
+    ],
+)
+def test_what_is_added_tomorrow_is_in_the_router_or_stops_its_build(db, made):
+    db.execute(f"create {made}")
+    built = subprocess.run(
+        [sys.executable, REPO / "packaging/router.py"],
+        env={**os.environ, "PGDATABASE": db.info.dbname},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if made.startswith("view"):
+        assert "create view pgqueue.tomorrow as\nselect u.place + 1 as shard, v.n" in built.stdout  # fmt: skip
+    else:
+        assert built.returncode == 1
+        assert "['tomorrow']" in built.stderr
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timed out", "shard's session killed"])
+def test_a_call_that_is_cut_off_is_undone_on_its_shard(routed, how):
+    """And the session of the router goes on."""
+    db, key = routed.db, KEYS[0]
+    place = pgqueue.shard_of(key, SHARDS)
+    shard = routed.shards[place]
+    enqueue = "select pgqueue.enqueue('q', unique_key => %s)"
+    raised: list[psycopg.Error] = []
+
+    def call() -> None:
+        try:
+            db.execute(enqueue, (key,))
+        except psycopg.Error as error:
+            raised.append(error)
+
+    waits = "select pid from pg_stat_activity where datname = %s and wait_event_type = 'Lock'"
+    one(db, enqueue, KEYS[1])
+    with shard.transaction(force_rollback=True):
+        one(shard, enqueue, key)
+        if how == "timed out":
+            db.execute("set statement_timeout = '1s'")
+        calling = threading.Thread(target=call)
+        calling.start()
+        with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+            pid = wait_until(
+                lambda: [row[0] for row in admin.execute(waits, (shard.info.dbname,))]
+            )[0]
+            if how == "cancelled":
+                admin.execute("select pg_cancel_backend(%s)", (db.info.backend_pid,))
+            elif how == "shard's session killed":
+                admin.execute("select pg_terminate_backend(%s)", (pid,))
+            calling.join(10)
+            assert not calling.is_alive()
+            assert admin.execute(waits, (shard.info.dbname,)).fetchall() == []
+    db.execute("reset statement_timeout")
+    assert [error.sqlstate for error in raised] in (["57014"], ["57P01"])
+    assert one(shard, f"{COUNT} where unique_key = %s", key) == 0
+    assert routed.where(COUNT + " where id = %s", one(db, enqueue, key)) == [place + 1]
