@@ -100,6 +100,22 @@ class Shards:
         target: database.Connection,
         groups: list[Group],
     ) -> Counter[str]:
+        """Move some groups in three transactions, or fewer at a time if that is too much."""
+        try:
+            return self._move(source, target, groups)
+        except psycopg.errors.ProgramLimitExceeded:
+            if len(groups) == 1:
+                raise
+        half = len(groups) // 2
+        moved = self.move(source, target, groups[:half])
+        return moved + self.move(source, target, groups[half:])
+
+    def _move(
+        self,
+        source: database.Connection,
+        target: database.Connection,
+        groups: list[Group],
+    ) -> Counter[str]:
         """Move some groups in three transactions; hold those that are busy."""
         kinds, queues, keys = (list(each) for each in zip(*groups, strict=True))
         asked = {"kinds": kinds, "queues": queues, "keys": keys}

@@ -25,6 +25,34 @@ as $$
     order by m.kind, m.queue, m.key
 $$;
 
+-- A row as it travels. In a column of jsonb, jsonb_populate_record takes the null of JSON for none: so that is left
+-- out here, and is in the row, in the form of a text, that the others are put into.
+create or replace function pgqueue._empty_row(relation regclass)
+    returns text
+    language plpgsql
+    stable
+as $$
+begin
+    return (
+        select format('(%s)', string_agg(
+            case when a.attname in ('payload', 'value') then 'null' else '' end, ',' order by a.attnum
+        ))
+        from pg_attribute as a
+        where a.attrelid = relation and a.attnum > 0 and not a.attisdropped
+    );
+end;
+$$;
+
+create or replace function pgqueue._packed(content jsonb)
+    returns jsonb
+    language sql
+    immutable
+as $$
+    select content - array(
+        select n.name from unnest('{payload,value}'::text[]) as n (name) where content -> n.name = 'null'
+    )
+$$;
+
 -- Locks all that belongs to a key, and returns it; or, in state, why it cannot go: busy (a job runs, or somebody has
 -- locked one), or tied (a job waits for others or an event, or has, they wait for it, it has saved steps, or is of a
 -- batch).
@@ -55,7 +83,7 @@ begin
             when bool_or(num_nonnulls(j.token, j.permits) > 0) or ids <> found_ids then 'busy'
             else 'free'
         end,
-        coalesce(jsonb_agg(jsonb_build_object('what', 'job', 'key', j.id::text, 'content', to_jsonb(j))), '[]')
+        coalesce(jsonb_agg(jsonb_build_object('what', 'job', 'key', j.id::text, 'content', pgqueue._packed(to_jsonb(j)))), '[]')
     into state, parts
     from pgqueue.job as j
     where j.id = any (ids);
@@ -65,8 +93,8 @@ begin
     parts := parts || coalesce((
         select jsonb_agg(jsonb_build_object(
             'what', 'dead_job', 'key', d.id::text,
-            'content', to_jsonb(d) || jsonb_build_object(
-                'steps', array(select to_jsonb(s) from pgqueue.step as s where s.job_id = d.id)
+            'content', pgqueue._packed(to_jsonb(d)) || jsonb_build_object(
+                'steps', array(select pgqueue._packed(to_jsonb(s)) from pgqueue.step as s where s.job_id = d.id)
             )
         ))
         from (
@@ -78,7 +106,7 @@ begin
             for update skip locked
         ) as d
     ), '[]') || coalesce((
-        select jsonb_agg(jsonb_build_object('what', 'schedule', 'key', s.name, 'content', to_jsonb(s)))
+        select jsonb_agg(jsonb_build_object('what', 'schedule', 'key', s.name, 'content', pgqueue._packed(to_jsonb(s))))
         from (select s.* from pgqueue.schedule as s where _depart.kind = 'schedule' and s.name = _depart.key for update skip locked) as s
     ), '[]');
 end;
@@ -124,6 +152,10 @@ create or replace function pgqueue._arrive(whats text[], keys text[])
     set enable_seqscan = off
 as $$
 declare
+    any_job pgqueue.job := pgqueue._empty_row('pgqueue.job')::pgqueue.job;
+    any_dead pgqueue.dead_job := pgqueue._empty_row('pgqueue.dead_job')::pgqueue.dead_job;
+    any_step pgqueue.step := pgqueue._empty_row('pgqueue.step')::pgqueue.step;
+    any_schedule pgqueue.schedule := pgqueue._empty_row('pgqueue.schedule')::pgqueue.schedule;
     came jsonb[];
     there bigint[];
     queues text[];
@@ -137,21 +169,21 @@ begin
         returning m.what, m.content
     ), dead as (
         insert into pgqueue.dead_job
-        select r.* from taken as t cross join jsonb_populate_record(null::pgqueue.dead_job, t.content) as r
+        select r.* from taken as t cross join jsonb_populate_record(any_dead, t.content) as r
         where t.what = 'dead_job'
     ), remembered as (
         insert into pgqueue.step
-        select r.* from taken as t cross join jsonb_populate_recordset(null::pgqueue.step, t.content -> 'steps') as r
+        select r.* from taken as t cross join jsonb_populate_recordset(any_step, t.content -> 'steps') as r
     ), recurring as (
         insert into pgqueue.schedule
-        select r.* from taken as t cross join jsonb_populate_record(null::pgqueue.schedule, t.content) as r
+        select r.* from taken as t cross join jsonb_populate_record(any_schedule, t.content) as r
         where t.what = 'schedule'
         on conflict do nothing
     )
     select array_agg(t.content) filter (where t.what = 'job') into came from taken as t;
     with arrived as (
         insert into pgqueue.job as j overriding system value
-        select r.* from unnest(came) as c (job) cross join jsonb_populate_record(null::pgqueue.job, c.job) as r
+        select r.* from unnest(came) as c (job) cross join jsonb_populate_record(any_job, c.job) as r
         on conflict (queue, unique_key) where j.unique_key is not null do nothing
         returning j.id
     )
@@ -159,11 +191,11 @@ begin
     insert into pgqueue.job overriding system value
     select r.*
     from unnest(came) as c (job)
-    cross join jsonb_populate_record(null::pgqueue.job, c.job || '{"unique_key": null}') as r
+    cross join jsonb_populate_record(any_job, c.job || '{"unique_key": null}') as r
     where r.id <> all (coalesce(there, '{}'));
     select array_agg(r.queue), array_agg(r.group_key), array_agg(r.priority), array_agg(r.run_at)
     into queues, group_keys, priorities, run_ats
-    from unnest(came) as c (job) cross join jsonb_populate_record(null::pgqueue.job, c.job) as r;
+    from unnest(came) as c (job) cross join jsonb_populate_record(any_job, c.job) as r;
     perform
         pgqueue._make_group_permits(u.queue, array_agg(u.group_key), pgqueue._in_force(u.queue)),
         pgqueue._make_permits_for(u.queue, (pgqueue._in_force(u.queue)).caps, null)
