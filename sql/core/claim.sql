@@ -63,9 +63,9 @@ begin
             moment := pgqueue._look_around_if_due(moment);
         end if;
         if used >> (hashtext(queue) & 255) % 63 & 1 = 1 then
-            select f.* into settings from pgqueue.queue_in_force as f where f.queue = claim.queue collate "default";
-            if not found then
-                select f.* into settings from pgqueue.queue_in_force as f where f.queue = '';
+            settings := (select f from pgqueue.queue_in_force as f where f.queue = claim.queue collate "default");
+            if settings.queue is null then
+                settings := (select f from pgqueue.queue_in_force as f where f.queue = '');
             end if;
             if settings.has_pauses or settings.has_access then
                 if settings.has_access then

@@ -268,9 +268,10 @@ begin
         end if;
     end if;
     if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> fold % 63 & 1 = 1 then
-        select f.* into settings from pgqueue.queue_in_force as f where f.queue = enqueue.queue collate "default";
-        if not found then
-            select f.* into settings from pgqueue.queue_in_force as f where f.queue = '';
+        -- As a value, because a row of columns is taken apart and put together again.
+        settings := (select f from pgqueue.queue_in_force as f where f.queue = enqueue.queue collate "default");
+        if settings.queue is null then
+            settings := (select f from pgqueue.queue_in_force as f where f.queue = '');
         end if;
         if settings.has_narrow or num_nonnulls(settings.caps, settings.max_payload_bytes, settings.has_access) > 0 then
             if settings.has_access then
