@@ -25,8 +25,7 @@ as $$
     order by m.kind, m.queue, m.key
 $$;
 
--- A row as it travels. In a column of jsonb, jsonb_populate_record takes the null of JSON for none: so that is left
--- out here, and is in the row, in the form of a text, that the others are put into.
+-- An empty row, as a text, with what _packed has left out.
 create or replace function pgqueue._empty_row(relation regclass)
     returns text
     language plpgsql
@@ -43,6 +42,7 @@ begin
 end;
 $$;
 
+-- A row as it travels, without the null of JSON, which jsonb_populate_record takes for none.
 create or replace function pgqueue._packed(content jsonb)
     returns jsonb
     language sql
