@@ -548,7 +548,7 @@ select
     b.callback_id, b.group_key, b.headers
 from pgqueue.batch as b
 left join lateral (
-    select sum(n.jobs) as jobs, sum(n.dead) as dead, sum(n.cancelled) as cancelled, array_agg(distinct n.part) as parts
+    select sum(n.jobs) as jobs, sum(n.dead) as dead, sum(n.cancelled) as cancelled
     from pgqueue.tally as n
     where n.batch_id = b.id
 ) as t on b.finished_at is null
@@ -556,8 +556,8 @@ left join lateral (
     select
         count(*) filter (where j.lease_expires_at is null) as waiting,
         count(*) filter (where j.lease_expires_at is not null) as running
-    from unnest(t.parts) as p (part)
-    join pgqueue.job as j on j.id between p.part << 10 and (p.part << 10) + 1023 and (j.terms).batch_id = b.id
+    from (select distinct n.part, n.parts from pgqueue.tally as n where n.batch_id = b.id) as p
+    join pgqueue.job as j on j.id between p.part << 10 and (p.part + p.parts << 10) - 1 and (j.terms).batch_id = b.id
 ) as w on b.finished_at is null
 order by b.id;
 
@@ -578,9 +578,9 @@ cancelled: Jobs that were cancelled, or purged.';
 -- Jobs have ids between that of their batch and that of its callback: all three come from one sequence.
 create or replace view pgqueue.batch_jobs as
 with part as not materialized (
-    select n.batch_id, n.part << 10 as first, (n.part << 10) + 1023 as last
+    select n.batch_id, n.part << 10 as first, (n.part + n.parts << 10) - 1 as last
     from pgqueue.tally as n
-    group by n.batch_id, n.part
+    group by n.batch_id, n.part, n.parts
 )
 select p.batch_id, j.id, j.queue, j.kind, j.state, j.attempt
 from part as p

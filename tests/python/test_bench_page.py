@@ -100,6 +100,24 @@ def test_machines_carry_what_the_price_of_a_job_leaves():
     assert "| 8 | 800,000 | 400,000 | 16.0 | 200 |" in page
 
 
+def test_a_round_on_a_busy_machine_is_compared_with_itself():
+    """All costs of the second are three times those of the first, but the ratios are the same."""
+    found = {
+        (call, count, is_routed): [
+            shards.Cost(busy * 10 * count, busy * 20 * is_routed, 1000)
+            for busy in (1, 3, 1)
+        ]
+        for call in (*shards.CALLS, shards.DRAIN)
+        for count in shards.COUNTS
+        for is_routed in (False, True)
+    }
+    found[shards.KEYED, 8, False][0] = shards.Cost(240, 0, 1000)  # disturbed
+    rows = shards.table(found, 3)
+    assert f"| 8 | {shards.KEYED} | 80 | 1,000 | 80 | 1,000 | 20 |" in rows
+    nothing = [shards.Cost(0, 0, 1000)]
+    assert shards.middle(nothing, nothing) == nothing[0]
+
+
 def test_each_row_of_the_summary_is_a_workload_of_the_results():
     assert set(summary.ROWS) <= set(summary.measured(summary.RESULTS.read_text()))
 
