@@ -44,7 +44,7 @@ CLUSTER  = $(VENV)/python tests/cluster.py
 CONFIG   = python/pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo scale-demo test move-in soak mutants bench instructions matrix bare lint pgspot plain all install uninstall \
+.PHONY: help demo scale-demo test test-all move-in soak mutants bench instructions matrix bare lint pgspot plain all install uninstall \
         installcheck dist deb tle router freeze release clean
 
 help: ## this list
@@ -61,10 +61,20 @@ scale-demo: all ## two servers with two shards each and a router, one server kil
 	@$(MAKE) -s .venv/dev
 	@PYTHONPATH=tests:python $(VENV)/python tests/scale_demo.py $(SECONDS)
 
-test: all plain ## everything, in a throwaway Postgres
+test: all plain ## every promise, in a throwaway Postgres, in some minutes
 	@PYTHON=$(PYTHON) sh tests/need.sh test
 	@$(MAKE) -s .venv/dev .venv/node
 	@$(CLUSTER) --fast $(MAKE) -s suite
+
+# One after the other, and all of them even if one fails. What move-in installs the others need.
+test-all: ## the long form of it, with all versions, the other systems and the soak, in an hour
+	@status=0; \
+	PGQUEUE_TEST_LONG=1 $(MAKE) -s test || status=1; \
+	$(MAKE) -s move-in || status=1; \
+	$(MAKE) -s matrix || status=1; \
+	$(MAKE) -s soak MINUTES=5 || status=1; \
+	$(MAKE) -s bench ARGS=--smoke || status=1; \
+	exit $$status
 
 # A Redis, node and the other systems are too much for everybody's `make test`.
 move-in: all plain ## the migration recipes of docs/moving.md, with the other systems' packages
@@ -113,7 +123,9 @@ matrix: all plain ## the SQL tests, races, plans and upgrades on Postgres 14 to 
 bare: ## demo and test in a Debian with only python3, venv, make and git (ARGS=trixie)
 	@sh tests/bare $(ARGS)
 
-lint: all plain .venv/dev ## ruff, mypy, pgspot
+lint: all plain ## ruff, mypy, pgspot
+	@PYTHON=$(PYTHON) sh tests/need.sh demo
+	@$(MAKE) -s .venv/dev
 	$(VENV)/ruff check --config $(CONFIG) python tests
 	$(VENV)/ruff format --check --config $(CONFIG) python tests
 	$(VENV)/mypy --config-file $(CONFIG) python/pgqueue tests/cluster.py
@@ -201,8 +213,8 @@ release: ## write VERSION=1.2.3 wherever it stands, commit and tag; pushing the 
 clean: ## remove what was built
 
 # Run both suites even if one fails. Python tests wait for each other's processes as much as they
-# compute: one more of them than there are cores.
-PROCESSES := $(shell echo $$(($$(nproc) + 1)))
+# compute: two more of them than there are cores.
+PROCESSES := $(shell echo $$(($$(nproc) + 2)))
 .PHONY: suite
 suite:
 	@status=0; \

@@ -190,39 +190,79 @@ def first(f: Function, _: None) -> str:
     )
 
 
-def split(f: Function, _: None) -> str:
-    """Send to each shard its own ids, in one call."""
-    arrays = {
-        n: f"array(select {f.name}.{n}[w.n] from unnest(which) as w (n))"
-        if t.endswith("[]")
-        else f"{f.name}.{n}"
-        for n, t in zip(f.names, f.types, strict=True)
+def chosen(f: Function, *names: str) -> dict[str, str]:
+    """The elements of these arrays that go to one shard; all of an array where which is null."""
+    return {
+        n: f"case when which is null or {f.name}.{n} is null then {f.name}.{n}"
+        f" else array(select {f.name}.{n}[w.n] from unnest(which) as w (n)) end"
+        for n in names
     }
-    for name in ("texts", "delays", "results"):
-        if name in arrays:
-            arrays[name] = (
-                f"case when {f.name}.{name} is not null then {arrays[name]} end"
-            )
+
+
+def counted_from_1(f: Function, *names: str) -> str:
+    """Have these arrays begin at 1, wherever the caller lets them begin."""
+    return "".join(
+        f"    {f.name}.{n} := case when array_ndims({f.name}.{n}) = 1"
+        f" then array(select unnest({f.name}.{n})) else {f.name}.{n} end;\n"
+        for n in names
+    )
+
+
+def split(f: Function, _: None) -> str:
+    """Send to each shard the leases of its tokens, in one call, and the lost ones to the others.
+
+    A job may have moved since its id was given out, but not while a lease is held; only a token that is
+    older than the shards may be of any.
+    """
+    arrays = [n for n, t in zip(f.names, f.types, strict=True) if t.endswith("[]")]
+    job_ids, tokens, *others = (f"{f.name}.{n}" for n in arrays)
+    lengths = [f"cardinality({n}) <> cardinality({job_ids})" for n in (tokens, *others)]
+    call = f.call(**chosen(f, *arrays))
+    if f.result.startswith("SETOF"):
+        got = f"select case when i.id = any (held) then 'held' else 'lost' end from unnest({job_ids}) with"
+        got = (
+            f"            held := array(select * from {call});\n"
+            f"            got := array({got} ordinality as i (id, n) where i.n = any (which) order by i.n);\n"
+        )
+        answer = f"select distinct i.id from unnest({job_ids}, said) as i (id, said) where i.said = 'held'"
+    else:
+        got = f"            got := array(select c.status from {call} as c);\n"
+        answer = f"select i.id, i.said from unnest({job_ids}, said) with ordinality as i (id, said, n) order by i.n"
     return f.public(
-        f"    for place, which in\n        select pgqueue._home(i.id), array_agg(i.n::int order by i.n)\n"
-        f"        from unnest({f.name}.job_ids) with ordinality as i (id, n)\n        group by 1\n    loop\n"
-        f"        return query select * from {f.call(**arrays)};\n    end loop;\n",
-        "    place int;\n    which int[];\n",
+        counted_from_1(f, *arrays) + "    if is_odd then\n        -- To be refused.\n"
+        f"        return query select * from {call.replace('place', 'pgqueue._any()', 1)};\n"
+        "        return;\n    end if;\n"
+        f"    said := array_fill('lost'::text, array[cardinality({job_ids})]);\n"
+        "    for turn in 1 .. 2 loop\n"
+        "        places := case when turn = 2 and 'lost' = any (said) then array(select pgqueue._up()) else '{}' end;\n"
+        "        for place, which in\n"
+        "            select p.place, array_agg(i.n::int order by i.n)\n"
+        f"            from unnest({tokens}, said) with ordinality as i (token, said, n)\n"
+        "            cross join lateral (\n"
+        "                select pgqueue._home(i.token) where turn = 1\n"
+        "                union all\n"
+        "                select o.place from unnest(places) as o (place) where o.place <> pgqueue._home(i.token)\n"
+        "            ) as p (place)\n"
+        "            where i.said = 'lost'\n            group by 1\n        loop\n"
+        + got
+        + "            for n in 1 .. cardinality(which) loop\n"
+        "                said[which[n]] := case when said[which[n]] = 'lost' then got[n] else said[which[n]] end;\n"
+        "            end loop;\n        end loop;\n    end loop;\n"
+        f"    return query {answer};\n",
+        f"    is_odd boolean := coalesce({' or '.join(lengths)}, false) or {job_ids} is null\n"
+        f"        or {tokens} is null or array_ndims({job_ids}) > 1;\n"
+        "    places int[];\n    place int;\n    which int[];\n    held bigint[];\n"
+        "    got text[];\n    said text[];\n",
     )
 
 
 def by_keys(f: Function, _: None) -> str:
     """Split what is enqueued by its keys, one call for each shard; the ids in the order of the input."""
     arrays = ("payloads", "unique_keys", "group_keys")
-    own = {
-        n: f"case when which is null or {f.name}.{n} is null then {f.name}.{n}"
-        f" else array(select {f.name}.{n}[w.n] from unnest(which) as w (n)) end"
-        for n in arrays
-    }
     payloads, unique_keys, group_keys = (f"{f.name}.{n}" for n in arrays)
     batch = f"{f.name}.batch_id"
     return f.public(
-        "    places := array(\n"
+        counted_from_1(f, *arrays) + "    places := array(\n"
         "        select case when not is_odd and k.key is not null\n"
         f"            then pgqueue._place(array[{batch}], k.key, null) else other end\n"
         f"        from generate_subscripts({payloads}, 1) as s (n)\n"
@@ -233,13 +273,13 @@ def by_keys(f: Function, _: None) -> str:
         "        from unnest(places) with ordinality as p (place, n) where not is_odd group by 1\n"
         "        union all\n        -- To be refused.\n"
         f"        select other, null where is_odd or coalesce(cardinality({payloads}), 0) = 0\n    loop\n"
-        f"        got := array(select * from {f.call(**own)});\n"
+        f"        got := array(select * from {f.call(**chosen(f, *arrays))});\n"
         "        for n in 1 .. coalesce(cardinality(which), 0) loop\n            ids[which[n]] := got[n];\n"
         "        end loop;\n    end loop;\n    return query select i.id from unnest(ids) as i (id);\n",
         f"    -- What has no key goes to one shard.\n    other int := case when {batch} is not null\n"
         f"        then pgqueue._home({batch}) else pgqueue._any() end;\n"
         f"    is_odd boolean := coalesce(cardinality({unique_keys}) <> cardinality({payloads})\n"
-        f"        or cardinality({group_keys}) <> cardinality({payloads}), false);\n"
+        f"        or cardinality({group_keys}) <> cardinality({payloads}) or array_ndims({payloads}) > 1, false);\n"
         "    places int[];\n    place int;\n    which int[];\n    got bigint[];\n    ids bigint[] := '{}';\n",
     )
 

@@ -168,7 +168,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--wait", type=float, default=60.0, help="seconds for busy groups"
     )
-    command.add_argument("--resume", action="store_true", help="all shards, at the end")
+    command.add_argument(
+        "--resume", action="store_true", help="those that are paused, at the end"
+    )
 
     for name in JSON:
         what = "print a line of JSON"

@@ -32,6 +32,17 @@ GONE = (
     " where m.content is null and m.what <> 'paused'"
 )
 FORGET = "delete from pgqueue.moving as m where (m.what, m.key) in (select * from unnest(%(whats)s::text[], %(keys)s::text[]))"
+IS_PAUSED = (
+    "select exists (select from pgqueue.queue as q"
+    " where q.paused and (q.name, q.kind, q.group_key) = ('', '', ''))"
+)
+# The wider ones first: pause and resume override what is narrower.
+PAUSES = (
+    "select case when q.paused then 'pause' else 'resume' end,"
+    " nullif(q.name, ''), nullif(q.kind, ''), nullif(q.group_key, '')"
+    " from pgqueue.queue as q where q.paused is not null"
+    " order by num_nonnulls(nullif(q.name, ''), nullif(q.kind, ''), nullif(q.group_key, ''))"
+)
 Part = tuple[str, str]
 Group = tuple[str, str, str]  # kind, queue, key
 
@@ -71,7 +82,35 @@ class Shards:
                     left += self.move(source, self.conns[target], chunk)
         return left
 
+    def resume(self) -> None:
+        """Let those begin that were paused as a whole, but for what is paused on the others."""
+        waiting = [conn for conn in self.conns if ask(conn, IS_PAUSED) == [(True,)]]
+        others = [conn for conn in self.conns if conn not in waiting]
+        pauses = ask(others[0], PAUSES) if others else []
+        for conn in waiting:
+            with conn.transaction():
+                conn.execute(f"set local {database.SEARCH_PATH}")
+                conn.execute("select pgqueue.resume()")
+                for verb, *scope in pauses:
+                    conn.execute(f"select pgqueue.{verb}(%s, %s, %s)", scope)
+
     def move(
+        self,
+        source: database.Connection,
+        target: database.Connection,
+        groups: list[Group],
+    ) -> Counter[str]:
+        """Move some groups in three transactions, or fewer at a time if that is too much."""
+        try:
+            return self._move(source, target, groups)
+        except psycopg.errors.ProgramLimitExceeded:
+            if len(groups) == 1:
+                raise
+        half = len(groups) // 2
+        moved = self.move(source, target, groups[:half])
+        return moved + self.move(source, target, groups[half:])
+
+    def _move(
         self,
         source: database.Connection,
         target: database.Connection,
@@ -122,8 +161,8 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
             why = f"{left['busy']} are busy, and {left['tied']} wait for other jobs or are of batches"
             say(f"groups and keys that are left: {why}; call it again")
             return 1
-        for conn in conns if resumes else ():
-            tell(conn, "select pgqueue.resume()")
+        if resumes:
+            shards.resume()
     return 0
 
 

@@ -249,6 +249,30 @@ begin
 end;
 $$;
 
+-- Of each id, its part in the table gone, and its place there, a bit. Those of one shard that follow each other share a
+-- part, but for ids that are older than the shards.
+create or replace function pgqueue._parts(ids bigint[])
+    returns table (id bigint, part bigint, place int)
+    language plpgsql
+    stable
+as $$
+declare
+    shard pgqueue.shard;
+begin
+    select s.* into shard from pgqueue.shard as s;
+    if shard is null then
+        return query select u.id, u.id >> 6, (u.id & 63)::int from unnest(ids) as u (id);
+        return;
+    end if;
+    return query
+    select
+        u.id,
+        case when u.id > shard.above then -1 - ((u.id / shard.of >> 6) * shard.of + u.id % shard.of) else u.id >> 6 end,
+        (case when u.id > shard.above then u.id / shard.of else u.id end & 63)::int
+    from unnest(ids) as u (id);
+end;
+$$;
+
 -- Records that jobs, which this transaction has just deleted, did not complete. Otherwise what is
 -- enqueued after them would run. Their steps are gone with them.
 create or replace function pgqueue._note_gone(job_ids bigint[])
@@ -257,9 +281,9 @@ create or replace function pgqueue._note_gone(job_ids bigint[])
 as $$
 begin
     insert into pgqueue.gone (part, ids, ended_at)
-    select u.id >> 6, bit_or(1::bigint << (u.id & 63)::int), clock_timestamp()
-    from unnest(job_ids) as u (id)
-    group by u.id >> 6;
+    select p.part, bit_or(1::bigint << p.place), clock_timestamp()
+    from pgqueue._parts(job_ids) as p
+    group by p.part;
     perform pgqueue._forget_steps(job_ids);
 end;
 $$;

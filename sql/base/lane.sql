@@ -99,10 +99,9 @@ begin
 end;
 $$;
 
--- The lanes that have any job, where each begins, and how many of its jobs to read: 100, or its share of
--- a budget among those with more. Two index descents per lane.
-create or replace function pgqueue._lanes(budget int)
-    returns table (hash int, queue text, lane int, first timestamptz, first_id bigint, most bigint)
+-- The lanes that have any job, and where each begins: one index descent per lane.
+create or replace function pgqueue._lanes()
+    returns table (hash int, queue text, lane int, first timestamptz, first_id bigint)
     language plpgsql
     stable
     set enable_sort = off
@@ -123,25 +122,8 @@ begin
             order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
             limit 1
         ) as n
-    ), long as materialized (
-        select l.hash, l.lane
-        from lanes as l
-        where l.first is not null and exists (
-            select from pgqueue.job as j
-            where hashtext(j.queue) = l.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane and j.queue >= ''
-                and (j.run_at, j.id) >= (l.first, l.first_id)
-            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
-            offset 100
-        )
-        -- Of more, each has a hundred.
-        limit budget / 100
     )
-    select
-        l.*, case when (l.hash, l.lane) in (select g.hash, g.lane from long as g)
-            then greatest(budget / (select count(*) from long), 100) else 100
-        end
-    from lanes as l
-    where l.first is not null;
+    select l.* from lanes as l where l.first is not null;
 end;
 $$;
 

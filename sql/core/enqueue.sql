@@ -171,7 +171,8 @@ begin
 end;
 $$;
 
--- Makes new jobs part of a batch that _lock_batch has locked.
+-- Makes new jobs part of a batch that _lock_batch has locked. The ids of a shard lie apart, and a part of them
+-- begins behind those that are older than the shards.
 create or replace function pgqueue._join_batch(job_ids bigint[], batch_id bigint)
     returns void
     language plpgsql
@@ -180,9 +181,26 @@ create or replace function pgqueue._join_batch(job_ids bigint[], batch_id bigint
     set enable_seqscan = off
     set enable_indexscan = on
 as $$
+declare
+    shard pgqueue.shard;
 begin
-    insert into pgqueue.tally (batch_id, part, jobs)
-    select _join_batch.batch_id, j.id >> 10, count(*) from unnest(job_ids) as j (id) group by j.id >> 10;
+    select s.* into shard from pgqueue.shard as s;
+    if shard is null then
+        insert into pgqueue.tally (batch_id, part, jobs)
+        select _join_batch.batch_id, j.id >> 10, count(*) from unnest(job_ids) as j (id) group by j.id >> 10;
+        return;
+    end if;
+    insert into pgqueue.tally (batch_id, part, parts, jobs)
+    select _join_batch.batch_id, p.first, p.behind - p.first, count(*)
+    from (
+        select
+            case when u.part > shard.above >> 10
+                then greatest(u.part / shard.of * shard.of, (shard.above >> 10) + 1) else u.part
+            end,
+            case when u.part > shard.above >> 10 then (u.part / shard.of + 1) * shard.of else u.part + 1 end
+        from (select j.id >> 10 from unnest(job_ids) as j (id)) as u (part)
+    ) as p (first, behind)
+    group by p.first, p.behind;
 end;
 $$;
 

@@ -23,18 +23,19 @@ create or replace function pgqueue._last_job(batch_id bigint, below bigint, out 
 as $$
 declare
     next_part bigint := (below - 1) >> 10;
+    parts int;
     first_id bigint;
     last_id bigint;
 begin
     loop
-        next_part := (
-            select max(t.part)
-            from pgqueue.tally as t
-            where t.batch_id = _last_job.batch_id and t.part <= next_part
-        );
-        exit when next_part is null;
+        select t.part, t.parts into next_part, parts
+        from pgqueue.tally as t
+        where t.batch_id = _last_job.batch_id and t.part <= next_part
+        order by t.part desc
+        limit 1;
+        exit when not found;
         first_id := next_part << 10;
-        last_id := least(first_id + 1023, below - 1);
+        last_id := least((next_part + parts << 10) - 1, below - 1);
         select j.id into id
         from pgqueue.job as j
         where j.id between first_id and last_id and (j.terms).batch_id = _last_job.batch_id

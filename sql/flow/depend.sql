@@ -145,18 +145,18 @@ as $$
 begin
     -- In one statement, or a job redriven meanwhile would be nowhere.
     return query
-    select u.id, case
-        when (select true from pgqueue.job as j where j.id = u.id) then null
-        when (select true from pgqueue.dead_job as d where d.id = u.id) then 'dead'
+    select p.id, case
+        when (select true from pgqueue.job as j where j.id = p.id) then null
+        when (select true from pgqueue.dead_job as d where d.id = p.id) then 'dead'
         when (
             select true
             from pgqueue.gone as g
-            where g.part = u.id >> 6 and g.ids >> (u.id & 63)::int & 1 = 1
+            where g.part = p.part and g.ids >> p.place & 1 = 1
             limit 1
         ) then 'cancelled'
         else 'completed'
     end
-    from unnest(job_ids) as u (id);
+    from pgqueue._parts(job_ids) as p;
 end;
 $$;
 

@@ -3,28 +3,9 @@
 -- All checks only read, work on a standby, and look at catalogs, at the fronts of lanes and at the view queues, never
 -- at all jobs.
 
--- The first jobs of each lane that are due or run, at most this many, of many lanes a hundred: what has run for long, or
--- has lost its lease, is in front.
-create or replace function pgqueue._fronts(most int, moment timestamptz)
-    returns setof pgqueue.job
-    language sql
-    stable
-as $$
-    select w.*
-    from (select l.*, greatest(20000 / count(*) over (), 100) as share from pgqueue._lanes(0) as l) as f
-    cross join lateral (
-        select j.*
-        from pgqueue.job as j
-        where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < _fronts.moment
-        order by j.run_at, j.id
-        limit least(_fronts.most, f.share)
-    ) as w
-    where f.first <= _fronts.moment
-$$;
-
 -- Every check, with all its facts: the function _found, and so health, follow from this list. The query returns a
 -- row for each finding: whether it is critical, which is four times beyond the thresholds patience and most, the
--- detail, and the hint. In it, moment is the clock, and seen the rows of the view queues.
+-- detail, and the hint. In it, moment is the clock, seen the rows of the view queues, and held the leased jobs.
 create or replace view pgqueue._check (name, patience, most, few, fine, query) as
 values
     -- Each queue whose oldest ready job waits beyond its wait_target, by the first of each lane. Paused jobs
@@ -54,7 +35,7 @@ values
                 -- Paused jobs separately, or they would come before what should run.
                 select distinct on (f.queue, p.is_paused)
                     f.queue, w.id, moment - w.run_at as wait, q.target, p.is_paused
-                from pgqueue._lanes(0) as f
+                from pgqueue._lanes() as f
                 cross join lateral (
                     select
                         s.wait_target as target, s.paused as is_paused,
@@ -136,7 +117,7 @@ values
             left join waiter as w on w.xid = l.xid
             left join (
                 select j.queue, j.id, j.xmax as xid
-                from pgqueue._lanes(0) as f
+                from pgqueue._lanes() as f
                 cross join lateral (
                     select j.queue, j.id, j.xmax
                     from pgqueue.job as j
@@ -164,7 +145,8 @@ values
     ('hung', '10 minutes', 10, null, 'no job runs for much too long', $$
         with old as materialized (
             select j.*
-            from pgqueue._fronts(1000, moment) as j
+            from unnest(held) as l (id)
+            join pgqueue.job as j on j.id = l.id
             where j.claimed_at < moment - patience and j.lease_expires_at > moment
         ), usual as materialized (
             select k.queue, k.kind, k.p99_taken from pgqueue.kinds as k where exists (select from old)
@@ -200,8 +182,7 @@ values
         ) as h
         order by h.lasts desc
     $$),
-    -- Each queue in which leases expired that long ago and nobody has recovered the jobs, among the first
-    -- hundred of each lane, where such jobs end up.
+    -- Each queue in which leases expired that long ago and nobody has recovered the jobs.
     ('leases', '3 minutes', null, null, 'jobs whose lease expired are recovered', $$
         select
             e.late > 4 * patience,
@@ -216,11 +197,31 @@ values
             select distinct on (j.queue)
                 j.queue, j.id, j.worker, moment - j.lease_expires_at as late,
                 count(*) over (partition by j.queue) as all_late
-            from pgqueue._fronts(100, moment) as j
+            from unnest(held) as l (id)
+            join pgqueue.job as j on j.id = l.id
             where j.lease_expires_at < moment - patience
             order by j.queue, j.lease_expires_at
         ) as e
         order by e.late desc
+    $$),
+    -- Jobs that wait or run, and whose attempts have ended by an expired lease that often in the last hour.
+    ('crashes', null, 3, null, 'no job ends its workers again and again', $$
+        select
+            c.attempts > 4 * most,
+            format(
+                'queue %s: in the last hour %s attempts of job %s of kind %s ended by an expired lease; perhaps it ends '
+                'its workers', j.queue, c.attempts, j.id, j.kind
+            ),
+            format('select pgqueue.cancel(%s, %L)', j.id, 'ends its workers')
+        from (
+            select r.job_id, count(*) as attempts
+            from pgqueue._recent_runs(moment - interval '1 hour') as r
+            where r.error like 'the lease expired%'
+            group by r.job_id
+            having count(*) >= most
+        ) as c
+        join pgqueue.job as j on j.id = c.job_id
+        order by c.attempts desc, j.id
     $$),
     -- Schedules that nobody has fired for that long, and those that cannot be fired.
     ('schedules', '2 minutes', null, null, 'schedules are fired in time', $$
@@ -370,13 +371,13 @@ values
             from pgqueue._recent_runs(moment - interval '10 minutes') as r
             where r.worker is not null
             union
-            select j.queue, j.kind from pgqueue._leased() as l (id) join pgqueue.job as j on j.id = l.id
+            select j.queue, j.kind from unnest(held) as l (id) join pgqueue.job as j on j.id = l.id
         ), waiting as (
             select
                 w.queue, w.kind, count(*) as jobs, min(w.id) as id,
                 moment - min(case when w.worker is null then w.run_at else w.enqueued_at end) as wait,
                 max(w.worker) as worker
-            from (select l.*, greatest(20000 / count(*) over (), 20) as share from pgqueue._lanes(0) as l) as f
+            from (select l.*, greatest(20000 / count(*) over (), 20) as share from pgqueue._lanes() as l) as f
             cross join lateral (
                 select
                     j.id, j.queue, j.kind, j.run_at, j.enqueued_at,
@@ -389,7 +390,7 @@ values
                     order by j.run_at, j.id
                     limit 10000
                 ) as j
-                cross join lateral (select case when j.errors is not null then pgqueue._put_off(j) end as news) as p
+                cross join lateral (select case when j.errors <> '[]' then pgqueue._put_off(j) end as news) as p
                 where j.lease_expires_at is null and (j.run_at < moment or p.news is not null)
                 limit least(200, f.share)
             ) as w
@@ -570,18 +571,34 @@ values
                 where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
             ))
     $$),
-    -- Unused replication slots that keep that much WAL.
-    ('wal', null, 1073741824, null, 'no unused replication slot keeps much WAL', $$
+    -- Unused replication slots that keep that much WAL, and used ones that keep four times as much; and whether this is
+    -- a standby that shows what was.
+    ('wal', null, 1073741824, null, 'no replication slot keeps much WAL, and no standby stands still', $$
+        select
+            true,
+            concat(
+                'this standby stands still, because its replay was paused: all that is shown is old',
+                ', of ' || pgqueue._written(pg_last_xact_replay_timestamp())
+            ),
+            'select pg_wal_replay_resume()'
+        where case when pg_is_in_recovery() then pg_is_wal_replay_paused() end
+        union all
         select
             k.bytes > 4 * most,
-            format('the unused replication slot %s keeps %s of WAL on the disk', s.slot_name, pg_size_pretty(k.bytes)),
-            format('select pg_drop_replication_slot(%L)', s.slot_name)
+            format(
+                'the %s replication slot %s keeps %s of WAL on the disk', case when s.active then 'slow' else 'unused' end,
+                s.slot_name, pg_size_pretty(k.bytes)
+            ),
+            case when s.active
+                then 'there: select * from pgqueue.health()'
+                else format('select pg_drop_replication_slot(%L)', s.slot_name)
+            end
         from pg_replication_slots as s
         cross join lateral (
             select case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_lsn() end
                 - s.restart_lsn as bytes
         ) as k
-        where not s.active and k.bytes > most
+        where k.bytes > case when s.active then 4 * most else most end
     $$),
     -- Tables with that many times the dead rows at which autovacuum should start, for which no VACUUM has
     -- ended for that long.
@@ -800,7 +817,8 @@ values
             where o.of is null or (n.id - o.number) % o.of = 0
             union all
             select 'token_seq', 'a lost worker might end the attempt of another', max(j.token)
-            from pgqueue._fronts(10, moment) as j
+            from unnest(held) as l (id)
+            join pgqueue.job as j on j.id = l.id
         ) as t
         -- The snapshot is older: what is added in between has numbers above.
         cross join lateral (
@@ -865,7 +883,7 @@ begin
         $$
             create or replace function pgqueue._found(
                 name text, patience interval default null, most float8 default null,
-                seen pgqueue.queues[] default null, few float8 default null
+                seen pgqueue.queues[] default null, held bigint[] default null, few float8 default null
             )
                 returns table (is_critical boolean, detail text, hint text)
                 language plpgsql
@@ -908,7 +926,7 @@ comment on column pgqueue.checks.few is 'Of less than that it says nothing.';
 comment on column pgqueue.checks.fine is 'What health says if it finds nothing.';
 
 -- What the checks find, the worst five of each first, or that it is nothing. One that fails says so, and stops no
--- other.
+-- other; those that a lock stops have a row together.
 create or replace function pgqueue._findings()
     returns table (name text, status text, detail text, hint text, place bigint)
     language plpgsql
@@ -917,6 +935,8 @@ declare
     known pgqueue.checks[];
     one record;
     seen pgqueue.queues[];
+    held bigint[];
+    blocked text[] := '{}';
 begin
     begin
         known := array(select c from pgqueue.checks as c);
@@ -932,6 +952,9 @@ begin
             if seen is null and strpos(one.query, 'unnest(seen)') > 0 then
                 seen := array(select q from pgqueue.queues as q);
             end if;
+            if held is null and strpos(one.query, 'unnest(held)') > 0 then
+                held := array(select l.id from pgqueue._leased() as l (id));
+            end if;
             return query
             select
                 one.name, case when w.is_critical then 'critical' when w.detail <> '' then 'warning' else 'ok' end,
@@ -945,13 +968,14 @@ begin
                 select
                     f.*, count(*) over () as all_found, count(*) filter (where f.is_critical) over () as all_critical,
                     row_number() over (order by f.is_critical desc, f.n) as place
-                from pgqueue._found(one.name, one.patience, one.most, seen, one.few)
+                from pgqueue._found(one.name, one.patience, one.most, seen, held, one.few)
                     with ordinality as f (is_critical, detail, hint, n)
             ) as w on w.place <= 5;
         exception
-            -- health says who holds the lock.
             when lock_not_available then
-                raise;
+                blocked := blocked || one.name;
+                -- The others shall not wait as long for the same.
+                perform set_config('lock_timeout', '10 ms', true);
             when syntax_error_or_access_rule_violation or data_exception or object_not_in_prerequisite_state
                 or feature_not_supported or cardinality_violation or insufficient_resources
                 or program_limit_exceeded or system_error or internal_error
@@ -960,6 +984,21 @@ begin
                 select one.name, 'critical', format('health could not look: %s (SQLSTATE %s)', sqlerrm, sqlstate), null, 1::bigint;
         end;
     end loop;
+    return query
+    select
+        blocked[1], case when l.holder is null then 'warning' else 'critical' end,
+        coalesce(
+            'health could not look, because ' || l.relation::regclass::text || ' is locked: ' || l.holder,
+            'health could not look, because a table was locked for a moment'
+        ) || '; this stops ' || array_to_string(blocked, ', '),
+        coalesce(l.hint, 'select * from pgqueue.health()'), 0::bigint
+    from (select) as always
+    left join pgqueue._lock_holders() as l on l.what = 'relation' and l.mode = 'AccessExclusiveLock' and l.relation in (
+        select c.oid from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
+    )
+    where blocked <> '{}'
+    order by l.is_held desc, l.since
+    limit 1;
 end;
 $$;
 
@@ -978,23 +1017,9 @@ begin
     return query
     select f.name, f.status, f.detail, f.hint
     from pgqueue._findings() as f
-    -- What locks hold up, other checks find as well.
-    order by array_position('{critical,warning}', f.status), f.name <> 'locks', f.name collate "C", f.place;
-exception when lock_not_available then
-    return query
-    select
-        'waits', case when l.holder is null then 'warning' else 'critical' end,
-        coalesce(
-            'health could not look, because ' || l.relation::regclass::text || ' is locked: ' || l.holder,
-            'health could not look, because a table was locked for a moment'
-        ),
-        coalesce(l.hint, 'select * from pgqueue.health()')
-    from (select) as always
-    left join pgqueue._lock_holders() as l on l.what = 'relation' and l.mode = 'AccessExclusiveLock' and l.relation in (
-        select c.oid from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
-    )
-    order by l.is_held desc, l.since
-    limit 1;
+    -- What locks hold up, other checks find as well, or cannot look at.
+    order by
+        array_position('{critical,warning}', f.status), f.place > 0 and f.name <> 'locks', f.name collate "C", f.place;
 end;
 $$;
 

@@ -7,9 +7,76 @@
 -- The log is read in the order of its pages, which is nearly that of time: the first page of a period is found
 -- by bisection, and if there are many pages, only every nth is read.
 
+-- The first jobs of each lane: ten or, of a longer one, its share of a number, by how many these are; and of a lane
+-- that is busy, where most of the ten run, its share of another. is_cut: that the lane goes on is known by this row,
+-- which may have no job; is_busy: and that more of it run.
+create or replace function pgqueue._fronts(share int, more int)
+    returns table (
+        queue text, id bigint, run_at timestamptz, priority int, group_key text, worker text,
+        lease_expires_at timestamptz, expires_at timestamptz, is_cut boolean, is_busy boolean
+    )
+    language sql
+    stable
+as $$
+    with start as materialized (
+        select l.hash, l.lane, l.first, l.first_id, w.*
+        from pgqueue._lanes() as l
+        cross join lateral (
+            select
+                j.queue, j.id, j.run_at, j.priority, j.group_key, j.worker, j.lease_expires_at,
+                (j.terms).expires_at
+            from pgqueue.job as j
+            where hashtext(j.queue) = l.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane and j.queue >= ''
+                and (j.run_at, j.id) >= (l.first, l.first_id)
+            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
+            limit 11
+        ) as w
+    ), long as materialized (
+        select l.*, greatest(
+            _fronts.share / count(*) over () - 30 + case when l.leased > 5
+                then _fronts.more / count(*) filter (where l.leased > 5) over () else 0
+            end, 10
+        ) as most
+        from (
+            select
+                s.hash, s.lane, s.first, s.first_id, min(s.queue) as queue, count(s.lease_expires_at) as leased
+            from start as s
+            group by s.hash, s.lane, s.first, s.first_id
+            having count(*) > 10
+        ) as l
+    )
+    select
+        s.queue, s.id, s.run_at, s.priority, s.group_key, s.worker, s.lease_expires_at, s.expires_at, false, false
+    from start as s
+    union all
+    select l.queue, null, null, null, null, null, null, null, true, l.leased > 9
+    from long as l
+    where l.most = 10
+    union all
+    select
+        w.queue, w.id, w.run_at, w.priority, w.group_key, w.worker, w.lease_expires_at, w.expires_at,
+        w.place = l.most - 10, w.place = l.most - 10 and w.lease_expires_at is not null
+    from long as l
+    cross join lateral (
+        select j.*, row_number() over () as place
+        from (
+            select
+                j.queue, j.id, j.run_at, j.priority, j.group_key, j.worker, j.lease_expires_at,
+                (j.terms).expires_at
+            from pgqueue.job as j
+            where hashtext(j.queue) = l.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane and j.queue >= ''
+                and (j.run_at, j.id) >= (l.first, l.first_id)
+            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
+            offset 11
+            limit l.most - 10
+        ) as j
+    ) as w
+    where l.most > 10
+$$;
+
 -- The jobs of each queue by state; since when the first, and the first hundredth, of the ready ones have
--- been due; and which workers hold the running ones. Above 16 MB an estimate for a queue with a lane of
--- more than 4,000 jobs, divided by the number of lanes with more than 100.
+-- been due; and which workers hold the running ones. Above 16 MB an estimate for a queue with a lane of more
+-- than its share of 10,000 jobs, or of 15,000 if most of the first run; and of ten at least.
 create or replace function pgqueue._count_jobs()
     returns table (
         queue text, ready bigint, scheduled bigint, running bigint, expired bigint, blocked bigint,
@@ -26,62 +93,26 @@ create or replace function pgqueue._count_jobs()
     set enable_indexscan = on
     set enable_tidscan = on
     set enable_nestloop = on
+    -- Aggregates without a sort, and without files for some hundred queues.
+    set enable_sort = off
     set enable_hashagg = on
+    set work_mem = '32MB'
 as $$
 #variable_conflict use_column
 declare
     moment timestamptz := clock_timestamp();
     pages bigint := pg_relation_size('pgqueue.job') / 8192;
-    step int := case when pages > 2048 then pages / 150 else 1 end;
+    step int := case when pages > 2048 then pages / 400 else 1 end;
     has_full boolean := exists (select from pgqueue.ticket as t where t.is_full);
 begin
     return query
-    with walked as materialized (
-        select l.hash, l.lane, l.most, w.*
-        from pgqueue._lanes(4000) as l
-        cross join lateral (
-            select j.queue, j.run_at, j.priority, j.group_key, j.worker, j.lease_expires_at, (j.terms).expires_at
-            from pgqueue.job as j
-            where hashtext(j.queue) = l.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane and j.queue >= ''
-                and (j.run_at, j.id) >= (l.first, l.first_id)
-            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
-            limit l.most + 1
-        ) as w
-        where step > 1
-    ), long as materialized (
-        select l.hash, bool_or(l.leased * 10 > l.most * 9) as is_busy
-        from (
-            select w.hash, w.most, count(w.lease_expires_at) as leased
-            from walked as w
-            group by w.hash, w.lane, w.most
-            having count(*) > w.most
-        ) as l
-        group by l.hash
-    ), met as (
-        select w.queue, w.run_at, w.priority, w.group_key, w.worker, w.lease_expires_at, w.expires_at, false as is_sample
-        from walked as w
-        union all
-        select s.*, true
-        from (
-            -- Not TABLESAMPLE, by which so many pages come only on average; nor at equal distances, which what
-            -- comes regularly may have, too.
-            select ('(' || h.page || ',0)')::tid as first, ('(' || h.page + 1 || ',0)')::tid as next
-            from generate_series(0, pages - 1, step) as n (page)
-            cross join lateral (select n.page + (hashint8(n.page) & 2147483647) % step) as h (page)
-            where step = 1 or exists (select from long)
-        ) as p
-        cross join lateral (
-            select j.queue, j.run_at, j.priority, j.group_key, j.worker, j.lease_expires_at, (j.terms).expires_at
-            from pgqueue.job as j
-            where j.ctid >= p.first and j.ctid < p.next
-            offset 0
-        ) as s
-        where step = 1 or hashtext(s.queue) in (select t.hash from long as t)
-    ), counted as (
+    with counted as materialized (
         select
             m.queue collate "C" as queue,
             m.is_sample,
             case when m.is_sample then step else 1 end as weight,
+            bool_or(m.is_cut) as is_cut,
+            bool_or(m.is_busy) as is_busy,
             count(*) filter (where m.state = 'r') as ready,
             count(*) filter (where m.state = 's') as scheduled,
             count(*) filter (where m.state = 'l') as running,
@@ -89,11 +120,11 @@ begin
             count(*) filter (where m.state = 'x') as overdue,
             count(*) filter (where m.state = 'b') as blocked,
             min(m.run_at) filter (where m.state = 'r') as oldest,
-            percentile_disc(0.01) within group (order by m.run_at) filter (where m.state = 'r') as p99,
-            array_agg(distinct m.worker) filter (where m.state = 'l') as workers
+            array_agg(m.run_at) filter (where m.state = 'r') as due,
+            array_agg(m.worker) filter (where m.state = 'l') as workers
         from (
             select
-                a.queue, a.run_at, a.worker, a.is_sample,
+                a.queue, a.run_at, a.worker, a.is_cut, a.is_busy, a.is_sample,
                 case
                     when a.lease_expires_at > moment then 'l'
                     when a.lease_expires_at is not null then 'e'
@@ -105,11 +136,37 @@ begin
                         from pgqueue.ticket as t
                         where pgqueue._is_ticket_of(t, a.queue, a.group_key) and t.priority = a.priority and t.is_full
                     ) then 'b'
-                    else 'r'
+                    when a.id is not null then 'r'
                 end::"char" as state
-            from met as a
+            from (
+                select f.*, false as is_sample
+                from pgqueue._fronts(10000, 5000) as f
+                where step > 1
+                union all
+                select s.*, false, false, true
+                from (
+                    -- Not TABLESAMPLE, by which so many pages come only on average; nor at equal distances, which
+                    -- what comes regularly may have, too.
+                    select ('(' || h.page || ',0)')::tid as first, ('(' || h.page + 1 || ',0)')::tid as next
+                    from generate_series(0, pages - 1, step) as n (page)
+                    cross join lateral (select n.page + (hashint8(n.page) & 2147483647) % step) as h (page)
+                ) as p
+                cross join lateral (
+                    select
+                        j.queue, j.id, j.run_at, j.priority, j.group_key, j.worker, j.lease_expires_at,
+                        (j.terms).expires_at
+                    from pgqueue.job as j
+                    where j.ctid >= p.first and j.ctid < p.next
+                    -- More than a page has room for: the planner does not know that it is one.
+                    limit 300
+                ) as s
+            ) as a
+            -- The state once for each, not for each of the aggregates.
+            offset 0
         ) as m
         group by 1, 2
+    ), long as materialized (
+        select hashtext(c.queue) as hash, bool_or(c.is_busy) as is_busy from counted as c where c.is_cut group by 1
     )
     -- The larger of the two: a sample misses what is rare, and a walk ends before what is far behind.
     select
@@ -127,10 +184,17 @@ begin
     from (
         -- Not joined, which would compare each with each.
         select
-            c.*, hashtext(c.queue) in (select t.hash from long as t) as is_long,
+            c.queue, c.is_sample, c.weight, c.ready, c.scheduled, c.running, c.expired, c.overdue, c.blocked, c.oldest,
+            array(select distinct w.name from unnest(c.workers) as w (name)) as workers,
+            case
+                when c.ready <= 100 then c.oldest
+                else (select percentile_disc(0.01) within group (order by d.run_at) from unnest(c.due) as d (run_at))
+            end as p99,
+            hashtext(c.queue) in (select t.hash from long as t) as is_long,
             hashtext(c.queue) in (select t.hash from long as t where t.is_busy) as is_busy
         from counted as c
     ) as c
+    where not c.is_sample or c.is_long or step = 1
     group by c.queue, c.is_long;
 end;
 $$;
@@ -157,8 +221,17 @@ declare
     queues text[];
     most int;
 begin
-    queues := array(select distinct k.queue from pgqueue._dead_kinds() as k);
-    most := greatest(20000 / greatest(cardinality(queues), 1), 100);
+    -- Not by _dead_kinds: a queue may have dead jobs of many kinds.
+    with recursive step (queue) as (
+        values (''::text)
+        union all
+        select (select d.queue from pgqueue.dead_job as d where d.queue > s.queue order by d.queue limit 1)
+        from step as s
+        where s.queue is not null
+    )
+    select array_agg(s.queue), greatest(20000 / greatest(count(*), 1), 20) into queues, most
+    from step as s
+    where s.queue <> '';
     return query
     with counted as materialized (
         select q.name, c.dead
@@ -211,8 +284,9 @@ begin
 end;
 $$;
 
--- The leased jobs. Above 16 MB only those among the first 50,000 of each lane, divided by the number of
--- lanes with more than 100: there are others only if claims by kind have passed over as many.
+-- The leased jobs. Above 16 MB only those among the first 30,000, of which each lane with more than ten has its
+-- share, and 10,000 more of lanes where most of the first ten run: there are others only if claims by kind have
+-- passed over as many.
 create or replace function pgqueue._leased()
     returns setof bigint
     language plpgsql
@@ -232,17 +306,7 @@ begin
         return;
     end if;
     return query
-    select w.id
-    from pgqueue._lanes(50000) as l
-    cross join lateral (
-        select j.id, j.lease_expires_at
-        from pgqueue.job as j
-        where hashtext(j.queue) = l.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane and j.queue >= ''
-            and (j.run_at, j.id) >= (l.first, l.first_id)
-        order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
-        limit l.most
-    ) as w
-    where w.lease_expires_at is not null;
+    select f.id from pgqueue._fronts(30000, 10000) as f where f.lease_expires_at is not null;
 end;
 $$;
 
@@ -293,6 +357,7 @@ create or replace function pgqueue._recent_runs(since timestamptz, most int defa
     set enable_bitmapscan = on
     set enable_tidscan = on
     set enable_nestloop = on
+    set work_mem = '32MB'
 as $$
 declare
     parts int[];

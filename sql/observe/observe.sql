@@ -165,8 +165,8 @@ comment on view pgqueue.queues is
 the last hour. Counts while the table of jobs is small (16 MB), else reads an
 index and estimates (see is_estimate); beyond 400 pages of runs, some 26,000,
 only a sample is read, and beyond 800 pages a queue that has few of them may be
-missing. Takes a few tens of milliseconds, however many jobs there are; with
-30,000 queues, or 1,000 of hundreds of jobs each, some tenths of a second.
+missing. Takes a few tens of milliseconds, however many jobs there are, also in
+a thousand queues; with 30,000 queues some tenths of a second.
 queue: The queue.
 ready: Jobs that are due, paused or not.
 scheduled: Jobs that are not due yet, including retries.
@@ -212,9 +212,9 @@ order by j.claimed_at;
 
 comment on view pgqueue.running is
 'The leased jobs, the longest-running first. Reads them all while the table of
-jobs is small (16 MB), else the first 50,000 jobs of each lane, divided by the
-number of lanes with more than 100: all are there, unless claims by kind have
-passed over more.
+jobs is small (16 MB), else the first 30,000 jobs, of which each lane has its
+share, and ten at least, and 10,000 more of lanes where most of the first ten
+run: all are there, unless claims by kind have passed over more.
 running_for: Time since it was claimed.
 lease_left: Time until the lease expires; negative once it has, and the worker
 is probably dead.';
@@ -293,14 +293,14 @@ select
     justify_hours(make_interval(secs => percentile_disc(0.99) within group (order by date_part('epoch', r.taken))))
         as p99_taken,
     max(r.finished_at) as last_finished_at
-from pgqueue._recent_runs('-infinity', 2000) as r
+from pgqueue._recent_runs('-infinity', 500) as r
 where r.done + r.failed > 0
 group by r.queue, r.kind;
 
 comment on view pgqueue.kinds is
 'What each kind of job did in each queue, over all the days that run covers.
-Beyond 2,000 pages of runs, some 130,000, only a sample is read: a kind that
-rarely ran may be missing.
+Beyond 500 pages of runs, some 30,000, only a sample is read: a kind that rarely
+ran may be missing.
 queue: The queue.
 kind: The kind.
 runs: Attempts that completed, failed or expired.
@@ -315,19 +315,24 @@ select
     r.queue,
     sum(r.done) as finished,
     sum(r.failed) as failed,
-    percentile_disc(0.5) within group (order by r.waited) as p50_waited,
-    percentile_disc(0.99) within group (order by r.waited) as p99_waited,
-    percentile_disc(0.5) within group (order by r.taken) as p50_taken,
-    percentile_disc(0.99) within group (order by r.taken) as p99_taken
-from pgqueue._recent_runs(date_trunc('minute', clock_timestamp()) - interval '59 minutes', 2000) as r
+    -- As in queues.
+    justify_hours(make_interval(secs => percentile_disc(0.5) within group (order by date_part('epoch', r.waited))))
+        as p50_waited,
+    justify_hours(make_interval(secs => percentile_disc(0.99) within group (order by date_part('epoch', r.waited))))
+        as p99_waited,
+    justify_hours(make_interval(secs => percentile_disc(0.5) within group (order by date_part('epoch', r.taken))))
+        as p50_taken,
+    justify_hours(make_interval(secs => percentile_disc(0.99) within group (order by date_part('epoch', r.taken))))
+        as p99_taken
+from pgqueue._recent_runs(date_trunc('minute', clock_timestamp()) - interval '59 minutes', 500) as r
 where r.worker is not null
 group by 1, 2
 order by 1, 2;
 
 comment on view pgqueue.throughput is
 'What each queue did in each of the last 60 minutes in which it did anything; the
-current minute is not over. Beyond 2,000 pages of runs, some 130,000, only a
-sample is read.
+current minute is not over. Beyond 500 pages of runs, some 30,000, only a sample
+is read.
 minute: When the minute began.
 queue: The queue.
 finished: Attempts completed.
@@ -543,7 +548,7 @@ select
     b.callback_id, b.group_key, b.headers
 from pgqueue.batch as b
 left join lateral (
-    select sum(n.jobs) as jobs, sum(n.dead) as dead, sum(n.cancelled) as cancelled, array_agg(distinct n.part) as parts
+    select sum(n.jobs) as jobs, sum(n.dead) as dead, sum(n.cancelled) as cancelled
     from pgqueue.tally as n
     where n.batch_id = b.id
 ) as t on b.finished_at is null
@@ -551,8 +556,8 @@ left join lateral (
     select
         count(*) filter (where j.lease_expires_at is null) as waiting,
         count(*) filter (where j.lease_expires_at is not null) as running
-    from unnest(t.parts) as p (part)
-    join pgqueue.job as j on j.id between p.part << 10 and (p.part << 10) + 1023 and (j.terms).batch_id = b.id
+    from (select distinct n.part, n.parts from pgqueue.tally as n where n.batch_id = b.id) as p
+    join pgqueue.job as j on j.id between p.part << 10 and (p.part + p.parts << 10) - 1 and (j.terms).batch_id = b.id
 ) as w on b.finished_at is null
 order by b.id;
 
@@ -573,9 +578,9 @@ cancelled: Jobs that were cancelled, or purged.';
 -- Jobs have ids between that of their batch and that of its callback: all three come from one sequence.
 create or replace view pgqueue.batch_jobs as
 with part as not materialized (
-    select n.batch_id, n.part << 10 as first, (n.part << 10) + 1023 as last
+    select n.batch_id, n.part << 10 as first, (n.part + n.parts << 10) - 1 as last
     from pgqueue.tally as n
-    group by n.batch_id, n.part
+    group by n.batch_id, n.part, n.parts
 )
 select p.batch_id, j.id, j.queue, j.kind, j.state, j.attempt
 from part as p

@@ -314,7 +314,7 @@ begin
     perform pgqueue._count();
     perform pgqueue._repair_settings();
     -- As there: for copies of the rows alone.
-    perform pgqueue._use_lanes(l.queue) from pgqueue._lanes(0) as l where l.lane <> 0;
+    perform pgqueue._use_lanes(l.queue) from pgqueue._lanes() as l where l.lane <> 0;
     return query
     values
         ('forget batches', ends.batches),

@@ -25,8 +25,37 @@ as $$
     order by m.kind, m.queue, m.key
 $$;
 
+-- An empty row, as a text, with what _packed has left out.
+create or replace function pgqueue._empty_row(relation regclass)
+    returns text
+    language plpgsql
+    stable
+as $$
+begin
+    return (
+        select format('(%s)', string_agg(
+            case when a.attname in ('payload', 'value') then 'null' else '' end, ',' order by a.attnum
+        ))
+        from pg_attribute as a
+        where a.attrelid = relation and a.attnum > 0 and not a.attisdropped
+    );
+end;
+$$;
+
+-- A row as it travels, without the null of JSON, which jsonb_populate_record takes for none.
+create or replace function pgqueue._packed(content jsonb)
+    returns jsonb
+    language sql
+    immutable
+as $$
+    select content - array(
+        select n.name from unnest('{payload,value}'::text[]) as n (name) where content -> n.name = 'null'
+    )
+$$;
+
 -- Locks all that belongs to a key, and returns it; or, in state, why it cannot go: busy (a job runs, or somebody has
--- locked one), or tied (a job waits for others or an event, they for it, has saved steps, or is of a batch).
+-- locked one), or tied (a job waits for others or an event, or has, they wait for it, it has saved steps, or is of a
+-- batch).
 create or replace function pgqueue._depart(kind text, queue text, key text, out state text, out parts jsonb)
     language plpgsql
     set plan_cache_mode = force_generic_plan
@@ -46,7 +75,7 @@ begin
     select
         case
             when bool_or(
-                (j.terms).batch_id is not null or j.run_at = 'infinity'
+                (j.terms).batch_id is not null or (j.terms).after is not null or j.run_at = 'infinity'
                 or exists (select from pgqueue.dependency as d where d.job_id = j.id)
                 or exists (select from pgqueue.step as s where s.job_id = j.id)
                 or exists (select from pgqueue.wait as w where w.job_id = j.id)
@@ -54,7 +83,7 @@ begin
             when bool_or(num_nonnulls(j.token, j.permits) > 0) or ids <> found_ids then 'busy'
             else 'free'
         end,
-        coalesce(jsonb_agg(jsonb_build_object('what', 'job', 'key', j.id::text, 'content', to_jsonb(j))), '[]')
+        coalesce(jsonb_agg(jsonb_build_object('what', 'job', 'key', j.id::text, 'content', pgqueue._packed(to_jsonb(j)))), '[]')
     into state, parts
     from pgqueue.job as j
     where j.id = any (ids);
@@ -62,17 +91,22 @@ begin
         return;
     end if;
     parts := parts || coalesce((
-        select jsonb_agg(jsonb_build_object('what', 'dead_job', 'key', d.id::text, 'content', to_jsonb(d)))
+        select jsonb_agg(jsonb_build_object(
+            'what', 'dead_job', 'key', d.id::text,
+            'content', pgqueue._packed(to_jsonb(d)) || jsonb_build_object(
+                'steps', array(select pgqueue._packed(to_jsonb(s)) from pgqueue.step as s where s.job_id = d.id)
+            )
+        ))
         from (
             select d.* from pgqueue.dead_job as d
-            where d.queue = _depart.queue and (d.terms).batch_id is null and case _depart.kind
+            where d.queue = _depart.queue and num_nonnulls((d.terms).batch_id, (d.terms).after) = 0 and case _depart.kind
                 when 'group' then d.group_key = _depart.key
                 when 'unique' then d.unique_key = _depart.key and d.group_key is null
             end
             for update skip locked
         ) as d
     ), '[]') || coalesce((
-        select jsonb_agg(jsonb_build_object('what', 'schedule', 'key', s.name, 'content', to_jsonb(s)))
+        select jsonb_agg(jsonb_build_object('what', 'schedule', 'key', s.name, 'content', pgqueue._packed(to_jsonb(s))))
         from (select s.* from pgqueue.schedule as s where _depart.kind = 'schedule' and s.name = _depart.key for update skip locked) as s
     ), '[]');
 end;
@@ -91,6 +125,7 @@ declare
 begin
     delete from pgqueue.job as j where j.id = any (gone);
     delete from pgqueue.dead_job as d where d.id = any (gone);
+    perform pgqueue._forget_steps(gone);
     delete from pgqueue.schedule as s
     where s.name in (select p.key from jsonb_to_recordset(parts) as p (what text, key text) where p.what = 'schedule');
     insert into pgqueue.moving (what, key)
@@ -117,6 +152,10 @@ create or replace function pgqueue._arrive(whats text[], keys text[])
     set enable_seqscan = off
 as $$
 declare
+    any_job pgqueue.job := pgqueue._empty_row('pgqueue.job')::pgqueue.job;
+    any_dead pgqueue.dead_job := pgqueue._empty_row('pgqueue.dead_job')::pgqueue.dead_job;
+    any_step pgqueue.step := pgqueue._empty_row('pgqueue.step')::pgqueue.step;
+    any_schedule pgqueue.schedule := pgqueue._empty_row('pgqueue.schedule')::pgqueue.schedule;
     came jsonb[];
     there bigint[];
     queues text[];
@@ -130,18 +169,21 @@ begin
         returning m.what, m.content
     ), dead as (
         insert into pgqueue.dead_job
-        select r.* from taken as t cross join jsonb_populate_record(null::pgqueue.dead_job, t.content) as r
+        select r.* from taken as t cross join jsonb_populate_record(any_dead, t.content) as r
         where t.what = 'dead_job'
+    ), remembered as (
+        insert into pgqueue.step
+        select r.* from taken as t cross join jsonb_populate_recordset(any_step, t.content -> 'steps') as r
     ), recurring as (
         insert into pgqueue.schedule
-        select r.* from taken as t cross join jsonb_populate_record(null::pgqueue.schedule, t.content) as r
+        select r.* from taken as t cross join jsonb_populate_record(any_schedule, t.content) as r
         where t.what = 'schedule'
         on conflict do nothing
     )
     select array_agg(t.content) filter (where t.what = 'job') into came from taken as t;
     with arrived as (
         insert into pgqueue.job as j overriding system value
-        select r.* from unnest(came) as c (job) cross join jsonb_populate_record(null::pgqueue.job, c.job) as r
+        select r.* from unnest(came) as c (job) cross join jsonb_populate_record(any_job, c.job) as r
         on conflict (queue, unique_key) where j.unique_key is not null do nothing
         returning j.id
     )
@@ -149,11 +191,11 @@ begin
     insert into pgqueue.job overriding system value
     select r.*
     from unnest(came) as c (job)
-    cross join jsonb_populate_record(null::pgqueue.job, c.job || '{"unique_key": null}') as r
+    cross join jsonb_populate_record(any_job, c.job || '{"unique_key": null}') as r
     where r.id <> all (coalesce(there, '{}'));
     select array_agg(r.queue), array_agg(r.group_key), array_agg(r.priority), array_agg(r.run_at)
     into queues, group_keys, priorities, run_ats
-    from unnest(came) as c (job) cross join jsonb_populate_record(null::pgqueue.job, c.job) as r;
+    from unnest(came) as c (job) cross join jsonb_populate_record(any_job, c.job) as r;
     perform
         pgqueue._make_group_permits(u.queue, array_agg(u.group_key), pgqueue._in_force(u.queue)),
         pgqueue._make_permits_for(u.queue, (pgqueue._in_force(u.queue)).caps, null)
@@ -162,6 +204,10 @@ begin
     perform pgqueue._reopened(queues, priorities, group_keys, run_ats);
     if 'schedule' = any (whats) then
         perform pgqueue._look_from_now_on();
+    end if;
+    -- The end of a job that is redriven looks for its steps.
+    if 'dead_job' = any (whats) and exists (select from pgqueue.step) then
+        perform pgqueue._mark(pgqueue._settings_bits(''), 'pgqueue.awaited_seq');
     end if;
 end;
 $$;

@@ -77,7 +77,8 @@ begin
     values (shard.number, shard.of, coalesce(shard.above, 0))
     returning case when s.above > coalesce(shard.above, 0) then greatest(s.above, last) else last end into last;
     is_used := last > 0 or exists (select from pgqueue.job) or exists (select from pgqueue.dead_job)
-        or exists (select from pgqueue.batch) or exists (select from pgqueue.run);
+        or exists (select from pgqueue.batch) or exists (select from pgqueue.run)
+        or exists (select from pgqueue.gone);
     refused := pgqueue._refuse(case
         when last > 0 and present.number is not null then array[
             format('this is shard %s of %s', present.number, present.of),
@@ -155,6 +156,15 @@ as $$
 declare
     skipped bigint := 1000000 * coalesce((select s.of from pgqueue.shard as s), 1);
     timeline bigint;
+    refused boolean := pgqueue._refuse(
+        -- Often enough, it would use up all numbers.
+        case when always and not has_function_privilege(pgqueue._caller(), 'pgqueue.shard(int, int, bigint)', 'execute')
+            then array[
+                'always is for operators', format('Role %I is none.', pgqueue._caller()),
+                'Without always, the call skips numbers where that is needed.', '42501'
+            ]
+        end
+    );
 begin
     -- There, nothing is given out.
     if pg_is_in_recovery() then
@@ -181,9 +191,10 @@ comment on function pgqueue.after_failover(boolean) is
 'Skips a million ids and tokens if a standby has been promoted, or a base backup
 recovered, since the last call: those that the old primary may have given out
 without its standby knowing. Every session calls it before its first claim, as
-the worker does.
-always: skips in any case, as after a restore of a dump.
-Returns whether it has skipped any.';
+the worker does; a producer before its first enqueue, if ids are known outside.
+always: skips in any case, as after a restore of a dump; for operators.
+Returns whether it has skipped any.
+Raises 42501 (always, and the caller is no operator).';
 
 -- Of this server, numbers are known; an upgrade leaves it as it is.
 do $$

@@ -13,7 +13,7 @@ as $$
     from (
         values
             ('{producer}', true, '{enqueue,enqueue_many,enqueue_row,create_batch,close_batch}'),
-            ('{producer}', true, '{status,result,await,emit,shard_of,version}'),
+            ('{producer}', true, '{status,result,await,emit,after_failover,shard_of,version}'),
             ('{worker}', true, '{claim,claim_from,extend,progress,complete,complete_many,fail,release,finish}'),
             ('{worker}', true, '{save_step,steps,suspend,emit,results_of,reap,maintain,rest,after_failover,next_slots,shard_of,version}'),
             -- And what it calls as its caller.

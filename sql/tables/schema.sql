@@ -822,7 +822,8 @@ create table pgqueue.gone (
 comment on table pgqueue.gone is
 'The ids of jobs that were cancelled, purged or discarded: jobs enqueued after
 one of them must not run. Kept for 14 days.';
-comment on column pgqueue.gone.part is 'Which 64 ids they are among: id >> 6.';
+comment on column pgqueue.gone.part is
+'Which 64 ids they are among: id >> 6; below 0: which 64 of those of one shard.';
 comment on column pgqueue.gone.ids is 'Which of these they are: a bit for each, 1 << (id & 63).';
 comment on column pgqueue.gone.ended_at is 'When they ended.';
 create index gone_part_idx on pgqueue.gone (part);
@@ -902,7 +903,8 @@ create table pgqueue.tally (
     part bigint,
     jobs int not null default 0,
     dead int not null default 0,
-    cancelled int not null default 0
+    cancelled int not null default 0,
+    parts int not null default 1
 );
 comment on table pgqueue.tally is
 'How many jobs were added to unfinished batches, and how they ended: a row for
@@ -913,6 +915,8 @@ comment on column pgqueue.tally.part is 'Which 1,024 ids the added jobs are amon
 comment on column pgqueue.tally.jobs is 'How many were added.';
 comment on column pgqueue.tally.dead is 'How many died; negative if some were redriven.';
 comment on column pgqueue.tally.cancelled is 'How many were cancelled.';
+comment on column pgqueue.tally.parts is
+'How many times 1,024 ids: on a shard, those among which 1,024 are its own.';
 create index tally_batch_idx on pgqueue.tally (batch_id, part);
 comment on index pgqueue.tally_batch_idx is 'Where are the jobs of a batch, and how have they ended?';
 

@@ -127,6 +127,12 @@ comment on column pgqueue.moving.what is 'The table: job, dead_job or schedule; 
 comment on column pgqueue.moving.key is 'The id, or the name.';
 comment on column pgqueue.moving.content is 'The row that arrives; null if it has left.';
 
+-- What is kept for ranges of ids, where those of a shard lie apart.
+alter table pgqueue.tally add column parts int not null default 1;
+comment on column pgqueue.tally.parts is
+'How many times 1,024 ids: on a shard, those among which 1,024 are its own.';
+comment on column pgqueue.gone.part is
+'Which 64 ids they are among: id >> 6; below 0: which 64 of those of one shard.';
 
 -- The timeline of the server when numbers were last skipped.
 create sequence pgqueue._cell_timeline minvalue 0;

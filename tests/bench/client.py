@@ -285,7 +285,9 @@ def filled(system: System, conn: Session, jobs: int, tomorrow: bool) -> None:
     reset(system)
     system.run("bulk", jobs=1)  # for what else a first job makes
     reset(system)
-    conn.execute(system.sql.fill(jobs, tomorrow=False))
-    if tomorrow:
-        conn.execute(system.sql.fill(jobs, tomorrow=True))
+    for later in (False, True)[: 1 + tomorrow]:
+        if system.sql.insert:
+            conn.execute(system.sql.fill(jobs, later))
+        else:
+            system.run("bulk", jobs=jobs, **({"tomorrow": True} if later else {}))
     conn.execute("vacuum analyze")

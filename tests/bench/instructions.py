@@ -68,6 +68,17 @@ SUSPEND = (
 )
 SUSPENDED = f"{THOUSAND}select pgqueue.suspend(n, n, concat('event ', n)) from generate_series(1, 1000) as n;\n\n"
 EMIT = "select pgqueue.emit(concat('event ', n)) from nextval('number') as n"
+SHARD = "select pgqueue.shard(3);\n\n"
+# The first id is its own: 1, and on the shard 3.
+BATCH = f"select pgqueue.create_batch('bench');\n\n{PLAIN}"
+INTO_A_BATCH = (
+    "select count(*) from pgqueue.enqueue_many('bench', array_fill('{{}}'::jsonb, array[100]), "
+    "batch_id => {})"
+)
+PURGE = (
+    "select pgqueue.purge('gone') from (select count(*) from "
+    "pgqueue.enqueue_many('gone', array_fill('{}'::jsonb, array[100]))) as added"
+)
 ENQUEUE_INTO_A_GROUP = "select pgqueue.enqueue('bench', group_key => 'group 7')"
 # One transaction for each; a batch is claimed and completed in one. What is counted, jobs in a call, and
 # what is there before.
@@ -97,6 +108,17 @@ CALLS = {
     "claim, suspend and emit, and what makes it due": (WAIT, 1, PLAIN),
     "claim and complete one, max_running 1000": (ONE, 1, CAPPED),
     "claim and complete 50, max_running 1000": (FIFTY, 50, CAPPED),
+    "enqueue on a shard": (PGQUEUE.enqueue, 1, SHARD + PLAIN),
+    "claim and complete one on a shard": (ONE, 1, SHARD + PLAIN),
+    "claim and complete 50 on a shard": (FIFTY, 50, SHARD + PLAIN),
+    "bulk enqueue of 100 into a batch": (INTO_A_BATCH.format(1), 100, BATCH),
+    "bulk enqueue of 100 into a batch on a shard": (
+        INTO_A_BATCH.format(3),
+        100,
+        SHARD + BATCH,
+    ),
+    "bulk enqueue and purge of 100": (PURGE, 100, PLAIN),
+    "bulk enqueue and purge of 100 on a shard": (PURGE, 100, SHARD + PLAIN),
 }
 # What claims do some times a second, whatever they return: under valgrind that would be every one.
 REST = (

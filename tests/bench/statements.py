@@ -184,6 +184,47 @@ CHANCY = Statements(
     ),
 )
 
+# What its migrations have left in its 200 tables, to begin anew with.
+AWA_SAVE = """
+do $$
+declare
+    name name;
+    is_filled boolean;
+begin
+    create schema saved;
+    for name in
+        select c.relname from pg_class as c
+        where c.relnamespace = 'awa'::regnamespace and c.relkind in ('r', 'p') and not c.relispartition
+    loop
+        execute format('select exists (select from awa.%I)', name) into is_filled;
+        if is_filled then
+            execute format('create table saved.%1$I as table awa.%1$I', name);
+        end if;
+    end loop;
+end $$
+"""
+AWA = Statements(
+    depth=(
+        "select (select count(*) from awa.deferred_jobs) + (select count(*) from awa.ready_entries as r "
+        "join awa.queue_claim_heads as h using (queue, priority, enqueue_shard) "
+        "where r.lane_seq >= awa.sequence_next_value(h.seq_name))"
+    ),
+    reset="""
+do $$
+declare
+    name name;
+begin
+    execute (
+        select 'truncate ' || string_agg('awa.' || quote_ident(c.relname), ', ') from pg_class as c
+        where c.relnamespace = 'awa'::regnamespace and c.relkind in ('r', 'p') and not c.relispartition
+    );
+    for name in select c.relname from pg_class as c where c.relnamespace = 'saved'::regnamespace loop
+        execute format('insert into awa.%1$I overriding system value select * from saved.%1$I', name);
+    end loop;
+end $$
+""",
+)
+
 BARE = Statements(
     depth="select count(*) from bare",
     reset=(

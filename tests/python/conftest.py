@@ -5,15 +5,22 @@ lost. There each claim comes as if the time until the next sweep had passed, and
 pause of a group that can give no more; one that finds nothing comes once more, and each look at
 jobs and batches comes after a sweep. What no hint tells of must be found by then. Sessions that
 go on by themselves until all is done are marked with waits_for_sweeps: for them the time is real.
+
+`make test-all` sets PGQUEUE_TEST_LONG=1. Without it, the tests are in their short form: those
+marked with `long` are left out, of the cases of one marked with `sample` some are run, and of
+those with lost hints a part. Chance draws them; PGQUEUE_TEST_SAMPLE, which is printed, draws the
+same again.
 """
 
 import faulthandler
 import itertools
 import os
+import random
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -31,12 +38,18 @@ TEMPLATE = "pgqueue_template"
 NUMBERS = itertools.count()
 LIMIT = pytest.StashKey[float]()  # seconds that a test may take
 OWN_CLUSTER = pytest.StashKey[Cluster]()
+LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
 # How many hints get lost. Which ones is by chance.
-LOST = [0.5] * 10 + [1] if os.environ.get("PGQUEUE_TEST_LONG") else [0.5]
+LOST = [0.5] * 4 + [1] if LONG else [0.5]
+# Of the tests in which they do, in the short form.
+LOSING = 0.25
+SAMPLE = "PGQUEUE_TEST_SAMPLE"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give each process of pytest-xdist a server of its own: tests change and stop it."""
+    # The processes inherit it, and must all draw the same.
+    os.environ.setdefault(SAMPLE, str(random.randrange(1 << 30)))
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
         config.stash[OWN_CLUSTER] = cluster = Cluster(fast=True)
         cluster.__enter__()
@@ -59,10 +72,63 @@ def marked(test: pytest.Item, name: str) -> bool:
     return test.get_closest_marker(name) is not None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("PGQUEUE_TEST_LONG"):
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    if LONG:
         for item in items:
             item.add_marker(pytest.mark.timeout(4 * 3600))
+        return
+    # What is named on the command line is run.
+    named = any("::" in argument for argument in config.args)
+    left_out = set() if named else set(unsampled(items))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def unsampled(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Name what the short form leaves out."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    losing = []
+    for item in items:
+        if marked(item, "long"):
+            yield item
+        elif loses_hints(item):
+            losing.append(item)
+        elif marked(item, "sample"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, each in cases.items():
+        (count,) = each[0].get_closest_marker("sample").args
+        yield from set(each) - set(some(each, count, name))
+    yield from set(losing) - set(some(losing, round(len(losing) * LOSING), "losing"))
+
+
+def loses_hints(item: pytest.Item) -> bool:
+    return bool(
+        getattr(item, "callspec", None) and item.callspec.params.get("lost_hints")
+    )
+
+
+def some(of: Iterable[Found], count: int, name: str) -> list[Found]:
+    """Draw so many in the short form, in their order, and take all in the long one.
+
+    Others for each name, and the same in all processes.
+    """
+    every = list(of)
+    if LONG or count >= len(every):
+        return every
+    return [every[n] for n in sorted(chance(name).sample(range(len(every)), count))]
+
+
+def chance(name: str) -> random.Random:
+    """What draws for the short form."""
+    return random.Random(f"{os.environ[SAMPLE]} {name}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not LONG:
+        seed = os.environ[SAMPLE]
+        terminalreporter.write_line(f"in the short form, drawn by {SAMPLE}={seed}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -106,8 +172,10 @@ def database(template: str) -> Iterator[str]:
     """Make a fresh database with the extension, and name it."""
     name = f"pgqueue_test_{next(NUMBERS)}"
     with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+        # Half as quick is what 15 and later do by themselves, which writes all pages to the log.
+        how = "strategy file_copy" if admin.info.server_version >= 150000 else ""
         admin.execute(f"drop database if exists {name} with (force)")
-        admin.execute(f"create database {name} template {template}")
+        admin.execute(f"create database {name} template {template} {how}")
         yield make_conninfo(dbname=name)
         admin.execute(f"drop database {name} with (force)")
 

@@ -47,6 +47,7 @@ A machine.
 """
 PAGE = (
     "<!-- summary -->\n<!-- end of summary -->\n<!-- ahead -->\n<!-- end of ahead -->"
+    "\n<!-- why -->\n<!-- end of why -->"
 )
 
 
@@ -76,6 +77,23 @@ def test_to_measure_one_system_leaves_the_others_in_the_list(tmp_path, monkeypat
     ]
 
 
+def test_it_is_said_why_pgqueue_is_behind_wherever_it_is():
+    assert summary.UNEXPLAINED not in summary.PAGE.read_text()
+    lines = summary.reasons(
+        {
+            title: summary.Measured(
+                "",
+                {"pgqueue": summary.Figure("1", ""), "pgmq": summary.Figure(rate, "")},
+            )
+            for title, rate in (("drain a deep queue", "2"), ("x", "2"), ("y", "0.5"))
+        }
+    )
+    assert lines == [
+        f"- drain a deep queue: {summary.WHY['drain a ']}",
+        f"- x: {summary.UNEXPLAINED}",
+    ]
+
+
 def test_the_guide_to_shards_follows_from_the_results():
     results, guide = summary.RESULTS.read_text(), shards.GUIDE.read_text()
     assert summary.parts(guide, "costs")[1]
@@ -102,6 +120,24 @@ def test_machines_carry_what_the_price_of_a_job_leaves():
     assert "| 8 | 800,000 | 400,000 | 16.0 | 200 |" in page
 
 
+def test_a_round_on_a_busy_machine_is_compared_with_itself():
+    """All costs of the second are three times those of the first, but the ratios are the same."""
+    found = {
+        (call, count, is_routed): [
+            shards.Cost(busy * 10 * count, busy * 20 * is_routed, 1000)
+            for busy in (1, 3, 1)
+        ]
+        for call in (*shards.CALLS, shards.DRAIN)
+        for count in shards.COUNTS
+        for is_routed in (False, True)
+    }
+    found[shards.KEYED, 8, False][0] = shards.Cost(240, 0, 1000)  # disturbed
+    rows = shards.table(found, 3)
+    assert f"| 8 | {shards.KEYED} | 80 | 1,000 | 80 | 1,000 | 20 |" in rows
+    nothing = [shards.Cost(0, 0, 1000)]
+    assert shards.middle(nothing, nothing) == nothing[0]
+
+
 def test_each_row_of_the_summary_is_a_workload_of_the_results():
     assert set(summary.ROWS) <= set(summary.measured(summary.RESULTS.read_text()))
 
@@ -118,10 +154,12 @@ def test_the_summary_puts_pgqueue_beside_the_best_rival_and_says_who_is_ahead():
         "(results.md#2-while-a-snapshot-is-held)"
         " | 1,200 | pgmq 1,000 | 1.20 | 11 / 13 | 12 / 14 |",
     ]
-    assert lines[-2] == (
+    (ahead,) = (line for line in lines if line.startswith("- **"))
+    assert ahead == (
         "- **pgmq**: drain, 1 worker process, 3,000 (2,000);"
         " pickup, from commit to handler, 1.00 ms (1.50 ms)"
     )
+    assert lines[-3] == f"- pickup, from commit to handler: {summary.WHY['pickup']}"
 
 
 def test_links_between_the_pages_of_the_benchmark_resolve():

@@ -174,6 +174,7 @@ def set_limit(db: psycopg.Connection, limit: str, most: int) -> None:
     db.execute(f"select pgqueue.configure({text})")
 
 
+@pytest.mark.sample(10)
 @pytest.mark.waits_for_sweeps
 @pytest.mark.parametrize("ends", ["completed", "failed", "rolled back"])
 @pytest.mark.parametrize("before", [None, 3])
@@ -285,6 +286,7 @@ def test_a_cap_of_all_queues_holds_where_two_sessions_meet_it_first(db, connect,
     assert one(db, "select count(*) from pgqueue.permit") == 1, "the copies are gone"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.waits_for_sweeps
 @scopes
 def test_caps_are_full_and_never_over_between_eight_sessions(db, connect, scope):

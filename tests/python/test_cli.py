@@ -65,6 +65,7 @@ def test_a_json_log_line_names_the_job_it_is_about(run, db) -> None:
     assert {"token", "ms"} <= line.keys()
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("args", "said"),
     [

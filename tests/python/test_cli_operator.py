@@ -40,6 +40,7 @@ def test_enqueue_adds_a_job_and_prints_its_id(run, db) -> None:
     assert column(db, "select unique_key from pgqueue.recent_key") == ["u"]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
@@ -300,6 +301,7 @@ def test_no_control_character_of_a_job_reaches_the_terminal(run, db) -> None:
     assert "\nb" not in shown[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("columns", ["", "80", "40", "200"])
 def test_a_table_fits_the_terminal(run, db, columns) -> None:
     for number, queue in enumerate(("short", "q" * 150)):

@@ -178,6 +178,7 @@ def conn(template):
         yield conn
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("part", range(10))
 def test_ten_years_of_slots_are_those_of_cronsim(conn, part):
     for number, cron in list(enumerate(CRONS))[part::10]:
@@ -190,6 +191,7 @@ def test_ten_years_of_slots_are_those_of_cronsim(conn, part):
         ), (cron, name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name in ZONES if CHANGES[name]])
 def test_slots_near_each_clock_change_follow_the_rules(conn, name):
     around = timedelta(hours=4)

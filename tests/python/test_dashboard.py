@@ -804,6 +804,7 @@ def test_a_database_without_pgqueue_is_told_from_one_that_is_away(site) -> None:
     assert away.status == 503 and "Install" not in away.text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("table", ["job", "run", "queue", "ticket"])
 def test_who_has_locked_a_table_is_named_where_its_page_would_be(
     site, db, connect, table

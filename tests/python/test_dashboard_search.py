@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from html import unescape
 from urllib.parse import quote, urlencode
 
@@ -9,7 +10,7 @@ import documents
 import pytest
 from conftest import column, one
 from dashboard_site import Site, kill
-from pgqueue.dashboard import search
+from pgqueue.dashboard import pages, search
 from pgqueue.dashboard.pages import Page, Reading, read
 from test_dashboard import Found, press, said, send
 
@@ -306,6 +307,7 @@ def many(db) -> None:
     )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -360,6 +362,67 @@ def test_no_page_reads_more_than_a_bounded_part_of_what_is_there(
     assert read(dsn, look, asked).context["jobs"] is not None
     # 5,000 rows of the walk, each with a page of the table and a few of the key's index.
     assert sum(read_by) < (100 if "batch" in asked else 8 * search.LOOKED)
+
+
+def asked_by(dsn: str, page: Callable[[Reading], Page], **asked: str) -> dict[str, int]:
+    """Return how much of the server's memory each query of a page reads, in pages of 8 kB."""
+    read_by: dict[str, int] = {}
+
+    class Counted(Reading):
+        def rows(self, query, **values):
+            explain = "explain (analyze, buffers, timing off, format json) "
+            (top,) = super().rows(explain + query, **values)[0]["QUERY PLAN"]
+            plan = top["Plan"]
+            read_by[query] = plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
+            return super().rows(query, **values)
+
+        def row(self, query, **values):
+            return next(iter(self.rows(query, **values)), None)
+
+    read(dsn, lambda reading: page(Counted(reading.conn, asked, reading.rights)), asked)
+    return read_by
+
+
+def test_what_the_dashboard_asks_of_a_hundred_long_queues_it_reads_of_short_ones(
+    db, dsn
+) -> None:
+    """Long enough that jobs are not all read: of 16 MB and more."""
+
+    def add(jobs: int) -> None:
+        db.execute(
+            "insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload)"
+            " select clock_timestamp() - interval '1 hour' + n * interval '1 us', now(), 0, 20, 'q' || n %% 100,"
+            " 'k', to_jsonb(repeat('x', 400)) from generate_series(1, %s) as n",
+            (jobs,),
+        )
+
+    def look() -> dict[str, int]:
+        return {
+            **asked_by(dsn, pages.queues),
+            **asked_by(dsn, pages.queue, name="q7"),
+            **asked_by(dsn, pages.running),
+            **asked_by(dsn, pages.workers),
+        }
+
+    add(40_000)
+    db.execute(
+        "select pgqueue.claim('q' || n, 'w', case n when 7 then 150 else 2 end)"
+        " from generate_series(0, 99) as n"
+    )
+    db.execute(
+        "insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker)"
+        " select 1, 1, n, clock_timestamp(), '1 s', '1 s', 'q' || n % 100, 'k', 'completed', 'w'"
+        " from generate_series(1, 5000) as n"
+    )
+    db.execute("analyze pgqueue.job")
+    assert one(db, "select pg_relation_size('pgqueue.job')") > 1 << 24
+    few = look()
+    assert len(few) > 12
+    add(100_000)
+    assert one(db, "select count(*) from pgqueue.running") == 150 + 2 * 99
+    for query, count in look().items():
+        assert count < 1.2 * few[query] + 1_500, query  # of one queue 1,200 jobs
+        assert count < (100_000 if "health" in query else 50_000), query
 
 
 def test_what_a_page_of_your_own_asks_reads_as_little(db, many) -> None:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 import psycopg
 import pytest
 from cluster import Cluster
-from conftest import column, one
+from conftest import LONG, column, one
 from worker_harness import wait_until, where
 
-JOBS = 1500
+JOBS = 1500 if LONG else 500
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,10 @@ def crash(server: Cluster, conn: Callable[[], psycopg.Connection]) -> None:
 
 
 @pytest.mark.parametrize(
-    "hurt, times", [(terminate, 15), (hurt_sessions, 6), (crash, 4)]
+    "hurt, times",
+    [(terminate, 15), (hurt_sessions, 6), (crash, 4)]
+    if LONG
+    else [(terminate, 6), (hurt_sessions, 3), (crash, 2)],
 )
 def test_no_kill_loses_a_job_or_completes_it_twice(server: Cluster, hurt, times):
     dsn = where(server)

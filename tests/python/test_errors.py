@@ -274,6 +274,7 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
         "55000": [("1", TAKEN), ("2, 4", "select pgqueue.shard(1, 4)", TAKEN)],
     },
     "shard_of": {"22023": [("null, 4",), ("'k', 0",), ("'k', null",)]},
+    "after_failover": {"42501": [("always => true", LIMITED)]},
     "create_batch": {
         "42501": [("'q'", LIMITED)],
         "22023": [

@@ -320,6 +320,34 @@ def test_the_token_of_a_lost_claim_is_not_given_out_again(pair):
             conn.execute("select pgqueue.complete(%s, %s)", lost[-1])
 
 
+def test_ids_of_lost_jobs_come_again_unless_the_producer_calls_it_too(pair):
+    enqueue = "select pgqueue.enqueue('q')"
+    producer = f"{pair.dsn} user=producer"
+    with psycopg.connect(where(pair.primary), autocommit=True) as conn:
+        conn.execute(
+            "create role producer login; select pgqueue.grant_access('producer', 'producer')"
+        )
+        kept = [one(conn, enqueue) for _ in range(40)]
+        synced = (
+            "select pg_current_wal_flush_lsn() = replay_lsn from pg_stat_replication"
+        )
+        wait_until(lambda: one(conn, synced))
+        receiver = pair.stall()
+        lost = [one(conn, enqueue) for _ in range(100)]
+    pair.lose(receiver)
+    pair.fail_over()
+    with psycopg.connect(producer, autocommit=True) as conn:
+        # Postgres takes 32 in advance, and writes that down: the standby knows of these.
+        early = [one(conn, enqueue) for _ in range(20)]
+        assert early[0] > max(kept)
+        assert set(early) <= set(lost[33 - len(kept) % 33 :])
+        assert one(conn, "select pgqueue.after_failover()") is True
+        given = [one(conn, enqueue) for _ in range(200)]
+        assert min(given) > max(lost)
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            conn.execute("select pgqueue.after_failover(always => true)")
+
+
 def test_a_worker_calls_it_before_it_claims(pair):
     """Also where the control file does not know of the new timeline yet."""
     with workers_on(pair.dsn) as workers:

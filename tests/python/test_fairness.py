@@ -143,6 +143,7 @@ def bound(weights: dict[str, int], size: int, sessions: int) -> dict[str, float]
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sessions", [1, 4])
 @pytest.mark.parametrize("size", [1, 10, 50])
 def test_a_large_backlog_takes_no_more_than_its_share(db, connect, size, sessions):
@@ -162,6 +163,7 @@ def test_a_large_backlog_takes_no_more_than_its_share(db, connect, size, session
     assert all(count(served)[group] == 80 for group in SMALL)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sessions", [1, 4])
 @pytest.mark.parametrize("size", [1, 10, 50])
 def test_a_newcomer_has_its_share_from_its_first_round_on(db, connect, size, sessions):
@@ -188,6 +190,7 @@ def test_a_newcomer_has_its_share_from_its_first_round_on(db, connect, size, ses
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sessions", [1, 4])
 @pytest.mark.parametrize("size", [1, 10, 50])
 def test_shares_are_by_weight(db, connect, size, sessions):
@@ -300,6 +303,7 @@ def test_shares_are_by_weight_where_workers_of_two_kinds_claim_at_once(
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("why", ["paused", "at its cap", "beyond its rate"])
 @pytest.mark.parametrize("sessions", [1, 4])
 @pytest.mark.parametrize("size", [1, 10, 50])
@@ -339,6 +343,7 @@ def test_shares_are_by_weight_where_a_kind_may_not_begin(
 # What comes back, and what comes due
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sessions", [1, 4])
 @pytest.mark.parametrize("size", [1, 10, 50])
 def test_retries_count_in_the_share_of_their_group(db, connect, size, sessions):
@@ -363,6 +368,7 @@ def test_retries_count_in_the_share_of_their_group(db, connect, size, sessions):
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("what", ["scheduled jobs", "retries"])
 @pytest.mark.parametrize("sessions", [1, 4])
 @pytest.mark.parametrize("size", [1, 10, 50])

@@ -2,7 +2,7 @@
 
 Whatever comes, a call ends within seconds, in an answer or in an SQLSTATE that the comment of
 the function names. PGQUEUE_SEED chooses other calls; the long form does so by itself, and says
-which when it fails.
+which when it fails. PGQUEUE_TEST_CALLS says how many, a million in an hour.
 """
 
 import os
@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import psycopg
 import pytest
-from conftest import database
+from conftest import LONG, database
 from test_errors import raised
 
-LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
 SEED = int(os.environ.get("PGQUEUE_SEED") or (random.randrange(1 << 30) if LONG else 1))
-CALLS = 1_000_000 if LONG else 10_000
+CALLS = int(os.environ.get("PGQUEUE_TEST_CALLS", 50_000 if LONG else 4_000))
 EACH = 500  # calls in one database
 # These take all the same arguments, or none, and look at everything.
 SLOW = {"health", "metrics", "maintain", "version"}

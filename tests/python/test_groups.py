@@ -11,7 +11,7 @@ from datetime import datetime
 
 import psycopg
 import pytest
-from conftest import column, one, soon
+from conftest import LONG, column, one, soon
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -666,7 +666,7 @@ def test_groups_are_served_as_the_model_says(db, lost_hints):
     run_state_machine_as_test(
         lambda: Groups(db, lost_hints > 0),
         settings=settings(
-            max_examples=50 if lost_hints else 200,
+            max_examples=(50 if lost_hints else 200) // (1 if LONG else 3),
             stateful_step_count=40,
             deadline=None,
             derandomize=True,
@@ -927,7 +927,7 @@ def produce(conn: psycopg.Connection, seed: int) -> None:
     """Enqueue jobs, and write down which in the same transaction."""
     rng = random.Random(seed)
     groups = [None, "one", "two", "three", *(f"group {n}" for n in range(20))]
-    for _ in range(120):
+    for _ in range(120 if LONG else 50):
         with conn.transaction(force_rollback=rng.random() < 0.1):
             size = rng.choice([1, 1, 5, 20])
             conn.execute(

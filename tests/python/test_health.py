@@ -165,7 +165,7 @@ def test_a_check_that_fails_says_so_and_stops_no_other(db, connect, role):
         " (SQLSTATE 42501)",
         "schedules": "health could not look: column s.problem does not exist (SQLSTATE 42703)",
     }
-    assert len(owner.execute("select from pgqueue.health()").fetchall()) == 25
+    assert len(owner.execute("select from pgqueue.health()").fetchall()) == 26
     db.execute("drop extension pgqueue")
 
 
@@ -255,12 +255,31 @@ def test_who_locks_a_table_is_named_and_can_be_ended(db, connect, is_prepared):
     if is_prepared:
         other.execute("prepare transaction 'locks'")
     db.execute("set statement_timeout = '20 s'")
-    ((check, status, detail, hint),) = db.execute("select * from pgqueue.health()")
+    (check, status, detail, hint), *others = db.execute(
+        "select * from pgqueue.health()"
+    )
     assert (check, status) == ("waits", "critical")
+    assert {status for _, status, _, _ in others} == {"ok"}
     who = "prepared transaction locks" if is_prepared else other.info.backend_pid
     assert "pgqueue.job is locked: " in detail and f"{who} has used it" in detail
     run_hint(db, hint)
     wait_until(lambda: not found(db, "waits"))
+
+
+def test_a_locked_table_stops_no_check_that_does_not_read_it(db, connect):
+    db.execute("create function gone(jsonb) returns void return null")
+    db.execute("select pgqueue.configure('q', handler => 'public.gone(jsonb)')")
+    db.execute("drop function gone")
+    checks = set(column(db, "select name from pgqueue.checks"))
+    other = connect(autocommit=False)
+    other.execute("lock table pgqueue.schedule")
+    first, second, *others = db.execute("select * from pgqueue.health()").fetchall()
+    stopped = ["schedules", "workers", "backlog", "failures", "dead"]
+    assert first[:2] == ("schedules", "critical")
+    assert f"session {other.info.backend_pid} has used it since" in first[2]
+    assert first[2].endswith(f"; this stops {', '.join(stopped)}")
+    assert second[:2] == ("handlers", "critical")
+    assert {name for name, _, _, _ in others} == checks - {*stopped, "handlers"}
 
 
 def test_who_waits_for_a_lock_and_lets_nobody_pass_is_named(db, connect):
@@ -720,6 +739,16 @@ def test_a_standby_that_holds_the_horizon_is_named_and_names_its_session(server)
 
         rows = far.execute("select * from pgqueue.health()").fetchall()
         assert {row[0] for row in rows if row[1] != "ok"} <= {"version"}
+        far.execute("select pg_wal_replay_pause()")
+        # At the next record.
+        db.execute("select pg_current_xact_id()")
+        stands_still = "this standby stands still, because its replay was paused"
+        assert fix(far, "wal").startswith(stands_still)
+        # All WAL that it has not said to have got is kept for it.
+        slow = found(db, "'wal', most => -1")
+        assert "the slow replication slot standby keeps " in slow[0][1]
+        assert slow[0][2] == "there: select * from pgqueue.health()"
+
         holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         holder.execute("select 'far away'")
         db.execute("select pg_current_xact_id()")

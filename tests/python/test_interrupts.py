@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
-from conftest import Connect, column, one
+from conftest import LONG, Connect, column, one
 from psycopg import errors
 from psycopg.conninfo import make_conninfo
 
 # For each function, until either limit is reached.
-ATTEMPTS = 300
-SECONDS = 2
+ATTEMPTS = 1000 if LONG else 60
+SECONDS = 6 if LONG else 1
+PATIENCE = 60  # seconds, until enough were
 
 TABLES = (
     "job", "dead_job", "run", "queue", "recent_key", "schedule", "step", "wait", "event"
@@ -298,7 +299,7 @@ def interrupted(
     began, reach = time.monotonic(), usual
     while victim.attempts < ATTEMPTS or victim.interrupted <= 30:
         # A busy machine needs longer.
-        limit = SECONDS if victim.interrupted > 30 else 30 * SECONDS
+        limit = SECONDS if victim.interrupted > 30 else PATIENCE
         if time.monotonic() > began + limit:
             break
         where = victim.attempt(call, given, reach)
@@ -334,6 +335,7 @@ def works_on(connect: Connect, name: str = "q") -> None:
     db.close()
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_changes_nothing_and_leaves_no_lock_or_setting(
     connect, db, given, name

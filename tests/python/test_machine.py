@@ -3,7 +3,7 @@
 Only public functions, views and tables are used. After each step, limits hold in what is committed
 and no lease was given twice; at the end all sessions stop, and plain claims find everything that is
 due. Which call does what when is drawn by Hypothesis; a failure prints all calls in their order.
-PGQUEUE_TEST_LONG=1 draws thousands of examples, PGQUEUE_TEST_EXAMPLES=… so many, and
+The long form draws hundreds of examples, PGQUEUE_TEST_EXAMPLES=… so many, and
 PGQUEUE_TEST_SHRINK=1 looks for a shorter one that fails, which may take minutes.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from conftest import Connect, column, lose_hints, one
+from conftest import LONG, Connect, column, lose_hints, one
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -30,9 +30,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
 SHRINK = bool(os.environ.get("PGQUEUE_TEST_SHRINK"))
-EXAMPLES = int(os.environ.get("PGQUEUE_TEST_EXAMPLES", 5000 if LONG else 20))
+EXAMPLES = int(os.environ.get("PGQUEUE_TEST_EXAMPLES", 150 if LONG else 14))
 STEPS = 50
 SESSIONS = 4
 CROWD = 800  # groups that come at once

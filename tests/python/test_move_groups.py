@@ -13,12 +13,13 @@ from pathlib import Path
 import pgqueue
 import psycopg
 import pytest
-from conftest import column, database, one
+from conftest import LONG, column, database, one
+from pgqueue.move import move_groups
 from test_worker_databases import command, counts, named
 from worker_harness import wait_until, workers_on
 
 COUNT = "select count(*) from pgqueue.job"
-JOBS = 100_000 if os.environ.get("PGQUEUE_TEST_LONG") else 4_000
+JOBS = 100_000 if LONG else 2_000
 KEYS = 800
 
 
@@ -59,12 +60,19 @@ def test_all_that_belongs_to_a_key_moves_as_it_is(two):
             (keys,),
         )
         old.execute("select pgqueue.enqueue('any')")
+        # The null of JSON is not that of SQL.
+        old.execute(
+            "select pgqueue.enqueue('n', 'null', group_key => k),"
+            " pgqueue.enqueue('n', 'null', unique_key => k) from unnest(%s::text[]) as k",
+            (keys,),
+        )
         old.execute(
             "select pgqueue.schedule(k, 'q', '@daily') from unnest(%s::text[]) as k",
             (keys[:9],),
         )
+        old.execute("update pgqueue.schedule set payload = 'null' where name < 'key 5'")
         old.execute(
-            "select pgqueue.enqueue('dead', group_key => k) from unnest(%s::text[]) as k",
+            "select pgqueue.enqueue('dead', 'null', group_key => k) from unnest(%s::text[]) as k",
             (keys,),
         )
         old.execute(
@@ -259,3 +267,152 @@ def workers_command(dsns: list[str]) -> subprocess.Popen[bytes]:
 def ids(dsn: str) -> list[int]:
     with psycopg.connect(dsn) as conn:
         return column(conn, "select job_id from effect")
+
+
+def test_what_has_been_done_or_read_moves_with_a_dead_job_or_stays_with_it(two):
+    key, waited = (
+        next(k for k in (f"{w} {n}" for n in range(99)) if place(k))
+        for w in ("steps", "after")
+    )
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        dead = one(old, "select pgqueue.enqueue('q', group_key => %s)", key)
+        old.execute("create temp table c as select * from pgqueue.claim('q', 'w')")
+        for number in (1, 2):
+            old.execute(
+                "select pgqueue.save_step(id, token, %s, '7') from c", (f"s{number}",)
+            )
+        old.execute("select pgqueue.fail(id, token, 'e', permanent => true) from c")
+        # One that has waited, and reads the results of those where they are.
+        first = one(old, "select pgqueue.enqueue('first')")
+        enqueue = "select pgqueue.enqueue('q', group_key => %s, after => array[%s])"
+        later = one(old, enqueue, waited, first)
+        old.execute(
+            "select pgqueue.complete(id, token, '5') from pgqueue.claim('first', 'w')"
+        )
+        grow(*two, above=1000)
+        assert move(two, "--wait", "0").returncode == 1
+        assert column(old, "select id from pgqueue.job") == [later]
+        assert column(new, "select id from pgqueue.dead_job") == [dead]
+        assert one(old, "select count(*) from pgqueue.step") == 0
+        done = [("s1", 7), ("s2", 7)]
+        steps = "select name, value from pgqueue.steps(%s)"
+        assert new.execute(steps, (dead,)).fetchall() == done
+        new.execute("select pgqueue.redrive_job(%s), pgqueue.resume()", (dead,))
+        new.execute("select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')")
+        assert one(new, "select count(*) from pgqueue.step") == 0
+
+
+def test_what_is_paused_stays_so_when_the_new_shards_begin(two):
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        for call in ("pause('q')", "resume('q', group_key => 'g')", "pause('r', 'k')"):
+            old.execute(f"select pgqueue.{call}")
+        paused = (
+            "select name, kind, group_key, paused from pgqueue.queue order by 1, 2, 3"
+        )
+        before = old.execute(paused).fetchall()
+        grow(*two, above=1000)
+        assert move(two, "--resume").returncode == 0
+        assert old.execute(paused).fetchall() == before
+        assert new.execute(paused).fetchall() == before
+        # None is paused as a whole: nothing is resumed.
+        assert move(two, "--resume").returncode == 0
+        assert new.execute(paused).fetchall() == before
+
+
+def test_cut_off_before_any_statement_it_has_lost_and_doubled_nothing(two, monkeypatch):
+    """Also what is paused, what is busy, dead jobs with steps, and schedules."""
+    moving = [k for k in (f"key {n}" for n in range(999)) if place(k)]
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        grow(*two, above=1000)
+        old.execute("select pgqueue.pause('q', group_key => %s)", (moving[0],))
+        left = 0
+        real = psycopg.Connection.execute
+
+        def cut_off(conn: psycopg.Connection, *args, **more):
+            nonlocal left
+            if conn not in (old, new):
+                left -= 1
+                if left < 0:
+                    raise ConnectionError("cut off")
+            return real(conn, *args, **more)
+
+        monkeypatch.setattr(psycopg.Connection, "execute", cut_off)
+        there = "select id from pgqueue.job union all select id from pgqueue.dead_job"
+        on_the_way = "select key::bigint from pgqueue.moving as m where what in ('job', 'dead_job')"
+        for statements in range(200):
+            keys = [moving[0], *moving[1 + 3 * statements :][:3]]
+            for key in keys:
+                old.execute(
+                    "select pgqueue.enqueue('q', group_key => %(k)s),"
+                    " pgqueue.enqueue('u', unique_key => %(k)s),"
+                    " pgqueue.enqueue('dead', group_key => %(k)s),"
+                    " pgqueue.schedule(%(k)s, 'q', '@daily')",
+                    {"k": key},
+                )
+            old.execute(
+                "create temp table c as select * from pgqueue.claim('dead', 'w', 9)"
+            )
+            old.execute("select pgqueue.save_step(id, token, 's') from c")
+            old.execute(
+                "select pgqueue.fail(id, token, 'e', permanent => true) from c; drop table c"
+            )
+            held = old.execute(
+                "select id, token from pgqueue.claim('q', 'w')"
+            ).fetchone()
+            before = sorted(column(old, there) + column(new, there))
+            left = statements
+            with contextlib.suppress(ConnectionError):
+                move_groups(two, 0, False)
+            is_over = left >= 0
+            left = 10**9
+            here, arrived = column(old, there), column(new, there)
+            gone = column(old, f"{on_the_way} and content is null")
+            written = column(new, f"{on_the_way} and content is not null")
+            assert not set(here) & set(arrived)
+            assert not set(here) & set(gone)
+            assert sorted({*here, *arrived} | {*gone} & {*written}) == before
+            old.execute("select pgqueue.complete(%s, %s)", held)
+            assert move_groups(two, 0, False) == 0
+            assert column(old, there) == []
+            assert sorted(column(new, there)) == [id for id in before if id != held[0]]
+            assert one(old, "select count(*) from pgqueue.moving") == 0
+            assert one(new, "select count(*) from pgqueue.moving") == 0
+            assert column(old, "select group_key from pgqueue.queue where paused") == [moving[0]]  # fmt: skip
+            if is_over:
+                break
+        assert is_over
+        assert statements > 20
+        assert (
+            one(new, "select count(*) from pgqueue.step")
+            == 4 + 3 * statements + statements
+        )
+
+
+def test_what_is_too_much_for_one_call_moves_in_several(two, monkeypatch):
+    """Postgres holds no 256 MB in one jsonb."""
+    keys = [k for k in (f"key {n}" for n in range(99)) if place(k)]
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        grow(*two, above=1000)
+        for key in keys:
+            old.execute("select pgqueue.enqueue('q', group_key => %s)", (key,))
+        monkeypatch.setattr(psycopg.types.json.Jsonb, "__init__", refuse_many)
+        assert move_groups(two, 0, False) == 0
+        assert (one(old, COUNT), one(new, COUNT)) == (0, len(keys))
+
+
+def refuse_many(self, obj, dumps=None) -> None:
+    if len(obj) > 7:
+        raise psycopg.errors.ProgramLimitExceeded("too much")
+    self.obj, self.dumps = obj, dumps

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -19,11 +19,10 @@ import documents
 import pgqueue
 import psycopg
 import pytest
-from conftest import column, one
+from conftest import LONG, chance, column, one
 from pgqueue.worker import worker as supervision
 from psycopg import errors
 
-LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
 PAGE = documents.sections("docs/steps.md")
 TABLES, PYTHON = (b.text for b in documents.blocks(PAGE["An order"], "sql", "python"))
 FULFIL = documents.blocks(PAGE["The same in SQL"], "sql")[0].text
@@ -137,6 +136,15 @@ def run_a_worker(dsn: str, orders: Any, line: Any, killed_at: int) -> None:
     os._exit(0)
 
 
+def places(how: str, step: int) -> Iterator[int]:
+    """Where it is killed: in the long form everywhere, in the short one at every so many."""
+    return (
+        itertools.count(1)
+        if LONG
+        else itertools.count(chance(how).randint(1, step), step)
+    )
+
+
 @pytest.mark.parametrize("how", END)
 def test_a_worker_killed_between_any_two_lines_of_the_example_does_all_of_it_once(
     db, dsn, orders, tmp_path, how
@@ -153,8 +161,7 @@ def test_a_worker_killed_between_any_two_lines_of_the_example_does_all_of_it_onc
         return child.exitcode != 0
 
     # The ways have most lines in common.
-    step = 1 if LONG or how == "broken" else 3
-    for killed_at in itertools.count(1, step):
+    for killed_at in places(how, 3 if how == "broken" else 6):
         line.value = 0
         provider.write_text("")
         orders.order.enqueue(db, number=7, items=ITEMS[how])
@@ -217,7 +224,7 @@ def test_a_backend_killed_between_any_two_statements_does_all_of_it_once(
         worker.close()
         return False
 
-    for killed_at in itertools.count(1):
+    for killed_at in places(how, 3):
         db.execute("select setval('line', 1, false)")
         payload = {"number": 7, "items": ITEMS[how]}
         pgqueue.enqueue(db, "sql orders", payload, kind="order")

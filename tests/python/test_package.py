@@ -358,6 +358,7 @@ def dump_schema_only(source: str, target: str, folder: Path) -> list:
     return dump_plain(source, target, folder, "-n", "pgqueue")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("source", "dump"),
     [
@@ -429,6 +430,7 @@ def dump_data_only(source: str, target: str, folder: Path) -> list:
     return [client(*create), *dump_plain(source, target, folder, "--data-only")]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("is_used", [True, False])
 @pytest.mark.parametrize(
     ("source", "dump"),

@@ -6,13 +6,12 @@ transactions also begin in every order, which matters only to their clocks.
 """
 
 import itertools
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import psycopg
 import pytest
-from conftest import one
+from conftest import LONG, one
 
 JOB = "select pgqueue.enqueue('q', unique_key => 'k', max_attempts => 2) as id"
 LATER = JOB.replace("max_", "run_at => now() + interval '1 day', max_")
@@ -97,7 +96,7 @@ VERBS = {
     "kept": {verb: (ENDS | OPERATE | RERUN)[verb] for verb in KEPT},
     "completed": RERUN,
 }
-if LONG := bool(os.environ.get("PGQUEUE_TEST_LONG")):
+if LONG:
     VERBS["running"] |= WAITING | DEAD | RERUN
 # What skips a locked job, and says then that there was none; extend says that it is held.
 SKIPS = {"claim": 0, "reap": 0, "cancel_many": 0, "redrive": 0}
@@ -244,6 +243,7 @@ def pair(connect, request) -> Iterator[Pair]:
         session.thread.shutdown(wait=False)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(
     "pair, first",
     [(state, verb) for state, verbs in VERBS.items() for verb in verbs],

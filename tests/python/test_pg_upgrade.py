@@ -39,6 +39,15 @@ select pgqueue.grant_access('worker', 'worker')
 """
 
 
+# Of this version: the ids and tokens of a shard.
+SHARDS = {
+    "shard": lambda: "create extension pgqueue",
+    "plain_shard": plain_script,
+}
+USE_SHARD = "select pgqueue.enqueue('q') from generate_series(1, 2)"
+CLAIM_ON_SHARD = "select (pgqueue.claim('q', 'w')).token from generate_series(1, 2)"
+
+
 def contents(conn: psycopg.Connection) -> dict[str, list]:
     tables = (
         "select c.relname from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace"
@@ -102,6 +111,17 @@ def test_pg_upgrade_keeps_every_row_and_the_extension_can_then_be_upgraded():
             frozen = REPO / f"sql/upgrade/pgqueue--{RELEASED[0]}.sql"
             conn.execute("begin;" + frozen.read_text().partition("\n")[2] + "commit;")
             conn.execute("select pgqueue.enqueue('q')")
+        with psycopg.connect(where(older), autocommit=True) as admin:
+            for install in SHARDS:
+                admin.execute(f"create database {install}")
+        for install, script in SHARDS.items():
+            with psycopg.connect(
+                where(older), dbname=install, autocommit=True
+            ) as shard:
+                shard.execute(script())
+                shard.execute("select pgqueue.shard(3, 8)")
+                assert column(shard, USE_SHARD) == [3, 11]
+                assert column(shard, CLAIM_ON_SHARD) == [3, 11]
         older.stop()
         newer.create()
         version = newer.run("postgres", "--version")
@@ -145,6 +165,17 @@ def test_pg_upgrade_keeps_every_row_and_the_extension_can_then_be_upgraded():
             conn.execute(plain_script(RELEASED[0]))
             compare(conn, fresh)
             assert column(conn, "select id from pgqueue.claim('q', 'w')") == [1]
+        for install in SHARDS:
+            with psycopg.connect(
+                where(newer), dbname=install, autocommit=True
+            ) as shard:
+                assert column(shard, USE_SHARD) == [19, 27]
+                assert column(shard, CLAIM_ON_SHARD) == [19, 27]
+                assert one(shard, "select distinct shard from pgqueue.jobs") == 3
+                fine = (
+                    "select status from pgqueue.health() where \"check\" = 'sequences'"
+                )
+                assert one(shard, fine) == "ok"
     finally:
         older.remove()
         newer.remove()

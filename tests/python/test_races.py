@@ -105,6 +105,7 @@ def attempt(conn: psycopg.Connection, verb: str, lease: dict) -> bool:
         return False
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("first, second", list(itertools.product(ENDS, repeat=2)))
 @pytest.mark.parametrize("commits", [True, False])
 def test_an_attempt_ends_once(db, connect, pool, blocked, first, second, commits):

@@ -4,6 +4,8 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +13,13 @@ import documents
 import pgqueue
 import psycopg
 import pytest
+import scale_demo
+from cluster import Cluster
 from conftest import column, database, one
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
-from worker_harness import pooler  # noqa: F401 (a fixture)
+from test_worker_stop import frozen
+from worker_harness import pooler, wait_until  # noqa: F401 (a fixture)
 
 REPO = Path(__file__).resolve().parents[2]
 SHARDS = 3
@@ -456,3 +461,237 @@ def test_the_page_says_where_each_function_goes(routed):
     functions = "select proname from pg_proc where pronamespace = 'pgqueue'::regnamespace and proname !~ '^_'"
     assert named <= set(column(routed.shards[0], functions))
     assert {"enqueue", "health", "schedule", "claim", "pause", "redrive"} <= named
+
+
+def test_arrays_that_do_not_begin_at_1_are_not_mixed_up(routed):
+    """Nor those of two dimensions, which a shard refuses."""
+    db = routed.db
+    key = "'[2:3]={1,2}'::jsonb[], group_keys => '[0:1]={a,b}'::text[]"
+    db.execute(f"select pgqueue.enqueue_many('q', {key})")
+    kept = "select payload, group_key from pgqueue.job"
+    found = [row for shard in routed.shards for row in shard.execute(kept)]
+    assert sorted(found) == [(1, "a"), (2, "b")]
+    with pytest.raises(errors.InvalidParameterValue, match="one dimension"):
+        db.execute(
+            "select pgqueue.enqueue_many('q', array[['1', '2'], ['3', '4']]::jsonb[])"
+        )
+    assert sum(one(shard, COUNT) for shard in routed.shards) == 2
+    leases = [
+        row
+        for shard in routed.shards
+        for row in shard.execute("select id, token from pgqueue.claim('q', 'w', 9)")
+    ]
+    ids, tokens = (
+        f"[5:6]={{{','.join(map(str, each))}}}" for each in zip(*leases, strict=True)
+    )
+    done = "select * from pgqueue.complete_many(%s, %s, '[0:1]={1,2}'::jsonb[])"
+    assert set(column(db, done, ids, tokens)) == {id for id, _ in leases}
+    for (id, _), result in zip(leases, (1, 2), strict=True):
+        assert one(db, "select pgqueue.result(%s)", id) == result
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "extend('{1,2}', '{1}')",
+        "extend(null, '{1}')",
+        "finish('{1}', '{1,2}', '{complete}')",
+        "finish('{1,2}', '{1,2}', '{complete}')",
+        "release('{1,2,3}', '{1,2}')",
+        "complete_many('{1,2}', '{1,2}', array['1']::jsonb[])",
+        "enqueue_many('q', array['1', '2']::jsonb[], unique_keys => array['a'])",
+        "enqueue_many('q', null)",
+    ],
+)
+def test_what_a_shard_refuses_the_router_does_not_make_fit(routed, call):
+    with pytest.raises(errors.InvalidParameterValue):
+        routed.shards[0].execute(f"select pgqueue.{call}")
+    with pytest.raises(errors.InvalidParameterValue):
+        routed.db.execute(f"select pgqueue.{call}")
+
+
+def test_leases_of_many_jobs_are_found_where_they_are_held_and_come_in_order(routed):
+    """By their tokens: jobs may have moved before, and old ones are of a time before the shards."""
+    db = routed.db
+    for shard in routed.shards:
+        shard.execute("select pgqueue.enqueue('q') from generate_series(1, 4)")
+    # The third shard has got one of the first instead of one of its own; and a lease is older than the shards.
+    routed.shards[2].execute(
+        "with own as (delete from pgqueue.job where id = 3 returning *)"
+        " insert into pgqueue.job overriding system value"
+        " select (jsonb_populate_record(null::pgqueue.job, to_jsonb(own) || '{\"id\": 10241}')).* from own"
+    )
+    claim = "select id, token from pgqueue.claim('q', 'w', 9)"
+    leases = [row for shard in routed.shards for row in shard.execute(claim)]
+    old = leases[-1]
+    routed.shards[2].execute(
+        "update pgqueue.job set token = 2 where id = %s", (old[0],)
+    )
+    leases[-1] = (old[0], 2)
+    assert len(leases) == 12
+    leases = [leases[place * 5 % 12] for place in range(12)]
+    leases.insert(3, (leases[5][0], 7))  # lost
+    ids, tokens = (list(each) for each in zip(*leases, strict=True))
+    expected = [(id, "lost" if token == 7 else "held") for id, token in leases]
+    assert db.execute("select * from pgqueue.extend(%s, %s)", (ids, tokens)).fetchall() == expected  # fmt: skip
+    back = column(db, "select * from pgqueue.release(%s, %s)", ids[:3], tokens[:3])
+    assert sorted(back) == sorted(ids[:3])
+    kinds = ["complete", "release"] * 5
+    ended = db.execute(
+        "select * from pgqueue.finish(%s, %s, %s)", (ids[3:], tokens[3:], kinds)
+    ).fetchall()
+    said = {"complete": "completed", "release": "released"}
+    assert ended == [
+        (id, "lost" if token == 7 else said[kind])
+        for (id, token), kind in zip(leases[3:], kinds, strict=True)
+    ]
+
+
+def test_a_shard_that_hangs_holds_up_what_needs_it_until_the_list_names_another():
+    """One that neither answers nor refuses, as no server that is down does for long."""
+    with Cluster(fast=True) as fine, Cluster(fast=True) as hung, Cluster(fast=True) as router:  # fmt: skip
+        if not scale_demo.has_router(router):
+            pytest.skip(scale_demo.WITHOUT)
+        scale_demo.set_up([fine, hung], router)
+        here, there = (
+            next(key for key in KEYS if pgqueue.shard_of(key, 2) == place)
+            for place in (0, 1)
+        )
+        enqueue = "select pgqueue.enqueue('q', group_key => %s)"
+        dsn = scale_demo.dsn(router)
+        with (
+            psycopg.connect(dsn, autocommit=True) as db,
+            psycopg.connect(dsn, autocommit=True) as held_up,
+        ):
+            one(held_up, enqueue, there)
+            with frozen(hung):
+                waiting = threading.Thread(
+                    target=held_up.execute, args=(enqueue, (there,))
+                )
+                waiting.start()
+                since = time.monotonic()
+                for _ in range(20):
+                    one(db, enqueue, here)
+                assert time.monotonic() - since < 5
+                assert waiting.is_alive()
+                option = one(
+                    db,
+                    "select o from pg_foreign_server, unnest(srvoptions) as o where o ~ '^p1='",
+                )
+                db.execute("alter server pgqueue options (set p1 'host=/nowhere')")
+                assert column(db, "select is_up from pgqueue.shards()") == [True, False]
+                one(db, "select pgqueue.enqueue('q')")
+                assert one(db, "select count(*) from pgqueue.jobs") == 21
+            waiting.join(30)
+            place = option.removeprefix("p1=")
+            db.execute(f"alter server pgqueue options (set p1 '{place}')")
+            assert one(db, "select count(*) from pgqueue.jobs") == 23
+
+
+def test_a_role_may_do_through_the_router_what_it_may_on_the_shards(routed, role):
+    """As the page has it: the shards decide, by the role with which the router connects."""
+    db = routed.db
+    db.execute(f"alter role {role} login; grant usage on schema pgqueue to {role}")
+    db.execute(f"grant execute on all functions in schema pgqueue to {role}")
+    db.execute(f"grant select on all tables in schema pgqueue to {role}")
+    db.execute(f"grant usage on foreign server pgqueue to {role}")
+    db.execute(f"create user mapping for {role} server pgqueue options (user '{role}')")
+    name = db.info.dbname
+
+    def allowed(call: str) -> bool:
+        with psycopg.connect(dbname=name, user=role, autocommit=True) as conn:
+            try:
+                conn.execute(f"select {call}")
+            except errors.InsufficientPrivilege:
+                return False
+            except psycopg.DatabaseError as error:
+                assert error.sqlstate in ("PQ001", "PQ002"), error
+            return True
+
+    calls = {
+        "producer": ["pgqueue.enqueue('q', group_key => 'a')", "pgqueue.emit('e')"],
+        "worker": ["pgqueue.claim('q', 'w')", "pgqueue.extend('{1}', '{1}')"],
+        "scheduler": ["pgqueue.schedule('s', 'q', '@daily')"],
+        "operator": ["pgqueue.pause('r')", "pgqueue.cancel(1)", "pgqueue.redrive('r')"],
+        "reader": ["count(*) from pgqueue.queues", "pgqueue.metrics()"],
+    }
+    both = {
+        ("operator", "scheduler"),
+        ("operator", "reader"),
+        ("worker", "producer"),
+        ("operator", "producer"),
+    }
+    for kind in calls:
+        db.execute("select pgqueue.grant_access(%s, %s)", (role, kind))
+        for other, of_other in calls.items():
+            first, *more = (allowed(call) for call in of_other)
+            if kind == other:
+                assert all([first, *more]), (kind, other)
+            elif (kind, other) not in both:
+                assert not any([first, *more]), (kind, other)
+        db.execute("select pgqueue.revoke_access(%s, %s)", (role, kind))
+    assert not allowed(calls["producer"][0])
+    db.execute(f"drop user mapping for {role} server pgqueue; drop owned by {role}")
+    for shard in routed.shards:
+        shard.execute(f"drop owned by {role}")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "function pgqueue.tomorrow(id bigint) returns int language sql as 'select 1'",
+        "view pgqueue.tomorrow as select 1 as n; comment on view pgqueue.tomorrow is 'Soon.'",
+    ],
+)
+def test_what_is_added_tomorrow_is_in_the_router_or_stops_its_build(db, made):
+    db.execute(f"create {made}")
+    built = subprocess.run(
+        [sys.executable, REPO / "packaging/router.py"],
+        env={**os.environ, "PGDATABASE": db.info.dbname},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if made.startswith("view"):
+        assert "create view pgqueue.tomorrow as\nselect u.place + 1 as shard, v.n" in built.stdout  # fmt: skip
+    else:
+        assert built.returncode == 1
+        assert "['tomorrow']" in built.stderr
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timed out", "shard's session killed"])
+def test_a_call_that_is_cut_off_is_undone_on_its_shard(routed, how):
+    """And the session of the router goes on."""
+    db, key = routed.db, KEYS[0]
+    place = pgqueue.shard_of(key, SHARDS)
+    shard = routed.shards[place]
+    enqueue = "select pgqueue.enqueue('q', unique_key => %s)"
+    raised: list[psycopg.Error] = []
+
+    def call() -> None:
+        try:
+            db.execute(enqueue, (key,))
+        except psycopg.Error as error:
+            raised.append(error)
+
+    waits = "select pid from pg_stat_activity where datname = %s and wait_event_type = 'Lock'"
+    one(db, enqueue, KEYS[1])
+    with shard.transaction(force_rollback=True):
+        one(shard, enqueue, key)
+        if how == "timed out":
+            db.execute("set statement_timeout = '1s'")
+        calling = threading.Thread(target=call)
+        calling.start()
+        with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+            pid = wait_until(
+                lambda: [row[0] for row in admin.execute(waits, (shard.info.dbname,))]
+            )[0]
+            if how == "cancelled":
+                admin.execute("select pg_cancel_backend(%s)", (db.info.backend_pid,))
+            elif how == "shard's session killed":
+                admin.execute("select pg_terminate_backend(%s)", (pid,))
+            calling.join(10)
+            assert not calling.is_alive()
+            assert admin.execute(waits, (shard.info.dbname,)).fetchall() == []
+    db.execute("reset statement_timeout")
+    assert [error.sqlstate for error in raised] in (["57014"], ["57P01"])
+    assert one(shard, f"{COUNT} where unique_key = %s", key) == 0
+    assert routed.where(COUNT + " where id = %s", one(db, enqueue, key)) == [place + 1]

@@ -134,6 +134,7 @@ CAUSES = [
 ]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("code", "command"), CAUSES)
 def test_each_cause_in_the_exit_code_table_exits_with_its_code(
     run, code, command

@@ -9,6 +9,7 @@ import scale_demo
 from documents import REPO, text
 
 
+@pytest.mark.long
 def test_the_demo_of_shards_loses_no_job_and_stops_only_what_is_killed():
     made = subprocess.run(
         [sys.executable, REPO / "tests/scale_demo.py", "3"],

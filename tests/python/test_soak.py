@@ -4,16 +4,21 @@ import pytest
 from soak.episode import Plan, run
 from soak.judge import INVARIANTS
 from soak.mutants import MUTANTS, Mutant, built, mutate
-from soak.report import complaints, describe
+from soak.report import complaints, describe, table, tally
 
 SECONDS = 8
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lost", [0, 0.5], ids=["", "hints lost"])
 def test_whatever_clients_and_faults_do_the_judge_finds_nothing(tmp_path, lost):
     court = run(Plan(tmp_path / "episode", "short", SECONDS, lost))
     print(describe(court))
     assert not court.violations, complaints(court)
+    found = tally(court)
+    assert found["enqueues acknowledged"] > 0 and found["episodes"] == 1
+    assert sum(n for what, n in found.items() if what.startswith("fault: ")) > 0
+    assert "| episodes | 2 |" in table(found + found)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -507,6 +507,7 @@ RACERS = {
 RACERS.pop("cancel")
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("state", ["ready", "running", "expired"])
 @pytest.mark.parametrize("commits", [True, False])
 @pytest.mark.parametrize("verb", RACERS)

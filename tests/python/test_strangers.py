@@ -272,6 +272,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_is_caught(db, run, command) -> None:
     db.execute(FILL)

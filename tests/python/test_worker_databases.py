@@ -21,6 +21,8 @@ from pgqueue.worker import Share, Worker
 from psycopg.conninfo import conninfo_to_dict
 from worker_harness import Workers, wait_until, where, workers_on
 
+pytest_plugins = ["worker_harness"]
+
 COUNT = "select count(*) from pgqueue.jobs"
 RAN = "select count(*) from pgqueue.run"
 RUNNING = "select count(*) from pgqueue.running"
@@ -434,3 +436,69 @@ def test_other_commands_take_one_database(two):
     refused = command("pgqueue", *named(two), "purge", "work")
     assert refused.returncode == 2
     assert "2 databases are named" in refused.stderr
+
+
+def test_a_database_that_can_write_nothing_stops_no_other_and_comes_back(
+    three, workers
+):
+    """As one whose disk is full, or that has become a standby."""
+    name_of = conninfo_to_dict(three[1])["dbname"]
+    with psycopg.connect(three[0], autocommit=True) as admin:
+        only_read = f"alter database {name_of} {{}} default_transaction_read_only"
+        fill(three, "mark", 3)
+        admin.execute(only_read.format("set") + " = on")
+        worker = workers.start(*named(three))
+        wait_until(lambda: counts([three[0], three[2]], RAN) == [3, 3])
+        wait_until(lambda: f"waits for the server {name(three[1])}" in workers.log())
+        fill(three[:1], "mark", 3)
+        wait_until(lambda: counts(three[:1], RAN) == [6])
+        assert counts(three[1:2], RAN) == [0]
+        admin.execute(only_read.format("reset"))
+        wait_until(lambda: counts(three, RAN) == [6, 3, 3], 60)
+        assert workers.finish(worker) == 0
+
+
+def test_a_database_of_an_older_version_is_served_beside_the_others(two, db, workers):
+    older = "pgqueue_older"
+    db.execute(f"drop database if exists {older} with (force)")
+    db.execute(f"create database {older}")
+    dsns = [f"dbname={older}", *two]
+    try:
+        with psycopg.connect(dsns[0], autocommit=True) as conn:
+            conn.execute("create extension pgqueue version '0.2.0'")
+        fill(dsns, "mark", 3)
+        worker = workers.start(*named(dsns))
+        wait_until(lambda: counts(dsns, RAN) == [3, 3, 3])
+        assert "update pgqueue" in workers.log()
+        assert workers.finish(worker) == 0
+    finally:
+        db.execute(f"drop database {older} with (force)")
+
+
+@pytest.mark.parametrize(
+    "when", ["idle", "one down", "one hung", "all down", "running"]
+)
+def test_a_worker_of_several_databases_ends_when_told_in_any_state(others, when):
+    from test_worker_stop import frozen
+
+    dsns = [where(cluster) for cluster in others]
+    with workers_on(dsns[0]) as workers, contextlib.ExitStack() as stack:
+        worker = start(workers, dsns, "--shutdown-timeout", "3", "--call-timeout", "2")
+        fill(dsns, "mark")
+        wait_until(lambda: workers.log().count("completed") >= 2)
+        if when == "running":
+            fill(dsns, "nap", 2, '{"seconds": 1}')
+            wait_until(lambda: workers.notes("began").total() == 4)
+        for cluster in others:
+            if when == "all down" or (when == "one down" and cluster is others[1]):
+                cluster.stop()
+                stack.callback(cluster.start)
+        if when == "one hung":
+            stack.enter_context(frozen(others[1]))
+        if when not in ("idle", "running"):
+            wait_until(lambda: "waits for the server" in workers.log(), 30)
+        since = time.monotonic()
+        assert workers.finish(worker) == 0
+        assert time.monotonic() - since < 12
+    if when == "running":
+        assert counts(dsns, RUNNING) == [0, 0]

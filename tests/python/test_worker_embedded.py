@@ -13,9 +13,10 @@ from contextlib import contextmanager
 import pgqueue
 import psycopg
 import pytest
-from conftest import column, one
+from conftest import LONG, column, one
 from pgqueue import Share, Worker
 from pgqueue.attempt import LARGEST_RESULT, Attempt, Outcome
+from pgqueue.worker import protocol
 from worker_harness import RESTING, is_empty, wait_until
 
 
@@ -96,6 +97,13 @@ def test_a_busy_worker_that_cannot_listen_says_again_what_it_serves(
     db, dsn, monkeypatch
 ) -> None:
     monkeypatch.setattr("pgqueue.worker.dispatcher.SAY_AGAIN", 0.1)
+    said: list[list[str]] = []
+
+    def rest(conn, queues, kinds, parks, rest=protocol.rest) -> float | None:
+        said.append(queues)
+        return rest(conn, queues, kinds, parks)
+
+    monkeypatch.setattr("pgqueue.worker.protocol.rest", rest)
     app, may_end = pgqueue.App(), threading.Event()
 
     @app.job("holds")
@@ -107,17 +115,36 @@ def test_a_busy_worker_that_cannot_listen_says_again_what_it_serves(
     thread = threading.Thread(target=worker.run)
     thread.start()
     wait_until(lambda: one(db, "select count(*) from pgqueue.running"))
-    # As if nine minutes had passed, and the session were another one of a pooler.
-    db.execute(
-        "update pgqueue.service set until = until - interval '9 minutes', pid = 0"
-    )
-    served = (
-        "select array_agg(queue order by queue) from pgqueue.service where pid <> 0"
-    )
-    wait_until(lambda: one(db, served) == ["a", "b"], 90)
+    before = len(said)
+    wait_until(lambda: len(said) > before + 1)
+    assert said[-1] == ["a", "b"]
+    if LONG:  # a session looks once a minute whether it holds what it has said
+        # As if nine minutes had passed, and the session were another one of a pooler.
+        db.execute(
+            "update pgqueue.service set until = until - interval '9 minutes', pid = 0"
+        )
+        served = (
+            "select array_agg(queue order by queue) from pgqueue.service where pid <> 0"
+        )
+        wait_until(lambda: one(db, served) == ["a", "b"], 90)
     may_end.set()
     worker.stop()
     thread.join(20)
+
+
+def test_a_session_that_does_not_park_says_once_a_minute_what_it_serves(db) -> None:
+    rest = "select pgqueue.rest('{a,b}', park => false)"
+    holds = "select count(*) from pgqueue.service where until > now() + '5 minutes'"
+    db.execute(rest)
+    db.execute("update pgqueue.service set until = until - interval '9 minutes'")
+    # As if that had been in another minute, which is the last word of what it remembers.
+    db.execute(
+        "select set_config('pgqueue.serves', regexp_replace("
+        "current_setting('pgqueue.serves'), '[0-9]+$', '0'), false)"
+    )
+    assert one(db, holds) == 0
+    db.execute(rest)
+    assert one(db, holds) == 2
 
 
 def test_run_returns_after_its_threads_have_ended(db, dsn) -> None:

@@ -1,6 +1,6 @@
 """Workers against faults: kills, stops, dead sessions, dead servers, cut links, poolers.
 
-Each test says how many jobs were enqueued, run, run twice, and lost. PGQUEUE_TEST_LONG=1
+Each test says how many jobs were enqueued, run, run twice, and lost. The long form
 makes them as long as the requirements say.
 """
 
@@ -20,7 +20,7 @@ import pgqueue
 import psycopg
 import pytest
 from cluster import Cluster
-from conftest import column, one
+from conftest import LONG, column, one
 from worker_harness import (
     QUEUE,
     RESTING,
@@ -34,7 +34,6 @@ from worker_harness import (
 
 pytest_plugins = ["worker_harness"]
 
-LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
 KILL = (
     "select count(pg_terminate_backend(pid)) from pg_stat_activity"
     " where application_name like 'pgqueue %' and datname = current_database()"
@@ -130,7 +129,7 @@ def test_killed_workers_lose_no_job(db, workers, say, groups) -> None:
     db.execute(QUICK)
     limit(db, groups)
     ids = enqueue_all(db, 400, 0.05, groups)
-    for _ in range(50 if LONG else 8):
+    for _ in range(50 if LONG else 5):
         seen = workers.notes().total()
         worker = workers.start("--lease", "1", "--poll-interval", "1")
         wait_until(lambda: workers.notes().total() > seen or is_empty(db))  # noqa: B023
@@ -220,7 +219,7 @@ def test_a_worker_replaces_killed_sessions_and_loses_no_job(
 ) -> None:
     db.execute(QUICK)
     limit(db, groups)
-    seconds = 60 if LONG else 8
+    seconds = 60 if LONG else 5
     worker = workers.start("--lease", "2", "--concurrency", "4")
     ids: list[int] = []
     end = time.monotonic() + seconds
@@ -271,7 +270,7 @@ def test_a_worker_survives_a_restart_of_the_server(server, say, mode) -> None:
             db.execute("drop table if exists effect, batched")
             ids = enqueue_all(db, 800, seconds=0.05)
         worker = workers.start("--lease", "2")
-        for _ in range(10 if LONG else 3):
+        for _ in range(10 if LONG else 2):
             seen = workers.notes().total()
             wait_until(lambda: workers.notes().total() > seen + 50)  # noqa: B023
             server.stop(mode)

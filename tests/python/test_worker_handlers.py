@@ -1,6 +1,5 @@
 """Whatever a handler does, it harms neither other jobs nor the worker."""
 
-import os
 import signal
 from collections.abc import Callable
 
@@ -11,7 +10,6 @@ from worker_harness import QUEUE, is_empty, outcomes, wait_until
 
 pytest_plugins = ["worker_harness"]
 
-LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
 NO_RETRY = "select pgqueue.configure(null, retry_base => '1 hour')"
 RETRY_SOON = "select pgqueue.configure(null, retry_base => '0.1 s')"
 HELD = "select count(*) from pgqueue.job where token is not null"
@@ -46,6 +44,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("kind", "payload"), HOSTILE)
 def test_a_worker_runs_sync_and_async_jobs_after_a_hostile_handler(
     db, workers, kind, payload
@@ -65,6 +64,7 @@ def test_a_worker_runs_sync_and_async_jobs_after_a_hostile_handler(
 PARTS = ("dispatcher", "finisher", "heartbeat", "loop", "handler")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "payload"),
     [
@@ -186,7 +186,7 @@ def test_a_job_with_a_huge_result_completes_without_it(
     assert effects == (kind == "mega_transaction")
 
 
-@pytest.mark.skipif(not LONG, reason="takes minutes: PGQUEUE_TEST_LONG=1")
+@pytest.mark.long
 def test_large_results_that_end_together_are_all_stored(db, workers) -> None:
     payloads = [{"bytes": 50_000_000}] * 24  # beyond what one message may hold
     pgqueue.enqueue_many(db, QUEUE, payloads, kind="mega_together")

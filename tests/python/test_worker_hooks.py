@@ -89,6 +89,7 @@ def test_middleware_may_raise_another_exception(db, workers, kind) -> None:
     assert one(db, "select count(*) from effect") == 0
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_middleware_that_raises_fails_its_attempt_only(db, workers, kind, when) -> None:

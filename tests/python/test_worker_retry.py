@@ -37,6 +37,7 @@ def attempts(db, workers: Workers, job: int, most: int) -> int:
     return one(db, "select attempt from pgqueue.dead_job where id = %s", job)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["few", "afew"])
 @pytest.mark.parametrize("error", ["ValueError", "Retry"])
 def test_the_max_attempts_of_a_handler_limits_a_job_that_has_more(
@@ -97,6 +98,7 @@ def test_a_retry_without_a_delay_takes_the_backoff_of_the_policy(db, workers) ->
     assert 19 <= one(db, DELAY, job) <= 41
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("prefix", ["", "a"])
 @pytest.mark.parametrize(
     ("kind", "error", "is_final"),

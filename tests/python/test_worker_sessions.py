@@ -110,6 +110,7 @@ def test_other_peoples_sessions_behind_a_pooler_stay_as_they_are(
 HOW = "close copy unread commit rollback terminate abort".split()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["wrecks", "awrecks"])
 @pytest.mark.parametrize("how", HOW)
 def test_a_wrecked_session_harms_no_other_job(db, workers, kind, how) -> None:

@@ -54,6 +54,7 @@ def suspended(db: psycopg.Connection, id: int) -> bool:
     return wait_until(lambda: one(db, query, id) == 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["two", "atwo"])
 @pytest.mark.parametrize("die", ["start", "between", "end"])
 def test_a_worker_killed_between_two_steps_repeats_none_of_them(
@@ -140,6 +141,7 @@ def test_run_now_ends_a_wait_that_has_a_timeout_and_no_other(db, workers, kind) 
     assert result(db, patient) == {"amount": 7}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("end", ["time", "run_now", "before", "jobs"])
 @pytest.mark.parametrize("kind", ["parent_for", "aparent_for"])
 def test_a_job_waits_for_jobs_no_longer_than_its_timeout(
@@ -167,6 +169,7 @@ def test_a_job_waits_for_jobs_no_longer_than_its_timeout(
     assert workers.finish(worker) == 0
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", ["waits", "awaits"])
 @pytest.mark.parametrize("when", ["before", "after", "never", "late"])
 def test_a_job_waits_for_an_event_or_its_time_and_decides_once(

@@ -93,6 +93,7 @@ def test_python_does_not_take_itself_apart_under_a_handler_that_runs_on(
     assert workers.ran.read_text().splitlines()[1:] == ends
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("table", ["job", "run"])
 @pytest.mark.parametrize("kind", ["hold", "ahold"])
 @pytest.mark.parametrize("has_ended", [False, True])

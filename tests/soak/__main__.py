@@ -8,10 +8,11 @@ import random
 import shutil
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from soak.episode import Plan, run
-from soak.report import complaints, describe
+from soak.report import complaints, describe, table, tally
 
 # How many hints get lost: in one episode none, in the next some, then all.
 LOST = [0, 0.5, 0, 1]
@@ -28,7 +29,7 @@ def main() -> int:
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
     deadline = time.monotonic() + 60 * options.minutes
-    number = failed = 0
+    number, found = 0, Counter[str]()
     while number == 0 or time.monotonic() < deadline:
         plan = Plan(
             options.folder / str(number),
@@ -43,14 +44,14 @@ def main() -> int:
         )
         court = run(plan)
         print(describe(court), flush=True)
+        found.update(tally(court))
         if court.violations:
-            failed += 1
             print(complaints(court), flush=True)
         else:
             shutil.rmtree(plan.folder)
         number += 1
-    print(f"{number} episodes, {failed} with violations")
-    return 1 if failed else 0
+    print(f"\nseed {options.seed}, {options.minutes:g} minutes\n\n{table(found)}")
+    return 1 if found["episodes with violations"] else 0
 
 
 if __name__ == "__main__":

@@ -30,3 +30,28 @@ def complaints(court: Court) -> str:
         + "\n    ".join(texts[:SHOWN])
         for name, texts in court.violations.items()
     )
+
+
+def tally(court: Court) -> Counter[str]:
+    """What of it is counted over all episodes."""
+    facts = court.facts
+    found = Counter(
+        {
+            "episodes": 1,
+            "episodes with violations": int(bool(court.violations)),
+            "enqueues acknowledged": int(facts.get("enqueue ok", 0)),
+            "attempts recovered": int(facts.get("recovered", 0)),
+        }
+    )
+    found.update(f"fault: {e['what']}" for e in court.entries if e["do"] == "fault")
+    for name, texts in court.violations.items():
+        found[f"violations of {name} ({INVARIANTS[name]})"] += len(texts)
+    return found
+
+
+def table(found: Counter[str]) -> str:
+    """For the end of a run, and for a page."""
+    lines = ["| in all | |", "|---|--:|"]
+    return "\n".join(
+        lines + [f"| {what} | {count:,} |" for what, count in found.items()]
+    )

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(97);
+select plan(100);
 
 create function pg_temp.found(name text)
     returns text
@@ -34,7 +34,7 @@ select is_empty(
 select is(
     (select array_agg(h.check collate "default" order by h.check collate "C") from pgqueue.health() as h),
     array[
-        'autovacuum', 'backlog', 'batches', 'bloat', 'dead', 'failures', 'handlers', 'horizon', 'hung', 'indexes', 'kinds', 'leases',
+        'autovacuum', 'backlog', 'batches', 'bloat', 'crashes', 'dead', 'failures', 'handlers', 'horizon', 'hung', 'indexes', 'kinds', 'leases',
         'locks', 'notifications', 'notify',
         'runs', 'schedules', 'sequences', 'suspensions', 'vacuum', 'version', 'waits', 'wal', 'workers', 'wraparound'
     ],
@@ -213,6 +213,30 @@ select pg_temp.hint('leases') \gexec
 select alike(pg_temp.found('leases'), 'ok: %', 'reap fixes it');
 truncate pgqueue.job;
 
+select pgqueue.enqueue('bad') as job \gset
+create function pg_temp.crash() returns void language plpgsql as $do$
+begin
+    update pgqueue.job set run_at = now();
+    perform pgqueue.claim('bad', 'w');
+    update pgqueue.job set lease_expires_at = now() - interval '1 s';
+    perform pgqueue.reap();
+end;
+$do$;
+select pg_temp.crash() from generate_series(1, 2);
+select alike(pg_temp.found('crashes'), 'ok: %', 'a lease may expire twice');
+select pg_temp.crash();
+select is(
+    pg_temp.found('crashes'),
+    format(
+        'warning: queue bad: in the last hour 3 attempts of job %s of kind bad ended by an expired lease; '
+        'perhaps it ends its workers', :job
+    ),
+    'a job whose lease expires again and again is told of'
+);
+select pg_temp.hint('crashes') \gexec
+select alike(pg_temp.found('crashes'), 'ok: %', 'cancelling it fixes it');
+truncate pgqueue.job, pgqueue.run;
+
 -- Jobs that hang
 
 select pgqueue.configure('long', lease => '30 days');
@@ -358,7 +382,7 @@ select alike(pg_temp.found('schedules'), 'ok: %', 'until it is paused');
 truncate pgqueue.job;
 select max(j.id) as job from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[12])) as j (id) \gset
 select pgqueue.claim('q', 'w') from generate_series(1, 11);
-select max(j.token) - 1 as token from pgqueue.job as j \gset
+select max(j.token) as token from pgqueue.job as j \gset
 select setval('pgqueue.job_id_seq', 1);
 select setval('pgqueue.token_seq', 1, false);
 select is(

@@ -37,7 +37,8 @@ class Producer(Protocol):
 
     async def add(self, payload: Payload) -> None: ...
 
-    async def add_many(self, payloads: list[Payload], priority: int) -> None: ...
+    async def add_many(self, payloads: list[Payload], priority: int) -> None:
+        """Where no SQL can fill its tables, it may be told that they are for tomorrow."""
 
     async def emit(self, n: int) -> None: ...
 
@@ -127,8 +128,13 @@ async def bulk(
     size: int = 0,
     busy: int = 0,
     groups: int = 0,
+    tomorrow: bool = False,
 ) -> Answer:
-    """Add so many jobs, numbered from `first`, their priorities in turn."""
+    """Add so many jobs, numbered from `first`, their priorities in turn.
+
+    For tomorrow and more urgent than others: only those that no SQL can fill.
+    """
+    how = {"tomorrow": True} if tomorrow else {}
     most = min(BULK, 20_000_000 // max(size, 1))
     spent = 0.0
     async with driver.open(1) as producer:
@@ -140,7 +146,9 @@ async def bulk(
                     payloads = grouped(payloads, busy, groups)
                 start = time.monotonic()
                 if payloads:
-                    await producer.add_many(payloads, priority)
+                    await producer.add_many(
+                        payloads, 9 if tomorrow else priority, **how
+                    )
                 spent += time.monotonic() - start
     return {"seconds": spent}
 
