@@ -363,8 +363,8 @@ MUTANTS = [
     Mutant(
         "a job that was cancelled counts as completed",
         "flow/depend.sql",
-        "then 'cancelled'\n        else 'completed'\n    end\n    from unnest(job_ids)",
-        "then 'completed'\n        else 'completed'\n    end\n    from unnest(job_ids)",
+        "then 'cancelled'\n        else 'completed'\n    end\n    from pgqueue._parts(job_ids)",
+        "then 'completed'\n        else 'completed'\n    end\n    from pgqueue._parts(job_ids)",
         ("T",),
     ),
     Mutant(
