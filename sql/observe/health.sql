@@ -936,7 +936,7 @@ declare
     one record;
     seen pgqueue.queues[];
     held bigint[];
-    blocked text[] := '{}';
+    blocked text[] := '{}'::text[];
 begin
     begin
         known := array(select c from pgqueue.checks as c);

@@ -284,7 +284,7 @@ begin
 end;
 $$;
 
--- The leased jobs. Above 16 MB only those among the first 30,000, of which each lane with more than ten has its
+-- The leased jobs. Above 16 MB only those among the first 20,000, of which each lane with more than ten has its
 -- share, and 10,000 more of lanes where most of the first ten run: there are others only if claims by kind have
 -- passed over as many.
 create or replace function pgqueue._leased()
@@ -306,7 +306,7 @@ begin
         return;
     end if;
     return query
-    select f.id from pgqueue._fronts(30000, 10000) as f where f.lease_expires_at is not null;
+    select f.id from pgqueue._fronts(20000, 10000) as f where f.lease_expires_at is not null;
 end;
 $$;
 

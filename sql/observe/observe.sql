@@ -212,7 +212,7 @@ order by j.claimed_at;
 
 comment on view pgqueue.running is
 'The leased jobs, the longest-running first. Reads them all while the table of
-jobs is small (16 MB), else the first 30,000 jobs, of which each lane has its
+jobs is small (16 MB), else the first 20,000 jobs, of which each lane has its
 share, and ten at least, and 10,000 more of lanes where most of the first ten
 run: all are there, unless claims by kind have passed over more.
 running_for: Time since it was claimed.

@@ -546,10 +546,14 @@ def test_none_calls_a_private_function_that_has_the_search_path_of_its_caller(db
 
 def test_all_that_move_groups_executes_comes_behind_the_path():
     text = (REPO / "python/pgqueue/move.py").read_text()
-    within = text.partition("with source.transaction():\n")[2]
-    first, *_ = within.splitlines()
-    assert first.strip() == 'source.execute(f"set local {database.SEARCH_PATH}")'
-    elsewhere = text.replace(within.partition("names = ")[0], "")
+    # Each transaction, to the first line that is indented no more than it.
+    block = r"^( +)with (\w+)\.transaction\(\):\n((?:\1 +.*\n|\n)+)"
+    transactions = re.findall(block, text, re.MULTILINE)
+    assert [who for _, who, _ in transactions] == ["conn", "source"]
+    for _, who, within in transactions:
+        first, *_ = within.splitlines()
+        assert first.strip() == f'{who}.execute(f"set local {{database.SEARCH_PATH}}")'
+    elsewhere = re.sub(block, "", text, flags=re.MULTILINE)
     assert re.findall(r"(\w+)\.execute\(", elsewhere) == ["database"] * 3
 
 

@@ -356,8 +356,8 @@ MUTANTS = [
     Mutant(
         "a tie is cut while the job still runs",
         "flow/depend.sql",
-        "when (select true from pgqueue.job as j where j.id = u.id) then null",
-        "when (select j.token is null from pgqueue.job as j where j.id = u.id) then null",
+        "when (select true from pgqueue.job as j where j.id = p.id) then null",
+        "when (select j.token is null from pgqueue.job as j where j.id = p.id) then null",
         ("T",),
     ),
     Mutant(
