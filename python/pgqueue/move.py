@@ -147,10 +147,13 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
             )
             for dsn in dsns
         ]
-        for conn in conns:
-            if ask(conn, f"select pg_try_advisory_lock({LOCK})") != [(True,)]:
-                raise ValueError("another move-groups is at work")
         shards, until = Shards(conns), time.monotonic() + wait
+        for conn in conns:
+            # The session of one that was killed ends with its statement.
+            while ask(conn, f"select pg_try_advisory_lock({LOCK})") != [(True,)]:
+                if time.monotonic() > until:
+                    raise ValueError("another move-groups is at work")
+                time.sleep(PAUSE)
         shards.finish_what_was_cut_off()
         while (left := shards.move_all()) and time.monotonic() < until:
             time.sleep(PAUSE)

@@ -179,11 +179,16 @@ def test_what_is_cut_off_between_two_transactions_is_finished_by_the_next_call(
 
 
 def test_there_is_one_at_a_time(two):
-    with psycopg.connect(two[1]) as other:
+    with psycopg.connect(two[1], autocommit=True) as other:
         other.execute("select pg_advisory_lock(7366517)")
-        refused = move(two)
+        refused = move(two, "--wait", "0.5")
+        waits = workers_command(two)
+        with psycopg.connect(two[0], autocommit=True) as first:
+            held = "select count(*) from pg_locks where objid = 7366517 and granted"
+            wait_until(lambda: one(first, held) == 2)
     assert refused.returncode == 1
     assert "another move-groups is at work" in refused.stderr
+    assert waits.wait(30) == 0
 
 
 class Shop(threading.Thread):
