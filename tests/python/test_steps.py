@@ -375,6 +375,34 @@ def test_of_two_that_save_one_step_at_once_the_first_wins(db, connect, blocked, 
         assert one(db, "select count(*) from pgqueue.step") == 0
 
 
+@pytest.mark.parametrize("loser", ["stale", "holder"])
+def test_a_stale_save_and_one_of_a_transaction_that_claims_end_by_one_error(
+    db, connect, blocked, loser
+):
+    """The first has written the step and waits for the job, the other the other way round."""
+    stale, holder = connect(), connect(autocommit=False)
+    lease = claimed(db)
+    db.execute("update pgqueue.job set lease_expires_at = now() - interval '1 s'")
+    stale.execute(f"set deadlock_timeout = {500 if loser == 'stale' else 60_000}")
+    holder.execute(f"set deadlock_timeout = {500 if loser == 'holder' else 60_000}")
+    held = again(holder)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(one, stale, SAVE, *lease, "a", "1")
+        blocked(stale)
+        second = pool.submit(one, holder, SAVE, *held, "a", "2")
+        with pytest.raises(psycopg.errors.DeadlockDetected):
+            (first if loser == "stale" else second).result(20)
+        if loser == "stale":
+            assert second.result(20) == 2
+            holder.commit()
+        else:
+            holder.rollback()
+            # The claim has not happened, and nobody has recovered the job yet.
+            assert first.result(20) == 1
+    saved = column(db, "select value from pgqueue.steps(%s)", lease[0])
+    assert saved == [2 if loser == "stale" else 1]
+
+
 def test_nobody_else_gets_a_job_whose_step_is_not_committed_and_heartbeats_go_on(
     db, connect
 ):

@@ -11,13 +11,15 @@ from collections.abc import Callable
 from psycopg.types.json import Jsonb
 
 from soak import scene
-from soak.client import Client
+from soak.client import MET, Client
 
 FEW = 20  # jobs, of which more are added only now and then
 LIVING = f"select id from pgqueue.job where queue = '{scene.LONG}'"
 
 
 class Long(Client):
+    # Who has lost the lease may be saving the same step.
+    may_fail_with = MET | {"40P01"}
     pause = 0.003
 
     def __init__(self, *args, **options) -> None:

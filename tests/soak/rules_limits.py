@@ -136,7 +136,7 @@ class Pauses(Rule):
         self.began = {
             row[1]: entry["start"]
             for entry in self.court.called("claim")
-            if entry.get("queues") == [scene.SIDE]
+            if scene.SIDE in (entry.get("queues") or [])
             for row in entry["rows"]
         }
 
