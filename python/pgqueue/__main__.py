@@ -166,7 +166,10 @@ def make_parser() -> argparse.ArgumentParser:
         "move-groups", help="move what belongs to a key to its shard, after adding some"
     )
     command.add_argument(
-        "--wait", type=float, default=60.0, help="seconds for busy groups, and for another move-groups"
+        "--wait",
+        type=float,
+        default=60.0,
+        help="seconds for busy groups, and for another move-groups",
     )
     command.add_argument(
         "--resume", action="store_true", help="those that are paused, at the end"
