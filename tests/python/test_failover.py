@@ -71,6 +71,9 @@ class Pair:
                 f"port = {self.standby.port}\nunix_socket_directories = '{self.standby.home}'\n"
             )
         self.standby.start()
+        followed = "select count(*) from pg_stat_replication where state = 'streaming'"
+        with psycopg.connect(where(self.primary), autocommit=True) as conn:
+            wait_until(lambda: one(conn, followed) == 1)
         self.repmgr(self.standby, "standby", "register")
 
     def stall(self) -> int:
