@@ -32,7 +32,7 @@ class Outcome:
 COMPLETED = Outcome("complete")
 RELEASED = Outcome("release")
 LOST = Outcome("none")
-SUSPENDED = Outcome("none")  # with the transaction of its handler
+SUSPENDED = Outcome("none")  # in a transaction that has ended
 NO_TASK = App().job("")(lambda: None)
 
 

@@ -91,8 +91,8 @@ class Shards:
             with conn.transaction():
                 conn.execute(f"set local {database.SEARCH_PATH}")
                 conn.execute("select pgqueue.resume()")
-                for verb, *scope in pauses:
-                    conn.execute(f"select pgqueue.{verb}(%s, %s, %s)", scope)
+                for function, *scope in pauses:
+                    conn.execute(f"select pgqueue.{function}(%s, %s, %s)", scope)
 
     def move(
         self,

@@ -81,9 +81,8 @@ class Steps:
         session: Callable[[], AbstractAsyncContextManager[Any]],
     ) -> None:
         self.terms: str | None = None  # on which the job is to be suspended, in JSON
-        self.last: tuple[str, str] | None = (
-            None  # step to save with that, and its value
-        )
+        # A step to save with that, and its value.
+        self.last: tuple[str, str] | None = None
         self.unawaited = 0
         self._lease = job_id, token
         self._session = session
@@ -172,16 +171,13 @@ class Steps:
         if ended not in known:
             found = {r.id: r for r in await self.results() if r.id in set(ids)}
             values = None
-            until = f"{name}: until"
-            if ids and name not in known:
-                terms, _ = await self._until(name, until, timeout)
-                # From then on, what results do not show is gone.
-                last = name, json.dumps(list(ids))
-                self._suspend(last, after=list(ids), **terms)
-            elif any(r.outcome is None for r in found.values()):
-                terms, is_over = await self._until(name, until, timeout)
-                if not is_over:
-                    self._suspend(after=list(ids), **terms)
+            is_new = name not in known
+            if ids and (is_new or any(r.outcome is None for r in found.values())):
+                terms, is_over = await self._until(name, f"{name}: until", timeout)
+                if is_new or not is_over:
+                    # Once it is saved, what results do not show is gone.
+                    last = (name, json.dumps(list(ids))) if is_new else None
+                    self._suspend(last, after=list(ids), **terms)
             else:
                 rows = [found.get(id, Result(id, None, "gone", None)) for id in ids]
                 values = [[r.id, r.kind, r.outcome, r.result] for r in rows]

@@ -250,7 +250,7 @@ end;
 $$;
 
 -- Of each id, its part in the table gone, and its place there, a bit. Those of one shard that follow each other share a
--- part, but for ids that are older than the shards.
+-- part, but for ids that are older than the shards; without shards, all are as those.
 create or replace function pgqueue._parts(ids bigint[])
     returns table (id bigint, part bigint, place int)
     language plpgsql
@@ -260,10 +260,6 @@ declare
     shard pgqueue.shard;
 begin
     select s.* into shard from pgqueue.shard as s;
-    if shard is null then
-        return query select u.id, u.id >> 6, (u.id & 63)::int from unnest(ids) as u (id);
-        return;
-    end if;
     return query
     select
         u.id,

@@ -42,7 +42,7 @@ class Long(Client):
         return self.phase.is_over.is_set()
 
     def step(self) -> None:
-        """One act in a transaction of its own, so that nobody waits in a circle."""
+        """One act in a transaction of its own, so that only a stale save waits in a circle."""
         acts = self.acts()
         self.transact(self.rng.choices(list(acts), list(acts.values())))
 

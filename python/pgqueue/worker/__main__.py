@@ -30,11 +30,13 @@ from pgqueue.worker.options import load, merge, parse
 from pgqueue.worker.seldom import log, one_line, unless_from_server
 from pgqueue.worker.supervisor import CANNOT, DONE, READY, SIGNALS, Link, Supervisor
 
-VERBS = "after_failover claim claim_from complete extend finish maintain rest".split()
+FUNCTIONS = (
+    "after_failover claim claim_from complete extend finish maintain rest".split()
+)
 LATER = {"after_failover": True}  # an older version does without
 PRIVILEGES = (
     "select p.proname, has_function_privilege(p.oid, 'execute') from pg_proc as p"
-    " where p.pronamespace = 'pgqueue'::regnamespace and p.proname = any(%(verbs)s)"
+    " where p.pronamespace = 'pgqueue'::regnamespace and p.proname = any(%(functions)s)"
 )
 BOTH = (signal.SIGTERM, signal.SIGINT)
 signals: list[int] = []  # that have arrived
@@ -193,8 +195,8 @@ def check(conninfo: str, where: str = "") -> int:
         with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as conn:
             ((installed,),) = database.execute(conn, VERSION)
             told = advice(installed)
-            rows = database.execute(conn, PRIVILEGES, {"verbs": VERBS})
-            granted = {verb: is_granted for verb, is_granted in rows}
+            rows = database.execute(conn, PRIVILEGES, {"functions": FUNCTIONS})
+            granted: dict[str, bool] = dict(rows)
             is_pooled = database.is_pooled(conn)
     except database.INCOMPATIBLE as error:
         print(f"{where}no pgqueue: {explain(error)}")
@@ -202,7 +204,7 @@ def check(conninfo: str, where: str = "") -> int:
     except psycopg.Error as error:
         print(f"{where}failed: {explain(error, 'worker')}")
         return 1
-    if missing := [name for name in VERBS if name not in granted | LATER]:
+    if missing := [name for name in FUNCTIONS if name not in granted | LATER]:
         print(f"{where}pgqueue lacks {', '.join(missing)}")
         return 3
     if denied := [name for name, is_granted in granted.items() if not is_granted]:
