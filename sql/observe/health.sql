@@ -926,7 +926,8 @@ comment on column pgqueue.checks.few is 'Of less than that it says nothing.';
 comment on column pgqueue.checks.fine is 'What health says if it finds nothing.';
 
 -- What the checks find, the worst five of each first, or that it is nothing. One that fails says so, and stops no
--- other; those that a lock stops have a row together.
+-- other; those that a lock stops have a row together, and so have those that a statement_timeout, or a user who has no
+-- more patience, stops: they end the look, and not what it has found.
 create or replace function pgqueue._findings()
     returns table (name text, status text, detail text, hint text, place bigint)
     language plpgsql
@@ -937,6 +938,7 @@ declare
     seen pgqueue.queues[];
     held bigint[];
     blocked text[] := '{}'::text[];
+    stopped text;
 begin
     begin
         known := array(select c from pgqueue.checks as c);
@@ -947,7 +949,12 @@ begin
             'thresholds', 'critical', 'the setting pgqueue.thresholds is not in force: ' || sqlerrm,
             'alter database ' || quote_ident(current_database()) || ' reset pgqueue.thresholds', 1::bigint;
     end;
-    for one in select k.*, c.query from unnest(known) as k join pgqueue._check as c on c.name = k.name loop
+    for one in
+        select k.*, c.query
+        from unnest(known) with ordinality as k
+        join pgqueue._check as c on c.name = k.name
+        order by k.ordinality
+    loop
         begin
             if seen is null and strpos(one.query, 'unnest(seen)') > 0 then
                 seen := array(select q from pgqueue.queues as q);
@@ -976,6 +983,12 @@ begin
                 blocked := blocked || one.name;
                 -- The others shall not wait as long for the same.
                 perform set_config('lock_timeout', '10 ms', true);
+            when query_canceled then
+                blocked := blocked || array(
+                    select k.name from unnest(known) with ordinality as k where k.ordinality >= one.ordinality
+                );
+                stopped := sqlerrm;
+                exit;
             when syntax_error_or_access_rule_violation or data_exception or object_not_in_prerequisite_state
                 or feature_not_supported or cardinality_violation or insufficient_resources
                 or program_limit_exceeded or system_error or internal_error
@@ -986,12 +999,15 @@ begin
     end loop;
     return query
     select
-        blocked[1], case when l.holder is null then 'warning' else 'critical' end,
+        blocked[1], case when num_nonnulls(l.holder, stopped) = 0 then 'warning' else 'critical' end,
         coalesce(
             'health could not look, because ' || l.relation::regclass::text || ' is locked: ' || l.holder,
+            'health could not look: ' || stopped || ' (SQLSTATE 57014)',
             'health could not look, because a table was locked for a moment'
         ) || '; this stops ' || array_to_string(blocked, ', '),
-        coalesce(l.hint, 'select * from pgqueue.health()'), 0::bigint
+        coalesce(
+            l.hint, concat(case when stopped <> '' then 'set statement_timeout = ''1 min''; ' end, 'select * from pgqueue.health()')
+        ), 0::bigint
     from (select) as always
     left join pgqueue._lock_holders() as l on l.what = 'relation' and l.mode = 'AccessExclusiveLock' and l.relation in (
         select c.oid from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
@@ -1028,6 +1044,7 @@ comment on function pgqueue.health() is
 the check, its status (warning, critical), what was found, and as hint the SQL
 that fixes it; of many findings of a check the worst five. A row with the status
 ok for each check that found nothing; one that fails says so, with the SQLSTATE,
-and stops no other. The view checks lists the thresholds. Only reads, works on
-a standby, and counts nothing in full. The query of a session is shown to
-members of pg_read_all_stats.';
+and stops no other; a timeout stops those that were not done, and loses nothing.
+The view checks lists the thresholds. Only reads, works on a standby, and counts
+nothing in full. The query of a session is shown to members of
+pg_read_all_stats.';

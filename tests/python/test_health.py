@@ -282,6 +282,34 @@ def test_a_locked_table_stops_no_check_that_does_not_read_it(db, connect):
     assert {name for name, _, _, _ in others} == checks - {*stopped, "handlers"}
 
 
+def test_a_timeout_loses_only_what_was_not_looked_at(db):
+    checks = column(db, "select name from pgqueue.checks")
+    db.execute("select pgqueue.enqueue('q', run_at => now() - interval '1 day')")
+    slow = "create or replace function pgqueue._dead_kinds() returns table (queue text, kind text, oldest timestamptz)"
+    db.execute(f"{slow} language sql as $$select '', '', now() from pg_sleep(60)$$")
+    db.execute("set statement_timeout = '5 s'")
+    rows = db.execute("select * from pgqueue.health()").fetchall()
+    db.execute("reset statement_timeout")
+    last = checks[checks.index("dead") :]
+    (said,) = [row for row in rows if row[0] == "dead"]
+    assert said[1] == "critical"
+    assert said[2].startswith("health could not look: canceling statement due to")
+    assert said[2].endswith(f" (SQLSTATE 57014); this stops {', '.join(last)}")
+    assert said[3].startswith("set statement_timeout = ")
+    assert {row[0] for row in rows} == set(checks) - set(last[1:])
+    assert "waits" in {check for check, status, _, _ in rows if status == "critical"}
+
+
+def test_a_timeout_before_that_for_a_lock_still_names_who_has_locked(db, connect):
+    other = connect(autocommit=False)
+    other.execute("lock table pgqueue.job")
+    db.execute("set statement_timeout = '300 ms'")
+    (row,) = db.execute("select * from pgqueue.health()").fetchall()
+    assert row[:2] == ("waits", "critical")
+    assert "pgqueue.job is locked: " in row[2] and "; this stops waits, locks" in row[2]
+    run_hint(db, row[3])
+
+
 def test_who_waits_for_a_lock_and_lets_nobody_pass_is_named(db, connect):
     reader = connect(autocommit=False)
     reader.execute("select from pgqueue.job")
