@@ -7,71 +7,135 @@
 -- The log is read in the order of its pages, which is nearly that of time: the first page of a period is found
 -- by bisection, and if there are many pages, only every nth is read.
 
--- The first jobs of each lane: ten or, of a longer one, its share of a number, by how many these are; and of a lane
--- that is busy, where most of the ten run, its share of another. is_cut: that the lane goes on is known by this row,
--- which may have no job; is_busy: and that more of it run.
-create or replace function pgqueue._fronts(share int, more int)
+-- How a job counts by itself: ready, scheduled, leased, expired, of the past by its expires_at, or blocked.
+create or replace function pgqueue._counts_as(
+    run_at timestamptz, lease_expires_at timestamptz, expires_at timestamptz, moment timestamptz
+)
+    returns "char"
+    language sql
+    immutable
+as $$
+    select case
+        when lease_expires_at > moment then 'l'
+        when lease_expires_at is not null then 'e'
+        when expires_at <= moment then 'x'
+        when run_at = 'infinity' then 'b'
+        when run_at > moment then 's'
+        else 'r'
+    end::"char"
+$$;
+
+-- The first jobs, this many at most, of the lane that comes after another: how many there are, the run_at of those that
+-- are ready, who holds which, and how many are in other states; with the name of a queue, those of this queue alone.
+-- is_mixed: that queues with one hash share it.
+create or replace function pgqueue._front(
+    after_hash int, after_lane int, most bigint, moment timestamptz, has_full boolean, name text default null
+)
     returns table (
-        queue text, id bigint, run_at timestamptz, priority int, group_key text, worker text,
-        lease_expires_at timestamptz, expires_at timestamptz, is_cut boolean, is_busy boolean
+        hash int, lane int, queue text, is_mixed boolean, jobs bigint, leased bigint, is_last_leased boolean,
+        scheduled bigint, expired bigint, overdue bigint, blocked bigint, due timestamptz[], workers text[], held bigint[]
     )
     language sql
     stable
 as $$
-    with start as materialized (
-        select l.hash, l.lane, l.first, l.first_id, w.*
-        from pgqueue._lanes() as l
-        cross join lateral (
-            select
-                j.queue, j.id, j.run_at, j.priority, j.group_key, j.worker, j.lease_expires_at,
-                (j.terms).expires_at
-            from pgqueue.job as j
-            where hashtext(j.queue) = l.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane and j.queue >= ''
-                and (j.run_at, j.id) >= (l.first, l.first_id)
-            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
-            limit 11
-        ) as w
-    ), long as materialized (
-        select l.*, greatest(
-            _fronts.share / count(*) over () - 30 + case when l.leased > 5
-                then _fronts.more / count(*) filter (where l.leased > 5) over () else 0
-            end, 10
-        ) as most
+    select
+        m.hash, m.lane, (array_agg(m.queue))[1], (array_agg(m.queue))[1] <> any (array_agg(m.queue)), count(*),
+        count(m.lease_expires_at),
+        max(m.run_at) = max(m.run_at) filter (where m.lease_expires_at is not null),
+        count(*) filter (where m.state = 's'), count(*) filter (where m.state = 'e'),
+        count(*) filter (where m.state = 'x'), count(*) filter (where m.state = 'b'),
+        array_agg(m.run_at) filter (where m.state = 'r'), array_agg(m.worker) filter (where m.state = 'l'),
+        array_agg(m.id) filter (where m.state in ('l', 'e'))
+    from (
+        select
+            j.hash, j.lane, coalesce(_front.name, j.queue) as queue, j.id, j.run_at, j.worker, j.lease_expires_at,
+            case
+                when j.queue <> _front.name then null
+                when has_full and j.group_key is not null
+                    and pgqueue._counts_as(j.run_at, j.lease_expires_at, j.expires_at, moment) = 'r'
+                    and exists (
+                        select
+                        from pgqueue.ticket as t
+                        where pgqueue._is_ticket_of(t, j.queue, j.group_key) and t.priority = j.priority and t.is_full
+                    ) then 'b'
+                else pgqueue._counts_as(j.run_at, j.lease_expires_at, j.expires_at, moment)
+            end as state
         from (
             select
-                s.hash, s.lane, s.first, s.first_id, min(s.queue) as queue, count(s.lease_expires_at) as leased
-            from start as s
-            group by s.hash, s.lane, s.first, s.first_id
-            having count(*) > 10
-        ) as l
+                hashtext(j.queue) as hash, j.priority + 1000 * num_nonnulls(j.group_key) as lane,
+                j.queue, j.id, j.run_at, j.priority, j.group_key, j.worker, j.lease_expires_at, (j.terms).expires_at
+            from pgqueue.job as j
+            where (hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key))) > (after_hash, after_lane)
+                and j.queue >= ''
+            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
+            limit most
+        ) as j
+        -- They come so, but the planner asks only where it is told. The state once for each, not for each aggregate.
+        order by j.hash, j.lane
+        offset 0
+    ) as m
+    group by m.hash, m.lane
+    order by m.hash, m.lane
+    limit 1
+$$;
+
+-- The first jobs of each lane: ten or, of a longer one, its share of a number, by how many these are; and of a lane
+-- that is busy, where most of the ten run, its share of another. is_cut: that the lane goes on; is_busy: and that more
+-- of it run. One descent of the index for a lane, and one row, because there may be thousands.
+create or replace function pgqueue._fronts(share int, more int, moment timestamptz, has_full boolean)
+    returns table (
+        queue text, is_cut boolean, is_busy boolean, scheduled bigint, expired bigint, overdue bigint, blocked bigint,
+        due timestamptz[], workers text[], held bigint[]
+    )
+    language sql
+    stable
+as $$
+    with recursive front as (
+        select
+            f.hash, f.lane, f.queue, f.is_mixed, f.jobs, f.leased, f.scheduled, f.expired, f.overdue, f.blocked, f.due,
+            f.workers, f.held
+        from pgqueue._front(-2147483648, -2147483648, 11, moment, has_full) as f
+        union all
+        select
+            n.hash, n.lane, n.queue, n.is_mixed, n.jobs, n.leased, n.scheduled, n.expired, n.overdue, n.blocked, n.due,
+            n.workers, n.held
+        from front as f
+        cross join lateral pgqueue._front(f.hash, f.lane, 11, moment, has_full) as n
+    ), sized as materialized (
+        select
+            f.*,
+            case when f.jobs > 10 then greatest(
+                _fronts.share / count(*) filter (where f.jobs > 10) over () - 30 + case when f.leased > 5
+                    then _fronts.more / count(*) filter (where f.jobs > 10 and f.leased > 5) over () else 0
+                end, 10
+            ) else 10 end as most
+        from front as f
     )
     select
-        s.queue, s.id, s.run_at, s.priority, s.group_key, s.worker, s.lease_expires_at, s.expires_at, false, false
-    from start as s
-    union all
-    select l.queue, null, null, null, null, null, null, null, true, l.leased > 9
-    from long as l
-    where l.most = 10
+        s.queue, s.jobs > 10, s.jobs > 10 and s.leased > 9, s.scheduled, s.expired, s.overdue, s.blocked, s.due,
+        s.workers, s.held
+    from sized as s
+    where s.most = 10 and not s.is_mixed
     union all
     select
-        w.queue, w.id, w.run_at, w.priority, w.group_key, w.worker, w.lease_expires_at, w.expires_at,
-        w.place = l.most - 10, w.place = l.most - 10 and w.lease_expires_at is not null
-    from long as l
-    cross join lateral (
-        select j.*, row_number() over () as place
-        from (
-            select
-                j.queue, j.id, j.run_at, j.priority, j.group_key, j.worker, j.lease_expires_at,
-                (j.terms).expires_at
-            from pgqueue.job as j
-            where hashtext(j.queue) = l.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = l.lane and j.queue >= ''
-                and (j.run_at, j.id) >= (l.first, l.first_id)
-            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
-            offset 11
-            limit l.most - 10
-        ) as j
-    ) as w
-    where l.most > 10
+        n.queue, n.jobs > s.most, n.jobs > s.most and case s.most when 10 then n.leased > 9 else n.is_last_leased end,
+        n.scheduled, n.expired, n.overdue, n.blocked, n.due, n.workers, n.held
+    from sized as s
+    cross join lateral unnest(case
+        when s.is_mixed then array(
+            select distinct j.queue
+            from (
+                select j.queue
+                from pgqueue.job as j
+                where hashtext(j.queue) = s.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = s.lane and j.queue >= ''
+                order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
+                limit s.most + 1
+            ) as j
+        )
+        else array[null]
+    end) as q (name)
+    cross join lateral pgqueue._front(s.hash, s.lane - 1, s.most + 1, moment, has_full, q.name) as n
+    where s.most > 10 or s.is_mixed
 $$;
 
 -- The jobs of each queue by state; since when the first, and the first hundredth, of the ready ones have
@@ -106,93 +170,94 @@ declare
     has_full boolean := exists (select from pgqueue.ticket as t where t.is_full);
 begin
     return query
-    with counted as materialized (
+    with piece as materialized (
         select
-            m.queue collate "C" as queue,
-            m.is_sample,
-            case when m.is_sample then step else 1 end as weight,
-            bool_or(m.is_cut) as is_cut,
-            bool_or(m.is_busy) as is_busy,
-            count(*) filter (where m.state = 'r') as ready,
-            count(*) filter (where m.state = 's') as scheduled,
-            count(*) filter (where m.state = 'l') as running,
-            count(*) filter (where m.state = 'e') as expired,
-            count(*) filter (where m.state = 'x') as overdue,
-            count(*) filter (where m.state = 'b') as blocked,
-            min(m.run_at) filter (where m.state = 'r') as oldest,
-            array_agg(m.run_at) filter (where m.state = 'r') as due,
-            array_agg(m.worker) filter (where m.state = 'l') as workers
+            f.queue collate "C" as queue, false as is_sample, 1 as weight, f.is_cut, f.is_busy, f.scheduled, f.expired,
+            f.overdue, f.blocked, f.due[1] as oldest, f.due, f.workers
+        from pgqueue._fronts(10000, 5000, moment, has_full) as f
+        where step > 1
+        union all
+        select
+            m.queue collate "C", true, step, false, false, count(*) filter (where m.state = 's'),
+            count(*) filter (where m.state = 'e'), count(*) filter (where m.state = 'x'),
+            count(*) filter (where m.state = 'b'), min(m.run_at) filter (where m.state = 'r'),
+            array_agg(m.run_at) filter (where m.state = 'r'), array_agg(m.worker) filter (where m.state = 'l')
         from (
+            -- Not TABLESAMPLE, by which so many pages come only on average; nor at equal distances, which
+            -- what comes regularly may have, too.
+            select ('(' || h.page || ',0)')::tid as first, ('(' || h.page + 1 || ',0)')::tid as next
+            from generate_series(0, pages - 1, step) as n (page)
+            cross join lateral (select n.page + (hashint8(n.page) & 2147483647) % step) as h (page)
+        ) as p
+        cross join lateral (
             select
-                a.queue, a.run_at, a.worker, a.is_cut, a.is_busy, a.is_sample,
+                j.queue, j.run_at, j.worker,
                 case
-                    when a.lease_expires_at > moment then 'l'
-                    when a.lease_expires_at is not null then 'e'
-                    when a.expires_at <= moment then 'x'
-                    when a.run_at = 'infinity' then 'b'
-                    when a.run_at > moment then 's'
-                    when has_full and a.group_key is not null and exists (
-                        select
-                        from pgqueue.ticket as t
-                        where pgqueue._is_ticket_of(t, a.queue, a.group_key) and t.priority = a.priority and t.is_full
-                    ) then 'b'
-                    when a.id is not null then 'r'
-                end::"char" as state
-            from (
-                select f.*, false as is_sample
-                from pgqueue._fronts(10000, 5000) as f
-                where step > 1
-                union all
-                select s.*, false, false, true
-                from (
-                    -- Not TABLESAMPLE, by which so many pages come only on average; nor at equal distances, which
-                    -- what comes regularly may have, too.
-                    select ('(' || h.page || ',0)')::tid as first, ('(' || h.page + 1 || ',0)')::tid as next
-                    from generate_series(0, pages - 1, step) as n (page)
-                    cross join lateral (select n.page + (hashint8(n.page) & 2147483647) % step) as h (page)
-                ) as p
-                cross join lateral (
-                    select
-                        j.queue, j.id, j.run_at, j.priority, j.group_key, j.worker, j.lease_expires_at,
-                        (j.terms).expires_at
-                    from pgqueue.job as j
-                    where j.ctid >= p.first and j.ctid < p.next
-                    -- More than a page has room for: the planner does not know that it is one.
-                    limit 300
-                ) as s
-            ) as a
-            -- The state once for each, not for each of the aggregates.
-            offset 0
+                    when has_full and j.group_key is not null
+                        and pgqueue._counts_as(j.run_at, j.lease_expires_at, (j.terms).expires_at, moment) = 'r'
+                        and exists (
+                            select
+                            from pgqueue.ticket as t
+                            where pgqueue._is_ticket_of(t, j.queue, j.group_key) and t.priority = j.priority and t.is_full
+                        ) then 'b'
+                    else pgqueue._counts_as(j.run_at, j.lease_expires_at, (j.terms).expires_at, moment)
+                end as state
+            from pgqueue.job as j
+            where j.ctid >= p.first and j.ctid < p.next
+            -- More than a page has room for: the planner does not know that it is one.
+            limit 300
         ) as m
-        group by 1, 2
+        group by 1
+    ), counted as materialized (
+        select
+            p.queue, p.is_sample, p.weight, bool_or(p.is_cut) as is_cut, bool_or(p.is_busy) as is_busy,
+            coalesce(sum(cardinality(p.due)), 0) as ready, sum(p.scheduled) as scheduled,
+            coalesce(sum(cardinality(p.workers)), 0) as running,
+            sum(p.expired) as expired, sum(p.overdue) as overdue, sum(p.blocked) as blocked, min(p.oldest) as oldest
+        from piece as p
+        group by 1, 2, 3
     ), long as materialized (
         select hashtext(c.queue) as hash, bool_or(c.is_busy) as is_busy from counted as c where c.is_cut group by 1
     )
     -- The larger of the two: a sample misses what is rare, and a walk ends before what is far behind.
     select
         c.queue,
-        max(c.ready * c.weight), max(c.scheduled * c.weight),
+        max(c.ready * c.weight)::bigint, max(c.scheduled * c.weight)::bigint,
         -- Leased jobs are in front, and close together: a page of the sample would count for too many.
-        coalesce(max(c.running) filter (where not c.is_sample and not c.is_busy), max(c.running * c.weight)),
-        coalesce(max(c.expired) filter (where not c.is_sample and not c.is_busy), max(c.expired * c.weight))
-            + max(c.overdue * c.weight),
-        max(c.blocked * c.weight),
+        coalesce(max(c.running) filter (where not c.is_sample and not c.is_busy), max(c.running * c.weight))::bigint,
+        (coalesce(max(c.expired) filter (where not c.is_sample and not c.is_busy), max(c.expired * c.weight))
+            + max(c.overdue * c.weight))::bigint,
+        max(c.blocked * c.weight)::bigint,
         min(c.oldest),
         coalesce(min(c.p99) filter (where c.is_sample), min(c.p99)),
-        coalesce(min(c.workers) filter (where not c.is_sample), min(c.workers)),
+        coalesce(min(c.workers), '{}'),
         c.is_long
     from (
         -- Not joined, which would compare each with each.
         select
-            c.queue, c.is_sample, c.weight, c.ready, c.scheduled, c.running, c.expired, c.overdue, c.blocked, c.oldest,
-            array(select distinct w.name from unnest(c.workers) as w (name)) as workers,
-            case
-                when c.ready <= 100 then c.oldest
-                else (select percentile_disc(0.01) within group (order by d.run_at) from unnest(c.due) as d (run_at))
-            end as p99,
-            hashtext(c.queue) in (select t.hash from long as t) as is_long,
-            hashtext(c.queue) in (select t.hash from long as t where t.is_busy) as is_busy
-        from counted as c
+            a.*, hashtext(a.queue) in (select t.hash from long as t) as is_long,
+            hashtext(a.queue) in (select t.hash from long as t where t.is_busy) as is_busy
+        from (
+            select
+                c.queue, c.is_sample, c.weight, c.ready, c.scheduled, c.running, c.expired, c.overdue, c.blocked, c.oldest,
+                case when c.ready <= 100 then c.oldest end as p99, null::text[] as workers
+            from counted as c
+            union all
+            select
+                p.queue, p.is_sample, null, null, null, null, null, null, null, null,
+                percentile_disc(0.01) within group (order by d.run_at), null
+            from piece as p
+            cross join lateral unnest(p.due) as d (run_at)
+            where (p.queue, p.is_sample) in (select c.queue, c.is_sample from counted as c where c.ready > 100)
+            group by 1, 2
+            union all
+            -- Of those that a sample meets only where it is all there is.
+            select p.queue, p.is_sample, null, null, null, null, null, null, null, null, null, array_agg(distinct w.name)
+            from piece as p
+            cross join lateral unnest(p.workers) as w (name)
+            where p.is_sample = (step = 1)
+            group by 1, 2
+        ) as a
     ) as c
     where not c.is_sample or c.is_long or step = 1
     group by c.queue, c.is_long;
@@ -218,40 +283,47 @@ as $$
 #variable_conflict use_column
 declare
     pages float8 := pg_relation_size('pgqueue.dead_job') / 8192;
-    queues text[];
-    most int;
 begin
-    -- Not by _dead_kinds: a queue may have dead jobs of many kinds.
-    with recursive step (queue) as (
-        values (''::text)
-        union all
-        select (select d.queue from pgqueue.dead_job as d where d.queue > s.queue order by d.queue limit 1)
-        from step as s
-        where s.queue is not null
-    )
-    select array_agg(s.queue), greatest(20000 / greatest(count(*), 1), 20) into queues, most
-    from step as s
-    where s.queue <> '';
     return query
-    with counted as materialized (
-        select q.name, c.dead
-        from unnest(queues) as q (name)
+    -- Not by _dead_kinds: a queue may have dead jobs of many kinds.
+    with recursive front as (
+        select ''::text as queue, 0::bigint as dead
+        union all
+        select n.*
+        from front as f
         cross join lateral (
-            select count(*) as dead
-            from (select from pgqueue.dead_job as d where d.queue = q.name limit most + 1) as d
+            select d.queue, count(*)
+            from (select d.queue from pgqueue.dead_job as d where d.queue > f.queue order by d.queue limit 21) as d
+            group by d.queue
+            order by d.queue
+            limit 1
+        ) as n
+    ), counted as materialized (
+        select f.queue, c.dead, f.most
+        from (
+            select f.*, greatest(20000 / count(*) over (), 20) as most from front as f where f.queue <> ''
+        ) as f
+        cross join lateral (
+            select f.dead
+            where f.dead <= 20 or f.most = 20
+            union all
+            select count(*)
+            from (select from pgqueue.dead_job as d where d.queue = f.queue limit f.most + 1) as d
+            where f.dead > 20 and f.most > 20
+            having count(*) > 0
         ) as c
     ), sample as (
         select d.queue, count(*) * pages / 320 as dead
         from pgqueue.dead_job as d tablesample system (least(100, 32000 / greatest(pages, 1))) repeatable (0)
-        where (select max(c.dead) from counted as c) > most
+        where (select bool_or(c.dead > c.most) from counted as c)
         group by d.queue
     )
     select
-        c.name,
-        case when c.dead > most then greatest(c.dead, s.dead) else c.dead end::bigint,
-        c.dead > most
+        c.queue,
+        case when c.dead > c.most then greatest(c.dead, s.dead) else c.dead end::bigint,
+        c.dead > c.most
     from counted as c
-    left join sample as s on s.queue = c.name;
+    left join sample as s on s.queue = c.queue;
 end;
 $$;
 
@@ -306,7 +378,9 @@ begin
         return;
     end if;
     return query
-    select f.id from pgqueue._fronts(20000, 10000) as f where f.lease_expires_at is not null;
+    select h.id
+    from pgqueue._fronts(20000, 10000, clock_timestamp(), false) as f
+    cross join lateral unnest(f.held) as h (id);
 end;
 $$;
 

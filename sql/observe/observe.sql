@@ -123,8 +123,11 @@ select
     clock_timestamp() - c.oldest as oldest_wait,
     clock_timestamp() - c.p99 as p99_wait,
     coalesce(own.paused, shared.paused, false) as paused,
-    case when num_nonnulls(c.workers, r.workers) > 0
-        then (select count(distinct n.name) from unnest(c.workers || r.workers) as n (name)) else 0
+    case
+        -- Each is without doubles.
+        when cardinality(c.workers) > 0 and cardinality(r.workers) > 0
+            then (select count(distinct n.name) from unnest(c.workers || r.workers) as n (name))
+        else coalesce(nullif(cardinality(c.workers), 0), cardinality(r.workers), 0)
     end as workers,
     coalesce(p.sessions, 0) as parked,
     case
