@@ -114,6 +114,31 @@ def test_everything_is_slow(db, dsn, connect):
     wait_until(lambda: f"\n{pid}|" not in psql(look, dsn))
 
 
+def test_who_holds_what_is_shown_and_ended_by_members_of_two_roles_and_no_operator(
+    db, dsn, connect, role
+):
+    look, end = ENTRIES["Everything is slow"]
+    end = end.replace("1 hour", "0 s")
+    db.execute(f"select pgqueue.grant_access('{role}', 'operator')")
+    on_call = psycopg.conninfo.make_conninfo(dsn, user=role)
+    holder = connect(autocommit=False)
+    holder.execute("select 'held' from pgqueue.queue")
+    pid = holder.info.backend_pid
+    assert f"\n{pid}|||<insufficient privilege>" in "\n" + psql(look, on_call)
+    assert psql(end, on_call) == ""
+    db.execute(f"create role {role}_dba in role pg_read_all_stats, pg_signal_backend")
+    try:
+        db.execute(f"grant {role}_dba to {role}")
+        assert f"\n{pid}|idle in transaction|" in "\n" + psql(look, on_call)
+        # Only a superuser ends a session of one.
+        holder.close()
+        holder = connect(autocommit=False, user=role)
+        holder.execute("select pg_current_xact_id()")
+        assert psql(end, on_call) == "t\n"
+    finally:
+        db.execute(f"drop role {role}_dba")
+
+
 def test_one_job_kills_its_workers(db, dsn):
     look, fix = ENTRIES["One job kills its workers"]
     killer = one(db, "select pgqueue.enqueue('emails', '{\"n\": 1}', kind => 'k')")

@@ -759,6 +759,31 @@ def test_of_very_many_jobs_what_runs_and_short_queues_are_counted_and_the_rest_e
     assert buffers(db, "select * from pgqueue._count_jobs()") < 500
 
 
+def test_of_very_many_jobs_those_of_two_queues_with_one_hash_are_told_apart(db):
+    """They share lanes, in which their jobs come in turn."""
+    names = "select 'queue ' || n as name from generate_series(1, 300000) as n"
+    pair = db.execute(
+        f"select min(name), max(name) from ({names}) as n group by hashtext(name) having count(*) > 1 limit 1"
+    ).fetchone()
+    db.execute(
+        "select pgqueue.enqueue_many('filler', array_fill(to_jsonb(repeat('x', 1000)), array[17000]))"
+    )
+    assert one(db, "select pg_relation_size('pgqueue.job')") > 2**24
+    for few in True, False:
+        for n in range(4 if few else 20):
+            db.execute("select pgqueue.enqueue(unnest(%s::text[]))", (list(pair),))
+        if few:
+            for name in pair:
+                db.execute("select pgqueue.claim(%s, %s)", (name, f"w of {name}"))
+        found = {row["queue"]: row for row in rows(db, "select * from pgqueue.queues")}
+        for name in pair:
+            row = found[name]
+            assert (row["ready"], row["running"]) == (3 if few else 23, 1), name
+            assert row["workers"] == 1 and not row["is_estimate"]
+    held = column(db, "select id from pgqueue.job where token is not null")
+    assert sorted(column(db, "select id from pgqueue.running")) == sorted(held)
+
+
 def test_very_many_dead_jobs_are_estimated_by_queue_and_by_error(db):
     db.execute(
         "insert into pgqueue.dead_job (id, died_at, enqueued_at, run_at, priority, attempt, max_attempts,"
