@@ -770,9 +770,7 @@ def test_of_very_many_jobs_those_of_two_queues_with_one_hash_are_told_apart(db):
     )
     assert one(db, "select pg_relation_size('pgqueue.job')") > 2**24
     for few in True, False:
-        in_turn = (
-            "select pgqueue.enqueue(q) from generate_series(1, %s), unnest(%s::text[]) as q"
-        )
+        in_turn = "select pgqueue.enqueue(q) from generate_series(1, %s), unnest(%s::text[]) as q"
         db.execute(in_turn, (4 if few else 20, list(pair)))
         if few:
             for name in pair:

@@ -422,8 +422,8 @@ MUTANTS = [
     Mutant(
         "a view counts running jobs twice",
         "observe/measure.sql",
-        "count(*) filter (where m.state = 'l') as running,",
-        "2 * count(*) filter (where m.state = 'l') as running,",
+        "coalesce(sum(cardinality(p.workers)), 0) as running,",
+        "2 * coalesce(sum(cardinality(p.workers)), 0) as running,",
         ("I9",),
     ),
     # Idle workers
