@@ -1,6 +1,9 @@
 """The soak in its short form, and its mutants, of which `make mutants` runs what is only read here."""
 
+import re
+
 import pytest
+from cluster import REPO
 from soak.episode import Plan, run
 from soak.judge import INVARIANTS
 from soak.mutants import MUTANTS, Mutant, built, mutate
@@ -32,3 +35,9 @@ def test_there_are_mutants_enough():
     against = {name for mutant in MUTANTS for name in mutant.invariants}
     # R is about the soak itself.
     assert against == INVARIANTS.keys() - {"R"}
+
+
+def test_each_mutant_was_caught():
+    page = (REPO / "tests/soak/mutants.md").read_text()
+    caught = re.findall(r"^\| ([^|]+) \| \w+/\w+\.sql \| [A-Z]", page, re.MULTILINE)
+    assert caught == [mutant.name for mutant in MUTANTS]

@@ -241,20 +241,6 @@ MUTANTS = [
         ("L",),
     ),
     Mutant(
-        "a claim that is open when a limit is set does not count",
-        "limits/permit.sql",
-        "    in_doubt bigint[] := pgqueue._locked_jobs(ids);",
-        "    in_doubt bigint[] := '{}';",
-        ("L",),
-    ),
-    Mutant(
-        "a cap that is lowered while others look at it stays open",
-        "limits/permit.sql",
-        "    if is_unsure and not exists (",
-        "    if false and not exists (",
-        ("L",),
-    ),
-    Mutant(
         "a job does not need the permits of its kind",
         "limits/cap.sql",
         "select row(c.*)::pgqueue._cap from unnest(caps) as c where c.kind = '' or c.kind = any (kinds)",
