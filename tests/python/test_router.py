@@ -383,18 +383,22 @@ def test_a_call_is_a_transaction_on_its_shard_and_two_calls_are_two(routed):
     assert routed.where("select count(*) from pgqueue.job where id = %s", mine) == []
 
 
-def test_many_sessions_share_few_of_a_shard_behind_poolers(routed, pooler):  # noqa: F811
+@pytest.mark.parametrize("is_pooled", [False, True], ids=["router", "pooled router"])
+def test_many_sessions_share_few_of_a_shard_behind_poolers(
+    routed,
+    pooler,  # noqa: F811
+    is_pooled,
+):
     names = [shard.info.dbname for shard in routed.shards]
-    places = [
-        f"set p{n} '{pooler[: pooler.rindex('dbname=')]}dbname={name}'"
-        for n, name in enumerate(names)
-    ]
+    pool = pooler[: pooler.rindex("dbname=")]
+    places = [f"set p{n} '{pool}dbname={name}'" for n, name in enumerate(names)]
     routed.db.execute(f"alter server pgqueue options ({', '.join(places)})")
+    router = f"{pool if is_pooled else ''}dbname={routed.db.info.dbname}"
     enqueue = "select pgqueue.enqueue('q', group_key => %s)"
     with contextlib.ExitStack() as stack:
         open_ones = [
             stack.enter_context(
-                psycopg.connect(dbname=routed.db.info.dbname, autocommit=True)
+                psycopg.connect(router, autocommit=True, prepare_threshold=None)
             )
             for _ in range(12)
         ]
@@ -406,6 +410,8 @@ def test_many_sessions_share_few_of_a_shard_behind_poolers(routed, pooler):  # n
         )
         # The pooler of the tests has four a database.
         assert one(routed.db, many, names) <= 4 * SHARDS
+        if is_pooled:
+            assert one(routed.db, many, [routed.db.info.dbname]) <= 4 + 1
         claimed = open_ones[0].execute("select id, token from pgqueue.claim('q', 'w')")
         assert all(
             one(open_ones[1], "select pgqueue.complete(%s, %s) is not null", *lease)
