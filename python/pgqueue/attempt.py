@@ -59,7 +59,7 @@ class Attempt:
     extender: Callable[["Attempt"], bool] = bool
     teller: Callable[["Attempt"], object] = bool
     source: Any = None  # the worker's, see pgqueue.worker.source
-    progress: tuple[str, str | None, str | None] | None = None
+    progress: tuple[str | None, ...] | None = None  # done, total, message
     expires: float = float("inf")  # monotonic, as all moments here
     is_cancelled: bool = False  # an operator asked it to stop
     connection: Any = None
@@ -75,8 +75,8 @@ class Attempt:
         return self.extender(self)
 
     def tell(self, done: Any, total: Any = None, message: str | None = None) -> None:
-        text = None if message is None else storable(str(message)[:1000])
-        self.progress = (str(done), None if total is None else str(total), text)
+        told = str(done), total, None if message is None else str(message)[:1000]
+        self.progress = tuple(None if t is None else storable(str(t)) for t in told)
         self.teller(self)
 
     def is_late(self, patience: float = 0.0) -> bool:

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import time
+from collections.abc import AsyncGenerator, Awaitable, Generator
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
@@ -35,8 +36,13 @@ def completed(result: Any) -> Outcome:
     try:
         return Outcome("complete", _storable_json(result))
     except Exception as error:  # also what the result's own class raises
-        reason = describe(error).partition("\n")[0]
-        return Outcome("complete", to_json({"not_stored": reason}, ""), error=error)
+        if isinstance(result, Awaitable | Generator | AsyncGenerator):
+            kind = type(result).__name__  # as of an async function that was decorated
+            raise TypeError(
+                f"the handler returned a {kind}, which has not run"
+            ) from None
+        not_stored = to_json({"not_stored": summary(error)}, "")
+        return Outcome("complete", not_stored, error=error)
 
 
 def _storable_json(result: Any) -> str:
@@ -105,6 +111,10 @@ def _backoff(policy: Policy, number: int) -> timedelta | None:
         return None
     seconds = min(policy.retry_cap, policy.retry_base * 2.0 ** min(number - 1, 60))
     return timedelta(seconds=seconds * random.uniform(0.5, 1))
+
+
+def summary(error: BaseException) -> str:
+    return describe(error).partition("\n")[0]
 
 
 def describe(error: BaseException) -> str:

@@ -84,7 +84,7 @@ class Server:
     def connect(self, times: float = 1.0, make: Any = Watched, **options: Any) -> Any:
         """Connect, in the time of a call, but two seconds at least, as libpq has it."""
         given = timeout_from_conninfo(conninfo_to_dict(self.dsn))
-        timeout = min(given, math.ceil(self.patience(times)))
+        timeout = math.ceil(min(given, self.patience(times)))
         return make.connect(self.dsn, connect_timeout=timeout, **options)
 
     def patience(self, times: float = 1.0) -> float:

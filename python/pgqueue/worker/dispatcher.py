@@ -117,7 +117,7 @@ class Dispatcher(Service):
         """Return the kinds to claim; None is all."""
         tasks = self._terms.app.tasks
         if self._executor.loop.is_blocked:
-            return [kind for kind, task in tasks.items() if not task.is_async]
+            return [kind for kind, task in list(tasks.items()) if not task.is_async]
         return self._terms.kinds
 
     def _claim(

@@ -70,8 +70,10 @@ class Executor:
             while True:
                 self._on_end(self.waiting.popleft())
 
-    def end(self, attempt: Attempt, outcome: Outcome, runs_on: bool = False) -> None:
+    def end(self, attempt: Attempt, outcome: Outcome, runs_on: bool = False) -> bool:
         """End an attempt, unless it has ended: what a given-up handler returns is dropped.
+
+        Returns whether it has not ended before.
 
         With `runs_on` it is given up: its handler keeps the slot until it returns.
         """
@@ -83,11 +85,12 @@ class Executor:
             if attempt in self.given_up:
                 self.given_up.discard(attempt)
                 log.info(RETURNED, attempt)
-            return
+            return False
         if attempt.has_timed_out and not runs_on:
             log.info(RETURNED, attempt)
         attempt.outcome = outcome if attempt.started else RELEASED
         self._on_end(attempt)
+        return True
 
     def give_up_all(self, outcome: Outcome) -> None:
         """End what still runs; async handlers may clean up until `close` has to end."""
@@ -100,9 +103,9 @@ class Executor:
 
     def take_back(self, attempt: Attempt) -> None:
         """Leave to other workers what has a slot and has not begun."""
-        self.end(attempt, RELEASED)
-        with self._lock:
-            self._free += 1
+        if self.end(attempt, RELEASED):
+            with self._lock:
+                self._free += 1
 
     def check(self) -> None:
         """Raise RuntimeError when a thread has ended."""
@@ -199,6 +202,7 @@ class Executor:
         attempt.runs_in = self.loop.get().create_task(
             self._attempt(attempt), context=contextvars.Context()
         )
+        attempt.runs_in.add_done_callback(partial(self._task_ended, attempt))
 
     async def _attempt(self, attempt: Attempt) -> None:
         if attempt not in self.running:
@@ -208,8 +212,15 @@ class Executor:
             if self._begin(attempt):
                 self.end(attempt, await run_async(attempt, connect, self._middleware))
         finally:
-            if following := self._next(is_async=True):
-                self._start_task(following)
+            self._follow()
+
+    def _task_ended(self, attempt: Attempt, task: object) -> None:
+        if self.end(attempt, RELEASED):  # a handler cancelled it before it began
+            self._follow()
+
+    def _follow(self) -> None:
+        if following := self._next(is_async=True):
+            self._start_task(following)
 
     def _cancel(self, attempt: Attempt) -> None:
         if attempt in self.running and not attempt.stops_since and attempt.runs_in:

@@ -12,12 +12,13 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.attempt import LARGEST_RESULT, LOST, SUSPENDED, Attempt, Outcome
+from pgqueue.judge import summary
 from pgqueue.policy import Retry
 from pgqueue.terminal import printable
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import Server
 from pgqueue.worker.prefetch import GATHER, Prefetch
-from pgqueue.worker.seldom import log, one_line
+from pgqueue.worker.seldom import log
 from pgqueue.worker.service import KEEP, Service
 
 MAX_BATCH = 2000  # attempts in one call
@@ -49,7 +50,7 @@ class Finisher(Service):
     def put(self, attempt: Attempt) -> None:
         outcome = attempt.outcome
         if outcome.error is not None and outcome.name in ("complete", "none"):
-            reason = one_line(outcome.error)
+            reason = printable(summary(outcome.error))
             log.warning("%s: its result is not stored: %s", attempt, reason)
         self._ended.put(attempt)
 
@@ -140,12 +141,12 @@ class Finisher(Service):
             return
         has_error = outcome.name in ("fail", "reject")
         text = (outcome.text or "") if has_error else ""
-        summary, shown = text.partition("\n")[0], text.partition("\n\n")[2]
+        first, shown = text.partition("\n")[0], text.partition("\n\n")[2]
         if status == "lost":
-            summary = "its lease was over"
+            first = "its lease was over"
         elif status == "reported":
-            summary = "the connection broke before the answer"
-        why = f": {printable(summary)}" if summary else ""
+            first = "the connection broke before the answer"
+        why = f": {printable(first)}" if first else ""
         error = outcome.error if level > logging.INFO else None
         # Our formatters need not show the error again, which takes as long as the job.
         extra = {"trace": shown if level > logging.INFO else ""}

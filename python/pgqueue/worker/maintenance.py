@@ -38,7 +38,8 @@ class Maintenance(Service):
 
     def work(self, conn: database.Connection) -> None:
         if not self._is_declared:
-            for task in self._app.tasks.values():
+            # A dispatcher may find handlers meanwhile.
+            for task in list(self._app.tasks.values()):
                 if task.schedule is not None:
                     self._declare(task, conn)
             self._is_declared = True

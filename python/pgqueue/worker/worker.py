@@ -59,6 +59,7 @@ class Worker(Terms):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._is_used = False
         self._stops = 0
         self._why = ""  # it stops
         self.stop_by = float("inf")  # in monotonic seconds
@@ -78,7 +79,8 @@ class Worker(Terms):
         """Drain, then end; called again, end now. Signal handlers may call it."""
         self._why = self._why or why
         self._stops += 1
-        self.stop_by = time.monotonic() + self.shutdown_timeout * (self._stops == 1)
+        patience = self.shutdown_timeout if self._stops == 1 else 0.0
+        self.stop_by = time.monotonic() + patience
         self._tick.put(None)
 
     def run(self) -> None:
@@ -87,8 +89,12 @@ class Worker(Terms):
         Waits for the end of an outage. Raises psycopg's errors for what waiting cannot fix,
         such as InvalidSchemaName without pgqueue, or InsufficientPrivilege; RuntimeError
         when handlers that do not end hold all slots, or one of its threads has ended; what a
-        hook raises; and KeyboardInterrupt, once what runs has ended.
+        hook raises; KeyboardInterrupt, once what runs has ended; and RuntimeError for a
+        second call: its threads end with the first.
         """
+        if self._is_used:
+            raise RuntimeError("a worker runs once: make another")
+        self._is_used = True
         lease = f", lease {self.lease:g} s" if self.lease else ""
         where = f" in {n} databases" if (n := len(self.sources)) > 1 else ""
         terms = f"{self.concurrency} at once{lease}{where}, pgqueue {version()}"

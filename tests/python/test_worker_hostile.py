@@ -1,0 +1,210 @@
+"""Handlers, and programs around a worker, that do what nobody would: it copes, or says what is wrong."""
+
+import asyncio
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pgqueue
+import pytest
+from conftest import column, one
+from pgqueue import Worker
+from pgqueue.worker.deadline import Server
+from pgqueue.worker.maintenance import Maintenance
+from pgqueue.worker.seldom import Outages
+from worker_harness import is_empty, outcomes, wait_until
+
+STATES = "select kind, state from pgqueue.jobs order by kind"
+
+
+@contextmanager
+def running(worker: Worker) -> Iterator[threading.Thread]:
+    """Run it in a thread; it has to end by itself once it is told to."""
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        worker.stop()
+        thread.join(20)
+        worker.stop()
+    assert not thread.is_alive()
+
+
+def test_a_handler_that_cancels_tasks_that_have_not_begun_holds_no_slot_and_no_job(
+    db, dsn
+) -> None:
+    app, hit, may_end = pgqueue.App(), [], threading.Event()
+
+    @app.job("cancels")
+    async def cancels() -> None:
+        while not may_end.is_set():
+            await asyncio.sleep(0)
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+                hit.append(task)
+
+    @app.job("late")
+    async def late() -> None:
+        pass
+
+    worker = Worker(app, {"q": 1}, dsn=dsn, concurrency=3)
+    pgqueue.enqueue(db, "q", kind="cancels")
+    with running(worker):
+        wait_until(lambda: worker.executor.running)
+        pgqueue.enqueue_many(db, "q", [None] * 2, kind="late")
+        wait_until(lambda: len(hit) >= 10)  # they come back
+        may_end.set()
+        wait_until(lambda: is_empty(db, "q"))
+    assert outcomes(db)["completed"] == 3
+
+
+def test_a_worker_that_runs_is_not_harmed_by_running_it_again(db, dsn) -> None:
+    app, may_end = pgqueue.App(), threading.Event()
+
+    @app.job("waits")
+    def waits() -> bool:
+        return may_end.wait(30)
+
+    worker = Worker(app, {"q": 1}, dsn=dsn)
+    pgqueue.enqueue(db, "q", kind="waits")
+    with running(worker) as thread:
+        wait_until(lambda: worker.executor.running)
+        with pytest.raises(RuntimeError, match="a worker runs once"):
+            worker.run()
+        assert thread.is_alive()
+        may_end.set()
+        wait_until(lambda: is_empty(db, "q"))
+    with pytest.raises(RuntimeError, match="a worker runs once"):
+        worker.run()
+    assert column(db, "select result from pgqueue.run") == [True]
+
+
+def test_progress_that_is_no_text_that_can_be_sent_is_refused_like_any_other(
+    db, dsn, caplog
+) -> None:
+    app, may_end = pgqueue.App(), threading.Event()
+
+    @app.job("tells")
+    def tells(job: pgqueue.Job) -> bool:
+        job.progress("\ud800", "\0")  # type: ignore[arg-type]
+        return may_end.wait(30)
+
+    pgqueue.enqueue(db, "q", kind="tells")
+    with running(Worker(app, {"q": 1}, dsn=dsn)):
+        wait_until(lambda: "progress was refused" in caplog.text)
+        may_end.set()
+        wait_until(lambda: is_empty(db, "q"))
+    assert outcomes(db) == {"completed": 1}
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("it does not say")
+
+
+class Closed(dict[str, int]):
+    def items(self) -> Any:
+        raise Mute
+
+
+def test_a_result_whose_error_cannot_be_shown_does_not_end_the_worker(db, dsn) -> None:
+    app = pgqueue.App()
+
+    @app.job("closed")
+    def closed() -> Any:
+        return Closed(a=1)
+
+    pgqueue.enqueue(db, "q", kind="closed")
+    Worker(app, {"q": 1}, dsn=dsn, burst=True).run()
+    (why,) = column(db, "select result->>'not_stored' from pgqueue.run")
+    assert why.startswith("Mute")
+
+
+@pytest.mark.parametrize("kind", ["coroutine", "generator", "task"])
+def test_a_handler_that_returns_what_has_still_to_run_fails(db, dsn, kind) -> None:
+    """As a decorator does that is not made for async functions: nothing has been done."""
+    app, ran = pgqueue.App(), []
+
+    async def work() -> None:
+        ran.append(1)
+
+    @app.job("coroutine")
+    def coroutine() -> Any:
+        return work()
+
+    @app.job("generator")
+    def generator() -> Any:
+        async def generate() -> Any:
+            ran.append(1)
+            yield 1
+
+        return generate()
+
+    @app.job("task")
+    async def task() -> Any:
+        return asyncio.get_running_loop().create_future()
+
+    db.execute("select pgqueue.configure(null, retry_base => '1 hour')")
+    pgqueue.enqueue(db, "q", kind=kind)
+    Worker(app, {"q": 1}, dsn=dsn, burst=True).run()
+    assert ran == []
+    assert list(db.execute(STATES)) == [(kind, "scheduled")]
+    assert "has not run" in one(db, "select last_error from pgqueue.jobs")
+
+
+def test_a_second_stop_ends_a_worker_at_once_that_would_wait_for_ever(db, dsn) -> None:
+    app, may_end = pgqueue.App(), threading.Event()
+
+    @app.job("waits")
+    def waits() -> None:
+        may_end.wait(30)
+
+    worker = Worker(app, {"q": 1}, dsn=dsn, shutdown_timeout=math.inf)
+    pgqueue.enqueue(db, "q", kind="waits")
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        wait_until(lambda: worker.executor.running)
+        worker.stop()
+        worker.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+    finally:
+        may_end.set()
+        thread.join(20)
+    assert "WorkerStopped" in one(db, "select last_error from pgqueue.jobs")
+
+
+def test_a_call_may_have_no_deadline(db, dsn) -> None:
+    app = pgqueue.App()
+    app.job("any")(lambda: None)
+    pgqueue.enqueue(db, "q", kind="any")
+    Worker(app, {"q": 1}, dsn=dsn, burst=True, call_timeout=math.inf).run()
+    assert outcomes(db) == {"completed": 1}
+
+
+def test_schedules_are_declared_while_handlers_are_found() -> None:
+    """As Django's tasks are, when a job comes."""
+    app = pgqueue.App()
+    for kind in ("first", "second"):
+        app.job(kind, every=60)(lambda: None)
+
+    class Conn:
+        declared = 0
+
+        def execute(self, query: str, params: Any = None) -> Any:
+            if "maintain" in query:
+                return self
+            self.declared += 1
+            app.job(f"found {self.declared}")(lambda: None)
+
+        def fetchall(self) -> list[Any]:
+            return []
+
+    conn: Any = Conn()
+    server = Server("", lambda: 1.0, Outages())
+    Maintenance(server, app, declares=True).work(conn)
+    assert conn.declared == 2
