@@ -119,7 +119,7 @@ class Connections:
         )
         self.close_idle(after=0)  # which will not be better
 
-    def close_idle(self, after: float = KEEP) -> None:
+    def close_idle(self, after: float) -> None:
         """Close the sessions that have been idle for this many seconds."""
         with contextlib.suppress(IndexError):
             while self._idle[0][0] <= time.monotonic() - after:

@@ -6,6 +6,7 @@ import random
 import select
 import socket
 import time
+from collections.abc import Set
 from datetime import timedelta
 
 import psycopg
@@ -17,7 +18,6 @@ from pgqueue.worker.prefetch import GATHER
 from pgqueue.worker.seldom import log
 from pgqueue.worker.service import Service
 from pgqueue.worker.source import Source
-from pgqueue.worker.terms import Terms
 from pgqueue.worker.turns import HANG, Turns
 
 SAY_AGAIN = 240.0  # seconds; of a session of a pooler it is believed for ten minutes
@@ -30,12 +30,12 @@ class Dispatcher(Service):
 
     name = "dispatcher"
 
-    def __init__(self, source: Source, terms: Terms, turns: Turns) -> None:
+    def __init__(self, source: Source, turns: Turns) -> None:
         super().__init__(source.server)
         self.is_paused = False  # to drain: it claims no more
         self.source = source
         self.asked, self.served_at = 0, 0.0
-        self._terms = terms
+        self._terms = turns.terms
         self._turns = turns
         self._prefetch = turns.prefetch
         self._executor = turns.executor
@@ -74,9 +74,13 @@ class Dispatcher(Service):
         return self._may_claim and not self._is_settled()
 
     @property
+    def held(self) -> Set[Attempt]:
+        return self._heartbeat.held
+
+    @property
     def is_drained(self) -> bool:
         """Whether nothing was due when the last job had ended; from any thread."""
-        is_free = self._has_looked and not self._heartbeat.held
+        is_free = self._has_looked and not self.held
         # In this order: news of what a job has left come before its end.
         return is_free and self._is_settled()
 

@@ -6,12 +6,10 @@ from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.worker.connections import Connections
 from pgqueue.worker.deadline import Server
-from pgqueue.worker.executor import Executor
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
-from pgqueue.worker.prefetch import Prefetch
 from pgqueue.worker.seldom import Outages
-from pgqueue.worker.terms import Terms
+from pgqueue.worker.turns import Turns
 
 SHORTEST = 3.0  # seconds that a call may take, however short the lease
 
@@ -22,21 +20,19 @@ class Source:
     def __init__(
         self,
         dsn: str,
-        terms: Terms,
-        prefetch: Prefetch,
-        executor: Executor,
+        turns: Turns,
         on_commit: Callable[[list[Attempt], set[str]], None],
         is_alone: bool,
     ) -> None:
         self.name = database.name(dsn)
         self.where = "" if is_alone else f" in {self.name}"
-        self._terms = terms
         self.outages = Outages("" if is_alone else f" {self.name}")
         self.server = Server(dsn, self._patience, self.outages, is_alone)
         self.connections = Connections(self.server)
-        self.heartbeat = Heartbeat(self.server, executor.cancel)
-        self.finisher = Finisher(self.server, prefetch, on_commit)
+        self.heartbeat = Heartbeat(self.server, turns.executor.cancel)
+        self.finisher = Finisher(self.server, turns.prefetch, on_commit)
+        self._given = turns.terms.call_timeout
 
     def _patience(self) -> float:
         """Return for how long a call to the server is of use."""
-        return self._terms.call_timeout or max(self.heartbeat.lease, SHORTEST)
+        return self._given or max(self.heartbeat.lease, SHORTEST)

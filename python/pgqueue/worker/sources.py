@@ -1,18 +1,16 @@
 """The databases of a worker: most have one."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import psycopg
 
 from pgqueue.attempt import Attempt
+from pgqueue.worker.connections import KEEP
 from pgqueue.worker.dispatcher import Dispatcher
-from pgqueue.worker.executor import Executor
 from pgqueue.worker.maintenance import Maintenance
-from pgqueue.worker.prefetch import Prefetch
 from pgqueue.worker.service import Service
 from pgqueue.worker.source import Source
-from pgqueue.worker.terms import Terms
 from pgqueue.worker.turns import Turns
 
 
@@ -22,32 +20,21 @@ class Sources:
     def __init__(
         self,
         dsns: Sequence[str],
-        terms: Terms,
-        prefetch: Prefetch,
-        executor: Executor,
+        turns: Turns,
         on_commit: Callable[[list[Attempt], set[str]], None],
     ) -> None:
-        turns = Turns(terms, prefetch, executor)
-        self.has_limits = turns.has_limits
-        self._all: list[Source] = []
-        self.dispatchers: list[Dispatcher] = []
+        self._all = [Source(dsn, turns, on_commit, len(dsns) == 1) for dsn in dsns]
+        self.dispatchers = [Dispatcher(source, turns) for source in self._all]
         self.services: list[Service] = []
-        for dsn in dsns:
-            is_alone, is_first = len(dsns) == 1, not self._all
-            source = Source(dsn, terms, prefetch, executor, on_commit, is_alone)
-            dispatcher = Dispatcher(source, terms, turns)
+        for source, dispatcher in zip(self._all, self.dispatchers, strict=True):
             # Schedules are declared in the first: in each, all would run as often.
-            maintenance = Maintenance(source.server, terms.app, is_first)
-            self._all.append(source)
-            self.dispatchers.append(dispatcher)
-            self.services += [source.finisher, source.heartbeat]
-            self.services += [maintenance, dispatcher]
+            is_first = source is self._all[0]
+            maintenance = Maintenance(source.server, turns.terms.app, is_first)
+            parts = source.finisher, source.heartbeat, maintenance, dispatcher
+            self.services += parts
 
     def __len__(self) -> int:
         return len(self._all)
-
-    def __iter__(self) -> Iterator[Source]:
-        return iter(self._all)
 
     @property
     def held(self) -> int:
@@ -72,10 +59,7 @@ class Sources:
     @property
     def statuses(self) -> Counter[str]:
         """How many attempts ended in which way."""
-        total: Counter[str] = Counter()
-        for source in self._all:
-            total += source.finisher.statuses
-        return total
+        return sum((s.finisher.statuses for s in self._all), Counter())
 
     def refusals(self) -> list[psycopg.Error]:
         """List the errors of those on which waiting may have no effect."""
@@ -100,10 +84,7 @@ class Sources:
         """Say how many quick jobs there were, and close sessions that idle."""
         for source in self._all:
             source.finisher.count_quick(is_last)
-            if is_last:
-                source.connections.close_idle(after=0)
-            else:
-                source.connections.close_idle()
+            source.connections.close_idle(after=0 if is_last else KEEP)
 
     def end_claims(self, until: float) -> None:
         """End the dispatchers, but wait no longer than until a monotonic moment."""

@@ -7,11 +7,12 @@ does not answer: what that has asked for soon counts no more.
 import threading
 import time
 from collections import Counter
+from collections.abc import Set
 from typing import Protocol
 
+from pgqueue.attempt import Attempt
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.prefetch import Prefetch
-from pgqueue.worker.source import Source
 from pgqueue.worker.terms import Terms
 
 HANG = 0.25  # seconds that a call may take before the others go on without it
@@ -23,8 +24,8 @@ class Member(Protocol):
     asked: int  # jobs, in the claim that it is making
     served_at: float  # its last claim
 
-    source: Source
-
+    @property
+    def held(self) -> Set[Attempt]: ...
     def answers(self, seconds: float) -> bool: ...
     def is_hungry(self) -> bool: ...
     def slot_freed(self) -> None: ...
@@ -36,7 +37,7 @@ class Turns:
     def __init__(self, terms: Terms, prefetch: Prefetch, executor: Executor) -> None:
         self.members: list[Member] = []
         self.has_limits = any(share.limit for share in terms.shares.values())
-        self._shares = terms.shares
+        self.terms = terms
         self.prefetch = prefetch
         self.executor = executor
         self._lock = threading.Lock()
@@ -78,15 +79,14 @@ class Turns:
     def _open_queues(self, asked: int) -> dict[str, int | None]:
         """Return the queues that are not at their limit, and what is left of it."""
         if not self.has_limits:
-            return dict.fromkeys(self._shares)
-        all_held = (list(m.source.heartbeat.held) for m in self.members)
-        held = Counter(attempt.queue for some in all_held for attempt in some)
+            return dict.fromkeys(self.terms.shares)
+        held = Counter(a.queue for m in self.members for a in list(m.held))
         left = {
             name: share.limit and share.limit - held[name] - asked
-            for name, share in self._shares.items()
+            for name, share in self.terms.shares.items()
         }
         return {name: n for name, n in left.items() if n is None or n > 0}
 
 
 def load(member: Member) -> int:
-    return len(member.source.heartbeat.held)
+    return len(member.held)

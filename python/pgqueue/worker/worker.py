@@ -33,6 +33,7 @@ from pgqueue.worker.prefetch import Prefetch
 from pgqueue.worker.seldom import log, one_line, unless_from_server
 from pgqueue.worker.sources import Sources
 from pgqueue.worker.terms import Terms
+from pgqueue.worker.turns import Turns
 from pgqueue.worker.watch import Watch
 
 # Seconds
@@ -72,8 +73,8 @@ class Worker(Terms):
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         self.executor = Executor(self.concurrency, self._ended, self.app.middleware)
         self.watch = Watch(self.executor)
-        parts = self.prefetch, self.executor, self._committed
-        self.sources = Sources(dsns, self, *parts)
+        self._turns = Turns(self, self.prefetch, self.executor)
+        self.sources = Sources(dsns, self._turns, self._committed)
 
     def stop(self, why: str = "asked to") -> None:
         """Drain, then end; called again, end now. Signal handlers may call it."""
@@ -167,7 +168,7 @@ class Worker(Terms):
         if self.burst:
             sources.look_again()  # for what their handlers have enqueued
         attempts[0].source.heartbeat.held.difference_update(attempts)
-        if sources.has_limits or not MAY_BE_DUE.isdisjoint(statuses):
+        if self._turns.has_limits or not MAY_BE_DUE.isdisjoint(statuses):
             sources.look_again()
         sources.slot_freed()
         if self._stops and not sources.held:
