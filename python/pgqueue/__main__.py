@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 
 from pgqueue import database
-from pgqueue.commands import VERBS, run, say_notice
+from pgqueue.commands import COMMANDS, run, say_notice
 from pgqueue.install import differs
 from pgqueue.move import move_groups
 from pgqueue.terminal import explain, refuse_other_than_utf8, say, whole_number
@@ -30,14 +30,43 @@ ROLES = {
     "install": None,
     "upgrade": None,
 }
-# The others are for people, or print what a shell reads as it is.
-JSON = ("enqueue", "install", "upgrade", "metrics", "status", "health", "dashboard")
 # With several databases, for each of them.
 OF_EACH = ("status", "health")
+DESCRIBED = {"health": "Exit codes: 0 ok, 1 warning, 2 critical, 3 unknown."}
 # With a larger number Postgres would find no function.
 integer = whole_number(-(2**31), 2**31 - 1)
 bigint = whole_number(-(2**63), 2**63 - 1)
 port = whole_number(1, 2**16 - 1)
+SWITCH = {"action": "store_true"}
+# How an argument is read, unless it is any text, and what there is to say of it.
+ARGUMENTS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "payload": ({}, 'JSON, such as \'{"to": "ada"}\''),
+    "id": ({"type": bigint}, None),
+    "--priority": ({"type": integer}, None),
+    "--max-attempts": ({"type": integer}, None),
+    "--limit": ({"type": integer}, None),
+    "--plain": (SWITCH, "not as an extension"),
+    "--by-queue": (SWITCH, "all numbers for each queue"),
+    "--all": (SWITCH, "also what is fine"),
+    "--every": ({"type": float, "default": 2.0}, "seconds"),
+    "--times": ({"type": int}, "exit after this many"),
+    "--host": ({"default": "127.0.0.1"}, "else %(default)s"),
+    "--port": ({"type": port, "default": 7070}, "else %(default)s"),
+    "--allow-actions": (SWITCH, "not read-only"),
+    "--no-secret": (SWITCH, "let in whoever reaches the port"),
+    "--allow-host": (
+        {"action": "append", "default": []},
+        "a name that a proxy passes on",
+    ),
+    "--wait": (
+        {"type": float, "default": 60.0},
+        "seconds for busy groups, and for another move-groups",
+    ),
+    "--resume": (SWITCH, "those that are paused, at the end"),
+    "--error-like": ({}, "ILIKE pattern of the error's first line"),
+    "--dry-run": (SWITCH, None),
+    "--json": (SWITCH, "print a line of JSON"),
+}
 
 
 def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
@@ -116,89 +145,15 @@ def make_parser() -> argparse.ArgumentParser:
         "--dsn", action="append", help="else PGQUEUE_DSN, DATABASE_URL, libpq's own"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-
-    command = commands.add_parser("enqueue", help="add a job and print its id")
-    command.add_argument("queue")
-    command.add_argument("payload", nargs="?", help='JSON, such as \'{"to": "ada"}\'')
-    texts = ("kind", "run-at", "unique-key", "unique-for", "on-duplicate", "group-key")
-    for name in texts:
-        command.add_argument(f"--{name}")
-    for name in "priority", "max-attempts":
-        command.add_argument(f"--{name}", type=integer)
-
-    command = commands.add_parser("install", help="install pgqueue in the database")
-    command.add_argument("--plain", action="store_true", help="not as an extension")
-    commands.add_parser("upgrade", help="upgrade what install has installed")
-    command = commands.add_parser(
-        "metrics", help="the queues, in the text format of Prometheus"
-    )
-    command.add_argument(
-        "--by-queue", action="store_true", help="all numbers for each queue"
-    )
-    commands.add_parser("status", help="the queues, and the progress of long jobs")
-    command = commands.add_parser(
-        "health",
-        help="what is wrong, and what fixes it",
-        description="Exit codes: 0 ok, 1 warning, 2 critical, 3 unknown.",
-    )
-    command.add_argument("--all", action="store_true", help="also what is fine")
-    command = commands.add_parser("top", help="queues and running jobs, live")
-    command.add_argument("--every", type=float, default=2.0, help="seconds")
-    command.add_argument("--times", type=int, help="exit after this many")
-
-    command = commands.add_parser(
-        "dashboard", help="serve a page for whoever is on call"
-    )
-    command.add_argument("--host", default="127.0.0.1", help="else %(default)s")
-    command.add_argument("--port", type=port, default=7070, help="else %(default)s")
-    command.add_argument("--allow-actions", action="store_true", help="not read-only")
-    command.add_argument(
-        "--no-secret", action="store_true", help="let in whoever reaches the port"
-    )
-    command.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        help="a name that a proxy passes on",
-    )
-
-    command = commands.add_parser(
-        "move-groups", help="move what belongs to a key to its shard, after adding some"
-    )
-    command.add_argument(
-        "--wait",
-        type=float,
-        default=60.0,
-        help="seconds for busy groups, and for another move-groups",
-    )
-    command.add_argument(
-        "--resume", action="store_true", help="those that are paused, at the end"
-    )
-
-    for name in JSON:
-        what = "print a line of JSON"
-        commands.choices[name].add_argument("--json", action="store_true", help=what)
-
-    dead = commands.add_parser("dead", help="the latest dead letters")
-    command = commands.add_parser(
-        "error", help="one failed job: its payload, runs and whole error"
-    )
-    command.add_argument("id", type=bigint)
-    redrive = commands.add_parser(
-        "redrive", help="send dead jobs back; prints their ids"
-    )
-    redrive.add_argument("--kind")
-    redrive.add_argument("--error-like", help="ILIKE pattern of the error's first line")
-    redrive.add_argument("--dry-run", action="store_true")
-    for command, limit in (dead, 20), (redrive, 1000):
-        command.add_argument("--queue")
-        command.add_argument("--limit", type=integer, default=limit)
-    for verb, (parameters, help) in VERBS.items():
-        command = commands.add_parser(verb, help=help)
-        for name in parameters:
-            how: dict[str, Any] = {"nargs": "?"} if name.endswith("?") else {}
-            kind = bigint if name == "id" else str
-            command.add_argument(name.rstrip("?"), type=kind, **how)
+    for name, (arguments, help) in COMMANDS.items():
+        command = commands.add_parser(name, help=help, description=DESCRIBED.get(name))
+        for argument in arguments.split():
+            bare = argument.rstrip("?")
+            how, about = ARGUMENTS.get(bare, ({}, None))
+            optional: dict[str, Any] = {"nargs": "?"} if argument != bare else {}
+            command.add_argument(bare, help=about, **how, **optional)
+    commands.choices["dead"].set_defaults(limit=20)
+    commands.choices["redrive"].set_defaults(limit=1000)
     return parser
 
 

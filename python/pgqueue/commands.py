@@ -66,17 +66,43 @@ REDRIVE = (
 METRICS = "select pgqueue.metrics(%(by_queue)s)"
 SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.M)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-# Each is the SQL function of that name: its parameters, and what it does.
-VERBS = {
+# Their arguments, ? for those that may be left out, and what they do.
+COMMANDS = {
+    "enqueue": (
+        "queue payload? --kind --run-at --unique-key --unique-for --on-duplicate"
+        " --group-key --priority --max-attempts --json",
+        "add a job and print its id",
+    ),
+    "install": ("--plain --json", "install pgqueue in the database"),
+    "upgrade": ("--json", "upgrade what install has installed"),
+    "metrics": ("--by-queue --json", "the queues, in the text format of Prometheus"),
+    "status": ("--json", "the queues, and the progress of long jobs"),
+    "health": ("--all --json", "what is wrong, and what fixes it"),
+    "top": ("--every --times", "queues and running jobs, live"),
+    "dashboard": (
+        "--host --port --allow-actions --no-secret --allow-host --json",
+        "serve a page for whoever is on call",
+    ),
+    "move-groups": (
+        "--wait --resume",
+        "move what belongs to a key to its shard, after adding some",
+    ),
+    "dead": ("--queue --limit", "the latest dead letters"),
+    "error": ("id", "one failed job: its payload, runs and whole error"),
+    "redrive": (
+        "--kind --error-like --dry-run --queue --limit",
+        "send dead jobs back; prints their ids",
+    ),
+    # The SQL functions of these names.
     "pause": (
-        ["queue?", "--kind", "--group-key"],
+        "queue? --kind --group-key",
         "stop a queue, kind or group from handing out jobs; all if none is named",
     ),
-    "resume": (["queue?", "--kind", "--group-key"], "undo pause"),
-    "cancel": (["id", "--reason"], "stop a waiting or running job"),
-    "why": (["id"], "say why a job is not running, or what happened to it"),
-    "discard": (["id"], "delete a dead job for good"),
-    "purge": (["queue"], "delete all waiting jobs of a queue; prints how many"),
+    "resume": ("queue? --kind --group-key", "undo pause"),
+    "cancel": ("id --reason", "stop a waiting or running job"),
+    "why": ("id", "say why a job is not running, or what happened to it"),
+    "discard": ("id", "delete a dead job for good"),
+    "purge": ("queue", "delete all waiting jobs of a queue; prints how many"),
 }
 STATUSES = ("ok", "warning", "critical")  # as exit codes
 # A label's value escapes a quote, a backslash and the end of a line as JSON does.
@@ -123,9 +149,8 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
     elif args.command == "redrive":
         redrive(conn, options)
     else:
-        parameters, _ = VERBS[args.command]
-        names = (name.strip("-?").replace("-", "_") for name in parameters)
-        places = ", ".join(f"%({name})s" for name in names)
+        names = COMMANDS[args.command][0].replace("-", "_").split()
+        places = ", ".join(f"%({name.strip('_?')})s" for name in names)
         query = f"select pgqueue.{args.command}({places})"
         for value in database.execute(conn, query, options).fetchone() or ():
             if value != "":  # of void
