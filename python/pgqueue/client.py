@@ -1,13 +1,13 @@
 """The producer's side: enqueue on a connection, and in a transaction, that is yours."""
 
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack
 
 import psycopg
 
 from pgqueue import tracing
-from pgqueue.drivers import AsyncConn, call
+from pgqueue.drivers import call, on_any_connection
 from pgqueue.payload import to_json
 
 OnDuplicate = Literal["skip", "replace", "postpone", "error"]
@@ -79,17 +79,10 @@ CASTS = {
 DELAY = "pg_catalog.now() operator(pg_catalog.+) %s"
 
 
-@overload
-def enqueue(
-    conn: AsyncConn, queue: str, payload: Any = None, **options: Unpack[Options]
-) -> Coroutine[Any, Any, int]: ...
-@overload
+@on_any_connection
 def enqueue(
     conn: Any, queue: str, payload: Any = None, **options: Unpack[Options]
-) -> int: ...
-def enqueue(
-    conn: Any, queue: str, payload: Any = None, **options: Unpack[Options]
-) -> Any:
+) -> int:
     """Add a job in the caller's transaction and return its id: pgqueue.enqueue().
 
     Workers see the job when the caller commits; nothing here commits. `conn` is a
@@ -106,20 +99,13 @@ def enqueue(
     """
     text = to_json(payload, "payload")
     query, params = _statement(f"pgqueue.enqueue(%s, {JSON}", options, Options)
-    return call(conn, f"select {query}", (queue, text, *params), _only)
+    return call(conn, f"select {query}", (queue, text, *params), _id)
 
 
-@overload
-def enqueue_many(
-    conn: AsyncConn, queue: str, payloads: Sequence[Any], **options: Unpack[ManyOptions]
-) -> Coroutine[Any, Any, list[int]]: ...
-@overload
+@on_any_connection
 def enqueue_many(
     conn: Any, queue: str, payloads: Sequence[Any], **options: Unpack[ManyOptions]
-) -> list[int]: ...
-def enqueue_many(
-    conn: Any, queue: str, payloads: Sequence[Any], **options: Unpack[ManyOptions]
-) -> Any:
+) -> list[int]:
     """Add a job for each payload, all or none, and return their ids in the same order.
 
     Calls pgqueue.enqueue_many(). `unique_keys` and `group_keys`, if given, are as long as
@@ -132,17 +118,10 @@ def enqueue_many(
     return call(conn, f"select * from {query}", (queue, texts, *params), _column)
 
 
-@overload
-def create_batch(
-    conn: AsyncConn, queue: str, payload: Any = None, **options: Unpack[BatchOptions]
-) -> Coroutine[Any, Any, int]: ...
-@overload
+@on_any_connection
 def create_batch(
     conn: Any, queue: str, payload: Any = None, **options: Unpack[BatchOptions]
-) -> int: ...
-def create_batch(
-    conn: Any, queue: str, payload: Any = None, **options: Unpack[BatchOptions]
-) -> Any:
+) -> int:
     """Create a batch by pgqueue.create_batch(), and return its id, for `batch_id`.
 
     Its callback is enqueued into this queue, once, after close_batch, when all its
@@ -152,14 +131,11 @@ def create_batch(
     query, params = _statement(
         f"pgqueue.create_batch(%s, {JSON}", options, BatchOptions
     )
-    return call(conn, f"select {query}", (queue, text, *params), _only)
+    return call(conn, f"select {query}", (queue, text, *params), _id)
 
 
-@overload
-def close_batch(conn: AsyncConn, batch_id: int) -> Coroutine[Any, Any, None]: ...
-@overload
-def close_batch(conn: Any, batch_id: int) -> None: ...
-def close_batch(conn: Any, batch_id: int) -> Any:
+@on_any_connection
+def close_batch(conn: Any, batch_id: int) -> None:
     """Declare by pgqueue.close_batch() that all jobs of a batch have been enqueued.
 
     Its jobs may add others while they run. Raises JobNotFound if it does not exist.
@@ -168,28 +144,25 @@ def close_batch(conn: Any, batch_id: int) -> Any:
     return call(conn, query, (batch_id,), lambda _: None)
 
 
-@overload
-def emit(
-    conn: AsyncConn, event: str, payload: Any = None
-) -> Coroutine[Any, Any, bool]: ...
-@overload
-def emit(conn: Any, event: str, payload: Any = None) -> bool: ...
-def emit(conn: Any, event: str, payload: Any = None) -> Any:
+@on_any_connection
+def emit(conn: Any, event: str, payload: Any = None) -> bool:
     """Say in the caller's transaction that an event has happened: pgqueue.emit().
 
     Once: returns whether it was the first, whose payload stays. Jobs that wait for it go
     on when this commits. `conn` and `payload` are as for `enqueue`.
     """
     query = f"select pgqueue.emit(%s, {JSON})"
-    return call(conn, query, (event, to_json(payload, "payload")), _only)
+    return call(
+        conn, query, (event, to_json(payload, "payload")), lambda rows: bool(rows[0][0])
+    )
 
 
 def _column(rows: list[tuple[Any, ...]]) -> list[Any]:
     return [value for (value,) in rows]
 
 
-def _only(rows: list[tuple[Any, ...]]) -> Any:
-    return rows[0][0]
+def _id(rows: list[tuple[Any, ...]]) -> int:
+    return int(rows[0][0])
 
 
 def _statement(
@@ -209,7 +182,7 @@ def _statement(
             raise ValueError(f"{name} must have a time zone")
         if name in ("run_at", "expires_at") and isinstance(value, int | float):
             raise TypeError(f"{name} must be a datetime or a timedelta, not {value!r}")
-        if name == "after" and isinstance(value, int):
+        if name == "after" and isinstance(value, int | str):
             raise TypeError("after takes the ids of jobs; for a delay there is run_at")
         is_delay = name in ("run_at", "expires_at") and isinstance(value, timedelta)
         query += f", {name} => {DELAY if is_delay else CASTS.get(name, '%s')}"

@@ -3,12 +3,14 @@
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import psycopg
 from psycopg.rows import tuple_row
 
 T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
 
 
 class _AsyncSession(Protocol):
@@ -38,18 +40,37 @@ AsyncConn = (
 )
 
 
+class OnAnyConnection(Protocol[P, R]):
+    """What `on_any_connection` makes of a function."""
+
+    @overload
+    def __call__(
+        self, conn: AsyncConn, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R]: ...
+    @overload
+    def __call__(self, conn: Any, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+def on_any_connection(
+    function: Callable[Concatenate[Any, P], R],
+) -> OnAnyConnection[P, R]:
+    """Say that what it returns has to be awaited if its connection is async."""
+    return cast("OnAnyConnection[P, R]", function)
+
+
 def call(
     conn: Any,
     query: str,
     params: tuple[Any, ...],
-    shape: Callable[[list[tuple[Any, ...]]], Any],
-) -> Any:
+    shape: Callable[[list[tuple[Any, ...]]], T],
+) -> T:
     """Run a query with %s for its parameters, and pass its rows to `shape`.
 
     Returns what `shape` does: from an async connection, to be awaited.
     """
     fetched = _fetch(conn, query, params)
-    return _then(fetched, lambda rows: shape([_values(row) for row in rows]))
+    done: T = _then(fetched, lambda rows: shape([_values(row) for row in rows]))
+    return done
 
 
 def run_without_loop(running: Coroutine[Any, Any, T]) -> T:

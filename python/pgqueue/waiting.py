@@ -2,12 +2,12 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Coroutine, Generator
+from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import psycopg
 from psycopg.pq import PipelineStatus, TransactionStatus
@@ -15,7 +15,7 @@ from psycopg.rows import tuple_row
 from psycopg.waiting import Ready, Wait
 
 from pgqueue import drivers
-from pgqueue.drivers import AsyncConn, either, run_without_loop, settled
+from pgqueue.drivers import either, on_any_connection, run_without_loop, settled
 
 State = Literal[
     "scheduled", "ready", "running", "expired", "blocked",  # as in the view jobs
@@ -81,11 +81,8 @@ def _as_status(rows: list[tuple[Any, ...]]) -> Status:
     return replace(found, **known)
 
 
-@overload
-def status(conn: AsyncConn, job_id: int) -> Coroutine[Any, Any, Status]: ...
-@overload
-def status(conn: Any, job_id: int) -> Status: ...
-def status(conn: Any, job_id: int) -> Any:
+@on_any_connection
+def status(conn: Any, job_id: int) -> Status:
     """Return what is known about a job: pgqueue.status().
 
     `conn` is as for `enqueue`; if it is async, await the status. Raises JobNotFound, or the
@@ -94,25 +91,10 @@ def status(conn: Any, job_id: int) -> Any:
     return drivers.call(conn, STATUS, (job_id,), _as_status)
 
 
-@overload
-def wait(
-    conn: psycopg.AsyncConnection[Any],
-    job_id: int,
-    timeout: float | None = None,
-    *,
-    listen: bool = True,
-) -> Coroutine[Any, Any, Status]: ...
-@overload
-def wait(
-    conn: Any,
-    job_id: int,
-    timeout: float | None = None,
-    *,
-    listen: bool = True,
-) -> Status: ...
+@on_any_connection
 def wait(
     conn: Any, job_id: int, timeout: float | None = None, *, listen: bool = True
-) -> Any:
+) -> Status:
     """Wait until a job has completed, died or been cancelled, and return its status.
 
     `conn` is a connection of psycopg 3, or Django's on it, outside a transaction, which nothing
@@ -125,10 +107,10 @@ def wait(
     job, as after an end with keep_runs 0.
     """
     conn = drivers.of_psycopg(conn)
-    waiting = _wait(_Session(conn), job_id, timeout, listen)
-    if isinstance(conn, psycopg.AsyncConnection):
-        return waiting
-    return run_without_loop(waiting)
+    waiting: Any = _wait(_Session(conn), job_id, timeout, listen)
+    is_async = isinstance(conn, psycopg.AsyncConnection)
+    found: Status = waiting if is_async else run_without_loop(waiting)
+    return found
 
 
 async def _wait(
