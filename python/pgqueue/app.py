@@ -5,15 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, TypeVar, overload
 
-from pgqueue.job import Job
+from pgqueue.job import Job, Seconds, to_timedelta
 from pgqueue.payload import Arguments
 from pgqueue.policy import (
     Exceptions,
     Middleware,
     Policy,
-    Seconds,
     to_seconds,
-    to_timedelta,
     to_timeout,
     within,
 )

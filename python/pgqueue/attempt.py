@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -27,12 +26,13 @@ class Outcome:
     delay: timedelta | None = None
     until: datetime | None = None
     error: BaseException | None = None
+    status: str = "completed"  # of what the server need not be told
 
 
 COMPLETED = Outcome("complete")
 RELEASED = Outcome("release")
-LOST = Outcome("none")
-SUSPENDED = Outcome("none")  # in a transaction that has ended
+LOST = Outcome("none", status="lost")
+SUSPENDED = Outcome("none", status="suspended")  # in a transaction that has ended
 NO_TASK = App().job("")(lambda: None)
 
 
@@ -56,9 +56,7 @@ class Attempt:
     batch_id: int | None = None
     task: Task[Any, Any] = NO_TASK
     timeout: float | None = None  # seconds
-    extender: Callable[["Attempt"], bool] = bool
-    teller: Callable[["Attempt"], object] = bool
-    source: Any = None  # the worker's, see pgqueue.worker.source
+    source: Any = None  # the worker's, see pgqueue.worker.source; None in tests
     progress: tuple[str | None, ...] | None = None  # done, total, message
     expires: float = float("inf")  # monotonic, as all moments here
     is_cancelled: bool = False  # an operator asked it to stop
@@ -72,12 +70,13 @@ class Attempt:
     steps: Any = None  # what its handler remembers, if it takes the job
 
     def extend(self) -> bool:
-        return self.extender(self)
+        return self.source is None or bool(self.source.heartbeat.extend(self))
 
     def tell(self, done: Any, total: Any = None, message: str | None = None) -> None:
         told = str(done), total, None if message is None else str(message)[:1000]
         self.progress = tuple(None if t is None else storable(str(t)) for t in told)
-        self.teller(self)
+        if self.source is not None:
+            self.source.heartbeat.tell(self)
 
     def is_late(self, patience: float = 0.0) -> bool:
         if self.timeout is None:

@@ -11,6 +11,8 @@ from typing import Any, ParamSpec, TypeVar, overload
 from pgqueue.drivers import run_without_loop
 from pgqueue.steps import Steps
 
+Seconds = float | timedelta
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -107,16 +109,16 @@ class Job:
         running = partial(function, *args, **kwargs)
         return self._end(steps.step(steps.name(name), running, function))
 
-    def sleep(self, name: str, interval: float | timedelta) -> Any:
+    def sleep(self, name: str, interval: Seconds) -> Any:
         """Go on after seconds or a timedelta, counted from the first attempt that got here.
 
         Until then, or an operator's run_now, the job is suspended, by pgqueue.suspend(), and
         occupies no worker.
         """
-        steps, seconds = self._steps, _to_timedelta(interval)
+        steps, seconds = self._steps, to_timedelta(interval)
         return self._end(steps.sleep(steps.name(name), seconds))
 
-    def wait_for(self, event: str, timeout: float | timedelta | None = None) -> Any:
+    def wait_for(self, event: str, timeout: Seconds | None = None) -> Any:
         """Return the payload of an event, and suspend the job until pgqueue.emit() says it.
 
         Raises TimeoutError if it has not happened after seconds, or a timedelta, counted
@@ -124,20 +126,18 @@ class Job:
         timeout. Which it was, the next attempts are told, too.
         """
         steps = self._steps
-        seconds = None if timeout is None else _to_timedelta(timeout)
+        seconds = None if timeout is None else to_timedelta(timeout)
         name = steps.name(f"wait for {event}")
         return self._end(steps.wait_for(event, name, seconds))
 
-    def wait_for_jobs(
-        self, ids: Sequence[int], timeout: float | timedelta | None = None
-    ) -> Any:
+    def wait_for_jobs(self, ids: Sequence[int], timeout: Seconds | None = None) -> Any:
         """Return the results of other jobs, a list; the job is suspended until all have ended.
 
         Raises NotCompleted if one of them died, or was cancelled; TimeoutError if not all
         have ended after seconds, or a timedelta, as wait_for does.
         """
         steps = self._steps
-        seconds = None if timeout is None else _to_timedelta(timeout)
+        seconds = None if timeout is None else to_timedelta(timeout)
         name = steps.name("wait for jobs")
         return self._end(steps.wait_for_jobs(name, ids, seconds))
 
@@ -161,5 +161,9 @@ class Job:
         return run_without_loop(running)
 
 
-def _to_timedelta(value: float | timedelta) -> timedelta:
-    return value if isinstance(value, timedelta) else timedelta(seconds=value)
+def to_timedelta(value: Seconds) -> timedelta:
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, int | float):
+        return timedelta(seconds=value)
+    raise TypeError(f"neither seconds nor a timedelta: {value!r}")

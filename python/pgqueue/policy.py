@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from pgqueue.job import Job
+from pgqueue.job import Job, Seconds, to_timedelta
 
-Seconds = float | timedelta
 Exceptions = tuple[type[BaseException], ...]  # a single class works, too
 Middleware = Callable[[Job], AbstractContextManager[Any]]
 # The header of a job that was given more attempts than its handler has.
@@ -55,14 +54,6 @@ def to_timeout(value: Seconds | None) -> float | None:
     if seconds is not None and not seconds > 0:
         raise ValueError(f"a timeout must be positive, not {value!r}")
     return seconds
-
-
-def to_timedelta(value: Seconds) -> timedelta:
-    if isinstance(value, timedelta):
-        return value
-    if isinstance(value, int | float):
-        return timedelta(seconds=value)
-    raise TypeError(f"neither seconds nor a timedelta: {value!r}")
 
 
 def within(outer: Middleware | None, inner: Middleware | None) -> Middleware | None:

@@ -15,7 +15,7 @@ from psycopg.pq import TransactionStatus
 
 from pgqueue import database
 from pgqueue.app import App
-from pgqueue.attempt import LOST, SUSPENDED, Attempt, Outcome
+from pgqueue.attempt import Attempt, Outcome
 from pgqueue.job import Job
 from pgqueue.policy import Reject, Retry
 from pgqueue.running import run, run_async
@@ -42,9 +42,7 @@ def run_inline(
         attempt.outcome = outcome = _attempt(conn, app, attempt)
     if raises and outcome.error and not isinstance(outcome.error, Retry | Reject):
         raise outcome.error
-    status = "lost" if outcome is LOST else "completed"
-    if outcome is SUSPENDED:
-        status = "suspended"
+    status = outcome.status
     if outcome.name != "none":
         status = finish(conn, [attempt]).get(attempt.id, status)
     job = attempt.as_job(json.loads(attempt.payload))

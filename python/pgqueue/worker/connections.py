@@ -12,7 +12,7 @@ from pgqueue import database
 from pgqueue.attempt import Attempt, Unready
 from pgqueue.drivers import either, settled
 from pgqueue.worker.deadline import NEVER, NoAnswer, Server, Watched, WatchedAsync
-from pgqueue.worker.seldom import log, one_line
+from pgqueue.worker.seldom import SELDOM, log, one_line
 
 KEEP = 60.0  # seconds for which an idle session is kept
 # What an object holds once its session has been given to another.
@@ -92,11 +92,8 @@ class Connections:
             self._is_pooled = backend != conn.info.backend_pid
         except psycopg.Error as error:
             reason = one_line(error)
-            log.warning(
-                "no connection for a handler, put off: %s",
-                reason,
-                extra={"seldom": reason},
-            )
+            again = {"seldom": reason}
+            log.warning("no connection for a handler, put off: %s", reason, extra=again)
             raise Unready(reason) from error
         return conn
 
@@ -111,11 +108,9 @@ class Connections:
             raise
 
     def _give_up(self, attempt: Attempt, error: NoAnswer) -> None:
+        given = attempt, error.seconds
         log.warning(
-            "%s: no answer in %g s: its connection is given up",
-            attempt,
-            error.seconds,
-            extra={"seldom": None},
+            "%s: no answer in %g s: its connection is given up", *given, extra=SELDOM
         )
         self.close_idle(after=0)  # which will not be better
 

@@ -109,8 +109,8 @@ class Finisher(Service):
             statuses = {
                 i: "reported" if s == "lost" else s for i, s in statuses.items()
             }
-        statuses |= {a.id: "lost" for a in batch if a.outcome is LOST}
-        statuses |= {a.id: "suspended" for a in batch if a.outcome is SUSPENDED}
+        known = (a for a in batch if a.outcome in (LOST, SUSPENDED))
+        statuses |= {a.id: a.outcome.status for a in known}
         ended = Counter(statuses.get(a.id, "completed") for a in batch)
         self.statuses.update(ended)
         self._on_commit(batch, set(statuses.values()))

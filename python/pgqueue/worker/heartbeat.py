@@ -18,7 +18,7 @@ from pgqueue.attempt import Attempt
 from pgqueue.client import LeaseLost
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import NEVER, Server
-from pgqueue.worker.seldom import log, one_line
+from pgqueue.worker.seldom import SELDOM, log, one_line
 from pgqueue.worker.service import KEEP, Service
 
 LOST = float("-inf")  # as the end of a lease
@@ -51,8 +51,6 @@ class Heartbeat(Service):
         """Hold what was claimed at a moment of the monotonic clock."""
         for attempt in attempts:
             attempt.expires = since + attempt.lease
-            attempt.extender = self.extend
-            attempt.teller = self.tell
             self.held.add(attempt)
             if self.conn is None:
                 self.wake()
@@ -125,7 +123,7 @@ class Heartbeat(Service):
                 "heartbeat %.1f s late: the process was stopped, or a handler does"
                 " not release the interpreter",
                 late,
-                extra={"seldom": None},
+                extra=SELDOM,
             )
 
     def _extend_all(self, conn: database.Connection, looks: bool) -> None:

@@ -19,6 +19,7 @@ log = logging.getLogger("pgqueue")
 
 AGAIN = 60.0  # seconds until the same is said again
 MOST = 1000  # things to remember
+SELDOM = {"seldom": None}  # as `extra`: all lines with this text say the same
 
 
 class Seldom:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pgqueue.worker.health import notify_systemd
-from pgqueue.worker.seldom import log
+from pgqueue.worker.seldom import SELDOM, log
 
 FATAL = (2, 3)  # exit codes: wrong usage, no schema
 READY, DONE, CANNOT = b"r", b"d", b"f"  # it works; it has done its work; it cannot
@@ -75,7 +75,7 @@ class Supervisor:
                 try:
                     self._start()
                 except OSError as error:
-                    log.warning("no new process: %s", error, extra={"seldom": None})
+                    log.warning("no new process: %s", error, extra=SELDOM)
                     self._start_at.append(time.monotonic() + 1)
         return self._code or (128 + self._stops[-1] if len(self._stops) > 1 else 0)
 

@@ -27,6 +27,7 @@ from typing import Any
 from pgqueue import database
 from pgqueue.attempt import Attempt, Outcome
 from pgqueue.terminal import version
+from pgqueue.worker import watch
 from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.prefetch import Prefetch
@@ -34,7 +35,6 @@ from pgqueue.worker.seldom import log, one_line, unless_from_server
 from pgqueue.worker.sources import Sources
 from pgqueue.worker.terms import Terms
 from pgqueue.worker.turns import Turns
-from pgqueue.worker.watch import Watch
 
 # Seconds
 REPORTING = 0.8  # for the last reports, after the shutdown timeout
@@ -72,7 +72,6 @@ class Worker(Terms):
         dsns = database.conninfos(self.dsn, name=session)
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         self.executor = Executor(self.concurrency, self._ended, self.app.middleware)
-        self.watch = Watch(self.executor)
         self._turns = Turns(self, self.prefetch, self.executor)
         self.sources = Sources(dsns, self._turns, self._committed)
 
@@ -180,7 +179,7 @@ class Worker(Terms):
         sources = self.sources
         for service in sources.services:
             service.check()
-        self.watch.check()
+        watch.check(self.executor)
         sources.tidy()
         refusals = sources.refusals()
         if len(refusals) == len(sources) and not self.burst:
