@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Concatenate, Literal, TypeVar, overload
 
 from pgqueue.job import Job, Seconds, to_timedelta
@@ -157,7 +158,10 @@ class App:
                 "catch_up": catch_up,
                 "jitter": None if jitter is None else to_timedelta(jitter),
             }
-        return Register(self, kind, policy, options, schedule)
+        make = partial(
+            Task[Any, Any], kind, policy=policy, options=options, schedule=schedule
+        )
+        return Register(self, make)
 
 
 @dataclass
@@ -165,10 +169,7 @@ class Register:
     """The decorator that App.job returns."""
 
     app: App
-    kind: str
-    policy: Policy
-    options: TaskOptions
-    schedule: dict[str, Any] | None
+    make: Callable[..., Task[Any, Any]]
 
     @overload
     def __call__(self, function: Callable[Concatenate[Job, P], R]) -> Task[P, R]: ...
@@ -177,16 +178,10 @@ class Register:
     def __call__(self, function: Callable[..., Any]) -> Task[Any, Any]:
         if isinstance(function, Task):  # the handler of another kind, too
             function = function.function
-        task = Task[Any, Any](
-            self.kind,
-            function,
-            Arguments(function),
-            self.policy,
-            self.options,
-            inspect.iscoroutinefunction(function),
-            self.schedule,
-        )
-        if self.schedule is not None:
+        is_async = inspect.iscoroutinefunction(function)
+        arguments = Arguments(function)
+        task = self.make(function=function, arguments=arguments, is_async=is_async)
+        if task.schedule is not None:
             task.arguments.payload((), {})
         self.app.add(task)
         return task

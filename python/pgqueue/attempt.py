@@ -3,6 +3,8 @@
 import asyncio
 import json
 import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -33,6 +35,7 @@ COMPLETED = Outcome("complete")
 RELEASED = Outcome("release")
 LOST = Outcome("none", status="lost")
 SUSPENDED = Outcome("none", status="suspended")  # in a transaction that has ended
+Connect = Callable[["Attempt"], AbstractAsyncContextManager[Any]]
 NO_TASK = App().job("")(lambda: None)
 
 
@@ -55,6 +58,7 @@ class Attempt:
     lease: float  # seconds
     batch_id: int | None = None
     task: Task[Any, Any] = NO_TASK
+    connect: Connect = nullcontext  # begins the transaction of its handler
     timeout: float | None = None  # seconds
     source: Any = None  # the worker's, see pgqueue.worker.source; None in tests
     progress: tuple[str | None, ...] | None = None  # done, total, message

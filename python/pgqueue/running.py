@@ -5,8 +5,8 @@ The worker and pgqueue.testing share it. It never raises: at most the job fails.
 
 import contextvars
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,25 +28,22 @@ from pgqueue.steps import Steps
 
 COMPLETE = "select pgqueue.complete(%s, %s, %s::pg_catalog.jsonb)"
 NO_MIDDLEWARE: Any = nullcontext()
-Connect = Callable[[], AbstractAsyncContextManager[Any]]
 
 
-def run(attempt: Attempt, connect: Connect, middleware: Middleware | None) -> Outcome:
+def run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Run a `def` handler in this thread, in a context of its own, and judge it."""
-    running = run_async(attempt, connect, middleware)
+    running = run_async(attempt, middleware)
     return contextvars.Context().run(run_without_loop, running)
 
 
-async def run_async(
-    attempt: Attempt, connect: Connect, middleware: Middleware | None
-) -> Outcome:
+async def run_async(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Run a handler in this task, which runs nothing else, and judge it."""
     try:
         span = None if tracing.tracer is None else tracing.start_span(attempt)
         if span is None:
-            return await _run(attempt, connect, middleware)
+            return await _run(attempt, middleware)
         with tracing.current(span):
-            outcome = await _run(attempt, connect, middleware)
+            outcome = await _run(attempt, middleware)
             is_given_up = attempt.outcome is not RELEASED  # and what it returns dropped
             tracing.conclude(span, *_told(attempt.outcome if is_given_up else outcome))
         return outcome
@@ -65,22 +62,20 @@ def _told(outcome: Outcome) -> tuple[str, str | None]:
     return "complete" if outcome.name == "none" else outcome.name, None
 
 
-async def _run(
-    attempt: Attempt, connect: Connect, middleware: Middleware | None
-) -> Outcome:
+async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Run a handler, in a transaction if it wants one, and judge it."""
     generation = _forks
     try:
         if not attempt.task.policy.transaction:
-            outcome = await _call(attempt, connect, middleware)
+            outcome = await _call(attempt, middleware)
             if outcome.name != "suspend" or attempt.steps.last is None:
                 return outcome
-            async with connect() as conn:
+            async with attempt.connect(attempt) as conn:
                 attempt.in_handler = False
                 await attempt.steps.end(conn)
             return SUSPENDED
-        async with connect() as attempt.connection:
-            outcome = await _call(attempt, connect, middleware)
+        async with attempt.connect(attempt) as attempt.connection:
+            outcome = await _call(attempt, middleware)
             attempt.in_handler = False
             if outcome.name == "suspend":
                 await attempt.steps.end(attempt.connection)
@@ -97,10 +92,12 @@ async def _run(
 
 
 @asynccontextmanager
-async def _session(attempt: Attempt, connect: Connect) -> AsyncIterator[Any]:
+async def _session(attempt: Attempt) -> AsyncIterator[Any]:
     """Lend the connection of the handler, if it has one, to a statement of ours."""
     own = attempt.connection
-    async with nullcontext(own) if own is not None else connect() as conn:
+    async with (
+        nullcontext(own) if own is not None else attempt.connect(attempt) as conn
+    ):
         attempt.in_handler = False
         try:
             yield conn
@@ -108,16 +105,14 @@ async def _session(attempt: Attempt, connect: Connect) -> AsyncIterator[Any]:
             attempt.in_handler = own is not None
 
 
-async def _call(
-    attempt: Attempt, connect: Connect, middleware: Middleware | None
-) -> Outcome:
+async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Call the handler with its arguments, and the middleware around it."""
     if inner := attempt.task.policy.middleware:
         middleware = within(middleware, inner)
     payload, _ = decode(attempt.payload)
     arguments, around = attempt.task.arguments.read(payload), NO_MIDDLEWARE
     if attempt.task.arguments.takes_job or middleware:
-        session = partial(_session, attempt, connect)
+        session = partial(_session, attempt)
         attempt.steps = Steps(attempt.id, attempt.token, session)
         job = attempt.as_job(payload)
         if attempt.task.arguments.takes_job:

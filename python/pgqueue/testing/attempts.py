@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from psycopg.pq import TransactionStatus
@@ -70,10 +69,10 @@ def _undo_if_broken(owner: Any, conn: database.Connection) -> Iterator[None]:
 
 
 def _attempt(conn: database.Connection, app: App, attempt: Attempt) -> Outcome:
-    connect = partial(savepoint, conn, attempt.task.is_async)
+    attempt.connect = lambda attempt: savepoint(conn, attempt.task.is_async)
     if attempt.task.is_async:
-        return _await(lambda: run_async(attempt, connect, app.middleware))
-    return _call(lambda: run(attempt, connect, app.middleware))
+        return _await(lambda: run_async(attempt, app.middleware))
+    return _call(lambda: run(attempt, app.middleware))
 
 
 def _call(function: Callable[[], Outcome]) -> Outcome:

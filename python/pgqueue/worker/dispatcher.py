@@ -158,8 +158,7 @@ class Dispatcher(Service):
         attempts, not_ahead = self._prefetch.sort(attempts, unfinished)
         if not_ahead:
             self._give_back_at_once(conn, not_ahead)
-        if payloads := [len(a.payload) for a in attempts if a.payload]:
-            self._prefetch.weigh(len(payloads), sum(payloads))
+        self._prefetch.weigh([len(a.payload) for a in attempts if a.payload])
         if attempts and not self._finisher.is_connected:
             self._finisher.wake()  # it will be needed
         for attempt in attempts:
@@ -169,6 +168,7 @@ class Dispatcher(Service):
                 self._give_back(attempt)
             elif task := self._terms.app.find(attempt.kind):
                 attempt.task = task
+                attempt.connect = self.source.connections.connection
                 timeout = task.policy.timeout or self._terms.timeout
                 attempt.timeout = None if timeout == math.inf else timeout
             else:  # leave it to other workers, but not at once

@@ -192,8 +192,7 @@ class Executor:
             attempt = self._for_threads.get()
             while attempt is not None:
                 if self._begin(attempt):
-                    connect = partial(attempt.source.connections.connection, attempt)
-                    self.end(attempt, run(attempt, connect, middleware))
+                    self.end(attempt, run(attempt, middleware))
                 attempt = self._next(is_async=False) or self._for_threads.get()
         except BaseException as error:
             self._error = error
@@ -207,10 +206,9 @@ class Executor:
     async def _attempt(self, attempt: Attempt) -> None:
         if attempt not in self.running:
             return  # it was released while the loop was blocked
-        connect = partial(attempt.source.connections.connection, attempt)
         try:
             if self._begin(attempt):
-                self.end(attempt, await run_async(attempt, connect, self._middleware))
+                self.end(attempt, await run_async(attempt, self._middleware))
         finally:
             self._follow()
 

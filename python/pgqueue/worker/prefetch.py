@@ -50,9 +50,10 @@ class Prefetch:
             with self._lock:
                 self.left -= jobs
 
-    def weigh(self, jobs: int, size: int) -> None:
+    def weigh(self, sizes: list[int]) -> None:
         """Note how many bytes the payloads of some jobs have."""
-        self._size = size / jobs
+        if sizes:
+            self._size = sum(sizes) / len(sizes)
 
     def sort(
         self, attempts: list[Attempt], unfinished: int
