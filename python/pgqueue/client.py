@@ -184,6 +184,8 @@ def _statement(
             raise TypeError(f"{name} must be a datetime or a timedelta, not {value!r}")
         if name == "after" and isinstance(value, int | str):
             raise TypeError("after takes the ids of jobs; for a delay there is run_at")
+        if name.endswith("_keys") and isinstance(value, str):
+            raise TypeError(f"{name} takes a key for each payload, not {value!r}")
         is_delay = name in ("run_at", "expires_at") and isinstance(value, timedelta)
         query += f", {name} => {DELAY if is_delay else CASTS.get(name, '%s')}"
         if name == "headers":

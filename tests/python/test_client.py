@@ -378,6 +378,10 @@ def test_enqueue_many_stores_any_key_unchanged(db) -> None:
         pgqueue.enqueue_many(db, "emails", [None], unique_keys=[5])
     with pytest.raises(psycopg.DataError):
         pgqueue.enqueue_many(db, "emails", [None], unique_keys=["\0"])
+    with pytest.raises(TypeError, match="unique_keys takes a key for each payload"):
+        pgqueue.enqueue_many(db, "emails", [None] * 2, unique_keys="ab")
+    with pytest.raises(TypeError, match="after takes the ids of jobs"):
+        pgqueue.enqueue(db, "emails", after="12")  # not the jobs 1 and 2
 
 
 CIRCLE: list = []
