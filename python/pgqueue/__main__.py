@@ -19,7 +19,6 @@ import psycopg
 from pgqueue import database
 from pgqueue.commands import COMMANDS, run, say_notice
 from pgqueue.install import differs
-from pgqueue.move import move_groups
 from pgqueue.terminal import explain, refuse_other_than_utf8, say, whole_number
 
 # The others need an operator.
@@ -80,6 +79,8 @@ def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
     try:
         dsns = args.dsn or database.several(os.environ.get("PGQUEUE_DSN") or dsn or "")
         if args.command == "move-groups":
+            from pgqueue.move import move_groups
+
             return move_groups(dsns, args.wait, args.resume)
         if len(dsns) > 1 and args.command not in OF_EACH:
             said = f"{len(dsns)} databases are named: pass one with --dsn"
