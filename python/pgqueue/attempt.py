@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -95,7 +95,8 @@ class Attempt:
         headers = None if self.headers is None else decode(self.headers)[0]
         deadline = None
         if self.timeout is not None:
-            deadline = datetime.now(UTC) + timedelta(seconds=self.timeout)
+            with suppress(OverflowError):  # after the year 9999
+                deadline = datetime.now(UTC) + timedelta(seconds=self.timeout)
         row = (self.id, self.queue, self.kind, self.number, self.max_attempts)
         return Job(*row, payload, headers, deadline, self.batch_id, self)
 

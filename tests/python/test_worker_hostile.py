@@ -131,9 +131,11 @@ def test_a_handler_that_returns_what_has_still_to_run_fails(db, dsn, kind) -> No
     async def work() -> None:
         ran.append(1)
 
+    made = work()
+
     @app.job("coroutine")
     def coroutine() -> Any:
-        return work()
+        return made
 
     @app.job("generator")
     def generator() -> Any:
@@ -150,6 +152,7 @@ def test_a_handler_that_returns_what_has_still_to_run_fails(db, dsn, kind) -> No
     db.execute("select pgqueue.configure(null, retry_base => '1 hour')")
     pgqueue.enqueue(db, "q", kind=kind)
     Worker(app, {"q": 1}, dsn=dsn, burst=True).run()
+    made.close()
     assert ran == []
     assert list(db.execute(STATES)) == [(kind, "scheduled")]
     assert "has not run" in one(db, "select last_error from pgqueue.jobs")
@@ -184,6 +187,19 @@ def test_a_call_may_have_no_deadline(db, dsn) -> None:
     pgqueue.enqueue(db, "q", kind="any")
     Worker(app, {"q": 1}, dsn=dsn, burst=True, call_timeout=math.inf).run()
     assert outcomes(db) == {"completed": 1}
+
+
+@pytest.mark.parametrize("seconds", [1e12, 1e20])
+def test_a_timeout_beyond_the_last_year_is_a_timeout(db, dsn, seconds) -> None:
+    app = pgqueue.App()
+
+    @app.job("any")
+    def any_(job: pgqueue.Job) -> bool:
+        return job.deadline is None
+
+    pgqueue.enqueue(db, "q", kind="any")
+    Worker(app, {"q": 1}, dsn=dsn, burst=True, timeout=seconds).run()
+    assert column(db, "select result from pgqueue.run") == [True]
 
 
 def test_schedules_are_declared_while_handlers_are_found() -> None:
