@@ -27,7 +27,7 @@ from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging
 from pgqueue.worker.options import load, merge, parse
-from pgqueue.worker.seldom import log, one_line, unless_from_server
+from pgqueue.worker.seldom import failed, log, one_line
 from pgqueue.worker.supervisor import CANNOT, DONE, READY, SIGNALS, Link, Supervisor
 
 FUNCTIONS = (
@@ -115,8 +115,7 @@ def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
         supervisor.say(CANNOT)
         code = 3
     except Exception as error:
-        trace = unless_from_server(error)
-        log.error("%s has failed: %s", worker.id, one_line(error), exc_info=trace)
+        failed(worker.id, error)
         code = 1
     if not supervisor:
         notify_systemd("STOPPING=1")

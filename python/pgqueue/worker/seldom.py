@@ -112,6 +112,7 @@ def one_line(error: BaseException) -> str:
     return printable(" ".join(explain(error, "worker").split()))
 
 
-def unless_from_server(error: BaseException) -> BaseException | None:
-    """Return errors worth a traceback: for what the server refuses it says nothing."""
-    return None if isinstance(error, psycopg.Error) else error
+def failed(worker: str, error: BaseException) -> None:
+    """Log what ended a worker: of what the server refuses, a traceback says nothing."""
+    trace = None if isinstance(error, psycopg.Error) else error
+    log.error("%s has failed: %s", worker, one_line(error), exc_info=trace)

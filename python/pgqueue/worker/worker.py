@@ -31,7 +31,7 @@ from pgqueue.worker import watch
 from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.prefetch import Prefetch
-from pgqueue.worker.seldom import log, one_line, unless_from_server
+from pgqueue.worker.seldom import failed, log
 from pgqueue.worker.sources import Sources
 from pgqueue.worker.terms import Terms
 from pgqueue.worker.turns import Turns
@@ -142,8 +142,7 @@ class Worker(Terms):
         try:
             self.run()
         except BaseException as error:
-            trace = unless_from_server(error)  # `running` raises it late
-            log.error("%s has failed: %s", self.id, one_line(error), exc_info=trace)
+            failed(self.id, error)  # `running` raises it late
             raise
 
     def _call(self, hooks: list[Callable[[], Any]], until: float = 0.0) -> bool:
