@@ -13,7 +13,6 @@ from conftest import column, one
 from pgqueue import Worker
 from pgqueue.worker.deadline import Server
 from pgqueue.worker.maintenance import Maintenance
-from pgqueue.worker.seldom import Outages
 from worker_harness import is_empty, outcomes, wait_until
 
 STATES = "select kind, state from pgqueue.jobs order by kind"
@@ -221,6 +220,5 @@ def test_schedules_are_declared_while_handlers_are_found() -> None:
             return []
 
     conn: Any = Conn()
-    server = Server("", lambda: 1.0, Outages())
-    Maintenance(server, app, declares=True).work(conn)
+    Maintenance(Server(""), app, declares=True).work(conn)
     assert conn.declared == 2

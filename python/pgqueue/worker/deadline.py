@@ -8,17 +8,18 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, timeout_from_conninfo
 from psycopg.rows import TupleRow
 
+from pgqueue import database
 from pgqueue.install import VERSION, advice
 from pgqueue.worker.seldom import Outages, log
 
 NEVER = float("inf")
+SHORTEST = 3.0  # seconds that a call may take, however short the lease
 
 
 class NoAnswer(psycopg.OperationalError):
@@ -71,15 +72,21 @@ def in_time(conn: Watched | WatchedAsync, call: Any) -> Generator[Any, Any, Any]
         return end.value
 
 
-@dataclass
 class Server:
-    """Where it is, how many seconds a call to it is of use, and who says that it fails."""
+    """A database: where it is, and how many seconds a call to it is of use."""
 
-    dsn: str
-    useful: Callable[[], float]
-    outages: Outages
-    is_alone: bool = True  # the worker has no other
-    said: dict[str, object] = field(default_factory=dict)  # of the SQL's version
+    lease = 30.0  # the shortest yet
+
+    def __init__(
+        self, dsn: str, is_alone: bool = True, call_timeout: float | None = None
+    ) -> None:
+        self.dsn = dsn
+        self.is_alone = is_alone  # the worker has no other
+        self.name = database.name(dsn)
+        self.where = "" if is_alone else f" in {self.name}"  # for the log
+        self.outages = Outages("" if is_alone else f" {self.name}")
+        self._call_timeout = call_timeout
+        self._said: dict[str, object] = {}  # of the SQL's version
 
     def connect(self, times: float = 1.0, make: Any = Watched, **options: Any) -> Any:
         """Connect, in the time of a call, but two seconds at least, as libpq has it."""
@@ -89,7 +96,8 @@ class Server:
 
     def patience(self, times: float = 1.0) -> float:
         """Return how many seconds a call may take: a second at least."""
-        return max(1.0, self.useful() * times)
+        useful = self._call_timeout or max(self.lease, SHORTEST)
+        return max(1.0, useful * times)
 
     def greet(self, conn: Watched) -> None:
         """Say once what to do if the SQL is older than this package; raise TooOld."""
@@ -97,5 +105,5 @@ class Server:
             for (installed,) in conn.execute(VERSION):
                 what, first = advice(installed), object()
                 # Threads connect at the same time.
-                if what and self.said.setdefault(what, first) is first:
+                if what and self._said.setdefault(what, first) is first:
                     log.warning("update pgqueue: %s", what)

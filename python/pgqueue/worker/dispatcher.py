@@ -31,7 +31,7 @@ class Dispatcher(Service):
     name = "dispatcher"
 
     def __init__(self, source: Source, turns: Turns) -> None:
-        super().__init__(source.server)
+        super().__init__(source)
         self.is_paused = False  # to drain: it claims no more
         self.source = source
         self.asked, self.served_at = 0, 0.0

@@ -23,6 +23,7 @@ from pgqueue.worker.service import KEEP, Service
 
 MAX_BATCH = 2000  # attempts in one call
 COUNT = 10.0  # seconds between two counts of jobs too quick for a line each
+OnCommit = Callable[[list[Attempt], set[str]], None]
 LEVELS = {"dead": logging.ERROR, "lost": logging.WARNING, "retry": logging.WARNING}
 
 
@@ -31,12 +32,7 @@ class Finisher(Service):
 
     name = "finisher"
 
-    def __init__(
-        self,
-        server: Server,
-        prefetch: Prefetch,
-        on_commit: Callable[[list[Attempt], set[str]], None],
-    ) -> None:
+    def __init__(self, server: Server, prefetch: Prefetch, on_commit: OnCommit) -> None:
         super().__init__(server)
         self.statuses: Counter[str] = Counter()
         self._prefetch = prefetch

@@ -38,7 +38,6 @@ class Heartbeat(Service):
         super().__init__(server)
         self.held: set[Attempt] = set()
         self._on_cancel = on_cancel
-        self.lease = 30.0  # the shortest yet
         self._lock = threading.Lock()
         self._woken = threading.Event()
         self._is_alarmed = False  # some job was cancelled
@@ -54,8 +53,8 @@ class Heartbeat(Service):
             self.held.add(attempt)
             if self.conn is None:
                 self.wake()
-            if attempt.lease < self.lease:
-                self.lease = attempt.lease
+            if attempt.lease < self._server.lease:
+                self._server.lease = attempt.lease
                 self.wake()
 
     def extend(self, attempt: Attempt) -> bool:
@@ -97,13 +96,15 @@ class Heartbeat(Service):
                 used_at = now
             elif now > used_at + KEEP:
                 return
-            extend_at = min(extend_at, now + self.lease / 3)  # it may be shorter now
+            extend_at = min(
+                extend_at, now + self._server.lease / 3
+            )  # it may be shorter now
             looks = self._is_alarmed and now >= look_at
             if looks or now >= extend_at:
                 self._warn_if_late(now - extend_at)
                 self._is_alarmed = False
                 self._extend_all(conn, looks)
-                extend_at = time.monotonic() + self.lease / 3
+                extend_at = time.monotonic() + self._server.lease / 3
                 # With many cancellations, each may find many jobs here: a fifth of the time.
                 look_at = time.monotonic() + 4 * (time.monotonic() - now)
             if self._told and now >= tell_at:
@@ -118,7 +119,7 @@ class Heartbeat(Service):
                 self._woken.clear()
 
     def _warn_if_late(self, late: float) -> None:
-        if late > self.lease / 3:
+        if late > self._server.lease / 3:
             log.warning(
                 "heartbeat %.1f s late: the process was stopped, or a handler does"
                 " not release the interpreter",

@@ -1,13 +1,13 @@
 """The databases of a worker: most have one."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import psycopg
 
-from pgqueue.attempt import Attempt
 from pgqueue.worker.connections import KEEP
 from pgqueue.worker.dispatcher import Dispatcher
+from pgqueue.worker.finisher import OnCommit
 from pgqueue.worker.maintenance import Maintenance
 from pgqueue.worker.service import Service
 from pgqueue.worker.source import Source
@@ -17,19 +17,14 @@ from pgqueue.worker.turns import Turns
 class Sources:
     """Has a dispatcher and the other services for each, and tells them what concerns all."""
 
-    def __init__(
-        self,
-        dsns: Sequence[str],
-        turns: Turns,
-        on_commit: Callable[[list[Attempt], set[str]], None],
-    ) -> None:
+    def __init__(self, dsns: Sequence[str], turns: Turns, on_commit: OnCommit) -> None:
         self._all = [Source(dsn, turns, on_commit, len(dsns) == 1) for dsn in dsns]
         self.dispatchers = [Dispatcher(source, turns) for source in self._all]
         self.services: list[Service] = []
         for source, dispatcher in zip(self._all, self.dispatchers, strict=True):
             # Schedules are declared in the first: in each, all would run as often.
             is_first = source is self._all[0]
-            maintenance = Maintenance(source.server, turns.terms.app, is_first)
+            maintenance = Maintenance(source, turns.terms.app, is_first)
             parts = source.finisher, source.heartbeat, maintenance, dispatcher
             self.services += parts
 
