@@ -108,9 +108,9 @@ class Connections:
             raise
 
     def _give_up(self, attempt: Attempt, error: NoAnswer) -> None:
-        given = attempt, error.seconds
+        said = attempt, error.seconds
         log.warning(
-            "%s: no answer in %g s: its connection is given up", *given, extra=SELDOM
+            "%s: no answer in %g s: its connection is given up", *said, extra=SELDOM
         )
         self.close_idle(after=0)  # which will not be better
 

@@ -184,12 +184,8 @@ class Worker(Terms):
         if len(refusals) == len(sources) and not self.burst:
             raise refusals[0]
         if self._stops and sources.pause():
-            log.info(
-                "%s is stopping, %s; unfinished jobs: %s",
-                self.id,
-                self._why,
-                sources.held,
-            )
+            said = self.id, self._why, sources.held
+            log.info("%s is stopping, %s; unfinished jobs: %s", *said)
         if self._stops or self.prefetch.is_too_much(len(self.executor.waiting)):
             self.executor.release_waiting()
         if not any(service.is_late() for service in sources.services):
