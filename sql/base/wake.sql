@@ -21,8 +21,27 @@
 -- counts as "somebody is there", which costs a needless NOTIFY or another look. And a mere look
 -- takes and releases the lock in one expression: no interrupt falls in between.
 
--- Notifies the workers parked on a queue, if any, when this transaction commits. SET pgqueue.notify =
--- off, or configure(notify => false), switches it off, as PREPARE TRANSACTION needs.
+-- Sends a notification about a queue, or (null) about all of them, when this transaction commits, unless SET
+-- pgqueue.notify = off, as PREPARE TRANSACTION needs, or configure(notify => false) has switched that off.
+create or replace function pgqueue._notify(queue text, news text)
+    returns void
+    language plpgsql
+as $$
+begin
+    if current_setting('pgqueue.notify', true) is distinct from 'off'
+        and (
+            (pgqueue._in_force(coalesce(queue, ''))).notify
+            or queue is null and exists (select from pgqueue.queue_in_force as f where f.notify)
+        )
+        -- A full notification queue makes COMMIT fail, and a hint is not worth that.
+        and pg_notification_queue_usage() < 0.5
+    then
+        perform pg_notify('pgqueue', news);
+    end if;
+end;
+$$;
+
+-- Notifies the workers parked on a queue (null: on any), if there are some, when this transaction commits.
 create or replace function pgqueue._wake(queue text)
     returns void
     language plpgsql
@@ -37,30 +56,8 @@ begin
         pg_try_advisory_xact_lock_shared(7366513, fold)
         and pg_try_advisory_lock(7366514, fold)
         and pg_advisory_unlock(7366514, fold)
-    ) is not true
-        and (pgqueue._in_force(queue)).notify
-        -- A full notification queue makes COMMIT fail, and a hint is not worth that.
-        and pg_notification_queue_usage() < 0.5
-    then
-        perform pg_notify('pgqueue', '');
-    end if;
-end;
-$$;
-
--- Sends a notification about a queue when this transaction commits, if it may: see _wake.
-create or replace function pgqueue._notify(queue text, news text)
-    returns void
-    language plpgsql
-as $$
-begin
-    if current_setting('pgqueue.notify', true) = 'off'
-        or not (pgqueue._in_force(queue)).notify
-    then
-        return;
-    end if;
-    -- A full notification queue makes COMMIT fail, and a hint is not worth that.
-    if pg_notification_queue_usage() < 0.5 then
-        perform pg_notify('pgqueue', news);
+    ) is not true then
+        perform pgqueue._notify(queue, '');
     end if;
 end;
 $$;

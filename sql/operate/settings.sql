@@ -157,7 +157,6 @@ declare
     ));
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_scope(configure.queue, configure.kind, configure.group_key, true),
-        pgqueue._check_ranges(lease => configure.lease),
         pgqueue._check_settings(given, configure.queue, configure.kind, configure.group_key),
         pgqueue._check_handler(configure.handler)
     ));
@@ -174,11 +173,7 @@ begin
         if configure.group_key is null then
             perform pgqueue._apply_caps(configure.queue, configure.kind);
         end if;
-        if configure.queue is not null then
-            perform pgqueue._wake(configure.queue);
-        elsif current_setting('pgqueue.notify', true) is distinct from 'off' then
-            perform pg_notify('pgqueue', '');
-        end if;
+        perform pgqueue._wake(configure.queue);
     end if;
 end;
 $$;
@@ -283,11 +278,7 @@ declare
 begin
     perform pgqueue._set_paused(queue, kind, group_key, false);
     perform pgqueue._unblock_groups(queue, group_key);
-    if queue is not null then
-        perform pgqueue._wake(queue);
-    elsif current_setting('pgqueue.notify', true) is distinct from 'off' then
-        perform pg_notify('pgqueue', '');
-    end if;
+    perform pgqueue._wake(queue);
 end;
 $$;
 

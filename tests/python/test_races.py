@@ -877,6 +877,22 @@ def test_two_phase_commit_works_in_a_queue_with_notify_false(db, listener, verb)
     assert heard(listener) == 0
 
 
+@pytest.mark.parametrize("verb", ["resume()", "configure(null, max_running => 9)"])
+def test_two_phase_commit_works_with_notify_false_for_all(db, listener, verb):
+    if one(db, "show max_prepared_transactions") == "0":
+        pytest.skip("the server allows no prepared transactions")
+    db.execute("select pgqueue.configure(null, notify => false)")
+    listener.execute("select pgqueue.rest(array['q'])")
+    db.execute("begin")
+    db.execute(f"select pgqueue.{verb}")
+    db.execute("prepare transaction 'p'")
+    db.execute("commit prepared 'p'")
+    assert heard(listener) == 0
+    db.execute("select pgqueue.configure('q', notify => true)")
+    db.execute(f"select pgqueue.{verb}")
+    assert heard(listener) == 1
+
+
 # Retention
 
 
