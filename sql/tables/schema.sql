@@ -113,13 +113,10 @@ comment on column pgqueue.job.token is
 'Proof, with the id, of the current lease: the number of its claim, from a
 sequence that never repeats what was committed; null when not leased.';
 comment on column pgqueue.job.claimed_at is 'When the current attempt began; null when not leased.';
-comment on column pgqueue.job.lease_expires_at is
-'From then on anyone may recover the job; null when not leased.';
-comment on column pgqueue.job.cancelled_at is
-'When an operator asked the running attempt to stop; null if none did.';
+comment on column pgqueue.job.lease_expires_at is 'From then on anyone may recover the job; null when not leased.';
+comment on column pgqueue.job.cancelled_at is 'When an operator asked the running attempt to stop; null if none did.';
 comment on column pgqueue.job.priority is 'Larger runs first; -100 to 100.';
-comment on column pgqueue.job.attempt is
-'Attempts begun since the job was enqueued or redriven; counted at claim.';
+comment on column pgqueue.job.attempt is 'Attempts begun since the job was enqueued or redriven; counted at claim.';
 comment on column pgqueue.job.max_attempts is 'After this many attempts the job is dead.';
 comment on column pgqueue.job.queue is 'The queue it waits in.';
 comment on column pgqueue.job.kind is 'Which handler runs it.';
@@ -304,8 +301,7 @@ comment on column pgqueue.dead_job.terms is 'Its batch, and its expiry, if there
 comment on column pgqueue.dead_job.error is 'The last error.';
 comment on column pgqueue.dead_job.payload is 'The content, for the handler.';
 comment on column pgqueue.dead_job.headers is 'An object of metadata; null for none.';
-comment on column pgqueue.dead_job.errors is
-'The last 10 failures, oldest first: attempt, at, worker, error.';
+comment on column pgqueue.dead_job.errors is 'The last 10 failures, oldest first: attempt, at, worker, error.';
 
 create index dead_job_kind_idx on pgqueue.dead_job (queue, kind, died_at);
 comment on index pgqueue.dead_job_kind_idx is 'Which jobs of this queue and kind died, and when?';
@@ -328,8 +324,7 @@ create table pgqueue.recent_key (
 );
 comment on table pgqueue.recent_key is 'Keys that were enqueued with unique_for, until their windows end.';
 comment on column pgqueue.recent_key.job_id is 'The job that was enqueued; it may have ended.';
-comment on column pgqueue.recent_key.expires_at is
-'When the window ends: unique_for after the job was enqueued.';
+comment on column pgqueue.recent_key.expires_at is 'When the window ends: unique_for after the job was enqueued.';
 comment on column pgqueue.recent_key.queue is 'The job''s queue.';
 comment on column pgqueue.recent_key.unique_key is 'The job''s unique_key.';
 
@@ -661,10 +656,8 @@ create table pgqueue.service (
 comment on table pgqueue.service is
 'Which sessions serve which queues, as they said in rest: for health and why.
 Rows of sessions that have ended are deleted by the next that says something.';
-comment on column pgqueue.service.until is
-'How long this holds, if the session lives so long.';
-comment on column pgqueue.service.started is
-'When the session began; null if the owner of pgqueue may not see that.';
+comment on column pgqueue.service.until is 'How long this holds, if the session lives so long.';
+comment on column pgqueue.service.started is 'When the session began; null if the owner of pgqueue may not see that.';
 comment on column pgqueue.service.pid is 'The process of the session.';
 comment on column pgqueue.service.queue is 'The queue.';
 comment on column pgqueue.service.kinds is 'The kinds that it takes; null for all.';
@@ -703,8 +696,7 @@ create table pgqueue.access (
     queue text not null,
     constraint access_pkey primary key (role, kind, queue)
 );
-comment on table pgqueue.access is
-'Who has been granted which access. Rights on the functions come with it.';
+comment on table pgqueue.access is 'Who has been granted which access. Rights on the functions come with it.';
 comment on column pgqueue.access.role is 'The role.';
 comment on column pgqueue.access.kind is 'The kind of access.';
 comment on column pgqueue.access.queue is 'The queue to which it is limited; empty for all.';
@@ -822,8 +814,7 @@ create table pgqueue.gone (
 comment on table pgqueue.gone is
 'The ids of jobs that were cancelled, purged or discarded: jobs enqueued after
 one of them must not run. Kept for 14 days.';
-comment on column pgqueue.gone.part is
-'Which 64 ids they are among: id >> 6; below 0: which 64 of those of one shard.';
+comment on column pgqueue.gone.part is 'Which 64 ids they are among: id >> 6; below 0: which 64 of those of one shard.';
 comment on column pgqueue.gone.ids is 'Which of these they are: a bit for each, 1 << (id & 63).';
 comment on column pgqueue.gone.ended_at is 'When they ended.';
 create index gone_part_idx on pgqueue.gone (part);
@@ -915,8 +906,7 @@ comment on column pgqueue.tally.part is 'Which 1,024 ids the added jobs are amon
 comment on column pgqueue.tally.jobs is 'How many were added.';
 comment on column pgqueue.tally.dead is 'How many died; negative if some were redriven.';
 comment on column pgqueue.tally.cancelled is 'How many were cancelled.';
-comment on column pgqueue.tally.parts is
-'How many times 1,024 ids: on a shard, those among which 1,024 are its own.';
+comment on column pgqueue.tally.parts is 'How many times 1,024 ids: on a shard, those among which 1,024 are its own.';
 create index tally_batch_idx on pgqueue.tally (batch_id, part);
 comment on index pgqueue.tally_batch_idx is 'Where are the jobs of a batch, and how have they ended?';
 
@@ -930,8 +920,7 @@ create table pgqueue.step (
     value jsonb not null,
     constraint step_pkey primary key (job_id, name)
 );
-comment on table pgqueue.step is
-'What jobs have done, so that no retry does it again. Read it through steps.';
+comment on table pgqueue.step is 'What jobs have done, so that no retry does it again. Read it through steps.';
 comment on column pgqueue.step.job_id is 'The job, which may be dead.';
 comment on column pgqueue.step.saved_at is 'When it was saved.';
 comment on column pgqueue.step.place is 'How many the job had, with this one.';
@@ -1084,14 +1073,12 @@ create table pgqueue.shard (
     constraint shard_pkey primary key (number),
     constraint shard_is_sane check (number >= 1 and number <= of and of <= 65536 and above >= 0)
 );
-comment on table pgqueue.shard is
-'Which shard this database is, as told by the function shard; no row: none.';
+comment on table pgqueue.shard is 'Which shard this database is, as told by the function shard; no row: none.';
 comment on column pgqueue.shard.number is
 'Its number: that of its ids and tokens, which are number, number + of,
 number + 2 of ...';
 comment on column pgqueue.shard.of is 'How many shards there can be.';
-comment on column pgqueue.shard.above is
-'Ids and tokens up to this are older than the shards: they may be of any.';
+comment on column pgqueue.shard.above is 'Ids and tokens up to this are older than the shards: they may be of any.';
 
 create table pgqueue.moving (
     what text not null,
