@@ -301,23 +301,6 @@ begin
 end;
 $$;
 
--- For a job that appears behind the position of its lane: makes the next claim walk from the beginning,
--- unless that is expensive. A hint, given before the commit.
-create or replace function pgqueue._reopen_lane(queue text, lane int)
-    returns void
-    language plpgsql
-as $$
-declare
-    own record := pgqueue._record(hashtextextended(queue, lane));
-    now_us bigint := pgqueue._since_2020(clock_timestamp());
-begin
-    perform pgqueue._list_lane(queue, lane);
-    if own.valid_until between now_us and now_us + 100000 then
-        perform setval(('pgqueue._cell_' || own.record)::regclass, own.tag);
-    end if;
-end;
-$$;
-
 -- The record of a lane, by its hash, and the position in it: null if none is valid.
 create or replace function pgqueue._position(
     key bigint, moment timestamptz,
@@ -380,16 +363,25 @@ begin
 end;
 $$;
 
--- Lets claims know of a new job where they would not look at once: outside lane 0, or in the past.
+-- Lets claims know of a job where they would not look at once: outside lane 0, or behind the position of its
+-- lane. Then the next claim walks from the beginning, unless that is expensive. A hint, given before the commit.
 create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz)
     returns void
     language plpgsql
 as $$
+declare
+    own record;
+    now_us bigint;
 begin
-    if run_at <= clock_timestamp() then
-        perform pgqueue._reopen_lane(queue, coalesce(priority, 0));
-    elsif priority <> 0 then
+    if priority <> 0 then
         perform pgqueue._list_lane(queue, priority);
+    end if;
+    if run_at <= clock_timestamp() then
+        own := pgqueue._record(hashtextextended(queue, coalesce(priority, 0)));
+        now_us := pgqueue._since_2020(clock_timestamp());
+        if own.valid_until between now_us and now_us + 100000 then
+            perform setval(('pgqueue._cell_' || own.record)::regclass, own.tag);
+        end if;
     end if;
 end;
 $$;

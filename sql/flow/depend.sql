@@ -22,20 +22,6 @@
 --
 -- A claim locks a job first, and leaves the new version with an xmax that equals its xmin.
 
--- Makes claims look around at this moment, if they would not do so before.
-create or replace function pgqueue._look_soon(moment timestamptz)
-    returns void
-    language plpgsql
-as $$
-declare
-    now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
-begin
-    if (pg_sequence_last_value('pgqueue._cell_due') <= now_us) is not true then
-        perform setval('pgqueue._cell_due', now_us);
-    end if;
-end;
-$$;
-
 -- Makes others look soon, once this has committed, at the ties of jobs that have ended (ended), or may have
 -- ended while another was enqueued after them (new, less urgent), or at batches (batch): hints, the sweep gets
 -- there as well. Or at an event, by its hash (event), or jobs that wait for one (wait): see module event.
@@ -45,13 +31,17 @@ create or replace function pgqueue._leave_loose_ends(ids bigint[], what text, de
 as $$
 declare
     moment timestamptz := clock_timestamp() + delay;
+    look_at bigint := pgqueue._since_2020(moment);
 begin
     if what not in ('event', 'wait') and pgqueue._is_lost() then
         return;
     end if;
     insert into pgqueue.loose_end (look_at, id, what)
     select moment, i.id, _leave_loose_ends.what from unnest(ids) as i (id);
-    perform pgqueue._look_soon(moment);
+    -- Claims look around then, if they would not do so before.
+    if (pg_sequence_last_value('pgqueue._cell_due') <= look_at) is not true then
+        perform setval('pgqueue._cell_due', look_at);
+    end if;
 end;
 $$;
 

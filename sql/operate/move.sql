@@ -158,10 +158,6 @@ declare
     any_schedule pgqueue.schedule := pgqueue._empty_row('pgqueue.schedule')::pgqueue.schedule;
     came jsonb[];
     there bigint[];
-    queues text[];
-    group_keys text[];
-    priorities int[];
-    run_ats timestamptz[];
 begin
     with taken as (
         delete from pgqueue.moving as m
@@ -193,15 +189,15 @@ begin
     from unnest(came) as c (job)
     cross join jsonb_populate_record(any_job, c.job || '{"unique_key": null}') as r
     where r.id <> all (coalesce(there, '{}'));
-    select array_agg(r.queue), array_agg(r.group_key), array_agg(r.priority), array_agg(r.run_at)
-    into queues, group_keys, priorities, run_ats
-    from unnest(came) as c (job) cross join jsonb_populate_record(any_job, c.job) as r;
     perform
-        pgqueue._make_group_permits(u.queue, array_agg(u.group_key), pgqueue._in_force(u.queue)),
-        pgqueue._make_permits_for(u.queue, (pgqueue._in_force(u.queue)).caps, null)
-    from unnest(queues, group_keys) as u (queue, group_key)
-    group by u.queue;
-    perform pgqueue._reopened(queues, priorities, group_keys, run_ats);
+        pgqueue._make_group_permits(r.queue, array_agg(r.group_key), pgqueue._in_force(r.queue)),
+        pgqueue._make_permits_for(r.queue, (pgqueue._in_force(r.queue)).caps, null)
+    from unnest(came) as c (job) cross join jsonb_populate_record(any_job, c.job) as r
+    group by r.queue;
+    perform pgqueue._reopened(
+        array_agg(r.queue), array_agg(r.priority), array_agg(r.group_key), array_agg(r.run_at)
+    )
+    from unnest(came) as c (job) cross join jsonb_populate_record(any_job, c.job) as r;
     if 'schedule' = any (whats) then
         perform pgqueue._look_from_now_on();
     end if;

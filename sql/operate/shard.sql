@@ -34,18 +34,6 @@ create or replace trigger shard_steps_sequences before insert or update on pgque
 for each row execute function pgqueue._step_sequences();
 alter table pgqueue.shard enable always trigger shard_steps_sequences;
 
--- The highest id or token that has been given out; null for none.
-create or replace function pgqueue._last_number()
-    returns bigint
-    language plpgsql
-as $$
-begin
-    return greatest(
-        pg_sequence_last_value('pgqueue.job_id_seq'), pg_sequence_last_value('pgqueue.token_seq')
-    );
-end;
-$$;
-
 create or replace function pgqueue.shard(number int, of int default 1024, above bigint default null)
     returns void
     language plpgsql
@@ -63,7 +51,7 @@ declare
             'above must be between 0 and 2^62', format('It is %s.', above), 'Omit it for a new database.'
         ]
     end);
-    last bigint := pgqueue._last_number();
+    last bigint := greatest(pg_sequence_last_value('pgqueue.job_id_seq'), pg_sequence_last_value('pgqueue.token_seq'));
     present record;
     is_used boolean;
 begin
