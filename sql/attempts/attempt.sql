@@ -22,12 +22,10 @@ $$;
 -- The first line of an error, used to find, count and log it.
 create or replace function pgqueue._summary(error text)
     returns text
-    language plpgsql
+    language sql
     immutable
 as $$
-begin
-    return left(split_part(ltrim(error, E' \t\r\n'), E'\n', 1), 500);
-end;
+    select left(split_part(ltrim(error, E' \t\r\n'), E'\n', 1), 500)
 $$;
 
 -- Why a job was put off last, as an error without an attempt; null if it was not.
@@ -115,7 +113,6 @@ create or replace function pgqueue._log_kept(
 as $$
 declare
     held tid[];
-    done record;
 begin
     if not exists (
         select from pgqueue.queue as q
@@ -125,17 +122,13 @@ begin
     end if;
     -- In a statement of its own: the next one sees what this one may have waited for.
     held := pgqueue._lock_held(job_ids, tokens);
-    select
-        array_agg(j.ctid) as picks, array_agg('completed'::text) as outcomes,
-        array_agg(given.result) as results
-    into done
+    perform pgqueue._log(array_agg(j.ctid), array_agg('completed'::text), null, moment, array_agg(given.result))
     from unnest(held) as h (place)
     join pgqueue.job as j on j.ctid = h.place
     left join (
         select distinct on (u.id, u.token) u.*
         from unnest(job_ids, tokens, results) as u (id, token, result)
     ) as given on given.id = j.id and given.token = j.token;
-    perform pgqueue._log(done.picks, done.outcomes, null, moment, done.results);
     return true;
 end;
 $$;
@@ -151,7 +144,6 @@ create or replace function pgqueue._return_permits(
 as $$
 declare
     are_of_groups boolean;
-    blocked tid[];
 begin
     if coalesce(current_setting('pgqueue.lose_hints', true), '') <> '' and pgqueue._is_lost() then
         null;
@@ -180,10 +172,7 @@ begin
         select bool_and(b.group_key <> '') into are_of_groups from back as b;
     end if;
     if num_nonnulls(variadic group_keys) > 0 then
-        blocked := pgqueue._blocked_tickets(queues, group_keys);
-        if blocked <> '{}' then
-            perform pgqueue._wake_groups(blocked);
-        end if;
+        perform pgqueue._wake_groups(queues, group_keys);
     end if;
     if are_of_groups is not true then
         perform pgqueue._wake(u.name) from unnest(queues) as u (name) group by u.name;
@@ -195,8 +184,6 @@ $$;
 create or replace function pgqueue._is_followed(job_id bigint)
     returns boolean
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
 as $$
 begin
     perform from pgqueue.dependency as d where d.job_id = _is_followed.job_id
@@ -214,7 +201,6 @@ create or replace function pgqueue._end_waits(job_ids bigint[])
     returns void
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
 as $$
 declare
     ended bigint[];
@@ -240,7 +226,6 @@ create or replace function pgqueue._forget_steps(job_ids bigint[])
     returns void
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
 as $$
 begin
     if pg_relation_size('pgqueue.step') > 0 then

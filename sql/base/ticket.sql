@@ -115,13 +115,14 @@ begin
 end;
 $$;
 
--- The tickets of some groups that could give no more jobs. Plans as its callers set it.
-create or replace function pgqueue._blocked_tickets(queues text[], group_keys text[])
-    returns tid[]
+-- For groups in which an attempt has ended: makes claims look at once at those that could give no more jobs. null
+-- among them means none. Plans as its callers set it.
+create or replace function pgqueue._wake_groups(queues text[], group_keys text[])
+    returns void
     language plpgsql
 as $$
-begin
-    return array(
+declare
+    tickets tid[] := array(
         select t.tid
         from (select distinct u.queue, u.key from unnest(queues, group_keys) as u (queue, key) where u.key is not null) as u
         -- As an array, because as a join it might read all tickets.
@@ -129,23 +130,14 @@ begin
             select t.ctid from pgqueue.ticket as t where pgqueue._is_ticket_of(t, u.queue, u.key) and t.is_blocked
         )) as t (tid)
     );
-end;
-$$;
-
--- For tickets of groups in which an attempt has ended, and that could give no more jobs: makes claims look at them
--- again at once. Plans as its callers set it.
-create or replace function pgqueue._wake_groups(tickets tid[])
-    returns void
-    language plpgsql
-as $$
-declare
-    moment timestamptz := clock_timestamp();
+    moment timestamptz;
     blocked record;
     locked tid[];
 begin
     if tickets = '{}' or pgqueue._is_lost() then
         return;
     end if;
+    moment := clock_timestamp();
     select
         array_agg(t.ctid) as tids, array_agg(distinct t.queue) as queues,
         array_agg(t.priority) as priorities, array_agg(t.queue) as all_queues, array_agg(t.group_key) as keys
@@ -197,7 +189,6 @@ create or replace function pgqueue._reopened(
     returns void
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
 as $$
 begin
     perform pgqueue._announce(o.queue, o.lane, o.run_at)
@@ -208,7 +199,7 @@ begin
         group by 1, 2
     ) as o;
     if num_nonnulls(variadic group_keys) > 0 then
-        perform pgqueue._wake_groups(pgqueue._blocked_tickets(queues, group_keys));
+        perform pgqueue._wake_groups(queues, group_keys);
         perform pgqueue._insert_tickets(queues, group_keys, priorities, run_ats);
     end if;
     perform pgqueue._wake(o.queue)
@@ -301,8 +292,6 @@ $$;
 create or replace function pgqueue._sweep_some(most int)
     returns int[]
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_sort = off
     set enable_bitmapscan = off
     set enable_hashjoin = off
