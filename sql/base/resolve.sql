@@ -107,7 +107,6 @@ create or replace function pgqueue._resolved(name text)
     language plpgsql
     stable
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
 as $$
 declare
     merged pgqueue.queue_in_force := pgqueue._defaults();
@@ -166,15 +165,12 @@ $$;
 -- all, or if any access is limited.
 create or replace function pgqueue._named_queues(queue text default '')
     returns table (name text)
-    language plpgsql
+    language sql
     stable
 as $$
-begin
-    return query
     select q.name from pgqueue.queue as q where _named_queues.queue in ('', q.name)
     union
-    select '' from pgqueue.access as a where _named_queues.queue = '' and a.queue <> '';
-end;
+    select '' from pgqueue.access as a where _named_queues.queue = '' and a.queue <> ''
 $$;
 
 -- After a change of what was set for a queue, or (an empty name) for all: derives what is in force.

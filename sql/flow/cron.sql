@@ -198,12 +198,10 @@ $$;
 -- How far the clocks of a time zone are ahead of UTC at a moment.
 create or replace function pgqueue._ahead_of_utc(moment timestamptz, timezone text)
     returns interval
-    language plpgsql
-    stable
+    language sql
+    immutable
 as $$
-begin
-    return (moment at time zone timezone) - (moment at time zone 'UTC');
-end;
+    select (moment at time zone timezone) - (moment at time zone 'UTC')
 $$;
 
 -- When the clocks of a time zone change between two moments, at most a day apart; null if the offset is the

@@ -19,7 +19,6 @@ create or replace function pgqueue._suspend(picks tid[], terms pgqueue._suspensi
     returns table (job_id bigint, status text)
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_tidscan = on
 as $$
 #variable_conflict use_column
@@ -130,7 +129,7 @@ begin
         else
             insert into pgqueue.loose_end (look_at, id, what)
             values (_begin_wait.moment, _begin_wait.job_id, 'wait');
-            -- As in _look_soon, written out. Not at once: only if an emit was just open there is anything to see.
+            -- As in _leave_loose_ends, but not at once: only if an emit was just open there is anything to see.
             look_at := (date_part('epoch', _begin_wait.moment) * 1000000)::bigint - 1577836799800000;
             if (pg_sequence_last_value('pgqueue._cell_due') <= look_at) is not true then
                 perform setval('pgqueue._cell_due', look_at);
@@ -273,7 +272,7 @@ begin
         -- A claim in this transaction would not look at once.
         look_at := case when statement_timestamp() > now() then -1000000 else 0 end;
     end if;
-    -- As in _look_soon, written out.
+    -- As in _leave_loose_ends.
     look_at := coalesce(look_at, 200000) + (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
     if (pg_sequence_last_value('pgqueue._cell_due') <= look_at) is not true then
         perform setval('pgqueue._cell_due', look_at);
@@ -296,8 +295,6 @@ of all queues).';
 create or replace function pgqueue._look_at_waits(events bigint[], job_ids bigint[], most int)
     returns int
     language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
 as $$
 declare
     over bigint[] := array(

@@ -30,12 +30,10 @@ $$;
 -- How late a schedule fires its slots: always the same for its name.
 create or replace function pgqueue._share_of_jitter(name text, jitter interval)
     returns interval
-    language plpgsql
+    language sql
     immutable
 as $$
-begin
-    return coalesce(jitter, '0') * ((hashtext(name)::float8 + 2147483648) / 4294967296);
-end;
+    select coalesce(jitter, '0') * ((hashtext(name)::float8 + 2147483648) / 4294967296)
 $$;
 
 -- The slots of a due schedule, from next_slot on, for which to make a job, as catch_up says: the last one,

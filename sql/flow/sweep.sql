@@ -45,11 +45,9 @@ $$;
 create or replace function pgqueue._tie_loose_ends(most int, until timestamptz default 'infinity')
     returns bigint
     language plpgsql
-    set plan_cache_mode = force_generic_plan
     set enable_indexscan = on
     set enable_bitmapscan = off
     set enable_tidscan = on
-    set enable_seqscan = off
     set enable_sort = off
     set enable_nestloop = on
     set enable_hashjoin = off

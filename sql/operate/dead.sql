@@ -205,9 +205,7 @@ declare
     refused boolean;
 begin
     delete from pgqueue.dead_job as d where d.id = discard.dead_id;
-    if not found then
-        refused := pgqueue._refuse(pgqueue._not_found('dead job', dead_id));
-    end if;
+    refused := pgqueue._refuse(case when not found then pgqueue._not_found('dead job', dead_id) end);
     perform pgqueue._note_gone(array[dead_id]);
 end;
 $$;
@@ -253,8 +251,6 @@ create or replace function pgqueue._dead_kinds_of_groups()
     returns table (queue text, kind text, oldest timestamptz, group_key text)
     language plpgsql
     stable
-    set enable_sort = off
-    set enable_bitmapscan = off
 as $$
 begin
     return query

@@ -4,7 +4,6 @@
 -- is cancelled with that one. Returns how many there are, and how many of them run.
 create or replace function pgqueue._cancel(job_ids bigint[], reason text, out jobs int, out running int)
     language plpgsql
-    set enable_seqscan = off
     set enable_tidscan = on
 as $$
 declare
