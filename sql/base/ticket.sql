@@ -183,9 +183,7 @@ $$;
 
 -- For jobs that come back to their old place in a lane, or to a new one in its middle: makes claims find
 -- them at once, and wakes waiting workers.
-create or replace function pgqueue._reopened(
-    queues text[], priorities int[], group_keys text[], run_ats timestamptz[]
-)
+create or replace function pgqueue._reopened(queues text[], priorities int[], group_keys text[], run_ats timestamptz[])
     returns void
     language plpgsql
     set plan_cache_mode = force_generic_plan
@@ -218,7 +216,7 @@ create or replace function pgqueue._until_ticket(
 as $$
 declare
     -- A due ticket that a claim has left is for jobs that it may not take.
-    first_at timestamptz := (
+    first_at timestamptz := least((
         select min(greatest(t.at, j.run_at))
         from (
             select t.at, t.priority, t.group_key
@@ -244,9 +242,7 @@ declare
             limit 1
         ) as j on true
         where num_nonnulls(kinds, paused) = 0 or j.run_at is not null
-    );
-begin
-    first_at := least(first_at, (
+    ), (
         select min(j.lease_expires_at)
         from (
             select j.lease_expires_at
@@ -256,6 +252,7 @@ begin
             limit 1000
         ) as j
     ));
+begin
     return case when first_at is not null then greatest(first_at, moment + interval '50 milliseconds') end;
 end;
 $$;
@@ -286,6 +283,38 @@ begin
 end;
 $$;
 
+-- Of tickets that may be copies keeps the earliest of each group and priority; where others have all of them locked,
+-- inserts another. Plans as _sweep_some sets it.
+create or replace function pgqueue._drop_copies(tickets tid[], moment timestamptz)
+    returns void
+    language plpgsql
+as $$
+declare
+    locked tid[] := array(
+        select t.ctid from pgqueue.ticket as t where t.ctid = any (tickets) for update skip locked
+    );
+begin
+    insert into pgqueue.ticket (at, priority, queue, group_key)
+    select moment, t.priority, t.queue, t.group_key
+    from pgqueue.ticket as t
+    where t.ctid = any (tickets)
+    group by t.priority, t.queue, t.group_key
+    having bool_and(t.ctid <> all (locked));
+    delete from pgqueue.ticket as t
+    where t.ctid = any (array(
+        select c.tid
+        from (
+            select
+                t.ctid as tid,
+                row_number() over (partition by t.queue, t.group_key, t.priority order by t.at) as nth
+            from pgqueue.ticket as t
+            where t.ctid = any (locked)
+        ) as c
+        where c.nth > 1
+    ));
+end;
+$$;
+
 -- Continues through the groups, at most this many, at each of their priorities: gives a ticket to those
 -- that have jobs to run but no ticket, and drops copies. Returns how many it looked at, and how many it
 -- gave.
@@ -304,8 +333,6 @@ declare
     );
     lanes record;
     missed record;
-    doubted tid[];
-    locked tid[];
 begin
     select
         array_agg(l.hash) as hashes, array_agg(l.queue) as queues, array_agg(l.group_key) as keys,
@@ -357,28 +384,7 @@ begin
         from unnest(missed.queues, missed.keys, missed.priorities, missed.ats) as m (queue, key, priority, at);
     end if;
     if missed.doubted is not null then
-        doubted := string_to_array(array_to_string(missed.doubted, ' '), ' ')::tid[];
-        locked := array(
-            select t.ctid from pgqueue.ticket as t where t.ctid = any (doubted) for update skip locked
-        );
-        insert into pgqueue.ticket (at, priority, queue, group_key)
-        select moment, t.priority, t.queue, t.group_key
-        from pgqueue.ticket as t
-        where t.ctid = any (doubted)
-        group by t.priority, t.queue, t.group_key
-        having bool_and(t.ctid <> all (locked));
-        delete from pgqueue.ticket as t
-        where t.ctid = any (array(
-            select c.tid
-            from (
-                select
-                    t.ctid as tid,
-                    row_number() over (partition by t.queue, t.group_key, t.priority order by t.at) as nth
-                from pgqueue.ticket as t
-                where t.ctid = any (locked)
-            ) as c
-            where c.nth > 1
-        ));
+        perform pgqueue._drop_copies(string_to_array(array_to_string(missed.doubted, ' '), ' ')::tid[], moment);
     end if;
     return array[coalesce(cardinality(lanes.hashes), 0), coalesce(cardinality(missed.queues), 0)];
 end;

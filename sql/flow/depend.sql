@@ -198,6 +198,72 @@ begin
 end;
 $$;
 
+-- Ties of jobs that have ended, at most this many. Jobs that wait for one to be cancelled here are cancelled, too: a
+-- whole chain in one go. is_choosy passes over those that others may have locked. Plans as _cut_ties sets it.
+create or replace function pgqueue._find_ties(ended bigint[], outcomes text[], most int, is_choosy boolean)
+    returns pgqueue._tie[]
+    language plpgsql
+as $$
+begin
+    return array(
+        with recursive chain (job_id, waiter_id, is_doomed, is_first) as (
+            select d.job_id, d.waiter_id, e.outcome <> 'completed' and not d.runs_if_dead, true
+            from unnest(ended, outcomes) as e (id, outcome)
+            join pgqueue.dependency as d on d.job_id = e.id
+            where not is_choosy or (
+                select j.xmax in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = d.waiter_id
+            ) is not false
+            union
+            select d.job_id, d.waiter_id, not d.runs_if_dead, false
+            from chain as t
+            join pgqueue.dependency as d on d.job_id = t.waiter_id
+            where t.is_doomed
+        )
+        select row(null, t.*)::pgqueue._tie from chain as t limit most
+    );
+end;
+$$;
+
+-- Frees those of these jobs that have no tie but these. The last tie of a job stays for another look, if it is not
+-- ours: returns which others may lose these ties, and what to look at again for them. Plans as _cut_ties sets it.
+create or replace function pgqueue._free_alone(
+    waiter_ids bigint[], ties tid[], out still_held bigint[], out others bigint[]
+)
+    language plpgsql
+as $$
+declare
+    alone bigint[] := array(
+        select j.id
+        from pgqueue.job as j
+        where j.id = any (waiter_ids) and pgqueue._is_blocked(j)
+        order by j.id
+        for update skip locked
+    );
+begin
+    select
+        array_agg(w.id order by w.id) filter (where w.is_free),
+        array_agg(w.id) filter (where w.other is not null),
+        array_agg(w.other) filter (where w.other is not null)
+    into alone, still_held, others
+    from (
+        select u.id, n.other, (
+            select true from pgqueue.dependency as d where d.waiter_id = u.id and d.ctid <> all (ties) limit 1
+        ) is not true as is_free
+        from unnest(alone) as u (id)
+        left join lateral (
+            select d.job_id as other
+            from pgqueue.dependency as d
+            where d.waiter_id = u.id and d.ctid <> all (ties)
+            limit 1
+            for update skip locked
+        ) as n on true
+    ) as w;
+    if alone is not null then
+        perform pgqueue._free(alone);
+    end if;
+end;
+$$;
+
 -- Cuts at most this many ties of jobs that have ended: frees those whose wait is over, and cancels those
 -- that will not run without them, a chain at once. Returns how many. is_choosy passes over those that
 -- others may have locked. The end of a job gives no number: 200, and only as a hint.
@@ -247,23 +313,7 @@ begin
         return 0;
     end if;
 
-    -- Jobs that wait for one to be cancelled here are cancelled, too: a whole chain in one go.
-    found := array(
-        with recursive chain (job_id, waiter_id, is_doomed, is_first) as (
-            select d.job_id, d.waiter_id, e.outcome <> 'completed' and not d.runs_if_dead, true
-            from unnest(ended, outcomes) as e (id, outcome)
-            join pgqueue.dependency as d on d.job_id = e.id
-            where not is_choosy or (
-                select j.xmax in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = d.waiter_id
-            ) is not false
-            union
-            select d.job_id, d.waiter_id, not d.runs_if_dead, false
-            from chain as t
-            join pgqueue.dependency as d on d.job_id = t.waiter_id
-            where t.is_doomed
-        )
-        select row(null, t.*)::pgqueue._tie from chain as t limit most
-    );
+    found := pgqueue._find_ties(ended, outcomes, most, is_choosy);
     hand := array(
         select row(d.ctid, f.job_id, f.waiter_id, f.is_doomed, f.is_first)::pgqueue._tie
         from unnest(found) as f
@@ -280,38 +330,8 @@ begin
         select distinct h.waiter_id from unnest(hand) as h where h.waiter_id <> all (doomed)
     ), ended) as w;
     if alone is not null then
-        alone := array(
-            select j.id
-            from pgqueue.job as j
-            where j.id = any (alone) and pgqueue._is_blocked(j)
-            order by j.id
-            for update skip locked
-        );
-        -- The last tie stays for another look, if it is not ours.
-        select
-            array_agg(w.id order by w.id) filter (where w.is_free),
-            held || array_agg(w.id) filter (where w.other is not null),
-            array_agg(w.other) filter (where w.other is not null)
-        into alone, held, others
-        from (
-            select u.id, n.other, (
-                select true
-                from pgqueue.dependency as d
-                where d.waiter_id = u.id and d.ctid <> all (array(select h.place from unnest(hand) as h))
-                limit 1
-            ) is not true as is_free
-            from unnest(alone) as u (id)
-            left join lateral (
-                select d.job_id as other
-                from pgqueue.dependency as d
-                where d.waiter_id = u.id and d.ctid <> all (array(select h.place from unnest(hand) as h))
-                limit 1
-                for update skip locked
-            ) as n on true
-        ) as w;
-        if alone is not null then
-            perform pgqueue._free(alone);
-        end if;
+        select held || f.still_held, f.others into held, others
+        from pgqueue._free_alone(alone, array(select h.place from unnest(hand) as h)) as f;
     end if;
 
     delete from pgqueue.dependency as d
