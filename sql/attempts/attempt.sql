@@ -103,9 +103,7 @@ $$;
 
 -- Locks jobs that are about to complete and writes them into run, if anything sets keep_payloads; else
 -- leaves that to the caller, which is faster.
-create or replace function pgqueue._log_kept(
-    job_ids bigint[], tokens bigint[], results jsonb[], moment timestamptz
-)
+create or replace function pgqueue._log_kept(job_ids bigint[], tokens bigint[], results jsonb[], moment timestamptz)
     returns boolean
     language plpgsql
     set enable_tidscan = on
@@ -500,9 +498,7 @@ $$;
 
 -- Ends expired leases and jobs among some picked jobs and the next thousand of their lane, from the first
 -- on: so that one claim finds all that a dead worker held, and no claim has to end ten thousand.
-create or replace function pgqueue._recover(
-    queue text, lane int, picks tid[], first timestamptz, moment timestamptz
-)
+create or replace function pgqueue._recover(queue text, lane int, picks tid[], first timestamptz, moment timestamptz)
     returns void
     language plpgsql
 as $$

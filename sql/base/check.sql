@@ -170,9 +170,7 @@ end;
 $$;
 
 -- Refuses arrays that enqueue_many cannot take.
-create or replace function pgqueue._check_many(
-    payloads jsonb[], unique_keys text[], group_keys text[], max_bytes int[]
-)
+create or replace function pgqueue._check_many(payloads jsonb[], unique_keys text[], group_keys text[], max_bytes int[])
     returns text[]
     language plpgsql
     immutable
@@ -331,9 +329,7 @@ end;
 $$;
 
 -- Refuses arguments that finish cannot take.
-create or replace function pgqueue._check_outcomes(
-    job_ids bigint[], outcomes text[], texts text[], delays interval[]
-)
+create or replace function pgqueue._check_outcomes(job_ids bigint[], outcomes text[], texts text[], delays interval[])
     returns text[]
     language plpgsql
     immutable

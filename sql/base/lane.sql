@@ -21,9 +21,7 @@
 
 -- The record of a lane or of a queue, by its hash: the number of its first cell, the tag, and until when
 -- it is valid; null where it has none, and that is the one to take. Hot paths inline the look-up.
-create or replace function pgqueue._record(
-    key bigint, out record int, out tag bigint, out valid_until bigint
-)
+create or replace function pgqueue._record(key bigint, out record int, out tag bigint, out valid_until bigint)
     language plpgsql
 as $$
 declare
@@ -283,9 +281,7 @@ end;
 $$;
 
 -- For a job that a claim picked and did not take: moves the position of its lane back before it.
-create or replace function pgqueue._return_position(
-    queue text, kinds text[], paused jsonb, lane int, at timestamptz
-)
+create or replace function pgqueue._return_position(queue text, kinds text[], paused jsonb, lane int, at timestamptz)
     returns void
     language plpgsql
 as $$
