@@ -6,7 +6,6 @@
 create or replace function pgqueue._retry_delay(attempt int, retry_base interval, retry_cap interval)
     returns interval
     language plpgsql
-    volatile
 as $$
 begin
     -- The exponent is capped before the power, or high attempts would overflow. Between
@@ -31,12 +30,10 @@ $$;
 -- Why a job was put off last, as an error without an attempt; null if it was not.
 create or replace function pgqueue._put_off(job pgqueue.job)
     returns jsonb
-    language plpgsql
+    language sql
     immutable
 as $$
-begin
-    return case when jsonb_typeof(job.errors -> -1 -> 'attempt') = 'null' then job.errors -> -1 end;
-end;
+    select case when jsonb_typeof((job).errors -> -1 -> 'attempt') = 'null' then (job).errors -> -1 end
 $$;
 
 -- A job's errors and a new one (null for none), the last 10, without why it was put off before.

@@ -54,11 +54,10 @@ $$;
 -- The fields of a cron expression, or of what @daily and the like stand for.
 create or replace function pgqueue._cron_fields(cron text)
     returns text[]
-    language plpgsql
+    language sql
     immutable
 as $$
-begin
-    return string_to_array(
+    select string_to_array(
         coalesce(
             '{
                 "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *", "@monthly": "0 0 1 * *", "@weekly": "0 0 * * 0",
@@ -67,8 +66,7 @@ begin
             regexp_replace(btrim(cron, E' \t'), '[ \t]+', ' ', 'g')
         ),
         ' '
-    );
-end;
+    )
 $$;
 
 -- What a cron expression lists, field by field; null if one cannot be parsed.

@@ -79,7 +79,6 @@ $do$;
 create or replace function pgqueue._is_over(day int)
     returns boolean
     language sql
-    volatile
 as $$
     select exists (select from pgqueue.run as r where r.slot = _is_over.day % 16)
         and not exists (
