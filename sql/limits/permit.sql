@@ -372,6 +372,9 @@ declare
             and p.is_rate = cap.is_rate and (new_token is null or p.token is distinct from new_token)
         for update skip locked
     );
+    -- Read after the lock: a claim may know the limit from before a change, whose marks it would take away.
+    settings pgqueue.queue_in_force := pgqueue._in_force(queue, cap.kind, cap.group_key);
+    most int := case when cap.group_key <> '' then settings.group_limit else settings.max_running end;
     in_doubt bigint[] := pgqueue._in_doubt(locked);
     -- An attempt that is just beginning or ending holds one beyond the cap, and may go on: until that is known,
     -- none is taken.
@@ -379,7 +382,7 @@ declare
         select
         from pgqueue.permit as p
         where pgqueue._is_permit_of(p, _fit_permits.queue, cap.kind, cap.group_key)
-            and not p.is_rate and p.place > cap.most and p.ctid <> all (locked)
+            and not p.is_rate and p.place > most and p.ctid <> all (locked)
             and (new_token is null or p.token is distinct from new_token)
     );
 begin
@@ -411,11 +414,11 @@ begin
             else least(p.free_at, _fit_permits.moment)
         end,
         job_id = case when f.is_held then p.job_id end,
-        is_surplus = is_unsure or not cap.is_rate and f.is_held and f.new_place > cap.most
+        is_surplus = is_unsure or not cap.is_rate and f.is_held and coalesce(f.new_place > most, false)
     from fitted as f
     -- An unchanged permit stays where it is, or its job would not find it.
     where p.ctid = f.tid and (
-        p.place <> f.new_place or p.is_surplus or is_unsure or not cap.is_rate and f.is_held and f.new_place > cap.most
+        p.place <> f.new_place or p.is_surplus or is_unsure or not cap.is_rate and f.is_held and f.new_place > most
         or f.is_held is distinct from (p.free_at > _fit_permits.moment) or f.ends_at <> p.free_at
     );
     if is_unsure and not exists (

@@ -239,6 +239,25 @@ def test_a_limit_that_is_lowered_while_others_have_locked_its_permits_holds(
     assert one(db, "select count(*) from pgqueue.permit") <= permits + 1
 
 
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_claim_that_goes_by_an_old_limit_leaves_the_marks_of_a_lower_one(db, limit):
+    """It has read the limit before the change, and looks at the permits after that."""
+    enqueue(db, 9)
+    set_limit(db, limit, 2)
+    held = claim(db, 2)
+    set_limit(db, limit, 1)
+    db.execute(
+        "select pgqueue._review_permits('q', p.kind, array[p.group_key], '{2}', clock_timestamp(), null)"
+        " from pgqueue.permit as p where p.is_surplus"
+    )
+    first = one(db, "select job_id from pgqueue.permit where place = 1")
+    db.execute("select pgqueue.complete(%s, %s)", (first, held.pop(first)))
+    assert claim(db) == {}, "more run than may"
+    for id, token in held.items():
+        db.execute("select pgqueue.complete(%s, %s)", (id, token))
+    assert len(soon(lambda: claim(db))) == 1
+
+
 def test_a_large_cap_that_is_set_while_its_permits_are_locked_is_open_again_at_once(
     db, connect
 ):
