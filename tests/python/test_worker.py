@@ -78,7 +78,7 @@ def test_large_jobs_are_not_claimed_ahead_by_the_thousand() -> None:
     sizes = prefetch.Prefetch(10, 5000, None)
     sizes.rate = 20_000.0
     assert sizes.want(0) > 600
-    sizes.weigh(10, 10 * 500_000)
+    sizes.weigh([500_000] * 10)
     assert sizes.want(0) <= 10 + protocol.MOST_BYTES / 500_000
 
 
