@@ -44,10 +44,16 @@ as $$
     select count(pgqueue.enqueue($1, to_jsonb(n.name), group_key => left(n.name, 1), kind => 'k'))
     from string_to_table($2, ' ') as n (name)
 $$;
--- Lets a claim look at all tickets of a queue, and at the next one sweep.
+-- Lets a claim look at all tickets of a queue, also in lanes where no job is left, as if they had just been listed.
 create function pg_temp.make_due(queue text) returns void
     language sql
-as $$ update pgqueue.ticket as t set at = clock_timestamp() - interval '1 second' where t.queue = $1 $$;
+as $$
+    update pgqueue.ticket as t set at = clock_timestamp() - interval '1 second' where t.queue = $1;
+    select pgqueue._note_lanes($1, array_agg(distinct 1000 + t.priority), clock_timestamp() - interval '1 second')
+    from pgqueue.ticket as t
+    where t.queue = $1
+    having count(*) > 0;
+$$;
 -- From the first group.
 create function pg_temp.sweep(most int default 1000) returns int
     language sql
