@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,6 @@ from worker_harness import QUEUE, RESTING, Workers, wait_until, where, workers_o
 pytest_plugins = ["worker_harness"]
 
 LIMIT = 1.0
-GRACE = 1.5  # a second, and some more on a busy machine
 HANGING = (
     "hang hang_in_query ahang_in_query ahang_in_thread ahang_stubborn ahang_blocking"
 ).split()
@@ -30,6 +30,13 @@ WAITING = (
 
 def start(workers: Workers, *args: str, **options) -> subprocess.Popen[bytes]:
     return workers.start("--shutdown-timeout", str(LIMIT), *args, **options)
+
+
+def grace() -> float:
+    """A second, and some more on a busy machine: twice what Python takes to start there."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import psycopg"], check=True)
+    return 1 + 2 * (time.monotonic() - began)
 
 
 def time_to_end(workers: Workers, worker: subprocess.Popen[bytes]) -> float:
@@ -63,7 +70,7 @@ def test_the_shutdown_timeout_is_kept_with_handlers_that_do_not_end(
     job = pgqueue.enqueue(db, QUEUE, kind=kind)
     worker = start(workers)
     workers.began()
-    assert LIMIT <= time_to_end(workers, worker) <= LIMIT + GRACE
+    assert LIMIT <= time_to_end(workers, worker) <= LIMIT + grace()
     assert list(db.execute("select state, attempt from pgqueue.jobs")) == [("ready", 1)]
     assert f"said by {job}" in workers.log()
 
@@ -75,7 +82,7 @@ def test_the_shutdown_timeout_is_kept_with_threads_that_handlers_left_behind(
     job = pgqueue.enqueue(db, QUEUE, kind=kind)
     worker = start(workers)
     wait_until(lambda: one(db, "select count(*) from pgqueue.run"))
-    assert time_to_end(workers, worker) <= LIMIT + GRACE
+    assert time_to_end(workers, worker) <= LIMIT + grace()
     assert f"said by {job}" in workers.log()
 
 
@@ -109,7 +116,7 @@ def test_the_shutdown_timeout_is_kept_while_another_session_locks_a_table(
         if has_ended:
             workers.let_go()
             wait_until(lambda: one(db, WAITING))
-        assert LIMIT <= time_to_end(workers, worker) <= LIMIT + GRACE
+        assert LIMIT <= time_to_end(workers, worker) <= LIMIT + grace()
     assert "a hook" not in workers.log()  # because this app has none
 
 
@@ -121,7 +128,7 @@ def test_the_shutdown_timeout_is_kept_while_a_lock_keeps_the_worker_from_claimin
     with stranger.transaction():
         stranger.execute("lock table pgqueue.job")
         wait_until(lambda: one(db, WAITING))
-        assert time_to_end(workers, worker) <= LIMIT + GRACE
+        assert time_to_end(workers, worker) <= LIMIT + grace()
 
 
 @pytest.mark.parametrize("state", ["starting", "idle", "running", "ended"])
@@ -146,14 +153,14 @@ def test_the_shutdown_timeout_is_kept_when_the_server_no_longer_answers(
         if state == "ended":
             workers.let_go()
             wait_until(lambda: workers.notes().total() == 3)
-        assert time_to_end(workers, worker) <= LIMIT + GRACE
+        assert time_to_end(workers, worker) <= LIMIT + grace()
 
 
 def test_the_shutdown_timeout_is_kept_by_several_processes(db, workers) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 4, kind="ahang_in_thread")
     parent = start(workers, "--processes", "2", "--concurrency", "2")
     workers.began(4)
-    assert LIMIT <= time_to_end(workers, parent) <= LIMIT + GRACE
+    assert LIMIT <= time_to_end(workers, parent) <= LIMIT + grace()
     assert set(db.execute("select state, attempt from pgqueue.jobs")) == {("ready", 1)}
 
 
@@ -167,7 +174,7 @@ def test_the_shutdown_timeout_is_kept_when_nobody_reads_the_output(db, workers) 
     worker.send_signal(signal.SIGTERM)
     began = time.monotonic()
     worker.wait(10)
-    assert time.monotonic() - began <= LIMIT + GRACE
+    assert time.monotonic() - began <= LIMIT + grace()
     assert list(db.execute("select state, attempt from pgqueue.jobs")) == [("ready", 1)]
 
 
@@ -181,7 +188,7 @@ def test_a_second_signal_does_not_wait_for_handlers(db, workers, kind) -> None:
     worker.send_signal(signal.SIGTERM)
     began = time.monotonic()
     assert worker.wait(20) == 128 + signal.SIGTERM
-    assert time.monotonic() - began <= GRACE
+    assert time.monotonic() - began <= grace()
     assert list(db.execute("select state, attempt from pgqueue.jobs")) == [("ready", 1)]
     assert f"said by {job}" in workers.log()
 

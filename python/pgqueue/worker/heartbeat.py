@@ -96,9 +96,8 @@ class Heartbeat(Service):
                 used_at = now
             elif now > used_at + KEEP:
                 return
-            extend_at = min(
-                extend_at, now + self._server.lease / 3
-            )  # it may be shorter now
+            # It may be shorter now.
+            extend_at = min(extend_at, now + self._server.lease / 3)
             looks = self._is_alarmed and now >= look_at
             if looks or now >= extend_at:
                 self._warn_if_late(now - extend_at)
