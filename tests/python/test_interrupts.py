@@ -17,7 +17,7 @@ SECONDS = 6 if LONG else 1
 PATIENCE = 60  # seconds, until enough were
 
 TABLES = (
-    "job", "dead_job", "run", "queue", "recent_key", "schedule", "step", "wait", "event"
+    "job", "dead_job", "run", "queue", "queue_in_force", "recent_key", "schedule", "step", "wait", "event"
 )  # fmt: skip
 # A few hundred jobs: ready in three lanes and three queues, leased, expired, scheduled, dead.
 FILL = [
