@@ -374,11 +374,15 @@ declare
     );
     -- Read after the lock: a claim may know the limit from before a change, whose marks it would take away.
     settings pgqueue.queue_in_force := pgqueue._in_force(queue, cap.kind, cap.group_key);
-    most int := case when cap.group_key <> '' then settings.group_limit else settings.max_running end;
+    most int := case
+        when cap.is_rate then null
+        when cap.group_key <> '' then settings.group_limit
+        else settings.max_running
+    end;
     in_doubt bigint[] := pgqueue._in_doubt(locked);
     -- An attempt that is just beginning or ending holds one beyond the cap, and may go on: until that is known,
     -- none is taken.
-    is_unsure boolean := not cap.is_rate and exists (
+    is_unsure boolean := exists (
         select
         from pgqueue.permit as p
         where pgqueue._is_permit_of(p, _fit_permits.queue, cap.kind, cap.group_key)
@@ -399,7 +403,7 @@ begin
         from pgqueue.permit as p
         where p.ctid = any (locked)
     ), fitted as (
-        select k.*, l.place as new_place
+        select k.*, l.place as new_place, k.is_held and coalesce(l.place > most, false) as is_beyond
         from (
             select k.*, row_number() over (order by k.is_held desc, k.ends_at desc nulls last, k.place) as nth
             from known as k
@@ -414,11 +418,11 @@ begin
             else least(p.free_at, _fit_permits.moment)
         end,
         job_id = case when f.is_held then p.job_id end,
-        is_surplus = is_unsure or not cap.is_rate and f.is_held and coalesce(f.new_place > most, false)
+        is_surplus = is_unsure or f.is_beyond
     from fitted as f
     -- An unchanged permit stays where it is, or its job would not find it.
     where p.ctid = f.tid and (
-        p.place <> f.new_place or p.is_surplus or is_unsure or not cap.is_rate and f.is_held and f.new_place > most
+        p.place <> f.new_place or p.is_surplus or is_unsure or f.is_beyond
         or f.is_held is distinct from (p.free_at > _fit_permits.moment) or f.ends_at <> p.free_at
     );
     if is_unsure and not exists (

@@ -1005,9 +1005,10 @@ begin
             'health could not look: ' || stopped || ' (SQLSTATE 57014)',
             'health could not look, because a table was locked for a moment'
         ) || '; this stops ' || array_to_string(blocked, ', '),
-        coalesce(
-            l.hint, concat(case when stopped <> '' then 'set statement_timeout = ''1 min''; ' end, 'select * from pgqueue.health()')
-        ), 0::bigint
+        coalesce(l.hint, concat(
+            case when stopped <> '' then 'set statement_timeout = ''1 min''; ' end, 'select * from pgqueue.health()'
+        )),
+        0::bigint
     from (select) as always
     left join pgqueue._lock_holders() as l on l.what = 'relation' and l.mode = 'AccessExclusiveLock' and l.relation in (
         select c.oid from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace

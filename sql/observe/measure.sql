@@ -7,22 +7,35 @@
 -- The log is read in the order of its pages, which is nearly that of time: the first page of a period is found
 -- by bisection, and if there are many pages, only every nth is read.
 
--- How a job counts by itself: ready, scheduled, leased, expired, of the past by its expires_at, or blocked.
+-- How a job counts: ready, scheduled, leased, expired, of the past by its expires_at, or blocked, which is also what one
+-- counts as whose group is full (has_full: some group is).
 create or replace function pgqueue._counts_as(
-    run_at timestamptz, lease_expires_at timestamptz, expires_at timestamptz, moment timestamptz
+    queue text, group_key text, priority int, run_at timestamptz, lease_expires_at timestamptz, expires_at timestamptz,
+    moment timestamptz, has_full boolean
 )
-    returns "char"
+    returns table (state "char")
     language sql
-    immutable
+    stable
 as $$
-    select case
-        when lease_expires_at > moment then 'l'
-        when lease_expires_at is not null then 'e'
-        when expires_at <= moment then 'x'
-        when run_at = 'infinity' then 'b'
-        when run_at > moment then 's'
-        else 'r'
-    end::"char"
+    select (case
+        when has_full and group_key is not null and o.state = 'r' and exists (
+            select
+            from pgqueue.ticket as t
+            where pgqueue._is_ticket_of(t, _counts_as.queue, _counts_as.group_key) and t.priority = _counts_as.priority
+                and t.is_full
+        ) then 'b'
+        else o.state
+    end)::"char"
+    from (
+        select case
+            when lease_expires_at > moment then 'l'
+            when lease_expires_at is not null then 'e'
+            when expires_at <= moment then 'x'
+            when run_at = 'infinity' then 'b'
+            when run_at > moment then 's'
+            else 'r'
+        end as state
+    ) as o
 $$;
 
 -- The first jobs, this many at most, of the lane that comes after another: how many there are, the run_at of those that
@@ -49,17 +62,7 @@ as $$
     from (
         select
             j.hash, j.lane, coalesce(_front.name, j.queue) as queue, j.id, j.run_at, j.worker, j.lease_expires_at,
-            case
-                when j.queue <> _front.name then null
-                when has_full and j.group_key is not null
-                    and pgqueue._counts_as(j.run_at, j.lease_expires_at, j.expires_at, moment) = 'r'
-                    and exists (
-                        select
-                        from pgqueue.ticket as t
-                        where pgqueue._is_ticket_of(t, j.queue, j.group_key) and t.priority = j.priority and t.is_full
-                    ) then 'b'
-                else pgqueue._counts_as(j.run_at, j.lease_expires_at, j.expires_at, moment)
-            end as state
+            case when (j.queue <> _front.name) is not true then c.state end as state
         from (
             select
                 hashtext(j.queue) as hash, j.priority + 1000 * num_nonnulls(j.group_key) as lane,
@@ -70,6 +73,9 @@ as $$
             order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
             limit most
         ) as j
+        cross join lateral pgqueue._counts_as(
+            j.queue, j.group_key, j.priority, j.run_at, j.lease_expires_at, j.expires_at, moment, has_full
+        ) as c
         -- They come so, but the planner asks only where it is told. The state once for each, not for each aggregate.
         order by j.hash, j.lane
         offset 0
@@ -190,19 +196,11 @@ begin
             cross join lateral (select n.page + (hashint8(n.page) & 2147483647) % step) as h (page)
         ) as p
         cross join lateral (
-            select
-                j.queue, j.run_at, j.worker,
-                case
-                    when has_full and j.group_key is not null
-                        and pgqueue._counts_as(j.run_at, j.lease_expires_at, (j.terms).expires_at, moment) = 'r'
-                        and exists (
-                            select
-                            from pgqueue.ticket as t
-                            where pgqueue._is_ticket_of(t, j.queue, j.group_key) and t.priority = j.priority and t.is_full
-                        ) then 'b'
-                    else pgqueue._counts_as(j.run_at, j.lease_expires_at, (j.terms).expires_at, moment)
-                end as state
+            select j.queue, j.run_at, j.worker, c.state
             from pgqueue.job as j
+            cross join lateral pgqueue._counts_as(
+                j.queue, j.group_key, j.priority, j.run_at, j.lease_expires_at, (j.terms).expires_at, moment, has_full
+            ) as c
             where j.ctid >= p.first and j.ctid < p.next
             -- More than a page has room for: the planner does not know that it is one.
             limit 300

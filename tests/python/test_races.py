@@ -603,15 +603,21 @@ def test_every_function_that_makes_a_job_ready_notifies_a_parked_session(
     assert heard(listener) == 1
 
 
-def test_two_phase_commit_works_with_pgqueue_notify_off(dsn, db, listener):
+def commit_in_two_phases(db: psycopg.Connection, query: str, args=None) -> None:
     if one(db, "show max_prepared_transactions") == "0":
         pytest.skip("the server allows no prepared transactions")
-    listener.execute("select pgqueue.rest(array['q'])")
-    db.execute("set pgqueue.notify = off")
     db.execute("begin")
-    db.execute("select pgqueue.enqueue('q'), pgqueue.enqueue('q', group_key => 'a')")
+    db.execute(query, args)
     db.execute("prepare transaction 'p'")
     db.execute("commit prepared 'p'")
+
+
+def test_two_phase_commit_works_with_pgqueue_notify_off(dsn, db, listener):
+    listener.execute("select pgqueue.rest(array['q'])")
+    db.execute("set pgqueue.notify = off")
+    commit_in_two_phases(
+        db, "select pgqueue.enqueue('q'), pgqueue.enqueue('q', group_key => 'a')"
+    )
     assert heard(listener) == 0
     assert one(db, "select count(*) from pgqueue.job") == 2
 
@@ -859,8 +865,6 @@ NOISY = {
 
 @pytest.mark.parametrize("verb", NOISY)
 def test_two_phase_commit_works_in_a_queue_with_notify_false(db, listener, verb):
-    if one(db, "show max_prepared_transactions") == "0":
-        pytest.skip("the server allows no prepared transactions")
     dead_id, dead_token = claimed(db)
     db.execute(
         "select pgqueue.fail(%s, %s, 'e', permanent => true)", (dead_id, dead_token)
@@ -870,23 +874,15 @@ def test_two_phase_commit_works_in_a_queue_with_notify_false(db, listener, verb)
         expire(db)
     db.execute("select pgqueue.configure('q', notify => false)")
     listener.execute("select pgqueue.rest(array['q'])")
-    db.execute("begin")
-    db.execute(NOISY[verb], {"id": id, "token": token})
-    db.execute("prepare transaction 'p'")
-    db.execute("commit prepared 'p'")
+    commit_in_two_phases(db, NOISY[verb], {"id": id, "token": token})
     assert heard(listener) == 0
 
 
 @pytest.mark.parametrize("verb", ["resume()", "configure(null, max_running => 9)"])
 def test_two_phase_commit_works_with_notify_false_for_all(db, listener, verb):
-    if one(db, "show max_prepared_transactions") == "0":
-        pytest.skip("the server allows no prepared transactions")
     db.execute("select pgqueue.configure(null, notify => false)")
     listener.execute("select pgqueue.rest(array['q'])")
-    db.execute("begin")
-    db.execute(f"select pgqueue.{verb}")
-    db.execute("prepare transaction 'p'")
-    db.execute("commit prepared 'p'")
+    commit_in_two_phases(db, f"select pgqueue.{verb}")
     assert heard(listener) == 0
     db.execute("select pgqueue.configure('q', notify => true)")
     db.execute(f"select pgqueue.{verb}")

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pgqueue
+import psycopg
 import pytest
 from conftest import column, one
 from pgqueue import Worker
@@ -201,24 +202,20 @@ def test_a_timeout_beyond_the_last_year_is_a_timeout(db, dsn, seconds) -> None:
     assert column(db, "select result from pgqueue.run") == [True]
 
 
-def test_schedules_are_declared_while_handlers_are_found() -> None:
+def test_schedules_are_declared_while_handlers_are_found(db, dsn) -> None:
     """As Django's tasks are, when a job comes."""
     app = pgqueue.App()
     for kind in ("first", "second"):
         app.job(kind, every=60)(lambda: None)
 
-    class Conn:
-        declared = 0
+    class Finding(psycopg.Connection[Any]):
+        def execute(self, *args: Any, **options: Any) -> Any:
+            app.job(f"found {len(app.tasks)}")(lambda: None)
+            return super().execute(*args, **options)
 
-        def execute(self, query: str, params: Any = None) -> Any:
-            if "maintain" in query:
-                return self
-            self.declared += 1
-            app.job(f"found {self.declared}")(lambda: None)
-
-        def fetchall(self) -> list[Any]:
-            return []
-
-    conn: Any = Conn()
-    Maintenance(Server(""), app, declares=True).work(conn)
-    assert conn.declared == 2
+    with Finding.connect(dsn, autocommit=True) as conn:
+        Maintenance(Server(dsn), app, declares=True).work(conn)
+    assert column(db, "select kind from pgqueue.schedules order by 1") == [
+        "first",
+        "second",
+    ]
