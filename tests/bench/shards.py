@@ -1,11 +1,15 @@
 """What a job costs with 1 to 8 shards, directly and through the router, and what the router itself costs.
 
-All shards are on one server, so rates say nothing: what is measured is CPU and WAL. The router is a second
-server, so that its CPU is counted apart.
+All shards are on one server, so rates say nothing: what is measured is CPU and WAL. Each shard gets as many
+calls however many there are, some hundred in a row: on a machine of its own it would not find the caches
+full of what another needs. The router is a second server, so that its CPU is counted apart. And all of it
+runs on one core: one session waits while another works, and to wake an idle core of a virtual machine may
+cost more CPU than the call.
 """
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -14,6 +18,7 @@ from statistics import median
 import psycopg
 import scale_demo
 from cluster import Cluster
+from pgqueue import shard_of
 
 from bench import summary
 from bench.pgbench import Drain
@@ -28,22 +33,23 @@ COUNTS = (1, 2, 4, 8)
 CORES, SHARE = 8, 0.5
 CPU, WAL = "CPU µs/job", "WAL B/job"
 ROUTED, OWN = "routed, CPU µs/job", "router's own CPU µs/job"
-BULK, WARM = 100, 20
+# Calls in a row, of which each call in CALLS has some, and jobs for each session before it is measured.
+ROW, BULK, WARM = 100, 100, 1000
 KEYS = f"array(select 'tenant ' || (%(k)s::int + n) %% 1000 from generate_series(1, {BULK}) as n)"
 BULK_CALL = (
     f"select count(*) from pgqueue.enqueue_many('bench', {sized(PAYLOADS, BULK)}"
 )
-# Of each: the statement, how often it is called, and how many jobs each call adds.
+# Of each: the statement, how often it is called for each shard, and how many jobs each call adds.
 CALLS = {
     "enqueue with a key": (
         f"select pgqueue.enqueue('bench', '{PAYLOAD}', group_key => 'tenant ' || %(k)s::int)",
-        6000,
+        3000,
         1,
     ),
-    "enqueue without a key": (f"select pgqueue.enqueue('bench', '{PAYLOAD}')", 6000, 1),
+    "enqueue without a key": (f"select pgqueue.enqueue('bench', '{PAYLOAD}')", 3000, 1),
     f"enqueue_many of {BULK} with keys": (
         f"{BULK_CALL}, group_keys => {KEYS})",
-        200,
+        100,
         BULK,
     ),
 }
@@ -65,7 +71,7 @@ class Cost:
 
 def lines(system: System, size: Size, rounds: int) -> list[str]:
     found: Costs = {}
-    with Cluster(fast=True) as server, Cluster(fast=True) as router:
+    with one_core(), Cluster(fast=True) as server, Cluster(fast=True) as router:
         if not scale_demo.has_router(router):
             return [scale_demo.WITHOUT]
         dsns = scale_demo.set_up([server] * max(COUNTS), router)
@@ -83,6 +89,16 @@ def lines(system: System, size: Size, rounds: int) -> list[str]:
                 for call, cost in costs(system, size, meter, callers, shards):
                     found.setdefault((call, count, is_routed), []).append(cost)
     return table(found, rounds)
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 @dataclass
@@ -118,15 +134,17 @@ def costs(
     """Each call, and claims and completions of what has a key; all jobs are counted."""
     for call, (statement, calls, each) in CALLS.items():
         # Sessions are open, statements planned and functions compiled before.
-        there = added(conns, statement, WARM * max(COUNTS)) * each
-        run = partial(added, conns, statement, max(WARM, round(calls * size.scale)))
+        there = added(conns, len(shards), statement, 1) * each
+        rows = max(1, round(calls * size.scale) // ROW)
+        run = partial(added, conns, len(shards), statement, rows)
         done, cost = meter.measure(run, each)
         there += done * each
         yield call, cost
         if call == MANY:
             drains = [Drain(system, conn) for conn in conns]
+            there -= drained(drains, WARM * len(shards))
             # Not to the end, where claims find less than they ask for.
-            run = partial(drained, drains, there * 3 // 4 // len(drains))
+            run = partial(drained, drains, there // 2)
             done, cost = meter.measure(run)
             there -= done
             yield DRAIN, cost
@@ -136,20 +154,27 @@ def costs(
             shard.execute(f"{system.sql.reset}, pgqueue.ticket")
 
 
-def added(conns: list[Session], statement: str, calls: int) -> int:
-    """Call so often, in each session in turn."""
-    for place in range(calls):
-        conns[place % len(conns)].execute(statement, {"k": place * 7919 % 1000})
-    return calls
+def added(conns: list[Session], shards: int, statement: str, rows: int) -> int:
+    """Call so many rows of calls for each shard, in its own session if there is one, with keys that belong there."""
+    keys = [
+        [k for k in range(1000) if shard_of(f"tenant {k}", shards) == shard]
+        for shard in range(shards)
+    ]
+    for row, (place, own) in product(range(rows), enumerate(keys)):
+        for call in range(row * ROW, (row + 1) * ROW):
+            k = own[call * 7919 % len(own)]
+            conns[place % len(conns)].execute(statement, {"k": k})
+    return rows * shards * ROW
 
 
 def drained(drains: list[Drain], jobs: int) -> int:
-    return sum(drain.run(jobs, 600, TURNS).jobs for drain in drains)
+    each = jobs // len(drains)
+    return sum(drain.run(each, 600, TURNS).jobs for drain in drains)
 
 
 def table(found: Costs, rounds: int) -> list[str]:
     lines = [
-        f"Medians of {rounds} round{'s' * (rounds > 1)}, each compared with its own one shard, called directly. One session calls after the other, so that nothing waits: "
+        f"Medians of {rounds} round{'s' * (rounds > 1)}, each compared with its own one shard, called directly. One session calls after the other, on one core: "
         "a rate would say nothing, since all shards are on one server, with fsync off.",
         "",
         "| shards | call | CPU µs/job | WAL B/job | routed, CPU µs/job | routed, WAL B/job | router's own CPU µs/job |",
