@@ -15,13 +15,15 @@ import psycopg
 ROUTES = {
     "enqueue": ("one", "pgqueue._place(batch_id || after, group_key, unique_key)"),
     "create_batch": ("one", "pgqueue._place(null, group_key, null)"),
-    "close_batch": ("find", "pgqueue._home(batch_id)"),
+    "close_batch": ("find", "pgqueue._home(batch_id, pgqueue._count())"),
     "enqueue_many": ("keys", None),
     **dict.fromkeys(
         "status result await why cancel run_now reprioritize rerun complete fail progress save_step steps suspend results_of".split(),
-        ("find", "pgqueue._home(job_id)"),
+        ("find", "pgqueue._home(job_id, pgqueue._count())"),
     ),
-    **dict.fromkeys(("redrive_job", "discard"), ("find", "pgqueue._home(dead_id)")),
+    **dict.fromkeys(
+        ("redrive_job", "discard"), ("find", "pgqueue._home(dead_id, pgqueue._count())")
+    ),
     **dict.fromkeys(("extend", "complete_many", "finish", "release"), ("split", None)),
     "schedule": ("one", "pgqueue._of_name(name)"),
     **dict.fromkeys(
@@ -182,9 +184,10 @@ def until(f: Function, _: None) -> str:
 
 
 def first(f: Function, _: None) -> str:
-    """Take from the first shard that has something, in a random order."""
+    """Take from the first shard that has something, in a random order; others are not asked."""
     return f.public(
-        "    for place in select u.place from pgqueue._up() as u (place) order by random() loop\n"
+        "    for place in select n from generate_series(0, pgqueue._count() - 1) as n order by random() loop\n"
+        "        continue when not pgqueue._is_up(place);\n"
         f"        return query select * from {f.call()};\n        exit when found;\n    end loop;\n",
         "    place int;\n",
     )
@@ -239,9 +242,9 @@ def split(f: Function, _: None) -> str:
         "            select p.place, array_agg(i.n::int order by i.n)\n"
         f"            from unnest({tokens}, said) with ordinality as i (token, said, n)\n"
         "            cross join lateral (\n"
-        "                select pgqueue._home(i.token) where turn = 1\n"
+        "                select pgqueue._home(i.token, shards) where turn = 1\n"
         "                union all\n"
-        "                select o.place from unnest(places) as o (place) where o.place <> pgqueue._home(i.token)\n"
+        "                select o.place from unnest(places) as o (place) where o.place <> pgqueue._home(i.token, shards)\n"
         "            ) as p (place)\n"
         "            where i.said = 'lost'\n            group by 1\n        loop\n"
         + got
@@ -251,7 +254,7 @@ def split(f: Function, _: None) -> str:
         f"    return query {answer};\n",
         f"    is_odd boolean := coalesce({' or '.join(lengths)}, false) or {job_ids} is null\n"
         f"        or {tokens} is null or array_ndims({job_ids}) > 1;\n"
-        "    places int[];\n    place int;\n    which int[];\n    held bigint[];\n"
+        "    shards int := pgqueue._count();\n    places int[];\n    place int;\n    which int[];\n    held bigint[];\n"
         "    got text[];\n    said text[];\n",
     )
 
@@ -261,13 +264,18 @@ def by_keys(f: Function, _: None) -> str:
     arrays = ("payloads", "unique_keys", "group_keys")
     payloads, unique_keys, group_keys = (f"{f.name}.{n}" for n in arrays)
     batch = f"{f.name}.batch_id"
+    key = f"coalesce({group_keys}[s.n], {unique_keys}[s.n])"
     return f.public(
         counted_from_1(f, *arrays) + "    places := array(\n"
-        "        select case when not is_odd and k.key is not null\n"
-        f"            then pgqueue._place(array[{batch}], k.key, null) else other end\n"
+        f"        select case when not is_odd and {key} is not null\n"
+        f"            then pgqueue.shard_of({key}, shards) else other end\n"
         f"        from generate_subscripts({payloads}, 1) as s (n)\n"
-        f"        cross join lateral (select coalesce({group_keys}[s.n], {unique_keys}[s.n])) as k (key)\n"
         "        order by s.n\n    );\n"
+        f"    if {batch} is not null and other <> any (places) then\n"
+        "        -- Refuses the first.\n"
+        f"        perform pgqueue._place(array[{batch}], {key}, null)\n"
+        "        from generate_subscripts(places, 1) as s (n) where places[s.n] <> other order by s.n;\n"
+        "    end if;\n"
         "    for place, which in\n"
         "        select p.place, array_agg(p.n::int order by p.n)\n"
         "        from unnest(places) with ordinality as p (place, n) where not is_odd group by 1\n"
@@ -276,8 +284,9 @@ def by_keys(f: Function, _: None) -> str:
         f"        got := array(select * from {f.call(**chosen(f, *arrays))});\n"
         "        for n in 1 .. coalesce(cardinality(which), 0) loop\n            ids[which[n]] := got[n];\n"
         "        end loop;\n    end loop;\n    return query select i.id from unnest(ids) as i (id);\n",
+        "    shards int := pgqueue._count();\n"
         f"    -- What has no key goes to one shard.\n    other int := case when {batch} is not null\n"
-        f"        then pgqueue._home({batch}) else pgqueue._any() end;\n"
+        f"        then pgqueue._home({batch}, shards) else pgqueue._any() end;\n"
         f"    is_odd boolean := coalesce(cardinality({unique_keys}) <> cardinality({payloads})\n"
         f"        or cardinality({group_keys}) <> cardinality({payloads}) or array_ndims({payloads}) > 1, false);\n"
         "    places int[];\n    place int;\n    which int[];\n    got bigint[];\n    ids bigint[] := '{}';\n",

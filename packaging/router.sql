@@ -63,24 +63,27 @@ as $$
 $$;
 comment on function pgqueue.shards() is 'The shards, and whether each answers.';
 
--- The places of the shards that answer, with a warning for each that does not.
-create function pgqueue._up()
-    returns setof int
+-- Whether a shard answers, with a warning if it does not.
+create function pgqueue._is_up(place int)
+    returns boolean
     language plpgsql
-    set search_path = pg_catalog, pg_temp
 as $$
 declare
-    s record;
+    problem text := pgqueue._problem(place);
 begin
-    for s in select * from pgqueue.shards() loop
-        if s.is_up then
-            return next s.shard - 1;
-        else
-            raise warning 'shard % does not answer', s.shard using detail = s.problem;
-        end if;
-    end loop;
+    if problem is not null then
+        raise warning 'shard % does not answer', place + 1 using detail = problem;
+    end if;
+    return problem is null;
 end;
 $$;
+
+-- The places of those that answer.
+create function pgqueue._up()
+    returns setof int
+    language sql
+    set search_path = pg_catalog, pg_temp
+as $$ select n from generate_series(0, pgqueue._count() - 1) as n where pgqueue._is_up(n) $$;
 
 -- A random one that answers.
 create function pgqueue._any()
@@ -102,16 +105,13 @@ begin
 end;
 $$;
 
--- Where an id was given out.
-create function pgqueue._home(id bigint)
+-- Where an id was given out. Inlined, because there may be thousands.
+create function pgqueue._home(id bigint, shards int)
     returns int
     language sql
-    stable
-    set search_path = pg_catalog, pg_temp
+    immutable
 as $$
-    select case when (_home.id - 1) % 1024 between 0 and pgqueue._count() - 1
-        then ((_home.id - 1) % 1024)::int else 0
-    end
+    select case when (id - 1) % 1024 between 0 and shards - 1 then ((id - 1) % 1024)::int else 0 end
 $$;
 
 create function pgqueue._of_name(name text)
@@ -151,9 +151,10 @@ create function pgqueue._place(ids bigint[], group_key text, unique_key text)
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    homes int[] := array(select distinct pgqueue._home(i.id) from unnest(ids) as i (id) where i.id is not null);
+    shards int := pgqueue._count();
+    homes int[] := array(select distinct pgqueue._home(i.id, shards) from unnest(ids) as i (id) where i.id is not null);
     of_key int := case when coalesce(group_key, unique_key) is not null
-        then pgqueue.shard_of(coalesce(group_key, unique_key), pgqueue._count()) end;
+        then pgqueue.shard_of(coalesce(group_key, unique_key), shards) end;
 begin
     if cardinality(homes) > 1 or homes[1] <> of_key then
         raise exception using

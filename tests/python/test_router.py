@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,6 +158,36 @@ def test_many_jobs_are_split_by_key_and_their_ids_come_in_order(routed):
         "select * from pgqueue.enqueue_many('r', array['1', '2', '3']::jsonb[], unique_keys => array['a', null, 'b'])",
     )
     assert len(mixed) == 3 and None not in mixed
+
+
+def calls(routed, query: str) -> Counter[str]:
+    """Run it, and count the calls of the router's functions in which something is done for each job or shard."""
+    db = routed.db
+    db.execute("set track_functions = 'all'")
+    counted = (
+        "select funcname, calls from pg_stat_xact_user_functions where schemaname = 'pgqueue'"
+        " and funcname in ('_list', '_place', '_problem')"
+    )
+    with db.transaction():
+        before = Counter(dict(db.execute(counted).fetchall()))
+        db.execute(query)
+        return Counter(dict(db.execute(counted).fetchall())) - before
+
+
+def test_what_is_known_once_is_not_looked_up_for_each_job_or_shard(routed):
+    db = routed.db
+    keys = ", ".join(f"'{key}'" for key in KEYS)
+    many = f"pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[{len(KEYS)}]), group_keys => array[{keys}])"
+    # The planner may ask for a number as well.
+    assert sum(calls(routed, f"select {many}").values()) < 6
+    found = calls(routed, "select pgqueue.claim('q', 'w')")
+    assert found.pop("_problem") == 1
+    assert sum(found.values()) < 3
+    held = db.execute("select id, token from pgqueue.claim('q', 'w', 30)").fetchall()
+    assert len(held) > 5
+    ids, tokens = ([lease[n] for lease in held] for n in (0, 1))
+    query = f"select pgqueue.complete_many(array{ids}, array{tokens})"
+    assert sum(calls(routed, query).values()) < 3
 
 
 def test_what_takes_an_id_finds_its_shard(routed):
