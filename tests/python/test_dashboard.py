@@ -162,6 +162,19 @@ def test_queues_are_found_by_name_and_ordered_by_what_needs_a_look(site, db) -> 
     assert page.get("/?order=nonsense").status == 200
 
 
+def test_long_names_that_begin_alike_can_be_told_apart(site, db) -> None:
+    start = "reports.quarterly." * 8
+    for end in ("invoices", "payments"):
+        db.execute("select pgqueue.enqueue(%s)", (start + end,))
+        kill(db, start + end, "boom")
+        db.execute("select pgqueue.enqueue(%s)", (start + end,))
+    for path in ("/", "/dead", "/jobs"):
+        text = Found(site().get(path).text).text
+        for end in ("invoices", "payments"):
+            assert f"…rly.{end}" in text, path
+            assert start + end not in text, path
+
+
 def test_what_health_says_comes_first(site, db, role) -> None:
     query = "select pgqueue.enqueue('q' || n, run_at => now() - interval '1 hour')"
     ids = column(db, f"{query} from generate_series(1, 60) as n")
@@ -289,7 +302,8 @@ def test_hostile_text_is_nothing_but_text(site, db) -> None:
         assert tags.count("script") == 1 and "img" not in tags
         inline = {k for _, a in found.tags for k in a if k[:2] == "on" or k == "style"}
         assert not inline
-        assert name in found.text or path not in PAGES
+        whole = [attributes.get("title") for _, attributes in found.tags]
+        assert name in found.text or name in whole or path not in PAGES
     # A browser changes the ends of lines in what it sends back.
     press(page, "/queue?name=a%0D%0Ab", "Pause")
     assert is_paused(db, "a\r\nb")
