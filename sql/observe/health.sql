@@ -706,6 +706,30 @@ values
         from pg_settings as s
         where s.name = 'pgqueue.notify' and s.source = 'configuration file' and s.setting = 'off'
     $$),
+    -- Whether new transactions can only read, by a setting of this database or of the server: of a role it is meant.
+    ('writes', null, null, null, 'new transactions can write', $$
+        select
+            true,
+            format(
+                'default_transaction_read_only is on for %s, as providers set it when a disk is full: nobody can '
+                'enqueue, claim or complete', w.whom
+            ),
+            w.remedy
+        from (
+            select w.whom, format('begin read write; alter %s reset default_transaction_read_only; commit', w.whom)
+            from pg_db_role_setting as s
+            cross join lateral (
+                select case s.setdatabase when 0 then 'role all' else 'database ' || quote_ident(current_database()) end
+            ) as w (whom)
+            where s.setdatabase in (0, (select d.oid from pg_database as d where d.datname = current_database()))
+                and s.setrole = 0 and s.setconfig::text ~* '[{,]default_transaction_read_only=(on|true|yes|1)[,}]'
+            union all
+            select 'this server', 'alter system reset default_transaction_read_only; select pg_reload_conf()'
+            from pg_settings as s
+            where s.name = 'default_transaction_read_only' and s.source = 'configuration file' and s.setting = 'on'
+        ) as w (whom, remedy)
+        where not pg_is_in_recovery()
+    $$),
     -- Tables and indexes that are larger, and have more than 20 pages per row: a row needs one at most. reap
     -- reads all of the table job.
     ('bloat', null, 1073741824, null, 'no table or index is much too large', $$

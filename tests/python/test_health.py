@@ -8,6 +8,7 @@ import psycopg
 import pytest
 from cluster import Cluster
 from conftest import column, one
+from psycopg import errors
 from test_plans import fill, pages
 from worker_harness import (  # noqa: F401 (a fixture)
     wait_until,
@@ -687,6 +688,46 @@ def test_autovacuum_that_is_off_is_critical_and_can_be_switched_on(server):
             fix(db, "autovacuum")
             == "autovacuum is off on this server: dead rows pile up"
         )
+
+
+READ_ONLY = "default_transaction_read_only"
+
+
+@pytest.mark.parametrize(
+    ("made", "whom"),
+    [
+        (f"alter database postgres set {READ_ONLY} = true", "database postgres"),
+        (f"alter role all set {READ_ONLY} = on", "role all"),
+        (f"alter system set {READ_ONLY} = on; select pg_reload_conf()", "this server"),
+    ],
+)
+def test_a_database_that_was_made_read_only_is_named_and_can_be_made_to_write(
+    server, made, whom
+):
+    with psycopg.connect(where(server), autocommit=True) as db:
+        assert found(db, "writes") == []
+        for statement in made.split(";"):
+            db.execute(statement)
+
+    def writes() -> bool:
+        with psycopg.connect(where(server), autocommit=True) as db:
+            return bool(one(db, f"show {READ_ONLY}") == "off")
+
+    wait_until(lambda: not writes())
+    # As the person on call finds it.
+    with psycopg.connect(where(server), autocommit=True) as db:
+        with pytest.raises(errors.ReadOnlySqlTransaction):
+            db.execute("select pgqueue.enqueue('q')")
+        assert [row[0] for row in found(db, "writes")] == ["critical"]
+        assert fix(db, "writes").startswith(f"{READ_ONLY} is on for {whom}, ")
+    wait_until(writes)
+
+
+def test_a_role_that_shall_only_read_is_no_finding(server):
+    with psycopg.connect(where(server), autocommit=True) as db:
+        db.execute(f"create role auditor; alter role auditor set {READ_ONLY} = on")
+        db.execute(f"set {READ_ONLY} = on")
+        assert found(db, "writes") == []
 
 
 def test_old_transaction_ids_are_reported_and_vacuum_freezes_them(server):

@@ -36,7 +36,7 @@ select is(
     array[
         'autovacuum', 'backlog', 'batches', 'bloat', 'crashes', 'dead', 'failures', 'handlers', 'horizon', 'hung', 'indexes', 'kinds', 'leases',
         'locks', 'notifications', 'notify',
-        'runs', 'schedules', 'sequences', 'suspensions', 'vacuum', 'version', 'waits', 'wal', 'workers', 'wraparound'
+        'runs', 'schedules', 'sequences', 'suspensions', 'vacuum', 'version', 'waits', 'wal', 'workers', 'wraparound', 'writes'
     ],
     'health returns a row for each check'
 );
