@@ -186,10 +186,10 @@ def until(f: Function, _: None) -> str:
 def first(f: Function, _: None) -> str:
     """Take from the first shard that has something, in a random order; others are not asked."""
     return f.public(
-        "    for place in select n from generate_series(0, pgqueue._count() - 1) as n order by random() loop\n"
+        "    for place in select n from generate_series(0, shards - 1) as n order by random() loop\n"
         "        continue when not pgqueue._is_up(place);\n"
         f"        return query select * from {f.call()};\n        exit when found;\n    end loop;\n",
-        "    place int;\n",
+        "    shards int := pgqueue._count();\n    place int;\n",
     )
 
 

@@ -21,12 +21,21 @@ as $$
     order by substring(o.option from '^p(\d+)')::int
 $$;
 
+-- In PL/pgSQL, which keeps the plan: every call needs it.
 create function pgqueue._count()
     returns int
-    language sql
+    language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
-as $$ select count(*)::int from pgqueue._list() $$;
+as $$
+begin
+    return (
+        select count(*)
+        from pg_foreign_server as s
+        cross join unnest(s.srvoptions) as o (option)
+        where s.srvname = 'pgqueue' and o.option ~ '^p\d+='
+    );
+end;
+$$;
 
 -- Why a shard does not answer; null if it does. Twice, because a session to one that was restarted is only then known
 -- to be of no use.
@@ -93,9 +102,10 @@ create function pgqueue._any()
     set client_min_messages = error
 as $$
 declare
+    shards int := pgqueue._count();
     place int;
 begin
-    for place in select n from generate_series(0, pgqueue._count() - 1) as n order by random() loop
+    for place in select n from generate_series(0, shards - 1) as n order by random() loop
         if pgqueue._problem(place) is null then
             return place;
         end if;
@@ -124,10 +134,15 @@ as $$ select pgqueue.shard_of(coalesce(_of_name.name, ''), pgqueue._count()) $$;
 -- All places, this one first.
 create function pgqueue._from(home int)
     returns int[]
-    language sql
+    language plpgsql
     stable
-    set search_path = pg_catalog, pg_temp
-as $$ select array(select n from generate_series(0, pgqueue._count() - 1) as n order by n <> home, n) $$;
+as $$
+declare
+    shards int := pgqueue._count();
+begin
+    return array(select n from generate_series(0, shards - 1) as n order by n <> home, n);
+end;
+$$;
 
 -- Raises the problem that the first shard had.
 create function pgqueue._raise(problem text[])
