@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import psycopg
 
@@ -95,11 +96,12 @@ class Nemesis:
                 time.sleep(0.01)
 
     def kill_backend(self) -> None:
-        """The server ends all sessions, and recovers."""
-        with self.session() as conn:
-            victims = self.victims(conn, 1)
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
+        """The server ends all sessions, this one too, and recovers."""
+        with self.session() as conn, suppress(psycopg.OperationalError):
+            for pid in self.victims(conn, 1):
+                os.kill(pid, signal.SIGKILL)
+                # Until it has noticed, whoever connects is ended as well.
+                conn.execute("select pg_sleep(30)")
 
     def crash(self) -> None:
         self.servers.current.restart("immediate")
