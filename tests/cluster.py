@@ -91,6 +91,8 @@ class Cluster:
             "max_connections": "200",
             "max_prepared_transactions": "10",
             "fsync": "off" if fast else "on",
+            # Compiling them is most of what many queries of tests on the catalog cost.
+            "jit": "off" if fast else "on",
         } | dict(settings or {})
         inherited = {
             name: value
