@@ -14,6 +14,7 @@ same again.
 
 import faulthandler
 import itertools
+import math
 import os
 import random
 import re
@@ -41,7 +42,7 @@ OWN_CLUSTER = pytest.StashKey[Cluster]()
 LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
 # How many hints get lost. Which ones is by chance.
 LOST = [0.5] * 4 + [1] if LONG else [0.5]
-# Of the tests in which they do, in the short form.
+# Of the tests in which they do, in the short form; of one with a sample, of as many as that has.
 LOSING = 0.25
 SAMPLE = "PGQUEUE_TEST_SAMPLE"
 
@@ -93,12 +94,15 @@ def unsampled(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     for item in items:
         if marked(item, "long"):
             yield item
+        elif marked(item, "sample"):
+            name = item.nodeid.partition("[")[0]
+            cases[f"{name} losing" if loses_hints(item) else name].append(item)
         elif loses_hints(item):
             losing.append(item)
-        elif marked(item, "sample"):
-            cases[item.nodeid.partition("[")[0]].append(item)
     for name, each in cases.items():
         (count,) = each[0].get_closest_marker("sample").args
+        if loses_hints(each[0]):
+            count = math.ceil(count * LOSING)
         yield from set(each) - set(some(each, count, name))
     yield from set(losing) - set(some(losing, round(len(losing) * LOSING), "losing"))
 
