@@ -13,6 +13,7 @@ same again.
 """
 
 import faulthandler
+import functools
 import itertools
 import math
 import os
@@ -159,29 +160,34 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         cluster.remove()
 
 
+@functools.cache
+def admin() -> psycopg.Connection:
+    """Connect once for all that is to be made and dropped."""
+    return psycopg.connect(dbname="postgres", autocommit=True)
+
+
 @pytest.fixture(scope="session")
 def template() -> Iterator[str]:
     """Name a database with the extension in it, to be copied."""
-    with psycopg.connect(dbname="postgres", autocommit=True) as admin:
-        admin.execute(f"drop database if exists {TEMPLATE}")
-        admin.execute(f"create database {TEMPLATE}")
-        with psycopg.connect(dbname=TEMPLATE, autocommit=True) as conn:
-            conn.execute("create extension pgqueue")
+    with admin() as conn:
+        conn.execute(f"drop database if exists {TEMPLATE}")
+        conn.execute(f"create database {TEMPLATE}")
+        with psycopg.connect(dbname=TEMPLATE, autocommit=True) as made:
+            made.execute("create extension pgqueue")
         yield TEMPLATE
-        admin.execute(f"drop database {TEMPLATE} with (force)")
+        conn.execute(f"drop database {TEMPLATE} with (force)")
 
 
 @contextmanager
 def database(template: str) -> Iterator[str]:
     """Make a fresh database with the extension, and name it."""
     name = f"pgqueue_test_{next(NUMBERS)}"
-    with psycopg.connect(dbname="postgres", autocommit=True) as admin:
-        # Half as quick is what 15 and later do by themselves, which writes all pages to the log.
-        how = "strategy file_copy" if admin.info.server_version >= 150000 else ""
-        admin.execute(f"drop database if exists {name} with (force)")
-        admin.execute(f"create database {name} template {template} {how}")
-        yield make_conninfo(dbname=name)
-        admin.execute(f"drop database {name} with (force)")
+    # Half as quick is what 15 and later do by themselves, which writes all pages to the log.
+    how = "strategy file_copy" if admin().info.server_version >= 150000 else ""
+    admin().execute(f"drop database if exists {name} with (force)")
+    admin().execute(f"create database {name} template {template} {how}")
+    yield make_conninfo(dbname=name)
+    admin().execute(f"drop database {name} with (force)")
 
 
 class Unhinted(psycopg.Connection):
