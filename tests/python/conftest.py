@@ -13,7 +13,6 @@ same again.
 """
 
 import faulthandler
-import functools
 import itertools
 import math
 import os
@@ -160,22 +159,28 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         cluster.remove()
 
 
-@functools.cache
+ADMIN: list[psycopg.Connection] = []
+
+
 def admin() -> psycopg.Connection:
-    """Connect once for all that is to be made and dropped."""
-    return psycopg.connect(dbname="postgres", autocommit=True)
+    """Return the session that makes and drops databases, or a new one if a test has cut it off."""
+    if ADMIN and ADMIN[-1].info.transaction_status != TransactionStatus.IDLE:
+        ADMIN.pop().close()
+    if not ADMIN:
+        ADMIN.append(psycopg.connect(dbname="postgres", autocommit=True))
+    return ADMIN[-1]
 
 
 @pytest.fixture(scope="session")
 def template() -> Iterator[str]:
     """Name a database with the extension in it, to be copied."""
-    with admin() as conn:
-        conn.execute(f"drop database if exists {TEMPLATE}")
-        conn.execute(f"create database {TEMPLATE}")
-        with psycopg.connect(dbname=TEMPLATE, autocommit=True) as made:
-            made.execute("create extension pgqueue")
-        yield TEMPLATE
-        conn.execute(f"drop database {TEMPLATE} with (force)")
+    admin().execute(f"drop database if exists {TEMPLATE}")
+    admin().execute(f"create database {TEMPLATE}")
+    with psycopg.connect(dbname=TEMPLATE, autocommit=True) as conn:
+        conn.execute("create extension pgqueue")
+    yield TEMPLATE
+    admin().execute(f"drop database {TEMPLATE} with (force)")
+    admin().close()
 
 
 @contextmanager
