@@ -43,6 +43,9 @@ VENV    := .venv/bin
 CLUSTER  = $(VENV)/python tests/cluster.py
 CONFIG   = python/pyproject.toml
 
+# Some images tell Python to keep nothing that it has compiled, and the tests start it a thousand times.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo scale-demo test test-all move-in soak mutants bench instructions matrix bare lint pgspot plain all install uninstall \
         installcheck dist deb tle router freeze release clean
@@ -213,13 +216,17 @@ release: ## write VERSION=1.2.3 wherever it stands, commit and tag; pushing the 
 clean: ## remove what was built
 
 # Run both suites even if one fails. Python tests wait for each other's processes as much as they
-# compute: two more of them than there are cores.
+# compute: two more of them than there are cores. What they import is compiled once before, beside the
+# SQL tests, or each process would do it.
 PROCESSES := $(shell echo $$(($$(nproc) + 2)))
+PYTEST     = $(VENV)/pytest -c $(CONFIG) --rootdir .
 .PHONY: suite
 suite:
 	@status=0; \
+	$(PYTEST) --collect-only tests/python >/dev/null & \
 	$(MAKE) -s installcheck || status=1; \
-	$(VENV)/pytest -c $(CONFIG) --rootdir . -n $(PROCESSES) --dist worksteal tests/python || status=1; \
+	wait; \
+	$(PYTEST) -n $(PROCESSES) --dist worksteal tests/python || status=1; \
 	exit $$status
 
 ifneq ($(wildcard $(PGXS)),)

@@ -33,6 +33,8 @@ from types import FrameType, TracebackType
 REPO = Path(__file__).resolve().parent.parent
 SERVER = ("postgres", "initdb")
 MEMORY = Path("/dev/shm")
+# Names the folder of what initdb has made, for the clusters in the command of this one.
+INITDB = "PGQUEUE_TEST_INITDB"
 STOP = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
 
 
@@ -91,6 +93,8 @@ class Cluster:
             "max_connections": "200",
             "max_prepared_transactions": "10",
             "fsync": "off" if fast else "on",
+            # Compiling them is most of what many queries of tests on the catalog cost.
+            "jit": "off" if fast else "on",
         } | dict(settings or {})
         inherited = {
             name: value
@@ -133,12 +137,28 @@ class Cluster:
         if user := _server_user():
             for folder in (self.home, self.data.parent, self.data):
                 os.chown(folder, user.pw_uid, user.pw_gid)
-        options = "-U postgres -A trust -E UTF8 --no-locale --no-sync".split()
-        if self._spawn("initdb", "-D", str(self.data), *options).wait() != 0:
-            raise ClusterError(f"initdb failed\n{self.log_tail()}")
+        self._initdb()
         with (self.data / "postgresql.conf").open("a") as conf:
             for name, value in self.settings.items():
                 conf.write(f"{name} = '{value}'\n")
+
+    def _initdb(self) -> None:
+        """Make the data directory, or copy it: initdb is most of what a cluster costs."""
+        made = Path(os.environ.get(INITDB, self.home)) / self.bindir.relative_to("/")
+        if made.exists():
+            subprocess.run(["cp", "-a", f"{made}/.", self.data], check=True)
+            return
+        options = "-U postgres -A trust -E UTF8 --no-locale --no-sync".split()
+        if self._spawn("initdb", "-D", str(self.data), *options).wait() != 0:
+            raise ClusterError(f"initdb failed\n{self.log_tail()}")
+
+    def keep_initdb(self) -> None:
+        """Let clusters that the command makes have a copy of the data directory as it is."""
+        kept = self.home / "initdb"
+        made = kept / self.bindir.relative_to("/")
+        made.parent.mkdir(parents=True)
+        subprocess.run(["cp", "-a", self.data, made], check=True)
+        self.env[INITDB] = str(kept)
 
     def start(self, timeout: float = 60) -> None:
         """Start the server and wait until it accepts connections."""
@@ -337,6 +357,8 @@ def run(command: list[str], *, fast: bool, keep: bool) -> int:
     cluster = Cluster(fast=fast)
     try:
         cluster.create()
+        if INITDB not in os.environ:
+            cluster.keep_initdb()
         cluster.start()
         if not received:
             child = subprocess.Popen(command, env=cluster.env)

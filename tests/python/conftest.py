@@ -14,6 +14,7 @@ same again.
 
 import faulthandler
 import itertools
+import math
 import os
 import random
 import re
@@ -41,7 +42,7 @@ OWN_CLUSTER = pytest.StashKey[Cluster]()
 LONG = bool(os.environ.get("PGQUEUE_TEST_LONG"))
 # How many hints get lost. Which ones is by chance.
 LOST = [0.5] * 4 + [1] if LONG else [0.5]
-# Of the tests in which they do, in the short form.
+# Of the tests in which they do, in the short form; of one with a sample, of as many as that has.
 LOSING = 0.25
 SAMPLE = "PGQUEUE_TEST_SAMPLE"
 
@@ -93,12 +94,15 @@ def unsampled(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     for item in items:
         if marked(item, "long"):
             yield item
+        elif marked(item, "sample"):
+            name = item.nodeid.partition("[")[0]
+            cases[f"{name} losing" if loses_hints(item) else name].append(item)
         elif loses_hints(item):
             losing.append(item)
-        elif marked(item, "sample"):
-            cases[item.nodeid.partition("[")[0]].append(item)
     for name, each in cases.items():
         (count,) = each[0].get_closest_marker("sample").args
+        if loses_hints(each[0]):
+            count = math.ceil(count * LOSING)
         yield from set(each) - set(some(each, count, name))
     yield from set(losing) - set(some(losing, round(len(losing) * LOSING), "losing"))
 
@@ -155,29 +159,40 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         cluster.remove()
 
 
+ADMIN: list[psycopg.Connection] = []
+
+
+def admin() -> psycopg.Connection:
+    """Return the session that makes and drops databases, or a new one if a test has cut it off."""
+    if ADMIN and ADMIN[-1].info.transaction_status != TransactionStatus.IDLE:
+        ADMIN.pop().close()
+    if not ADMIN:
+        ADMIN.append(psycopg.connect(dbname="postgres", autocommit=True))
+    return ADMIN[-1]
+
+
 @pytest.fixture(scope="session")
 def template() -> Iterator[str]:
     """Name a database with the extension in it, to be copied."""
-    with psycopg.connect(dbname="postgres", autocommit=True) as admin:
-        admin.execute(f"drop database if exists {TEMPLATE}")
-        admin.execute(f"create database {TEMPLATE}")
-        with psycopg.connect(dbname=TEMPLATE, autocommit=True) as conn:
-            conn.execute("create extension pgqueue")
-        yield TEMPLATE
-        admin.execute(f"drop database {TEMPLATE} with (force)")
+    admin().execute(f"drop database if exists {TEMPLATE}")
+    admin().execute(f"create database {TEMPLATE}")
+    with psycopg.connect(dbname=TEMPLATE, autocommit=True) as conn:
+        conn.execute("create extension pgqueue")
+    yield TEMPLATE
+    admin().execute(f"drop database {TEMPLATE} with (force)")
+    admin().close()
 
 
 @contextmanager
 def database(template: str) -> Iterator[str]:
     """Make a fresh database with the extension, and name it."""
     name = f"pgqueue_test_{next(NUMBERS)}"
-    with psycopg.connect(dbname="postgres", autocommit=True) as admin:
-        # Half as quick is what 15 and later do by themselves, which writes all pages to the log.
-        how = "strategy file_copy" if admin.info.server_version >= 150000 else ""
-        admin.execute(f"drop database if exists {name} with (force)")
-        admin.execute(f"create database {name} template {template} {how}")
-        yield make_conninfo(dbname=name)
-        admin.execute(f"drop database {name} with (force)")
+    # Half as quick is what 15 and later do by themselves, which writes all pages to the log.
+    how = "strategy file_copy" if admin().info.server_version >= 150000 else ""
+    admin().execute(f"drop database if exists {name} with (force)")
+    admin().execute(f"create database {name} template {template} {how}")
+    yield make_conninfo(dbname=name)
+    admin().execute(f"drop database {name} with (force)")
 
 
 class Unhinted(psycopg.Connection):

@@ -576,7 +576,7 @@ def differences(session: Session, usual: Session) -> dict[str, object]:
     return found
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_no_setting_of_a_session_changes_an_answer_or_its_cost(deep, usual, settings):
     each = settings.split("; ")

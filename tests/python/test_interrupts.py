@@ -335,7 +335,7 @@ def works_on(connect: Connect, name: str = "q") -> None:
     db.close()
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_changes_nothing_and_leaves_no_lock_or_setting(
     connect, db, given, name
@@ -365,6 +365,7 @@ def test_an_interrupted_call_changes_nothing_and_leaves_no_lock_or_setting(
     works_on(connect)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("queues", [20, 500])
 @pytest.mark.parametrize("parks", ["for the first time", "again"])
 def test_an_interrupted_rest_does_not_park_the_session(

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from conftest import LONG, column, database, one
 from pgqueue.move import move_groups
-from test_worker_databases import command, counts, named
+from test_worker_databases import command, counts, named, wait_for_counts
 from worker_harness import wait_until, workers_on
 
 COUNT = "select count(*) from pgqueue.job"
@@ -251,7 +251,7 @@ def test_jobs_move_under_load_and_kills_and_run_once(two):
             shop.is_over = True
             shop.join()
             workers.start(*named(two), "-c", "4")
-            wait_until(lambda: counts(two, COUNT) == [0, 0], 200)
+            wait_for_counts(two, COUNT, [0, 0], 200)
         effects = [id for dsn in two for id in ids(dsn)]
         assert len(effects) == len(set(effects)) == JOBS + len(shop.acknowledged)
         assert set(shop.acknowledged) <= set(effects)

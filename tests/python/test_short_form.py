@@ -32,6 +32,12 @@ def dsn(lost_hints): ...
 @pytest.mark.loses_hints
 @pytest.mark.parametrize("n", range(8))
 def test_hints(dsn, n): ...
+
+
+@pytest.mark.loses_hints
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("n", range(40))
+def test_some_hints(dsn, n): ...
 """
 
 
@@ -64,14 +70,15 @@ def run(tmp_path):
 def test_of_many_cases_the_short_form_has_some_and_the_long_one_all(run) -> None:
     cases, number = run()
     counts = {name: len(found) for name, found in cases.items()}
-    # Each of the last ones once as it is, and of those with lost hints a quarter.
-    assert counts == {"some": 3, "every": 5, "hints": 8 + 2}
+    # Each of the last ones once as it is, and of those with lost hints a quarter: of a sample, a quarter of it.
+    assert counts == {"some": 3, "every": 5, "hints": 8 + 2, "some_hints": 6 + 2}
     assert run(PGQUEUE_TEST_SAMPLE=number) == (cases, number)
     others, _ = run(PGQUEUE_TEST_SAMPLE=f"{number}0")
     assert others != cases
     long, _ = run(PGQUEUE_TEST_LONG="1")
     counts = {name: len(found) for name, found in long.items()}
-    assert counts == {"some": 50, "long": 1, "every": 5, "hints": 8 * 6}
+    every = {"some": 50, "long": 1, "every": 5, "hints": 8 * 6, "some_hints": 40 * 6}
+    assert counts == every
 
 
 def test_a_test_that_is_named_runs_with_all_its_cases(run) -> None:

@@ -71,6 +71,14 @@ def counts(dsns: list[str], query: str) -> list[int]:
         return [one(conn, query) for conn in conns]
 
 
+def wait_for_counts(
+    dsns: list[str], query: str, wanted: list[int], timeout: float = 30
+) -> None:
+    """Wait until each database counts so much, in one session of each."""
+    with sessions(dsns) as conns:
+        wait_until(lambda: [one(conn, query) for conn in conns] == wanted, timeout)
+
+
 def named(dsns: list[str]) -> list[str]:
     return [word for dsn in dsns for word in ("--dsn", dsn)]
 
@@ -195,7 +203,7 @@ def test_all_databases_share_one_set_of_slots_evenly(three):
         shares = Counter(gate.order[6:36])
         assert min(shares.values()) >= 8, gate.order
         gate.let_go(1000)
-        wait_until(lambda: counts(three, COUNT) == [0, 0, 0])
+        wait_for_counts(three, COUNT, [0, 0, 0])
     assert gate.most == 6
 
 
@@ -220,7 +228,7 @@ def test_a_database_without_jobs_takes_no_slot(three):
         gate.let_go(3)
         wait_until(lambda: gate.inside[name(three[0])] == 3)
         gate.let_go(1000)
-        wait_until(lambda: counts(three, COUNT) == [0, 0, 0])
+        wait_for_counts(three, COUNT, [0, 0, 0])
     assert gate.most == 6
 
 
@@ -228,7 +236,7 @@ def test_quick_jobs_of_all_databases_run_side_by_side(two):
     gate = Gate()
     fill(two, "nap", 600)
     with running(Worker(gate.app, dsn=two, concurrency=4)):
-        wait_until(lambda: counts(two, COUNT) == [0, 0])
+        wait_for_counts(two, COUNT, [0, 0])
     half = Counter(gate.order[:600])
     assert min(half.values()) > 200, half
 
@@ -250,7 +258,7 @@ def test_a_limit_of_a_queue_is_that_of_the_worker(three):
             gate.let_go()
         wait_until(lambda: sum(counts(three, RAN)) == 28)
         gate.let_go(1000)
-        wait_until(lambda: counts(three, COUNT) == [0, 0, 0])
+        wait_for_counts(three, COUNT, [0, 0, 0])
     assert gate.most == 2
 
 
@@ -301,7 +309,7 @@ def test_the_lease_of_a_long_job_is_extended_in_its_database(two):
             two, "select count(*) from pgqueue.running where lease_left > '0'"
         ) == [1, 1]
         gate.let_go(2)
-        wait_until(lambda: counts(two, RAN) == [1, 1])
+        wait_for_counts(two, RAN, [1, 1])
     assert counts(two, "select attempt from pgqueue.run") == [1, 1]
 
 
@@ -341,7 +349,7 @@ def test_a_server_that_is_killed_stops_no_other_and_comes_back(others, tmp_path)
         assert time.time() - health.stat().st_mtime < 3
         others[1].start()
         fill(dsns[1:], "mark", 7)
-        wait_until(lambda: counts(dsns[1:], COUNT) == [0], 60)
+        wait_for_counts(dsns[1:], COUNT, [0], 60)
         wait_until(lambda: health.read_text().count(": ok\n") == 2)
         assert f"the server {name(dsns[1])} answers again" in workers.log()
         assert f"waits for the server {name(dsns[1])}" in workers.log()
@@ -362,7 +370,7 @@ def test_a_server_that_hangs_slows_no_other(others, tmp_path):
             wait_until(lambda: ran(dsns[0]) >= before + 200)
             # Two seconds in two slots, one in four.
             assert time.monotonic() - since < 2.5
-        wait_until(lambda: counts(dsns, COUNT) == [0, 0], 60)
+        wait_for_counts(dsns, COUNT, [0, 0], 60)
 
 
 @pytest.mark.parametrize("what", ["no database", "no pgqueue", "no server"])
@@ -374,12 +382,12 @@ def test_a_database_that_refuses_the_worker_stops_no_other(two, db, workers, wha
     }[what]
     workers.start(*named([bad, *two]))
     fill(two, "mark", 3)
-    wait_until(lambda: counts(two, RAN) == [3, 3])
+    wait_for_counts(two, RAN, [3, 3])
     wait_until(lambda: f"waits for the server {name(bad)}" in workers.log())
     burst = workers.start("--burst", *named([*two, bad]))
     fill(two, "mark", 3)
     assert burst.wait(30) in (1, 3)
-    wait_until(lambda: counts(two, RAN) == [6, 6])
+    wait_for_counts(two, RAN, [6, 6])
 
 
 def test_a_worker_that_all_databases_refuse_ends(workers):
@@ -448,13 +456,13 @@ def test_a_database_that_can_write_nothing_stops_no_other_and_comes_back(
         fill(three, "mark", 3)
         admin.execute(only_read.format("set") + " = on")
         worker = workers.start(*named(three))
-        wait_until(lambda: counts([three[0], three[2]], RAN) == [3, 3])
+        wait_for_counts([three[0], three[2]], RAN, [3, 3])
         wait_until(lambda: f"waits for the server {name(three[1])}" in workers.log())
         fill(three[:1], "mark", 3)
-        wait_until(lambda: counts(three[:1], RAN) == [6])
+        wait_for_counts(three[:1], RAN, [6])
         assert counts(three[1:2], RAN) == [0]
         admin.execute(only_read.format("reset"))
-        wait_until(lambda: counts(three, RAN) == [6, 3, 3], 60)
+        wait_for_counts(three, RAN, [6, 3, 3], 60)
         assert workers.finish(worker) == 0
 
 
@@ -468,7 +476,7 @@ def test_a_database_of_an_older_version_is_served_beside_the_others(two, db, wor
             conn.execute("create extension pgqueue version '0.2.0'")
         fill(dsns, "mark", 3)
         worker = workers.start(*named(dsns))
-        wait_until(lambda: counts(dsns, RAN) == [3, 3, 3])
+        wait_for_counts(dsns, RAN, [3, 3, 3])
         assert "update pgqueue" in workers.log()
         assert workers.finish(worker) == 0
     finally:

@@ -16,6 +16,7 @@ from worker_harness import QUEUE, Workers, wait_until
 pytest_plugins = ["worker_harness"]
 
 APP = ("--app", "worker_steps_app")
+SLEEPS = ("sleeps", "asleeps", "tsleeps", "tasleeps")
 
 
 @pytest.fixture(autouse=True)
@@ -70,38 +71,35 @@ def test_a_worker_killed_between_two_steps_repeats_none_of_them(
     assert workers.finish(worker) == 0
 
 
-@pytest.mark.parametrize("kind", ["typed", "atyped"])
-@pytest.mark.parametrize("fail", [False, True])
-def test_a_step_gives_a_retry_what_it_gave_by_its_annotation(
-    db, workers, kind, fail
-) -> None:
-    id = enqueue(db, kind, fail=fail)
+def test_a_step_gives_a_retry_what_it_gave_by_its_annotation(db, workers) -> None:
+    cases = [(kind, fail) for kind in ("typed", "atyped") for fail in (False, True)]
+    ids = [enqueue(db, kind, fail=fail) for kind, fail in cases]
     burst(workers)
-    assert result(db, id) == "2026-01-03T00:00:00+00:00"
-    assert one(db, "select count(*) from pgqueue.run") == 1 + fail
-    assert workers.notes("thread") == ({1: 1} if kind == "atyped" else {})
+    for id, (_, fail) in zip(ids, cases, strict=True):
+        assert result(db, id) == "2026-01-03T00:00:00+00:00"
+        runs = "select count(*) from pgqueue.run where job_id = %s"
+        assert one(db, runs, id) == 1 + fail
+    assert workers.notes("thread") == {1: 2}  # in the two that are async
 
 
-@pytest.mark.parametrize("kind", ["sleeps", "asleeps", "tsleeps", "tasleeps"])
-def test_a_job_sleeps_without_a_worker_and_without_an_attempt(
-    db, workers, kind
-) -> None:
-    id = enqueue(db, kind, seconds=1)
+def test_a_job_sleeps_without_a_worker_and_without_an_attempt(db, workers) -> None:
+    ids = [enqueue(db, kind, seconds=3) for kind in SLEEPS]
+    # Two are in a transaction.
+    written = "select what, count(*) from written group by 1 order by 1 desc"
     worker = start(workers)
-    assert suspended(db, id)
-    in_transaction = kind.startswith("t")
-    assert column(db, "select * from written") == ["before"] * in_transaction
-    names = column(db, "select name from pgqueue.steps(%s)", id)
-    assert names == ["before", "a while"]
-    assert result(db, id) == "attempt 1"
-    assert workers.notes("before") == workers.notes("after") == {1: 1}
+    for id in ids:
+        assert suspended(db, id)
+        names = column(db, "select name from pgqueue.steps(%s)", id)
+        assert names == ["before", "a while"]
+    assert db.execute(written).fetchall() == [("before", 2)]
+    for id in ids:
+        assert result(db, id) == "attempt 1"
+    assert workers.notes("before") == workers.notes("after") == {1: 4}
     # What is no step is done again.
-    assert column(db, "select * from written") == ["before", "before", "after"] * (
-        in_transaction
-    )
-    assert column(db, "select attempt from pgqueue.run") == [1]
+    assert db.execute(written).fetchall() == [("before", 4), ("after", 2)]
+    assert column(db, "select attempt from pgqueue.run") == [1] * 4
     assert workers.finish(worker) == 0
-    assert "attempt 1: suspended" in workers.log()
+    assert workers.log().count("attempt 1: suspended") == 4
 
 
 def test_a_sleep_goes_on_where_it_was_when_its_worker_is_gone(db, workers) -> None:
@@ -114,31 +112,32 @@ def test_a_sleep_goes_on_where_it_was_when_its_worker_is_gone(db, workers) -> No
     assert workers.notes("before") == {1: 1}
 
 
-@pytest.mark.parametrize("kind", ["sleeps", "asleeps", "tsleeps", "tasleeps"])
-def test_run_now_ends_a_sleep(db, workers, kind) -> None:
-    id = enqueue(db, kind, seconds=3600)
+def test_run_now_ends_a_sleep(db, workers) -> None:
+    ids = [enqueue(db, kind, seconds=3600) for kind in SLEEPS]
     burst(workers)
-    db.execute("select pgqueue.run_now(%s)", (id,))
-    burst(workers)
-    assert result(db, id) is not None
-    assert workers.notes("after") == {1: 1}
-
-
-@pytest.mark.parametrize("kind", ["waits", "awaits"])
-def test_run_now_ends_a_wait_that_has_a_timeout_and_no_other(db, workers, kind) -> None:
-    timed = enqueue(db, kind, event="paid", timeout=3600)
-    patient = enqueue(db, kind, event="paid", timeout=None)
-    burst(workers)
-    for id in (timed, patient):
+    for id in ids:
         db.execute("select pgqueue.run_now(%s)", (id,))
     burst(workers)
-    assert workers.notes("waited") == {1: 1}
+    for id in ids:
+        assert result(db, id) is not None
+    assert workers.notes("after") == {1: 4}
+
+
+def test_run_now_ends_a_wait_that_has_a_timeout_and_no_other(db, workers) -> None:
+    kinds = ("waits", "awaits")
+    timed = [enqueue(db, kind, event="paid", timeout=3600) for kind in kinds]
+    patient = [enqueue(db, kind, event="paid", timeout=None) for kind in kinds]
+    burst(workers)
+    for id in (*timed, *patient):
+        db.execute("select pgqueue.run_now(%s)", (id,))
+    burst(workers)
+    assert workers.notes("waited") == {1: 2}
     # What was decided stays: the event comes too late for one, and in time for the other.
     pgqueue.emit(db, "paid", {"amount": 7})
     pgqueue.emit(db, "go")
     burst(workers)
-    assert result(db, timed) == "too late"
-    assert result(db, patient) == {"amount": 7}
+    assert [result(db, id) for id in timed] == ["too late"] * 2
+    assert [result(db, id) for id in patient] == [{"amount": 7}] * 2
 
 
 @pytest.mark.sample(2)
@@ -226,16 +225,14 @@ def test_two_tasks_of_a_handler_may_wait_at_once(db, workers) -> None:
     assert workers.finish(worker) == 0
 
 
-@pytest.mark.parametrize("kind", ["parent", "aparent"])
-def test_a_job_waits_for_jobs_and_gets_their_results_in_order(
-    db, workers, kind
-) -> None:
+def test_a_job_waits_for_jobs_and_gets_their_results_in_order(db, workers) -> None:
     ids = [enqueue(db, "child", n=n) for n in (3, 1, 2)]
-    id = enqueue(db, kind, ids=[ids[1], ids[0], ids[2]])
-    none = enqueue(db, kind, ids=[])
+    kinds = ("parent", "aparent")
+    all = [enqueue(db, kind, ids=[ids[1], ids[0], ids[2]]) for kind in kinds]
+    none = [enqueue(db, kind, ids=[]) for kind in kinds]
     worker = start(workers)
-    assert result(db, id) == [1, 9, 4]
-    assert result(db, none) == []
+    assert [result(db, id) for id in all] == [[1, 9, 4]] * 2
+    assert [result(db, id) for id in none] == [[]] * 2
     assert workers.finish(worker) == 0
 
 
@@ -313,15 +310,18 @@ def test_a_worker_killed_as_it_suspends_a_job_has_not_made_it_wait(
     assert workers.finish(worker) == 0
 
 
-@pytest.mark.parametrize("kind", ["follower", "afollower"])
-def test_a_job_reads_the_results_of_those_it_is_after(db, workers, kind) -> None:
-    ids = [enqueue(db, "child", n=n) for n in (3, -1)]
-    id = pgqueue.enqueue(db, QUEUE, {}, kind=kind, after=ids, if_dead="run")
-    worker = start(workers)
-    assert result(db, id) == [
-        [ids[0], "child", "completed", 9],
-        [ids[1], "child", "dead", None],
+def test_a_job_reads_the_results_of_those_it_is_after(db, workers) -> None:
+    children = [enqueue(db, "child", n=n) for n in (3, -1)]
+    ids = [
+        pgqueue.enqueue(db, QUEUE, {}, kind=kind, after=children, if_dead="run")
+        for kind in ("follower", "afollower")
     ]
+    worker = start(workers)
+    for id in ids:
+        assert result(db, id) == [
+            [children[0], "child", "completed", 9],
+            [children[1], "child", "dead", None],
+        ]
     assert workers.finish(worker) == 0
 
 
@@ -338,14 +338,16 @@ def test_the_callback_of_a_large_batch_reads_all_results(db, workers) -> None:
     assert [row[3] for row in found] == [n * n for n in range(2345)]
 
 
-@pytest.mark.parametrize("kind", ["swallows", "tswallows"])
 def test_a_handler_that_swallows_its_suspension_fails_and_is_told_why(
-    db, workers, kind
+    db, workers
 ) -> None:
-    id = pgqueue.enqueue(db, QUEUE, {}, kind=kind, max_attempts=1)
+    for kind in ("swallows", "tswallows"):
+        pgqueue.enqueue(db, QUEUE, {}, kind=kind, max_attempts=1)
     burst(workers)
-    error = one(db, "select error from pgqueue.dead_job where id = %s", id)
-    assert error.startswith("RuntimeError: the handler caught pgqueue.Suspend")
+    errors = column(db, "select error from pgqueue.dead_job")
+    assert len(errors) == 2
+    for error in errors:
+        assert error.startswith("RuntimeError: the handler caught pgqueue.Suspend")
     assert workers.notes("more") == {}
 
 

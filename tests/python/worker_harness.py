@@ -33,10 +33,11 @@ RESTING = (
 
 def wait_until(what: Callable[[], Any], timeout: float = 30) -> Any:
     """Wait for something to be true, and return it."""
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
     while not (found := what()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+        waited = time.monotonic() - began
+        assert waited < timeout, "waited in vain"
+        time.sleep(0.02 if waited < 1 else 0.05)  # each look is a query
     return found
 
 
