@@ -11,24 +11,25 @@ from pathlib import Path
 
 import psycopg
 
+OF_NAME = "pgqueue.shard_of(coalesce(name, ''), {})"
 # Where a call goes: to the shard of an id, of a schedule's name, or of a key; to all, or to any.
 ROUTES = {
     "enqueue": ("one", "pgqueue._place(batch_id || after, group_key, unique_key)"),
     "create_batch": ("one", "pgqueue._place(null, group_key, null)"),
-    "close_batch": ("find", "pgqueue._home(batch_id, pgqueue._count())"),
+    "close_batch": ("find", "pgqueue._home(batch_id, shards)"),
     "enqueue_many": ("keys", None),
     **dict.fromkeys(
         "status result await why cancel run_now reprioritize rerun complete fail progress save_step steps suspend results_of".split(),
-        ("find", "pgqueue._home(job_id, pgqueue._count())"),
+        ("find", "pgqueue._home(job_id, shards)"),
     ),
     **dict.fromkeys(
-        ("redrive_job", "discard"), ("find", "pgqueue._home(dead_id, pgqueue._count())")
+        ("redrive_job", "discard"), ("find", "pgqueue._home(dead_id, shards)")
     ),
     **dict.fromkeys(("extend", "complete_many", "finish", "release"), ("split", None)),
-    "schedule": ("one", "pgqueue._of_name(name)"),
+    "schedule": ("one", OF_NAME.format("pgqueue._count()")),
     **dict.fromkeys(
         "unschedule pause_schedule resume_schedule run_schedule".split(),
-        ("find", "pgqueue._of_name(name)"),
+        ("find", OF_NAME.format("shards")),
     ),
     **dict.fromkeys(
         "pause resume configure grant_access revoke_access".split(), ("all", None)
@@ -135,7 +136,7 @@ def find(f: Function, home: str) -> str:
         else "            return;\n"
     )
     return f.public(
-        "    foreach place in array pgqueue._from(home) loop\n        begin\n"
+        "    for place in select n from generate_series(0, shards - 1) as n order by n <> home, n loop\n        begin\n"
         f"            {f.answer(f.call())}\n{done}"
         "        exception\n            when sqlstate 'PQ001' or sqlstate 'PQ002' then\n"
         "                get stacked diagnostics code = returned_sqlstate, said = message_text,\n"
@@ -144,7 +145,7 @@ def find(f: Function, home: str) -> str:
         f"            when {DOWN} then\n"
         "                if place = home then\n                    raise;\n                end if;\n"
         "        end;\n    end loop;\n    perform pgqueue._raise(problem);\n",
-        f"    home int := {qualified(f, home)};\n    place int;\n    problem text[];\n"
+        f"    shards int := pgqueue._count();\n    home int := {qualified(f, home)};\n    place int;\n    problem text[];\n"
         "    code text;\n    said text;\n    detail text;\n    hint text;\n",
     )
 

@@ -7,12 +7,11 @@ comment on schema pgqueue is 'A router to the shards of pgqueue, which have the 
 
 -- The functions.
 
--- Which databases the shards are, in the order of their numbers.
+-- Which databases the shards are, in the order of their numbers. Inlined, so that it is planned with its caller.
 create function pgqueue._list()
     returns setof text
     language sql
     stable
-    set search_path = pg_catalog, pg_temp
 as $$
     select substr(o.option, strpos(o.option, '=') + 1)
     from pg_foreign_server as s
@@ -28,12 +27,7 @@ create function pgqueue._count()
     stable
 as $$
 begin
-    return (
-        select count(*)
-        from pg_foreign_server as s
-        cross join unnest(s.srvoptions) as o (option)
-        where s.srvname = 'pgqueue' and o.option ~ '^p\d+='
-    );
+    return (select count(*) from pgqueue._list());
 end;
 $$;
 
@@ -122,26 +116,6 @@ create function pgqueue._home(id bigint, shards int)
     immutable
 as $$
     select case when (id - 1) % 1024 between 0 and shards - 1 then ((id - 1) % 1024)::int else 0 end
-$$;
-
-create function pgqueue._of_name(name text)
-    returns int
-    language sql
-    stable
-    set search_path = pg_catalog, pg_temp
-as $$ select pgqueue.shard_of(coalesce(_of_name.name, ''), pgqueue._count()) $$;
-
--- All places, this one first.
-create function pgqueue._from(home int)
-    returns int[]
-    language plpgsql
-    stable
-as $$
-declare
-    shards int := pgqueue._count();
-begin
-    return array(select n from generate_series(0, shards - 1) as n order by n <> home, n);
-end;
 $$;
 
 -- Raises the problem that the first shard had.

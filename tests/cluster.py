@@ -357,7 +357,7 @@ def run(command: list[str], *, fast: bool, keep: bool) -> int:
     cluster = Cluster(fast=fast)
     try:
         cluster.create()
-        if INITDB not in os.environ:
+        if fast and INITDB not in os.environ:
             cluster.keep_initdb()
         cluster.start()
         if not received:

@@ -3,6 +3,30 @@
 -- All checks only read, work on a standby, and look at catalogs, at the fronts of lanes and at the view queues, never
 -- at all jobs.
 
+-- For whom a setting was set (role 0: not for one role), and the statement that undoes it.
+create or replace function pgqueue._set_for(setting text)
+    returns table (role oid, whom text, value text, remedy text)
+    language sql
+    stable
+as $$
+    select s.setrole, w.whom, substr(o.option, length(_set_for.setting) + 2), format('alter %s reset %s', w.whom, _set_for.setting)
+    from pg_db_role_setting as s
+    cross join lateral unnest(s.setconfig) as o (option)
+    cross join lateral (
+        select concat_ws(
+            ' in ',
+            'role ' || case when s.setrole <> 0 then s.setrole::regrole::text when s.setdatabase = 0 then 'all' end,
+            'database ' || case when s.setdatabase <> 0 then quote_ident(current_database()) end
+        ) as whom
+    ) as w
+    where s.setdatabase in (0, (select d.oid from pg_database as d where d.datname = current_database()))
+        and starts_with(o.option, _set_for.setting || '=')
+    union all
+    select 0, 'this server', s.setting, format('alter system reset %s; select pg_reload_conf()', s.name)
+    from pg_settings as s
+    where s.name = _set_for.setting and s.source = 'configuration file'
+$$;
+
 -- Every check, with all its facts: the function _found, and so health, follow from this list. The query returns a
 -- row for each finding: whether it is critical, which is four times beyond the thresholds patience and most, the
 -- detail, and the hint. In it, moment is the clock, seen the rows of the view queues, and held the leased jobs.
@@ -687,24 +711,10 @@ values
     -- Whether enqueues are kept from waking workers by a setting of this database, of a role, or of the server.
     ('notify', null, null, null, 'enqueues may wake workers', $$
         select
-            false, format('pgqueue.notify is off for %s: enqueues wake no worker, and jobs wait for the next poll', w.whom),
-            format('alter %s reset pgqueue.notify', w.whom)
-        from pg_db_role_setting as s
-        cross join lateral (
-            select concat_ws(
-                ' in ',
-                'role ' || case when s.setrole <> 0 then s.setrole::regrole::text when s.setdatabase = 0 then 'all' end,
-                'database ' || case when s.setdatabase <> 0 then quote_ident(current_database()) end
-            ) as whom
-        ) as w
-        where s.setdatabase in (0, (select d.oid from pg_database as d where d.datname = current_database()))
-            and 'pgqueue.notify=off' = any (s.setconfig)
-        union all
-        select
-            false, 'pgqueue.notify is off for this server: enqueues wake no worker, and jobs wait for the next poll',
-            'alter system reset pgqueue.notify; select pg_reload_conf()'
-        from pg_settings as s
-        where s.name = 'pgqueue.notify' and s.source = 'configuration file' and s.setting = 'off'
+            false, format('pgqueue.notify is off for %s: enqueues wake no worker, and jobs wait for the next poll', s.whom),
+            s.remedy
+        from pgqueue._set_for('pgqueue.notify') as s
+        where s.value = 'off'
     $$),
     -- Whether new transactions can only read, by a setting of this database or of the server: of a role it is meant.
     ('writes', null, null, null, 'new transactions can write', $$
@@ -712,23 +722,12 @@ values
             true,
             format(
                 'default_transaction_read_only is on for %s, as providers set it when a disk is full: nobody can '
-                'enqueue, claim or complete', w.whom
+                'enqueue, claim or complete', s.whom
             ),
-            w.remedy
-        from (
-            select w.whom, format('begin read write; alter %s reset default_transaction_read_only; commit', w.whom)
-            from pg_db_role_setting as s
-            cross join lateral (
-                select case s.setdatabase when 0 then 'role all' else 'database ' || quote_ident(current_database()) end
-            ) as w (whom)
-            where s.setdatabase in (0, (select d.oid from pg_database as d where d.datname = current_database()))
-                and s.setrole = 0 and s.setconfig::text ~* '[{,]default_transaction_read_only=(on|true|yes|1)[,}]'
-            union all
-            select 'this server', 'alter system reset default_transaction_read_only; select pg_reload_conf()'
-            from pg_settings as s
-            where s.name = 'default_transaction_read_only' and s.source = 'configuration file' and s.setting = 'on'
-        ) as w (whom, remedy)
-        where not pg_is_in_recovery()
+            -- Only alter system needs no transaction that can write, and must be in none.
+            case when s.whom = 'this server' then s.remedy else 'begin read write; ' || s.remedy || '; commit' end
+        from pgqueue._set_for('default_transaction_read_only') as s
+        where lower(s.value) in ('on', 'true', 'yes', '1') and s.role = 0 and not pg_is_in_recovery()
     $$),
     -- Tables and indexes that are larger, and have more than 20 pages per row: a row needs one at most. reap
     -- reads all of the table job.

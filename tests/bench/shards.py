@@ -33,7 +33,8 @@ COUNTS = (1, 2, 4, 8)
 CORES, SHARE = 8, 0.5
 CPU, WAL = "CPU µs/job", "WAL B/job"
 ROUTED, OWN = "routed, CPU µs/job", "router's own CPU µs/job"
-# Calls in a row, of which each call in CALLS has some, and jobs for each session before it is measured.
+# How many calls go to one shard in a row, jobs to a call of many, and jobs to each shard's first claims, which
+# are not measured.
 ROW, BULK, WARM = 100, 100, 1000
 KEYS = f"array(select 'tenant ' || (%(k)s::int + n) %% 1000 from generate_series(1, {BULK}) as n)"
 BULK_CALL = (

@@ -166,7 +166,7 @@ def calls(routed, query: str) -> Counter[str]:
     db.execute("set track_functions = 'all'")
     counted = (
         "select funcname, calls from pg_stat_xact_user_functions where schemaname = 'pgqueue'"
-        " and funcname in ('_list', '_place', '_problem')"
+        " and funcname in ('_count', '_list', '_place', '_problem')"
     )
     with db.transaction():
         before = Counter(dict(db.execute(counted).fetchall()))

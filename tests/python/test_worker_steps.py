@@ -228,10 +228,10 @@ def test_two_tasks_of_a_handler_may_wait_at_once(db, workers) -> None:
 def test_a_job_waits_for_jobs_and_gets_their_results_in_order(db, workers) -> None:
     ids = [enqueue(db, "child", n=n) for n in (3, 1, 2)]
     kinds = ("parent", "aparent")
-    all = [enqueue(db, kind, ids=[ids[1], ids[0], ids[2]]) for kind in kinds]
+    some = [enqueue(db, kind, ids=[ids[1], ids[0], ids[2]]) for kind in kinds]
     none = [enqueue(db, kind, ids=[]) for kind in kinds]
     worker = start(workers)
-    assert [result(db, id) for id in all] == [[1, 9, 4]] * 2
+    assert [result(db, id) for id in some] == [[1, 9, 4]] * 2
     assert [result(db, id) for id in none] == [[]] * 2
     assert workers.finish(worker) == 0
 
