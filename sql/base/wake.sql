@@ -11,7 +11,8 @@
 -- first parks, then looks whether anything is in flight. So either the producer sees
 -- the worker and notifies, or the worker sees the producer and asks again soon.
 --
--- (7366516 is held by who waits for the end of a job: see module status, and _tell_end.)
+-- (7366515 is held by who has set a limit, until that commits: see module cap.
+-- 7366516 is held by who waits for the end of a job: see module status, and _tell_end.)
 --
 -- A notification says in one word what it is for, and nothing about a job: empty means that there may be
 -- something to claim, "cancel" that a running job was cancelled, "end" that a job has ended that somebody

@@ -63,6 +63,12 @@ begin
             moment := pgqueue._look_around_if_due(moment);
         end if;
         if used >> (hashtext(queue) & 255) % 63 & 1 = 1 then
+            if pg_sequence_last_value('pgqueue._cell_held_off'::regclass)
+                > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
+                and pgqueue._is_held_off(queue, moment)
+            then
+                return;
+            end if;
             settings := (select f from pgqueue.queue_in_force as f where f.queue = claim.queue collate "default");
             if settings.queue is null then
                 settings := (select f from pgqueue.queue_in_force as f where f.queue = '');

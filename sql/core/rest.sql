@@ -68,7 +68,9 @@ declare
     room record;
     until interval;
 begin
-    if caps is null then
+    if pgqueue._is_held_off(queue, moment) then
+        return interval '20 milliseconds';
+    elsif caps is null then
         return pgqueue._until_due(queue, kinds, paused, moment);
     end if;
     caps := pgqueue._caps_of(caps, kinds);

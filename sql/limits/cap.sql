@@ -231,6 +231,39 @@ begin
 end;
 $$;
 
+-- Until this transaction ends, but no longer than 5 seconds, claims of a queue (null: of all) take nothing: they
+-- would go by the limits from before, and nobody would count what they take. Waits until those that have begun
+-- have locked what they take.
+create or replace function pgqueue._hold_off_claims(queue text)
+    returns void
+    language plpgsql
+as $$
+begin
+    -- Some claim may just be looking.
+    for attempt in 1 .. 10 loop
+        exit when pg_try_advisory_xact_lock(7366515, coalesce(hashtext(queue) & 255, 256));
+        perform pg_sleep(0.001);
+    end loop;
+    perform setval('pgqueue._cell_held_off', pgqueue._since_2020(clock_timestamp() + interval '5 seconds'));
+    perform pg_sleep(0.02);
+end;
+$$;
+
+-- Whether another transaction holds off the claims of a queue. Hot paths first look at the cell.
+create or replace function pgqueue._is_held_off(queue text, moment timestamptz)
+    returns boolean
+    language plpgsql
+as $$
+declare
+    fold int := hashtext(queue) & 255;
+begin
+    return pg_sequence_last_value('pgqueue._cell_held_off') > pgqueue._since_2020(moment) and (
+        pg_try_advisory_lock_shared(7366515, fold) and pg_advisory_unlock_shared(7366515, fold)
+        and pg_try_advisory_lock_shared(7366515, 256) and pg_advisory_unlock_shared(7366515, 256)
+    ) is not true;
+end;
+$$;
+
 -- After a change of limits or rates of groups: counts what runs, and makes claims look again at groups
 -- that could give no more jobs.
 create or replace function pgqueue._apply_limits(queue text, group_key text)

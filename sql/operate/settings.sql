@@ -166,6 +166,7 @@ begin
     if given ?| '{group_limit,max_running,rate_limit,rate_period}'
         or configure.reset and pg_relation_size('pgqueue.permit') > 0
     then
+        perform pgqueue._hold_off_claims(configure.queue);
         if configure.kind is null and (configure.group_key is not null or configure.group_limit is not null or configure.reset)
         then
             perform pgqueue._apply_limits(configure.queue, configure.group_key);

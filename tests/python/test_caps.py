@@ -3,6 +3,7 @@
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 
 import psycopg
 import pytest
@@ -164,6 +165,62 @@ def test_a_cap_that_is_set_beside_an_open_claim_holds_for_later_claims(
         # To rates an open claim is not known.
         assert len(claim(other)) == (scope not in RUNNING)
     assert claim(other) == {}
+
+
+@pytest.mark.parametrize("ends", ["committed", "rolled back", "killed"])
+@scopes
+def test_a_claim_finds_nothing_beside_a_cap_that_is_not_committed(
+    db, connect, scope, ends
+):
+    other = connect()
+    enqueue(db, 4)
+    other.execute("begin")
+    configure(other, scope)
+    assert claim(db) == {}
+    assert one(db, "select extract(epoch from pgqueue.rest('{q}'))") == Decimal("0.02")
+    assert claim(other) == {}, "nobody sees its permits yet"
+    if ends == "killed":
+        db.execute("select pg_terminate_backend(%s)", (other.info.backend_pid,))
+        assert soon(lambda: len(claim(db))) == 4
+    elif ends == "rolled back":
+        other.rollback()
+        assert len(claim(db)) == 4
+    else:
+        other.commit()
+        assert len(claim(db)) == 1
+        assert claim(db) == {}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_limit_that_is_not_committed_holds_off_no_other_queue_and_not_for_long(
+    db, connect, limit
+):
+    other = connect()
+    enqueue(db, 4)
+    db.execute("select pgqueue.configure('other', lease => '1 minute')")
+    db.execute("select pgqueue.enqueue('other')")
+    with other.transaction():
+        set_limit(other, limit, 1)
+        assert claim(db) == {}
+        jobs = db.execute("select from pgqueue.claim('other', 'w')").fetchall()
+        assert len(jobs) == bool(LIMITS[limit])
+        # As if 5 seconds had gone by.
+        db.execute("select setval('pgqueue._cell_held_off', 1)")
+        assert len(claim(db)) == 4
+
+
+def test_a_stranger_who_holds_the_lock_of_limits_keeps_nobody_from_setting_one(
+    db, connect
+):
+    stranger = connect()
+    enqueue(db, 4)
+    stranger.execute(
+        "select pg_advisory_lock(7366515, n) from generate_series(0, 256) as n"
+    )
+    configure(db, "max_running of the queue")
+    assert claim(db) == {}
+    db.execute("select setval('pgqueue._cell_held_off', 1)")
+    assert len(claim(db)) == 1
 
 
 def set_limit(db: psycopg.Connection, limit: str, most: int) -> None:

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(42);
+select plan(43);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -220,6 +220,10 @@ select results_eq(
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '736651[34]' $$,
     $$ values (array['_park', '_unpark', '_wake', 'emit', 'enqueue']) $$, 'the numbers of the advisory locks are only in module wake, in enqueue and in emit'
+);
+select results_eq(
+    $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '7366515' $$,
+    $$ values (array['_hold_off_claims', '_is_held_off']) $$, 'the number of the locks of who sets a limit is only in module cap'
 );
 select results_eq(
     $$ select r.name collate "default" from routine as r where r.prosrc ~ '\mpg_notify\(' $$, $$ values ('_notify') $$,
