@@ -169,7 +169,9 @@ begin
     if num_nonnulls(variadic group_keys) > 0 then
         perform pgqueue._wake_groups(queues, group_keys);
     end if;
-    if are_of_groups is not true then
+    if are_of_groups is not true and cardinality(queues) = 1 then
+        perform pgqueue._wake(queues[1]);
+    elsif are_of_groups is not true then
         perform pgqueue._wake(u.name) from unnest(queues) as u (name) group by u.name;
     end if;
 end;

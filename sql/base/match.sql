@@ -88,16 +88,19 @@ as $$
         and (permit).group_key = _is_permit_of.group_key
 $$;
 
--- Whether a permit of a cap looks free.
+-- Whether a permit of a cap looks free, and was not created by this transaction: nobody else can see it yet.
 create or replace function pgqueue._is_free(permit pgqueue.permit, is_rate boolean, most int, moment timestamptz)
     returns boolean
     language sql
-    immutable
+    stable
 as $$
     select (permit).is_rate = _is_free.is_rate and (permit).place <= most
         -- For a permit to run the clock means nothing.
         and (permit).free_at <= case when _is_free.is_rate then moment else 'infinity' end
-        and (permit).free_at < 'infinity'
+        and (permit).free_at < 'infinity' and (
+            (permit).taken_at is not null
+            or (permit).token is distinct from -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0)
+        )
 $$;
 
 -- Whether a permit of a group is kept for the retry of a job, and that retry is due.

@@ -283,7 +283,6 @@ create or replace function pgqueue._pick_under_cap(
 as $$
 declare
     now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
-    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
     since timestamptz;
     room int;
     of_lanes record;
@@ -306,7 +305,6 @@ begin
                 from pgqueue.permit as p
                 where pgqueue._is_permit_of(p, _pick_under_cap.queue, '', '')
                     and pgqueue._is_free(p, cap.is_rate, cap.most, moment) and p.free_at >= since
-                    and (p.taken_at is not null or p.token is distinct from own_token)
                 -- The last ones given back, behind which some old snapshot may keep others.
                 order by p.free_at desc
                 limit max_jobs
@@ -341,7 +339,7 @@ begin
             from pgqueue.permit as f
             where pgqueue._is_permit_of(f, _pick_under_cap.queue, '', '')
                 and pgqueue._is_free(f, cap.is_rate, cap.most, moment) and f.free_at >= since
-                and (f.taken_at is not null or f.token is distinct from own_token and not pgqueue._is_double(f))
+                and (f.taken_at is not null or not pgqueue._is_double(f))
             order by f.free_at desc
             limit 1
             for update skip locked
@@ -357,7 +355,7 @@ begin
         from pgqueue.permit as p
         where pgqueue._is_permit_of(p, _pick_under_cap.queue, '', '')
             and pgqueue._is_free(p, cap.is_rate, cap.most, moment) and p.free_at >= since
-            and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
+            and (p.taken_at is not null or not pgqueue._is_double(p))
         order by p.free_at desc
         limit cardinality(picks)
         for update skip locked

@@ -195,7 +195,6 @@ create or replace function pgqueue._take_limited(
     language plpgsql
 as $$
 declare
-    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
     has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192 and pgqueue._any_surplus(queue);
 begin
     select
@@ -238,7 +237,7 @@ begin
                     from pgqueue.permit as p
                     where pgqueue._is_permit_of(p, _take_limited.queue, '', g.key)
                         and pgqueue._is_free(p, false, g.most, moment)
-                        and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
+                        and (p.taken_at is not null or not pgqueue._is_double(p))
                         and not (has_surplus and pgqueue._has_surplus(_take_limited.queue, '', g.key))
                     order by p.free_at desc
                     limit least(g.give, cardinality(c.tids))

@@ -160,7 +160,6 @@ create or replace function pgqueue._room(
     language plpgsql
 as $$
 declare
-    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
     has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192 and pgqueue._any_surplus(queue);
 begin
     select
@@ -176,7 +175,6 @@ begin
                 from pgqueue.permit as p
                 where pgqueue._is_permit_of(p, _room.queue, c.kind, c.group_key)
                     and pgqueue._is_free(p, c.is_rate, c.most, moment)
-                    and (p.taken_at is not null or p.token is distinct from own_token)
                     and not (has_surplus and not c.is_rate and pgqueue._has_surplus(_room.queue, c.kind, c.group_key))
                 -- The last ones given back, behind which some old snapshot may keep others.
                 order by p.free_at desc
@@ -197,7 +195,6 @@ create or replace function pgqueue._lock_free(
     language plpgsql
 as $$
 declare
-    own_token bigint := -coalesce(pg_current_xact_id_if_assigned()::text::bigint, 0);
     has_surplus boolean := pg_relation_size('pgqueue.permit_surplus_idx') > 8192 and pgqueue._any_surplus(queue);
 begin
     select array_agg(c.nth::int), array_agg(l.tid) into caps_of, permits
@@ -207,7 +204,7 @@ begin
         from pgqueue.permit as p
         where pgqueue._is_permit_of(p, _lock_free.queue, c.kind, c.group_key)
             and pgqueue._is_free(p, c.is_rate, c.most, moment)
-            and (p.taken_at is not null or p.token is distinct from own_token and not pgqueue._is_double(p))
+            and (p.taken_at is not null or not pgqueue._is_double(p))
             and not (has_surplus and not c.is_rate and pgqueue._has_surplus(_lock_free.queue, c.kind, c.group_key))
         order by p.free_at desc
         limit wanted[c.nth]
@@ -324,10 +321,14 @@ create or replace function pgqueue._free_lost_permits(locked tid[], moment times
 as $$
 declare
     expired bigint[];
-    in_doubt bigint[] := pgqueue._in_doubt(locked);
+    in_doubt bigint[];
     ended int := 0;
     freed int;
 begin
+    if locked = '{}' then
+        return 0;
+    end if;
+    in_doubt := pgqueue._in_doubt(locked);
     expired := array(
         select p.job_id
         from pgqueue.permit as p

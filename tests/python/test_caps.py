@@ -218,9 +218,8 @@ def test_a_stranger_who_holds_the_lock_of_limits_keeps_nobody_from_setting_one(
         "select pg_advisory_lock(7366515, n) from generate_series(0, 256) as n"
     )
     configure(db, "max_running of the queue")
-    assert claim(db) == {}
-    db.execute("select setval('pgqueue._cell_held_off', 1)")
     assert len(claim(db)) == 1
+    assert claim(db) == {}
 
 
 def set_limit(db: psycopg.Connection, limit: str, most: int) -> None:
@@ -241,8 +240,11 @@ def test_a_claim_that_does_not_see_a_new_limit_counts(db, connect, limit, before
     enqueue(db, 9)
     if before:
         set_limit(db, limit, before)
+        # Where hints get lost, only a claim creates permits, and not for itself.
+        ids, tokens = zip(*soon(lambda: claim(db, 1)).items(), strict=True)
+        db.execute("select pgqueue.release(%s, %s)", (list(ids), list(tokens)))
     db.execute("begin")
-    ((id, token),) = claim(db, 1).items()
+    ((id, token),) = soon(lambda: claim(db, 1)).items()
     set_limit(other, limit, 1)
     assert claim(other) == {}, "it may be running"
     if ends == "rolled back":
@@ -264,9 +266,9 @@ def test_an_open_claim_has_one_place_of_a_new_limit(db, connect, limit):
     other = connect()
     enqueue(db, 9)
     with db.transaction(force_rollback=True):
-        assert len(claim(db, 1)) == 1
+        assert len(soon(lambda: claim(db, 1))) == 1
         set_limit(other, limit, 3)
-        assert len(claim(other)) == 2
+        assert len(soon(lambda: claim(other))) == 2
         assert claim(other) == {}
     assert len(soon(lambda: claim(other))) == 1
     assert claim(other) == {}

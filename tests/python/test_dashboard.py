@@ -137,7 +137,9 @@ def test_queues_are_shown_as_the_view_has_them(site, db, queues) -> None:
         " generate_series(1, n %% 3 + 1)",
         (queues,),
     )
-    db.execute("select pgqueue.fail(id, token, 'x') from pgqueue.claim('q1', 'w')")
+    db.execute(
+        "select pgqueue.fail(id, token, 'x', '1 hour') from pgqueue.claim('q1', 'w')"
+    )
     kill(db, "q2", "boom")
     db.execute("select pgqueue.claim('q3', 'w')")
     db.execute("select pgqueue.pause('q4')")

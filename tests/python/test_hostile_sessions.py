@@ -94,6 +94,8 @@ FILL = [
     from generate_series(0, 199) as n
     """,
     "select pgqueue.enqueue('late bin ' || n, run_at => now() - interval '1 hour') from generate_series(0, 3) as n",
+    # Or their worker would be forgotten after 5 minutes, while this runs.
+    "update pgqueue.run set finished_at = finished_at - interval '10 minutes'",
     # Runs that have been kept long enough: maintain forgets them.
     """
     update pgqueue.run set finished_at = finished_at - interval '10 days',
