@@ -332,8 +332,13 @@ begin
     expired := array(
         select p.job_id
         from pgqueue.permit as p
-        join pgqueue.job as j on j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
-        where p.ctid = any (locked) and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _free_lost_permits.moment
+        where p.ctid = any (locked) and exists (
+            select from pgqueue.job as j
+            where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
+                and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _free_lost_permits.moment
+            -- As a join it might read all jobs.
+            offset 0
+        )
     );
     if expired <> '{}' then
         ended := pgqueue._expire(
@@ -471,12 +476,15 @@ begin
         return ids;
     end if;
     return pgqueue._locked_jobs(ids) || array(
-        select j.id
+        select p.job_id
         from pgqueue.permit as p
-        join pgqueue.job as j on j.id = p.job_id
-        where p.ctid = any (locked) and p.token = -1 and j.lease_expires_at > clock_timestamp() and not exists (
-            select from pgqueue.permit as o
-            where pgqueue._is_permit_of(o, p.queue, p.kind, p.group_key) and o.job_id = j.id and o.token = j.token
+        where p.ctid = any (locked) and p.token = -1 and exists (
+            select from pgqueue.job as j
+            where j.id = p.job_id and j.lease_expires_at > clock_timestamp() and not exists (
+                select from pgqueue.permit as o
+                where pgqueue._is_permit_of(o, p.queue, p.kind, p.group_key) and o.job_id = j.id and o.token = j.token
+            )
+            offset 0
         )
     );
 end;
