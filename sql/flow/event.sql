@@ -54,8 +54,9 @@ begin
     over := array(
         select t.id
         from unnest(ids, terms) as t (id, event, run_at, after, step)
-        join pgqueue.event as e on e.name = t.event collate "default"
         where t.id = any (suspended)
+            -- As a join it might read all events.
+            and exists (select from pgqueue.event as e where e.name = t.event collate "default" offset 0)
         order by t.id
     );
     for given in

@@ -191,12 +191,14 @@ begin
     update pgqueue.ticket as t
     set at = moment - interval '1 minute', served = 0, is_blocked = false, is_full = false
     where t.ctid = any (array(
-        select t.ctid
+        select t.tid
         from unnest(back.keys, back.priorities) as b (key, priority)
-        join pgqueue.ticket as t
-            on pgqueue._is_ticket_of(t, _put_back.queue, b.key)
-            and t.priority = b.priority
-        for update of t skip locked
+        cross join lateral (
+            select t.ctid as tid
+            from pgqueue.ticket as t
+            where pgqueue._is_ticket_of(t, _put_back.queue, b.key) and t.priority = b.priority
+            for update skip locked
+        ) as t
     ));
     perform pgqueue._insert_tickets(back.queues, back.keys, back.priorities, back.ats);
 end;

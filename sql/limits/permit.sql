@@ -118,30 +118,38 @@ create or replace function pgqueue._merge_permits(queue text, kind text, group_k
 as $$
 declare
     locked tid[] := array(
-        select p.ctid
+        select p.tid
         from unnest(group_keys) as g (key)
-        join pgqueue.permit as p
-            on pgqueue._is_permit_of(p, _merge_permits.queue, _merge_permits.kind, g.key)
-        for update of p skip locked
+        cross join lateral (
+            select p.ctid as tid
+            from pgqueue.permit as p
+            where pgqueue._is_permit_of(p, _merge_permits.queue, _merge_permits.kind, g.key)
+            for update skip locked
+        ) as p
     );
     merged int;
 begin
     -- One that is held, or was taken last, stays; if others have a copy locked, all stay.
     delete from pgqueue.permit as p
     where p.ctid = any (array(
-        select c.ctid
+        select c.tid
         from (
             select
-                o.ctid,
+                o.tid,
                 o.free_at = 'infinity' as is_held, o.job_id, first_value(o.job_id) over copies as first_id,
                 row_number() over copies as nth,
-                bool_and(o.ctid = any (locked)) over (partition by o.group_key, o.is_rate, o.place) as is_locked
+                bool_and(o.tid = any (locked)) over (partition by o.group_key, o.is_rate, o.place) as is_locked
             from unnest(group_keys) as g (key)
-            join pgqueue.permit as o
-                on pgqueue._is_permit_of(o, _merge_permits.queue, _merge_permits.kind, g.key)
+            -- As a join it might read all permits.
+            cross join lateral (
+                select p.ctid as tid, p.*
+                from pgqueue.permit as p
+                where pgqueue._is_permit_of(p, _merge_permits.queue, _merge_permits.kind, g.key)
+                offset 0
+            ) as o
             window copies as (
                 partition by o.group_key, o.is_rate, o.place
-                order by o.free_at = 'infinity' desc, o.taken_at desc nulls last, o.ctid
+                order by o.free_at = 'infinity' desc, o.taken_at desc nulls last, o.tid
             )
         ) as c
         where c.is_locked and c.nth > 1 and not (c.is_held and c.job_id is distinct from c.first_id)
@@ -291,12 +299,16 @@ begin
     update pgqueue.permit as p
     set free_at = moment, taken_at = null
     where p.ctid = any (array(
-        select r.ctid
+        select r.tid
         from unnest(group_keys) as g (key)
-        join pgqueue.permit as r on pgqueue._is_permit_of(r, _forget_future.queue, _forget_future.kind, g.key)
-        -- A claim reads the clock before it takes one, perhaps long before.
-        where r.is_rate and r.free_at > moment and r.taken_at > clock_timestamp() + interval '1 second'
-        for update of r skip locked
+        cross join lateral (
+            select r.ctid as tid
+            from pgqueue.permit as r
+            where pgqueue._is_permit_of(r, _forget_future.queue, _forget_future.kind, g.key)
+                -- A claim reads the clock before it takes one, perhaps long before.
+                and r.is_rate and r.free_at > moment and r.taken_at > clock_timestamp() + interval '1 second'
+            for update skip locked
+        ) as r
     ));
     get diagnostics freed = row_count;
     return freed;
