@@ -121,7 +121,8 @@ declare
         from pgqueue.recent_key as k
         where k.queue = _recent_job.queue and k.unique_key = _recent_job.unique_key
             and k.expires_at > clock_timestamp()
-            and not exists (select from pgqueue.job as j where j.id = k.job_id)
+            -- By its id, not by a hash of all jobs.
+            and not exists (select from pgqueue.job as j where j.id = k.job_id offset 0)
     );
 begin
     if on_duplicate = 'error' and job_id is not null then

@@ -708,6 +708,8 @@ VERBS = {
     " pgqueue._forget_future('q', '', array['none'], clock_timestamp()) from plans",
     "put a job back": f"with {PLANS} select pgqueue._put_back('q', null, null, array[{{id}}::bigint], null) from plans",
     "enqueue": "select pgqueue.enqueue('q', kind => 'k', group_key => 'g1')",
+    "enqueue within a window": f"with {PLANS}"
+    " select pgqueue.enqueue('q', unique_key => 'once', unique_for => '1 hour') from plans",
     "claim": "select from pgqueue.claim('q', 'w', 10)",
     "complete": "select pgqueue.complete({id}, {token})",
     "complete_many": "select from pgqueue.complete_many(array[{id}], array[{token}])",
@@ -774,6 +776,7 @@ def test_no_function_reads_more_in_a_long_queue_by_a_session_that_began_in_a_sho
 
     db.execute(f"select pgqueue.configure('q', {setting})")
     fill_groups(db, 100, 1)
+    db.execute("insert into pgqueue.recent_key values (10^15, '2999-01-01', 'q', 'once')")
     if is_analyzed:
         db.execute("analyze")
     short = [counts() for _ in range(2)][1]
