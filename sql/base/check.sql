@@ -556,8 +556,9 @@ declare
         select max(a.id)
         from unnest(after) as a (id)
         where (a.id not between 1 and last_id or pgqueue._other_shard(a.id) is not null)
-            and not exists (select from pgqueue.job as j where j.id = a.id)
-            and not exists (select from pgqueue.dead_job as d where d.id = a.id)
+            -- By their ids, not by hashes of all jobs.
+            and not exists (select from pgqueue.job as j where j.id = a.id offset 0)
+            and not exists (select from pgqueue.dead_job as d where d.id = a.id offset 0)
     );
     batch_id bigint := case when cardinality(after) > 0 and pg_relation_size('pgqueue.batch') > 0
         then (select min(b.id) from pgqueue.batch as b where b.id = any (after)) end;

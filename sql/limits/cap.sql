@@ -185,7 +185,7 @@ begin
     update pgqueue.permit as p
     set free_at = p.taken_at, job_id = null
     where p.ctid = any (group_permits) and p.job_id = any (back.ids) and not exists (
-        select from pgqueue.job as j where j.id = p.job_id and j.permits is not null
+        select from pgqueue.job as j where j.id = p.job_id and j.permits is not null offset 0
     );
     -- Their groups' turn comes next.
     update pgqueue.ticket as t

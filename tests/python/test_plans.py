@@ -706,7 +706,9 @@ VERBS = {
     ") select pgqueue._free_lost_permits(array_agg(place), clock_timestamp()) from plans cross join doubtful",
     "look at the permits of a group": f"with {PLANS} select pgqueue._merge_permits('q', '', array['none']),"
     " pgqueue._forget_future('q', '', array['none'], clock_timestamp()) from plans",
-    "put a job back": f"with {PLANS} select pgqueue._put_back('q', null, null, array[{{id}}::bigint], null) from plans",
+    "put a job back": f"with {PLANS} select pgqueue._put_back('q', null, null, array[id], permits)"
+    " from plans cross join pgqueue.job where id = {id}",
+    "refuse what never was": f"with {PLANS} select pgqueue._check_after(array[1000000000000000], 'run') from plans",
     "enqueue": "select pgqueue.enqueue('q', kind => 'k', group_key => 'g1')",
     "enqueue within a window": f"with {PLANS}"
     " select pgqueue.enqueue('q', unique_key => 'once', unique_for => '1 hour') from plans",
@@ -776,7 +778,9 @@ def test_no_function_reads_more_in_a_long_queue_by_a_session_that_began_in_a_sho
 
     db.execute(f"select pgqueue.configure('q', {setting})")
     fill_groups(db, 100, 1)
-    db.execute("insert into pgqueue.recent_key values (10^15, '2999-01-01', 'q', 'once')")
+    db.execute(
+        "insert into pgqueue.recent_key values (10^15, '2999-01-01', 'q', 'once')"
+    )
     if is_analyzed:
         db.execute("analyze")
     short = [counts() for _ in range(2)][1]
