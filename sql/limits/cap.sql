@@ -234,8 +234,8 @@ end;
 $$;
 
 -- Until this transaction ends, but no longer than 5 seconds, claims of a queue (null: of all) take nothing: they
--- would go by the limits from before, and nobody would count what they take. Waits until those that have begun
--- have locked what they take.
+-- would go by the limits from before, and nobody would count what they take. Those that have begun get 20 ms to
+-- lock what they take, so that it is counted.
 create or replace function pgqueue._hold_off_claims(queue text)
     returns void
     language plpgsql
