@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(43);
+select plan(44);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -226,6 +226,14 @@ select results_eq(
     $$ values (array['_hold_off_claims', '_is_held_off']) $$, 'the number of the locks of who sets a limit is only in module cap'
 );
 select results_eq(
+    $$ select array_agg(r.name collate "default" order by r.name) from routine as r
+       where r.prosrc ~ 'join pgqueue\.(job|event) as \w+\s+on \w+\.(id|name) ='
+           and not exists (select from unnest(r.proconfig) as c where c = 'enable_hashjoin=off') $$,
+    $$ values (array['_count_running', '_doom', '_found', '_held_up', '_look_at_waits', '_settle_tickets', '_take_kept',
+        '_why_waits', 'rerun', 'status', 'why']) $$,
+    'who joins jobs or events by id runs where hash joins are off, or for an operator: others would read all, as if the queue were short'
+);
+select results_eq(
     $$ select r.name collate "default" from routine as r where r.prosrc ~ '\mpg_notify\(' $$, $$ values ('_notify') $$,
     'whether a notification may be sent is decided in one place'
 );
@@ -260,7 +268,7 @@ select is_empty(
     $$ select r.name
        from routine as r
        join pg_language as l on l.oid = r.prolang
-       where l.lanname = 'sql' and r.name not in ('_is_over', 'version') and (not (r.provolatile = 'i' or r.provolatile = 's' and r.proretset) or r.prosecdef or r.proisstrict or r.proconfig is not null) $$,
+       where l.lanname = 'sql' and r.name not in ('_is_over', 'version') and (not (r.provolatile = 'i' or r.provolatile = 's' and (r.proretset or r.name = '_is_free')) or r.prosecdef or r.proisstrict or r.proconfig is not null) $$,
     'the planner can put functions in SQL in line'
 );
 
