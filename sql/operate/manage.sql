@@ -291,24 +291,27 @@ create or replace function pgqueue.purge(queue text)
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
+    set enable_seqscan = off
+    set enable_tidscan = on
     set enable_hashagg = off
 as $$
 declare
+    -- In a statement of its own, which may wait: the next sees what those that it waited for have changed. As a join
+    -- the two might compare each job with each.
+    picks tid[] := array(
+        select j.ctid
+        from pgqueue.job as j
+        where hashtext(j.queue) = hashtext(purge.queue) and j.queue = purge.queue and j.lease_expires_at is null
+        order by j.id
+        for update
+    );
     purged record;
     jobs bigint := 0;
 begin
     for purged in
-        with doomed as (
-            select j.id
-            from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(purge.queue) and j.queue = purge.queue
-                and j.lease_expires_at is null
-            order by j.id
-            for update
-        ), deleted as (
+        with deleted as (
             delete from pgqueue.job as j
-            using doomed
-            where j.id = doomed.id
+            where j.ctid = any (picks)
             returning j.id, j.group_key, j.permits, (j.terms).batch_id
         )
         -- Some thousands at a time, because an array holds no more than a gigabyte.

@@ -914,3 +914,60 @@ def test_dead_jobs_are_found_by_when_they_died(db):
     # As the command dead asks.
     last = "select id from pgqueue.dead_job order by died_at desc limit 20"
     assert pages(db, last) < 20
+
+
+# What is done to many jobs at once; held are the ids and tokens of those that run.
+MANY = {
+    "complete_many": "select count(*) from held, pgqueue.complete_many(ids, tokens)",
+    "finish": "select count(*) from held, pgqueue.finish(ids, tokens, array_fill('fail'::text, array[cardinality(ids)]))",
+    "release": "select count(*) from held, pgqueue.release(ids, tokens)",
+    "extend": "select count(*) from held, pgqueue.extend(ids, tokens)",
+    "die": "select count(*) from held, pgqueue.finish(ids, tokens, array_fill('reject'::text, array[cardinality(ids)]))",
+    "redrive": "select count(*) from pgqueue.redrive('q')",
+    "discard_many": "select count(*) from pgqueue.discard_many('q')",
+    "cancel_many": "select count(*) from pgqueue.cancel_many('q')",
+    "purge": "select pgqueue.purge('q')",
+}
+
+
+@pytest.mark.parametrize("setting", ["weight => 1", "group_limit => 2"])
+def test_no_function_compares_many_jobs_with_each_other(db, setting):
+    """Where the tables were empty when they were last analyzed, a join seems to need no index."""
+    shown: list[str] = []
+    db.add_notice_handler(lambda notice: shown.append(notice.message_primary or ""))
+    db.execute(f"select pgqueue.configure('q', {setting})")
+    db.execute("load 'auto_explain'")
+    for name, value in {
+        "auto_explain.log_min_duration": "0",
+        "auto_explain.log_nested_statements": "on",
+        "auto_explain.log_analyze": "on",
+        "auto_explain.log_timing": "off",
+    }.items():
+        db.execute(f"set {name} = {value}")
+    compared = {}
+    for verb, query in MANY.items():
+        db.execute("delete from pgqueue.job; delete from pgqueue.dead_job; analyze")
+        fill_groups(db, 400, 1)
+        db.execute(
+            "create temp table claimed as select * from pgqueue.claim('q', 'w', 400)"
+        )
+        db.execute(
+            "create temp table held as select array_agg(id) as ids, array_agg(token) as tokens from claimed"
+        )
+        if verb in ("redrive", "discard_many"):
+            db.execute(MANY["die"])
+        elif verb in ("cancel_many", "purge"):
+            db.execute(MANY["release"])
+        shown.clear()
+        db.execute("set client_min_messages = log")
+        db.execute(query)
+        db.execute("reset client_min_messages")
+        db.execute("drop table claimed, held")
+        assert any("actual rows=" in plan for plan in shown), verb
+        lines = [line for plan in shown for line in plan.splitlines()]
+        compared[verb] = sum(
+            int(line.split(": ")[1])
+            for line in lines
+            if "Removed by Join Filter" in line
+        )
+    assert {verb: rows for verb, rows in compared.items() if rows > 400 * 20} == {}
