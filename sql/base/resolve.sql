@@ -268,9 +268,14 @@ begin
                 bool_or(s.paused <> is_paused) as has_others
             from (
                 select distinct on (q.group_key, q.kind) q.group_key, q.kind, q.paused
-                from pgqueue.queue as q
-                where q.name in ('', _paused.queue) and num_nonnulls(q.paused, q.lease) > 0
-                    and (q.kind <> '' or q.group_key <> '') and q.paused is not null
+                from (
+                    select q.name, q.kind, q.group_key, q.paused
+                    from pgqueue.queue as q
+                    where q.name in ('', _paused.queue) and num_nonnulls(q.paused, q.lease) > 0
+                        and (q.kind <> '' or q.group_key <> '') and q.paused is not null
+                    -- Apart, or it might read all of the primary key, because that is in order.
+                    offset 0
+                ) as q
                 order by q.group_key, q.kind, q.name <> '' desc
             ) as s
             group by s.group_key
