@@ -917,7 +917,7 @@ def test_dead_jobs_are_found_by_when_they_died(db):
 
 
 # What is done to many jobs at once; held are the ids and tokens of those that run.
-MANY = {
+AT_ONCE = {
     "complete_many": "select count(*) from held, pgqueue.complete_many(ids, tokens)",
     "finish": "select count(*) from held, pgqueue.finish(ids, tokens, array_fill('fail'::text, array[cardinality(ids)]))",
     "release": "select count(*) from held, pgqueue.release(ids, tokens)",
@@ -945,7 +945,7 @@ def test_no_function_compares_many_jobs_with_each_other(db, setting):
     }.items():
         db.execute(f"set {name} = {value}")
     compared = {}
-    for verb, query in MANY.items():
+    for verb, query in AT_ONCE.items():
         db.execute("delete from pgqueue.job; delete from pgqueue.dead_job; analyze")
         fill_groups(db, 400, 1)
         db.execute(
@@ -955,9 +955,9 @@ def test_no_function_compares_many_jobs_with_each_other(db, setting):
             "create temp table held as select array_agg(id) as ids, array_agg(token) as tokens from claimed"
         )
         if verb in ("redrive", "discard_many"):
-            db.execute(MANY["die"])
+            db.execute(AT_ONCE["die"])
         elif verb in ("cancel_many", "purge"):
-            db.execute(MANY["release"])
+            db.execute(AT_ONCE["release"])
         shown.clear()
         db.execute("set client_min_messages = log")
         db.execute(query)
