@@ -68,10 +68,8 @@ begin
                 select f from pgqueue.queue_in_force as f where f.queue = claim.queue collate "default" and f.xmax = '0'
             );
             if settings.queue is null then
-                if pg_sequence_last_value('pgqueue._cell_held_off') > pgqueue._since_2020(moment) then
-                    if pgqueue._is_held_off(queue) then
-                        return;
-                    end if;
+                if pgqueue._is_held_off(queue, moment) then
+                    return;
                 end if;
                 settings := coalesce(
                     (select f from pgqueue.queue_in_force as f where f.queue = claim.queue collate "default"),

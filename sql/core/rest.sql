@@ -68,7 +68,7 @@ declare
     room record;
     until interval;
 begin
-    if pg_sequence_last_value('pgqueue._cell_held_off') > pgqueue._since_2020(moment) and pgqueue._is_held_off(queue) then
+    if pgqueue._is_held_off(queue, moment) then
         return interval '20 milliseconds';
     elsif caps is null then
         return pgqueue._until_due(queue, kinds, paused, moment);

@@ -247,20 +247,23 @@ begin
         perform pg_sleep(0.001);
     end loop;
     perform setval('pgqueue._cell_held_off', pgqueue._since_2020(clock_timestamp() + interval '5 seconds'));
-    -- Claims look at the cell only if they find the settings of their queue changed, or none.
+    -- A claim asks only if it finds the settings of its queue changed, or none.
     update pgqueue.queue_in_force as f set queue = f.queue where f.queue = coalesce(_hold_off_claims.queue, f.queue);
     perform pg_sleep(0.02);
 end;
 $$;
 
--- Whether another transaction holds off the claims of a queue. For 5 seconds, which callers look up in the cell.
-create or replace function pgqueue._is_held_off(queue text)
+-- Whether another transaction holds off the claims of a queue.
+create or replace function pgqueue._is_held_off(queue text, moment timestamptz)
     returns boolean
     language plpgsql
 as $$
 declare
     fold int := hashtext(queue) & 255;
 begin
+    if (pg_sequence_last_value('pgqueue._cell_held_off') > pgqueue._since_2020(moment)) is not true then
+        return false;
+    end if;
     return (
         pg_try_advisory_lock_shared(7366515, fold) and pg_advisory_unlock_shared(7366515, fold)
         and pg_try_advisory_lock_shared(7366515, 256) and pg_advisory_unlock_shared(7366515, 256)

@@ -226,13 +226,14 @@ def test_a_worker_replaces_killed_sessions_and_loses_no_job(
     end = time.monotonic() + seconds
     kills = 0
     while time.monotonic() < end:
-        ids += enqueue_all(db, 40, groups=groups)
+        # No more than the worker can do in the time that it has for what is left.
+        if one(db, "select count(*) from pgqueue.job") < 3000:
+            ids += enqueue_all(db, 40, groups=groups)
         kills += one(db, KILL)
         check_limits(db, groups)
         time.sleep(0.2)
     spent = cpu_seconds(worker.pid) / seconds
-    # On a slow machine more is enqueued than the worker does meanwhile.
-    wait_until(lambda: is_empty(db), 60 + seconds)
+    wait_until(lambda: is_empty(db), 60)
     tally(say, f"{kills} sessions terminated, {spent:.0%} of a core", db, workers, ids)
     check_effects(db)
     assert worker.poll() is None
