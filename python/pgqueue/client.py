@@ -1,12 +1,12 @@
 """The producer's side: enqueue on a connection, and in a transaction, that is yours."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Literal, TypedDict, Unpack
 
 import psycopg
 
-from pgqueue import tracing
 from pgqueue.drivers import call, on_any_connection
 from pgqueue.payload import to_json
 
@@ -170,7 +170,9 @@ def _statement(
 ) -> tuple[str, list[Any]]:
     """Name only the options that were given: Postgres then has less to parse."""
     query, params = start, []
-    if tracing.tracer is not None:
+    if sys.modules.get("opentelemetry.trace"):  # or there is no span
+        from pgqueue import tracing
+
         headers = tracing.with_context(options.get("headers"))
         options = {**options, "headers": headers}
     for name, value in options.items():

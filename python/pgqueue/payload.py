@@ -1,12 +1,14 @@
 """Payloads and results: to JSON that Postgres can store, and back to arguments.
 
 What JSON does not have (datetime, UUID, Decimal, Enum, models) is left to pydantic, if
-it is installed; without it only plain values and flat dataclasses work.
+it is installed; without it only plain values and flat dataclasses work. It is imported when it
+is first needed: that takes as long as all else together.
 """
 
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import json
 import types
@@ -14,14 +16,9 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-try:
-    import pydantic
-    from pydantic_core import to_jsonable_python
-except ImportError:
-    pydantic = None  # type: ignore[assignment]
-
 Read = Callable[..., Any] | None
 PLAIN = (str, int, float, bool, list, dict, type(None), object, Any)
+HAS_PYDANTIC = importlib.util.find_spec("pydantic") is not None
 
 
 def to_json(value: Any, name: str) -> str | None:
@@ -43,7 +40,9 @@ def to_json(value: Any, name: str) -> str | None:
 
 def _as_plain(value: Any) -> Any:
     """Turn a value that json does not know into one that it knows."""
-    if pydantic is not None:
+    if HAS_PYDANTIC:
+        from pydantic_core import to_jsonable_python
+
         return to_jsonable_python(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
@@ -93,7 +92,7 @@ class Arguments:
         """Whether there is a single parameter for the whole payload, and what reads it."""
         function, hints = self._function, _hints(self._function, self._names)
         is_model = len(self._names) == 1 and _is_model(hints.get(self._names[0]))
-        read = _read_plainly if pydantic is None else _read_by_pydantic
+        read = _read_by_pydantic if hints and HAS_PYDANTIC else _read_plainly
         return is_model, read(function, self._signature, hints, is_model)
 
     def payload(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,7 +131,9 @@ def result_reader(function: Callable[..., Any]) -> Read:
         raise TypeError(f"{function!r}: {error}: is it imported?") from None
     if not hints:
         return None
-    if pydantic is not None:
+    if HAS_PYDANTIC:
+        import pydantic
+
         return pydantic.TypeAdapter(hints["return"]).validate_python
     return _read_plainly(function, None, hints, _is_model(hints["return"]))
 
@@ -148,7 +149,7 @@ def _hints(function: Callable[..., Any], names: list[str]) -> dict[str, Any]:
     known = typing.get_type_hints(
         annotated,
         getattr(inspect.unwrap(function), "__globals__", {}),
-        include_extras=pydantic is not None,
+        include_extras=HAS_PYDANTIC,
     )
     return {name: hint for name, hint in known.items() if hint is not Any}
 
@@ -157,11 +158,11 @@ def _read_by_pydantic(
     function: Any, signature: inspect.Signature, hints: dict[str, Any], is_model: bool
 ) -> Read:
     """Let pydantic read a model, or arguments as for a function of the same signature."""
+    import pydantic
+
     if is_model:
         (hint,) = hints.values()
         return pydantic.TypeAdapter(hint).validate_python
-    if not hints:
-        return None
 
     def arguments(**values: Any) -> dict[str, Any]:
         return values

@@ -5,12 +5,12 @@ The worker and pgqueue.testing share it. It never raises: at most the job fails.
 
 import contextvars
 import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from pgqueue import tracing
 from pgqueue.attempt import (
     COMPLETED,
     LOST,
@@ -39,7 +39,11 @@ def run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
 async def run_async(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Run a handler in this task, which runs nothing else, and judge it."""
     try:
-        span = None if tracing.tracer is None else tracing.start_span(attempt)
+        if not _may_be_traced(attempt):
+            return await _run(attempt, middleware)
+        from pgqueue import tracing
+
+        span = tracing.start_span(attempt)
         if span is None:
             return await _run(attempt, middleware)
         with tracing.current(span):
@@ -49,6 +53,12 @@ async def run_async(attempt: Attempt, middleware: Middleware | None) -> Outcome:
         return outcome
     except BaseException as error:  # raised by a sampler or a processor of spans
         return judge(attempt, error)
+
+
+def _may_be_traced(attempt: Attempt) -> bool:
+    """Whether OpenTelemetry is in use here, or was where the job was enqueued."""
+    is_here = sys.modules.get("opentelemetry.trace") is not None
+    return is_here or "traceparent" in (attempt.headers or "")
 
 
 def _told(outcome: Outcome) -> tuple[str, str | None]:

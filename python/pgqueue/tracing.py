@@ -1,7 +1,8 @@
 """OpenTelemetry, if it is installed: a job's trace context, and the spans of its attempts.
 
-The only module that imports it; `tracer` is None without it. Names follow its messaging
-conventions.
+The only module that imports it, and itself imported only where there may be a span: when the
+application has imported OpenTelemetry, or the headers of a job have a context. `tracer` is None
+if it is not installed. Names follow its messaging conventions.
 """
 
 import json
@@ -54,6 +55,8 @@ def start_span(attempt: Claimed) -> "trace.Span | None":
     A child, not just a link: a span is for one job, and nothing else could be its parent.
     None if there is neither an SDK nor a parent: usually the API is installed for others.
     """
+    if tracer is None:
+        return None
     texts: dict[str, str] = {}
     if attempt.headers is not None:
         headers = json.loads(attempt.headers)

@@ -518,6 +518,18 @@ def wheel(clone, tmp_path_factory) -> Path:
     return wheel_of(clone / "python", tmp_path_factory.mktemp("wheel"))
 
 
+def test_nothing_optional_is_imported_by_who_does_not_use_it() -> None:
+    code = """
+import sys, pgqueue.__main__, pgqueue.worker.__main__
+app = pgqueue.App()
+app.job("plain")(lambda path: None)
+optional = "pydantic opentelemetry django starlette".split()
+optional += [f"pgqueue.{name}" for name in ("dashboard", "django", "testing", "tracing")]
+print(*[name for name in optional if name in sys.modules])
+"""
+    assert client(sys.executable, "-c", code, check=True).stdout == "\n"
+
+
 def test_a_wheel_holds_every_module_the_sql_and_the_license(wheel):
     source = REPO / "python"
     modules = {str(p.relative_to(source)) for p in source.glob("pgqueue/**/*.py")}
