@@ -246,10 +246,24 @@ begin
         exit when pg_try_advisory_xact_lock(7366515, coalesce(hashtext(queue) & 255, 256));
         perform pg_sleep(0.001);
     end loop;
-    perform setval('pgqueue._cell_held_off', pgqueue._since_2020(clock_timestamp() + interval '5 seconds'));
     -- A claim asks only if it finds the settings of its queue changed, or none.
     update pgqueue.queue_in_force as f set queue = f.queue where f.queue = coalesce(_hold_off_claims.queue, f.queue);
+    -- Last: one that began before may go by the old limits, and _is_overtaken.
+    perform setval('pgqueue._cell_held_off', pgqueue._since_2020(clock_timestamp() + interval '5 seconds'));
     perform pg_sleep(0.02);
+end;
+$$;
+
+-- Whether some transaction has begun to hold off claims since this moment, perhaps unseen by a claim of that time:
+-- what it has locked since then may not have been counted.
+create or replace function pgqueue._is_overtaken(moment timestamptz)
+    returns boolean
+    language plpgsql
+as $$
+begin
+    return coalesce(
+        pg_sequence_last_value('pgqueue._cell_held_off') > pgqueue._since_2020(moment + interval '5 seconds'), false
+    );
 end;
 $$;
 

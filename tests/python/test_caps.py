@@ -1,6 +1,8 @@
 """Caps and rates hold, and nobody waits for anybody, whatever sessions do at once."""
 
+import os
 import random
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -207,6 +209,33 @@ def test_a_limit_that_is_not_committed_holds_off_no_other_queue_and_not_for_long
         # As if 5 seconds had gone by.
         db.execute("select setval('pgqueue._cell_held_off', 1)")
         assert len(claim(db)) == 4
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_claim_that_stands_still_while_a_limit_is_set_takes_nothing(
+    db, connect, limit, before
+):
+    slow, locker = connect(), connect()
+    pid = slow.info.backend_pid
+    if before:
+        set_limit(db, limit, before)
+    enqueue(db, 6)
+    with ThreadPoolExecutor(1) as pool:
+        with locker.transaction():
+            locker.execute("lock table pgqueue.ticket in access exclusive mode")
+            claimed = pool.submit(claim, slow, 2, "1 min")
+            assert soon(lambda: one(db, "select pg_blocking_pids(%s) <> '{}'", pid))
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            set_limit(db, limit, 1)
+            ((id, token),) = claim(db).items()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert claimed.result() == {}
+    assert claim(db) == {}
+    db.execute("select pgqueue.complete(%s, %s)", (id, token))
+    assert len(soon(lambda: claim(db))) == 1
 
 
 def test_a_stranger_who_holds_the_lock_of_limits_keeps_nobody_from_setting_one(
