@@ -473,7 +473,7 @@ select is(
     ),
     'a batch that has jobs for more than a week is named'
 );
-update pgqueue.batch set closed_at = now() - interval '25 hours' where id = :batch;
+update pgqueue.batch set closed_at = clock_timestamp() - interval '25 hours' where id = :batch;
 delete from pgqueue.job where id = :member;
 select is(
     regexp_replace(pg_temp.found('batches'), '01:00:0\d', '01:00:00') || ', ' || pg_temp.hint('batches'),
