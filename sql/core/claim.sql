@@ -148,7 +148,7 @@ begin
 
     -- Who sets a limit counts what claims have locked after 20 ms. A slower one takes nothing.
     if clock_timestamp() > moment + interval '15 milliseconds' then
-        if pgqueue._is_overtaken(moment) then
+        if pgqueue._is_overtaken(queue, settings, moment) then
             return;
         end if;
     end if;

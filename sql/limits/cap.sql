@@ -254,19 +254,6 @@ begin
 end;
 $$;
 
--- Whether some transaction has begun to hold off claims since this moment, perhaps unseen by a claim of that time:
--- what it has locked since then may not have been counted.
-create or replace function pgqueue._is_overtaken(moment timestamptz)
-    returns boolean
-    language plpgsql
-as $$
-begin
-    return coalesce(
-        pg_sequence_last_value('pgqueue._cell_held_off') > pgqueue._since_2020(moment + interval '5 seconds'), false
-    );
-end;
-$$;
-
 -- Whether another transaction holds off the claims of a queue.
 create or replace function pgqueue._is_held_off(queue text, moment timestamptz)
     returns boolean
@@ -282,6 +269,27 @@ begin
         pg_try_advisory_lock_shared(7366515, fold) and pg_advisory_unlock_shared(7366515, fold)
         and pg_try_advisory_lock_shared(7366515, 256) and pg_advisory_unlock_shared(7366515, 256)
     ) is not true;
+end;
+$$;
+
+-- Whether a limit of a queue has been set, or is being set, since this moment, when a claim began that went by
+-- these settings: what it has locked may not have been counted.
+create or replace function pgqueue._is_overtaken(queue text, settings pgqueue.queue_in_force, moment timestamptz)
+    returns boolean
+    language plpgsql
+as $$
+begin
+    if (
+        pg_sequence_last_value('pgqueue._cell_held_off') > pgqueue._since_2020(moment + interval '5 seconds')
+    ) is not true then
+        return false;
+    end if;
+    -- Of limits of single groups these settings only say that there are some.
+    return coalesce(settings.has_groups, false) or pgqueue._is_held_off(queue, moment)
+        or settings::text is distinct from coalesce(
+            (select f::text from pgqueue.queue_in_force as f where f.queue = _is_overtaken.queue collate "default"),
+            (select f::text from pgqueue.queue_in_force as f where f.queue = '')
+        );
 end;
 $$;
 

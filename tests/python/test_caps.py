@@ -4,7 +4,9 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from decimal import Decimal
 
 import psycopg
@@ -211,31 +213,63 @@ def test_a_limit_that_is_not_committed_holds_off_no_other_queue_and_not_for_long
         assert len(claim(db)) == 4
 
 
+@pytest.fixture
+def stopped_claim(db, connect):
+    """The jobs of a claim of two that stands still, behind its settings, until it is asked."""
+    slow, locker = connect(), connect()
+    pid = slow.info.backend_pid
+    with ThreadPoolExecutor(1) as pool:
+
+        @contextmanager
+        def stopped() -> Iterator[Callable[[], dict]]:
+            with locker.transaction():
+                locker.execute("lock table pgqueue.ticket in access exclusive mode")
+                claimed = pool.submit(claim, slow, 2, "1 min")
+                blocked = "select pg_blocking_pids(%s) <> '{}'"
+                assert soon(lambda: one(db, blocked, pid))
+                os.kill(pid, signal.SIGSTOP)
+
+            def go_on() -> dict:
+                os.kill(pid, signal.SIGCONT)
+                return claimed.result()
+
+            try:
+                yield go_on
+            finally:
+                os.kill(pid, signal.SIGCONT)
+
+        yield stopped
+
+
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_claim_that_stands_still_while_a_limit_is_set_takes_nothing(
-    db, connect, limit, before
+    db, stopped_claim, limit, before
 ):
-    slow, locker = connect(), connect()
-    pid = slow.info.backend_pid
     if before:
         set_limit(db, limit, before)
     enqueue(db, 6)
-    with ThreadPoolExecutor(1) as pool:
-        with locker.transaction():
-            locker.execute("lock table pgqueue.ticket in access exclusive mode")
-            claimed = pool.submit(claim, slow, 2, "1 min")
-            assert soon(lambda: one(db, "select pg_blocking_pids(%s) <> '{}'", pid))
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            set_limit(db, limit, 1)
-            ((id, token),) = claim(db).items()
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        assert claimed.result() == {}
+    with stopped_claim() as go_on:
+        set_limit(db, limit, 1)
+        ((id, token),) = claim(db).items()
+        assert go_on() == {}
     assert claim(db) == {}
     db.execute("select pgqueue.complete(%s, %s)", (id, token))
     assert len(soon(lambda: claim(db))) == 1
+
+
+@pytest.mark.parametrize(
+    "limit", [None, "max_running of the queue", "limit of each group"]
+)
+def test_a_claim_that_stands_still_while_a_limit_of_another_queue_is_set_goes_on(
+    db, stopped_claim, limit
+):
+    if limit:
+        set_limit(db, limit, 3)
+    enqueue(db, 6)
+    with stopped_claim() as go_on:
+        db.execute("select pgqueue.configure('other', max_running => 1)")
+        assert len(go_on()) == 2
 
 
 def test_a_stranger_who_holds_the_lock_of_limits_keeps_nobody_from_setting_one(
