@@ -355,6 +355,7 @@ class Machine(RuleBasedStateMachine):
                 if what == "lease"
             }
             self.excused |= unseen - seen - own
+        self.began -= own  # what this transaction has claimed before it set the limit
         self.excuses_all |= not self.is_alone or any(s.call for s in self.sessions)
         current = self.settings.setdefault(scope, {})
         if name is None:

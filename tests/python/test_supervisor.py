@@ -21,7 +21,8 @@ pytest_plugins = ["worker_harness"]
 SLOW_IMPORT = """
 import os, pathlib, time
 pathlib.Path(f"waits.{os.getpid()}").touch()
-time.sleep(300)
+for _ in range(3000):  # one sleep would not notice a signal just before it
+    time.sleep(0.1)
 """
 FAILS_LATER = """
 import pathlib
