@@ -39,11 +39,11 @@ def run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
 async def run_async(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Run a handler in this task, which runs nothing else, and judge it."""
     try:
-        if not _may_be_traced(attempt):
-            return await _run(attempt, middleware)
-        from pgqueue import tracing
+        span = None
+        if _may_be_traced(attempt):
+            from pgqueue import tracing
 
-        span = tracing.start_span(attempt)
+            span = tracing.start_span(attempt)
         if span is None:
             return await _run(attempt, middleware)
         with tracing.current(span):

@@ -235,7 +235,7 @@ $$;
 
 -- Until this transaction ends, but no longer than 5 seconds, claims of a queue (null: of all) take nothing: they
 -- would go by the limits from before, and nobody would count what they take. Those that have begun get 20 ms to
--- lock what they take, so that it is counted.
+-- lock what they take, so that it is counted; slower ones take nothing.
 create or replace function pgqueue._hold_off_claims(queue text)
     returns void
     language plpgsql
@@ -248,7 +248,7 @@ begin
     end loop;
     -- A claim asks only if it finds the settings of its queue changed, or none.
     update pgqueue.queue_in_force as f set queue = f.queue where f.queue = coalesce(_hold_off_claims.queue, f.queue);
-    -- Last: one that began before may go by the old limits, and _is_overtaken.
+    -- Last: a claim that began earlier may go by the old limits, and asks _is_overtaken.
     perform setval('pgqueue._cell_held_off', pgqueue._since_2020(clock_timestamp() + interval '5 seconds'));
     perform pg_sleep(0.02);
 end;
@@ -285,11 +285,11 @@ begin
         return false;
     end if;
     -- Of limits of single groups these settings only say that there are some.
-    return coalesce(settings.has_groups, false) or pgqueue._is_held_off(queue, moment)
-        or settings::text is distinct from coalesce(
-            (select f::text from pgqueue.queue_in_force as f where f.queue = _is_overtaken.queue collate "default"),
-            (select f::text from pgqueue.queue_in_force as f where f.queue = '')
-        );
+    if settings.has_groups or pgqueue._is_held_off(queue, moment) then
+        return true;
+    end if;
+    -- Apart: a change that was committed just before that question is seen only by a later statement.
+    return coalesce(settings, pgqueue._defaults()) is distinct from pgqueue._in_force(queue);
 end;
 $$;
 
