@@ -162,7 +162,7 @@ end;
 $$;
 
 -- After a change of settings: makes claims look again at the groups (of all queues if it is null) that
--- could give no more jobs.
+-- could give no more jobs, and at those that another session is just looking at: it may go by what was.
 create or replace function pgqueue._unblock_groups(queue text, group_key text)
     returns void
     language plpgsql
@@ -178,6 +178,13 @@ begin
             and b.group_key = coalesce(nullif(_unblock_groups.group_key, '*'), b.group_key)
         for update skip locked
     ));
+    -- Blocked: it has been let go meanwhile.
+    insert into pgqueue.ticket (at, priority, queue, group_key)
+    select distinct clock_timestamp(), t.priority, t.queue, t.group_key
+    from pgqueue.ticket as t
+    where (t.is_blocked or t.xmax not in ('0'::xid, t.xmin))
+        and t.queue = coalesce(_unblock_groups.queue, t.queue)
+        and t.group_key = coalesce(nullif(_unblock_groups.group_key, '*'), t.group_key);
 end;
 $$;
 

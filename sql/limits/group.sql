@@ -547,7 +547,7 @@ $$;
 -- Sets when to look next at each of the groups that a claim came to: see above. has_enough: the claim has
 -- enough, perhaps before the last turn was over. Plans as _pick_groups sets it.
 create or replace function pgqueue._settle_tickets(
-    queue text, priority int, tickets tid[], group_keys text[], gives int[], limits int[], has_enough boolean,
+    queue text, priority int, tickets tid[], group_keys text[], gives int[], limits int[], rates int[], has_enough boolean,
     groups int[], run_ats timestamptz[], short int[], lacking int[], starts timestamptz[], start_until timestamptz,
     paused jsonb, is_filtered boolean, taken tid[], moment timestamptz
 )
@@ -596,19 +596,19 @@ begin
                 else 'blocked'
             end as state,
             left_job.run_at as next_at,
-            -- A rate tells when.
-            case when g.is_short then (
-                select min(p.free_at)
+            -- A rate that is used up tells when.
+            case when g.is_short and g.rate is not null then (
+                select case when count(distinct p.place) = g.rate then min(p.free_at) end
                 from pgqueue.permit as p
                 where pgqueue._is_permit_of(p, _settle_tickets.queue, '', g.key)
-                    and p.is_rate and p.free_at > moment
+                    and p.is_rate and p.place <= g.rate and p.free_at > moment
             ) end as free_at
         from (
             select
                 u.*, has_enough and u.nth = cardinality(tickets) as is_cut, coalesce(f.jobs, 0)::int as gave, f.last_at,
                 coalesce(u.nth = any (short), false) as is_short, coalesce(u.nth = any (lacking), false) as is_lacking
-            from unnest(tickets, group_keys, gives, limits, starts) with ordinality
-                as u (tid, key, give, most, start, nth)
+            from unnest(tickets, group_keys, gives, limits, rates, starts) with ordinality
+                as u (tid, key, give, most, rate, start, nth)
             left join (
                 select f.of, count(*) as jobs, max(f.run_at) as last_at
                 from unnest(groups, run_ats) as f (of, run_at)
@@ -1112,7 +1112,7 @@ begin
             -- The last one may have more to give.
             passed_at := coalesce(met.ats[came - (cardinality(picks) >= wanted)::int], passed_at);
             perform pgqueue._settle_tickets(
-                queue, own_priority, met.tids[:came], met.keys[:came], gives, limits,
+                queue, own_priority, met.tids[:came], met.keys[:came], gives, limits, rates,
                 cardinality(picks) >= wanted, visit.groups, visit.run_ats, short, lacking, met.starts,
                 case when not is_filtered and paused is null then visit.believed_until end,
                 paused, is_filtered, nullif(taken || picks, '{}'), moment

@@ -526,3 +526,31 @@ def test_a_group_whose_job_a_cap_keeps_back_does_not_count_as_at_its_rate(db):
     )
     db.execute("select from pgqueue.claim('q', 'w', 5)")
     assert not one(db, "select bool_or(is_blocked) from pgqueue.ticket")
+
+
+@pytest.mark.parametrize("rate", [5, None])
+def test_a_full_group_with_permits_of_a_rate_left_is_soon_looked_at_again(db, rate):
+    of_rate = "select pgqueue.configure('q', group_key => '*', rate_limit => {}, rate_period => '1 hour')"
+    db.execute("select pgqueue.configure('q', group_limit => 1)")
+    db.execute(of_rate.format(5))
+    enqueue(db, 2)
+    assert len(soon(lambda: claim(db, 1))) == 1
+    db.execute(of_rate.format("null" if rate is None else rate))
+    for _ in range(3):
+        assert claim(db) == {}
+    # Not in an hour, when the permit to begin is free again.
+    assert one(
+        db, "select max(at) <= now() + interval '10 seconds' from pgqueue.ticket"
+    )
+
+
+def test_a_rate_that_is_raised_beside_an_open_claim_is_used_at_once(db, connect):
+    other = connect()
+    configure(db, "rate of a group")
+    enqueue(db, 3)
+    assert len(soon(lambda: claim(db, 1))) == 1
+    with other.transaction():
+        # It has the ticket, and sets it by what it has read.
+        assert claim(other) == {}
+        configure(db, "rate of a group", 10)
+    assert len(claim(db)) == 2

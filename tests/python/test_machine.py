@@ -148,6 +148,7 @@ class Machine(RuleBasedStateMachine):
         self.began: set[Claim] = set()  # since the last check
         # Claims that a change of a limit could not see.
         self.excused: set[Claim] = set()
+        self.earlier: set[Claim] = set()  # were open when a limit was set
         self.excuses_all = False
 
     @initialize(
@@ -327,7 +328,8 @@ class Machine(RuleBasedStateMachine):
         if self.excuses_all:
             self.excused.add(lease.claim)
         if lease.claim not in self.excused:
-            self.began.add(lease.claim)
+            if lease.claim not in self.earlier:
+                self.began.add(lease.claim)
             for scope in self.scopes(lease.queue, lease.kind, lease.group):
                 if "rate_limit" in self.settings.get(scope, {}):
                     self.begun[scope] += 1
@@ -346,14 +348,16 @@ class Machine(RuleBasedStateMachine):
 
     def commit_set(self, value: tuple, own: set[Claim]) -> None:
         scope, name, most, seen, called_at = value
+        claimed = {
+            lease.claim
+            for session in self.sessions
+            for what, lease in session.effects
+            if what == "lease"
+        }
+        self.earlier |= claimed
         # To rates an open claim is not known; and a change that is not committed holds off others for 5 s.
         if name == "rate_limit" or time.monotonic() > called_at + 4:
-            unseen = {lease.claim for lease in self.leases.values()} | {
-                lease.claim
-                for session in self.sessions
-                for what, lease in session.effects
-                if what == "lease"
-            }
+            unseen = {lease.claim for lease in self.leases.values()} | claimed
             self.excused |= unseen - seen - own
         self.began -= own  # what this transaction has claimed before it set the limit
         self.excuses_all |= not self.is_alone or any(s.call for s in self.sessions)
@@ -1308,6 +1312,18 @@ def test_a_limit_holds_between_two_that_enqueue_and_claim(machine, name):
     for session in (1, 2):
         machine.begin(session)
         machine.enqueue_and_claim(session, "new", 1)
+    for session in (1, 2):
+        machine.commit(session)
+        machine.limits_hold()
+    machine.teardown()
+
+
+def test_claims_that_were_open_when_a_limit_was_set_break_none(machine):
+    machine.begin_all(limit=None, groups=["g"] * 4, **BEGIN)
+    for session in (1, 2):
+        machine.begin(session)
+        machine.claim_some(session, 1, None, "1 hour", 0)
+    machine.limit_groups(0, "g", 1)
     for session in (1, 2):
         machine.commit(session)
         machine.limits_hold()
