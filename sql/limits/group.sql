@@ -547,7 +547,7 @@ $$;
 -- Sets when to look next at each of the groups that a claim came to: see above. has_enough: the claim has
 -- enough, perhaps before the last turn was over. Plans as _pick_groups sets it.
 create or replace function pgqueue._settle_tickets(
-    queue text, priority int, tickets tid[], group_keys text[], gives int[], limits int[], rates int[], has_enough boolean,
+    queue text, priority int, tickets tid[], group_keys text[], gives int[], limits int[], has_enough boolean,
     groups int[], run_ats timestamptz[], short int[], lacking int[], starts timestamptz[], start_until timestamptz,
     paused jsonb, is_filtered boolean, taken tid[], moment timestamptz
 )
@@ -561,6 +561,9 @@ declare
     is_slow boolean := coalesce(
         pg_sequence_last_value('pgqueue._cell_groups_slow') > pgqueue._since_2020(moment), false
     );
+    rates int[] := case when short is not null
+        then (pgqueue._group_settings(queue, group_keys, pgqueue._in_force(queue))).rates
+    end;
 begin
     if start_until is null and (limits is null or not is_slow)
         and gives[1] = all (gives) and cardinality(groups) = cardinality(tickets) * gives[1]
@@ -1112,7 +1115,7 @@ begin
             -- The last one may have more to give.
             passed_at := coalesce(met.ats[came - (cardinality(picks) >= wanted)::int], passed_at);
             perform pgqueue._settle_tickets(
-                queue, own_priority, met.tids[:came], met.keys[:came], gives, limits, rates,
+                queue, own_priority, met.tids[:came], met.keys[:came], gives, limits,
                 cardinality(picks) >= wanted, visit.groups, visit.run_ats, short, lacking, met.starts,
                 case when not is_filtered and paused is null then visit.believed_until end,
                 paused, is_filtered, nullif(taken || picks, '{}'), moment

@@ -65,9 +65,11 @@ def run_sql(block: Block, dbname: str) -> None:
     if block.output is None:
         assert "NOTICE" not in ran.stdout
     else:
-        assert [line.rstrip() for line in ran.stdout.strip("\n").splitlines()] == [
-            line.rstrip() for line in block.output.strip("\n").splitlines()
-        ]
+        said, shown = (
+            [line.rstrip() for line in text.strip("\n").splitlines()]
+            for text in (ran.stdout, block.output)
+        )
+        assert said == shown, block.text + ran.stdout
 
 
 def table(text: str, *head: str) -> list[list[str]]:

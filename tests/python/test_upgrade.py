@@ -615,11 +615,18 @@ def test_workers_of_both_versions_go_on_while_a_hundred_thousand_jobs_of_every_s
         workers.start(*args)
         workers.start(*args, env=old_package)
         wait_until(
-            lambda: all(len(c.ids) > n for c, n in zip(clients, seen, strict=True))
+            lambda: all(
+                c.error or len(c.ids) > n for c, n in zip(clients, seen, strict=True)
+            )
         )
+        assert [c.error for c in clients] == [None] * 3
         clients[2].over.set()
         clients[2].join(30)
         to_do |= set(clients[2].ids)
+        wait_until(lambda: not one(conn, f"{jobs} where queue in {WORKED}"))
+        # The batch has enqueued it.
+        unfinished = "select count(*) from pgqueue.batch where callback_id is null"
+        wait_until(lambda: not one(conn, unfinished))
         wait_until(lambda: not one(conn, f"{jobs} where queue in {WORKED}"))
         for client in clients:
             client.over.set()

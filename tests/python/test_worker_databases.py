@@ -142,15 +142,15 @@ def test_a_database_that_is_given_twice_counts_once(two, monkeypatch):
 
 
 class Gate:
-    """Handlers that wait in it, and which database they come from."""
+    """Handlers that wait in it, the first one first, and which database they come from."""
 
     def __init__(self) -> None:
         self.app = pgqueue.App()
         self.inside: Counter[str] = Counter()
         self.most = 0
         self.order: list[str] = []
-        self._leave = threading.Semaphore(0)
-        self._lock = threading.Lock()
+        self._may_leave = 0
+        self._lock = threading.Condition()
         self.app.job("wait", queue="work")(self.wait)
         self.app.job("nap", queue="work")(self.nap)
 
@@ -160,8 +160,8 @@ class Gate:
             self.inside[where] += 1
             self.order.append(where)
             self.most = max(self.most, self.inside.total())
-        self._leave.acquire()
-        with self._lock:
+            place = len(self.order)
+            self._lock.wait_for(lambda: place <= self._may_leave)
             self.inside[where] -= 1
 
     def nap(self, job: pgqueue.Job, seconds: float = 0.005) -> None:
@@ -170,7 +170,9 @@ class Gate:
         time.sleep(seconds)
 
     def let_go(self, count: int = 1) -> None:
-        self._leave.release(count)
+        with self._lock:
+            self._may_leave += count
+            self._lock.notify_all()
 
 
 @contextlib.contextmanager
@@ -220,11 +222,15 @@ def test_one_slot_serves_the_databases_in_turn(two):
 
 def test_a_database_without_jobs_takes_no_slot(three):
     gate = Gate()
-    fill(three[1:2], "wait", 20)
-    with running(Worker(gate.app, dsn=three, concurrency=6)):
+    worker = Worker(gate.app, dsn=three, concurrency=6, poll_interval=60)
+    worker.prefetch.batch = 0  # what was claimed ahead would come first
+    with running(worker):
+        wait_until(lambda: worker.sources.is_drained)
+        fill(three[1:2], "wait", 20)
         wait_until(lambda: gate.inside == {name(three[1]): 6})
         fill(three[:1], "wait", 20)  # whose turn it is with the next slots
-        time.sleep(0.2)
+        first, *_ = worker.sources.dispatchers
+        wait_until(first.is_hungry)
         gate.let_go(3)
         wait_until(lambda: gate.inside[name(three[0])] == 3)
         gate.let_go(1000)
