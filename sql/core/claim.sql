@@ -149,6 +149,7 @@ begin
     -- Who sets a limit counts what claims have locked after 20 ms. A slower one takes nothing.
     if clock_timestamp() > moment + interval '15 milliseconds' then
         if pgqueue._is_overtaken(queue, settings, moment) then
+            perform pgqueue._undo_pick(queue, kinds, paused, picks, own_permits, new_token);
             return;
         end if;
     end if;

@@ -154,7 +154,7 @@ begin
 end;
 $$;
 
--- Leaves picked jobs that got no permit to the next claim, with the permits of their groups.
+-- Leaves picked jobs that got no permit to the next claim, with the permits that they have.
 create or replace function pgqueue._put_back(
     queue text, kinds text[], paused jsonb, job_ids bigint[], group_permits tid[]
 )
@@ -172,21 +172,21 @@ begin
         where j.id = any (job_ids) and j.group_key is null
         group by j.priority
     ) as l;
-    select
-        array_agg(j.id) as ids, array_agg(j.group_key) as keys, array_agg(j.priority) as priorities,
-        array_agg(j.queue) as queues, array_agg(j.run_at) as ats
-    into back
-    from pgqueue.job as j
-    where j.id = any (job_ids) and j.group_key is not null;
-    if back.ids is null then
-        return;
-    end if;
     -- As if this claim had not taken them: it may look at them again, and its clock stands at its beginning.
     update pgqueue.permit as p
     set free_at = p.taken_at, job_id = null
-    where p.ctid = any (group_permits) and p.job_id = any (back.ids) and not exists (
+    where p.ctid = any (group_permits) and p.job_id = any (job_ids) and not exists (
         select from pgqueue.job as j where j.id = p.job_id and j.permits is not null offset 0
     );
+    select
+        array_agg(j.group_key) as keys, array_agg(j.priority) as priorities, array_agg(j.queue) as queues,
+        array_agg(j.run_at) as ats
+    into back
+    from pgqueue.job as j
+    where j.id = any (job_ids) and j.group_key is not null;
+    if back.keys is null then
+        return;
+    end if;
     -- Their groups' turn comes next.
     update pgqueue.ticket as t
     set at = moment - interval '1 minute', served = 0, is_blocked = false, is_full = false
@@ -290,6 +290,24 @@ begin
     end if;
     -- Apart: a change that was committed just before that question is seen only by a later statement.
     return coalesce(settings, pgqueue._defaults()) is distinct from pgqueue._in_force(queue);
+end;
+$$;
+
+-- Gives back what a claim has picked: the jobs, those that it has leased under this token already, and their permits.
+-- Plans as claim sets it.
+create or replace function pgqueue._undo_pick(
+    queue text, kinds text[], paused jsonb, picks tid[], permits tid[], new_token bigint
+)
+    returns void
+    language plpgsql
+as $$
+declare
+    ids bigint[] := array(select j.id from pgqueue.job as j where j.ctid = any (picks));
+begin
+    update pgqueue.job as j
+    set token = null, lease_expires_at = null
+    where j.ctid = any (picks) and j.token = new_token;
+    perform pgqueue._put_back(queue, kinds, paused, ids, permits);
 end;
 $$;
 

@@ -272,6 +272,23 @@ def test_a_claim_that_stands_still_while_a_limit_of_another_queue_is_set_goes_on
         assert len(go_on()) == 2
 
 
+@pytest.mark.needs_hints  # it is stopped where it looks at the group
+def test_a_claim_that_takes_nothing_gives_back_what_it_has_taken(db, stopped_claim):
+    db.execute("select pgqueue.configure('q', kind => 'x', max_running => 1)")
+    db.execute(
+        "select pgqueue.enqueue('q', kind => 'x', priority => 5) from generate_series(1, 3)"
+    )
+    db.execute("select pgqueue.enqueue('q', kind => 'y', group_key => 'g')")
+    # So that it looks at no ticket before it has one job, and no permit for a second.
+    soon_us = "pgqueue._since_2020(clock_timestamp() + interval '30 seconds')"
+    db.execute(f"select setval('pgqueue._cell_groups_due', {soon_us})")
+    with stopped_claim() as go_on:
+        db.execute("select pgqueue.configure('q', kind => 'x', max_running => 2)")
+        assert go_on() == {}
+    assert column(db, "select state from pgqueue.jobs") == ["ready"] * 4
+    assert len(claim(db)) == 3
+
+
 def test_a_stranger_who_holds_the_lock_of_limits_keeps_nobody_from_setting_one(
     db, connect
 ):
