@@ -9,7 +9,8 @@
 --   second   position (us since 2020), check    its highest seven lanes, in nine bits each
 --
 -- Where times tie, a position needs the id of the last pick as well: in a cell that lanes share, and
--- for which it has a check.
+-- for which it has a check. The lowest bit of the time until which it is valid says that the walk which left it was
+-- long, more than 5 ms.
 --
 -- Most queues have one lane, 0, and no record: a bit of lanes_seq, for each fold of their names, says
 -- that others have been used. The jobs of groups have lanes of their own, 1000 + priority, and the
@@ -67,8 +68,8 @@ begin
 end;
 $$;
 
--- The lanes in which a queue has any job, lowest first, and the first run_at of each: one index descent
--- per lane.
+-- The lanes in which a queue has any job, and the first run_at of each: one index descent per lane; but lane 0 counts
+-- as one of them where the descent would cross all that some old snapshot keeps of it.
 create or replace function pgqueue._live_lanes(queue text)
     returns table (lane int, first timestamptz)
     language plpgsql
@@ -77,10 +78,22 @@ create or replace function pgqueue._live_lanes(queue text)
     set enable_indexscan = on
     set enable_nestloop = on
 as $$
+declare
+    key bigint := hashtextextended(queue, 0);
+    has_long_walks boolean := case
+        -- First without a call, which would cost a claim that finds nothing a quarter.
+        when 1 in (
+            pg_sequence_last_value(('pgqueue._cell_' || (key & 15) * 2)::regclass) & 1,
+            pg_sequence_last_value(('pgqueue._cell_' || (key >> 4 & 15) * 2)::regclass) & 1
+        ) then (pgqueue._believed(key, clock_timestamp())).until is not null
+        else false
+    end;
 begin
     return query
     with recursive live (lane, first) as (
-        values (-2147483648, null::timestamptz)
+        select a.lane, a.first
+        from (values (-2147483648, null::timestamptz), (0, '-infinity')) as a (lane, first)
+        where a.lane < 0 or has_long_walks
         union all
         select f.*
         from live as l
@@ -89,6 +102,8 @@ begin
             from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_live_lanes.queue) and j.queue = _live_lanes.queue
                 and (j.priority + 1000 * num_nonnulls(j.group_key)) > l.lane
+                and (j.priority + 1000 * num_nonnulls(j.group_key))
+                    < case when has_long_walks and l.lane < 0 then 0 else 2147483647 end
             order by (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
             limit 1
         ) as f
@@ -318,8 +333,28 @@ begin
         end if;
     elsif own.valid_until between now_us - 1000000 and now_us then
         -- This claim walks from the beginning, the others go on.
-        perform setval(('pgqueue._cell_' || record)::regclass, own.tag | now_us + 100000);
+        perform setval(('pgqueue._cell_' || record)::regclass, own.tag | now_us + 100000 & -2);
         has_expired := true;
+    end if;
+end;
+$$;
+
+-- What a claim need not look at again, if a long walk has left a position in a lane, by its hash: until when, and from
+-- when on to look. Nulls if none is valid.
+create or replace function pgqueue._believed(key bigint, moment timestamptz, out until timestamptz, out since timestamptz)
+    language plpgsql
+as $$
+declare
+    own record := pgqueue._record(key);
+    now_us bigint := pgqueue._since_2020(moment);
+begin
+    if own.valid_until between now_us and now_us + 60000000 and own.valid_until & 1 = 1 then
+        until := moment + (own.valid_until - now_us) * interval '1 microsecond';
+        since := least(
+            timestamptz '2020-01-01 00:00 UTC'
+                + (pg_sequence_last_value(('pgqueue._cell_' || own.record + 1)::regclass) >> 12) * interval '1 microsecond',
+            moment - interval '1 second'
+        );
     end if;
 end;
 $$;
@@ -354,7 +389,11 @@ begin
         );
     end if;
     if valid_until is not null then
-        perform setval(('pgqueue._cell_' || record)::regclass, (key >> 20 & 4095) << 51 | valid_until);
+        perform setval(
+            ('pgqueue._cell_' || record)::regclass,
+            (key >> 20 & 4095) << 51 | valid_until & -2
+                | (valid_until > pgqueue._since_2020(clock_timestamp()) + 100000)::int
+        );
     end if;
 end;
 $$;

@@ -9,7 +9,9 @@
 -- walk was longer than usual. After 100 ms, or 20 times the duration of that walk, one claim
 -- walks from the beginning again and finds what is behind: late commits, releases, expired
 -- leases, claims that were rolled back. A claim that finds nothing behind the position walks from
--- the beginning before it says so. Positions are kept in the cells of module lane.
+-- the beginning before it says so; but one that leaves jobs out, by their kinds or because they are paused
+-- or at a cap, may have to cross any number of them, and believes what a long walk has found: it looks at
+-- the last second only. Positions are kept in the cells of module lane.
 
 -- The walk of _pick again, for when it has to leave something out. Separate, because its conditions,
 -- prepared for each call, cost a plain claim a tenth.
@@ -94,11 +96,13 @@ begin
         if valid_until > 0 then
             position := pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass);
         end if;
-        if valid_until > 0 and not is_whole then
+        if valid_until > 0 and (not is_whole or valid_until & 1 = 1 and num_nonnulls(kinds, paused) > 0) then
             now_us := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
             if valid_until between now_us and now_us + 60000000 then
                 start := timestamptz '2020-01-01 00:00 UTC' + (position >> 12) * interval '1 microsecond';
-                if position & 4095 > 0 then
+                if is_whole then
+                    start := least(start, moment - interval '1 second');
+                elsif position & 4095 > 0 then
                     start_id := pg_sequence_last_value(('pgqueue._cell_tie_' || (key & 3))::regclass);
                 end if;
                 if (start < moment) is not true then
@@ -110,7 +114,10 @@ begin
                 end if;
             elsif valid_until between now_us - 1000000 and now_us then
                 -- This claim walks from the beginning, the others go on.
-                perform setval(('pgqueue._cell_' || record)::regclass, tag | now_us + 100000);
+                perform setval(
+                    ('pgqueue._cell_' || record)::regclass,
+                    tag | case when valid_until & 1 = 1 then now_us + 1000000 | 1 else now_us + 100000 & -2 end
+                );
             end if;
         end if;
     end if;
@@ -184,9 +191,12 @@ begin
         perform pgqueue._leave_position(
             key, record, position, reached,
             case when reached = position >> 12 then (select j.id from pgqueue.job as j where j.ctid = picks[wanted]) end,
-            case when start = first
-                then pgqueue._since_2020(pgqueue._believed_until(began, interval '100 milliseconds'))
-            end
+            case when start = first then pgqueue._since_2020(
+                -- There may be more that is over.
+                case when has_recovered then clock_timestamp() + interval '100 milliseconds'
+                    else pgqueue._believed_until(began, interval '100 milliseconds')
+                end
+            ) end
         );
     end if;
     return coalesce(picks, '{}'::tid[]);

@@ -1,6 +1,49 @@
 -- Rest: how long a worker that found nothing may sleep. And what is done beside claims and rests, so that no
 -- daemon is needed. How sleepers are woken is in module wake.
 
+-- How long until a lane without groups has something to claim: zero if it has. A claim that leaves jobs out looks
+-- only from where a long walk has come to, and so does this, until about when the next such walk is due: at random,
+-- so that one worker walks for the others. Plans as _until_due sets it.
+create or replace function pgqueue._until_walked(queue text, kinds text[], paused jsonb, lane int, moment timestamptz)
+    returns timestamptz
+    language plpgsql
+as $$
+declare
+    is_filtered boolean := num_nonnulls(kinds, paused) > 0;
+    believed record;
+    since timestamptz := '-infinity';
+    until timestamptz;
+    ends_at timestamptz;
+begin
+    if is_filtered then
+        believed := pgqueue._believed(hashtextextended(concat(queue, kinds, paused), lane), moment);
+        since := coalesce(believed.since, since);
+        until := believed.until + random() * (believed.until - moment);
+    end if;
+    -- Once over all that runs and all that is finished, up to the first that is due.
+    for ends_at in
+        select coalesce(j.lease_expires_at, '-infinity')
+        from pgqueue.job as j
+        where pgqueue._is_in_lane(j, _until_walked.queue, lane) and j.run_at between since and moment
+            and pgqueue._is_wanted(j.kind, j.group_key, _until_walked.kinds, _until_walked.paused)
+        order by j.run_at, j.id
+    loop
+        if ends_at <= moment then
+            perform from pgqueue.job as j
+            where pgqueue._is_in_lane(j, _until_walked.queue, lane) and j.run_at between since and moment
+                and (j.lease_expires_at is null or j.lease_expires_at <= moment)
+                and pgqueue._is_wanted(j.kind, j.group_key, _until_walked.kinds, _until_walked.paused)
+            limit 1
+            for update skip locked;
+            -- Locked just now. If it is not claimed after all, nothing will tell.
+            return case when found then moment else least(until, moment + interval '1 second') end;
+        end if;
+        until := least(until, ends_at);
+    end loop;
+    return until;
+end;
+$$;
+
 -- How long until a queue has something to claim: zero if it has, else until a job is due or a lease
 -- expires; null if there is nothing.
 create or replace function pgqueue._until_due(queue text, kinds text[], paused jsonb, moment timestamptz)
@@ -10,8 +53,6 @@ create or replace function pgqueue._until_due(queue text, kinds text[], paused j
 as $$
 declare
     live record;
-    lease_ends_at timestamptz;
-    unlocked_at timestamptz;
     until timestamptz;
 begin
     for live in select * from pgqueue._live_lanes(queue) loop
@@ -20,36 +61,24 @@ begin
                 queue, kinds, paused, live.lane, (pgqueue._in_force(queue)).group_limit is not null, moment
             ));
         elsif live.first <= moment then
-            perform from pgqueue.job as j
-            where pgqueue._is_in_lane(j, _until_due.queue, live.lane) and j.run_at <= moment
-                and (j.lease_expires_at is null or j.lease_expires_at <= moment)
-                and pgqueue._is_wanted(j.kind, j.group_key, _until_due.kinds, _until_due.paused)
-            limit 1
-            for update skip locked;
-            if found then
+            until := least(until, pgqueue._until_walked(queue, kinds, paused, live.lane, moment));
+            if until <= moment then
                 return interval '0';
             end if;
-            select
-                min(j.lease_expires_at) filter (where j.lease_expires_at > moment),
-                -- Locked just now. If it is not claimed after all, nothing will tell.
-                case when bool_or((j.lease_expires_at > moment) is not true)
-                    then moment + interval '1 second'
-                end
-            into lease_ends_at, unlocked_at
-            from pgqueue.job as j
-            where pgqueue._is_in_lane(j, _until_due.queue, live.lane) and j.run_at <= moment
-                and pgqueue._is_wanted(j.kind, j.group_key, _until_due.kinds, _until_due.paused);
-            until := least(until, lease_ends_at, unlocked_at);
         end if;
         until := least(until, (
-            select j.run_at
-            from pgqueue.job as j
-            where pgqueue._is_in_lane(j, _until_due.queue, live.lane)
-                and j.run_at > moment and j.run_at < 'infinity'
-                and j.lease_expires_at is null
-                and pgqueue._is_wanted(j.kind, j.group_key, _until_due.kinds, _until_due.paused)
-            order by j.run_at, j.id
-            limit 1
+            -- Of many that it may not take it looks at the first only.
+            select coalesce(min(f.run_at) filter (where f.is_wanted), case when count(*) = 1000 then max(f.run_at) end)
+            from (
+                select
+                    j.run_at, pgqueue._is_wanted(j.kind, j.group_key, _until_due.kinds, _until_due.paused) as is_wanted
+                from pgqueue.job as j
+                where pgqueue._is_in_lane(j, _until_due.queue, live.lane)
+                    and j.run_at > moment and j.run_at < 'infinity'
+                    and j.lease_expires_at is null
+                order by j.run_at, j.id
+                limit case when num_nonnulls(kinds, paused) = 0 then 1 else 1000 end
+            ) as f
         ));
     end loop;
     return until - moment;

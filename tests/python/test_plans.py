@@ -599,8 +599,9 @@ def test_ten_thousand_jobs_that_are_over_cost_a_claim_no_more_than_a_thousand(db
         assert before + 1000 <= so_far <= before + 2000
 
 
+@pytest.mark.parametrize("running", [0, 1])
 def test_an_idle_worker_walks_dead_entries_once_for_a_claim_and_once_for_a_rest(
-    db, held_snapshot
+    db, held_snapshot, running
 ):
     """With 500,000 entries and a claim every five seconds, two or three percent of a core."""
     fill(db, 100_000)
@@ -614,11 +615,50 @@ def test_an_idle_worker_walks_dead_entries_once_for_a_claim_and_once_for_a_rest(
     db.execute("set enable_sort = off")
     once = pages(db, walk)
     assert once > 1000
+    fill(db, running)
     for _ in range(2):
         db.execute("select pgqueue.claim('q', 'w', 10)")
         db.execute("select pgqueue.rest(array['q'])")
     assert pages(db, "select pgqueue.claim('q', 'w', 10)") < 1.2 * once
     assert pages(db, "select pgqueue.rest(array['q'])") < 1.2 * once
+
+
+MAY_NOT_TAKE = {
+    "asked for others": ("", "kinds => '{mine}'"),
+    "paused": ("select pgqueue.pause('q', kind => 'q')", ""),
+    "full": (
+        "select pgqueue.configure('q', kind => 'q', max_running => 1);"
+        "select from pgqueue.claim('q', 'w', kinds => '{q}')",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", MAY_NOT_TAKE)
+def test_an_idle_worker_rarely_walks_over_a_hundred_thousand_jobs_that_it_may_not_take(
+    db, why
+):
+    before, kinds = MAY_NOT_TAKE[why]
+    fill(db, 100_000)
+    fill(db, 10_000, after="interval '1 day' + n * interval '1 us'")
+    db.execute(before)
+    more = f", {kinds}" if kinds else ""
+    looks = (
+        f"select id from pgqueue.claim('q', 'w', 10{more})",
+        f"select pgqueue.rest(array['q']{more})",
+    )
+    for look in looks * 2:
+        db.execute(look)
+    counts = [pages(db, look) for _ in range(10) for look in looks]
+    assert sum(count > 300 for count in counts) <= 2, counts
+    # What comes is found at once; what comes back from elsewhere, with the next walk.
+    enqueue = "select pgqueue.enqueue('q', kind => 'mine', run_at => {})"
+    new = one(db, enqueue.format("now()"))
+    assert column(db, looks[0]) == [new]
+    old = one(db, enqueue.format("now() - interval '1 minute'"))
+    wait_until(lambda: column(db, looks[0]) == [old])
+    db.execute(enqueue.format("now() + interval '5 seconds'"))
+    assert one(db, looks[1]).total_seconds() <= 5
 
 
 def test_a_position_from_before_a_restore_or_from_another_clock_is_ignored(db):

@@ -213,8 +213,8 @@ select results_eq(
        where strpos(r.prosrc, '(key & 15) * 2') > 0 and strpos(r.prosrc, '(key >> 4 & 15) * 2') > 0
        union all
        select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '\* 2\M.*_cell_' $$,
-    $$ values (array['_pick', '_pick_plain_groups', '_record']),
-           (array['_noted_lanes', '_pick', '_pick_plain_groups', '_record']) $$,
+    $$ values (array['_live_lanes', '_pick', '_pick_plain_groups', '_record']),
+           (array['_live_lanes', '_noted_lanes', '_pick', '_pick_plain_groups', '_record']) $$,
     'a claim looks for the records of a lane as the others do'
 );
 select results_eq(
