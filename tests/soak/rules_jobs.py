@@ -22,7 +22,8 @@ class Attempts(Rule):
     def change(self, id: int, old: Row | None, new: Row | None) -> None:
         if is_claim(old, new):
             self.claim(id, old, new)
-        elif old and new and old["token"] and not new["token"]:
+        # A claim under caps that takes nothing after all has set the token, and no more.
+        elif old and new and old["token"] and old["claimed_at"] and not new["token"]:
             self.give_back(id, old, new)
 
     def claim(self, id: int, old: Row, new: Row) -> None:
