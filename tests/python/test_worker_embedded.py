@@ -296,6 +296,14 @@ def test_a_burst_runs_what_its_last_handlers_enqueue(db, dsn, share) -> None:
     assert left == [0] and is_empty(db, "a")
 
 
+def test_a_burst_ends_however_often_it_looks(db, dsn) -> None:
+    app, ran = pgqueue.App(), []
+    app.job("once", queue="a")(lambda: ran.append(1))
+    pgqueue.enqueue(db, "a", kind="once")
+    Worker(app, dsn=dsn, burst=True, poll_interval=1e-6).run()
+    assert ran == [1] and is_empty(db, "a")
+
+
 def test_waits_grow_while_claims_find_nothing_and_rest_fails(db, dsn) -> None:
     db.execute(
         "create or replace function pgqueue.rest(queues text[], kinds text[] default null, park boolean default true)"

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from pgqueue.app import App
 
+POLL_INTERVAL = 0.01  # seconds, at least: in between it can be seen that nothing is due
 POSITIVE = ("lease", "timeout", "poll_interval", "call_timeout", "max_jobs")
 
 
@@ -62,6 +63,7 @@ class Terms:
             value = getattr(self, option)
             if value is not None and not value > 0:
                 raise ValueError(f"{option} must be positive, not {value!r}")
+        self.poll_interval = max(self.poll_interval, POLL_INTERVAL)
         if self.only_known and not self.app.tasks:
             raise ValueError("only_known, but the app has no handler")
         for task in self.app.tasks.values():
