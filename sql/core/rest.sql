@@ -206,6 +206,8 @@ begin
             pgqueue._since_2020(pgqueue._believed_until(
                 moment, case when is_all then interval '200 milliseconds' else interval '0' end
             )),
+            -- What took longer has waited for the machine.
+            pgqueue._since_2020(clock_timestamp() + interval '1 second'),
             case when pg_relation_size('pgqueue.schedule') > 0
                 then pg_sequence_last_value('pgqueue._cell_due'::regclass)
             end

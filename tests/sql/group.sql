@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(111);
+select plan(112);
 
 -- What a commit would do: nobody takes a permit that his own transaction has made.
 create function pg_temp.commit() returns void
@@ -434,6 +434,12 @@ select is(pg_temp.claimed('no longer', 5), 'a1', 'a job of another strict group 
 select pg_temp.fail('no longer', 'a1', '1 hour');
 select pgqueue.configure('no longer', group_key => 'a', group_limit => 1, reset => true);
 select is(pg_temp.claimed('no longer', 5), 'a2', 'a group that is strict no longer does not wait for the retry');
+
+select pgqueue._sweep_groups_if_due(clock_timestamp() - interval '1 minute', null);
+select ok(
+    pg_sequence_last_value('pgqueue._cell_groups_due') <= pgqueue._since_2020(clock_timestamp() + interval '1 second'),
+    'a sweep that has waited for the machine does not put off the next one for long'
+);
 
 select * from finish();
 rollback;

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(11);
+select plan(12);
 
 create function pg_temp.is_near(rest interval, target interval) returns boolean
     language sql as $$ select $1 between $2 - interval '10 s' and $2 $$;
@@ -71,6 +71,13 @@ select count(*) from (
 select ok(
     pgqueue.rest(array['capped'], park => false) <= '1 s',
     'a worker rests briefly where nobody was told that the jobs beyond a lowered cap have ended'
+);
+
+select pgqueue.enqueue('after', after => array[pgqueue.enqueue('after')]);
+select pgqueue._look_around(clock_timestamp() - interval '1 minute', 10);
+select ok(
+    pg_sequence_last_value('pgqueue._cell_due') <= pgqueue._since_2020(clock_timestamp() + interval '1 second'),
+    'a look at loose ends that has waited for the machine does not put off the next one for long'
 );
 
 select * from finish();
