@@ -288,6 +288,8 @@ begin
             join pgqueue.job as j on j.id = p.job_id
             where pgqueue._is_permit_of(p, _take_kept.queue, '', g.key)
                 and pgqueue._is_kept(p, j, _take_kept.moment) and p.place <= g.most
+                -- A claim may come to a group twice.
+                and p.taken_at is distinct from _take_kept.moment
                 and ((j.terms).expires_at <= _take_kept.moment) is not true
                 and j.priority = _take_kept.priority
                 and pgqueue._is_wanted(j.kind, j.group_key, _take_kept.kinds, _take_kept.paused)

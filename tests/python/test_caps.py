@@ -571,3 +571,17 @@ def test_a_rate_that_is_raised_beside_an_open_claim_is_used_at_once(db, connect)
         assert claim(other) == {}
         configure(db, "rate of a group", 10)
     assert len(claim(db)) == 2
+
+
+@pytest.mark.parametrize("cap", [None, 3])
+def test_a_retry_that_has_kept_its_place_is_taken_once_by_a_claim_of_many(db, cap):
+    db.execute(
+        "select pgqueue.configure('q', group_limit => 2, group_on_retry => 'block')"
+    )
+    db.execute("select pgqueue.configure('q', max_running => %s)", (cap,))
+    first, second, _ = enqueue(db, 3)
+    ((id, token),) = soon(lambda: claim(db, 1)).items()
+    db.execute("select pgqueue.fail(%s, %s, 'e', '0')", (id, token))
+    assert soon(lambda: claim(db, 100)).keys() == {first, second}
+    permits = "select cardinality(permits) from pgqueue.job where token is not null"
+    assert column(db, permits) == [2 if cap else 1] * 2

@@ -332,7 +332,7 @@ select alike(pg_temp.found('kinds'), 'critical: %', 'after eight minutes it is c
 select pgqueue.rest(array['some'], array['new']);
 select alike(pg_temp.found('kinds'), 'ok: %', 'until a session serves it');
 truncate pgqueue.service;
-update pgqueue.job set enqueued_at = now() - interval '3 minutes';
+update pgqueue.job set enqueued_at = clock_timestamp() - interval '3 minutes';
 select pgqueue.finish(
     array_agg(c.id), array_agg(c.token), array_agg('release'::text), array_agg(t.text), array_agg(interval '1 minute')
 )
