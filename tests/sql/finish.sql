@@ -62,10 +62,11 @@ select is(
 
 select pgqueue.enqueue('flaky', '{"n": 1}', max_attempts => 3, headers => '{"trace": 1}') as id \gset
 select token from pgqueue.claim('flaky', 'w') \gset
+select clock_timestamp() as moment \gset
 select is(pgqueue.fail(:id, :token, 'boom'), 'retry', 'fail answers retry while attempts are left');
 select results_eq(
-    format('select state, run_at - now() > ''2.4 s'' and run_at - now() < ''6 s'', attempt, worker, last_error
-            from pgqueue.jobs where id = %s', :id),
+    format('select state, run_at - %L > ''2.4 s'' and run_at - clock_timestamp() < ''6 s'', attempt, worker, last_error
+            from pgqueue.jobs where id = %s', :'moment', :id),
     $$ values ('scheduled', true, 1, null::text, 'boom') $$,
     'a job that failed once is scheduled after half to all of retry_base'
 );

@@ -50,7 +50,7 @@ select pgqueue.schedule('late', 'q', every => '1 hour');
 select pgqueue.schedule('spread', 'q', every => '1 hour', jitter => '1 hour');
 select pgqueue.schedule('paused', 'q', every => '1 hour');
 select pgqueue.pause_schedule('paused');
-update pgqueue.schedule set next_slot = now() - interval '600 s';
+update pgqueue.schedule set next_slot = clock_timestamp() - interval '600 s';
 select results_eq(
     $$ select regexp_replace(s, ' 60\d\.\d+$', ' 600') from pg_temp.of('schedule_late') as s $$,
     $$ values ('pgqueue_schedule_late_seconds{queue="q",schedule="late"} 600'),

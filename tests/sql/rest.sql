@@ -8,9 +8,9 @@ select plan(12);
 create function pg_temp.is_near(rest interval, target interval) returns boolean
     language sql as $$ select $1 between $2 - interval '10 s' and $2 $$;
 
-select pgqueue.enqueue('a', run_at => now() + interval '3 hours', priority => 3);
-select pgqueue.enqueue('a', run_at => now() + interval '2 hours', priority => -3);
-select pgqueue.enqueue('b', run_at => now() + interval '1 hour', kind => 'k');
+select pgqueue.enqueue('a', run_at => clock_timestamp() + interval '3 hours', priority => 3);
+select pgqueue.enqueue('a', run_at => clock_timestamp() + interval '2 hours', priority => -3);
+select pgqueue.enqueue('b', run_at => clock_timestamp() + interval '1 hour', kind => 'k');
 select ok(
     pg_temp.is_near(pgqueue.rest(array['a'], park => false), '2 hours'),
     'rest lasts until the next job of any priority is due'

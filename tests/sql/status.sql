@@ -13,7 +13,7 @@ where l.locktype = 'advisory' and l.classid = 7366516 and l.pid = pg_backend_pid
 
 select pgqueue.enqueue('p') as id \gset
 select token from pgqueue.claim('p', 'w', lease => '1 hour') \gset
-update pgqueue.job set claimed_at = now() - interval '100 s' where id = :id;
+update pgqueue.job set claimed_at = clock_timestamp() - interval '100 s' where id = :id;
 select pg_stat_get_xact_tuples_updated('pgqueue.job'::regclass) - pg_stat_get_xact_tuples_hot_updated('pgqueue.job'::regclass) as cold \gset
 select lives_ok(format('select pgqueue.progress(%s, %s, 20, 100, %L)', :id, :token, E'reads\npages'), 'progress of a job that is held');
 select is(
