@@ -452,6 +452,11 @@ begin
             array_fill(null::timestamptz, array[coalesce(cardinality(given.ids), 0)]) || given.free_ats
         );
     else
+        if array_position(permits, null) > 0 then
+            -- Some of these groups have no limit.
+            select array_agg(u.id), array_agg(u.permit) into job_of, permits
+            from unnest(job_of, permits) as u (id, permit) where u.permit is not null;
+        end if;
         permits := pgqueue._give_permits(permits, job_of, new_token, moment);
     end if;
 end;

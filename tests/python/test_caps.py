@@ -585,3 +585,17 @@ def test_a_retry_that_has_kept_its_place_is_taken_once_by_a_claim_of_many(db, ca
     assert soon(lambda: claim(db, 100)).keys() == {first, second}
     permits = "select cardinality(permits) from pgqueue.job where token is not null"
     assert column(db, permits) == [2 if cap else 1] * 2
+
+
+def test_each_job_has_its_own_permit_where_some_groups_have_no_limit(db):
+    db.execute("select pgqueue.configure('q', group_key => 'g', group_limit => 2)")
+    enqueue = "select pgqueue.enqueue('q', group_key => g) from unnest(%s::text[]) as g"
+    db.execute(enqueue, (["a", "g", "b", "g", "c"],))
+    assert soon(lambda: len(claim(db)) == 5)
+    held = (
+        "select count(*) from pgqueue.job as j join pgqueue.permit as p on p.job_id = j.id"
+        " where j.group_key = 'g' and j.permits = array[p.ctid]"
+    )
+    assert one(db, held) == 2
+    without = "select count(*) from pgqueue.job where group_key <> 'g' and num_nonnulls(permits) = 0"
+    assert one(db, without) == 3
