@@ -24,9 +24,9 @@ as $$
 #variable_conflict use_column
 declare
     ids bigint[] := array(
-        select j.id
+        -- As a join it might read all jobs.
+        select (select j.id from pgqueue.job as j where j.ctid = p.place)
         from unnest(picks) with ordinality as p (place, nth)
-        join pgqueue.job as j on j.ctid = p.place
         order by p.nth
     );
     suspended bigint[];
