@@ -176,7 +176,8 @@ begin
     update pgqueue.permit as p
     set free_at = p.taken_at, job_id = null
     where p.ctid = any (group_permits) and p.job_id = any (job_ids) and not exists (
-        select from pgqueue.job as j where j.id = p.job_id and j.permits is not null offset 0
+        -- It has kept its place for this retry.
+        select from pgqueue.job as j where j.id = p.job_id and j.permits is not null and not p.is_rate offset 0
     );
     select
         array_agg(j.group_key) as keys, array_agg(j.priority) as priorities, array_agg(j.queue) as queues,
