@@ -1136,10 +1136,15 @@ class Machine(RuleBasedStateMachine):
         )
 
     def left(self) -> list[tuple]:
-        """What waits, but for jobs that may not begin any more: a claim need not meet them."""
+        """What waits, but for jobs that may not begin any more: a claim need not meet them, and
+        what waits for them waits for reap."""
         return self.watcher.execute(
-            "select id, queue, kind, group_key, state from pgqueue.jobs where queue = any(%s)"
-            " and not (state = 'expired' and worker is null) order by id",
+            "select j.id, j.queue, j.kind, j.group_key, j.state from pgqueue.jobs as j"
+            " where j.queue = any(%s) and not (j.state = 'expired' and j.worker is null)"
+            " and not exists ("
+            "select from pgqueue.dependencies as d join pgqueue.jobs as e on e.id = d.job_id"
+            " where d.waiter_id = j.id and e.state = 'expired' and e.worker is null"
+            ") order by j.id",
             [self.all],
         ).fetchall()
 
