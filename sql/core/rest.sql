@@ -11,7 +11,7 @@ as $$
 declare
     is_filtered boolean := num_nonnulls(kinds, paused) > 0;
     believed record;
-    since timestamptz := '-infinity';
+    since timestamptz := '-infinity'::timestamptz;
     until timestamptz;
     ends_at timestamptz;
 begin
