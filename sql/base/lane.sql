@@ -68,6 +68,19 @@ begin
 end;
 $$;
 
+-- When to sweep again after a sweep that began then, in microseconds since 2020: a twentieth of the time, but at least
+-- once a second, because a sweep is short, and one that took long has waited for the machine.
+create or replace function pgqueue._swept_until(began timestamptz, at_least interval)
+    returns bigint
+    language plpgsql
+as $$
+begin
+    return pgqueue._since_2020(
+        least(pgqueue._believed_until(began, at_least), clock_timestamp() + interval '1 second')
+    );
+end;
+$$;
+
 -- The lanes in which a queue has any job, and the first run_at of each: one index descent per lane; but lane 0 counts
 -- as one of them where the descent would cross all that some old snapshot keeps of it.
 create or replace function pgqueue._live_lanes(queue text)

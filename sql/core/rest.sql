@@ -1,9 +1,9 @@
 -- Rest: how long a worker that found nothing may sleep. And what is done beside claims and rests, so that no
 -- daemon is needed. How sleepers are woken is in module wake.
 
--- How long until a lane without groups has something to claim: zero if it has. A claim that leaves jobs out looks
--- only from where a long walk has come to, and so does this, until about when the next such walk is due: at random,
--- so that one worker walks for the others. Plans as _until_due sets it.
+-- When a lane without groups has something to claim: at this moment if it has; null for never. A claim that leaves jobs
+-- out looks only from where a long walk has come to, and so does this, until about when the next such walk is due: at
+-- random, so that one worker walks for the others. Plans as _until_due sets it.
 create or replace function pgqueue._until_walked(queue text, kinds text[], paused jsonb, lane int, moment timestamptz)
     returns timestamptz
     language plpgsql
@@ -203,11 +203,7 @@ begin
     if is_used then
         is_all := pgqueue._tie_loose_ends(10 * most, clock_timestamp()) < 10 * most;
         perform setval('pgqueue._cell_due', least(
-            pgqueue._since_2020(pgqueue._believed_until(
-                moment, case when is_all then interval '200 milliseconds' else interval '0' end
-            )),
-            -- What took longer has waited for the machine.
-            pgqueue._since_2020(clock_timestamp() + interval '1 second'),
+            pgqueue._swept_until(moment, case when is_all then interval '200 milliseconds' else interval '0' end),
             case when pg_relation_size('pgqueue.schedule') > 0
                 then pg_sequence_last_value('pgqueue._cell_due'::regclass)
             end

@@ -934,8 +934,7 @@ begin
 end;
 $$;
 
--- _sweep_permits and _sweep_groups each 50 ms, or a twentieth of the time, but at least once a second: a sweep is
--- short, and one that took long has waited for the machine.
+-- _sweep_permits and _sweep_groups each 50 ms, or as _swept_until says.
 create or replace function pgqueue._sweep_groups_if_due(moment timestamptz, new_token bigint)
     returns void
     language plpgsql
@@ -948,10 +947,7 @@ begin
     if (due_us between now_us and now_us + 60000000) is not true then
         perform setval('pgqueue._cell_groups_due', now_us + 50000);
         perform pgqueue._sweep_permits(new_token), pgqueue._sweep_groups();
-        now_us := pgqueue._since_2020(
-            least(pgqueue._believed_until(moment, '50 milliseconds'), clock_timestamp() + interval '1 second')
-        );
-        perform setval('pgqueue._cell_groups_due', now_us);
+        perform setval('pgqueue._cell_groups_due', pgqueue._swept_until(moment, '50 milliseconds'));
     end if;
 end;
 $$;
