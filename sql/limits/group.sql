@@ -521,7 +521,6 @@ begin
             select case when g.key = any (vain_keys) then g.give else 0 end
             from unnest(group_keys, gives) with ordinality as g (key, give, nth) order by g.nth
         );
-        return;
     end if;
     -- For the next claim: this one may not take what it creates.
     select

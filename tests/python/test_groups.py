@@ -913,6 +913,32 @@ def test_what_comes_due_in_a_group_is_found_at_once_though_another_may_not_begin
     assert waited < 1
 
 
+@pytest.mark.needs_hints  # it loses those that it means to lose
+def test_a_group_gets_its_permits_beside_one_whose_permit_was_not_given_back(db):
+    """A claim that finds a permit free after all looks no less for groups that have none."""
+    enqueue = "select pgqueue.enqueue('q', group_key => %s)"
+    claim = "select id, token from pgqueue.claim('q', 'w', %s)"
+    db.execute("set pgqueue.lose_hints = 1")
+    unknown = one(db, enqueue, "unknown")
+    db.execute("select pgqueue.configure('q', group_limit => 1)")
+    db.execute("set pgqueue.lose_hints = 0")
+    # No sweep comes between.
+    db.execute(
+        "select setval('pgqueue._cell_groups_due', pgqueue._since_2020(clock_timestamp() + interval '50 s'))"
+    )
+    first, second = [one(db, enqueue, "known") for _ in range(2)]
+    ((id, token),) = db.execute(claim, [1]).fetchall()
+    assert id == first
+    db.execute("set pgqueue.lose_hints = 1")
+    db.execute("select pgqueue.complete(%s, %s)", [id, token])
+    db.execute("set pgqueue.lose_hints = 0")
+    db.execute(
+        "select pgqueue._insert_ticket('q', 'unknown', 0, clock_timestamp(), true)"
+    )
+    assert [id for id, _ in db.execute(claim, [10])] == [second]
+    assert [id for id, _ in db.execute(claim, [10])] == [unknown]
+
+
 # Many sessions
 
 OVER = """

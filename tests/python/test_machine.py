@@ -347,14 +347,10 @@ class Machine(RuleBasedStateMachine):
             self.completed.add(lease.id)
 
     def commit_set(self, value: tuple, own: set[Claim]) -> None:
-        scope, name, most, seen, called_at = value
-        claimed = {
-            lease.claim
-            for session in self.sessions
-            for what, lease in session.effects
-            if what == "lease"
-        }
+        scope, name, most, seen, hidden, called_at = value
+        claimed = {lease.claim for lease in self.open_leases(self.sessions)}
         self.earlier |= claimed
+        self.excused |= hidden
         # To rates an open claim is not known; and a change that is not committed holds off others for 5 s.
         if name == "rate_limit" or time.monotonic() > called_at + 4:
             unseen = {lease.claim for lease in self.leases.values()} | claimed
@@ -368,6 +364,23 @@ class Machine(RuleBasedStateMachine):
             current[name] = most
         if "rate_limit" not in current:
             self.begun[scope] = 0
+
+    def open_leases(self, sessions: list[Session]) -> list[Lease]:
+        return [
+            lease
+            for session in sessions
+            for what, lease in session.effects
+            if what == "lease"
+        ]
+
+    def hidden_claims(self, who: int) -> set[Claim]:
+        """Claims by others of jobs that they have enqueued in the same transaction."""
+        leases = self.open_leases([s for s in self.sessions if s.name != who])
+        seen = self.watcher.execute(
+            "select id from pgqueue.job where id = any(%s)",
+            [[lease.id for lease in leases]],
+        ).fetchall()
+        return {lease.claim for lease in leases if (lease.id,) not in seen}
 
     def read_settings(self) -> None:
         """Of changes that met, learn which was the last."""
@@ -986,6 +999,7 @@ class Machine(RuleBasedStateMachine):
         self, who: int, scope: Scope, name: str | None, most: int | None
     ) -> None:
         seen = {lease.claim for lease in self.leases.values()}
+        hidden = self.hidden_claims(who)
         called_at = time.monotonic()
         text = "reset => true" if name is None else f"{name} => %s"
         if name == "rate_limit":
@@ -995,7 +1009,7 @@ class Machine(RuleBasedStateMachine):
             f"select pgqueue.configure(%s, kind => %s, group_key => %s, {text})",
             *(*scope, *([most] if name else [])),
             done=lambda s, _: s.effects.append(
-                ("set", (scope, name, most, seen, called_at))
+                ("set", (scope, name, most, seen, hidden, called_at))
             ),
         )
 
@@ -1184,7 +1198,18 @@ class Machine(RuleBasedStateMachine):
                 return
             if is_idle and time.monotonic() > deadline:
                 why = "select pgqueue.why(%s)"
-                reasons = [(row, one(self.watcher, why, row[0])) for row in left[:5]]
+                rows = (
+                    "select (select array_agg(t) from pgqueue.ticket as t where t.queue = %s and t.group_key = %s),"
+                    " (select array_agg(p) from pgqueue.permit as p where p.queue = %s and p.group_key = %s)"
+                )
+                reasons = [
+                    (
+                        row,
+                        one(self.watcher, why, row[0]),
+                        self.watcher.execute(rows, (row[1], row[3]) * 2).fetchone(),
+                    )
+                    for row in left[:5]
+                ]
                 self.fault(
                     f"{len(left)} are stuck: {reasons}, and batches: {self.open_batches()}"
                 )
