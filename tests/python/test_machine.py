@@ -52,6 +52,7 @@ PRIORITIES = st.sampled_from([0, 0, 0, 3, -1])
 DELAYS = st.sampled_from([None, None, None, None, "10 ms", "1 hour"])
 LEASES = st.sampled_from(["1 hour", "1 hour", "1 hour", "1 ms"])
 SIZES = st.sampled_from([1, 1, 2, 10])
+EVENTS = st.sampled_from(["e", "f"])
 LIMITS = st.sampled_from([1, 1, 2, 3])
 Scope = tuple[str, str | None, str | None]  # queue, kind, group
 Claim = tuple[int, datetime]  # a job, and when it was claimed
@@ -853,6 +854,35 @@ class Machine(RuleBasedStateMachine):
                 delay,
             )
 
+    @rule(who=WHO, pick=PICK, event=EVENTS, delay=DELAYS)
+    def suspend(self, who, pick, event, delay) -> None:
+        for lease in self.held(who, [pick]):
+            self.end(
+                who,
+                "suspend(%s, %s, %s, clock_timestamp() + %s::interval)",
+                lease,
+                *(f"{self.queues[0]} {event}", delay),
+            )
+
+    @rule(who=WHO, pick=PICK, other=PICK)
+    def suspend_after(self, who, pick, other) -> None:
+        """For an older one, so that none waits for itself."""
+        for lease in self.held(who, [pick]):
+            if older := [id for id in sorted(self.known) if id < lease.id]:
+                text = "suspend(%s, %s, after => array[%s::bigint])"
+                self.end(who, text, lease, older[other % len(older)])
+
+    @rule(who=WHO, event=EVENTS)
+    def emit(self, who, event) -> None:
+        self.act(who, "select pgqueue.emit(%s)", f"{self.queues[0]} {event}")
+
+    @rule(who=WHO, pick=PICK)
+    def save_step(self, who, pick) -> None:
+        for lease in self.held(who, [pick]):
+            may = () if self.is_safe(lease) else ("PQ002",)
+            text = "select pgqueue.save_step(%s, %s, 'step', '1')"
+            self.act(who, text, lease.id, lease.token, may=may)
+
     @rule(
         who=WHO,
         picks=st.lists(PICK, min_size=1, max_size=4),
@@ -961,11 +991,27 @@ class Machine(RuleBasedStateMachine):
     @rule(
         who=WHO,
         pick=PICK,
-        verb=st.sampled_from(["cancel(%s)", "run_now(%s)", "reprioritize(%s, 2)"]),
+        verb=st.sampled_from(
+            [
+                *("cancel(%s)", "run_now(%s)", "reprioritize(%s, 2)"),
+                *("redrive_job(%s)", "discard(%s)"),
+            ]
+        ),
     )
     def meddle(self, who, pick, verb) -> None:
         for id in self.some(pick):
             self.act(who, f"select pgqueue.{verb}", id, may=("PQ001",))
+
+    @rule(who=WHO, pick=PICK)
+    def rerun(self, who, pick) -> None:
+        for id in self.some(pick):
+            self.act(
+                who,
+                "select pgqueue.rerun(%s)",
+                id,
+                done=self.enqueued(self.known[id]),
+                may=("PQ001", "22023"),
+            )
 
     @rule(who=WHO, kind=KINDS, sure=st.sampled_from([False, False, True]))
     def cancel_many(self, who, kind, sure) -> None:
@@ -1101,6 +1147,8 @@ class Machine(RuleBasedStateMachine):
             self.act(0, "select pgqueue.resume(%s, %s, %s)", self.queues[0], *scope)
         for batch in sorted(self.batches):
             self.act(0, "select pgqueue.close_batch(%s)", batch)
+        for event in ("e", "f"):
+            self.act(0, "select pgqueue.emit(%s)", f"{self.queues[0]} {event}")
         self.drain(has_limits=True)
         for scope, current in self.settings.items():
             if not self.keeps_limits or "rate_limit" in current:
