@@ -44,6 +44,7 @@ OPTIONS = "-c statement_timeout=3s -c deadlock_timeout=5ms"
 WHO = st.integers(0, SESSIONS - 1)
 PICK = st.integers(0, 1000)
 PLACE = st.sampled_from([0, 0, 0, 1])  # of a queue
+EVENT = st.integers(0, 1)  # the place of an event
 GROUPS = st.sampled_from([None, "g", "g", "g", "h"])
 KEYS = st.sampled_from([None, None, None, "k", "l"])
 KINDS = st.sampled_from(["x", "x", "y"])
@@ -52,7 +53,6 @@ PRIORITIES = st.sampled_from([0, 0, 0, 3, -1])
 DELAYS = st.sampled_from([None, None, None, None, "10 ms", "1 hour"])
 LEASES = st.sampled_from(["1 hour", "1 hour", "1 hour", "1 ms"])
 SIZES = st.sampled_from([1, 1, 2, 10])
-EVENTS = st.sampled_from(["e", "f"])
 LIMITS = st.sampled_from([1, 1, 2, 3])
 Scope = tuple[str, str | None, str | None]  # queue, kind, group
 Claim = tuple[int, datetime]  # a job, and when it was claimed
@@ -128,6 +128,7 @@ class Machine(RuleBasedStateMachine):
         self.queues = [f"m{number} a", f"m{number} b"]
         self.side = f"m{number} side"  # whose jobs may be purged
         self.all = [*self.queues, self.side]
+        self.events = [f"m{number} e", f"m{number} f"]
         self.watcher = connect()
         self.sessions = [Session(n, connect(options=OPTIONS)) for n in range(SESSIONS)]
         self.sleeper = connect(options=OPTIONS)
@@ -349,9 +350,9 @@ class Machine(RuleBasedStateMachine):
 
     def commit_set(self, value: tuple, own: set[Claim]) -> None:
         scope, name, most, seen, hidden, called_at = value
-        claimed = {lease.claim for lease in self.open_leases(self.sessions)}
+        claimed = {lease.claim for lease in self.open_leases()}
         self.earlier |= claimed
-        self.excused |= hidden
+        self.excused |= hidden - own
         # To rates an open claim is not known; and a change that is not committed holds off others for 5 s.
         if name == "rate_limit" or time.monotonic() > called_at + 4:
             unseen = {lease.claim for lease in self.leases.values()} | claimed
@@ -366,22 +367,20 @@ class Machine(RuleBasedStateMachine):
         if "rate_limit" not in current:
             self.begun[scope] = 0
 
-    def open_leases(self, sessions: list[Session]) -> list[Lease]:
+    def open_leases(self) -> list[Lease]:
         return [
             lease
-            for session in sessions
+            for session in self.sessions
             for what, lease in session.effects
             if what == "lease"
         ]
 
-    def hidden_claims(self, who: int) -> set[Claim]:
-        """Claims by others of jobs that they have enqueued in the same transaction."""
-        leases = self.open_leases([s for s in self.sessions if s.name != who])
-        seen = self.watcher.execute(
-            "select id from pgqueue.job where id = any(%s)",
-            [[lease.id for lease in leases]],
-        ).fetchall()
-        return {lease.claim for lease in leases if (lease.id,) not in seen}
+    def hidden_claims(self) -> set[Claim]:
+        """Claims of jobs that nobody else sees: their open transactions have enqueued them, too."""
+        leases = self.open_leases()
+        text = "select id from pgqueue.job where id = any(%s)"
+        seen = column(self.watcher, text, [lease.id for lease in leases])
+        return {lease.claim for lease in leases if lease.id not in seen}
 
     def read_settings(self) -> None:
         """Of changes that met, learn which was the last."""
@@ -854,14 +853,14 @@ class Machine(RuleBasedStateMachine):
                 delay,
             )
 
-    @rule(who=WHO, pick=PICK, event=EVENTS, delay=DELAYS)
+    @rule(who=WHO, pick=PICK, event=EVENT, delay=DELAYS)
     def suspend(self, who, pick, event, delay) -> None:
         for lease in self.held(who, [pick]):
             self.end(
                 who,
                 "suspend(%s, %s, %s, clock_timestamp() + %s::interval)",
                 lease,
-                *(f"{self.queues[0]} {event}", delay),
+                *(self.events[event], delay),
             )
 
     @rule(who=WHO, pick=PICK, other=PICK)
@@ -872,9 +871,9 @@ class Machine(RuleBasedStateMachine):
                 text = "suspend(%s, %s, after => array[%s::bigint])"
                 self.end(who, text, lease, older[other % len(older)])
 
-    @rule(who=WHO, event=EVENTS)
+    @rule(who=WHO, event=EVENT)
     def emit(self, who, event) -> None:
-        self.act(who, "select pgqueue.emit(%s)", f"{self.queues[0]} {event}")
+        self.act(who, "select pgqueue.emit(%s)", self.events[event])
 
     @rule(who=WHO, pick=PICK)
     def save_step(self, who, pick) -> None:
@@ -993,8 +992,11 @@ class Machine(RuleBasedStateMachine):
         pick=PICK,
         verb=st.sampled_from(
             [
-                *("cancel(%s)", "run_now(%s)", "reprioritize(%s, 2)"),
-                *("redrive_job(%s)", "discard(%s)"),
+                "cancel(%s)",
+                "run_now(%s)",
+                "reprioritize(%s, 2)",
+                "redrive_job(%s)",
+                "discard(%s)",
             ]
         ),
     )
@@ -1045,7 +1047,7 @@ class Machine(RuleBasedStateMachine):
         self, who: int, scope: Scope, name: str | None, most: int | None
     ) -> None:
         seen = {lease.claim for lease in self.leases.values()}
-        hidden = self.hidden_claims(who)
+        hidden = self.hidden_claims()
         called_at = time.monotonic()
         text = "reset => true" if name is None else f"{name} => %s"
         if name == "rate_limit":
@@ -1147,8 +1149,8 @@ class Machine(RuleBasedStateMachine):
             self.act(0, "select pgqueue.resume(%s, %s, %s)", self.queues[0], *scope)
         for batch in sorted(self.batches):
             self.act(0, "select pgqueue.close_batch(%s)", batch)
-        for event in ("e", "f"):
-            self.act(0, "select pgqueue.emit(%s)", f"{self.queues[0]} {event}")
+        for event in self.events:
+            self.act(0, "select pgqueue.emit(%s)", event)
         self.drain(has_limits=True)
         for scope, current in self.settings.items():
             if not self.keeps_limits or "rate_limit" in current:
@@ -1210,6 +1212,16 @@ class Machine(RuleBasedStateMachine):
             [self.all],
         ).fetchall()
 
+    def reason(self, id: int) -> tuple | None:
+        """Why a job waits, and the tickets and permits of its group."""
+        return self.watcher.execute(
+            "select j.id, j.queue, j.kind, j.group_key, j.state, pgqueue.why(j.id),"
+            " (select array_agg(t) from pgqueue.ticket as t where t.queue = j.queue and t.group_key = j.group_key),"
+            " (select array_agg(p) from pgqueue.permit as p where p.queue = j.queue and p.group_key = j.group_key)"
+            " from pgqueue.jobs as j where j.id = %s",
+            [id],
+        ).fetchone()
+
     def open_batches(self) -> list[tuple]:
         return self.watcher.execute(
             "select id, state, waiting, running from pgqueue.batches where id = any(%s)"
@@ -1245,19 +1257,7 @@ class Machine(RuleBasedStateMachine):
             if is_idle and not is_final:
                 return
             if is_idle and time.monotonic() > deadline:
-                why = "select pgqueue.why(%s)"
-                rows = (
-                    "select (select array_agg(t) from pgqueue.ticket as t where t.queue = %s and t.group_key = %s),"
-                    " (select array_agg(p) from pgqueue.permit as p where p.queue = %s and p.group_key = %s)"
-                )
-                reasons = [
-                    (
-                        row,
-                        one(self.watcher, why, row[0]),
-                        self.watcher.execute(rows, (row[1], row[3]) * 2).fetchone(),
-                    )
-                    for row in left[:5]
-                ]
+                reasons = [self.reason(id) for id, *_ in left[:5]]
                 self.fault(
                     f"{len(left)} are stuck: {reasons}, and batches: {self.open_batches()}"
                 )
