@@ -303,17 +303,19 @@ declare
         from unnest(events) as u (hash)
         join pgqueue.wait as w on hashtextextended(w.event, 0) = u.hash and w.event is not null
         join pgqueue.event as e on e.name = w.event
-        join pgqueue.job as j on j.id = w.job_id
-        where j.token is null
+        -- Here and below: as a join it might read all jobs.
+        cross join lateral (
+            select j.id from pgqueue.job as j where j.id = w.job_id and j.token is null for update skip locked
+        ) as j
         limit most
-        for update of j skip locked
     ) || array(
         select j.id
         from pgqueue.wait as w
         join pgqueue.event as e on e.name = w.event
-        join pgqueue.job as j on j.id = w.job_id
-        where w.job_id = any (_look_at_waits.job_ids) and j.token is null
-        for update of j skip locked
+        cross join lateral (
+            select j.id from pgqueue.job as j where j.id = w.job_id and j.token is null for update skip locked
+        ) as j
+        where w.job_id = any (_look_at_waits.job_ids)
     );
 begin
     -- They may have come to wait for something else.
@@ -336,16 +338,16 @@ begin
         select true
         from pgqueue.wait as w
         join pgqueue.event as e on e.name = w.event
-        join pgqueue.job as j on j.id = w.job_id
-        where hashtextextended(w.event, 0) = u.hash and w.event is not null and j.token is null
+        where hashtextextended(w.event, 0) = u.hash and w.event is not null
+            and exists (select from pgqueue.job as j where j.id = w.job_id and j.token is null offset 0)
         limit 1
     )
     having count(*) > 0;
-    perform pgqueue._leave_loose_ends(array_agg(j.id), 'wait', interval '200 milliseconds')
+    perform pgqueue._leave_loose_ends(array_agg(w.job_id), 'wait', interval '200 milliseconds')
     from pgqueue.wait as w
     join pgqueue.event as e on e.name = w.event
-    join pgqueue.job as j on j.id = w.job_id
-    where w.job_id = any (_look_at_waits.job_ids) and j.token is null
+    where w.job_id = any (_look_at_waits.job_ids)
+        and exists (select from pgqueue.job as j where j.id = w.job_id and j.token is null offset 0)
     having count(*) > 0;
     return cardinality(over);
 end;

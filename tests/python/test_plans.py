@@ -843,6 +843,21 @@ def test_no_function_reads_more_in_a_long_queue_by_a_session_that_began_in_a_sho
     assert {n: (short[n], long[n]) for n in VERBS if long[n] > most[n]} == {}
 
 
+def test_a_look_at_waits_reads_no_more_in_a_session_that_planned_it_beside_few_jobs(db):
+    """For events, and for jobs that were suspended, as claims and rests plan it."""
+    look = (
+        "with due as materialized (insert into pgqueue.loose_end (look_at, id, what)"
+        " values (now(), 1, 'event'), (now(), 1, 'wait') returning id),"
+        " plans as materialized (select set_config('enable_seqscan', 'off', true),"
+        " set_config('plan_cache_mode', 'force_generic_plan', true))"
+        " select pgqueue._tie_loose_ends(100) from plans cross join (select count(*) from due) as d"
+    )
+    fill_groups(db, 100, 1)
+    short = [pages(db, look) for _ in range(2)][1]
+    fill_groups(db, 100, 500)
+    assert pages(db, look) <= 2 * short
+
+
 @pytest.mark.parametrize("limit", [None, 2])
 def test_a_sweep_reads_as_much_of_a_deep_group_as_of_a_short_one(db, limit):
     """In a session that planned it when there was nothing."""
