@@ -117,9 +117,10 @@ begin
     end if;
     -- In a statement of its own: the next one sees what this one may have waited for.
     held := pgqueue._lock_held(job_ids, tokens);
-    perform pgqueue._log(array_agg(j.ctid), array_agg('completed'::text), null, moment, array_agg(given.result))
+    perform pgqueue._log(array_agg(h.place), array_agg('completed'::text), null, moment, array_agg(given.result))
     from unnest(held) as h (place)
-    join pgqueue.job as j on j.ctid = h.place
+    -- As a join it might read all jobs.
+    cross join lateral (select j.id, j.token from pgqueue.job as j where j.ctid = h.place offset 0) as j
     left join (
         select distinct on (u.id, u.token) u.*
         from unnest(job_ids, tokens, results) as u (id, token, result)

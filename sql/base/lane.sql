@@ -14,7 +14,8 @@
 --
 -- Most queues have one lane, 0, and no record: a bit of lanes_seq, for each fold of their names, says
 -- that others have been used. The jobs of groups have lanes of their own, 1000 + priority, and the
--- position of such a lane is one among its tickets. A queue is hashed with 9999, which is not a lane.
+-- position of such a lane is one among its tickets; with 10000 more it has one among its jobs, for claims that leave
+-- some out. A queue is hashed with 9999, which is not a lane.
 --
 -- The tag says whose record it is; zero means unused. There are 16, of which each lane and queue has two
 -- to choose from, by its hash, and takes the one that expired first; while others have both, it is walked
@@ -345,8 +346,11 @@ begin
             last_id := 0;
         end if;
     elsif own.valid_until between now_us - 1000000 and now_us then
-        -- This claim walks from the beginning, the others go on.
-        perform setval(('pgqueue._cell_' || record)::regclass, own.tag | now_us + 100000 & -2);
+        -- This claim walks from the beginning, the others go on: for longer where that takes long.
+        perform setval(
+            ('pgqueue._cell_' || record)::regclass,
+            own.tag | case when own.valid_until & 1 = 1 then now_us + 1000000 | 1 else now_us + 100000 & -2 end
+        );
         has_expired := true;
     end if;
 end;

@@ -63,7 +63,8 @@ as $$
         and (ticket).queue = _is_ticket_in.queue
 $$;
 
--- Whether a ticket belongs to this group.
+-- Whether a ticket belongs to this group. Its priority is compared as priority + 0, or the index of the lanes, read as
+-- a whole, might look as cheap.
 create or replace function pgqueue._is_ticket_of(ticket pgqueue.ticket, queue text, group_key text)
     returns boolean
     language sql

@@ -44,7 +44,7 @@ begin
     perform
     from pgqueue.ticket as t
     where pgqueue._is_ticket_of(t, _insert_ticket.queue, _insert_ticket.group_key)
-        and t.priority = _insert_ticket.priority
+        and t.priority + 0 = _insert_ticket.priority
         and (t.at <= moment or t.is_blocked)
         -- A session that has this one locked may be deleting it; one that has changed it has left its own lock.
         and t.xmax in ('0'::xid, t.xmin)
@@ -108,8 +108,10 @@ begin
         select
         from pgqueue.ticket as t
         where pgqueue._is_ticket_of(t, n.queue, n.key)
-            and t.priority = n.priority
+            and t.priority + 0 = n.priority
             and (t.at <= n.at or t.is_blocked) and t.xmax in ('0'::xid, t.xmin)
+        -- As a join it might read all tickets.
+        offset 0
     )
     order by n.place;
 end;
@@ -212,6 +214,51 @@ begin
 end;
 $$;
 
+-- Whether a claim that leaves jobs out, by their kinds or because they are paused or at a cap, will find none in a lane
+-- of groups. As in module pick, it believes what a long walk has found, and looks only at what came since, and at the
+-- last second. One that has found nothing by the tickets (has_looked) walks for the others.
+create or replace function pgqueue._is_vain(
+    queue text, kinds text[], paused jsonb, lane int, moment timestamptz, has_looked boolean
+)
+    returns boolean
+    language plpgsql
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+as $$
+declare
+    key bigint := hashtextextended(concat(queue, kinds, paused), lane + 10000);
+    since timestamptz := case when not has_looked
+        then timestamptz '2020-01-01 00:00 UTC'
+            + ((pgqueue._position(key, moment)).reached >> 12) * interval '1 microsecond'
+    end;
+    walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass);
+begin
+    if since is null and not has_looked then
+        return false;
+    end if;
+    since := least(since, moment - interval '1 second');
+    if exists (
+        select
+        from pgqueue.job as j
+        where pgqueue._is_in_lane(j, _is_vain.queue, lane)
+            and j.run_at between case when has_looked then '-infinity' else since end and moment
+            and (j.lease_expires_at <= moment) is not false
+            and pgqueue._is_wanted(j.kind, j.group_key, _is_vain.kinds, _is_vain.paused)
+    ) then
+        return false;
+    end if;
+    if has_looked and pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass) - walked > 200
+        and clock_timestamp() > moment + interval '5 milliseconds'
+    then
+        perform pgqueue._leave_position(
+            key, null, null, pgqueue._since_2020(moment - interval '10 milliseconds'), null,
+            pgqueue._since_2020(pgqueue._believed_until(moment, interval '100 milliseconds'))
+        );
+    end if;
+    return true;
+end;
+$$;
+
 -- When a claim should look at a lane of groups again: at its next ticket, or when one of its first leases
 -- expires; null for never. is_strict: the first job of a group holds up the others.
 create or replace function pgqueue._until_ticket(
@@ -222,8 +269,18 @@ create or replace function pgqueue._until_ticket(
     set enable_bitmapscan = off
 as $$
 declare
+    believed record;
+    first_at timestamptz;
+begin
+    if num_nonnulls(kinds, paused) > 0 then
+        believed := pgqueue._believed(hashtextextended(concat(queue, kinds, paused), lane + 10000), moment);
+        if believed.until is not null and pgqueue._is_vain(queue, kinds, paused, lane, moment, false) then
+            -- At random, so that one worker walks for the others.
+            return believed.until + random() * (believed.until - moment);
+        end if;
+    end if;
     -- A due ticket that a claim has left is for jobs that it may not take.
-    first_at timestamptz := least((
+    first_at := least((
         select min(greatest(t.at, j.run_at))
         from (
             select t.at, t.priority, t.group_key
@@ -259,7 +316,6 @@ declare
             limit 1000
         ) as j
     ));
-begin
     return case when first_at is not null then greatest(first_at, moment + interval '50 milliseconds') end;
 end;
 $$;

@@ -392,7 +392,10 @@ begin
             order by u.id, u.token, u.place
         ) as e
         join (
-            select j.id, j.token, j.ctid as place from pgqueue.job as j where j.ctid = any (picks)
+            select j.id, j.token, p.place
+            from unnest(picks) as p (place)
+            -- As a join it might read all jobs.
+            cross join lateral (select j.id, j.token from pgqueue.job as j where j.ctid = p.place offset 0) as j
         ) as h on h.id = e.id and h.token = e.token
         group by 1
     loop

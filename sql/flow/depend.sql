@@ -64,9 +64,14 @@ begin
             cross join lateral (
                 select true
                 from pgqueue.dependency as d
-                join pgqueue.job as j on j.id = d.job_id
                 where d.waiter_id = w.id and hashint8(d.job_id) between half.low and half.high
-                    and j.xmax in ('0'::xid, j.xmin) and j.id <> all (ended)
+                    and d.job_id <> all (ended)
+                    -- Here and below: as a join it might read all jobs.
+                    and exists (
+                        select from pgqueue.job as j where j.id = d.job_id and j.xmax in ('0'::xid, j.xmin) offset 0
+                    )
+                -- By the index that begins with the waiter.
+                order by hashint8(d.job_id)
                 limit 1
             ) as held
             limit 1
@@ -77,10 +82,11 @@ begin
     -- "exists" would hash all of them.
     from unnest(waiter_ids) as w (id)
     left join lateral (
-        select j.id
+        select d.job_id as id
         from pgqueue.dependency as d
-        join pgqueue.job as j on j.id = d.job_id
-        where d.waiter_id = w.id and j.id <> all (ended)
+        where d.waiter_id = w.id and d.job_id <> all (ended)
+            and exists (select from pgqueue.job as j where j.id = d.job_id offset 0)
+        order by hashint8(d.job_id)
         limit 1
     ) as l on true;
 end;
@@ -189,7 +195,7 @@ begin
         where h.is_doomed and h.waiter_id = any (locked) and (is_all or h.is_first)
         group by h.waiter_id
     ) as w
-    join pgqueue.job as j on j.id = w.waiter_id;
+    cross join lateral (select j.id, j.ctid from pgqueue.job as j where j.id = w.waiter_id offset 0) as j;
     if given.picks is null then
         return '{}'::bigint[];
     end if;
@@ -209,14 +215,15 @@ begin
         with recursive chain (job_id, waiter_id, is_doomed, is_first) as (
             select d.job_id, d.waiter_id, e.outcome <> 'completed' and not d.runs_if_dead, true
             from unnest(ended, outcomes) as e (id, outcome)
-            join pgqueue.dependency as d on d.job_id = e.id
+            -- Here and below: as a join it might read all ties.
+            cross join lateral (select d.* from pgqueue.dependency as d where d.job_id = e.id offset 0) as d
             where not is_choosy or (
                 select j.xmax in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = d.waiter_id
             ) is not false
             union
             select d.job_id, d.waiter_id, not d.runs_if_dead, false
             from chain as t
-            join pgqueue.dependency as d on d.job_id = t.waiter_id
+            cross join lateral (select d.* from pgqueue.dependency as d where d.job_id = t.waiter_id offset 0) as d
             where t.is_doomed
         )
         select row(null, t.*)::pgqueue._tie from chain as t limit most
@@ -315,10 +322,15 @@ begin
 
     found := pgqueue._find_ties(ended, outcomes, most, is_choosy);
     hand := array(
-        select row(d.ctid, f.job_id, f.waiter_id, f.is_doomed, f.is_first)::pgqueue._tie
+        select row(d.place, f.job_id, f.waiter_id, f.is_doomed, f.is_first)::pgqueue._tie
         from unnest(found) as f
-        join pgqueue.dependency as d on d.job_id = f.job_id and d.waiter_id = f.waiter_id
-        for update of d skip locked
+        -- As a join it might read all ties.
+        cross join lateral (
+            select d.ctid as place
+            from pgqueue.dependency as d
+            where d.job_id = f.job_id and d.waiter_id = f.waiter_id
+            for update skip locked
+        ) as d
     );
     doomed := array(select h.waiter_id from unnest(hand) as h where h.is_doomed);
     cancelled := pgqueue._doom(hand, cardinality(hand) = cardinality(found), ended, outcomes);

@@ -77,9 +77,9 @@ begin
     if over <> '{}' then
         perform pgqueue._free(over);
     end if;
-    perform pgqueue._leave_loose_ends(array_agg(w.job_id), 'wait', interval '200 milliseconds')
-    from pgqueue.wait as w
-    where w.job_id = any (suspended) and w.event is not null
+    perform pgqueue._leave_loose_ends(array_agg(t.id), 'wait', interval '200 milliseconds')
+    from unnest(ids, terms) as t (id, event, run_at, after, step)
+    where t.id = any (suspended) and t.id <> all (over) and t.event is not null
     having count(*) > 0;
     perform
         pgqueue._mark(bit_or(pgqueue._settings_bits(j.queue)), 'pgqueue.awaited_seq'), pgqueue._look_from_now_on()
@@ -291,8 +291,30 @@ only for an open transaction that has emitted the same event.
 Raises 22023 (bad name), 54000 (the payload is larger than the max_payload_bytes
 of all queues).';
 
--- Makes jobs due that wait for an event that has happened: those that wait for one of these, by its hash, at most
--- this many, and those with these ids. Returns how many. Steps over jobs that others have locked.
+-- The jobs that wait for an event that has happened: for one of these, by its hash, and those with these ids.
+create or replace function pgqueue._met(events bigint[], job_ids bigint[])
+    returns table (job_id bigint)
+    language sql
+    stable
+as $$
+    -- As joins they might read all waits, or all events.
+    select w.job_id
+    from unnest(events) as u (hash)
+    cross join lateral (
+        select w.job_id, w.event from pgqueue.wait as w
+        where hashtextextended(w.event, 0) = u.hash and w.event is not null
+        offset 0
+    ) as w
+    where exists (select from pgqueue.event as e where e.name = w.event offset 0)
+    union all
+    select u.id
+    from unnest(job_ids) as u (id)
+    cross join lateral (select w.event from pgqueue.wait as w where w.job_id = u.id offset 0) as w
+    where exists (select from pgqueue.event as e where e.name = w.event offset 0)
+$$;
+
+-- Makes jobs due that wait for an event that has happened: those that wait for one of these, by its hash, and those
+-- with these ids, at most this many. Returns how many. Steps over jobs that others have locked.
 create or replace function pgqueue._look_at_waits(events bigint[], job_ids bigint[], most int)
     returns int
     language plpgsql
@@ -300,55 +322,35 @@ as $$
 declare
     over bigint[] := array(
         select j.id
-        from unnest(events) as u (hash)
-        join pgqueue.wait as w on hashtextextended(w.event, 0) = u.hash and w.event is not null
-        join pgqueue.event as e on e.name = w.event
-        -- Here and below: as a join it might read all jobs.
+        from pgqueue._met(events, _look_at_waits.job_ids) as m
         cross join lateral (
-            select j.id from pgqueue.job as j where j.id = w.job_id and j.token is null for update skip locked
+            select j.id from pgqueue.job as j where j.id = m.job_id and j.token is null for update skip locked
         ) as j
         limit most
-    ) || array(
-        select j.id
-        from pgqueue.wait as w
-        join pgqueue.event as e on e.name = w.event
-        cross join lateral (
-            select j.id from pgqueue.job as j where j.id = w.job_id and j.token is null for update skip locked
-        ) as j
-        where w.job_id = any (_look_at_waits.job_ids)
     );
+    delay interval;
 begin
     -- They may have come to wait for something else.
-    over := array(
-        select w.job_id
-        from pgqueue.wait as w
-        join pgqueue.event as e on e.name = w.event
-        where w.job_id = any (over)
-        order by w.job_id
-    );
+    over := array(select m.job_id from pgqueue._met(null, over) as m order by m.job_id);
     if over <> '{}' then
         perform pgqueue._free(over);
     end if;
     -- What is left; but one that runs is left alone: its end deletes the wait.
-    perform pgqueue._leave_loose_ends(array_agg(u.hash), 'event', case
-        when cardinality(over) >= most then interval '0' else interval '200 milliseconds'
-    end)
-    from unnest(events) as u (hash)
+    delay := case when cardinality(over) >= most then interval '0' else interval '200 milliseconds' end;
+    perform pgqueue._leave_loose_ends(array_agg(u.id), u.what, delay)
+    from (
+        select e.hash as id, 'event' as what, array[e.hash] as events, null::bigint[] as job_ids
+        from unnest(events) as e (hash)
+        union all
+        select w.id, 'wait', null, array[w.id] from unnest(_look_at_waits.job_ids) as w (id)
+    ) as u
     where (
         select true
-        from pgqueue.wait as w
-        join pgqueue.event as e on e.name = w.event
-        where hashtextextended(w.event, 0) = u.hash and w.event is not null
-            and exists (select from pgqueue.job as j where j.id = w.job_id and j.token is null offset 0)
+        from pgqueue._met(u.events, u.job_ids) as m
+        where (select j.token is null from pgqueue.job as j where j.id = m.job_id)
         limit 1
     )
-    having count(*) > 0;
-    perform pgqueue._leave_loose_ends(array_agg(w.job_id), 'wait', interval '200 milliseconds')
-    from pgqueue.wait as w
-    join pgqueue.event as e on e.name = w.event
-    where w.job_id = any (_look_at_waits.job_ids)
-        and exists (select from pgqueue.job as j where j.id = w.job_id and j.token is null offset 0)
-    having count(*) > 0;
+    group by u.what;
     return cardinality(over);
 end;
 $$;

@@ -115,7 +115,7 @@ create or replace function pgqueue._look_at_groups(
 )
     returns timestamptz[]
     language plpgsql
-    set enable_sort = on
+    set enable_sort = off
     set enable_bitmapscan = off
     set enable_indexscan = on
     set enable_nestloop = on

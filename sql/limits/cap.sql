@@ -183,8 +183,10 @@ begin
         array_agg(j.group_key) as keys, array_agg(j.priority) as priorities, array_agg(j.queue) as queues,
         array_agg(j.run_at) as ats
     into back
-    from pgqueue.job as j
-    where j.id = any (job_ids) and j.group_key is not null;
+    from unnest(job_ids) as u (id)
+    -- With "any" it might read all jobs of groups.
+    cross join lateral (select j.* from pgqueue.job as j where j.id = u.id offset 0) as j
+    where j.group_key is not null;
     if back.keys is null then
         return;
     end if;
@@ -197,7 +199,7 @@ begin
         cross join lateral (
             select t.ctid as tid
             from pgqueue.ticket as t
-            where pgqueue._is_ticket_of(t, _put_back.queue, b.key) and t.priority = b.priority
+            where pgqueue._is_ticket_of(t, _put_back.queue, b.key) and t.priority + 0 = b.priority
             for update skip locked
         ) as t
     ));

@@ -172,14 +172,17 @@ create or replace function pgqueue._has_higher(
     language plpgsql
 as $$
 begin
-    return exists (
-        select
+    return (
+        select true
         from pgqueue.job as h
         where pgqueue._is_in_group(h, _has_higher.queue, _has_higher.group_key)
             and -h.priority < -_has_higher.priority
             and h.run_at <= moment and h.lease_expires_at is null
             and ((h.terms).expires_at <= moment) is not true
-    );
+        -- By the index of the groups.
+        order by -h.priority, h.run_at
+        limit 1
+    ) is not null;
 end;
 $$;
 
@@ -285,14 +288,19 @@ begin
         cross join lateral (
             select j.ctid as tid, j.id, p.ctid as permit
             from pgqueue.permit as p
-            join pgqueue.job as j on j.id = p.job_id
-            where pgqueue._is_permit_of(p, _take_kept.queue, '', g.key)
-                and pgqueue._is_kept(p, j, _take_kept.moment) and p.place <= g.most
+            -- As a join it might read all jobs.
+            cross join lateral (
+                select j.ctid, j.id
+                from pgqueue.job as j
+                where j.id = p.job_id and pgqueue._is_kept(p, j, _take_kept.moment)
+                    and ((j.terms).expires_at <= _take_kept.moment) is not true
+                    and j.priority = _take_kept.priority
+                    and pgqueue._is_wanted(j.kind, j.group_key, _take_kept.kinds, _take_kept.paused)
+                offset 0
+            ) as j
+            where pgqueue._is_permit_of(p, _take_kept.queue, '', g.key) and p.place <= g.most
                 -- A claim may come to a group twice.
                 and p.taken_at is distinct from _take_kept.moment
-                and ((j.terms).expires_at <= _take_kept.moment) is not true
-                and j.priority = _take_kept.priority
-                and pgqueue._is_wanted(j.kind, j.group_key, _take_kept.kinds, _take_kept.paused)
             limit g.give
             for update skip locked
         ) as h
@@ -595,9 +603,12 @@ begin
                 -- Or its place is kept for a retry that is due, and that this claim may not take.
                 when g.is_short and not (is_filtered and exists (
                     select from pgqueue.permit as p
-                    join pgqueue.job as j on j.id = p.job_id
-                    where pgqueue._is_permit_of(p, _settle_tickets.queue, '', g.key)
-                        and pgqueue._is_kept(p, j, _settle_tickets.moment)
+                    where pgqueue._is_permit_of(p, _settle_tickets.queue, '', g.key) and exists (
+                        select from pgqueue.job as j
+                        where j.id = p.job_id and pgqueue._is_kept(p, j, _settle_tickets.moment)
+                        -- As a join it might read all jobs.
+                        offset 0
+                    )
                 )) then 'blocked'
                 -- A group that is not paused as a whole, and needs no order, may have another job.
                 when is_filtered or paused is not null and g.most is null and paused -> g.key <> '{"": true}' is not false
@@ -808,6 +819,10 @@ begin
         picks := '{}';
         return;
     end if;
+    if kinds is not null and pgqueue._is_vain(queue, kinds, null, lane, moment, false) then
+        picks := '{}';
+        return;
+    end if;
     if most is null then
         select array_agg(v.tid), array_agg(v.ticket), bool_or(v.is_over) into picks, tickets, is_over
         from (
@@ -987,7 +1002,7 @@ create or replace function pgqueue._pick_groups(
 )
     language plpgsql
     set enable_bitmapscan = off
-    set enable_sort = on
+    set enable_sort = off
     set enable_indexscan = on
     set enable_nestloop = on
     set enable_hashjoin = off
@@ -999,6 +1014,7 @@ declare
     known record := pgqueue._position(key, moment);
     -- What a claim may take with other kinds, or when a cap is not full.
     is_filtered boolean := kinds is not null or paused is not null and new_token is not null;
+    leaves_out boolean := num_nonnulls(kinds, paused) > 0;
     start timestamptz := '-infinity'::timestamptz;
     -- Under caps this may be a second pick, and the turns of the first are over.
     upto timestamptz := clock_timestamp();
@@ -1032,6 +1048,9 @@ declare
 begin
     picks := '{}';
     perform pgqueue._sweep_groups_if_due(moment, new_token);
+    if leaves_out and pgqueue._is_vain(queue, kinds, paused, lane, moment, false) then
+        return;
+    end if;
     if known.reached is not null and not is_whole then
         is_from_start := false;
         start := known_at;
@@ -1146,6 +1165,9 @@ begin
                 then pgqueue._since_2020(pgqueue._believed_until(began, interval '100 milliseconds'))
             end
         );
+    end if;
+    if leaves_out and picks = '{}' then
+        perform pgqueue._is_vain(queue, kinds, paused, lane, moment, true);
     end if;
 end;
 $$;

@@ -415,6 +415,7 @@ begin
                 else coalesce(p.job_id = any (in_doubt), false) or exists (
                     select from pgqueue.job as j
                     where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
+                    offset 0
                 )
             end as is_held,
             case when cap.is_rate then p.taken_at + cap.period end as ends_at
@@ -572,9 +573,13 @@ begin
     set permits = j.permits || h.tid
     from has as h
     where j.ctid = any (array(
-        select k.ctid from has as o join pgqueue.job as k on k.id = o.job_id
-        where k.lease_expires_at is not null
-        for update of k skip locked
+        select k.tid
+        from has as o
+        cross join lateral (
+            select k.ctid as tid from pgqueue.job as k
+            where k.id = o.job_id and k.lease_expires_at is not null
+            for update skip locked
+        ) as k
     )) and j.id = h.job_id;
 end;
 $$;
@@ -602,10 +607,15 @@ begin
             case when cap.is_rate then p.free_at else coalesce(j.lease_expires_at, j.run_at) end as free_at,
             j.id as holder
         from pgqueue.permit as p
-        left join pgqueue.job as j on j.id = p.job_id
-            and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
-            -- A permit kept for a retry that is due may be taken.
-            and (j.token is not null or j.run_at > _permits.moment)
+        -- As a join it might read all jobs.
+        left join lateral (
+            select j.id, j.lease_expires_at, j.run_at
+            from pgqueue.job as j
+            where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
+                -- A permit kept for a retry that is due may be taken.
+                and (j.token is not null or j.run_at > _permits.moment)
+            offset 0
+        ) as j on true
         where pgqueue._is_permit_of(p, _permits.queue, cap.kind, cap.group_key)
             and p.is_rate = cap.is_rate
     ) as p;

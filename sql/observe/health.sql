@@ -81,7 +81,7 @@ values
                         and (j.group_key is null or not exists (
                             select
                             from pgqueue.ticket as t
-                            where pgqueue._is_ticket_of(t, j.queue, j.group_key) and t.priority = j.priority and t.is_full
+                            where pgqueue._is_ticket_of(t, j.queue, j.group_key) and t.priority + 0 = j.priority and t.is_full
                         ))
                         and (q.others is null or p.is_paused <> pgqueue._is_wanted(j.kind, j.group_key, null, q.others))
                     limit 1

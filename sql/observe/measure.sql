@@ -21,7 +21,7 @@ as $$
         when has_full and group_key is not null and o.state = 'r' and exists (
             select
             from pgqueue.ticket as t
-            where pgqueue._is_ticket_of(t, _counts_as.queue, _counts_as.group_key) and t.priority = _counts_as.priority
+            where pgqueue._is_ticket_of(t, _counts_as.queue, _counts_as.group_key) and t.priority + 0 = _counts_as.priority
                 and t.is_full
         ) then 'b'
         else o.state

@@ -9,7 +9,9 @@ select
         when j.lease_expires_at > c.moment then 'running'
         when j.lease_expires_at is not null or (j.terms).expires_at <= c.moment then 'expired'
         when j.run_at > c.moment and exists (
-            select from pgqueue.wait as w join pgqueue.event as e on e.name = w.event where w.job_id = j.id
+            select from pgqueue.wait as w
+            -- As a join it might read all events.
+            where w.job_id = j.id and exists (select from pgqueue.event as e where e.name = w.event offset 0)
         ) then 'ready'
         when j.run_at = 'infinity' then 'blocked'
         when j.run_at > c.moment then 'scheduled'
@@ -17,7 +19,7 @@ select
             select
             from pgqueue.ticket as t
             where hashtextextended(t.group_key, hashtext(t.queue)) = hashtextextended(j.group_key, hashtext(j.queue))
-                and t.priority = j.priority and t.queue = j.queue and t.group_key = j.group_key and t.is_full
+                and t.priority + 0 = j.priority and t.queue = j.queue and t.group_key = j.group_key and t.is_full
         ) then 'blocked'
         else 'ready'
     end as state,

@@ -361,8 +361,7 @@ begin
                     else concat('blocked: waits for job ', min(d.job_id), ' and ' || nullif(count(*) - 1, 0) || ' more')
                 end
                 from pgqueue.dependency as d
-                join pgqueue.job as j on j.id = d.job_id
-                where d.waiter_id = job.id
+                where d.waiter_id = job.id and exists (select from pgqueue.job as j where j.id = d.job_id offset 0)
             )
             when job.run_at <= moment then coalesce(
                 pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment),
