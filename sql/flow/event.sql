@@ -331,7 +331,7 @@ declare
     delay interval;
 begin
     -- They may have come to wait for something else.
-    over := array(select m.job_id from pgqueue._met(null, over) as m order by m.job_id);
+    over := array(select distinct m.job_id from pgqueue._met(null, over) as m order by m.job_id);
     if over <> '{}' then
         perform pgqueue._free(over);
     end if;

@@ -819,9 +819,11 @@ begin
         picks := '{}';
         return;
     end if;
-    if kinds is not null and pgqueue._is_vain(queue, kinds, null, lane, moment, false) then
-        picks := '{}';
-        return;
+    if kinds is not null then
+        if pgqueue._is_vain(queue, kinds, null, lane, moment, false) then
+            picks := '{}';
+            return;
+        end if;
     end if;
     if most is null then
         select array_agg(v.tid), array_agg(v.ticket), bool_or(v.is_over) into picks, tickets, is_over
