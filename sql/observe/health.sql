@@ -170,7 +170,8 @@ values
         with old as materialized (
             select j.*
             from unnest(held) as l (id)
-            join pgqueue.job as j on j.id = l.id
+            -- Here and below: as a join it might read all jobs, for each.
+            cross join lateral (select j.* from pgqueue.job as j where j.id = l.id offset 0) as j
             where j.claimed_at < moment - patience and j.lease_expires_at > moment
         ), usual as materialized (
             select k.queue, k.kind, k.p99_taken from pgqueue.kinds as k where exists (select from old)
@@ -222,7 +223,7 @@ values
                 j.queue, j.id, j.worker, moment - j.lease_expires_at as late,
                 count(*) over (partition by j.queue) as all_late
             from unnest(held) as l (id)
-            join pgqueue.job as j on j.id = l.id
+            cross join lateral (select j.* from pgqueue.job as j where j.id = l.id offset 0) as j
             where j.lease_expires_at < moment - patience
             order by j.queue, j.lease_expires_at
         ) as e
@@ -244,7 +245,7 @@ values
             group by r.job_id
             having count(*) >= most
         ) as c
-        join pgqueue.job as j on j.id = c.job_id
+        cross join lateral (select j.* from pgqueue.job as j where j.id = c.job_id offset 0) as j
         order by c.attempts desc, j.id
     $$),
     -- Schedules that nobody has fired for that long, and those that cannot be fired.
@@ -333,7 +334,7 @@ values
             from (
                 select w.* from pgqueue.wait as w order by w.job_id limit most
             ) as w
-            join pgqueue.job as j on j.id = w.job_id
+            cross join lateral (select j.* from pgqueue.job as j where j.id = w.job_id offset 0) as j
             where j.run_at = 'infinity' and j.token is null
         )
         select
@@ -395,7 +396,9 @@ values
             from pgqueue._recent_runs(moment - interval '10 minutes') as r
             where r.worker is not null
             union
-            select j.queue, j.kind from unnest(held) as l (id) join pgqueue.job as j on j.id = l.id
+            select j.queue, j.kind
+            from unnest(held) as l (id)
+            cross join lateral (select j.queue, j.kind from pgqueue.job as j where j.id = l.id offset 0) as j
         ), waiting as (
             select
                 w.queue, w.kind, count(*) as jobs, min(w.id) as id,
@@ -841,7 +844,7 @@ values
             union all
             select 'token_seq', 'a lost worker might end the attempt of another', max(j.token)
             from unnest(held) as l (id)
-            join pgqueue.job as j on j.id = l.id
+            cross join lateral (select j.token from pgqueue.job as j where j.id = l.id offset 0) as j
         ) as t
         -- The snapshot is older: what is added in between has numbers above.
         cross join lateral (

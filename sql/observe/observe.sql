@@ -235,7 +235,7 @@ with known as (
             j.worker, j.queue, j.claimed_at, j.claimed_at as held_since, null::timestamptz as finished_at,
             0 as done, 0 as failed
         from pgqueue._leased() as l (id)
-        join pgqueue.job as j on j.id = l.id
+        cross join lateral (select j.* from pgqueue.job as j where j.id = l.id offset 0) as j
         where j.lease_expires_at > clock_timestamp()
         union all
         select r.worker, r.queue, r.finished_at - r.taken, null, r.finished_at, r.done, r.failed

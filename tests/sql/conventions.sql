@@ -229,8 +229,7 @@ select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r
        where r.prosrc ~ 'join pgqueue\.(job|event) as \w+\s+on \w+\.(id|name) ='
            and not exists (select from unnest(r.proconfig) as c where c = 'enable_hashjoin=off') $$,
-    $$ values (array['_count_running', '_doom', '_found', '_held_up', '_look_at_waits', '_settle_tickets', '_take_kept',
-        '_why_waits', 'rerun', 'status', 'why']) $$,
+    $$ values (array['rerun', 'status', 'why']) $$,
     'who joins jobs or events by id runs where hash joins are off, or for an operator: others would read all, as if the queue were short'
 );
 select results_eq(
