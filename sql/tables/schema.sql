@@ -310,7 +310,7 @@ create index dead_job_group_idx on pgqueue.dead_job (group_key, queue, kind, die
 where group_key is not null;
 comment on index pgqueue.dead_job_group_idx is 'Which jobs of this group died, and when?';
 
-create index dead_job_died_idx on pgqueue.dead_job (died_at, id);
+create index dead_job_died_idx on pgqueue.dead_job (died_at);
 comment on index pgqueue.dead_job_died_idx is 'Which jobs died in some time? Which last?';
 
 -- The windows of unique_for. A row outlives its job, so it is not in job; it is written by no
