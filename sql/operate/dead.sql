@@ -71,9 +71,8 @@ begin
             and (_end_death.error_like is null or pgqueue._summary(d.error) ilike _end_death.error_like)
             and (_end_death.died_after is null or d.died_at >= _end_death.died_after)
             and (_end_death.died_before is null or d.died_at < _end_death.died_before)
-            and not (_end_death.verb = 'redrive' and exists (
-                select from pgqueue.job as j
-                where j.queue = d.queue and j.unique_key = d.unique_key
+            and not (_end_death.verb = 'redrive' and d.unique_key is not null and exists (
+                select from pgqueue._with_key(d.queue, d.unique_key)
                 offset 0  -- by the key's index, not by a hash of all jobs
             ))
         order by d.id

@@ -66,8 +66,8 @@ declare
         select j.id from pgqueue.job as j
         where _depart.kind = 'group' and pgqueue._is_in_group(j, _depart.queue, _depart.key)
         union all
-        select j.id from pgqueue.job as j
-        where _depart.kind = 'unique' and j.queue = _depart.queue and j.unique_key = _depart.key and j.group_key is null
+        select j.id from pgqueue._with_key(_depart.queue, _depart.key) as j
+        where _depart.kind = 'unique' and j.group_key is null
         order by id
     );
     ids bigint[] := array(select j.id from pgqueue.job as j where j.id = any (found_ids) order by j.id for update skip locked);

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import time
 
 import psycopg
 import pytest
@@ -459,8 +460,11 @@ def test_ninety_six_sessions_with_fifty_leases_each_do_not_walk_each_others_jobs
             assert one(session, "select count(*) from pgqueue.claim('q', 'w', 50)")
         for session in sessions:
             buffers(session)  # so that it has its plans
-        # Now and then one walks from the beginning, for all of them.
-        assert is_flat(counts := [buffers(each) for each in sessions], usual), counts
+        began = time.monotonic()
+        counts = [buffers(each) for each in sessions]
+        # One walks from the beginning each 100 ms, for all of them.
+        most = max(len(counts) // 10, 10 * (time.monotonic() - began))
+        assert sum(count > 3 * usual for count in counts) <= most, (counts, most)
 
 
 @pytest.mark.parametrize("scope", ["kind => 'held'", "group_key => 'held'"])
@@ -767,6 +771,9 @@ VERBS = {
     " from plans cross join pgqueue.job where id = {id}",
     "refuse what never was": f"with {PLANS} select pgqueue._check_after(array[1000000000000000], 'run') from plans",
     "enqueue": "select pgqueue.enqueue('q', kind => 'k', group_key => 'g1')",
+    "enqueue in place of another": "select pgqueue.enqueue('q', unique_key => '7', on_duplicate => 'replace')",
+    "enqueue in place of others": "select count(*) from pgqueue.enqueue_many('q', array_fill('{{}}'::jsonb, array[3]),"
+    " unique_keys => '{{7,8,new {id}}}', on_duplicate => 'postpone')",
     "enqueue within a window": f"with {PLANS}"
     " select pgqueue.enqueue('q', unique_key => 'once', unique_for => '1 hour') from plans",
     "claim": "select from pgqueue.claim('q', 'w', 10)",
@@ -827,6 +834,15 @@ SWEPT = (
 )
 
 
+def fill_keys(db: psycopg.Connection, jobs: int) -> None:
+    """Enqueue jobs with unique keys."""
+    db.execute(
+        "select count(*) from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[%(jobs)s]),"
+        " unique_keys => array(select n::text from generate_series(1, %(jobs)s) as n), priority => -9)",
+        {"jobs": jobs},
+    )
+
+
 def fill_tables(db: psycopg.Connection, rows: int) -> None:
     """Fill the tables beside that of the jobs."""
     for insert in (
@@ -843,6 +859,7 @@ def fill_tables(db: psycopg.Connection, rows: int) -> None:
 def drain(db: psycopg.Connection) -> None:
     """Leave tables of many pages and no row, and statistics that say so."""
     fill_groups(db, 5000, 4)
+    fill_keys(db, 20_000)
     fill_tables(db, 20_000)
     for table in ("job", "ticket", "event", "recent_key", "wait", "dependency"):
         db.execute(f"delete from pgqueue.{table}")
@@ -878,6 +895,7 @@ def test_no_function_reads_more_in_a_long_queue_by_a_session_that_began_in_a_sho
     if statistics == "of none left":
         drain(db)
     fill_groups(db, 100, 2)
+    fill_keys(db, 10)
     db.execute(
         "insert into pgqueue.recent_key values (10^15, '2999-01-01', 'q', 'once')"
     )
@@ -886,10 +904,13 @@ def test_no_function_reads_more_in_a_long_queue_by_a_session_that_began_in_a_sho
     short = [counts() for _ in range(2)][1]
     fill_groups(db, 100, 400, run_at="yesterday")
     fill_groups(db, 5000, 2, "h", run_at="yesterday")
+    fill_keys(db, 20_000)
     fill_tables(db, 20_000)
     long = [counts() for _ in range(2)][1]
     # A rest looks at many groups, and so does the first claim that finds none of its kind; health at all jobs.
     looks = {
+        "claim as a claim plans": 2000,
+        "claim of a kind": 2000,
         "rest": 30 * 600,
         "look at loose ends": 12 * 1000,
         "claim of a kind at first": 50 * 5100,
