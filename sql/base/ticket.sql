@@ -245,6 +245,10 @@ begin
             and (j.lease_expires_at <= moment) is not false
             and pgqueue._is_wanted(j.kind, j.group_key, _is_vain.kinds, _is_vain.paused)
     ) then
+        if has_looked and (pgqueue._record(key)).valid_until > 0 then
+            -- It did not get there, or may not have it: the others look, too.
+            perform pgqueue._leave_position(key, null, null, -1, null, null);
+        end if;
         return false;
     end if;
     if has_looked and pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass) - walked > 200

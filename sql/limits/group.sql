@@ -820,7 +820,8 @@ begin
         return;
     end if;
     if kinds is not null then
-        if pgqueue._is_vain(queue, kinds, null, lane, moment, false) then
+        if (pgqueue._believed(hashtextextended(concat(queue, kinds), lane + 10000), moment)).until is not null then
+            -- There may be nothing to look for: see _is_vain.
             picks := '{}';
             return;
         end if;
@@ -1017,6 +1018,7 @@ declare
     -- What a claim may take with other kinds, or when a cap is not full.
     is_filtered boolean := kinds is not null or paused is not null and new_token is not null;
     leaves_out boolean := num_nonnulls(kinds, paused) > 0;
+    walked_jobs bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
     start timestamptz := '-infinity'::timestamptz;
     -- Under caps this may be a second pick, and the turns of the first are over.
     upto timestamptz := clock_timestamp();
@@ -1168,7 +1170,10 @@ begin
             end
         );
     end if;
-    if leaves_out and picks = '{}' then
+    -- What is paused as a whole costs nothing to pass over.
+    if leaves_out and picks = '{}'
+        and pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs > 200
+    then
         perform pgqueue._is_vain(queue, kinds, paused, lane, moment, true);
     end if;
 end;

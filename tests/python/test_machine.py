@@ -1205,10 +1205,11 @@ class Machine(RuleBasedStateMachine):
         return self.watcher.execute(
             "select j.id, j.queue, j.kind, j.group_key, j.state from pgqueue.jobs as j"
             " where j.queue = any(%s) and not (j.state = 'expired' and j.worker is null)"
-            " and not exists ("
-            "select from pgqueue.dependencies as d join pgqueue.jobs as e on e.id = d.job_id"
-            " where d.waiter_id = j.id and e.state = 'expired' and e.worker is null"
-            ") order by j.id",
+            " and j.id not in ("
+            "with recursive behind as ("
+            "select e.id from pgqueue.jobs as e where e.state = 'expired' and e.worker is null"
+            " union select d.waiter_id from behind as b join pgqueue.dependencies as d on d.job_id = b.id"
+            ") select b.id from behind as b) order by j.id",
             [self.all],
         ).fetchall()
 
