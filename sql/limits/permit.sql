@@ -415,6 +415,7 @@ begin
                 else coalesce(p.job_id = any (in_doubt), false) or exists (
                     select from pgqueue.job as j
                     where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
+                    -- As a join it might read all jobs.
                     offset 0
                 )
             end as is_held,

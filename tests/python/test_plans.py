@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import time
 
 import psycopg
 import pytest
@@ -460,11 +459,8 @@ def test_ninety_six_sessions_with_fifty_leases_each_do_not_walk_each_others_jobs
             assert one(session, "select count(*) from pgqueue.claim('q', 'w', 50)")
         for session in sessions:
             buffers(session)  # so that it has its plans
-        began = time.monotonic()
-        counts = [buffers(each) for each in sessions]
-        # One walks from the beginning each 100 ms, for all of them.
-        most = max(len(counts) // 10, 10 * (time.monotonic() - began))
-        assert sum(count > 3 * usual for count in counts) <= most, (counts, most)
+        # Now and then one walks from the beginning, for all of them.
+        assert is_flat(counts := [buffers(each) for each in sessions], usual), counts
 
 
 @pytest.mark.parametrize("scope", ["kind => 'held'", "group_key => 'held'"])
