@@ -14,8 +14,8 @@
 --
 -- Most queues have one lane, 0, and no record: a bit of lanes_seq, for each fold of their names, says
 -- that others have been used. The jobs of groups have lanes of their own, 1000 + priority, and the
--- position of such a lane is one among its tickets; with 10000 more it has one among its jobs, for claims that leave
--- some out. A queue is hashed with 9999, which is not a lane.
+-- position of such a lane is one among its tickets. Its lowest bits say how often claims that leave jobs out were cut off
+-- in the midst of it; 4095 if they have found that there is none for them. A queue is hashed with 9999, which is not a lane.
 --
 -- The tag says whose record it is; zero means unused. There are 16, of which each lane and queue has two
 -- to choose from, by its hash, and takes the one that expired first; while others have both, it is walked
@@ -357,21 +357,28 @@ end;
 $$;
 
 -- What a claim need not look at again, if a long walk has left a position in a lane, by its hash: until when, and from
--- when on to look. Nulls if none is valid.
-create or replace function pgqueue._believed(key bigint, moment timestamptz, out until timestamptz, out since timestamptz)
+-- when on to look for tickets, and for jobs, which may be committed later; and of a walk of groups, how often it was cut
+-- off, and whether there was none at all. Nulls if none is valid.
+create or replace function pgqueue._believed(
+    key bigint, moment timestamptz, out until timestamptz, out since timestamptz, out new_since timestamptz, out cuts int,
+    out is_none boolean
+)
     language plpgsql
 as $$
 declare
     own record := pgqueue._record(key);
     now_us bigint := pgqueue._since_2020(moment);
+    position bigint;
+    reached timestamptz;
 begin
     if own.valid_until between now_us and now_us + 60000000 and own.valid_until & 1 = 1 then
+        position := pg_sequence_last_value(('pgqueue._cell_' || own.record + 1)::regclass);
+        is_none := position & 4095 = 4095;
+        cuts := (position & 4095) % 4095;
         until := moment + (own.valid_until - now_us) * interval '1 microsecond';
-        since := least(
-            timestamptz '2020-01-01 00:00 UTC'
-                + (pg_sequence_last_value(('pgqueue._cell_' || own.record + 1)::regclass) >> 12) * interval '1 microsecond',
-            moment - interval '1 second'
-        );
+        reached := timestamptz '2020-01-01 00:00 UTC' + (position >> 12) * interval '1 microsecond';
+        since := least(reached, moment - interval '100 milliseconds');
+        new_since := least(case when cuts = 0 then reached end, moment - interval '1 second');
     end if;
 end;
 $$;

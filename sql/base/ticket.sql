@@ -117,8 +117,8 @@ begin
 end;
 $$;
 
--- For groups in which an attempt has ended: makes claims look at once at those that could give no more jobs. null
--- among them means none. Plans as its callers set it.
+-- For groups in which an attempt has ended: makes claims look at once at those that could give no more jobs, and at those
+-- that others may have passed over. null among them means none. Plans as its callers set it.
 create or replace function pgqueue._wake_groups(queues text[], group_keys text[])
     returns void
     language plpgsql
@@ -132,14 +132,38 @@ declare
             select t.ctid from pgqueue.ticket as t where pgqueue._is_ticket_of(t, u.queue, u.key) and t.is_blocked
         )) as t (tid)
     );
-    moment timestamptz;
+    moment timestamptz := clock_timestamp();
+    passed text[];
     blocked record;
     locked tid[];
 begin
+    if pg_sequence_last_value('pgqueue._cell_groups_vain')
+        > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
+        and not pgqueue._is_lost()
+    then
+        -- Who took their jobs without their tickets has not moved these.
+        with passed as (
+            insert into pgqueue.ticket (at, priority, queue, group_key)
+            select moment, t.priority, u.queue, u.key
+            from (
+                select distinct u.queue, u.key from unnest(queues, group_keys) as u (queue, key) where u.key is not null
+            ) as u
+            cross join lateral (
+                select t.priority
+                from pgqueue.ticket as t
+                where pgqueue._is_ticket_of(t, u.queue, u.key)
+                group by t.priority
+                having bool_or(not t.is_blocked) and max(t.at) < moment - interval '100 milliseconds'
+                offset 0
+            ) as t
+            returning ticket.queue
+        )
+        select array_agg(distinct p.queue) into passed from passed as p;
+        perform pgqueue._wake(q.name) from unnest(passed) as q (name);
+    end if;
     if tickets = '{}' or pgqueue._is_lost() then
         return;
     end if;
-    moment := clock_timestamp();
     select
         array_agg(t.ctid) as tids, array_agg(distinct t.queue) as queues,
         array_agg(t.priority) as priorities, array_agg(t.queue) as all_queues, array_agg(t.group_key) as keys
@@ -214,52 +238,125 @@ begin
 end;
 $$;
 
--- Whether a claim that leaves jobs out, by their kinds or because they are paused or at a cap, will find none in a lane
--- of groups. As in module pick, it believes what a long walk has found, and looks only at what came since, and at the
--- last second. One that has found nothing by the tickets (has_looked) walks for the others.
-create or replace function pgqueue._is_vain(
-    queue text, kinds text[], paused jsonb, lane int, moment timestamptz, has_looked boolean
+-- The groups of a lane in which a job that a claim may take, by its kind, has come since then, in the form of
+-- _next_tickets: a ticket does not say that, because the group may have had one for its other jobs. Without those that
+-- have a ticket after passed. upto: it has looked no further. in_order: a job may wait for those before it.
+create or replace function pgqueue._groups_of_new(
+    queue text, kinds text[], paused jsonb, lane int, since timestamptz, passed timestamptz, moment timestamptz,
+    in_order boolean, out keys text[], out served int[], out starts timestamptz[], out ats timestamptz[], out others int,
+    out upto timestamptz, out are_any boolean
 )
-    returns boolean
     language plpgsql
     set enable_bitmapscan = off
     set enable_indexscan = on
+    set enable_sort = off
+    set enable_nestloop = on
+as $$
+begin
+    others := 0;
+    with new as materialized (
+        select j.group_key as key, j.run_at as at
+        from pgqueue.job as j
+        where pgqueue._is_in_lane(j, _groups_of_new.queue, lane) and j.run_at between since and moment
+            and (j.lease_expires_at <= moment) is not false
+            and pgqueue._is_wanted(j.kind, j.group_key, _groups_of_new.kinds, _groups_of_new.paused)
+        order by j.run_at, j.id
+        limit 200
+    )
+    select
+        array_agg(g.key order by g.at), array_agg(0), array_agg(case when in_order then '-infinity' else g.at end order by g.at),
+        array_agg(g.at order by g.at), (select case when count(*) = 200 then max(n.at) else moment end from new as n),
+        exists (select from new)
+    into keys, served, starts, ats, upto, are_any
+    from (select n.key, min(n.at) as at from new as n group by n.key) as g
+    where passed is null or not exists (
+        select
+        from pgqueue.ticket as t
+        where pgqueue._is_ticket_of(t, _groups_of_new.queue, g.key) and t.priority + 0 = lane - 1000 and t.at > passed
+        offset 0
+    );
+end;
+$$;
+
+-- For groups that were served without their tickets: moves these to the end, and adds one where others have it locked.
+create or replace function pgqueue._pass_turns(queue text, group_keys text[], priority int)
+    returns void
+    language plpgsql
+    set enable_nestloop = on
+as $$
+begin
+    with moved as (
+        update pgqueue.ticket as t
+        set at = clock_timestamp(), served = 0, is_blocked = false, is_full = false
+        where t.ctid = any (array(
+            select t.tid
+            from unnest(group_keys) as u (key)
+            cross join lateral (
+                select t.ctid as tid
+                from pgqueue.ticket as t
+                where pgqueue._is_ticket_of(t, _pass_turns.queue, u.key) and t.priority + 0 = _pass_turns.priority
+                for update skip locked
+            ) as t
+        ))
+        returning t.group_key
+    )
+    insert into pgqueue.ticket (at, priority, queue, group_key)
+    select clock_timestamp(), _pass_turns.priority, _pass_turns.queue, u.key
+    from unnest(group_keys) as u (key)
+    where u.key not in (select m.group_key from moved as m);
+end;
+$$;
+
+-- Whether another claim has begun to walk a lane from the beginning since this position was known.
+create or replace function pgqueue._is_walked_again(record int, known bigint)
+    returns boolean
+    language plpgsql
+as $$
+begin
+    return coalesce(pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass) < known, false);
+end;
+$$;
+
+-- For a claim that leaves jobs out and has found none in a lane of groups, from the known position on, or from the
+-- beginning since it began: lets the others believe that, if its walk was long. Or, if it was cut off, lets them go on
+-- from there, and count how often in a row: when they get to the end, they rest for 20 times as long.
+create or replace function pgqueue._leave_vain(
+    key bigint, record int, known bigint, reached timestamptz, is_cut boolean, is_none boolean, began timestamptz,
+    is_long boolean
+)
+    returns void
+    language plpgsql
 as $$
 declare
-    key bigint := hashtextextended(concat(queue, kinds, paused), lane + 10000);
-    since timestamptz := case when not has_looked
-        then timestamptz '2020-01-01 00:00 UTC'
-            + ((pgqueue._position(key, moment)).reached >> 12) * interval '1 microsecond'
-    end;
-    walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass);
+    cuts bigint := case when began is null then (known & 4095) % 4095 else 0 end;
+    reached_us bigint := pgqueue._since_2020(reached);
+    valid_until timestamptz;
 begin
-    if since is null and not has_looked then
-        return false;
+    if began is null and pgqueue._is_walked_again(record, known) then
+        return;
+    elsif is_cut then
+        valid_until := clock_timestamp() + interval '59 seconds';
+    elsif cuts > 0 then
+        valid_until := clock_timestamp() + least(cuts * interval '2 seconds', interval '59 seconds');
+    elsif began is not null and is_long then
+        -- However short it was.
+        valid_until := pgqueue._believed_until(began, '110 milliseconds');
+    elsif began is not null or reached_us - (known >> 12) < 1000000 then
+        return;
     end if;
-    since := least(since, moment - interval '1 second');
-    if exists (
-        select
-        from pgqueue.job as j
-        where pgqueue._is_in_lane(j, _is_vain.queue, lane)
-            and j.run_at between case when has_looked then '-infinity' else since end and moment
-            and (j.lease_expires_at <= moment) is not false
-            and pgqueue._is_wanted(j.kind, j.group_key, _is_vain.kinds, _is_vain.paused)
-    ) then
-        if has_looked and (pgqueue._record(key)).valid_until > 0 then
-            -- It did not get there, or may not have it: the others look, too.
-            perform pgqueue._leave_position(key, null, null, -1, null, null);
-        end if;
-        return false;
-    end if;
-    if has_looked and pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass) - walked > 200
-        and clock_timestamp() > moment + interval '5 milliseconds'
-    then
-        perform pgqueue._leave_position(
-            key, null, null, pgqueue._since_2020(moment - interval '10 milliseconds'), null,
-            pgqueue._since_2020(pgqueue._believed_until(moment, interval '100 milliseconds'))
+    perform pgqueue._leave_position(
+        key, record, case when valid_until is null then known end, reached_us, null, pgqueue._since_2020(valid_until)
+    );
+    perform setval('pgqueue._cell_groups_vain', pgqueue._since_2020(valid_until))
+    where valid_until > clock_timestamp() + interval '100 milliseconds' and (
+        pg_sequence_last_value('pgqueue._cell_groups_vain') > pgqueue._since_2020(valid_until)
+    ) is not true;
+    if is_cut or is_none then
+        perform setval(
+            ('pgqueue._cell_' || record + 1)::regclass,
+            reached_us << 12 | case when is_cut then least(cuts + 1, 4094) else 4095 end
         );
     end if;
-    return true;
 end;
 $$;
 
@@ -273,27 +370,41 @@ create or replace function pgqueue._until_ticket(
     set enable_bitmapscan = off
 as $$
 declare
+    since timestamptz := '-infinity'::timestamptz;
     believed record;
     first_at timestamptz;
+    until timestamptz;
+    new_keys text[];
 begin
     if num_nonnulls(kinds, paused) > 0 then
-        believed := pgqueue._believed(hashtextextended(concat(queue, kinds, paused), lane + 10000), moment);
-        if believed.until is not null and pgqueue._is_vain(queue, kinds, paused, lane, moment, false) then
-            -- At random, so that one worker walks for the others.
-            return believed.until + random() * (believed.until - moment);
+        believed := pgqueue._believed(hashtextextended(concat(queue, kinds, paused), lane), moment);
+        if believed.until is not null then
+            since := believed.since;
+            -- At random, so that one worker walks for the others; sooner where they have not come to the end.
+            until := case when believed.cuts > 0 then moment + interval '2 seconds'
+                else believed.until + random() * (believed.until - moment)
+            end;
+            new_keys := (pgqueue._groups_of_new(queue, kinds, paused, lane, believed.new_since, null, moment, true)).keys;
+            if believed.is_none and new_keys is null then
+                return until;
+            end if;
         end if;
     end if;
     -- A due ticket that a claim has left is for jobs that it may not take.
-    first_at := least((
+    first_at := least(until, (
         select min(greatest(t.at, j.run_at))
         from (
-            select t.at, t.priority, t.group_key
-            from pgqueue.ticket as t
-            where pgqueue._is_ticket_in(t, _until_ticket.queue, lane - 1000)
-                -- The end of an attempt or a pause announces itself, if it knew of this one.
-                and (not t.is_blocked or t.served > -3)
-            order by t.at
-            limit case when num_nonnulls(kinds, paused) = 0 then 1 else 1000 end
+            (
+                select t.at, t.group_key
+                from pgqueue.ticket as t
+                where pgqueue._is_ticket_in(t, _until_ticket.queue, lane - 1000) and t.at > since
+                    -- The end of an attempt or a pause announces itself, if it knew of this one.
+                    and (not t.is_blocked or t.served > -3)
+                order by t.at
+                limit case when num_nonnulls(kinds, paused) = 0 then 1 else 1000 end
+            )
+            union all
+            select moment, n.key from unnest(new_keys) as n (key)
         ) as t
         left join lateral (
             select f.run_at
@@ -301,7 +412,7 @@ begin
                 select j.run_at, j.kind, j.group_key
                 from pgqueue.job as j
                 where pgqueue._is_in_group(j, _until_ticket.queue, t.group_key)
-                    and -j.priority = -t.priority
+                    and -j.priority = 1000 - lane
                     and j.lease_expires_at is null and num_nonnulls(kinds, paused) > 0
                 order by j.run_at, j.id
                 limit case when is_strict then 1 end

@@ -70,6 +70,7 @@ declare
     record int := (key & 15) * 2;
     valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
     now_us bigint;
+    is_due boolean := false;
     position bigint;
     first timestamptz := '-infinity'::timestamptz;
     start timestamptz := first;
@@ -114,6 +115,7 @@ begin
                 end if;
             elsif valid_until between now_us - 1000000 and now_us then
                 -- This claim walks from the beginning, the others go on.
+                is_due := true;
                 perform setval(
                     ('pgqueue._cell_' || record)::regclass,
                     tag | case when valid_until & 1 = 1 then now_us + 1000000 | 1 else now_us + 100000 & -2 end
@@ -177,12 +179,13 @@ begin
     walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
         + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass) - walked;
     -- A short walk for one job leaves nothing.
-    if wanted = 1 and walked <= 63 then
+    if wanted = 1 and walked <= 63 and not is_due then
         return coalesce(picks, '{}'::tid[]);
     end if;
     walked := walked - 3 * coalesce(cardinality(picks), 0);
-    if start = first and walked > 200
-            and (picks is not null or clock_timestamp() > began + interval '5 milliseconds')
+    if start = first and walked > 200 and (
+            picks is not null or num_nonnulls(kinds, paused) > 0 or clock_timestamp() > began + interval '5 milliseconds'
+        )
         or start > first and picks is not null and (wanted > 1 or walked > 60)
     then
         -- An enqueue that commits within 10 ms is never behind the position.
@@ -194,10 +197,16 @@ begin
             case when start = first then pgqueue._since_2020(
                 -- There may be more that is over.
                 case when has_recovered then clock_timestamp() + interval '100 milliseconds'
-                    else pgqueue._believed_until(began, interval '100 milliseconds')
+                    -- That there is none is believed, however short the walk was.
+                    else pgqueue._believed_until(
+                        began, case when picks is null then interval '110 milliseconds' else interval '100 milliseconds' end
+                    )
                 end
             ) end
         );
+    elsif is_due and picks is not null then
+        -- It found some at once: the others begin there as well.
+        perform setval(('pgqueue._cell_' || record)::regclass, tag);
     end if;
     return coalesce(picks, '{}'::tid[]);
 end;

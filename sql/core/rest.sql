@@ -17,7 +17,7 @@ declare
 begin
     if is_filtered then
         believed := pgqueue._believed(hashtextextended(concat(queue, kinds, paused), lane), moment);
-        since := coalesce(believed.since, since);
+        since := coalesce(least(believed.since, moment - interval '1 second'), since);
         until := believed.until + random() * (believed.until - moment);
     end if;
     -- Once over all that runs and all that is finished, up to the first that is due.

@@ -11,6 +11,10 @@
 -- is locked before the job. If the limit is 1 no job overtakes another; if it is n, at most n - 1 do.
 --
 -- While another session holds a ticket, its group is served without it: an open transaction holds up nobody.
+--
+-- A claim that leaves jobs out, by their kinds or because they are paused or at a cap, may have to pass over any number
+-- of groups. It goes on where the one before it was cut off. When the end is reached, the others look only at tickets
+-- that have moved since then and at new jobs, for 20 times as long as all that took, at most a minute (_leave_vain).
 
 -- The weight, limit and rate in force for each of some groups; null for limits or rates if none is set.
 -- Like _in_force, for many. may_keep: whether any job may keep its permit for its retry.
@@ -777,6 +781,37 @@ begin
 end;
 $$;
 
+-- On what terms some groups give jobs to a claim that wants this many, and has not come to this many others: their limits
+-- and rates, null if none is set, and how many each may give, by its weight.
+create or replace function pgqueue._terms_of_groups(
+    queue text, group_keys text[], served int[], others int, wanted int, shared pgqueue.queue_in_force,
+    out limits int[], out rates int[], out periods interval[], out may_keep boolean, out gives int[]
+)
+    language plpgsql
+as $$
+declare
+    settings record;
+begin
+    if shared.has_groups is not true then
+        may_keep := shared.group_on_retry = 'block';
+        gives := array_fill(
+            least(ceil(wanted::float8 / (cardinality(group_keys) + others)), shared.group_limit)::int,
+            array[cardinality(group_keys)]
+        );
+        if shared.group_limit is not null then
+            limits := array_fill(shared.group_limit, array[cardinality(group_keys)]);
+        end if;
+        return;
+    end if;
+    settings := pgqueue._group_settings(queue, group_keys, shared);
+    limits := settings.limits;
+    rates := settings.rates;
+    periods := settings.periods;
+    may_keep := settings.may_keep;
+    gives := pgqueue._gives(settings.weights, limits, served, others, wanted);
+end;
+$$;
+
 -- _pick_groups in its usual case, in two or three statements: groups without settings of their own, of which
 -- the next few give all that is wanted, none of it over; with a permit for each job if the queue sets a limit
 -- (most). Or none: then all has to be done again, by _pick_groups.
@@ -814,17 +849,15 @@ begin
     if valid_until between now_us and now_us + 60000000 then
         begin_at := timestamptz '2020-01-01 00:00 UTC'
             + interval '1 microsecond' * (pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass) >> 12);
+        if pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass) & 4095 = 4095 then
+            -- There may be none.
+            picks := '{}';
+            return;
+        end if;
     elsif valid_until between now_us - 1000000 and now_us then
         -- A walk from the beginning is due.
         picks := '{}';
         return;
-    end if;
-    if kinds is not null then
-        if (pgqueue._believed(hashtextextended(concat(queue, kinds), lane + 10000), moment)).until is not null then
-            -- There may be nothing to look for: see _is_vain.
-            picks := '{}';
-            return;
-        end if;
     end if;
     if most is null then
         select array_agg(v.tid), array_agg(v.ticket), bool_or(v.is_over) into picks, tickets, is_over
@@ -997,6 +1030,57 @@ begin
 end;
 $$;
 
+-- _visit_groups, again if anything there is over, and then once more those that turn out not to be full; which groups are
+-- short of permits, and which of these will have more. Plans as _pick_groups sets it.
+create or replace function pgqueue._serve_groups(
+    queue text, kinds text[], paused jsonb, lane int, group_keys text[], gives int[], limits int[], rates int[],
+    periods interval[], may_keep boolean, starts timestamptz[], wanted int, moment timestamptz, taken tid[],
+    is_top boolean, inout new_token bigint,
+    out picks tid[], out groups int[], out run_ats timestamptz[], out job_of bigint[], out permits tid[],
+    out believed_until timestamptz, out short int[], out lacking int[]
+)
+    language plpgsql
+as $$
+declare
+    visit record;
+    look record;
+begin
+    for turn in 1 .. 2 loop
+        visit := pgqueue._visit_groups(
+            queue, kinds, paused, lane - 1000, group_keys, gives, limits, rates, periods,
+            may_keep, starts, wanted, 0, moment, taken, turn = 2, is_top, new_token
+        );
+        exit when visit.over_at is null;
+        perform pgqueue._recover(queue, lane, coalesce(visit.picks, '{}'), visit.over_at, moment);
+    end loop;
+    new_token := visit.new_token;
+    picks := visit.picks;
+    groups := visit.groups;
+    run_ats := visit.run_ats;
+    job_of := visit.job_of;
+    permits := visit.permits;
+    believed_until := visit.believed_until;
+    if num_nonnulls(limits, rates) = 0 or cardinality(picks) >= wanted then
+        return;
+    end if;
+    look := pgqueue._look_for_permits(queue, group_keys, gives, limits, rates, periods, groups, moment, new_token);
+    short := look.short;
+    lacking := look.lacking;
+    if look.again is not null then
+        visit := pgqueue._visit_groups(
+            queue, kinds, paused, lane - 1000, group_keys, look.again, limits, rates, periods, may_keep, starts,
+            wanted - coalesce(cardinality(picks), 0), 100, moment, nullif(taken || picks, '{}'), true, is_top, new_token
+        );
+        new_token := visit.new_token;
+        picks := picks || visit.picks;
+        groups := groups || visit.groups;
+        run_ats := run_ats || visit.run_ats;
+        job_of := job_of || visit.job_of;
+        permits := permits || visit.permits;
+    end if;
+end;
+$$;
+
 -- _pick for the lanes of groups: locks at most the wanted number of due jobs, of the groups whose turn it
 -- is, with permits if they need any: which job has which.
 create or replace function pgqueue._pick_groups(
@@ -1019,7 +1103,15 @@ declare
     is_filtered boolean := kinds is not null or paused is not null and new_token is not null;
     leaves_out boolean := num_nonnulls(kinds, paused) > 0;
     walked_jobs bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
-    start timestamptz := '-infinity'::timestamptz;
+    believed record;
+    -- Where it begins: behind what it believes to give nothing.
+    front timestamptz := '-infinity'::timestamptz;
+    new_since timestamptz := front;
+    old_until timestamptz := front;
+    new_until timestamptz;
+    was_none boolean := false;
+    is_none boolean := false;
+    start timestamptz;
     -- Under caps this may be a second pick, and the turns of the first are over.
     upto timestamptz := clock_timestamp();
     is_from_start boolean := true;
@@ -1030,43 +1122,68 @@ declare
     began timestamptz := clock_timestamp();
     walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass);
     may_give_more boolean := false;
-    -- Whether it serves the groups whose tickets others have locked.
+    -- Whether it serves groups without their tickets: those that others have locked; those of new jobs.
     is_guest boolean := false;
+    are_new boolean := false;
     are_locked boolean := false;
+    is_cut boolean := false;
+    is_done boolean := false;
+    is_far boolean;
+    is_long boolean := false;
     passed_at timestamptz;
     vain int := 0;
     met record;
-    settings record;
-    limits int[];
-    rates int[];
-    periods interval[];
-    may_keep boolean := shared.group_on_retry = 'block';
-    short int[];
-    lacking int[];
-    gives int[];
+    terms record;
+    starts timestamptz[];
     asked int;
     visit record;
-    more record;
-    look record;
     came int;
 begin
     picks := '{}';
     perform pgqueue._sweep_groups_if_due(moment, new_token);
-    if leaves_out and pgqueue._is_vain(queue, kinds, paused, lane, moment, false) then
-        return;
+    if leaves_out and known.reached is not null then
+        believed := pgqueue._believed(key, moment);
+        if believed.until is not null then
+            front := believed.since;
+            new_since := believed.new_since;
+            old_until := case when believed.cuts = 0 then new_since else old_until end;
+            was_none := believed.is_none;
+        end if;
+        if front > '-infinity' and is_whole and known_at > moment - interval '11 milliseconds' then
+            -- It has just looked itself.
+            return;
+        end if;
     end if;
+    are_new := front > '-infinity';
+    start := front;
     if known.reached is not null and not is_whole then
         is_from_start := false;
         start := known_at;
     end if;
     while cardinality(picks) < wanted loop
-        met := pgqueue._next_tickets(queue, own_priority, start, upto, batch, not is_guest, moment);
+        if are_new then
+            met := pgqueue._groups_of_new(
+                queue, kinds, paused, lane, new_since, case when front > '-infinity' then known_at end, moment,
+                num_nonnulls(nullif(shared.has_groups, false), shared.group_limit) > 0
+            );
+            new_until := met.upto;
+            is_none := not met.are_any and (front = '-infinity' or was_none);
+            is_done := is_done or is_none;
+            is_cut := is_cut and not is_none;
+            exit when is_none;
+            if met.keys is null then
+                are_new := false;
+                continue;
+            end if;
+        else
+            met := pgqueue._next_tickets(queue, own_priority, start, upto, batch, not is_guest, moment);
+        end if;
         are_locked := are_locked or met.others > 0;
         if met.keys is null and are_locked and picks <> '{}' then
             -- Those that others are just serving have their share as well.
             are_locked := false;
             is_guest := true;
-            start := '-infinity'::timestamptz;
+            start := front;
             continue;
         elsif met.keys is null and may_give_more then
             -- All have been looked at: look again at those that gave what was asked.
@@ -1077,104 +1194,103 @@ begin
             continue;
         elsif met.keys is null then
             -- From the position; from the beginning; as a guest.
-            exit when picks <> '{}' or is_guest;
+            is_done := true;
+            is_long := vain > 60
+                -- What is paused as a whole costs nothing to pass over.
+                or pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs > 200;
+            are_new := is_guest and front = '-infinity' and leaves_out and is_long;
+            exit when picks <> '{}' or is_guest and not are_new;
+            if not is_from_start then
+                began := clock_timestamp();
+            end if;
             is_guest := is_from_start;
             is_from_start := true;
-            start := '-infinity'::timestamptz;
-            began := clock_timestamp();
+            start := front;
             continue;
         end if;
         asked := wanted - cardinality(picks);
-        if shared.has_groups then
-            settings := pgqueue._group_settings(queue, met.keys, shared);
-            limits := settings.limits;
-            rates := settings.rates;
-            periods := settings.periods;
-            may_keep := settings.may_keep;
-            gives := pgqueue._gives(settings.weights, limits, met.served, met.others, asked);
-        else
-            gives := array_fill(
-                least(ceil(asked::float8 / (cardinality(met.keys) + met.others)), shared.group_limit)::int,
-                array[cardinality(met.keys)]
+        terms := pgqueue._terms_of_groups(queue, met.keys, met.served, met.others, asked, shared);
+        starts := met.starts;
+        if old_until > '-infinity' and not are_new then
+            -- Where nothing holds up a job, only new ones can be there.
+            starts := array(
+                select case when num_nonnulls(g.most, g.rate) = 0 then greatest(g.start, old_until) else g.start end
+                from unnest(met.starts, terms.limits, terms.rates) with ordinality as g (start, most, rate, nth)
+                order by g.nth
             );
-            limits := case when shared.group_limit is not null
-                then array_fill(shared.group_limit, array[cardinality(met.keys)]) end;
         end if;
-        for turn in 1 .. 2 loop
-            visit := pgqueue._visit_groups(
-                queue, kinds, paused, own_priority, met.keys, gives, limits, rates, periods,
-                may_keep, met.starts, asked, 0, moment, nullif(taken || picks, '{}'), turn = 2, is_top, new_token
-            );
-            exit when visit.over_at is null;
-            perform pgqueue._recover(queue, lane, coalesce(visit.picks, '{}'), visit.over_at, moment);
-        end loop;
+        visit := pgqueue._serve_groups(
+            queue, kinds, paused, lane, met.keys, terms.gives, terms.limits, terms.rates, terms.periods, terms.may_keep,
+            starts, asked, moment, nullif(taken || picks, '{}'), is_top, new_token
+        );
         new_token := visit.new_token;
         picks := picks || coalesce(visit.picks, '{}');
         job_of := job_of || visit.job_of;
         permits := permits || visit.permits;
-        short := null;
-        lacking := null;
-        if cardinality(picks) < wanted and num_nonnulls(limits, rates) > 0 then
-            look := pgqueue._look_for_permits(
-                queue, met.keys, gives, limits, rates, periods, visit.groups, moment, new_token
-            );
-            short := look.short;
-            lacking := look.lacking;
-            if look.again is not null then
-                more := pgqueue._visit_groups(
-                    queue, kinds, paused, own_priority, met.keys, look.again, limits, rates, periods,
-                    may_keep, met.starts, wanted - cardinality(picks), 100, moment, nullif(taken || picks, '{}'), true, is_top,
-                    new_token
-                );
-                new_token := more.new_token;
-                picks := picks || coalesce(more.picks, '{}');
-                job_of := job_of || more.job_of;
-                permits := permits || more.permits;
-                visit.groups := visit.groups || more.groups;
-                visit.run_ats := visit.run_ats || more.run_ats;
-            end if;
-        end if;
         -- What the claim did not come to stays as it is.
         came := case when cardinality(picks) >= wanted then visit.groups[cardinality(visit.groups)]
             else cardinality(met.keys)
         end;
-        if not is_guest then
+        if are_new then
+            perform pgqueue._pass_turns(
+                queue, array(select distinct met.keys[f.of] from unnest(visit.groups) as f (of)), own_priority
+            );
+        elsif not is_guest then
             vain := vain + greatest(came - coalesce(cardinality(visit.groups), 0), 0);
             -- The last one may have more to give.
             passed_at := coalesce(met.ats[came - (cardinality(picks) >= wanted)::int], passed_at);
             perform pgqueue._settle_tickets(
-                queue, own_priority, met.tids[:came], met.keys[:came], gives, limits,
-                cardinality(picks) >= wanted, visit.groups, visit.run_ats, short, lacking, met.starts,
+                queue, own_priority, met.tids[:came], met.keys[:came], terms.gives, terms.limits,
+                cardinality(picks) >= wanted, visit.groups, visit.run_ats, visit.short, visit.lacking, met.starts,
                 case when not is_filtered and paused is null then visit.believed_until end,
                 paused, is_filtered, nullif(taken || picks, '{}'), moment
             );
         end if;
-        exit when cardinality(picks) >= wanted;
+        exit when cardinality(picks) >= wanted or are_new and front = '-infinity';
+        if are_new then
+            are_new := false;
+            continue;
+        end if;
         looked := looked + cardinality(met.keys);
-        exit when looked > 1000 and clock_timestamp() > moment + interval '100 milliseconds';
+        if looked > 1000 and clock_timestamp() > moment + interval '100 milliseconds' then
+            is_cut := not is_guest;
+            -- Perhaps there is none, or few.
+            are_new := leaves_out and picks = '{}' and front = '-infinity';
+            exit when not are_new;
+            continue;
+        end if;
         start := met.ats[cardinality(met.ats)];
         may_give_more := may_give_more or visit.picks is not null;
         -- As many as will give the rest, if they are like these.
         batch := least(300, greatest(wanted - cardinality(picks), 20)
             * batch / greatest(coalesce(cardinality(visit.picks), 0), batch / 4, 1));
     end loop;
-    if pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass) - walked
-        > 200 + 3 * (looked + cardinality(picks)) or vain > 60
-    then
+    is_far := vain > 60 or pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass) - walked
+        > 200 + 3 * (looked + cardinality(picks));
+    if leaves_out and (is_cut or is_done and (picks = '{}' or front > '-infinity')) then
+        perform pgqueue._leave_vain(
+            key, known.record, known.reached,
+            least(
+                case when is_cut then passed_at end, case when front > '-infinity' then new_until end,
+                moment - interval '10 milliseconds'
+            ),
+            is_cut, is_none, case when front = '-infinity' then moment end, is_long or is_far
+        );
+    elsif leaves_out and pgqueue._is_walked_again(known.record, known.reached) then
+        null;
+    elsif is_far then
         -- Others continue from a position that a whole walk has not reached yet.
         perform pgqueue._leave_position(
             key, known.record, known.reached,
             pgqueue._since_2020(least(greatest(passed_at, known_at), moment - interval '10 milliseconds')), null,
-            case when known_at is null or is_from_start and not is_whole
+            case when known_at is null or is_from_start and front = '-infinity' and not is_whole
                 then pgqueue._since_2020(pgqueue._believed_until(began, interval '100 milliseconds'))
             end
         );
     end if;
-    -- What is paused as a whole costs nothing to pass over.
-    if leaves_out and picks = '{}'
-        and pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs > 200
-    then
-        perform pgqueue._is_vain(queue, kinds, paused, lane, moment, true);
+    if known.has_expired and picks <> '{}' and not (is_cut or is_far) then
+        -- It found some at once: the others begin there as well.
+        perform pgqueue._leave_position(key, known.record, null, -1, null, null);
     end if;
 end;
 $$;

@@ -1059,6 +1059,8 @@ create sequence pgqueue._cell_permits_swept minvalue 0;
 create sequence pgqueue._cell_groups_due minvalue 0;
 -- Until when enqueues tell claims where a group begins, because many finished jobs were in their way.
 create sequence pgqueue._cell_groups_slow minvalue 0;
+-- Until when claims that leave jobs out believe that the groups they have passed over give none.
+create sequence pgqueue._cell_groups_vain minvalue 0;
 -- Until when claims look whether a limit of their queue is just being set.
 create sequence pgqueue._cell_held_off minvalue 0;
 -- When a claim has to look for due schedules, for ties and for batches.

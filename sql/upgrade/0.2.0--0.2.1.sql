@@ -138,6 +138,8 @@ comment on column pgqueue.gone.part is
 create sequence pgqueue._cell_timeline minvalue 0;
 -- Until when claims look whether a limit of their queue is just being set.
 create sequence pgqueue._cell_held_off minvalue 0;
+-- Until when claims that leave jobs out believe that the groups they have passed over give none.
+create sequence pgqueue._cell_groups_vain minvalue 0;
 
 -- Their arguments or results are others.
 drop function pgqueue.configure(

@@ -641,7 +641,8 @@ def test_an_idle_worker_rarely_walks_over_a_hundred_thousand_jobs_that_it_may_no
 ):
     before, kinds = MAY_NOT_TAKE[why]
     if groups:
-        fill_groups(db, groups, 100_000 // groups)
+        # What has come in the last second, each looks at.
+        fill_groups(db, groups, 100_000 // groups, run_at="yesterday")
         fill_groups(db, groups, 10_000 // groups, run_at="tomorrow")
     else:
         fill(db, 100_000)
@@ -668,6 +669,125 @@ def test_an_idle_worker_rarely_walks_over_a_hundred_thousand_jobs_that_it_may_no
     wait_until(lambda: column(db, looks[0]) == [old])
     db.execute(enqueue.format("now() + interval '5 seconds'"))
     assert one(db, looks[1]).total_seconds() <= 5
+
+
+def forget(db: psycopg.Connection, seconds: int) -> None:
+    """As if so much time had passed for what claims remember for each other."""
+    for record in range(0, 32, 2):
+        cell = f"pgqueue._cell_{record}"
+        db.execute(
+            "select setval(%(cell)s, v - %(us)s) from (values (pg_sequence_last_value(%(cell)s))) as c (v) "
+            "where v & 2251799813685247 > %(us)s",
+            {"cell": cell, "us": seconds * 1_000_000},
+        )
+
+
+@pytest.mark.parametrize("settings", ["group_limit => 1", "weight => 1"])
+def test_a_worker_of_a_rare_kind_gets_behind_ten_thousand_groups_of_others_and_then_looks_at_what_is_new(
+    db, settings
+):
+    """However seldom it looks: each claim goes on where the one before it was cut off."""
+    db.execute(f"select pgqueue.configure('q', {settings})")
+    kinds = ["common", "rare"] if "limit" in settings else ["common"]
+    for kind in kinds:
+        for part in range(2 if len(kinds) == 2 else 4):
+            db.execute(
+                "select count(*) from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[5000]), kind => %s, run_at => 'yesterday', "
+                "group_keys => array(select 'g' || n from generate_series(%s::int, %s::int) as n))",
+                (kind, part * 5000 + 1, part * 5000 + 5000),
+            )
+    enqueue = "select pgqueue.enqueue('q', kind => 'rare', group_key => %s)"
+    look = "select id from pgqueue.claim('q', 'w', 10, kinds => '{rare}')"
+    far = one(db, enqueue, "far")
+    for _ in range(20):
+        if found := column(db, look):
+            break
+        forget(db, 3)
+    assert found == [far]
+    for _ in range(20):
+        assert column(db, look) == []
+    looks = []
+    for _ in range(10):
+        db.execute(SWEPT)
+        looks.append(pages(db, look))
+    assert max(looks) < 100, looks
+    new = one(db, enqueue, "new")
+    assert column(db, look) == [new]
+    if len(kinds) == 1:
+        # Into a group whose turn is long over.
+        new = one(db, enqueue, "g1")
+        assert column(db, look) == [new]
+    # Who has taken what was before it.
+    first = "select id, token, group_key from pgqueue.claim('q', 'w', 5, kinds => '{common}')"
+    served = db.execute(first).fetchall()
+    db.execute("select pgqueue.complete(%s, %s)", served[0][:2])
+    if len(kinds) == 2:
+        assert column(db, look.replace("id", "group_key")) == [served[0][2]]
+
+
+def test_new_jobs_of_a_rare_kind_are_found_at_once_and_round_robin_in_groups_that_were_passed_over(
+    db,
+):
+    """Claims look at them beside the tickets that have moved, and each group that gives one comes last again."""
+    fill_groups(db, 5000, 4, run_at="yesterday")
+    look = "select id from pgqueue.claim('q', 'w', %s, kinds => '{rare}')"
+    assert column(db, look, 10) == []
+    enqueue = "select pgqueue.enqueue('q', kind => 'rare', group_key => %s || n) from generate_series(%s::int, %s::int) as n"
+    wanted = set(column(db, enqueue, "g", 1, 30))
+    wanted |= set(column(db, enqueue, "new", 1, 30))
+    assert {id for _ in range(6) for id in column(db, look, 10)} == wanted
+    many = "select pgqueue.enqueue('q', kind => 'rare', group_key => 'g40') from generate_series(1, 20)"
+    column(db, many)
+    wanted = set(column(db, enqueue, "g", 41, 45))
+    assert wanted <= {one(db, look, 1) for _ in range(8)}
+
+
+@pytest.mark.needs_hints
+def test_what_is_next_in_a_group_is_found_though_who_looked_in_vain_had_its_ticket(
+    db, connect
+):
+    """Others believe whoever looked at so many groups, and who served one meanwhile could not move its ticket."""
+    db.execute("select pgqueue.configure('q', group_limit => 1)")
+    for kind in ["common", "rare"]:
+        db.execute(
+            "select count(*) from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[2000]), kind => %s, "
+            "group_keys => array(select 'g' || n from generate_series(1, 2000) as n))",
+            (kind,),
+        )
+    claim = "select id, token, group_key from pgqueue.claim('q', 'w', 10, kinds => array[%s])"
+    other = connect()
+    with other.transaction():
+        assert other.execute(claim, ("rare",)).fetchall() == []
+        served = db.execute(claim, ("common",)).fetchall()
+        assert len(served) == 10
+    for id, token, _ in served:
+        db.execute("select pgqueue.complete(%s, %s)", (id, token))
+    found = db.execute(claim, ("rare",)).fetchall()
+    assert {key for _, _, key in found} == {key for _, _, key in served}
+
+
+@pytest.mark.parametrize("group", ["null", "'g1'"])
+def test_when_a_walk_from_the_beginning_is_short_again_all_claims_begin_there(
+    db, group
+):
+    """Or what has come back to its old place would be served by one claim a second."""
+    if group == "null":
+        fill(db, 100_000)
+    else:
+        fill_groups(db, 100, 1000)
+    claim = "select id from pgqueue.claim('q', 'w', kinds => '{mine}')"
+    for _ in range(2):
+        assert column(db, claim) == []
+    db.execute("delete from pgqueue.job")
+    enqueue = (
+        "select pgqueue.enqueue('q', kind => 'mine', group_key => %s, run_at => now() - interval '%s')"
+        " from generate_series(1, %s)"
+    )
+    old = set(column(db, enqueue % (group, "1 day", 30)))
+    db.execute(enqueue % (group, "1 ms", 2000))
+    served = [wait_until(lambda: old.intersection(column(db, claim))).pop()]
+    served += [one(db, claim) for _ in range(29)]
+    assert set(served) == old
 
 
 def test_a_position_from_before_a_restore_or_from_another_clock_is_ignored(db):
