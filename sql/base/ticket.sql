@@ -339,8 +339,7 @@ begin
     elsif cuts > 0 then
         valid_until := clock_timestamp() + least(cuts * interval '2 seconds', interval '59 seconds');
     elsif began is not null and is_long then
-        -- However short it was.
-        valid_until := pgqueue._believed_until(began, '110 milliseconds');
+        valid_until := pgqueue._believed_until(began, '100 milliseconds');
     elsif began is not null or reached_us - (known >> 12) < 1000000 then
         return;
     end if;

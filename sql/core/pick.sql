@@ -183,9 +183,8 @@ begin
         return coalesce(picks, '{}'::tid[]);
     end if;
     walked := walked - 3 * coalesce(cardinality(picks), 0);
-    if start = first and walked > 200 and (
-            picks is not null or num_nonnulls(kinds, paused) > 0 or clock_timestamp() > began + interval '5 milliseconds'
-        )
+    if start = first and walked > 200
+            and (picks is not null or clock_timestamp() > began + interval '5 milliseconds')
         or start > first and picks is not null and (wanted > 1 or walked > 60)
     then
         -- An enqueue that commits within 10 ms is never behind the position.
@@ -197,10 +196,7 @@ begin
             case when start = first then pgqueue._since_2020(
                 -- There may be more that is over.
                 case when has_recovered then clock_timestamp() + interval '100 milliseconds'
-                    -- That there is none is believed, however short the walk was.
-                    else pgqueue._believed_until(
-                        began, case when picks is null then interval '110 milliseconds' else interval '100 milliseconds' end
-                    )
+                    else pgqueue._believed_until(began, interval '100 milliseconds')
                 end
             ) end
         );
