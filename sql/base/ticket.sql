@@ -117,6 +117,42 @@ begin
 end;
 $$;
 
+-- For groups in which an attempt has ended, and whose tickets some claims believe to give nothing: adds one for each of
+-- which none has moved since. Who took their jobs may have done so without it. Plans as the callers of _wake_groups set it.
+create or replace function pgqueue._return_turns(queues text[], group_keys text[])
+    returns void
+    language plpgsql
+as $$
+declare
+    moment timestamptz := clock_timestamp();
+    passed text[];
+begin
+    if (pg_sequence_last_value('pgqueue._cell_groups_vain') > pgqueue._since_2020(moment)) is not true
+        or pgqueue._is_lost()
+    then
+        return;
+    end if;
+    with passed as (
+        insert into pgqueue.ticket (at, priority, queue, group_key)
+        select moment, t.priority, u.queue, u.key
+        from (
+            select distinct u.queue, u.key from unnest(queues, group_keys) as u (queue, key) where u.key is not null
+        ) as u
+        cross join lateral (
+            select t.priority
+            from pgqueue.ticket as t
+            where pgqueue._is_ticket_of(t, u.queue, u.key)
+            group by t.priority
+            having bool_or(not t.is_blocked) and max(t.at) < moment - interval '100 milliseconds'
+            offset 0
+        ) as t
+        returning ticket.queue
+    )
+    select array_agg(distinct p.queue) into passed from passed as p;
+    perform pgqueue._wake(q.name) from unnest(passed) as q (name);
+end;
+$$;
+
 -- For groups in which an attempt has ended: makes claims look at once at those that could give no more jobs, and at those
 -- that others may have passed over. null among them means none. Plans as its callers set it.
 create or replace function pgqueue._wake_groups(queues text[], group_keys text[])
@@ -132,38 +168,17 @@ declare
             select t.ctid from pgqueue.ticket as t where pgqueue._is_ticket_of(t, u.queue, u.key) and t.is_blocked
         )) as t (tid)
     );
-    moment timestamptz := clock_timestamp();
-    passed text[];
+    moment timestamptz;
     blocked record;
     locked tid[];
 begin
-    if pg_sequence_last_value('pgqueue._cell_groups_vain')
-        > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
-        and not pgqueue._is_lost()
-    then
-        -- Who took their jobs without their tickets has not moved these.
-        with passed as (
-            insert into pgqueue.ticket (at, priority, queue, group_key)
-            select moment, t.priority, u.queue, u.key
-            from (
-                select distinct u.queue, u.key from unnest(queues, group_keys) as u (queue, key) where u.key is not null
-            ) as u
-            cross join lateral (
-                select t.priority
-                from pgqueue.ticket as t
-                where pgqueue._is_ticket_of(t, u.queue, u.key)
-                group by t.priority
-                having bool_or(not t.is_blocked) and max(t.at) < moment - interval '100 milliseconds'
-                offset 0
-            ) as t
-            returning ticket.queue
-        )
-        select array_agg(distinct p.queue) into passed from passed as p;
-        perform pgqueue._wake(q.name) from unnest(passed) as q (name);
+    if pg_sequence_last_value('pgqueue._cell_groups_vain') > 0 then
+        perform pgqueue._return_turns(queues, group_keys);
     end if;
     if tickets = '{}' or pgqueue._is_lost() then
         return;
     end if;
+    moment := clock_timestamp();
     select
         array_agg(t.ctid) as tids, array_agg(distinct t.queue) as queues,
         array_agg(t.priority) as priorities, array_agg(t.queue) as all_queues, array_agg(t.group_key) as keys
@@ -211,6 +226,8 @@ begin
     where (t.is_blocked or t.xmax not in ('0'::xid, t.xmin))
         and t.queue = coalesce(_unblock_groups.queue, t.queue)
         and t.group_key = coalesce(nullif(_unblock_groups.group_key, '*'), t.group_key);
+    -- What claims believe may no longer be so.
+    perform setval(format('pgqueue._cell_%s', n)::regclass, 0) from generate_series(0, 30, 2) as n;
 end;
 $$;
 

@@ -70,7 +70,8 @@ declare
     record int := (key & 15) * 2;
     valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
     now_us bigint;
-    is_due boolean := false;
+    -- What crosses no more leaves nothing; less where it walks for the others.
+    few int := 63;
     position bigint;
     first timestamptz := '-infinity'::timestamptz;
     start timestamptz := first;
@@ -115,7 +116,7 @@ begin
                 end if;
             elsif valid_until between now_us - 1000000 and now_us then
                 -- This claim walks from the beginning, the others go on.
-                is_due := true;
+                few := -1;
                 perform setval(
                     ('pgqueue._cell_' || record)::regclass,
                     tag | case when valid_until & 1 = 1 then now_us + 1000000 | 1 else now_us + 100000 & -2 end
@@ -179,7 +180,7 @@ begin
     walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
         + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass) - walked;
     -- A short walk for one job leaves nothing.
-    if wanted = 1 and walked <= 63 and not is_due then
+    if wanted = 1 and walked <= few then
         return coalesce(picks, '{}'::tid[]);
     end if;
     walked := walked - 3 * coalesce(cardinality(picks), 0);
@@ -200,7 +201,7 @@ begin
                 end
             ) end
         );
-    elsif is_due and picks is not null then
+    elsif few < 0 and picks is not null then
         -- It found some at once: the others begin there as well.
         perform setval(('pgqueue._cell_' || record)::regclass, tag);
     end if;

@@ -764,6 +764,9 @@ def test_what_is_next_in_a_group_is_found_though_who_looked_in_vain_had_its_tick
         db.execute("select pgqueue.complete(%s, %s)", (id, token))
     found = db.execute(claim, ("rare",)).fetchall()
     assert {key for _, _, key in found} == {key for _, _, key in served}
+    # Nor do they believe anything once it is no longer a limit that keeps them from it.
+    db.execute("select pgqueue.configure('q', reset => true)")
+    assert len(db.execute(claim, ("rare",)).fetchall()) == 10
 
 
 @pytest.mark.parametrize("group", ["null", "'g1'"])
