@@ -118,8 +118,9 @@ end;
 $$;
 
 -- For groups in which an attempt has ended, and whose tickets some claims believe to give nothing: adds one for each of
--- which none has moved since. Who took their jobs may have done so without it. Plans as the callers of _wake_groups set it.
-create or replace function pgqueue._return_turns(queues text[], group_keys text[])
+-- which none has moved for so long. Who took their jobs may have done so without it. Plans as the callers of _wake_groups
+-- set it.
+create or replace function pgqueue._return_turns(queues text[], group_keys text[], at_rest interval)
     returns void
     language plpgsql
 as $$
@@ -143,7 +144,7 @@ begin
             from pgqueue.ticket as t
             where pgqueue._is_ticket_of(t, u.queue, u.key)
             group by t.priority
-            having bool_or(not t.is_blocked) and max(t.at) < moment - interval '100 milliseconds'
+            having bool_or(not t.is_blocked) and max(t.at) < moment - at_rest
             offset 0
         ) as t
         returning ticket.queue
@@ -173,7 +174,7 @@ declare
     locked tid[];
 begin
     if pg_sequence_last_value('pgqueue._cell_groups_vain') > 0 then
-        perform pgqueue._return_turns(queues, group_keys);
+        perform pgqueue._return_turns(queues, group_keys, '100 milliseconds');
     end if;
     if tickets = '{}' or pgqueue._is_lost() then
         return;
@@ -247,6 +248,9 @@ begin
         group by 1, 2
     ) as o;
     if num_nonnulls(variadic group_keys) > 0 then
+        if pg_sequence_last_value('pgqueue._cell_groups_vain') > 0 then
+            perform pgqueue._return_turns(queues, group_keys, '0');
+        end if;
         perform pgqueue._wake_groups(queues, group_keys);
         perform pgqueue._insert_tickets(queues, group_keys, priorities, run_ats);
     end if;

@@ -1107,7 +1107,6 @@ declare
     -- Where it begins: behind what it believes to give nothing.
     front timestamptz := '-infinity'::timestamptz;
     new_since timestamptz := front;
-    old_until timestamptz := front;
     new_until timestamptz;
     was_none boolean := false;
     is_none boolean := false;
@@ -1126,6 +1125,7 @@ declare
     is_guest boolean := false;
     are_new boolean := false;
     are_locked boolean := false;
+    are_taken boolean := false;
     is_cut boolean := false;
     is_done boolean := false;
     is_far boolean;
@@ -1146,7 +1146,6 @@ begin
         if believed.until is not null then
             front := believed.since;
             new_since := believed.new_since;
-            old_until := case when believed.cuts = 0 then new_since else old_until end;
             was_none := believed.is_none;
         end if;
         if front > '-infinity' and is_whole and known_at > moment - interval '11 milliseconds' then
@@ -1211,10 +1210,10 @@ begin
         asked := wanted - cardinality(picks);
         terms := pgqueue._terms_of_groups(queue, met.keys, met.served, met.others, asked, shared);
         starts := met.starts;
-        if old_until > '-infinity' and not are_new then
+        if was_none and not are_new then
             -- Where nothing holds up a job, only new ones can be there.
             starts := array(
-                select case when num_nonnulls(g.most, g.rate) = 0 then greatest(g.start, old_until) else g.start end
+                select case when num_nonnulls(g.most, g.rate) = 0 then greatest(g.start, new_since) else g.start end
                 from unnest(met.starts, terms.limits, terms.rates) with ordinality as g (start, most, rate, nth)
                 order by g.nth
             );
@@ -1235,6 +1234,8 @@ begin
             perform pgqueue._pass_turns(
                 queue, array(select distinct met.keys[f.of] from unnest(visit.groups) as f (of)), own_priority
             );
+            -- Nothing holds them up: others have them locked.
+            are_taken := picks = '{}' and num_nonnulls(terms.limits, terms.rates) = 0;
         elsif not is_guest then
             vain := vain + greatest(came - coalesce(cardinality(visit.groups), 0), 0);
             -- The last one may have more to give.
@@ -1267,7 +1268,7 @@ begin
     end loop;
     is_far := vain > 60 or pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass) - walked
         > 200 + 3 * (looked + cardinality(picks));
-    if leaves_out and (is_cut or is_done and (picks = '{}' or front > '-infinity')) then
+    if leaves_out and (is_cut or is_done and not are_taken and (picks = '{}' or front > '-infinity')) then
         perform pgqueue._leave_vain(
             key, known.record, known.reached,
             least(
@@ -1276,7 +1277,7 @@ begin
             ),
             is_cut, is_none, case when front = '-infinity' then moment end, is_long or is_far
         );
-    elsif leaves_out and pgqueue._is_walked_again(known.record, known.reached) then
+    elsif are_taken or leaves_out and pgqueue._is_walked_again(known.record, known.reached) then
         null;
     elsif is_far then
         -- Others continue from a position that a whole walk has not reached yet.

@@ -725,21 +725,44 @@ def test_a_worker_of_a_rare_kind_gets_behind_ten_thousand_groups_of_others_and_t
         assert column(db, look.replace("id", "group_key")) == [served[0][2]]
 
 
-def test_new_jobs_of_a_rare_kind_are_found_at_once_and_round_robin_in_groups_that_were_passed_over(
+def test_jobs_of_a_rare_kind_are_found_at_once_and_round_robin_in_groups_that_were_passed_over(
     db,
 ):
-    """Claims look at them beside the tickets that have moved, and each group that gives one comes last again."""
+    """Claims look at new ones beside the tickets that have moved, and at what comes back."""
     fill_groups(db, 5000, 4, run_at="yesterday")
     look = "select id from pgqueue.claim('q', 'w', %s, kinds => '{rare}')"
-    assert column(db, look, 10) == []
-    enqueue = "select pgqueue.enqueue('q', kind => 'rare', group_key => %s || n) from generate_series(%s::int, %s::int) as n"
-    wanted = set(column(db, enqueue, "g", 1, 30))
-    wanted |= set(column(db, enqueue, "new", 1, 30))
+    enqueue = (
+        "select pgqueue.enqueue('q', kind => 'rare', run_at => %s, group_key => %s || n)"
+        " from generate_series(%s::int, %s::int) as n"
+    )
+
+    # Some that were there: each group gives one at a time.
+    wanted = {
+        id for _ in range(3) for id in column(db, enqueue, "yesterday", "h", 1, 10)
+    }
+    assert {id for _ in range(3) for id in column(db, look, 10)} == wanted
+    for _ in range(2):
+        assert column(db, look, 10) == []
+
+    # New ones, in groups that have tickets, and in others.
+    wanted = set(column(db, enqueue, "now", "g", 1, 30))
+    wanted |= set(column(db, enqueue, "now", "new", 1, 30))
     assert {id for _ in range(6) for id in column(db, look, 10)} == wanted
-    many = "select pgqueue.enqueue('q', kind => 'rare', group_key => 'g40') from generate_series(1, 20)"
-    column(db, many)
-    wanted = set(column(db, enqueue, "g", 41, 45))
+
+    # Many of one group, and then some of others.
+    for _ in range(20):
+        column(db, enqueue, "now", "g", 40, 40)
+    wanted = set(column(db, enqueue, "now", "g", 41, 45))
     assert wanted <= {one(db, look, 1) for _ in range(8)}
+    assert len(column(db, look, 100)) == 17
+
+    # One that was taken, and comes back: with the next walk.
+    column(db, enqueue, "yesterday", "new", 50, 50)
+    ((id, token),) = db.execute(look.replace("id", "id, token"), [1]).fetchall()
+    for _ in range(2):
+        assert column(db, look, 10) == []
+    db.execute("select pgqueue.release(array[%s], array[%s])", [id, token])
+    assert wait_until(lambda: column(db, look, 10)) == [id]
 
 
 @pytest.mark.needs_hints
@@ -1024,7 +1047,7 @@ def test_no_function_reads_more_in_a_long_queue_by_a_session_that_began_in_a_sho
     fill_groups(db, 100, 400, run_at="yesterday")
     fill_groups(db, 5000, 2, "h", run_at="yesterday")
     # Few enough to be walked in a moment, and more than any of the others may read.
-    fill_keys(db, 10_000)
+    fill_keys(db, 5_000)
     fill_tables(db, 20_000)
     long = [counts() for _ in range(2)][1]
     # A rest looks at many groups, and so does the first claim that finds none of its kind; health at all jobs.
