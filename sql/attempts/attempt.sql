@@ -268,11 +268,11 @@ end;
 $$;
 
 -- What follows the ends of attempts and jobs, whoever ended them, in this order: their permits are free,
--- those that go back are found, it is remembered which were cancelled, their own waits are over and their steps
--- go with those that do not die, their batches count them, the jobs that wait for them go on or are cancelled
--- (unless is_in_chain: by who ends a chain of them), batches that are over finish, and who waits for them is told.
--- Only this function does any of it, but for what complete and complete_many write out; call it when the rows are
--- written.
+-- those that go back and the next ones of their groups are found, it is remembered which were cancelled, their own waits
+-- are over and their steps go with those that do not die, their batches count them, the jobs that wait for them go on or
+-- are cancelled (unless is_in_chain: by who ends a chain of them), batches that are over finish, and who waits for them
+-- is told. Only this function does any of it, but for what complete and complete_many write out; call it when the rows
+-- are written.
 create or replace function pgqueue._after_end(ended pgqueue._ended[], is_in_chain boolean default false)
     returns void
     language plpgsql
@@ -289,7 +289,8 @@ begin
     select
         bool_or(e.permits is not null) as permits, bool_or(e.back_at is not null) as back,
         bool_or(e.back_at is null) as gone, bool_or(e.outcome = 'cancelled') as cancelled,
-        bool_or(e.back_at is null and e.batch_id is not null) as batches
+        bool_or(e.back_at is null and e.batch_id is not null) as batches,
+        bool_or(e.group_key is not null and e.permits is null) as waited
     into has
     from unnest(ended) as e;
     if has.permits then
@@ -308,6 +309,12 @@ begin
         )
         from unnest(ended) as e
         where e.back_at is not null;
+    end if;
+    if has.waited and pg_sequence_last_value('pgqueue._cell_groups_vain') > 0 then
+        -- What is next in their groups may be for others.
+        perform pgqueue._return_turns(array_agg(e.queue), array_agg(e.group_key), '0')
+        from unnest(ended) as e
+        where e.group_key is not null and e.permits is null;
     end if;
     if has.cancelled then
         perform pgqueue._note_gone(array(select e.id from unnest(ended) as e where e.outcome = 'cancelled'));

@@ -1124,6 +1124,7 @@ declare
     -- Whether it serves groups without their tickets: those that others have locked; those of new jobs.
     is_guest boolean := false;
     are_new boolean := false;
+    is_last boolean := false;
     are_locked boolean := false;
     are_taken boolean := false;
     is_cut boolean := false;
@@ -1162,11 +1163,12 @@ begin
     while cardinality(picks) < wanted loop
         if are_new then
             met := pgqueue._groups_of_new(
-                queue, kinds, paused, lane, new_since, case when front > '-infinity' then known_at end, moment,
+                queue, kinds, paused, lane, case when is_last then '-infinity' else new_since end,
+                case when not is_last then known_at end, moment,
                 num_nonnulls(nullif(shared.has_groups, false), shared.group_limit) > 0
             );
-            new_until := met.upto;
-            is_none := not met.are_any and (front = '-infinity' or was_none);
+            new_until := case when is_last then new_until else met.upto end;
+            is_none := not met.are_any and (is_last or was_none);
             is_done := is_done or is_none;
             is_cut := is_cut and not is_none;
             exit when is_none;
@@ -1197,8 +1199,9 @@ begin
             is_long := vain > 60
                 -- What is paused as a whole costs nothing to pass over.
                 or pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs > 200;
-            are_new := is_guest and front = '-infinity' and leaves_out and is_long;
-            exit when picks <> '{}' or is_guest and not are_new;
+            is_last := is_guest and front = '-infinity' and leaves_out and is_long;
+            are_new := is_last;
+            exit when picks <> '{}' or is_guest and not is_last;
             if not is_from_start then
                 began := clock_timestamp();
             end if;
@@ -1247,7 +1250,7 @@ begin
                 paused, is_filtered, nullif(taken || picks, '{}'), moment
             );
         end if;
-        exit when cardinality(picks) >= wanted or are_new and front = '-infinity';
+        exit when cardinality(picks) >= wanted or is_last;
         if are_new then
             are_new := false;
             continue;
@@ -1256,8 +1259,9 @@ begin
         if looked > 1000 and clock_timestamp() > moment + interval '100 milliseconds' then
             is_cut := not is_guest;
             -- Perhaps there is none, or few.
-            are_new := leaves_out and picks = '{}' and front = '-infinity';
-            exit when not are_new;
+            is_last := leaves_out and picks = '{}';
+            are_new := is_last;
+            exit when not is_last;
             continue;
         end if;
         start := met.ats[cardinality(met.ats)];
@@ -1271,10 +1275,7 @@ begin
     if leaves_out and (is_cut or is_done and not are_taken and (picks = '{}' or front > '-infinity')) then
         perform pgqueue._leave_vain(
             key, known.record, known.reached,
-            least(
-                case when is_cut then passed_at end, case when front > '-infinity' then new_until end,
-                moment - interval '10 milliseconds'
-            ),
+            least(case when is_cut then passed_at end, new_until, moment - interval '10 milliseconds'),
             is_cut, is_none, case when front = '-infinity' then moment end, is_long or is_far
         );
     elsif are_taken or leaves_out and pgqueue._is_walked_again(known.record, known.reached) then

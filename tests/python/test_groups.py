@@ -1044,6 +1044,51 @@ def test_limits_hold_and_nothing_is_lost_between_many_sessions(db, connect, lost
     assert sorted(completed + dead) == column(db, "select job_id from sent order by 1")
 
 
+@pytest.mark.waits_for_sweeps
+@pytest.mark.parametrize("limit", ["null", "1"])
+def test_workers_of_one_kind_each_leave_nothing_in_many_groups(db, connect, limit):
+    """What one has passed over, and others then believe to give nothing, is served when it may be."""
+    groups = 3000 if LONG else 500
+    db.execute(f"select pgqueue.configure('q', group_limit => {limit})")
+    rng = random.Random(0)
+    for _ in range(3):
+        db.execute(
+            "select count(pgqueue.enqueue('q', kind => k, group_key => 'g' || n, run_at => 'yesterday')) "
+            "from unnest(%s::text[]) with ordinality as u (k, n)",
+            (rng.choices("abc", [20, 4, 1], k=groups),),
+        )
+    deadline = time.monotonic() + 45
+
+    def run(kind: str, size: int) -> None:
+        conn = connect()
+        claim = "select id, token from pgqueue.claim('q', 'w', %s, kinds => array[%s])"
+        left = "select exists (select from pgqueue.job where kind = %s)"
+        while one(conn, left, kind) and time.monotonic() < deadline:
+            with conn.transaction(force_rollback=rng.random() < 0.05) as transaction:
+                jobs = conn.execute(claim, (size, kind)).fetchall()
+            if not jobs or transaction.force_rollback:
+                time.sleep(0.02)
+                continue
+            for id, token in jobs:
+                end = rng.choices(
+                    [
+                        "complete(%s, %s)",
+                        "fail(%s, %s, 'e', '50 ms')",
+                        "release(array[%s], array[%s])",
+                    ],
+                    [80, 5, 5],
+                )
+                conn.execute(f"select pgqueue.{end[0]}", (id, token))
+
+    with ThreadPoolExecutor(5) as pool:
+        for future in [
+            pool.submit(run, *worker)
+            for worker in [("a", 10), ("a", 3), ("b", 10), ("b", 1), ("c", 5)]
+        ]:
+            future.result()
+    assert db.execute(LEFT).fetchall() == []
+
+
 @pytest.mark.parametrize(
     "enqueue",
     [

@@ -723,6 +723,10 @@ def test_a_worker_of_a_rare_kind_gets_behind_ten_thousand_groups_of_others_and_t
     db.execute("select pgqueue.complete(%s, %s)", served[0][:2])
     if len(kinds) == 2:
         assert column(db, look.replace("id", "group_key")) == [served[0][2]]
+        # Or has cancelled it.
+        first = "select id, group_key from pgqueue.job where group_key = 'g7' order by id limit 1"
+        db.execute(f"select pgqueue.cancel(id) from ({first}) as first")
+        assert column(db, look.replace("id", "group_key")) == ["g7"]
 
 
 def test_jobs_of_a_rare_kind_are_found_at_once_and_round_robin_in_groups_that_were_passed_over(
@@ -757,7 +761,7 @@ def test_jobs_of_a_rare_kind_are_found_at_once_and_round_robin_in_groups_that_we
     assert len(column(db, look, 100)) == 17
 
     # One that was taken, and comes back: with the next walk.
-    column(db, enqueue, "yesterday", "new", 50, 50)
+    column(db, enqueue, "now", "new", 50, 50)
     ((id, token),) = db.execute(look.replace("id", "id, token"), [1]).fetchall()
     for _ in range(2):
         assert column(db, look, 10) == []
