@@ -338,6 +338,17 @@ begin
 end;
 $$;
 
+-- Makes the ends of attempts tell claims, until then, which groups to look at again: see _return_turns.
+create or replace function pgqueue._ask_for_turns(until timestamptz)
+    returns void
+    language plpgsql
+as $$
+begin
+    perform setval('pgqueue._cell_groups_vain', pgqueue._since_2020(until))
+    where (pg_sequence_last_value('pgqueue._cell_groups_vain') > pgqueue._since_2020(until)) is not true;
+end;
+$$;
+
 -- For a claim that leaves jobs out and has found none in a lane of groups, from the known position on, or from the
 -- beginning since it began: lets the others believe that, if its walk was long. Or, if it was cut off, lets them go on
 -- from there, and count how often in a row: when they get to the end, they rest for 20 times as long.
@@ -367,10 +378,9 @@ begin
     perform pgqueue._leave_position(
         key, record, case when valid_until is null then known end, reached_us, null, pgqueue._since_2020(valid_until)
     );
-    perform setval('pgqueue._cell_groups_vain', pgqueue._since_2020(valid_until))
-    where valid_until > clock_timestamp() + interval '100 milliseconds' and (
-        pg_sequence_last_value('pgqueue._cell_groups_vain') > pgqueue._since_2020(valid_until)
-    ) is not true;
+    if valid_until > clock_timestamp() + interval '100 milliseconds' then
+        perform pgqueue._ask_for_turns(valid_until);
+    end if;
     if is_cut or is_none then
         perform setval(
             ('pgqueue._cell_' || record + 1)::regclass,
@@ -481,13 +491,16 @@ begin
 end;
 $$;
 
--- Of tickets that may be copies keeps the earliest of each group and priority; where others have all of them locked,
--- inserts another. Plans as _sweep_some sets it.
+-- Of tickets that may be copies keeps the earliest of each group and priority, and new ones for those who have asked for
+-- them; where others have all of them locked, inserts another. Plans as _sweep_some sets it.
 create or replace function pgqueue._drop_copies(tickets tid[], moment timestamptz)
     returns void
     language plpgsql
 as $$
 declare
+    are_asked_for boolean := coalesce(
+        pg_sequence_last_value('pgqueue._cell_groups_vain') > pgqueue._since_2020(moment), false
+    );
     locked tid[] := array(
         select t.ctid from pgqueue.ticket as t where t.ctid = any (tickets) for update skip locked
     );
@@ -503,12 +516,12 @@ begin
         select c.tid
         from (
             select
-                t.ctid as tid,
+                t.ctid as tid, t.at,
                 row_number() over (partition by t.queue, t.group_key, t.priority order by t.at) as nth
             from pgqueue.ticket as t
             where t.ctid = any (locked)
         ) as c
-        where c.nth > 1
+        where c.nth > 1 and (c.at < moment - interval '5 seconds' or not are_asked_for)
     ));
 end;
 $$;

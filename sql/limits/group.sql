@@ -1125,6 +1125,7 @@ declare
     is_guest boolean := false;
     are_new boolean := false;
     is_last boolean := false;
+    has_asked boolean := false;
     are_locked boolean := false;
     are_taken boolean := false;
     is_cut boolean := false;
@@ -1241,6 +1242,11 @@ begin
             are_taken := picks = '{}' and num_nonnulls(terms.limits, terms.rates) = 0;
         elsif not is_guest then
             vain := vain + greatest(came - coalesce(cardinality(visit.groups), 0), 0);
+            if leaves_out and vain > 60 and not has_asked then
+                -- What ends while it walks, it may have passed over.
+                has_asked := true;
+                perform pgqueue._ask_for_turns(clock_timestamp() + interval '2 seconds');
+            end if;
             -- The last one may have more to give.
             passed_at := coalesce(met.ats[came - (cardinality(picks) >= wanted)::int], passed_at);
             perform pgqueue._settle_tickets(
