@@ -290,7 +290,7 @@ begin
         bool_or(e.permits is not null) as permits, bool_or(e.back_at is not null) as back,
         bool_or(e.back_at is null) as gone, bool_or(e.outcome = 'cancelled') as cancelled,
         bool_or(e.back_at is null and e.batch_id is not null) as batches,
-        bool_or(e.group_key is not null and e.permits is null) as waited
+        bool_or(e.back_at is null and e.group_key is not null and e.permits is null) as waited
     into has
     from unnest(ended) as e;
     if has.permits then
@@ -314,7 +314,7 @@ begin
         -- What is next in their groups may be for others.
         perform pgqueue._return_turns(array_agg(e.queue), array_agg(e.group_key), '0')
         from unnest(ended) as e
-        where e.group_key is not null and e.permits is null;
+        where e.back_at is null and e.group_key is not null and e.permits is null;
     end if;
     if has.cancelled then
         perform pgqueue._note_gone(array(select e.id from unnest(ended) as e where e.outcome = 'cancelled'));

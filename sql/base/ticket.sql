@@ -117,6 +117,33 @@ begin
 end;
 $$;
 
+-- Moves the tickets of some groups of a queue, at these priorities, to another time; inserts one where there is none, or
+-- others have it locked.
+create or replace function pgqueue._move_tickets(queue text, group_keys text[], priorities int[], at timestamptz)
+    returns void
+    language plpgsql
+    set enable_nestloop = on
+as $$
+begin
+    update pgqueue.ticket as t
+    set at = _move_tickets.at, served = 0, is_blocked = false, is_full = false
+    where t.ctid = any (array(
+        select t.tid
+        from unnest(group_keys, priorities) as u (key, priority)
+        cross join lateral (
+            select t.ctid as tid
+            from pgqueue.ticket as t
+            where pgqueue._is_ticket_of(t, _move_tickets.queue, u.key) and t.priority + 0 = u.priority
+            for update skip locked
+        ) as t
+    ));
+    perform pgqueue._insert_tickets(
+        array_fill(queue, array[cardinality(group_keys)]), group_keys, priorities,
+        array_fill(at, array[cardinality(group_keys)])
+    );
+end;
+$$;
+
 -- For groups in which an attempt has ended, and whose tickets some claims believe to give nothing: adds one for each of
 -- which none has moved for so long. Who took their jobs may have done so without it. Plans as the callers of _wake_groups
 -- set it.
@@ -296,35 +323,6 @@ begin
         where pgqueue._is_ticket_of(t, _groups_of_new.queue, g.key) and t.priority + 0 = lane - 1000 and t.at > passed
         offset 0
     );
-end;
-$$;
-
--- For groups that were served without their tickets: moves these to the end, and adds one where others have it locked.
-create or replace function pgqueue._pass_turns(queue text, group_keys text[], priority int)
-    returns void
-    language plpgsql
-    set enable_nestloop = on
-as $$
-begin
-    with moved as (
-        update pgqueue.ticket as t
-        set at = clock_timestamp(), served = 0, is_blocked = false, is_full = false
-        where t.ctid = any (array(
-            select t.tid
-            from unnest(group_keys) as u (key)
-            cross join lateral (
-                select t.ctid as tid
-                from pgqueue.ticket as t
-                where pgqueue._is_ticket_of(t, _pass_turns.queue, u.key) and t.priority + 0 = _pass_turns.priority
-                for update skip locked
-            ) as t
-        ))
-        returning t.group_key
-    )
-    insert into pgqueue.ticket (at, priority, queue, group_key)
-    select clock_timestamp(), _pass_turns.priority, _pass_turns.queue, u.key
-    from unnest(group_keys) as u (key)
-    where u.key not in (select m.group_key from moved as m);
 end;
 $$;
 

@@ -179,10 +179,7 @@ begin
         -- It has kept its place for this retry.
         select from pgqueue.job as j where j.id = p.job_id and j.permits is not null and not p.is_rate offset 0
     );
-    select
-        array_agg(j.group_key) as keys, array_agg(j.priority) as priorities, array_agg(j.queue) as queues,
-        array_agg(j.run_at) as ats
-    into back
+    select array_agg(j.group_key) as keys, array_agg(j.priority) as priorities into back
     from unnest(job_ids) as u (id)
     -- With "any" it might read all jobs of groups.
     cross join lateral (select j.* from pgqueue.job as j where j.id = u.id offset 0) as j
@@ -191,19 +188,7 @@ begin
         return;
     end if;
     -- Their groups' turn comes next.
-    update pgqueue.ticket as t
-    set at = moment - interval '1 minute', served = 0, is_blocked = false, is_full = false
-    where t.ctid = any (array(
-        select t.tid
-        from unnest(back.keys, back.priorities) as b (key, priority)
-        cross join lateral (
-            select t.ctid as tid
-            from pgqueue.ticket as t
-            where pgqueue._is_ticket_of(t, _put_back.queue, b.key) and t.priority + 0 = b.priority
-            for update skip locked
-        ) as t
-    ));
-    perform pgqueue._insert_tickets(back.queues, back.keys, back.priorities, back.ats);
+    perform pgqueue._move_tickets(queue, back.keys, back.priorities, moment - interval '1 minute');
 end;
 $$;
 

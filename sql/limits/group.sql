@@ -1235,9 +1235,10 @@ begin
             else cardinality(met.keys)
         end;
         if are_new then
-            perform pgqueue._pass_turns(
-                queue, array(select distinct met.keys[f.of] from unnest(visit.groups) as f (of)), own_priority
-            );
+            -- As if they had been served by their tickets.
+            perform pgqueue._move_tickets(queue, array_agg(s.key), array_agg(own_priority), clock_timestamp())
+            from (select distinct met.keys[f.of] as key from unnest(visit.groups) as f (of)) as s
+            having count(*) > 0;
             -- Nothing holds them up: others have them locked.
             are_taken := picks = '{}' and num_nonnulls(terms.limits, terms.rates) = 0;
         elsif not is_guest then
