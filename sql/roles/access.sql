@@ -200,7 +200,8 @@ begin
         select format('%s %s', case c.relkind when 'S' then 'sequence' else 'table' end, c.oid::regclass)
         from pg_class as c
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'v', 'S')
-            and 'relation ' || c.oid <> all (kept)
+            -- Others have no right to it but by default privileges.
+            and c.relacl is not null and 'relation ' || c.oid <> all (kept)
         union all
         select format('routine %s', p.oid::regprocedure)
         from pg_proc as p
