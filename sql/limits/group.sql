@@ -1082,7 +1082,13 @@ end;
 $$;
 
 -- _pick for the lanes of groups: locks at most the wanted number of due jobs, of the groups whose turn it
--- is, with permits if they need any: which job has which.
+-- is, with permits if they need any: which job has which. It looks, stage by stage, until it has enough, at
+--   new    groups of new jobs, where it believes that the tickets before a position give nothing
+--   ahead  tickets from the position on
+--   all    all tickets, or those behind the ones that it believes to give nothing
+--   guest  groups whose tickets others have locked, without them
+--   more   groups that gave all that was asked of them, again
+--   last   groups of any job that it may take, of which there may be few, or none, among many others
 create or replace function pgqueue._pick_groups(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean, is_top boolean,
     shared pgqueue.queue_in_force, taken tid[], inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
@@ -1099,46 +1105,43 @@ declare
     own_priority int := lane - 1000;
     key bigint := hashtextextended(concat(queue, kinds, paused), lane);
     known record := pgqueue._position(key, moment);
+    known_at timestamptz := timestamptz '2020-01-01 00:00 UTC' + (known.reached >> 12) * interval '1 microsecond';
     -- What a claim may take with other kinds, or when a cap is not full.
     is_filtered boolean := kinds is not null or paused is not null and new_token is not null;
     leaves_out boolean := num_nonnulls(kinds, paused) > 0;
-    walked_jobs bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
     believed record;
-    -- Where it begins: behind what it believes to give nothing.
+    -- Behind what it believes to give nothing.
     front timestamptz := '-infinity'::timestamptz;
-    new_since timestamptz := front;
-    new_until timestamptz;
     was_none boolean := false;
+    new_since timestamptz;
+    new_until timestamptz;
     is_none boolean := false;
+    first_stage text := case when known.reached is null or is_whole then 'all' else 'ahead' end;
+    stage text := first_stage;
     start timestamptz;
     -- Under caps this may be a second pick, and the turns of the first are over.
     upto timestamptz := clock_timestamp();
-    is_from_start boolean := true;
-    known_at timestamptz := timestamptz '2020-01-01 00:00 UTC' + (known.reached >> 12) * interval '1 microsecond';
     -- Some jobs of each of some groups are cheaper than one of each of as many.
     batch int := least(wanted, greatest(10, ceil(sqrt(wanted)), ceil(wanted::float8 / shared.group_limit)));
-    looked int := 0;
     began timestamptz := clock_timestamp();
     walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass);
-    may_give_more boolean := false;
-    -- Whether it serves groups without their tickets: those that others have locked; those of new jobs.
-    is_guest boolean := false;
-    are_new boolean := false;
-    is_last boolean := false;
-    has_asked boolean := false;
+    walked_jobs bigint := pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass);
+    looked int := 0;
+    vain int := 0;
+    passed_at timestamptz;
     are_locked boolean := false;
     are_taken boolean := false;
-    is_cut boolean := false;
+    may_give_more boolean := false;
+    is_whole_walk boolean := known.reached is null;
     is_done boolean := false;
-    is_far boolean;
+    is_cut boolean := false;
     is_long boolean := false;
-    passed_at timestamptz;
-    vain int := 0;
+    is_far boolean;
     met record;
     terms record;
     starts timestamptz[];
-    asked int;
     visit record;
+    asked int;
     came int;
 begin
     picks := '{}';
@@ -1150,71 +1153,64 @@ begin
             new_since := believed.new_since;
             was_none := believed.is_none;
         end if;
-        if front > '-infinity' and is_whole and known_at > moment - interval '11 milliseconds' then
-            -- It has just looked itself.
-            return;
+        if front > '-infinity' then
+            if is_whole and known_at > moment - interval '11 milliseconds' then
+                -- It has just looked itself.
+                return;
+            end if;
+            stage := 'new';
         end if;
     end if;
-    are_new := front > '-infinity';
-    start := front;
-    if known.reached is not null and not is_whole then
-        is_from_start := false;
-        start := known_at;
-    end if;
+    start := case when first_stage = 'ahead' then known_at else front end;
     while cardinality(picks) < wanted loop
-        if are_new then
+        if stage in ('new', 'last') then
             met := pgqueue._groups_of_new(
-                queue, kinds, paused, lane, case when is_last then '-infinity' else new_since end,
-                case when not is_last then known_at end, moment,
+                queue, kinds, paused, lane, case when stage = 'new' then new_since else '-infinity' end,
+                case when stage = 'new' then known_at end, moment,
                 num_nonnulls(nullif(shared.has_groups, false), shared.group_limit) > 0
             );
-            new_until := case when is_last then new_until else met.upto end;
-            is_none := not met.are_any and (is_last or was_none);
+            new_until := case when stage = 'new' then met.upto else new_until end;
+            is_none := not met.are_any and (stage = 'last' or was_none);
             is_done := is_done or is_none;
             is_cut := is_cut and not is_none;
             exit when is_none;
-            if met.keys is null then
-                are_new := false;
-                continue;
-            end if;
         else
-            met := pgqueue._next_tickets(queue, own_priority, start, upto, batch, not is_guest, moment);
+            met := pgqueue._next_tickets(queue, own_priority, start, upto, batch, stage <> 'guest', moment);
+            are_locked := are_locked or met.others > 0;
         end if;
-        are_locked := are_locked or met.others > 0;
-        if met.keys is null and are_locked and picks <> '{}' then
-            -- Those that others are just serving have their share as well.
-            are_locked := false;
-            is_guest := true;
-            start := front;
-            continue;
-        elsif met.keys is null and may_give_more then
-            -- All have been looked at: look again at those that gave what was asked.
-            may_give_more := false;
-            is_guest := false;
-            start := upto;
-            upto := clock_timestamp() + interval '1 millisecond';
+        if met.keys is null and stage = 'new' then
+            stage := first_stage;
             continue;
         elsif met.keys is null then
-            -- From the position; from the beginning; as a guest.
-            is_done := true;
-            is_long := vain > 60
-                -- What is paused as a whole costs nothing to pass over.
-                or pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs > 200;
-            is_last := is_guest and front = '-infinity' and leaves_out and is_long;
-            are_new := is_last;
-            exit when picks <> '{}' or is_guest and not is_last;
-            if not is_from_start then
-                began := clock_timestamp();
+            if are_locked and picks <> '{}' then
+                -- Those that others are just serving have their share as well.
+                are_locked := false;
+                stage := 'guest';
+                start := front;
+            elsif may_give_more then
+                may_give_more := false;
+                stage := 'more';
+                start := upto;
+                upto := clock_timestamp() + interval '1 millisecond';
+            else
+                is_done := true;
+                is_long := vain > 60
+                    -- What is paused as a whole costs nothing to pass over.
+                    or pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs > 200;
+                exit when picks <> '{}' or stage = 'guest' and not (leaves_out and is_long and front = '-infinity');
+                if stage = 'ahead' then
+                    began := clock_timestamp();
+                    is_whole_walk := front = '-infinity';
+                end if;
+                stage := case stage when 'ahead' then 'all' when 'all' then 'guest' else 'last' end;
+                start := front;
             end if;
-            is_guest := is_from_start;
-            is_from_start := true;
-            start := front;
             continue;
         end if;
         asked := wanted - cardinality(picks);
         terms := pgqueue._terms_of_groups(queue, met.keys, met.served, met.others, asked, shared);
         starts := met.starts;
-        if was_none and not are_new then
+        if was_none and stage not in ('new', 'last') then
             -- Where nothing holds up a job, only new ones can be there.
             starts := array(
                 select case when num_nonnulls(g.most, g.rate) = 0 then greatest(g.start, new_since) else g.start end
@@ -1234,20 +1230,22 @@ begin
         came := case when cardinality(picks) >= wanted then visit.groups[cardinality(visit.groups)]
             else cardinality(met.keys)
         end;
-        if are_new then
+        if stage in ('new', 'last') then
             -- As if they had been served by their tickets.
             perform pgqueue._move_tickets(queue, array_agg(s.key), array_agg(own_priority), clock_timestamp())
             from (select distinct met.keys[f.of] as key from unnest(visit.groups) as f (of)) as s
             having count(*) > 0;
             -- Nothing holds them up: others have them locked.
             are_taken := picks = '{}' and num_nonnulls(terms.limits, terms.rates) = 0;
-        elsif not is_guest then
-            vain := vain + greatest(came - coalesce(cardinality(visit.groups), 0), 0);
-            if leaves_out and vain > 60 and not has_asked then
+            exit when stage = 'last';
+            stage := first_stage;
+            continue;
+        elsif stage <> 'guest' then
+            if leaves_out and vain <= 60 and vain + came - coalesce(cardinality(visit.groups), 0) > 60 then
                 -- What ends while it walks, it may have passed over.
-                has_asked := true;
                 perform pgqueue._ask_for_turns(clock_timestamp() + interval '2 seconds');
             end if;
+            vain := vain + greatest(came - coalesce(cardinality(visit.groups), 0), 0);
             -- The last one may have more to give.
             passed_at := coalesce(met.ats[came - (cardinality(picks) >= wanted)::int], passed_at);
             perform pgqueue._settle_tickets(
@@ -1257,18 +1255,13 @@ begin
                 paused, is_filtered, nullif(taken || picks, '{}'), moment
             );
         end if;
-        exit when cardinality(picks) >= wanted or is_last;
-        if are_new then
-            are_new := false;
-            continue;
-        end if;
+        exit when cardinality(picks) >= wanted;
         looked := looked + cardinality(met.keys);
         if looked > 1000 and clock_timestamp() > moment + interval '100 milliseconds' then
-            is_cut := not is_guest;
+            is_cut := stage <> 'guest';
+            exit when picks <> '{}' or not leaves_out;
             -- Perhaps there is none, or few.
-            is_last := leaves_out and picks = '{}';
-            are_new := is_last;
-            exit when not is_last;
+            stage := 'last';
             continue;
         end if;
         start := met.ats[cardinality(met.ats)];
@@ -1292,7 +1285,7 @@ begin
         perform pgqueue._leave_position(
             key, known.record, known.reached,
             pgqueue._since_2020(least(greatest(passed_at, known_at), moment - interval '10 milliseconds')), null,
-            case when known_at is null or is_from_start and front = '-infinity' and not is_whole
+            case when is_whole_walk
                 then pgqueue._since_2020(pgqueue._believed_until(began, interval '100 milliseconds'))
             end
         );
