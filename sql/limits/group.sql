@@ -928,7 +928,8 @@ begin
                     select p.ctid
                     from pgqueue.permit as p
                     where pgqueue._is_permit_of(p, _pick_plain_groups.queue, '', t.group_key)
-                        and not p.is_rate and p.free_at < 'infinity' and p.place <= most
+                        and pgqueue._is_free(p, false, most, _pick_plain_groups.moment)
+                        and (p.taken_at is not null or not pgqueue._is_double(p))
                     order by p.free_at desc
                     limit cardinality(c.tids)
                     for update skip locked
@@ -950,19 +951,6 @@ begin
         -- Or _pick_groups has to remember where to start.
         and pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass) - walked <= 200 + 3 * (batch + wanted)
         and pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs < 60 * batch + 3 * wanted;
-    if is_enough and most is not null then
-        -- Of a permit that nobody has taken yet there may be a copy, or nobody else sees it.
-        is_enough := not exists (
-            select
-            from pgqueue.permit as p
-            where p.ctid = any (_pick_plain_groups.permits) and p.taken_at is null and (
-                p.token = -pg_current_xact_id_if_assigned()::text::bigint or 1 < (
-                    select count(*) from pgqueue.permit as o
-                    where pgqueue._is_permit_of(o, p.queue, '', p.group_key) and not o.is_rate and o.place = p.place
-                )
-            )
-        );
-    end if;
     if is_enough and wanted > 1 then
         -- A group that has two tickets may come twice.
         is_enough := wanted = (select count(distinct u.tid) from unnest(picks) as u (tid));
