@@ -11,7 +11,7 @@ FUNCTIONS = \
     sql/base/match.sql sql/base/check.sql sql/base/resolve.sql sql/base/lane.sql sql/base/wake.sql \
     sql/base/ticket.sql \
     sql/attempts/lease.sql sql/attempts/attempt.sql \
-    sql/limits/age.sql sql/limits/permit.sql sql/limits/group.sql sql/limits/cap.sql \
+    sql/limits/age.sql sql/limits/permit.sql sql/limits/visit.sql sql/limits/group.sql sql/limits/cap.sql \
     sql/core/enqueue.sql sql/core/pick.sql sql/core/rest.sql sql/core/claim.sql sql/core/finish.sql \
     sql/flow/depend.sql sql/flow/batch.sql sql/flow/step.sql sql/flow/event.sql sql/flow/sweep.sql \
     sql/flow/cron.sql sql/flow/schedule.sql sql/flow/trigger.sql \

@@ -1,5 +1,5 @@
 -- Caps of queues and kinds: how many of their jobs run at once (max_running), and how many begin in any
--- period (rate_limit). Those of groups are in module group.
+-- period (rate_limit). Those of groups are in module visit.
 --
 -- A claim under caps (_pick_capped) looks first how many permits are free, and passes over the kinds that have none. It
 -- picks, takes the permits, and puts back the jobs that got not all of theirs, of which it then passes

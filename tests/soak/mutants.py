@@ -214,7 +214,7 @@ MUTANTS = [
     # Limits
     Mutant(
         "a permit is not locked before its job",
-        "limits/group.sql",
+        "limits/visit.sql",
         """                    order by p.free_at desc
                     limit least(g.give, cardinality(c.tids))
                     for update skip locked""",
@@ -271,7 +271,7 @@ MUTANTS = [
     # Order
     Mutant(
         "a group passes over its first job",
-        "limits/group.sql",
+        "limits/visit.sql",
         "limit g.give + least(coalesce(g.most - 1, extra), extra)",
         "offset 1 limit g.give + least(coalesce(g.most - 1, extra), extra)",
         ("O", "I1"),

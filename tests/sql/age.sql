@@ -5,6 +5,8 @@ create extension if not exists pgtap;
 create extension if not exists pgqueue;
 select no_plan();
 
+\ir limits.psql
+
 create function pg_temp.add(
     queue text, name text, priority int, waits interval, kind text default 'k', group_key text default null
 )
@@ -13,10 +15,6 @@ create function pg_temp.add(
 as $$
     select pgqueue.enqueue($1, to_jsonb($2), $5, $3, clock_timestamp() - $4, group_key => $6)
 $$;
--- What a commit would do: nobody takes a permit that his own transaction has made.
-create function pg_temp.commit() returns void
-    language sql
-as $$ update pgqueue.permit set token = -1 where token < 0 $$;
 -- The names of the jobs that so many claims of so many jobs return.
 create function pg_temp.names(queue text, jobs int, claims int default 1, kinds text[] default null) returns text
     language sql

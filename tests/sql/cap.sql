@@ -6,15 +6,13 @@ create extension if not exists pgtap;
 create extension if not exists pgqueue;
 select no_plan();
 
+\ir limits.psql
+
 create function pg_temp.fill(queue text, kind text, jobs int, group_key text default null) returns void
     language sql
 as $$
     select count(pgqueue.enqueue($1, kind => $2, group_key => $4)) from generate_series(1, $3)
 $$;
--- What a commit would do: nobody takes a permit that his own transaction has made.
-create function pg_temp.commit() returns void
-    language sql
-as $$ update pgqueue.permit set token = -1 where token < 0 $$;
 -- How many jobs of each kind a claim gets, as "a2 b8".
 create function pg_temp.claimed(queue text, jobs int, kinds text[] default null) returns text
     language sql
@@ -34,14 +32,6 @@ as $$
     where j.queue = $1 and j.token is not null and j.kind = coalesce($3, j.kind)
     order by j.id
     limit $2
-$$;
--- Lets time pass, for the rates of a queue.
-create function pg_temp.pass(queue text, period interval) returns void
-    language sql
-as $$
-    update pgqueue.permit as p set taken_at = taken_at - $2, free_at = case when is_rate then free_at - $2 else free_at end
-    where p.queue = $1;
-    update pgqueue.ticket as t set at = at - $2 where t.queue = $1;
 $$;
 
 -- max_running of a queue

@@ -6,10 +6,8 @@ create extension if not exists pgtap;
 create extension if not exists pgqueue;
 select plan(62);
 
--- What a commit would do: nobody takes a permit that his own transaction has made.
-create function pg_temp.commit() returns void
-    language sql
-as $$ update pgqueue.permit set token = -1 where token < 0 $$;
+\ir limits.psql
+
 -- The payloads of the claimed jobs, in the order of the claim.
 create function pg_temp.claimed(queue text, jobs int) returns text
     language sql
@@ -19,12 +17,6 @@ create function pg_temp.fill(queue text, names text) returns void
 as $$
     select count(pgqueue.enqueue($1, to_jsonb(n.name), group_key => left(n.name, 1), kind => 'k'))
     from string_to_table($2, ' ') as n (name)
-$$;
-create function pg_temp.complete(queue text, payload text) returns void
-    language sql
-as $$
-    select pgqueue.complete(j.id, j.token) from pgqueue.job as j
-    where j.queue = $1 and j.payload #>> '{}' = $2 and j.token is not null
 $$;
 -- The permits to run of group a: who has them.
 create function pg_temp.holders(queue text, most int) returns text

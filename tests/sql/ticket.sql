@@ -6,10 +6,8 @@ create extension if not exists pgtap;
 create extension if not exists pgqueue;
 select plan(96);
 
--- What a commit would do: nobody takes a permit that his own transaction has made.
-create function pg_temp.commit() returns void
-    language sql
-as $$ update pgqueue.permit set token = -1 where token < 0 $$;
+\ir limits.psql
+
 -- The payloads of the claimed jobs, in the order of the claim.
 create function pg_temp.claimed(queue text, jobs int, kinds text[] default null) returns text
     language sql
@@ -30,12 +28,6 @@ as $$
         end, ', ' order by t.at
     ), 'none')
     from pgqueue.ticket as t where t.queue = $1
-$$;
-create function pg_temp.complete(queue text, payload text) returns void
-    language sql
-as $$
-    select pgqueue.complete(j.id, j.token) from pgqueue.job as j
-    where j.queue = $1 and j.payload #>> '{}' = $2 and j.token is not null
 $$;
 -- One job for each name, in the group that is its first letter.
 create function pg_temp.fill(queue text, names text) returns void
