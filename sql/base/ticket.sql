@@ -441,7 +441,7 @@ begin
                 from pgqueue.job as j
                 where pgqueue._is_in_group(j, _until_ticket.queue, t.group_key)
                     and -j.priority = 1000 - lane
-                    and j.lease_expires_at is null and num_nonnulls(kinds, paused) > 0
+                    and j.run_at < 'infinity' and j.lease_expires_at is null and num_nonnulls(kinds, paused) > 0
                 order by j.run_at, j.id
                 limit case when is_strict then 1 end
             ) as f

@@ -134,6 +134,7 @@ class Machine(RuleBasedStateMachine):
         self.sleeper = connect(options=OPTIONS)
         self.sleeper.execute("listen pgqueue")
         self.awake_at: float | None = 0
+        self.sleeper_kinds: list[str] | None = None
         self.queued: list[Session] = []
         self.together = 1
         self.steps: list[str] = []
@@ -947,11 +948,12 @@ class Machine(RuleBasedStateMachine):
                 never_waits=True,
             )
 
-    @rule()
-    def sleep(self) -> None:
+    @rule(kinds=ASKED)
+    def sleep(self, kinds) -> None:
         """Claim as a worker does that is notified, and lie down."""
         self.flush()
         self.awake_at = 0
+        self.sleeper_kinds = kinds
         if self.watch():
             return
         self.lie_down()
@@ -962,19 +964,21 @@ class Machine(RuleBasedStateMachine):
 
     def lie_down(self) -> None:
         list(self.sleeper.notifies(timeout=0))
-        pause = one(self.sleeper, "select pgqueue.rest(%s)", self.queues)
+        text = "select pgqueue.rest(%s, %s::text[])"
+        pause = one(self.sleeper, text, self.queues, self.sleeper_kinds)
         self.awake_at = (
             None if pause is None else time.monotonic() + pause.total_seconds()
         )
-        self.steps.append(f"sleeper: rest -> {pause}")
+        self.steps.append(f"sleeper: rest({self.sleeper_kinds}) -> {pause}")
 
     def watch(self) -> bool:
         """Let the sleeper claim; say whether there was something."""
-        text, values = self.claim_text(self.queues, 10, None, "1 hour")
+        kinds = self.sleeper_kinds
+        text, values = self.claim_text(self.queues, 10, kinds, "1 hour")
         session = Session(SESSIONS, self.sleeper)
         rows = self.sleeper.execute(text, values).fetchall()
         self.steps.append(f"sleeper: claim -> {[show(row) for row in rows]}")
-        asked = {"queues": self.queues, "kinds": None, "is_long": True}
+        asked = {"queues": self.queues, "kinds": kinds, "is_long": True}
         self.is_alone = True
         self.claimed(session, rows, asked)
         self.commit_effects(session)

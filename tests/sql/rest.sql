@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(12);
+select plan(14);
 
 create function pg_temp.is_near(rest interval, target interval) returns boolean
     language sql as $$ select $1 between $2 - interval '10 s' and $2 $$;
@@ -71,6 +71,17 @@ select count(*) from (
 select ok(
     pgqueue.rest(array['capped'], park => false) <= '1 s',
     'a worker rests briefly where nobody was told that the jobs beyond a lowered cap have ended'
+);
+
+select pgqueue.enqueue('waits', kind => 'other', group_key => 'g');
+select pgqueue.enqueue('waits', kind => 'k', group_key => 'g', after => array[pgqueue.enqueue('first')]);
+select is(
+    pgqueue.rest(array['waits'], array['k'], park => false), null,
+    'a worker of one kind rests until it is notified while what there is of it in a group waits for another job'
+);
+select pgqueue.enqueue('waits', kind => 'k', group_key => 'g', run_at => clock_timestamp() + interval '1 hour');
+select ok(
+    pg_temp.is_near(pgqueue.rest(array['waits'], array['k'], park => false), '1 hour'), 'or until there is another one'
 );
 
 select pgqueue.enqueue('after', after => array[pgqueue.enqueue('after')]);
