@@ -1366,7 +1366,7 @@ def test_an_end_that_met_a_lock_and_commits_late_wakes_who_sleeps(machine):
     machine.begin(3)
     machine.complete(3, 0)
     machine.commit(2)
-    machine.sleep()
+    machine.sleep(None)
     machine.teardown()
 
 
