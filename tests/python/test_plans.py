@@ -973,10 +973,10 @@ VERBS = {
     "look at loose ends": "select pgqueue._tie_loose_ends(1000)",
     "health": "select * from pgqueue.health()",
 }
-# For a minute no claim sweeps, which reads so much for each of 50 groups: see below.
+# For a minute no claim sweeps, nor looks at loose ends, which reads so much for each of 50 groups or ends: see below.
 SWEPT = (
-    "select setval('pgqueue._cell_groups_due', "
-    "(extract(epoch from clock_timestamp()) * 1000000)::bigint - 1577836741000000)"
+    "select setval(cell, (extract(epoch from clock_timestamp()) * 1000000)::bigint - 1577836741000000)"
+    " from unnest('{pgqueue._cell_groups_due,pgqueue._cell_due}'::regclass[]) as c (cell)"
 )
 
 
