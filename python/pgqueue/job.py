@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
 
 from pgqueue.drivers import run_without_loop
-from pgqueue.steps import Steps
+from pgqueue.steps import Steps, derived
 
 Seconds = float | timedelta
 
@@ -127,7 +127,8 @@ class Job:
         """
         steps = self._steps
         seconds = None if timeout is None else to_timedelta(timeout)
-        name = steps.name(f"wait for {event}")
+        # With room for what is added to it.
+        name = steps.name(derived(f"wait for {event}", most=180))
         return self._end(steps.wait_for(event, name, seconds))
 
     def wait_for_jobs(self, ids: Sequence[int], timeout: Seconds | None = None) -> Any:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Generator
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Any
 
 from pgqueue.attempt import (
     COMPLETED,
@@ -33,14 +33,13 @@ def completed(result: Any) -> Outcome:
     """
     if result is None:
         return COMPLETED
+    if isinstance(result, Awaitable | Generator | AsyncGenerator):
+        # As of an async function that was decorated. pydantic would run a generator.
+        kind = type(result).__name__
+        raise TypeError(f"the handler returned a {kind}, which has not run")
     try:
         return Outcome("complete", _storable_json(result))
     except Exception as error:  # also what the result's own class raises
-        if isinstance(result, Awaitable | Generator | AsyncGenerator):
-            kind = type(result).__name__  # as of an async function that was decorated
-            raise TypeError(
-                f"the handler returned a {kind}, which has not run"
-            ) from None
         not_stored = to_json({"not_stored": summary(error)}, "")
         return Outcome("complete", not_stored, error=error)
 
@@ -70,39 +69,62 @@ def _judge(attempt: Attempt, error: BaseException) -> Outcome:
     if isinstance(error, Unready):
         reason = storable(f"no connection for its handler: {error}")
         return Outcome("release", reason, timedelta(seconds=1))
-    if isinstance(error, LeaseLost):
+    if _is_renamed(error):
+        error = error.__cause__ or error
+    errors = _errors(error)
+    cause = errors[0] if len(errors) == 1 else error
+    if isinstance(cause, LeaseLost):
         return LOST
     if attempt.has_timed_out:
-        error = attempt.timeout_error()
-    if isinstance(error, Snooze):
-        if isinstance(error.until, datetime):
-            return Outcome("release", until=error.until)
-        return Outcome("release", delay=max(error.until, timedelta()))
-    if isinstance(error, asyncio.CancelledError) and not attempt.is_cancelled:
+        error = cause = attempt.timeout_error()
+    if isinstance(cause, Snooze):
+        if isinstance(cause.until, datetime):
+            return Outcome("release", until=cause.until)
+        return Outcome("release", delay=max(cause.until, timedelta()))
+    if isinstance(cause, asyncio.CancelledError) and not attempt.is_cancelled:
         if time.monotonic() >= attempt.expires:
             return LOST
         if attempt.is_late():
-            error = attempt.timeout_error()
+            error = cause = attempt.timeout_error()
+    if _is_final(error, attempt):
+        return Outcome("reject", describe(cause), error=cause)
+    delay = _backoff(attempt.task.policy, attempt.number)
+    if isinstance(cause, Retry) and cause.after is not None:
+        delay = max(cause.after, timedelta())
+    return Outcome("fail", describe(cause), delay, error=cause)
+
+
+def _is_renamed(error: BaseException) -> bool:
+    """Whether it was a StopIteration, before it left a coroutine of ours."""
+    text = "coroutine raised StopIteration"
+    return isinstance(error.__cause__, StopIteration) and str(error) == text
+
+
+def _errors(error: BaseException) -> list[BaseException]:
+    """List the errors in a group, as of an asyncio.TaskGroup, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return [inner for one in error.exceptions for inner in _errors(one)]
+    return [error]
+
+
+def _is_final(error: BaseException, attempt: Attempt) -> bool:
     policy = attempt.task.policy
-    is_final = _is_final(error, policy, attempt)
-    delay = _backoff(policy, attempt.number)
-    if isinstance(error, Retry) and error.after is not None:
-        delay = error.after
-    name: Literal["reject", "fail"] = "reject" if is_final else "fail"
-    return Outcome(name, describe(error), delay, error=error)
-
-
-def _is_final(error: BaseException, policy: Policy, attempt: Attempt) -> bool:
     if policy.max_attempts is not None and attempt.number >= policy.max_attempts:
         # The job may have more, which the queue gives to those that do not ask.
         headers = decode(attempt.headers)[0] if attempt.headers else {}
         if not (isinstance(headers, dict) and headers.get(MAX_ATTEMPTS)):
             return True
-    if isinstance(error, Retry):
+    errors = [one for one in _errors(error) if not isinstance(one, Retry)]
+    if not errors:
         return False
-    if isinstance(error, Reject) or isinstance(error, policy.give_up_on):
+    if any(
+        isinstance(one, Reject) or isinstance(one, policy.give_up_on)
+        for one in (error, *errors)
+    ):
         return True
-    return not isinstance(error, policy.retry_for)
+    if isinstance(error, policy.retry_for):
+        return False
+    return not all(isinstance(one, policy.retry_for) for one in errors)
 
 
 def _backoff(policy: Policy, number: int) -> timedelta | None:

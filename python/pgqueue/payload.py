@@ -17,8 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 Read = Callable[..., Any] | None
+KEYS = (str, int, float, bool, type(None))  # in JSON, as texts
 PLAIN = (str, int, float, bool, list, dict, type(None), object, Any)
 HAS_PYDANTIC = importlib.util.find_spec("pydantic") is not None
+NULL = object()  # the payload null; None is none, for which the server puts {}
 
 
 def to_json(value: Any, name: str) -> str | None:
@@ -30,7 +32,12 @@ def to_json(value: Any, name: str) -> str | None:
     if value is None:
         return None
     try:
-        return _encode(value)
+        try:
+            return _encode(value)
+        except TypeError:
+            if not HAS_PYDANTIC:
+                raise
+            return _encode(_with_plain_keys(value))
     except RecursionError:
         raise ValueError(f"{name} cannot be stored as JSON: it is too deep") from None
     except (ValueError, TypeError) as error:
@@ -40,13 +47,29 @@ def to_json(value: Any, name: str) -> str | None:
 
 def _as_plain(value: Any) -> Any:
     """Turn a value that json does not know into one that it knows."""
+    if value is NULL:
+        return None
     if HAS_PYDANTIC:
         from pydantic_core import to_jsonable_python
 
-        return to_jsonable_python(value)
+        return to_jsonable_python(value, round_trip=True)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     raise TypeError(f"{type(value).__name__} is not a JSON type (pydantic knows more)")
+
+
+def _with_plain_keys(value: Any) -> Any:
+    """Do for keys what `default` does for values; it is not asked about them."""
+    if isinstance(value, dict):
+        return {_as_key(k): _with_plain_keys(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_plain_keys(each) for each in value]
+    return value
+
+
+def _as_key(key: Any) -> Any:
+    plain = key if isinstance(key, KEYS) else _as_plain(key)
+    return plain if isinstance(plain, KEYS) else key
 
 
 _encode = json.JSONEncoder(allow_nan=False, default=_as_plain).encode
@@ -98,9 +121,12 @@ class Arguments:
     def payload(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the payload of a call; raises TypeError for a call that does not bind."""
         is_model, _ = self.prepare()
-        bound = self._signature.bind(*args, **kwargs).arguments
+        call = self._signature.bind(*args, **kwargs)
         if is_model:
-            return bound.get(self._names[0])
+            call.apply_defaults()
+            model = call.arguments[self._names[0]]
+            return NULL if model is None else model
+        bound = call.arguments
         for parameter in self._signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 bound |= bound.pop(parameter.name, {})

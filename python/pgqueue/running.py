@@ -134,12 +134,12 @@ async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
         with around:
             result = attempt.task.function(**arguments)
             outcome = completed(await result if attempt.task.is_async else result)
-            if attempt.has_timed_out:
+            if attempt.is_late():
                 raise attempt.timeout_error()
     except BaseException as error:
         if attempt.steps is None or not attempt.steps.is_end(error):
             raise
-        if attempt.has_timed_out:
+        if attempt.is_late():
             raise attempt.timeout_error() from None
         return Outcome("suspend", attempt.steps.terms)
     if attempt.steps is not None:

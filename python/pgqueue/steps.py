@@ -4,6 +4,7 @@ All of it by the SQL functions save_step, steps, suspend and results_of, so that
 any language, or in SQL, can go on with the same job.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -222,7 +223,7 @@ class Steps:
         """Say when a wait ends, and whether it has: by its deadline or by run_now."""
         if timeout is None:
             return {}, False
-        over = f"{name}: over"
+        over = derived(f"{name}: over")
         known = await self._load()
         rows = await self._fetch(DEADLINE, *self._lease, until, timeout)
         run_at, is_over = rows[0]
@@ -232,6 +233,15 @@ class Steps:
         async with self._session() as conn:
             rows: list[tuple[Any, ...]] = await settled(call(conn, query, params, list))
             return rows
+
+
+def derived(name: str, most: int = 200) -> str:
+    """Shorten the name of a step of ours, which is longer than what the user has named."""
+    encoded = name.encode(errors="replace")
+    if len(encoded) <= most:
+        return name
+    digest = hashlib.sha256(encoded).hexdigest()[:32]
+    return f"{encoded[: most - 40].decode(errors='ignore')}… {digest}"
 
 
 def _decode(text: str | None) -> Any:

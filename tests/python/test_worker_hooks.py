@@ -127,14 +127,17 @@ def test_startup_hooks_run_before_the_first_job_and_shutdown_hooks_after_the_las
     ]
 
 
-@pytest.mark.parametrize("how", ["raise at start", "raise at async start"])
+@pytest.mark.parametrize(
+    "how", ["raise at start", "raise at async start", "exit at start"]
+)
 def test_a_startup_hook_that_raises_ends_the_worker_before_it_claims(
     db, workers, how
 ) -> None:
     job = enqueue(db, "sync")
     worker = workers.start(*APP, env={"IN_HOOKS": how})
     assert worker.wait(20) == 1
-    assert "ValueError: cannot start" in workers.log()
+    raised = "has failed: 0" if "exit" in how else "ValueError: cannot start"
+    assert raised in workers.log()
     assert list(db.execute(LEFT)) == [(job, "ready", 0)]
     assert "ran" not in workers.ran.read_text()
 

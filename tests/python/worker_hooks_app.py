@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -47,6 +48,8 @@ def start() -> None:
     note("start", -1)
     if IN_HOOKS == "raise at start":
         raise ValueError("cannot start")
+    if IN_HOOKS == "exit at start":
+        sys.exit(0)
     if IN_HOOKS == "hang at start":
         time.sleep(60)
 

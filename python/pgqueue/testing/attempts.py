@@ -39,13 +39,15 @@ def run_inline(
     attempt.started = time.monotonic()
     with _undo_if_broken(owner, conn):
         attempt.outcome = outcome = _attempt(conn, app, attempt)
-    if raises and outcome.error and not isinstance(outcome.error, Retry | Reject):
+    has_failed = outcome.name in ("fail", "reject")  # else it is of its result
+    is_planned = isinstance(outcome.error, Retry | Reject)
+    if raises and has_failed and outcome.error and not is_planned:
         raise outcome.error
     status = outcome.status
     if outcome.name != "none":
         status = finish(conn, [attempt]).get(attempt.id, status)
     job = attempt.as_job(json.loads(attempt.payload))
-    if outcome.name in ("fail", "reject"):
+    if has_failed:
         return Ran(job, status, error=outcome.text)
     if status == "suspended":
         return Ran(job, status)

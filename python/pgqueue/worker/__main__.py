@@ -114,7 +114,7 @@ def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
         log.error("%s has failed: install or update pgqueue: %s", worker.id, reason)
         supervisor.say(CANNOT)
         code = 3
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a hook may end Python
         failed(worker.id, error)
         code = 1
     if not supervisor:

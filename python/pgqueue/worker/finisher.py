@@ -153,6 +153,9 @@ def fail(
     conn: database.Connection, attempt: Attempt, error: psycopg.Error
 ) -> dict[int, str]:
     """Fail an attempt whose own outcome is refused."""
-    text = f"{attempt.outcome.name} was refused: {str(error).strip()}"
-    attempt.outcome = Outcome("fail", text, error=error)
+    name = attempt.outcome.name
+    text = f"{name} was refused: {str(error).strip()}"
+    attempt.outcome = Outcome(
+        "reject" if name == "reject" else "fail", text, error=error
+    )
     return protocol.finish(conn, [attempt])
