@@ -155,8 +155,13 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
                     raise ValueError("another move-groups is at work")
                 time.sleep(PAUSE)
         shards.finish_what_was_cut_off()
-        while (left := shards.move_all()) and time.monotonic() < until:
-            time.sleep(PAUSE)
+        left, moved = shards.move_all(), 0
+        # Again, too, after a pass that has moved some: a dead job may have been redriven meanwhile.
+        while (left or shards.moved > moved) and time.monotonic() < until:
+            if left:
+                time.sleep(PAUSE)
+            moved = shards.moved
+            left = shards.move_all()
         for conn in conns:
             tell(conn, "select pgqueue._resume_groups()")
         print(f"moved {shards.moved} jobs and schedules")

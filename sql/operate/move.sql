@@ -71,6 +71,20 @@ declare
         order by id
     );
     ids bigint[] := array(select j.id from pgqueue.job as j where j.id = any (found_ids) order by j.id for update skip locked);
+    found_dead bigint[] := array(
+        select d.id from pgqueue.dead_job as d
+        where d.queue = _depart.queue and num_nonnulls((d.terms).batch_id, (d.terms).after) = 0 and case _depart.kind
+            when 'group' then d.group_key = _depart.key
+            when 'unique' then d.unique_key = _depart.key and d.group_key is null
+        end
+        order by d.id
+    );
+    dead_ids bigint[] := array(
+        select d.id from pgqueue.dead_job as d where d.id = any (found_dead) order by d.id for update skip locked
+    );
+    recurring pgqueue.schedule[] := array(
+        select s from pgqueue.schedule as s where _depart.kind = 'schedule' and s.name = _depart.key for update skip locked
+    );
 begin
     select
         case
@@ -80,7 +94,10 @@ begin
                 or exists (select from pgqueue.step as s where s.job_id = j.id)
                 or exists (select from pgqueue.wait as w where w.job_id = j.id)
             ) then 'tied'
-            when bool_or(num_nonnulls(j.token, j.permits) > 0) or ids <> found_ids then 'busy'
+            when bool_or(num_nonnulls(j.token, j.permits) > 0) or ids <> found_ids or dead_ids <> found_dead then 'busy'
+            when recurring = '{}' and exists (
+                select from pgqueue.schedule as s where _depart.kind = 'schedule' and s.name = _depart.key
+            ) then 'busy'
             else 'free'
         end,
         coalesce(jsonb_agg(jsonb_build_object('what', 'job', 'key', j.id::text, 'content', pgqueue._packed(to_jsonb(j)))), '[]')
@@ -97,17 +114,11 @@ begin
                 'steps', array(select pgqueue._packed(to_jsonb(s)) from pgqueue.step as s where s.job_id = d.id)
             )
         ))
-        from (
-            select d.* from pgqueue.dead_job as d
-            where d.queue = _depart.queue and num_nonnulls((d.terms).batch_id, (d.terms).after) = 0 and case _depart.kind
-                when 'group' then d.group_key = _depart.key
-                when 'unique' then d.unique_key = _depart.key and d.group_key is null
-            end
-            for update skip locked
-        ) as d
+        from pgqueue.dead_job as d
+        where d.id = any (dead_ids)
     ), '[]') || coalesce((
         select jsonb_agg(jsonb_build_object('what', 'schedule', 'key', s.name, 'content', pgqueue._packed(to_jsonb(s))))
-        from (select s.* from pgqueue.schedule as s where _depart.kind = 'schedule' and s.name = _depart.key for update skip locked) as s
+        from unnest(recurring) as s
     ), '[]');
 end;
 $$;

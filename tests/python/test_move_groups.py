@@ -311,6 +311,36 @@ def test_what_has_been_done_or_read_moves_with_a_dead_job_or_stays_with_it(two):
         assert one(new, "select count(*) from pgqueue.step") == 0
 
 
+def test_a_dead_job_or_schedule_that_somebody_has_locked_is_not_left_behind(two):
+    key = next(f"key {n}" for n in range(99) if place(f"key {n}") == 1)
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[0]) as redriving,
+        psycopg.connect(two[0]) as pausing,
+    ):
+        grow(*two, above=1000)
+        enqueue = "select pgqueue.enqueue('q', group_key => %s)"
+        dead = one(old, enqueue, key)
+        old.execute(
+            "select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim('q', 'w')"
+        )
+        waiting = one(old, enqueue, key)
+        old.execute("select pgqueue.schedule(%s, 'q', '@daily')", (key,))
+        redriving.execute("select pgqueue.redrive_job(%s)", (dead,))
+        pausing.execute("select pgqueue.pause_schedule(%s)", (key,))
+        first = move(two, "--resume", "--wait", "0.5")
+        assert (first.returncode, first.stdout) == (1, "moved 0 jobs and schedules\n")
+        redriving.commit()
+        pausing.commit()
+        second = move(two, "--resume")
+        assert (second.returncode, second.stdout) == (0, "moved 3 jobs and schedules\n")
+        assert one(old, COUNT) == 0
+    with psycopg.connect(two[1], autocommit=True) as new:
+        ids = column(new, "select id from pgqueue.job order by id")
+        assert ids == [dead, waiting]
+        assert column(new, "select is_paused from pgqueue.schedule") == [True]
+
+
 def test_what_is_paused_stays_so_when_the_new_shards_begin(two):
     with (
         psycopg.connect(two[0], autocommit=True) as old,
