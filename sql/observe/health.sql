@@ -77,12 +77,11 @@ values
                         order by j.run_at, j.id
                         limit 10000
                     ) as j
-                    where j.lease_expires_at is null and ((j.terms).expires_at <= moment) is not true
-                        and (j.group_key is null or not exists (
-                            select
-                            from pgqueue.ticket as t
-                            where pgqueue._is_ticket_of(t, j.queue, j.group_key) and t.priority + 0 = j.priority and t.is_full
-                        ))
+                    cross join lateral pgqueue._counts_as(
+                        j.queue, j.group_key, j.priority, j.run_at, j.lease_expires_at, (j.terms).expires_at, moment,
+                        true
+                    ) as c
+                    where c.state = 'r'
                         and (q.others is null or p.is_paused <> pgqueue._is_wanted(j.kind, j.group_key, null, q.others))
                     limit 1
                 ) as w

@@ -22,7 +22,18 @@ as $$
             select
             from pgqueue.ticket as t
             where pgqueue._is_ticket_of(t, _counts_as.queue, _counts_as.group_key) and t.priority + 0 = _counts_as.priority
-                and t.is_full
+                -- Below 0, nobody knew until when: if no claim has looked since, as long as a job holds a permit.
+                and t.is_full and (t.at > moment or t.served < 0 and (t.at > moment - interval '1 minute' or exists (
+                    select
+                    from pgqueue.permit as p
+                    where pgqueue._is_permit_of(p, t.queue, '', t.group_key)
+                        and not p.is_rate and p.free_at = 'infinity' and exists (
+                            select from pgqueue.job as j
+                            where j.id = p.job_id and (j.token is not null or j.run_at > moment)
+                            -- As a join it might read all jobs.
+                            offset 0
+                        )
+                )))
         ) then 'b'
         else o.state
     end)::"char"

@@ -19,7 +19,22 @@ select
             select
             from pgqueue.ticket as t
             where hashtextextended(t.group_key, hashtext(t.queue)) = hashtextextended(j.group_key, hashtext(j.queue))
-                and t.priority + 0 = j.priority and t.queue = j.queue and t.group_key = j.group_key and t.is_full
+                and t.priority + 0 = j.priority and t.queue = j.queue and t.group_key = j.group_key
+                -- As in _counts_as; not by the moment, which would be asked of the ticket for each job.
+                and t.is_full and (t.at > statement_timestamp() or t.served < 0 and (
+                    t.at > statement_timestamp() - interval '1 minute' or exists (
+                        select
+                        from pgqueue.permit as p
+                        where hashtextextended(p.group_key, hashtextextended(p.kind, hashtext(p.queue)))
+                                = hashtextextended(t.group_key, hashtextextended('', hashtext(t.queue)))
+                            and p.queue = t.queue and p.kind = '' and p.group_key = t.group_key
+                            and not p.is_rate and p.free_at = 'infinity' and exists (
+                                select from pgqueue.job as h
+                                where h.id = p.job_id and (h.token is not null or h.run_at > statement_timestamp())
+                                offset 0
+                            )
+                    )
+                ))
         ) then 'blocked'
         else 'ready'
     end as state,

@@ -203,7 +203,12 @@ class Truth:
             db,
             f"select {', '.join(AS_STORED)}, nullif(run_at, 'infinity') as run_at, run_at = 'infinity' as waits,"
             " exists (select from pgqueue.ticket as t where (t.queue, t.group_key, t.priority)"
-            " = (j.queue, j.group_key, j.priority) and t.is_full) as is_full, errors, payload, headers, (progress).*, (terms).expires_at"
+            " = (j.queue, j.group_key, j.priority) and t.is_full and (t.at > clock_timestamp() or t.served < 0 and ("
+            " t.at > clock_timestamp() - interval '1 minute' or exists ("
+            "select from pgqueue.permit as p join pgqueue.job as h on h.id = p.job_id"
+            " where (p.queue, p.kind, p.group_key) = (j.queue, '', j.group_key) and p.free_at = 'infinity' and not p.is_rate"
+            " and (h.token is not null or h.run_at > clock_timestamp()))))) as is_full,"
+            " errors, payload, headers, (progress).*, (terms).expires_at"
             " from pgqueue.job as j",
         )
         self.runs = rows(

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(96);
+select plan(104);
 
 \ir limits.psql
 
@@ -122,6 +122,11 @@ select is(
     (select array_agg(state order by id) from pgqueue.jobs where queue = 'full'), '{running,blocked,running}',
     'so its jobs are shown as blocked'
 );
+update pgqueue.ticket set at = clock_timestamp() - interval '2 minutes' where queue = 'full';
+select is(
+    (select array_agg(state order by id) from pgqueue.jobs where queue = 'full'), '{running,blocked,running}',
+    'also when nobody has looked again for a while, as long as the other runs'
+);
 select pg_temp.complete('full', 'a1');
 select is(pg_temp.tickets('full'), 'a', 'until one of its jobs has ended');
 select is(
@@ -147,6 +152,27 @@ select ok(
     (select at - clock_timestamp() between '59 minutes' and '1 hour' from pgqueue.ticket where queue = 'rate'),
     'until just when it may begin another'
 );
+select is((select state from pgqueue.jobs where queue = 'rate' and worker is null), 'blocked', 'until then its job is blocked');
+update pgqueue.ticket set at = clock_timestamp() where queue = 'rate';
+select is((select state from pgqueue.jobs where queue = 'rate' and worker is null), 'ready', 'and then ready');
+select is((select ready from pgqueue.queues where queue = 'rate'), 1::bigint, 'as queues counts it');
+
+select pgqueue.configure('retry', group_limit => 1, group_on_retry => 'block');
+select pg_temp.fill('retry', 'a1 a2');
+select pg_temp.claimed('retry', 1);
+select pgqueue.fail(id, token, 'e', '1 hour') from pgqueue.job where queue = 'retry' and token is not null;
+select is(pg_temp.claimed('retry', 5), '', 'a group may wait for a retry');
+update pgqueue.ticket set at = clock_timestamp() - interval '2 minutes' where queue = 'retry';
+select is(
+    (select array_agg(state order by id) from pgqueue.jobs where queue = 'retry'), '{scheduled,blocked}',
+    'its other jobs are blocked by that'
+);
+update pgqueue.job set run_at = clock_timestamp() where queue = 'retry';
+select is(
+    (select array_agg(state order by id) from pgqueue.jobs where queue = 'retry'), '{ready,ready}',
+    'until the retry is due, even if no claim has looked again'
+);
+select is((select ready from pgqueue.queues where queue = 'retry'), 2::bigint, 'as queues counts them');
 
 -- Paused, and pauses between two looks that grow
 
