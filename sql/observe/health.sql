@@ -809,19 +809,19 @@ values
         select
             s.last < t.highest or s.last > 4 * most * 9223372036854775807 or s.is_astray,
             case
+                when s.last < t.highest
+                    then format('sequence %s is at %s, and %s is in use: %s', t.name, s.last, t.highest, t.danger)
                 when s.is_astray then format(
                     'sequence %s is at %s and steps by %s, and this is shard %s of %s: others give out the same',
                     t.name, s.last, s.step, o.number, o.of
                 )
-                when s.last < t.highest
-                    then format('sequence %s is at %s, and %s is in use: %s', t.name, s.last, t.highest, t.danger)
                 else format(
                     'sequence %s is at %s, and ends at 9223372036854775807: somebody has set it; set it back while '
                     'no worker runs', t.name, s.last
                 )
             end,
             case
-                when s.is_astray then 'update pgqueue.shard set number = number'
+                when s.is_astray and (s.last < t.highest) is not true then 'update pgqueue.shard set number = number'
                 -- Well ahead, as some in use may not have been seen.
                 else format(
                     'select setval(%L, %s)', 'pgqueue.' || t.name, coalesce(t.highest, o.number, 0) + 1000000 * coalesce(o.of, 1)
@@ -847,7 +847,10 @@ values
         ) as t
         -- The snapshot is older: what is added in between has numbers above.
         cross join lateral (
-            select v.last, q.seqincrement as step, q.seqincrement <> o.of or (v.last - o.number) % o.of <> 0 as is_astray
+            select
+                v.last, q.seqincrement as step,
+                -- At 0 it has given out nothing.
+                q.seqincrement <> o.of or v.last > 0 and (v.last - o.number) % o.of <> 0 as is_astray
             from pg_sequence as q
             cross join lateral (select coalesce(pg_sequence_last_value(q.seqrelid::regclass), 0) as last) as v
             where q.seqrelid = ('pgqueue.' || t.name)::regclass

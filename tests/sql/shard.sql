@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(46);
+select plan(49);
 
 -- Other tests have used the sequences.
 alter sequence pgqueue.job_id_seq restart;
@@ -40,6 +40,7 @@ from (
 
 select lives_ok('select pgqueue.shard(8, 8)', 'the last shard has the number of them all');
 select lives_ok('select pgqueue.shard(3, 8)', 'as long as there is no job, the number may change');
+select is((select h.status from pgqueue.health() as h where h.check = 'sequences'), 'ok', 'it has given out no number of others');
 select is(
     array(select pgqueue.enqueue_many('s', array_fill('1'::jsonb, array[2]))) || pgqueue.enqueue('s')
         || pgqueue.create_batch('s'),
@@ -98,6 +99,16 @@ select is(
 );
 
 -- Numbers that were changed by hand, or left out by a restore.
+select setval('pgqueue.job_id_seq', 2);
+select is(
+    (select concat(h.status, ': ', h.detail) from pgqueue.health() as h where h.check = 'sequences'),
+    'critical: sequence job_id_seq is at 2, and 51 is in use: enqueues will fail', 'a sequence that was set back fails first'
+);
+select h.hint from pgqueue.health() as h where h.check = 'sequences' \gexec
+select is(
+    (select h.status from pgqueue.health() as h where h.check = 'sequences'), 'ok', 'setting it forward leaves it to this shard'
+);
+select setval('pgqueue.job_id_seq', 51);
 alter sequence pgqueue.job_id_seq increment by 1;
 select is(
     (select concat(h.status, ': ', h.detail) from pgqueue.health() as h where h.check = 'sequences'),
