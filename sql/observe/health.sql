@@ -22,7 +22,8 @@ as $$
     where s.setdatabase in (0, (select d.oid from pg_database as d where d.datname = current_database()))
         and starts_with(o.option, _set_for.setting || '=')
     union all
-    select 0, 'this server', s.setting, format('alter system reset %s; select pg_reload_conf()', s.name)
+    -- To reset it would leave what the main file says.
+    select 0, 'this server', s.setting, format('alter system set %s = %s; select pg_reload_conf()', s.name, s.boot_val)
     from pg_settings as s
     where s.name = _set_for.setting and s.source = 'configuration file'
 $$;

@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -701,6 +702,7 @@ READ_ONLY = "default_transaction_read_only"
         (f"alter database postgres set {READ_ONLY} = true", "database postgres"),
         (f"alter role all set {READ_ONLY} = on", "role all"),
         (f"alter system set {READ_ONLY} = on; select pg_reload_conf()", "this server"),
+        ("select pg_reload_conf()", "this server"),
     ],
 )
 def test_a_database_that_was_made_read_only_is_named_and_can_be_made_to_write(
@@ -708,6 +710,10 @@ def test_a_database_that_was_made_read_only_is_named_and_can_be_made_to_write(
 ):
     with psycopg.connect(where(server), autocommit=True) as db:
         assert found(db, "writes") == []
+        if "set" not in made:
+            with Path(one(db, "show config_file")).open("a") as file:
+                file.write(f"{READ_ONLY} = yes\n")
+            db.execute(f"alter system reset {READ_ONLY}")
         for statement in made.split(";"):
             db.execute(statement)
 
