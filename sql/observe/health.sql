@@ -49,6 +49,8 @@ values
                 when 'its kind is paused' then format('select pgqueue.resume(%L, %L)', o.queue, (s.job).kind)
                 when 'its group is paused' then
                     format('select pgqueue.resume(%L, group_key => %L)', o.queue, (s.job).group_key)
+                when 'its kind and group are paused together' then
+                    format('select pgqueue.resume(%L, %L, %L)', o.queue, (s.job).kind, (s.job).group_key)
                 else format('select pgqueue.why(%s)', o.id)
             end
         from (

@@ -12,7 +12,7 @@ begin
 end;
 $$;
 
--- What keeps a job paused: its queue, kind or group; null for nothing.
+-- What keeps a job paused: its queue, kind or group, or the pair of these; null for nothing.
 create or replace function pgqueue._why_paused(job pgqueue.job)
     returns text
     language plpgsql
@@ -23,7 +23,8 @@ begin
         when not (pgqueue._in_force(job.queue, job.kind, job.group_key)).paused then null
         when (pgqueue._in_force(job.queue)).paused then 'its queue is paused'
         when (pgqueue._in_force(job.queue, job.kind)).paused then 'its kind is paused'
-        else 'its group is paused'
+        when (pgqueue._in_force(job.queue, '', job.group_key)).paused then 'its group is paused'
+        else 'its kind and group are paused together'
     end;
 end;
 $$;

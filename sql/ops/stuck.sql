@@ -61,6 +61,8 @@ from (
                 then format('select pgqueue.resume(%L, kind => %L);', w.queue, w.kind)
             when w.problem like 'its group is paused%'
                 then format('select pgqueue.resume(%L, group_key => %L);', w.queue, w.group_key)
+            when w.problem like 'its kind and group are paused%'
+                then format('select pgqueue.resume(%L, kind => %L, group_key => %L);', w.queue, w.kind, w.group_key)
             when w.problem like '%runs as many jobs as it may%' then 'raise max_running with pgqueue.configure'
             when w.problem like 'rate limited%' then 'raise rate_limit with pgqueue.configure'
             when w.problem ~ '^its (row|table) is locked: session ' then format(

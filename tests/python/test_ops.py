@@ -259,14 +259,15 @@ def test_stuck_names_who_has_locked_a_table_or_a_job(db, run, connect):
 def test_stuck_prints_the_calls_that_fix_it(db, run):
     do(
         db,
-        "select pgqueue.enqueue(q) from unnest(array['expired', 'slow', 'paused', 'kind', 'group', 'idle']) as q",
-        "update pgqueue.job set group_key = 'it''s' where queue = 'group'",
+        "select pgqueue.enqueue(q) from unnest(array['expired', 'slow', 'paused', 'kind', 'group', 'pair', 'idle']) as q",
+        "update pgqueue.job set group_key = 'it''s' where queue in ('group', 'pair')",
         "select count(*) from pgqueue.claim_from(array['expired', 'slow'], 'w', 2)",
         "update pgqueue.job set claimed_at = now() - interval '1 hour', lease_expires_at = now() + interval '2 hours'"
         " * case queue when 'slow' then 1 else -1 end where worker is not null",
         "select pgqueue.pause('paused')",
         "select pgqueue.pause('kind', kind => 'kind')",
         "select pgqueue.pause('group', group_key => 'it''s')",
+        "select pgqueue.pause(null, kind => 'pair', group_key => 'it''s')",
     )
     said = run("stuck")
     assert calls(said, "fix") == [
@@ -275,12 +276,13 @@ def test_stuck_prints_the_calls_that_fix_it(db, run):
         "select pgqueue.resume('paused');",
         "select pgqueue.resume('kind', kind => 'kind');",
         "select pgqueue.resume('group', group_key => 'it''s');",
+        "select pgqueue.resume('pair', kind => 'pair', group_key => 'it''s');",
     ]
     assert said.rstrip().endswith("fix     start a worker")
     do(db, *calls(said, "fix"))
-    queues = "array['paused', 'kind', 'group', 'idle']"
+    queues = "array['paused', 'kind', 'group', 'pair', 'idle']"
     claimed = column(db, f"select queue from pgqueue.claim_from({queues}, 'w', 9)")
-    assert len(claimed) == 4
+    assert len(claimed) == 5
     fixed = run("stuck")
     assert re.findall("^queue +(.*)$", fixed, re.M) == ["slow", "expired"]
 

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(100);
+select plan(102);
 
 create function pg_temp.found(name text)
     returns text
@@ -169,6 +169,12 @@ select is(
     ],
     'and does not hide what waits behind it'
 );
+select pgqueue.resume('slow', 'k');
+update pgqueue.job set group_key = 'g' where kind = 'k';
+select pgqueue.pause('slow', 'k', 'g');
+select alike(pg_temp.found('waits'), '%; its kind and group are paused together%', 'a kind may be paused in a group');
+select h.hint from pgqueue.health() as h where h.check = 'waits' and h.hint like '%resume%' \gexec
+select is((pgqueue._in_force('slow', 'k', 'g')).paused, false, 'which its hint resumes');
 delete from pgqueue.job where kind = 'k';
 
 -- The front of the lane is leased, the next are of a full group, and another lane has nothing that is late.

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(44);
+select plan(46);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -110,6 +110,10 @@ select pgqueue.pause('full', group_key => 'invoice 7');
 select is(pg_temp.why(:waits), 'its group is paused', 'why says that its group is paused');
 select pgqueue.pause('full', kind => 'full');
 select pgqueue.resume('full', group_key => 'invoice 7');
+select pgqueue.pause(null, kind => 'full', group_key => 'invoice 7');
+select is(pg_temp.why(:waits), 'its kind is paused', 'why names the wider of two pauses first');
+select pgqueue.resume('full', kind => 'full');
+select is(pg_temp.why(:waits), 'its kind and group are paused together', 'and then the other');
 select pgqueue.pause('x', kind => 'x');
 select pgqueue.enqueue('x') as id \gset
 select is(pg_temp.why(:id), 'its kind is paused', 'why says that its kind is paused');
