@@ -209,26 +209,30 @@ values
         ) as h
         order by h.lasts desc
     $$),
-    -- Each queue in which leases expired that long ago and nobody has recovered the jobs.
+    -- Each queue in which leases expired that long ago and nobody has recovered the jobs; and who has locked the first.
     ('leases', '3 minutes', null, null, 'jobs whose lease expired are recovered', $$
+        with lock as materialized (
+            select * from pgqueue._lock_holders()
+        )
         select
             e.late > 4 * patience,
             format(
                 'queue %s: the lease of job %s expired %s ago (worker %s), and neither a claim nor maintain() '
-                'has recovered it%s',
-                e.queue, e.id, date_trunc('second', e.late), e.worker,
+                'has recovered it%s%s',
+                e.queue, e.id, date_trunc('second', e.late), e.worker, '; its row is locked: ' || l.holder,
                 '; ' || nullif(e.all_late - 1, 0) || ' more expired, too'
             ),
-            'select pgqueue.reap()'
+            coalesce(l.hint, 'select pgqueue.reap()')
         from (
             select distinct on (j.queue)
-                j.queue, j.id, j.worker, moment - j.lease_expires_at as late,
+                j.queue, j.id, j.xid, j.worker, moment - j.lease_expires_at as late,
                 count(*) over (partition by j.queue) as all_late
             from unnest(held) as l (id)
-            cross join lateral (select j.* from pgqueue.job as j where j.id = l.id offset 0) as j
+            cross join lateral (select j.*, j.xmax as xid from pgqueue.job as j where j.id = l.id offset 0) as j
             where j.lease_expires_at < moment - patience
             order by j.queue, j.lease_expires_at
         ) as e
+        left join lock as l on l.xid = e.xid and l.what = 'transactionid' and l.is_held
         order by e.late desc
     $$),
     -- Jobs that wait or run, and whose attempts have ended by an expired lease that often in the last hour.

@@ -146,7 +146,7 @@ begin
 end;
 $$;
 
--- Who has locked the row of a job, or its table, if anybody has, so that no claim can take it.
+-- Who has locked the row of a job, or its table, if anybody has, so that no claim can take or recover it.
 create or replace function pgqueue._why_locked(job_id bigint)
     returns text
     language plpgsql
@@ -419,7 +419,7 @@ begin
     left join pgqueue.dead_job as d on d.id = asked.id;
     job := present.job;
     if job.lease_expires_at <= moment then
-        return format(
+        return concat_ws('; ', pgqueue._why_locked(job.id), format(
             'its lease expired at %s: the next %s %s (worker %s)',
             pgqueue._written(job.lease_expires_at),
             case when pgqueue._why_paused(job) is not null then 'maintain()' else 'claim' end,
@@ -429,7 +429,7 @@ begin
                 else 'recovers it'
             end,
             job.worker
-        );
+        ));
     elsif job.lease_expires_at is not null then
         return case when job.cancelled_at is not null
             then format(

@@ -19,10 +19,16 @@ set transaction isolation level repeatable read, read only\;
 with leased as (
     select
         s.id, s.queue, s.kind, row_number() over (order by s.stuck_for desc, s.id) as place,
-        format(
-            '%s for %s, worker %s, attempt %s of %s', s.problem,
-            to_char(make_interval(secs => extract(epoch from s.stuck_for)), 'HH24:MI:SS'), s.worker, s.attempt,
-            s.max_attempts
+        concat_ws('; ',
+            -- Who has locked it, as why says it of a job that waits.
+            case s.problem when 'expired' then substring(
+                pgqueue.why(s.id) from '^(its (?:row|table) is locked: .*?); its lease expired at '
+            ) end,
+            format(
+                '%s for %s, worker %s, attempt %s of %s', s.problem,
+                to_char(make_interval(secs => extract(epoch from s.stuck_for)), 'HH24:MI:SS'), s.worker, s.attempt,
+                s.max_attempts
+            )
         ) as problem,
         case s.problem
             when 'expired' then 'select * from pgqueue.maintain();'
@@ -51,8 +57,6 @@ select
 from (
     select null::bigint as id, null as queue, null as kind, 0 as place, l.problem, l.fix from locked as l
     union all
-    select l.id, l.queue, l.kind, l.place, l.problem, l.fix from leased as l
-    union all
     select
         w.id, w.queue, w.kind, w.place, w.problem,
         case
@@ -63,13 +67,14 @@ from (
                 then format('select pgqueue.resume(%L, group_key => %L);', w.queue, w.group_key)
             when w.problem like 'its kind and group are paused%'
                 then format('select pgqueue.resume(%L, kind => %L, group_key => %L);', w.queue, w.kind, w.group_key)
-            when w.problem like '%runs as many jobs as it may%' then 'raise max_running with pgqueue.configure'
+            when w.problem ~ '^its (queue|kind .*|group .*) runs as many jobs as it may'
+                then 'raise max_running with pgqueue.configure'
             when w.problem like 'rate limited%' then 'raise rate_limit with pgqueue.configure'
             when w.problem ~ '^its (row|table) is locked: session ' then format(
                 'select pg_terminate_backend(%s);', (regexp_match(w.problem, '^its \w+ is locked: session (\d+)'))[1]
             )
             when w.problem ~ '^its (row|table) is locked: prepared ' then format(
-                'rollback prepared %L;', (regexp_match(w.problem, '^its \w+ is locked: prepared transaction (.*) has used it'))[1]
+                'rollback prepared %L;', (regexp_match(w.problem, '^its \w+ is locked: prepared transaction (.*?) has used it'))[1]
             )
             when w.problem ~ '^its group .* waits for the retry of job \d+ at ' then format(
                 'select pgqueue.run_now(%s);', (regexp_match(w.problem, '.* waits for the retry of job (\d+) at '))[1]
@@ -80,9 +85,13 @@ from (
             when w.problem like 'ready: %no worker %its kind%' then 'start a worker for its kind'
             when w.problem like 'ready: %no worker has claimed%' then 'start a worker'
             when w.problem like 'ready: waits behind%' then 'start more workers, or look at waits.sql'
-            else ''
+            else w.fix
         end
-    from waiting as w
+    from (
+        select l.id, l.queue, l.kind, null as group_key, l.place, l.problem, l.fix from leased as l
+        union all
+        select w.id, w.queue, w.kind, w.group_key, w.place, w.problem, '' from waiting as w
+    ) as w
 ) as l
 order by l.place
 \gx (pager=off border=0)

@@ -400,6 +400,32 @@ def test_who_has_locked_the_rows_of_jobs_is_named(db, connect, is_prepared):
     assert one(db, "select pgqueue.why(%s)", job).startswith("ready")
 
 
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_who_has_locked_a_job_whose_lease_expired_is_named(db, connect, is_prepared):
+    db.execute("select pgqueue.enqueue('q')")
+    (job, token) = db.execute(
+        "select id, token from pgqueue.claim('q', 'w')"
+    ).fetchone()
+    late = "interval '1 hour'"
+    db.execute(f"update pgqueue.job set lease_expires_at = lease_expires_at - {late}")
+    other = connect(autocommit=False)
+    other.execute("select pgqueue.save_step(%s, %s, 'step')", (job, token))
+    who = f"session {other.info.backend_pid} has used it"
+    if is_prepared:
+        other.execute("prepare transaction 'step'")
+        who = "prepared transaction step has used it"
+    said = one(db, "select pgqueue.why(%s)", job)
+    assert said.startswith(f"its row is locked: {who}")
+    assert "; its lease expired at " in said
+    assert one(db, "select pgqueue.reap()") == 0
+    ((_, detail, hint),) = found(db, "leases")
+    assert f"; its row is locked: {who}" in detail
+    run_hint(db, hint)
+    wait_until(lambda: "locked" not in found(db, "leases")[0][1])
+    assert one(db, "select pgqueue.why(%s)", job).startswith("its lease expired at ")
+    fix(db, "leases")
+
+
 def test_who_keeps_an_end_of_a_job_waiting_is_named(db, connect):
     db.execute("select pgqueue.enqueue('q')")
     db.execute("create table j as select id, token from pgqueue.claim('q', 'w')")

@@ -256,6 +256,24 @@ def test_stuck_names_who_has_locked_a_table_or_a_job(db, run, connect):
     assert "locked" not in run("stuck")
 
 
+@pytest.mark.parametrize("worker", ["w", "its row is locked: session 1"])
+def test_stuck_names_who_has_locked_a_job_whose_lease_expired(db, run, connect, worker):
+    do(
+        db,
+        "select pgqueue.enqueue('q')",
+        f"select from pgqueue.claim('q', '{worker}')",
+        "update pgqueue.job set lease_expires_at = now() - interval '1 hour'",
+    )
+    other = connect(autocommit=False)
+    other.execute("select from pgqueue.job for update")
+    (end,) = calls(run("stuck"), "fix")
+    assert end == f"select pg_terminate_backend({other.info.backend_pid});"
+    do(db, end)
+    wait_until(
+        lambda: calls(run("stuck"), "fix") == ["select * from pgqueue.maintain();"]
+    )
+
+
 def test_stuck_prints_the_calls_that_fix_it(db, run):
     do(
         db,
