@@ -974,15 +974,28 @@ declare
     held bigint[];
     blocked text[] := '{}'::text[];
     stopped text;
+    given text := nullif(current_setting('pgqueue.thresholds', true), '');
+    -- Or the session itself has set it.
+    remedy text := coalesce((
+        select string_agg(s.remedy, '; ') from pgqueue._set_for('pgqueue.thresholds') as s where s.value = given
+    ), 'reset pgqueue.thresholds');
 begin
     begin
         known := array(select c from pgqueue.checks as c);
+        return query
+        select
+            'thresholds', 'warning', 'the setting pgqueue.thresholds names what no check has: ' || string_agg(
+                concat_ws('.', c.key, o.key), ', ' order by c.key, o.key
+            ), remedy, 1::bigint
+        from jsonb_each(given::jsonb) as c
+        cross join lateral jsonb_object_keys(c.value) as o (key)
+        where o.key <> all ('{patience,most,few}') or c.key not in (select k.name from pgqueue._check as k)
+        having count(*) > 0;
     exception when data_exception then
         known := array(select row(c.name, c.patience, c.most, c.few, c.fine)::pgqueue.checks from pgqueue._check as c);
         return query
         select
-            'thresholds', 'critical', 'the setting pgqueue.thresholds is not in force: ' || sqlerrm,
-            'alter database ' || quote_ident(current_database()) || ' reset pgqueue.thresholds', 1::bigint;
+            'thresholds', 'critical', 'the setting pgqueue.thresholds is not in force: ' || sqlerrm, remedy, 1::bigint;
     end;
     for one in
         select k.*, c.query

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(102);
+select plan(105);
 
 create function pg_temp.found(name text)
     returns text
@@ -553,10 +553,24 @@ set pgqueue.thresholds = '{"workers": {"patience": "much"}}';
 select is(
     (select h.detail || h.hint from pgqueue.health() as h limit 1),
     'the setting pgqueue.thresholds is not in force: invalid input syntax for type interval: "much"'
-    || format('alter database %I reset pgqueue.thresholds', current_database()),
+    || 'reset pgqueue.thresholds',
     'a setting that nobody can read is told of'
 );
 select is(pg_temp.found('workers') like '%; and 1,003 more, 1 of them critical', true, 'and stops no check');
+set pgqueue.thresholds = '{"dead": 5}';
+select alike(pg_temp.found('thresholds'), 'critical: the setting pgqueue.thresholds is not in force: %', 'also a number for a check');
+set pgqueue.thresholds = '{"deaad": {"most": 1}, "dead": {"most": 1, "mist": 2}}';
+select is(
+    pg_temp.found('thresholds'),
+    'warning: the setting pgqueue.thresholds names what no check has: deaad.most, dead.mist', 'so is what no check has'
+);
+select format('alter role %I in database %I set pgqueue.thresholds = %L', current_user, current_database(), c.given)
+from (select current_setting('pgqueue.thresholds')) as c (given) \gexec
+select is(
+    pg_temp.hint('thresholds'),
+    format('alter role %I in database %I reset pgqueue.thresholds', current_user, current_database()),
+    'with what undoes it, for whom it was set'
+);
 set pgqueue.thresholds = '';
 select is((select count(*) from pgqueue.checks as c where c.patience is not null), 10::bigint, 'an empty one is none');
 
