@@ -717,7 +717,8 @@ values
             and a.attname in ('token', 'attempt', 'worker', 'claimed_at', 'lease_expires_at')
         group by c.relname
     $$),
-    -- Whether enqueues are kept from waking workers by a setting of this database, of a role, or of the server.
+    -- Whether enqueues are kept from waking workers by a setting of this database or of a role: no catalog has that of
+    -- the server.
     ('notify', null, null, null, 'enqueues may wake workers', $$
         select
             false, format('pgqueue.notify is off for %s: enqueues wake no worker, and jobs wait for the next poll', s.whom),
