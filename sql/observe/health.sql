@@ -117,11 +117,24 @@ values
             from lock as w
             where not w.is_held and case w.what
                 when 'relation' then w.relation in (select o.oid from ours as o)
-                -- Who waits for a row has locked its place.
+                -- Who waits for a row has locked its place. Who waits for a key has not, but has locked the index, and
+                -- whoever has that key has written to job.
                 when 'transactionid' then exists (
                     select
                     from lock as t
                     where t.what = 'tuple' and t.pid = w.pid and t.relation in (select o.oid from ours as o)
+                ) or exists (
+                    select
+                    from lock as i
+                    where i.pid = w.pid and i.mode = 'RowExclusiveLock' and i.relation in (
+                        'pgqueue.job_unique_key_idx'::regclass, 'pgqueue.recent_key_pkey'::regclass
+                    )
+                ) and not exists (select from lock as t where t.what = 'tuple' and t.pid = w.pid) and exists (
+                    select
+                    from lock as h
+                    join lock as o on o.hint = h.hint
+                    where h.xid = w.xid and h.is_held and o.mode = 'RowExclusiveLock'
+                        and o.relation = 'pgqueue.job'::regclass
                 )
             end
             group by w.relation, w.xid

@@ -440,6 +440,35 @@ def test_who_keeps_an_end_of_a_job_waiting_is_named(db, connect):
     waiting.close()
 
 
+@pytest.mark.parametrize("window", ["", ", unique_for => '1 hour'"])
+def test_who_keeps_an_enqueue_with_the_same_key_waiting_is_named(db, connect, window):
+    enqueue = f"select pgqueue.enqueue('q', unique_key => 'k'{window})"
+    other = connect(autocommit=False)
+    other.execute(enqueue)
+    waiting = connect()
+    waiting.pgconn.send_query(enqueue.encode())
+    wait_until(lambda: found(db, "locks"))
+    detail = fix(db, "locks")
+    assert detail.startswith(f"a row is locked: session {other.info.backend_pid} has")
+    assert detail.endswith("; a session waits for it")
+    waiting.close()
+
+
+def test_who_waits_for_a_key_of_its_own_after_an_enqueue_is_no_concern_of_health(
+    db, connect
+):
+    db.execute("create table mine (n int primary key)")
+    other = connect(autocommit=False)
+    other.execute("insert into mine values (1)")
+    waiting = connect()
+    waiting.pgconn.send_query(
+        b"begin; select pgqueue.enqueue('q', unique_key => 'k'); insert into mine values (1)"
+    )
+    wait_until(lambda: one(db, "select count(*) from pg_locks where not granted"))
+    assert found(db, "'locks', '0 s'") == []
+    waiting.close()
+
+
 def test_who_waits_for_other_rows_after_an_enqueue_is_no_concern_of_health(db, connect):
     db.execute("create table mine as select 1 as n")
     other = connect(autocommit=False)
