@@ -292,6 +292,37 @@ begin
 end;
 $$;
 
+-- What keeps the first job of its group, which a job must not overtake where the group has a limit; null for nothing.
+create or replace function pgqueue._why_behind(job pgqueue.job, moment timestamptz)
+    returns text
+    language plpgsql
+as $$
+declare
+    head pgqueue.job;
+begin
+    if job.group_key is null or (pgqueue._in_force(job.queue, '', job.group_key)).group_limit is null then
+        return null;
+    end if;
+    select f.* into head
+    from (
+        select j.*
+        from pgqueue.job as j
+        where pgqueue._is_in_group(j, job.queue, job.group_key) and -j.priority = -job.priority
+            and (j.run_at, j.id) < (job.run_at, job.id)
+        order by j.run_at, j.id
+        limit 10000
+    ) as f
+    where f.lease_expires_at is null and ((f.terms).expires_at <= moment) is not true
+    limit 1;
+    return case when head.id is not null then
+        format('its group %s waits for job %s, which comes first: ', job.group_key, head.id) || coalesce(
+            pgqueue._why_paused(head), pgqueue._why_capped(head, moment),
+            substring(pgqueue._why_unclaimed(head, moment) from '.* its kind.*')
+        )
+    end;
+end;
+$$;
+
 -- What a suspended job waits for, and since when; null if it is not, or due.
 create or replace function pgqueue._why_suspended(job pgqueue.job, moment timestamptz)
     returns text
@@ -366,7 +397,7 @@ begin
             )
             when job.run_at <= moment then coalesce(
                 pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment),
-                pgqueue._why_locked(job.id),
+                pgqueue._why_locked(job.id), pgqueue._why_behind(job, moment),
                 (
                     select case
                         when a.jobs = 0 then 'ready: next in its queue'

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(46);
+select plan(51);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -221,6 +221,29 @@ select is(
     pg_temp.why(:other), 'ready: next in its queue; no worker takes its kind: those of its queue take others',
     'why tells that those who serve its queue take other kinds'
 );
+
+-- Order in a group that has a limit
+
+select pgqueue.enqueue('order', kind => 'one', group_key => 'g') as first \gset
+select pgqueue.enqueue('order', kind => 'two', group_key => 'g') as second \gset
+select pgqueue.pause('order', kind => 'one');
+select alike(pg_temp.why(:second), 'ready: %', 'why says that a job may overtake another in a group without a limit');
+select pgqueue.configure('order', group_limit => 2);
+select is(
+    pg_temp.why(:second), format('its group g waits for job %s, which comes first: its kind is paused', :first),
+    'why names the job that keeps its group'
+);
+select pgqueue.resume('order', kind => 'one');
+select alike(pg_temp.why(:second), 'ready: waits behind 1 job %', 'and says nothing of one that will run');
+select pgqueue.rest(array['order'], array['two']);
+select is(
+    pg_temp.why(:second),
+    format(
+        'its group g waits for job %s, which comes first: no worker takes its kind: those of its queue take others', :first
+    ),
+    'unless nobody takes it'
+);
+select alike(pg_temp.why(:first), 'ready: next in its queue%', 'the first one waits for no other');
 
 select throws_ok('select pgqueue.why(-1)', 'PQ001', null, 'why refuses an id that nothing remembers');
 
