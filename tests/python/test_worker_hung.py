@@ -49,6 +49,30 @@ def test_a_thread_that_timed_out_keeps_its_place_in_the_group_until_it_returns(
     assert one(db, "select count(*) from effect") == 0
 
 
+def test_a_hung_transaction_delays_no_report_and_is_not_committed(db, workers) -> None:
+    db.execute(NO_RETRY)
+    hung = pgqueue.enqueue(db, QUEUE, kind="hangs_with_lock")
+    workers.start()
+    wait_until(lambda: outcomes(db)["retry"] == 1)
+    after = pgqueue.enqueue(db, QUEUE, kind="mark")
+    wait_until(lambda: outcomes(db)["completed"] == 1)
+    workers.let_go()
+    wait_until(lambda: "has returned: its slot is free" in workers.log())
+    query = "select job_id from pgqueue.run where outcome = 'completed'"
+    assert column(db, query) == [after]
+    assert column(db, "select id from pgqueue.jobs where attempt = 1") == [hung]
+    assert one(db, "select count(*) from pgqueue.steps(%s)", hung) == 0
+
+
+@pytest.mark.parametrize("kind", ["hangs_with_lock", "ahangs_with_lock"])
+def test_a_worker_that_ends_reports_a_hung_transaction(db, workers, kind) -> None:
+    pgqueue.enqueue(db, QUEUE, kind=kind)
+    worker = workers.start("--shutdown-timeout", "0.2")
+    workers.began()
+    assert workers.finish(worker) == 0
+    assert "WorkerStopped" in one(db, "select last_error from pgqueue.jobs")
+
+
 def test_a_timeout_for_all_handlers_can_be_set_on_the_command_line(db, workers) -> None:
     db.execute(NO_RETRY)
     pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="ahold")

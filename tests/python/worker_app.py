@@ -426,6 +426,20 @@ def hangs(job: pgqueue.Job) -> None:
     time.sleep(60)
 
 
+@app.job("hangs_with_lock", timeout=0.5, transaction=True)
+def hangs_with_lock(job: pgqueue.Job) -> None:
+    job.step("locks its job", lambda: 1)
+    note("began", job.id)
+    while not may_go():
+        time.sleep(0.01)
+
+
+@app.job("ahangs_with_lock", transaction=True)
+async def ahangs_with_lock(job: pgqueue.Job) -> None:
+    await job.step("locks its job", asyncio.sleep, 0)
+    await ahang_stubborn.function(job)
+
+
 # Handlers that do not end, each in its own way.
 
 

@@ -6,6 +6,8 @@ may have forgotten the connection, and a backend may stand still.
 
 import contextlib
 import math
+import os
+import socket
 import time
 from collections.abc import Callable, Generator
 from typing import Any
@@ -70,6 +72,20 @@ def in_time(conn: Watched | WatchedAsync, call: Any) -> Generator[Any, Any, Any]
             ready = yield waits_for
     except StopIteration as end:
         return end.value
+
+
+def cut(conn: Any) -> None:
+    """Break the connection of a handler, if it has one, from another thread.
+
+    The server ends its transaction, and whatever its handler does with it raises.
+    """
+    with contextlib.suppress(psycopg.Error, OSError):  # it is closed
+        if conn is not None:
+            session = conn.pgconn
+            # The descriptor may be another's by now, unless the session is still its own.
+            with socket.socket(fileno=os.dup(session.socket)) as copy:
+                if conn.pgconn is session:
+                    copy.shutdown(socket.SHUT_RDWR)
 
 
 class Server:

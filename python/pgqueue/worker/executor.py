@@ -22,9 +22,11 @@ from queue import SimpleQueue
 from pgqueue.attempt import RELEASED, Attempt, Outcome
 from pgqueue.policy import Middleware
 from pgqueue.running import run, run_async
+from pgqueue.worker.deadline import cut
 from pgqueue.worker.event_loop import EventLoop
 from pgqueue.worker.seldom import log
 
+ROLLBACK = 0.2  # seconds for a cancelled handler to end its transaction, and its query
 RETURNED = "%s has returned: its slot is free"
 
 
@@ -70,12 +72,19 @@ class Executor:
             while True:
                 self._on_end(self.waiting.popleft())
 
-    def end(self, attempt: Attempt, outcome: Outcome, runs_on: bool = False) -> bool:
+    def end(
+        self,
+        attempt: Attempt,
+        outcome: Outcome,
+        runs_on: bool = False,
+        rolls_back: bool = False,
+    ) -> bool:
         """End an attempt, unless it has ended: what a given-up handler returns is dropped.
 
         Returns whether it has not ended before.
 
-        With `runs_on` it is given up: its handler keeps the slot until it returns.
+        With `runs_on` it is given up: its handler keeps the slot until it returns, but not the
+        locks of its transaction, which the report would wait for; unless it rolls back by itself.
         """
         if runs_on and attempt.started:
             self.given_up.add(attempt)
@@ -89,6 +98,8 @@ class Executor:
         if attempt.has_timed_out and not runs_on:
             log.info(RETURNED, attempt)
         attempt.outcome = outcome if attempt.started else RELEASED
+        if runs_on and not rolls_back:
+            cut(attempt.connection)
         self._on_end(attempt)
         return True
 
@@ -97,9 +108,12 @@ class Executor:
         if left := list(self.running):
             log.warning("giving up %s unfinished attempts, for lack of time", len(left))
         for attempt in left:
-            self.end(attempt, outcome, runs_on=True)
+            self.end(attempt, outcome, runs_on=True, rolls_back=bool(attempt.runs_in))
             if attempt.runs_in:
                 self.loop.get().call_soon_threadsafe(attempt.runs_in.cancel)
+        self._wait_for_async(time.monotonic() + ROLLBACK)
+        for attempt in self.given_up.intersection(left):
+            cut(attempt.connection)
 
     def take_back(self, attempt: Attempt) -> None:
         """Leave to other workers what has a slot and has not begun."""
@@ -122,10 +136,7 @@ class Executor:
 
         Threads that end while Python does may crash it, so wait for those that can end.
         """
-        while time.monotonic() < until and any(
-            a.task.is_async for a in list(self.given_up)
-        ):
-            time.sleep(0.01)
+        self._wait_for_async(until)
         runs_on = self.running | self.given_up
         for _ in self._threads:
             self._for_threads.put(None)
@@ -133,6 +144,12 @@ class Executor:
             self.loop.close(until)
         for thread in [] if runs_on else self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+
+    def _wait_for_async(self, until: float) -> None:
+        """Wait for async handlers that were given up."""
+        given_up = self.given_up
+        while time.monotonic() < until and any(a.task.is_async for a in list(given_up)):
+            time.sleep(0.01)
 
     # Slots
 
