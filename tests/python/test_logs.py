@@ -313,10 +313,10 @@ def test_an_error_that_ends_a_worker_is_one_object_with_its_traceback(
     )
     worker = workers.start("--app", "broken", "--log-format", "json")
     assert worker.wait(30) == 1
-    *_, last = [json.loads(line) for line in workers.log().splitlines()]
-    assert last["level"] == "error"
-    assert last["message"].endswith(" has failed: cannot start")
-    assert "in start\n" in last["error"]
+    lines = [json.loads(line) for line in workers.log().splitlines()]
+    (failed,) = [line for line in lines if line["level"] == "error"]
+    assert failed["message"].endswith(" has failed: cannot start")
+    assert "in start\n" in failed["error"]
 
 
 def test_a_database_without_pgqueue_is_said_as_an_error(run) -> None:

@@ -182,6 +182,32 @@ def test_a_shutdown_hook_that_hangs_beside_a_handler_ends_in_time(
     assert time.monotonic() - began <= 1 + 1.5
 
 
+@pytest.mark.parametrize("how", ["hang at end", "hang at async end"])
+def test_a_shutdown_hook_that_hangs_ends_in_time_without_a_signal(
+    db, workers, how
+) -> None:
+    worker = workers.start(
+        *APP, "--burst", "--shutdown-timeout", "1", env={"IN_HOOKS": how}
+    )
+    assert worker.wait(20) == 0
+    assert "WARNING a hook does not end: given up" in workers.log()
+
+
+def test_a_worker_that_has_failed_says_so_before_its_hooks_and_is_not_healthy(
+    db, workers
+) -> None:
+    enqueue(db, "late_thread")
+    file = workers.folder / "health"
+    options = ("-c", "1", "--shutdown-timeout", "3", "--health-file", str(file))
+    worker = workers.start(*APP, *options, env={"IN_HOOKS": "hang at end"})
+    wait_until(lambda: workers.notes("end")[-1])
+    assert "has failed: handlers that do not end" in workers.log()
+    last = file.stat().st_mtime
+    assert worker.wait(20) == 1
+    assert file.stat().st_mtime == last
+    assert workers.log().count("has failed") == 1
+
+
 def test_the_log_has_the_exception_of_a_failed_attempt(db, workers) -> None:
     failed, dead = enqueue(db, "sync", "ValueError"), enqueue(db, "async", "Reject")
     late = enqueue(db, "late")

@@ -133,3 +133,8 @@ async def late() -> None:
 def hang(job: pgqueue.Job) -> None:
     note("began", job.id)
     time.sleep(60)
+
+
+@app.job("late_thread", timeout=0.5)
+def late_thread(job: pgqueue.Job) -> None:
+    hang.function(job)

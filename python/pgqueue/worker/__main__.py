@@ -27,7 +27,6 @@ from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging
 from pgqueue.worker.options import load, merge, parse
-from pgqueue.worker.seldom import failed, log, one_line
 from pgqueue.worker.supervisor import CANNOT, DONE, READY, SIGNALS, Link, Supervisor
 
 FUNCTIONS = (
@@ -110,12 +109,11 @@ def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
         worker.run()
         supervisor.say(DONE)
     except database.INCOMPATIBLE as error:
-        reason = one_line(error)
-        log.error("%s has failed: install or update pgqueue: %s", worker.id, reason)
+        worker.fails(error)
         supervisor.say(CANNOT)
         code = 3
     except (Exception, SystemExit) as error:  # a hook may end Python
-        failed(worker.id, error)
+        worker.fails(error)
         code = 1
     if not supervisor:
         notify_systemd("STOPPING=1")

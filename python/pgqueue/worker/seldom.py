@@ -12,6 +12,7 @@ from collections.abc import Hashable
 
 import psycopg
 
+from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.terminal import explain, printable
 
@@ -114,5 +115,9 @@ def one_line(error: BaseException) -> str:
 
 def failed(worker: str, error: BaseException) -> None:
     """Log what ended a worker: of what the server refuses, a traceback says nothing."""
+    reason = one_line(error)
+    if isinstance(error, database.INCOMPATIBLE):
+        log.error("%s has failed: install or update pgqueue: %s", worker, reason)
+        return
     trace = None if isinstance(error, psycopg.Error) else error
-    log.error("%s has failed: %s", worker, one_line(error), exc_info=trace)
+    log.error("%s has failed: %s", worker, reason, exc_info=trace)

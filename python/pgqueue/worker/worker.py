@@ -63,6 +63,7 @@ class Worker(Terms):
         self._is_used = False
         self._stops = 0
         self._why = ""  # it stops
+        self.failure: BaseException | None = None  # what ends it, if not told to
         self.stop_by = float("inf")  # in monotonic seconds
         # An Event would lock a signal handler out that comes while it is being waited for.
         self._tick: SimpleQueue[None] = SimpleQueue()
@@ -116,12 +117,21 @@ class Worker(Terms):
                 except KeyboardInterrupt as error:  # a second one ends what runs
                     interrupt = error
                     self.stop("told by Ctrl-C")
+        except (Exception, SystemExit) as error:  # before hooks that may take long
+            self.fails(error)
+            raise
         finally:
             self._end()
         if interrupt:
             raise interrupt
         if self.burst and (refusals := self.sources.refusals()):
             raise refusals[0]
+
+    def fails(self, error: BaseException) -> None:
+        """Log what ends it, once."""
+        if error is not self.failure:
+            self.failure = error
+            failed(self.id, error)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Worker"]:
@@ -142,14 +152,15 @@ class Worker(Terms):
         try:
             self.run()
         except BaseException as error:
-            failed(self.id, error)  # `running` raises it late
+            self.fails(error)  # `running` raises it late
             raise
 
     def _call(self, hooks: list[Callable[[], Any]], until: float = 0.0) -> bool:
         """Call hooks, and return whether they ended before the shutdown timeout did."""
 
         def has_time() -> bool:
-            self.on_tick()
+            if not self.failure:
+                self.on_tick()
             return time.monotonic() < max(self.stop_by, until)
 
         return self.executor.loop.call(hooks, has_time)
@@ -202,6 +213,7 @@ class Worker(Terms):
 
     def _end(self) -> None:
         until = time.monotonic() + REPORTING
+        self.stop_by = min(self.stop_by, time.monotonic() + self.shutdown_timeout)
         services = self.sources.services
         # What is claimed now is released.
         self.sources.end_claims(until - REPORTING / 2)
