@@ -163,6 +163,17 @@ def test_a_process_forked_by_a_handler_can_be_terminated(db, workers) -> None:
     assert column(db, "select result from pgqueue.run") == [-signal.SIGTERM]
 
 
+@pytest.mark.parametrize(("ends", "code"), [("return", 0), ("exit", 7), ("raise", 1)])
+def test_a_process_forked_by_a_handler_leaves_its_transaction_alone(
+    db, workers, ends, code
+) -> None:
+    db.execute("create table effect (n int)")
+    job = pgqueue.enqueue(db, QUEUE, {"ends": ends}, kind="forks_in_transaction")
+    assert workers.start("--burst").wait(30) == 0
+    assert one(db, "select pgqueue.result(%s)", job) == code
+    assert column(db, "select n from effect order by n") == [1, 2]
+
+
 @pytest.mark.parametrize("kind", ["leaks", "aleaks"])
 def test_context_variables_do_not_leak_from_job_to_job(db, workers, kind) -> None:
     pgqueue.enqueue_many(db, QUEUE, [None] * 5, kind=kind)

@@ -376,6 +376,21 @@ def forks_and_returns(job: pgqueue.Job) -> None:
         note("ran", job.id)
 
 
+@app.job("forks_in_transaction", transaction=True)
+def forks_in_transaction(job: pgqueue.Job, ends: str) -> int:
+    """Write before and after a child has ended, and return how it did."""
+    job.connection.execute("insert into effect values (1)")
+    if child := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        job.connection.execute("insert into effect values (2)")
+        return code
+    if ends == "exit":
+        sys.exit(7)
+    if ends == "raise":
+        raise ValueError
+    return 0
+
+
 leak: contextvars.ContextVar[int] = contextvars.ContextVar("leak", default=0)
 
 
