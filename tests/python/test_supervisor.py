@@ -8,11 +8,13 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import pgqueue
 import psycopg
 import pytest
 from conftest import LONG, one
+from pgqueue.worker.supervisor import SOCKET, Link
 from worker_harness import QUEUE, Workers, is_empty, outcomes, wait_until
 
 pytest_plugins = ["worker_harness"]
@@ -348,6 +350,24 @@ def test_repeated_signals_end_a_worker_whatever_it_waits_for(
     wait_until(lambda: worker.send_signal(signal.SIGTERM) or worker.poll() is not None)
     assert worker.wait(20) == 128 + signal.SIGTERM
     wait_until(lambda: left(workers) == [])
+
+
+def test_a_child_waits_for_its_supervisor_whatever_the_default_timeout_is(
+    monkeypatch,
+) -> None:
+    """As Django's settings may set one, which are read before."""
+    told: SimpleQueue[str] = SimpleQueue()
+    ours, theirs = socket.socketpair()
+    monkeypatch.setenv(SOCKET, str(theirs.detach()))
+    socket.setdefaulttimeout(0)
+    try:
+        Link().listen(told.put)
+    finally:
+        socket.setdefaulttimeout(None)
+    with ours:
+        ours.send(b".")
+        assert told.get(timeout=10) == "told by its supervisor"
+    assert told.get(timeout=10) == "without its supervisor"
 
 
 def test_a_child_that_cannot_be_started_is_tried_again(db, workers) -> None:

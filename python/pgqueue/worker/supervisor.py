@@ -138,6 +138,7 @@ class Link:
         if number := os.environ.pop(SOCKET, None):
             os.set_inheritable(int(number), False)  # by what handlers start
             self._socket = socket.socket(fileno=int(number))
+            self._socket.settimeout(None)  # whatever Django's settings have as default
 
     def __bool__(self) -> bool:
         return self._socket is not None
