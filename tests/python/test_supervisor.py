@@ -274,6 +274,20 @@ def test_a_burst_goes_on_after_a_handler_that_exits_with_0(db, workers) -> None:
     assert outcomes(db)["completed"] == 10
 
 
+def test_a_child_that_has_emptied_its_queue_is_not_restarted_beside_one_at_work(
+    db, workers
+) -> None:
+    pgqueue.enqueue_many(db, QUEUE, [None] * 2, kind="hold")
+    args = "--processes", "3", "--concurrency", "1", "--burst"
+    parent = workers.start(*args)
+    workers.began(2)
+    wait_until(lambda: " ends: no jobs" in workers.log())
+    wait_until(lambda: "restarting" in workers.log() or len(children(parent.pid)) == 2)
+    assert "restarting" not in workers.log()
+    workers.let_go()
+    assert parent.wait(30) == 0
+
+
 def test_an_app_that_can_no_more_be_imported_leaves_the_other_children_alone(
     db, workers
 ) -> None:
