@@ -204,7 +204,10 @@ def test_an_async_handler_may_clean_up_when_the_shutdown_timeout_is_over(
     assert "WorkerStopped" in one(db, "select last_error from pgqueue.jobs")
 
 
-def test_a_burst_that_cannot_connect_ends_with_1(db, workers) -> None:
-    worker = workers.start("--burst", dsn=f"{workers.dsn} dbname=no_such_database")
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("name", ["dbname=no_such_database", "host=/no/such/folder"])
+def test_a_burst_that_cannot_connect_ends_with_1(db, workers, processes, name) -> None:
+    args = "--burst", "--processes", processes
+    worker = workers.start(*args, dsn=f"{workers.dsn} {name}")
     assert worker.wait(30) == 1
-    assert "no_such_database" in workers.log()
+    assert name.partition("=")[2] in workers.log()

@@ -114,6 +114,8 @@ def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
         code = 3
     except (Exception, SystemExit) as error:  # a hook may end Python
         worker.fails(error)
+        if worker.burst and isinstance(error, psycopg.Error):
+            supervisor.say(CANNOT)
         code = 1
     if not supervisor:
         notify_systemd("STOPPING=1")

@@ -23,6 +23,7 @@ from pgqueue.worker.health import notify_systemd
 from pgqueue.worker.seldom import SELDOM, log
 
 FATAL = (2, 3)  # exit codes: wrong usage, no schema
+NO_SERVER = 1  # of a burst
 READY, DONE, CANNOT = b"r", b"d", b"f"  # it works; it has done its work; it cannot
 SHORT_LIFE = 5.0  # seconds; what fails sooner is restarted after a pause
 LONGEST_PAUSE = 30.0  # seconds
@@ -109,7 +110,8 @@ class Supervisor:
         is_done = DONE in child.said
         if self._stops or (self._burst and is_done):
             return
-        if exit_code in FATAL and CANNOT in child.said and not self._was_ready:
+        is_fatal = exit_code in (*FATAL, NO_SERVER) and CANNOT in child.said
+        if is_fatal and not self._was_ready:
             self._code = exit_code
             self._stop(signal.SIGTERM)
             return
