@@ -19,13 +19,17 @@ from conftest import database, one
 from pgqueue import database as connections
 from pgqueue.worker import Share, Worker
 from psycopg.conninfo import conninfo_to_dict
-from worker_harness import Workers, wait_until, where, workers_on
+from worker_harness import RESTING, Workers, wait_until, where, workers_on
 
 pytest_plugins = ["worker_harness"]
 
 COUNT = "select count(*) from pgqueue.jobs"
 RAN = "select count(*) from pgqueue.run"
 RUNNING = "select count(*) from pgqueue.running"
+OF_WORKERS = (
+    "from pg_stat_activity where datname = current_database()"
+    " and application_name like 'pgqueue %'"
+)
 
 
 @pytest.fixture
@@ -472,6 +476,21 @@ def test_a_database_that_can_write_nothing_stops_no_other_and_comes_back(
         admin.execute(only_read.format("reset"))
         wait_for_counts(three, RAN, [6, 3, 3], 60)
         assert workers.finish(worker) == 0
+
+
+def test_a_database_behind_a_pooler_takes_the_notifications_from_no_other(
+    two, workers, pooler
+):
+    worker = workers.start(*named([two[0], pooler]), "--poll-interval", "300")
+    with psycopg.connect(two[0], autocommit=True) as direct:
+        wait_until(lambda: "polling every" in workers.log())
+        wait_until(lambda: one(direct, RESTING))
+        direct.execute(f"select pg_terminate_backend(pid) {OF_WORKERS}")
+        wait_until(lambda: "answers again" in workers.log())
+        wait_until(lambda: one(direct, RESTING))
+        fill(two[:1], "mark")
+        wait_for_counts(two[:1], RAN, [1])
+    assert workers.finish(worker) == 0
 
 
 def test_a_database_of_an_older_version_is_served_beside_the_others(two, db, workers):

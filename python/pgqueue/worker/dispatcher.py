@@ -35,7 +35,7 @@ class Dispatcher(Service):
         self.is_paused = False  # to drain: it claims no more
         self.source = source
         self.asked, self.served_at = 0, 0.0
-        self._terms = turns.terms
+        self._terms, self._listens = turns.terms, turns.terms.listen
         self._turns = turns
         self._prefetch = turns.prefetch
         self._executor = turns.executor
@@ -232,16 +232,16 @@ class Dispatcher(Service):
         self._is_asleep = False
 
     def _start_listening(self, conn: database.Connection) -> bool:
-        if self._terms.listen and conn.prepare_threshold is None:
-            self._terms.listen = False  # nor after a reconnect
+        if self._listens and conn.prepare_threshold is None:
+            self._listens = False  # nor after a reconnect
             log.warning(
                 "NOTIFY does not arrive through a pooler: polling every %s s",
                 self._terms.poll_interval,
             )
-        if self._terms.listen:
+        if self._listens:
             conn.add_notify_handler(lambda notify: self._hear(notify.payload.encode()))
             conn.execute("listen pgqueue")
-        return self._terms.listen
+        return self._listens
 
     def _hear(self, news: bytes) -> None:
         if news == b"cancel":
