@@ -57,6 +57,18 @@ UNFINISHED = """
     left join pgqueue.batches as b on b.id = m.batch_id
     where (b.state = 'finished' and b.completed = m.jobs) is not true
 """
+EXTENDING = (
+    "from pg_stat_activity"
+    " where query like '%pgqueue.extend(%' and datname = current_database()"
+    " and application_name like 'pgqueue %'"
+)
+# Whose reconnects come late, as after a long outage.
+PATIENT = """
+from pgqueue import database
+from worker_app import app
+
+database.backoff = lambda failures: 60.0
+"""
 Groups = tuple[str | None, ...]
 grouped = pytest.mark.parametrize(
     "groups", [(None,), ("a", "b", "c", "d", "e")], ids=["plain", "groups"]
@@ -368,6 +380,22 @@ def test_sessions_lost_while_idle_cost_no_attempt(db, workers) -> None:
         db.execute(KILL)
     assert column(db, "select distinct attempt from pgqueue.run") == [1]
     check_effects(db)
+    assert workers.finish(worker) == 0
+
+
+def test_a_heartbeat_comes_back_before_leases_end_however_long_the_others_wait(
+    db, workers
+) -> None:
+    (workers.folder / "patient.py").write_text(PATIENT)
+    worker = workers.start("--app", "patient", "--lease", "3")
+    pgqueue.enqueue(db, QUEUE, kind="hold")
+    workers.began()
+    wait_until(lambda: column(db, f"select pg_terminate_backend(pid) {EXTENDING}"))
+    after = one(db, "select clock_timestamp() + interval '3 s'")
+    wait_until(lambda: one(db, "select lease_expires_at from pgqueue.job") > after)
+    workers.let_go()
+    wait_until(lambda: is_empty(db))
+    assert outcomes(db) == {"completed": 1}
     assert workers.finish(worker) == 0
 
 

@@ -85,6 +85,11 @@ class Heartbeat(Service):
             self._woken.clear()
         return not self.over.is_set()
 
+    def pause(self, seconds: float) -> None:
+        """Wait for a small part of a lease only, and until another begins."""
+        self._woken.wait(min(seconds, max(0.1, self._server.lease / 10)))
+        self._woken.clear()
+
     def work(self, conn: database.Connection) -> None:
         """Extend until it is over, or nothing was held for a while."""
         used_at = time.monotonic()

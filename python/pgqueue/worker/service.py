@@ -55,6 +55,10 @@ class Service(ABC):
         is_first = self.is_ready and not self._failures
         return is_first and isinstance(error, database.REPLACED)
 
+    def pause(self, seconds: float) -> None:
+        """Wait for the end of an outage, at most so long, before it connects again."""
+        self.over.wait(seconds)
+
     def goes_on(self) -> bool:
         """Whether there is something to do, or may be later."""
         return not self.over.is_set()
@@ -132,4 +136,4 @@ class Service(ABC):
                 self.refusal = error  # the worker goes on with its other databases
             self._failures += 1
             self._server.outages.failed(self.name, error)
-            self.over.wait(database.backoff(self._failures))
+            self.pause(database.backoff(self._failures))
