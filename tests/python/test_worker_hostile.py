@@ -61,6 +61,32 @@ def test_a_handler_that_cancels_tasks_that_have_not_begun_holds_no_slot_and_no_j
     assert outcomes(db)["completed"] == 3
 
 
+def test_a_task_factory_that_takes_no_context_fails_attempts_and_holds_no_slot(
+    db, dsn
+) -> None:
+    app = pgqueue.App()
+
+    @app.on_startup
+    async def set_factory() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(lambda loop, running: asyncio.Task(running, loop=loop))
+
+    @app.job("on loop")
+    async def on_loop() -> None:
+        pass
+
+    @app.job("in thread")
+    def in_thread() -> None:
+        pass
+
+    db.execute("select pgqueue.configure(null, retry_base => '1 hour')")
+    pgqueue.enqueue_many(db, "q", [None] * 20, kind="on loop")
+    pgqueue.enqueue(db, "q", kind="in thread", priority=-1)
+    with running(Worker(app, {"q": 1}, dsn=dsn, concurrency=2)):
+        wait_until(lambda: outcomes(db) == {"retry": 20, "completed": 1})
+    assert "'context'" in one(db, "select min(last_error) from pgqueue.jobs")
+
+
 def test_a_worker_that_runs_is_not_harmed_by_running_it_again(db, dsn) -> None:
     app, may_end = pgqueue.App(), threading.Event()
 

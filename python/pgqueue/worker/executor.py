@@ -20,6 +20,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from pgqueue.attempt import RELEASED, Attempt, Outcome
+from pgqueue.judge import judge
 from pgqueue.policy import Middleware
 from pgqueue.running import run, run_async
 from pgqueue.worker.deadline import cut
@@ -215,9 +216,15 @@ class Executor:
             self._error = error
 
     def _start_task(self, attempt: Attempt) -> None:
-        attempt.runs_in = self.loop.get().create_task(
-            self._attempt(attempt), context=contextvars.Context()
-        )
+        loop, running = self.loop.get(), self._attempt(attempt)
+        try:
+            attempt.runs_in = loop.create_task(running, context=contextvars.Context())
+        except Exception as error:  # raised by a task factory that takes no context
+            running.close()
+            attempt.started = time.monotonic()
+            if self.end(attempt, judge(attempt, error)):
+                loop.call_soon(self._follow)
+            return
         attempt.runs_in.add_done_callback(partial(self._task_ended, attempt))
 
     async def _attempt(self, attempt: Attempt) -> None:
