@@ -65,9 +65,13 @@ def is_refused(error: psycopg.Error) -> bool:
 
 
 def is_outage(error: psycopg.Error) -> bool:
-    """Whether to try again; an error without a SQLSTATE is a broken connection."""
+    """Whether to try again; an error without a SQLSTATE is a broken connection.
+
+    A mere DatabaseError is libpq's, of an answer that no server gives, but a proxy may.
+    """
     if error.sqlstate is None:
-        return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+        broken = psycopg.OperationalError | psycopg.InterfaceError
+        return isinstance(error, broken) or type(error) is psycopg.DatabaseError
     return error.sqlstate.startswith(OUTAGES)
 
 

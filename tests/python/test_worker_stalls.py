@@ -33,6 +33,7 @@ class Proxy:
         self._servers: list[socket.socket] = []
         self._stalled: set[socket.socket] = set()
         self._stalls_next = False
+        self._garbles_next = False
         self._may_go = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -58,6 +59,9 @@ class Proxy:
                 if source in self._stalled:
                     self._may_go.wait()
                     return
+                if self._garbles_next and source in self._servers:
+                    self._garbles_next = False
+                    data = b"HTTP/1.1 502 Bad Gateway\r\n\r\n"
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
         except OSError:
@@ -71,6 +75,9 @@ class Proxy:
 
     def stall_the_next(self) -> None:
         self._stalls_next = True
+
+    def garble_the_next_answer(self) -> None:
+        self._garbles_next = True
 
     def close(self) -> None:
         self._may_go.set()
@@ -110,6 +117,16 @@ def test_a_worker_gives_up_connections_that_a_proxy_has_forgotten(
     assert outcomes(db) == {"completed": 4}
     assert held in workers.notes()
     assert workers.log().count(GIVEN_UP) == 1
+    assert workers.finish(worker) == 0
+
+
+def test_a_worker_outlives_an_answer_that_no_server_gives(db, workers, proxy) -> None:
+    worker = workers.start("--poll-interval", "0.5", dsn=through(proxy, db))
+    wait_until(lambda: one(db, RESTING))
+    proxy.garble_the_next_answer()
+    wait_until(lambda: "lost synchronization" in workers.log())
+    pgqueue.enqueue(db, QUEUE, kind="mark")
+    wait_until(lambda: outcomes(db) == {"completed": 1})
     assert workers.finish(worker) == 0
 
 
