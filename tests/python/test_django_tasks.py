@@ -455,6 +455,17 @@ def test_a_task_that_nobody_has_is_put_off(db, site) -> None:
     assert one(db, "select count(*) from pgqueue.job where attempt = 0") == 2
 
 
+def test_a_module_that_ends_python_has_no_task_and_ends_no_worker(db, site) -> None:
+    site.write("shop/quits.py", "raise SystemExit(3)")
+    for kind in ("shop.quits.task", "shop.tools.add"):
+        db.execute("select pgqueue.enqueue('default', kind => %s)", (kind,))
+    site.manage("pgqueue_worker", "--burst")
+    assert outcomes(db) == ["completed"]
+    assert column(db, "select kind from pgqueue.job where attempt = 0") == [
+        "shop.quits.task"
+    ]
+
+
 def test_a_worker_that_runs_tasks_of_known_kinds_only(db, site) -> None:
     for kind in ("shop.tasks.pack", "shop.tools.add"):
         db.execute("select pgqueue.enqueue('default', kind => %s)", (kind,))

@@ -56,7 +56,7 @@ class TaskApp(App):
             try:
                 if task := task_at(kind):
                     self.job(kind, queue=task.queue_name)(_handler(task))
-            except Exception as error:  # of its module
+            except (Exception, SystemExit) as error:  # of its module
                 log.debug("importing %s failed: %s", kind, error, exc_info=True)
         return super().find(kind)
 
