@@ -1,6 +1,7 @@
 """The worker as a process: start, health, and several processes under a supervisor."""
 
 import contextlib
+import locale
 import os
 import resource
 import signal
@@ -14,8 +15,9 @@ import pgqueue
 import psycopg
 import pytest
 from conftest import LONG, one
+from pgqueue.worker.health import Health
 from pgqueue.worker.supervisor import SOCKET, Link
-from worker_harness import QUEUE, Workers, is_empty, outcomes, wait_until
+from worker_harness import QUEUE, RESTING, Workers, is_empty, outcomes, wait_until
 
 pytest_plugins = ["worker_harness"]
 
@@ -31,6 +33,11 @@ import pathlib
 if pathlib.Path("broken").exists():
     raise RuntimeError("half deployed")
 from worker_app import app
+"""
+MOVES = """
+import os
+from worker_app import app
+os.chdir("elsewhere")
 """
 SLOW_START = """
 import os, pathlib, time
@@ -207,6 +214,24 @@ def test_the_health_file_is_touched_while_a_worker_starts(db, workers) -> None:
     wait_until(file.exists)
     before = file.stat().st_mtime_ns
     wait_until(lambda: file.stat().st_mtime_ns > before)
+
+
+def test_the_health_file_is_where_the_worker_was_started(db, workers) -> None:
+    (workers.folder / "elsewhere").mkdir()
+    (workers.folder / "moves.py").write_text(MOVES)
+    worker = workers.start("--app", "moves", "--health-file", "alive")
+    wait_until((workers.folder / "alive").exists)
+    assert workers.finish(worker) == 0
+
+
+def test_the_health_file_is_written_whatever_the_locale_is(tmp_path) -> None:
+    file, before = tmp_path / "alive", locale.setlocale(locale.LC_ALL)
+    locale.setlocale(locale.LC_ALL, "C")
+    try:
+        Health(str(file), lambda: None)(True, ["été: ok"])
+    finally:
+        locale.setlocale(locale.LC_ALL, before)
+    assert file.read_text("utf-8") == "été: ok\n"
 
 
 def test_a_health_file_that_cannot_be_touched_is_logged_once(

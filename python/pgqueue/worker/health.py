@@ -41,7 +41,9 @@ class Health:
     def _touch(self, file: pathlib.Path, states: Sequence[str]) -> None:
         try:
             if states:
-                file.write_text("".join(f"{printable(state)}\n" for state in states))
+                text = "".join(f"{printable(state)}\n" for state in states)
+                # Whatever locale a handler has set.
+                file.write_text(text, encoding="utf-8", errors="replace")
             else:
                 file.touch()
             self._has_complained = False

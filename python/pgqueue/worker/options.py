@@ -104,7 +104,7 @@ def options() -> list[tuple[str, str, Any, Any]]:
         ("--max-jobs", "exit after this many jobs", None, positive),
         ("--only-known", "claim only kinds with a handler", False, bool),
         ("--name", "the worker's name, for display; else the host's", None, str),
-        ("--health-file", "file to touch every second", None, str),
+        ("--health-file", "file to touch every second", None, file),
         ("--log-format", "of the log's lines", "text", ["text", "json"]),
         ("--log-level", "lowest level to log", "info", LEVELS),
     ]
@@ -148,6 +148,11 @@ def shares(text: str) -> dict[str, Share]:
     if "" in found:
         raise argparse.ArgumentTypeError(f"{text!r}: a queue needs a name")
     return found
+
+
+def file(text: str) -> str:
+    """Find a file from here, wherever a handler goes."""
+    return text and os.path.abspath(text)
 
 
 def seconds(text: str) -> float:
