@@ -422,6 +422,20 @@ def test_a_child_that_cannot_be_started_is_tried_again(db, workers) -> None:
     assert workers.finish(parent) == 0
 
 
+def test_a_worker_waits_while_it_may_open_no_more_files(db, workers) -> None:
+    worker = workers.start()
+    wait_until(lambda: one(db, RESTING))
+    limits = resource.prlimit(worker.pid, resource.RLIMIT_NOFILE)
+    used = {int(fd) for fd in os.listdir(f"/proc/{worker.pid}/fd")}
+    one_is_left = sorted(set(range(len(used) + 2)) - used)[1]  # for a socket
+    resource.prlimit(worker.pid, resource.RLIMIT_NOFILE, (one_is_left, limits[1]))
+    pgqueue.enqueue(db, QUEUE, kind="noop")
+    wait_until(lambda: "for the server: [Errno 24] Too many open" in workers.log())
+    resource.prlimit(worker.pid, resource.RLIMIT_NOFILE, limits)
+    wait_until(lambda: outcomes(db) == {"completed": 1})
+    assert workers.finish(worker) == 0
+
+
 def test_systemd_learns_of_the_end_only_from_the_supervisor(
     db, workers, systemd
 ) -> None:

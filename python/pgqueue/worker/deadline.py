@@ -5,11 +5,12 @@ may have forgotten the connection, and a backend may stand still.
 """
 
 import contextlib
+import errno
 import math
 import os
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import psycopg
@@ -72,6 +73,17 @@ def in_time(conn: Watched | WatchedAsync, call: Any) -> Generator[Any, Any, Any]
             ready = yield waits_for
     except StopIteration as end:
         return end.value
+
+
+@contextlib.contextmanager
+def lack_of_files() -> Iterator[None]:
+    """Make it an outage when the process, or the machine, has too many open: it may pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise psycopg.OperationalError(str(error)) from error
 
 
 def cut(conn: Any) -> None:

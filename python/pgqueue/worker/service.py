@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 import psycopg
 
 from pgqueue import database
-from pgqueue.worker.deadline import Server, Watched
+from pgqueue.worker.deadline import Server, Watched, lack_of_files
 
 KEEP = 60.0  # seconds for which a connection is kept that is not needed
 
@@ -122,7 +122,7 @@ class Service(ABC):
 
     def _connect_and_work(self) -> None:
         try:
-            with self.connect() as self.conn:
+            with lack_of_files(), self.connect() as self.conn:
                 try:
                     self.work(self.conn)
                 finally:
