@@ -28,6 +28,15 @@ pathlib.Path(f"waits.{os.getpid()}").touch()
 for _ in range(3000):  # one sleep would not notice a signal just before it
     time.sleep(0.1)
 """
+DEAF_IMPORT = """
+import os, pathlib, time
+pathlib.Path(f"waits.{os.getpid()}").touch()
+while True:
+    try:
+        time.sleep(0.1)
+    except SystemExit:
+        pass
+"""
 FAILS_LATER = """
 import pathlib
 if pathlib.Path("broken").exists():
@@ -388,6 +397,25 @@ def test_repeated_signals_end_a_worker_whatever_it_waits_for(
     wait_for_waiting(workers, int(processes))
     wait_until(lambda: worker.send_signal(signal.SIGTERM) or worker.poll() is not None)
     assert worker.wait(20) == 128 + signal.SIGTERM
+    wait_until(lambda: left(workers) == [])
+
+
+def test_children_that_import_their_app_end_when_the_supervisor_is_told_to(
+    db, workers
+) -> None:
+    (workers.folder / "slow.py").write_text(SLOW_IMPORT)
+    parent = workers.start("--app", "slow", "--processes", "2")
+    wait_for_waiting(workers, 2)
+    assert workers.finish(parent, 15) == 0
+    assert left(workers) == []
+
+
+def test_a_second_signal_kills_children_that_cannot_be_told(db, workers) -> None:
+    (workers.folder / "deaf.py").write_text(DEAF_IMPORT)
+    parent = workers.start("--app", "deaf", "--processes", "2")
+    wait_for_waiting(workers, 2)
+    wait_until(lambda: parent.send_signal(signal.SIGTERM) or parent.poll() is not None)
+    assert parent.wait(20) == 128 + signal.SIGTERM
     wait_until(lambda: left(workers) == [])
 
 

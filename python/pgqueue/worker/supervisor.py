@@ -5,7 +5,8 @@ once, and the end that the supervisor is gone. So a child can tell a signal that
 passes on from the same one sent to the child as well.
 
 By the same socket a child says what its exit code means, which any handler, library or script
-can produce: READY, then DONE; or CANNOT, which counts as long as no child was ready.
+can produce: READY, then DONE; or CANNOT, which counts as long as no child was ready. Until it says
+LISTENS, as while its app is imported, it is ended by signals.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ from pgqueue.worker.seldom import SELDOM, log
 
 FATAL = (2, 3)  # exit codes: wrong usage, no schema
 NO_SERVER = 1  # of a burst
-READY, DONE, CANNOT = b"r", b"d", b"f"  # it works; it has done its work; it cannot
+# It hears the supervisor; it works; it has done its work; it cannot.
+LISTENS, READY, DONE, CANNOT = b"l", b"r", b"d", b"f"
 SHORT_LIFE = 5.0  # seconds; what fails sooner is restarted after a pause
 LONGEST_PAUSE = 30.0  # seconds
 SOCKET = "PGQUEUE_SUPERVISOR"  # names the file descriptor
@@ -100,6 +102,11 @@ class Supervisor:
         for child in self._children:
             with contextlib.suppress(BrokenPipeError):
                 child.socket.send(b".")
+            if LISTENS not in child.hear():
+                is_first = len(self._stops) == 1
+                child.process.send_signal(
+                    signal.SIGTERM if is_first else signal.SIGKILL
+                )
 
     def _ended(self, child: Child, exit_code: int) -> None:
         """Restart a child, unless it was to end or would fail again."""
@@ -156,6 +163,7 @@ class Link:
         if not self._socket:
             return
         reading = self._socket
+        self.say(LISTENS)
 
         def listen() -> None:
             with contextlib.suppress(OSError):  # it was killed
