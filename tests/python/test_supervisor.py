@@ -373,6 +373,21 @@ def test_a_signal_while_the_supervisor_starts_its_children_is_not_lost(
         assert left(workers) == []
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_sigterm_and_sigint_at_the_same_time_count_as_one(
+    db, workers, processes
+) -> None:
+    pgqueue.enqueue(db, QUEUE, kind="hold")
+    worker = workers.start("--processes", processes)
+    workers.began()
+    for number in signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT:
+        worker.send_signal(number)
+    wait_until(lambda: "is stopping" in workers.log())
+    workers.let_go()
+    assert worker.wait(30) == 0
+    assert outcomes(db) == {"completed": 1}
+
+
 def test_the_children_of_a_killed_supervisor_finish_their_jobs_and_end(
     db, workers
 ) -> None:

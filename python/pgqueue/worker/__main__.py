@@ -38,6 +38,7 @@ PRIVILEGES = (
     " where p.pronamespace = 'pgqueue'::regnamespace and p.proname = any(%(functions)s)"
 )
 BOTH = (signal.SIGTERM, signal.SIGINT)
+TOGETHER = 1.0  # seconds at most in which they count as one
 signals: list[int] = []  # that have arrived
 codes: list[int] = []  # to leave with after atexit, where threads of ours run on
 
@@ -147,8 +148,10 @@ def leave(code: int) -> None:
 def stop_by_signal(worker: Worker, supervisor: Link) -> None:
     """Stop at signals, also those that came before, and when the supervisor says so.
 
-    A signal that came by both ways counts once.
+    A signal that came by both ways counts once, and so does another one at the same time: before
+    the worker has begun to stop.
     """
+    came_at = 0.0
     relayed = 0  # signals that came from the supervisor
 
     def on_relay(why: str) -> None:
@@ -160,6 +163,12 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
             os._exit(128 + signal.SIGTERM)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal came_at
+        is_other = bool(signals) and signals[-1] != number
+        now = time.monotonic()
+        if is_other and now < came_at + TOGETHER and not worker.is_stopping:
+            return
+        came_at = now
         signals.append(number)
         if len(signals) > relayed:
             worker.stop(f"told by {signal.Signals(number).name}")

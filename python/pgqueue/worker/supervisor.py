@@ -30,6 +30,7 @@ LISTENS, READY, DONE, CANNOT = b"l", b"r", b"d", b"f"
 SHORT_LIFE = 5.0  # seconds; what fails sooner is restarted after a pause
 LONGEST_PAUSE = 30.0  # seconds
 SOCKET = "PGQUEUE_SUPERVISOR"  # names the file descriptor
+AT_ONCE = 0.05  # seconds in which SIGTERM and SIGINT are one
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 
@@ -68,6 +69,8 @@ class Supervisor:
             wait = max(0.0, next_start - time.monotonic())
             heard = signal.sigtimedwait(SIGNALS, wait)
             if heard and heard.si_signo != signal.SIGCHLD:
+                others = SIGNALS - {signal.SIGCHLD, heard.si_signo}
+                signal.sigtimedwait(others, AT_ONCE)
                 self._stop(heard.si_signo)
             for child in list(self._children):
                 exit_code = child.process.poll()
