@@ -226,6 +226,22 @@ begin
 end;
 $$;
 
+-- Whether a job keeps a permit of its group, of so many, for its retry, which is due: then it may be taken with that
+-- one only, though another claim may have it locked. Plans as _pick_groups sets it.
+create or replace function pgqueue._keeps_permit(job pgqueue.job, most int, moment timestamptz)
+    returns boolean
+    language plpgsql
+as $$
+begin
+    -- One that may not begin any more is to be found.
+    return ((job.terms).expires_at <= moment) is not true and exists (
+        select from pgqueue.permit as p
+        where pgqueue._is_permit_of(p, job.queue, '', job.group_key) and not p.is_rate and p.free_at = 'infinity'
+            and p.job_id = job.id and p.place <= most and pgqueue._is_kept(p, job, moment)
+    ) and (pgqueue._in_force(job.queue, job.kind, job.group_key)).group_on_retry = 'block';
+end;
+$$;
+
 -- _take_free for groups that may have a limit: locks permits, and as many due jobs, in order; of those
 -- that others have locked it passes over at most extra. is_top: none of these groups has anything of a
 -- higher priority. Plans as _pick_groups sets it.
@@ -266,6 +282,7 @@ begin
                         -- Only if a limit requires order does a job that is left out hold up the next.
                         and (g.most is not null or w.is_wanted)
                         and (taken is null or j.ctid <> all (taken))
+                        and (j.permits is null or not pgqueue._keeps_permit(j, g.most, _take_limited.moment))
                     order by j.run_at, j.id
                     limit g.give + least(coalesce(g.most - 1, extra), extra)
                 ) else '{}'::tid[] end as tids
@@ -299,6 +316,7 @@ begin
                         coalesce(k.lease_expires_at, (k.terms).expires_at) <= _take_limited.moment as is_over
                     from pgqueue.job as k
                     where k.ctid = u.tid and pgqueue._is_ready(k, '-infinity', _take_limited.moment, has_recovered)
+                        and (k.permits is null or not pgqueue._keeps_permit(k, g.most, _take_limited.moment))
                     for update skip locked
                 ) as k
                 limit least(g.give, cardinality(p.permits))
@@ -339,8 +357,16 @@ begin
                 offset 0
             ) as j
             where pgqueue._is_permit_of(p, _take_kept.queue, '', g.key) and p.place <= g.most
+                -- Again, as locked: it may have been given to another job meanwhile.
+                and not p.is_rate and p.free_at = 'infinity' and p.job_id = j.id
                 -- A claim may come to a group twice.
                 and p.taken_at is distinct from _take_kept.moment
+                -- Nor has the job taken another one since, while the setting was a different one.
+                and not exists (
+                    select from pgqueue.permit as o
+                    where pgqueue._is_permit_of(o, _take_kept.queue, '', g.key) and not o.is_rate
+                        and o.free_at = 'infinity' and o.job_id = p.job_id and (o.token, o.ctid) > (p.token, p.ctid)
+                )
             limit g.give
             for update skip locked
         ) as h

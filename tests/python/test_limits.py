@@ -193,6 +193,30 @@ def test_when_the_first_job_of_a_group_is_cancelled_the_next_one_is_found(limite
     assert soon(lambda: claim(other)).keys() == {third}
 
 
+def test_a_retry_whose_permit_another_claim_has_locked_waits_for_that_one(
+    limited, connect
+):
+    db, other = limited
+    db.execute(
+        "select pgqueue.configure('q', group_limit => 2, group_on_retry => 'block', max_running => 40)"
+    )
+    enqueue(db, "a", "a", "a")
+    assert one(db, "select count(*) from pgqueue.rest('{q}', park => false)") == 1
+    jobs = soon(lambda: claim(db))
+    retry = min(jobs)
+    finish(db, {retry: jobs[retry]}, "retry")
+    with other.transaction():
+        # The group is full, so it asks whether all who hold a permit still run.
+        assert claim(other) == {}
+        db.execute("select pgqueue.configure('q', group_limit => 4)")
+        db.execute("select pgqueue.run_now(%s)", [retry])
+        assert claim(db).keys() == {max(jobs) + 1}
+        assert claim(db) == {}
+    assert soon(lambda: claim(db)).keys() == {retry}
+    held = "select count(*) from pgqueue.permit where group_key = 'a' and job_id = %s and free_at = 'infinity'"
+    assert one(db, held, retry) == 1
+
+
 @pytest.mark.parametrize("commits", [True, False])
 def test_while_the_first_job_is_just_being_postponed_none_of_the_others_overtakes_it(
     limited, commits

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(71);
+select plan(75);
 
 \ir limits.psql
 
@@ -251,6 +251,21 @@ select is(pg_temp.claimed('no longer', 5), 'a1', 'a job of another strict group 
 select pg_temp.fail('no longer', 'a1', '1 hour');
 select pgqueue.configure('no longer', group_key => 'a', group_limit => 1, reset => true);
 select is(pg_temp.claimed('no longer', 5), 'a2', 'a group that is strict no longer does not wait for the retry');
+
+-- As where a setting that did not wait for retries left one that had kept its permit with another.
+select pgqueue.configure('both', group_limit => 4, group_on_retry => 'block', max_running => 10);
+select pg_temp.fill('both', array['a', 'a', 'b']);
+select is(pg_temp.claimed('both', 1), 'a1', 'a job runs');
+select is(pg_temp.fail('both', 'a1', '0'), 'retry', 'it fails, and keeps its permit');
+update pgqueue.permit as p set free_at = 'infinity', job_id = j.id, token = 0, taken_at = now() - interval '1 minute'
+from pgqueue.job as j
+where j.queue = 'both' and j.payload = '"a1"' and p.queue = 'both' and p.group_key = 'a'
+    and p.place = (select max(o.place) from pgqueue.permit as o where o.queue = 'both' and o.group_key = 'a' and o.job_id is null);
+select is(pg_temp.claimed('both', 10), 'a2 b3 a1', 'a retry that has two permits is claimed once');
+select is(
+    (select array_agg(distinct cardinality(permits)) from pgqueue.job where queue = 'both' and token is not null), '{2}',
+    'with one of its group, as the others'
+);
 
 select * from finish();
 rollback;
