@@ -8,7 +8,8 @@
 -- but who emits the same. It is claims, rests and maintain that look at a loose end, once it is committed, and
 -- make due who waits. suspend writes the wait, then looks for the event, and leaves a loose end as well if it
 -- sees none: of an emit and a suspend that do not see each other, the loose end of the one that commits last is
--- looked at when both can be seen. These loose ends are therefore no hints, and are not lost (see module ticket).
+-- looked at when both can be seen. These loose ends are therefore no hints, and are not lost (see module ticket), and who
+-- looks at one of its own transaction leaves it to the next look as well.
 --
 -- A worker that goes to sleep after its suspend has to hear of an emit that has not committed yet, and did not
 -- see whom to notify. So an emit is "in flight" until its transaction ends, as an enqueue is, with a key of its

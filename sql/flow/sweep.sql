@@ -40,6 +40,21 @@ begin
 end;
 $$;
 
+-- Whether nobody else can see a row yet, by its xmin: this transaction wrote it, or a subtransaction of it, whose number
+-- is higher.
+create or replace function pgqueue._is_unseen(xmin xid)
+    returns boolean
+    language plpgsql
+as $$
+declare
+    own bigint := pg_current_xact_id_if_assigned()::text::bigint;
+    later bigint := (xmin::text::bigint - own) & 4294967295;
+begin
+    -- What others wrote has been committed.
+    return case when later < 2147483648 then pg_xact_status((own + later)::text::xid8) = 'in progress' else false end;
+end;
+$$;
+
 -- Looks at the loose ends that are due by then, the urgent ones first, and cuts ties, at most this many
 -- of each; with less to do it continues the sweep. Returns how many looks and ties.
 create or replace function pgqueue._tie_loose_ends(most int, until timestamptz default 'infinity')
@@ -68,7 +83,7 @@ begin
                 limit most
                 for update skip locked
             ))
-            returning l.id, l.what
+            returning l.id, l.what, l.what in ('event', 'wait') and pgqueue._is_unseen(l.xmin) as is_own
         )
         select
             array_agg(distinct d.id) filter (where d.what in ('ended', 'new')) as jobs,
@@ -76,6 +91,8 @@ begin
             array_agg(distinct d.id) filter (where d.what = 'batch') as batches,
             array_agg(distinct d.id) filter (where d.what = 'event') as events,
             array_agg(distinct d.id) filter (where d.what = 'wait') as waits,
+            array_agg(distinct d.id) filter (where d.what = 'event' and d.is_own) as own_events,
+            array_agg(distinct d.id) filter (where d.what = 'wait' and d.is_own) as own_waits,
             count(*) as ends
         into picked
         from dropped as d;
@@ -95,6 +112,16 @@ begin
         end if;
         if num_nonnulls(picked.events, picked.waits) > 0 then
             done := done + pgqueue._look_at_waits(picked.events, picked.waits, most);
+            -- Nobody else sees them before this commits: an emit, and a suspend, that look at their own could miss each
+            -- other for ever.
+            perform pgqueue._leave_loose_ends(array_agg(o.id), o.what, interval '1 second')
+            from (
+                select u.id, 'event' as what from unnest(picked.own_events) as u (id)
+                union all
+                select u.id, 'wait' from unnest(picked.own_waits) as u (id)
+                where exists (select from pgqueue.wait as w where w.job_id = u.id offset 0)
+            ) as o
+            group by o.what;
         end if;
     end if;
     if done < most then

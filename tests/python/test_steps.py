@@ -124,6 +124,29 @@ def test_whoever_claims_next_finds_a_job_whose_emit_and_suspend_did_not_meet(
     assert is_over(db)
 
 
+@pytest.mark.parametrize("begins", ["begin", "savepoint"])
+@pytest.mark.parametrize("look", ["rest('{q}', park => false)", "claim('q', 'w')", ""])
+def test_an_emit_and_a_suspend_that_both_look_before_they_commit_meet(
+    db, connect, look, begins
+):
+    db.execute(EMIT, ["other"])
+    lease = claimed(db)
+    emit, suspend = (connect(autocommit=False) for _ in range(2))
+    if begins == "savepoint":
+        for session in (emit, suspend):
+            # What a subtransaction writes has an xid of its own.
+            session.execute("create temporary table t (); savepoint s")
+    suspend.execute(SUSPEND, [*lease, "e"])
+    emit.execute(EMIT, ["e"])
+    for session in (suspend, emit):
+        session.execute("select setval('pgqueue._cell_due', 1)")
+        session.execute(f"select pgqueue.{look}" if look else LOOK)
+    for session in (suspend, emit):
+        session.commit()
+    assert soon(lambda: again(db), 5)[0] == lease[0]
+    assert soon(lambda: one(db, LOOK) == 0 and is_over(db), 5)
+
+
 def test_a_worker_that_rests_while_an_emit_is_open_asks_again_soon(db, connect):
     lease = claimed(db)
     emit = connect(autocommit=False)

@@ -58,7 +58,9 @@ select results_eq(
 select is((select suspended_at from pgqueue.status(:id)) between now() and clock_timestamp(), true, 'status says since when');
 select matches(pgqueue.why(:id), '^suspended since [^;]*: waits for event "paid"$', 'and why says for what');
 select is_empty($$ select pgqueue.claim('q', 'w') $$, 'no claim gets it');
-select is(pgqueue.rest(array['q']), null, 'rest does not wait for it');
+select is(
+    pgqueue.rest(array['q']) between '0.1 second' and '1 second', true, 'rest only looks again once this has committed'
+);
 select is(pgqueue.emit('other'), true, 'emit is true for the first');
 select pgqueue.maintain();
 select is(pg_temp.state(:id), 'blocked', 'another event is none of its business');
@@ -95,7 +97,10 @@ select is(
 );
 select is_empty('select from pgqueue.wait', 'and nothing is left to do');
 select pgqueue.maintain();
-select is_empty('select from pgqueue.loose_end', 'nor to look at');
+select results_eq(
+    'select distinct what::text, look_at > clock_timestamp() from pgqueue.loose_end', $$ values ('event', true) $$,
+    'nor to look at, but for who has not seen these events before this commits'
+);
 
 -- A moment
 
