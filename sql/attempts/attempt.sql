@@ -194,7 +194,22 @@ begin
 end;
 $$;
 
--- Deletes the waits of jobs, if they were suspended, and their ties. Locked ones are just being cut.
+-- Deletes the ties of jobs that wait for nothing any more. Locked ones are just being cut; if that is undone they are left
+-- over, and the next suspend of their job deletes them.
+create or replace function pgqueue._drop_ties(waiter_ids bigint[])
+    returns void
+    language plpgsql
+    set plan_cache_mode = force_generic_plan
+as $$
+begin
+    delete from pgqueue.dependency as d
+    where d.ctid = any (array(
+        select t.ctid from pgqueue.dependency as t where t.waiter_id = any (waiter_ids) for update skip locked
+    ));
+end;
+$$;
+
+-- Deletes the waits of jobs, if they were suspended, and their ties.
 create or replace function pgqueue._end_waits(job_ids bigint[])
     returns void
     language plpgsql
@@ -211,10 +226,7 @@ begin
     )
     select array_agg(o.job_id) into ended from over as o;
     if ended is not null then
-        delete from pgqueue.dependency as d
-        where d.ctid = any (array(
-            select t.ctid from pgqueue.dependency as t where t.waiter_id = any (ended) for update skip locked
-        ));
+        perform pgqueue._drop_ties(ended);
     end if;
 end;
 $$;

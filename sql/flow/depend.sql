@@ -369,7 +369,7 @@ begin
 end;
 $$;
 
--- Makes a new job wait for others. One that has already ended counts as it ended.
+-- Makes a new job, or one that is suspended, wait for others. One that has already ended counts as it ended.
 create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_dead text)
     returns void
     language plpgsql
@@ -406,9 +406,23 @@ begin
             select pgqueue._settings_bits(j.queue) from pgqueue.job as j where j.id = l.id
         ), pgqueue._settings_bits(''))), 'pgqueue.awaited_seq')
         from unnest(living) as l (id);
+        -- One that there is already is just being cut, or was, when its job was suspended before: see _drop_ties. If that
+        -- is undone it is there again, and if not there is nothing to wait for.
         insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
         select l.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
-        from unnest(living) as l (id);
+        from unnest(living) as l (id)
+        where not exists (
+            select from pgqueue.dependency as d where d.job_id = l.id and d.waiter_id = _wait_for.job_id offset 0
+        )
+        on conflict do nothing;
+        if not found then
+            -- It may not be left without any, and waits for who is cutting them.
+            insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
+            select l.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
+            from unnest(living) as l (id)
+            order by l.id
+            on conflict do nothing;
+        end if;
         -- If one of them ends meanwhile, its end does not see this. Nobody can end those of this transaction.
         perform pgqueue._leave_loose_ends(array_agg(l.id), 'new', interval '1 second')
         from unnest(living) as l (id)

@@ -47,6 +47,9 @@ begin
         ) as e
         where e.status = 'released'
     );
+    if pg_relation_size('pgqueue.dependency') > 0 then
+        perform pgqueue._drop_ties(suspended);
+    end if;
     insert into pgqueue.wait (job_id, since, event, step)
     select t.id, _suspend.moment, t.event, t.step
     from unnest(ids, terms) as t (id, event, run_at, after, step)
@@ -110,6 +113,11 @@ begin
         perform pgqueue._end_waits(array[_begin_wait.job_id]);
         insert into pgqueue.wait (job_id, since, event, step)
         values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event, _begin_wait.step);
+    elsif pg_relation_size('pgqueue.dependency') > 0 then
+        perform from pgqueue.dependency as d where d.waiter_id = _begin_wait.job_id limit 1;
+        if found then
+            perform pgqueue._drop_ties(array[_begin_wait.job_id]);
+        end if;
     end if;
     -- The end of the job looks for its wait, and claims look around.
     if awaited >> (hashtext(_begin_wait.queue) & 255) % 63 & 1 = 0 then

@@ -359,6 +359,86 @@ def test_a_second_wait_is_not_ended_by_what_the_first_was_for(db):
     assert state(db, lease[0]) == "ready"
 
 
+FOR_ENDS = "select pgqueue.suspend(%s, %s, %s, %s, %s)"
+
+
+@pytest.mark.parametrize("commits", [True, False])
+@pytest.mark.parametrize("verb", ["suspend", "finish"])
+def test_a_job_suspended_for_the_same_beside_its_open_end_waits_for_what_is_left(
+    db, connect, verb, commits
+):
+    first, second = claimed(db, "first"), claimed(db, "first")
+    ids = [first[0], second[0]]
+    lease = claimed(db)
+    db.execute(FOR_ENDS, [*lease, None, None, ids])
+    db.execute("set lock_timeout = '5 s'")
+    end = connect(autocommit=False)
+    end.execute("select pgqueue.complete(%s, %s)", first)
+    db.execute("select pgqueue.run_now(%s)", lease[:1])
+    lease = again(db)
+    if verb == "suspend":
+        db.execute(FOR_ENDS, [*lease, None, "2999-01-01 00:00 UTC", ids])
+    else:
+        finish = "select status from pgqueue.finish(array[%s], array[%s], '{suspend}', array[%s])"
+        assert one(db, finish, *lease, f'{{"after": {ids}}}') == "suspended"
+    if commits:
+        end.commit()
+    else:
+        end.rollback()
+        db.execute("select pgqueue.complete(%s, %s)", first)
+    db.execute(LOOK)
+    assert state(db, lease[0]) in ("blocked", "scheduled")
+    db.execute("select pgqueue.complete(%s, %s)", second)
+    assert soon(lambda: db.execute(LOOK) and state(db, lease[0]) == "ready")
+
+
+@pytest.mark.needs_hints  # an end that does not look cuts nothing
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_job_suspended_for_the_same_whose_end_is_open_waits_for_that(
+    db, connect, blocked, commits
+):
+    first, second = claimed(db, "first"), claimed(db, "first")
+    lease = claimed(db)
+    db.execute(FOR_ENDS, [*lease, None, None, [first[0], second[0]]])
+    end = connect(autocommit=False)
+    end.execute("select pgqueue.complete(%s, %s)", first)
+    db.execute("select pgqueue.run_now(%s)", lease[:1])
+    lease = again(db)
+    suspend = connect()
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(suspend.execute, FOR_ENDS, [*lease, None, None, [first[0]]])
+        blocked(suspend)
+        end.commit() if commits else end.rollback()
+        call.result(5)
+    if not commits:
+        db.execute(LOOK)
+        assert state(db, lease[0]) == "blocked"
+        db.execute("select pgqueue.complete(%s, %s)", first)
+    assert soon(lambda: db.execute(LOOK) and state(db, lease[0]) == "ready")
+
+
+@pytest.mark.parametrize(
+    "terms", ["'e'", "run_at => '2999-01-01 00:00 UTC'", "after => array[%s::bigint]"]
+)
+def test_a_tie_that_was_being_cut_when_its_job_became_due_ends_no_later_wait(
+    db, connect, terms
+):
+    first, second, third = (claimed(db, "first") for _ in range(3))
+    lease = claimed(db)
+    db.execute(FOR_ENDS, [*lease, None, None, [first[0], second[0]]])
+    end = connect(autocommit=False)
+    end.execute("select pgqueue.complete(%s, %s)", first)
+    db.execute("select pgqueue.run_now(%s)", lease[:1])
+    end.rollback()
+    values = [*again(db), third[0]][: 2 + terms.count("%s")]
+    db.execute(f"select pgqueue.suspend(%s, %s, {terms})", values)
+    before = state(db, lease[0])
+    db.execute("select pgqueue.complete(%s, %s)", first)
+    db.execute(LOOK)
+    assert state(db, lease[0]) == before != "ready"
+    assert one(db, "select count(*) from pgqueue.wait") == 1
+
+
 # Steps
 
 
