@@ -25,7 +25,8 @@ begin
             d.payload, d.headers, d.errors
         from pgqueue.dead_job as d
         where d.id = any (_redrive.dead_ids)
-        order by d.unique_key, d.id
+        -- Two that wait for each other's keys wait in one order.
+        order by d.queue, d.unique_key, d.id
         on conflict do nothing
         returning j.id, j.queue, j.priority, j.group_key, j.run_at, (j.terms).batch_id
     )

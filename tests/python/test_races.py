@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 
 import psycopg
@@ -794,6 +794,24 @@ def test_two_bulk_replaces_beside_a_completion_do_not_deadlock(
     b.result(20)
     clerk.commit()
     assert a.result(20)[1:] == b.result(20)
+
+
+def test_two_redrives_of_several_queues_do_not_deadlock(db, connect, pool, blocked):
+    """Both insert by queue and key; one of them by key and id would be enough."""
+    for queue in ("q1", "q0", "q2", "q2", "q1"):
+        db.execute("select pgqueue.enqueue(%s, unique_key => 'k')", (queue,))
+        db.execute(
+            "select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim(%s, 'w')",
+            (queue,),
+        )
+    clerk, first, second = connect(autocommit=False), connect(), connect()
+    clerk.execute("select pgqueue.enqueue('q0', unique_key => 'k')")
+    a = pool.submit(column, first, "select pgqueue.redrive(max_jobs => 3)")
+    blocked(first)
+    b = pool.submit(column, second, "select pgqueue.redrive()")
+    wait([b], 2)
+    clerk.rollback()
+    assert len(a.result(20) + b.result(20)) == 3
 
 
 def test_a_bulk_replace_starts_again_when_a_locked_duplicate_has_appeared(
