@@ -27,6 +27,19 @@ as $$
     where f.queue = _with_key.queue collate "default" and f.unique_key = _with_key.unique_key collate "default"
 $$;
 
+-- Says that a job with the key of an enqueue is running.
+create or replace function pgqueue._tell_running(job_id bigint)
+    returns void
+    language plpgsql
+as $$
+begin
+    raise notice using
+        message = format('job %s with this unique_key is running and stays as it is', job_id),
+        detail = 'Nothing was enqueued or replaced.',
+        hint = 'To run again after it, enqueue without a unique_key, or with a different one.';
+end;
+$$;
+
 -- Handles an enqueue whose key is taken as on_duplicate says; returns the id of the job that has the key,
 -- null if the caller must look again.
 create or replace function pgqueue._on_duplicate(
@@ -113,10 +126,7 @@ begin
 
     -- A running job keeps what its worker has read.
     if present.lease_expires_at is not null then
-        raise notice using
-            message = format('job %s with this unique_key is running and stays as it is', present.id),
-            detail = 'Nothing was enqueued or replaced.',
-            hint = 'To run again after it, enqueue without a unique_key, or with a different one.';
+        perform pgqueue._tell_running(present.id);
     end if;
     return present.id;
 end;
@@ -442,7 +452,9 @@ end;
 $$;
 
 -- Adds the jobs whose keys are free and returns their ids, null for the others, whose jobs it locks if
--- they are to be replaced or postponed.
+-- they are to be replaced or postponed, and whose ids it adds at the end if they are to be skipped. Adds none, and
+-- returns only nulls, if one of the others has no job, or one that is over, or if none may be taken: to add it after
+-- those behind it could be a deadlock, so the caller takes all of them one by one, in the order of their keys.
 create or replace function pgqueue._insert_keyed(
     queue text, payloads jsonb[], kind text, priority int, run_at timestamptz,
     max_attempts int[], unique_keys text[], on_duplicate text, group_keys text[], headers jsonb,
@@ -463,6 +475,7 @@ declare
     );
     present bigint[];
     added bigint[];
+    had bigint[];
 begin
     -- A session that holds several jobs may wait only in the order of their ids. So lock the existing
     -- ones first; what appears meanwhile must be locked without waiting, or all begins again.
@@ -496,8 +509,27 @@ begin
                 returning j.id
             )
             select array_agg(i.id) into added from inserted as i;
+            added := array(
+                select a.id
+                from unnest(ids) with ordinality as i (id, place)
+                left join unnest(added) as a (id) on a.id = i.id
+                order by i.place
+            );
 
-            exit when not is_locking;
+            exit when not is_locking and array_position(added, null) is null;
+            if not is_locking then
+                had := array(
+                    select case when u.id is null and on_duplicate is distinct from 'error' then (
+                        select j.id
+                        from pgqueue._with_key(_insert_keyed.queue, u.key) as j
+                        where (coalesce(j.lease_expires_at, (j.terms).expires_at) <= clock_timestamp()) is not true
+                    ) end
+                    from unnest(added, unique_keys) with ordinality as u (id, key, place)
+                    order by u.place
+                );
+                exit when not exists (select from unnest(added, had) as u (id, had) where num_nonnulls(u.id, u.had) = 0);
+                raise sqlstate 'PQ003';
+            end if;
             present := pgqueue._keyed_jobs(queue, unique_keys);
             exit when cardinality(present) = (
                 select count(*) from (
@@ -506,15 +538,15 @@ begin
             );
             raise sqlstate 'PQ003';
         exception when sqlstate 'PQ003' then
-            null;
+            if not is_locking then
+                return array_fill(null::bigint, array[cardinality(payloads)]);
+            end if;
         end;
     end loop;
-    return array(
-        select a.id
-        from unnest(ids) with ordinality as i (id, place)
-        left join unnest(added) as a (id) on a.id = i.id
-        order by i.place
-    );
+    perform pgqueue._tell_running(u.id)
+    from unnest(had) as u (id)
+    where (select j.lease_expires_at is not null from pgqueue.job as j where j.id = u.id);
+    return added || had;
 end;
 $$;
 
@@ -630,6 +662,7 @@ declare
         then row(expires_at, null, batch_id, null)
     end;
     ids bigint[];
+    had bigint[];
     given record;
     job_id bigint;
 begin
@@ -684,21 +717,23 @@ begin
         ),
         unique_keys, on_duplicate, group_keys, headers, moment, terms
     );
+    had := ids[cardinality(payloads) + 1 :];
+    ids := ids[: cardinality(payloads)];
     if batch_id is not null then
         perform pgqueue._join_batch(array_remove(ids, null), batch_id);
     end if;
     for given in
         select g.*
-        from unnest(ids, payloads, unique_keys, group_keys) with ordinality
-            as g (id, payload, unique_key, group_key, place)
+        from unnest(ids, had, payloads, unique_keys, group_keys) with ordinality
+            as g (id, had, payload, unique_key, group_key, place)
         where g.id is null
         order by g.unique_key collate "default", g.place
     loop
-        job_id := pgqueue.enqueue(
+        job_id := coalesce(given.had, pgqueue.enqueue(
             queue, given.payload, kind, priority, run_at, max_attempts,
             given.unique_key, on_duplicate, given.group_key, headers,
             expires_at => expires_at, batch_id => batch_id
-        );
+        ));
         ids[given.place] := job_id;
     end loop;
     return query select i.id from unnest(ids) with ordinality as i (id, place) order by i.place;

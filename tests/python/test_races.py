@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 
@@ -794,6 +795,56 @@ def test_two_bulk_replaces_beside_a_completion_do_not_deadlock(
     b.result(20)
     clerk.commit()
     assert a.result(20)[1:] == b.result(20)
+
+
+def skip(conn: psycopg.Connection, *keys: str) -> list[int]:
+    query = "select pgqueue.enqueue_many('q', %s::jsonb[], unique_keys => %s)"
+    return column(conn, query, ["{}"] * len(keys), list(keys))
+
+
+def test_two_bulk_enqueues_beside_a_completion_do_not_deadlock(
+    db, connect, pool, blocked
+):
+    """A job that is over when its turn comes is added before those behind it, or not at all."""
+    late = "now() + interval '10 ms'"
+    db.execute(
+        f"select pgqueue.enqueue('q', unique_key => 'a', priority => -1, expires_at => {late})"
+    )
+    (lease,) = keyed(db, "b") and db.execute(CLAIM).fetchall()
+    clerk, first, second = connect(autocommit=False), connect(), connect()
+    clerk.execute("select from pgqueue.job where unique_key = 'a' for update")
+    assert soon(lambda: one(db, "select expires_at < now() from pgqueue.jobs limit 1"))
+    a = pool.submit(skip, first, "a", "b", "c")
+    blocked(first)
+    db.execute("select pgqueue.complete(%s, %s)", lease)
+    b = pool.submit(skip, second, "b", "c")
+    wait([b], 2)
+    clerk.commit()
+    assert a.result(20)[1:] == b.result(20)
+
+
+def test_a_bulk_enqueue_whose_duplicates_complete_meanwhile_does_not_deadlock(
+    db, connect, pool
+):
+    """While it inserts, the last one of very many is free, and somebody adds that before what is new."""
+    keys = [f"k{n:05}" for n in range(3000)]
+    db.execute("set client_min_messages = error")
+    skip(db, *keys)
+    jobs = dict(
+        db.execute(
+            "select unique_key, array[id, token] from pgqueue.claim('q', 'w', 3000)"
+        ).fetchall()
+    )
+    sessions = [connect() for _ in range(2)]
+    for session in sessions:
+        session.execute("set client_min_messages = error")
+    for last in reversed(keys[-6:]):
+        a = pool.submit(skip, sessions[0], *keys, "new")
+        time.sleep(random.random() / 10)
+        db.execute("select pgqueue.complete(%s, %s)", jobs[last])
+        b = pool.submit(skip, sessions[1], last, "new")
+        assert len(a.result(60)) == 3001 and len(b.result(60)) == 2
+        db.execute("delete from pgqueue.job where unique_key = 'new'")
 
 
 def test_two_redrives_of_several_queues_do_not_deadlock(db, connect, pool, blocked):
