@@ -289,7 +289,7 @@ def retry(job: pgqueue.Job) -> None:
 
 @app.job("retry_absurd")
 def retry_absurd() -> None:
-    raise pgqueue.Retry(after=timedelta(days=-5))
+    raise pgqueue.Retry(after=timedelta.max)
 
 
 @app.job("snooze")
