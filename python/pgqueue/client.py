@@ -187,7 +187,7 @@ def _statement(
             raise TypeError(f"{name} must be a datetime or a timedelta, not {value!r}")
         if name in TEXT and not isinstance(value, str):
             raise TypeError(f"{name} must be a str, not {value!r}")
-        if name == "unique_for" and not isinstance(value, timedelta):
+        if name == "unique_for" and isinstance(value, int | float):
             raise TypeError(f"unique_for must be a timedelta, not {value!r}")
         if name == "after" and isinstance(value, int | str):
             raise TypeError("after takes the ids of jobs; for a delay there is run_at")

@@ -285,11 +285,12 @@ CALLS = {
     "save_step": "pgqueue.save_step(%(id)s, %(token)s, %(name)s, '[1]')",
     "steps": "name, value from pgqueue.steps(%(id)s)",
     "results_of": "* from pgqueue.results_of(%(id)s, %(token)s)",
+    # Before this transaction leaves events to look at in a moment.
+    "rest until later": "(extract(epoch from pgqueue.rest(array['later'])) / 86400)::int",
     "suspend": "pgqueue.suspend(%(id)s, %(token)s, %(name)s, '2999-01-01 00:00 UTC')",
     "emit": "pgqueue.emit(%(name)s, '[1]')",
     "events": "name, payload from pgqueue.events order by name",
     "rest": "extract(epoch from pgqueue.rest(array['deep', 'empty']))::int",
-    "rest until later": "(extract(epoch from pgqueue.rest(array['later'])) / 86400)::int",
     "reap": "pgqueue.reap(100)",
     "maintain": "* from pgqueue.maintain()",
     "cancel": "pgqueue.cancel(%(ready)s, 'reason')",
