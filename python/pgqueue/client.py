@@ -76,7 +76,7 @@ CASTS = {
     "unique_keys": TEXTS,
     "group_keys": TEXTS,
 }
-TEXT = ("kind", "unique_key", "group_key")
+NAMES = ("kind", "unique_key", "group_key")
 DELAY = "pg_catalog.now() operator(pg_catalog.+) %s"
 
 
@@ -185,7 +185,7 @@ def _statement(
             raise ValueError(f"{name} must have a time zone")
         if name in ("run_at", "expires_at") and isinstance(value, int | float):
             raise TypeError(f"{name} must be a datetime or a timedelta, not {value!r}")
-        if name in TEXT and not isinstance(value, str):
+        if name in NAMES and not isinstance(value, str):
             raise TypeError(f"{name} must be a str, not {value!r}")
         if name == "unique_for" and isinstance(value, int | float):
             raise TypeError(f"unique_for must be a timedelta, not {value!r}")

@@ -454,31 +454,31 @@ def test_who_keeps_an_enqueue_with_the_same_key_waiting_is_named(db, connect, wi
     waiting.close()
 
 
-def test_who_waits_for_a_key_of_its_own_after_an_enqueue_is_no_concern_of_health(
-    db, connect
+@pytest.mark.parametrize(
+    ("table", "enqueue", "waits"),
+    [
+        (
+            "(n int primary key)",
+            "select pgqueue.enqueue('q', unique_key => 'k')",
+            "insert into mine values (1)",
+        ),
+        (
+            "as select 1 as n",
+            "select pgqueue.enqueue('q')",
+            "select from mine for update",
+        ),
+    ],
+    ids=["key", "row"],
+)
+def test_who_waits_for_what_is_not_ours_after_an_enqueue_is_no_concern_of_health(
+    db, connect, table, enqueue, waits
 ):
-    db.execute("create table mine (n int primary key)")
+    db.execute(f"create table mine {table}")
     other = connect(autocommit=False)
-    other.execute("insert into mine values (1)")
+    other.execute(waits)
     waiting = connect()
-    waiting.pgconn.send_query(
-        b"begin; select pgqueue.enqueue('q', unique_key => 'k'); insert into mine values (1)"
-    )
+    waiting.pgconn.send_query(f"begin; {enqueue}; {waits}".encode())
     wait_until(lambda: one(db, "select count(*) from pg_locks where not granted"))
-    assert found(db, "'locks', '0 s'") == []
-    waiting.close()
-
-
-def test_who_waits_for_other_rows_after_an_enqueue_is_no_concern_of_health(db, connect):
-    db.execute("create table mine as select 1 as n")
-    other = connect(autocommit=False)
-    other.execute("select from mine for update")
-    waiting = connect()
-    waiting.pgconn.send_query(
-        b"begin; select pgqueue.enqueue('q'); select from mine for update"
-    )
-    blocked = "select count(*) from pg_locks where not granted"
-    wait_until(lambda: one(db, blocked))
     assert found(db, "'locks', '0 s'") == []
     waiting.close()
 

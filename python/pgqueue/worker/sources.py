@@ -68,9 +68,14 @@ class Sources:
         for dispatcher in self.dispatchers:
             dispatcher.look_again()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether no more jobs are claimed."""
+        return self.dispatchers[0].is_paused
+
     def pause(self) -> bool:
         """Have no more jobs claimed; return whether that is new."""
-        is_new = not self.dispatchers[0].is_paused
+        is_new = not self.is_paused
         for dispatcher in self.dispatchers:
             dispatcher.is_paused = True
         return is_new

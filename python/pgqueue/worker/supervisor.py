@@ -113,8 +113,8 @@ class Supervisor:
 
     def _ended(self, child: Child, exit_code: int) -> None:
         """Restart a child, unless it was to end or would fail again."""
-        said = [each.hear() for each in self._children]  # of all, or DONE is missed
-        self._was_ready |= any(READY in words for words in said)
+        # Of all, in a list, or DONE is missed.
+        self._was_ready |= any([READY in each.hear() for each in self._children])
         self._children.remove(child)
         child.socket.close()
         is_done = DONE in child.said

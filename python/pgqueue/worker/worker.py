@@ -84,11 +84,6 @@ class Worker(Terms):
         self.stop_by = time.monotonic() + patience
         self._tick.put(None)
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether it claims no more."""
-        return self.sources.dispatchers[0].is_paused
-
     def run(self) -> None:
         """Work until stopped, until nothing is due (burst), or for max_jobs jobs.
 
