@@ -13,10 +13,25 @@ declare
     scope jsonb := jsonb_build_object(
         'name', coalesce(queue, ''), 'kind', coalesce(kind, ''), 'group_key', coalesce(group_key, '')
     );
+    own_xid bigint;
+    last_xid bigint;
     before jsonb;
 begin
     -- What is in force for a queue also depends on what was set for all.
     lock table pgqueue.queue in share row exclusive mode;
+    -- An older snapshot would not see that; each sees what a sequence says.
+    own_xid := pg_current_xact_id()::text::bigint;
+    last_xid := pg_sequence_last_value('pgqueue._cell_set_by');
+    if last_xid <> own_xid and current_setting('transaction_isolation') <> 'read committed'
+        and not pg_visible_in_snapshot(last_xid::text::xid8, pg_current_snapshot())
+    then
+        raise exception using
+            errcode = '40001',
+            message = 'settings or access have been changed since this transaction began',
+            detail = format('It is %s, and sees them as they were.', upper(current_setting('transaction_isolation'))),
+            hint = 'Run it again.';
+    end if;
+    perform setval('pgqueue._cell_set_by', own_xid);
     delete from pgqueue.queue as q
     where q.name = coalesce(_set.queue, '') and q.kind = coalesce(_set.kind, '')
         and q.group_key = coalesce(_set.group_key, '')
@@ -193,7 +208,7 @@ $$ || (
             select string_agg(format(E'%s (%s):\n  %s.', s.name, s.facts, s.meaning), E'\n' order by s.place)
             from pgqueue._setting as s
             where s.name <> 'paused'
-        ) || E'\nRaises 22023 (bad argument).'
+        ) || E'\nRaises 22023 (bad argument), 40001 (settings have changed since the snapshot).'
     );
 end;
 $do$;
@@ -263,7 +278,7 @@ comment on function pgqueue.pause(text, text, text) is
 'Lets a queue, or all queues, accept jobs but hand none out; with kind or
 group_key, only jobs of that kind or group. Running jobs go on. Overrides
 earlier calls for anything within; after that the most specific call wins.
-Raises 22023 (bad argument).';
+Raises 22023 (bad argument), 40001 (settings have changed since the snapshot).';
 
 create or replace function pgqueue.resume(
     queue text default null, kind text default null, group_key text default null
@@ -286,7 +301,7 @@ $$;
 comment on function pgqueue.resume(text, text, text) is
 'Undoes pause, for a queue, for all queues, or for a kind or group, which then
 runs even if something wider is still paused.
-Raises 22023 (bad argument).';
+Raises 22023 (bad argument), 40001 (settings have changed since the snapshot).';
 
 -- Derives again what is in force, and what is used, if a copy or restore has left that out.
 create or replace function pgqueue._repair_settings()

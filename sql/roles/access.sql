@@ -144,7 +144,8 @@ hold no payload). Kinds include no other kind.
 queue limits the access of a producer, worker or scheduler to that queue, and
 others for which it is called; without it, the access is to all queues, and a
 later call with queue does not limit it: only revoke_access does.
-Raises 22023 (unknown kind, or one that is not limited), 42704 (no such role).';
+Raises 22023 (unknown kind, or one that is not limited), 42704 (no such role),
+40001 (settings or access have changed since the snapshot).';
 
 create or replace function pgqueue.revoke_access(role text, kind text, queue text default null)
     returns void
@@ -170,7 +171,8 @@ $$;
 comment on function pgqueue.revoke_access(text, text, text) is
 'Undoes grant_access: for a queue, or for all of them. What the role may do by
 another kind of access stays. The role may have been dropped.
-Raises 22023 (unknown kind, or one that is not limited), 42704 (no such role).';
+Raises 22023 (unknown kind, or one that is not limited), 42704 (no such role),
+40001 (settings or access have changed since the snapshot).';
 
 -- The rows that an upgrade touches are of roles that had all that their kind of access includes: now they get what is
 -- new to it. When the transaction ends, because a script of an extension would make all that has been granted on

@@ -1067,6 +1067,8 @@ create sequence pgqueue._cell_held_off minvalue 0;
 create sequence pgqueue._cell_due minvalue 0;
 -- The timeline of the server when numbers were last skipped.
 create sequence pgqueue._cell_timeline minvalue 0;
+-- Which transaction was the last to change settings.
+create sequence pgqueue._cell_set_by minvalue 0;
 
 -- One row where this database is a shard. pg_dump keeps what a sequence of an extension has handed out, and not
 -- by how much it steps: a trigger (module shard) sets that whenever the row is written, also while it is restored.

@@ -136,6 +136,8 @@ comment on column pgqueue.gone.part is
 
 -- The timeline of the server when numbers were last skipped.
 create sequence pgqueue._cell_timeline minvalue 0;
+-- Which transaction was the last to change settings.
+create sequence pgqueue._cell_set_by minvalue 0;
 -- Until when claims look whether a limit of their queue is just being set.
 create sequence pgqueue._cell_held_off minvalue 0;
 -- Until when claims that leave jobs out believe that the groups they have passed over give none.

@@ -5,6 +5,7 @@ import threading
 import psycopg
 import pytest
 from conftest import column, one
+from psycopg import IsolationLevel, errors
 
 IN_FORCE = "select max_attempts, lease = '7 s' from pgqueue._in_force(%s)"
 
@@ -30,6 +31,47 @@ def test_two_that_change_settings_at_once_derive_the_same(db, connect, blocked, 
     waiting.join()
     assert in_force(db, "q") == (3, True)
     assert in_force(db, "else") == (20, True)
+
+
+@pytest.mark.parametrize(
+    "level", [IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]
+)
+@pytest.mark.parametrize(
+    "first",
+    [
+        "pause()",
+        "configure('p', max_running => 1)",
+        "grant_access('{}', 'producer', 'q')",
+    ],
+)
+@pytest.mark.parametrize(
+    "second",
+    [
+        "configure('q', lease => '7 s')",
+        "configure(null, lease => '7 s')",
+        "resume('q')",
+    ],
+)
+def test_an_older_snapshot_changes_nothing_that_it_does_not_see(
+    db, connect, role, level, first, second
+):
+    late = connect()
+    late.isolation_level = level
+    with pytest.raises(errors.SerializationFailure) as refused, late.transaction():
+        late.execute("select 1")
+        db.execute(f"select pgqueue.{first}".format(role))
+        late.execute(f"select pgqueue.{second}")
+    assert refused.value.diag.message_hint == "Run it again."
+    with late.transaction():
+        late.execute(f"select pgqueue.{second}")
+        late.execute(f"select pgqueue.{second}")
+    assert (
+        db.execute(
+            "select * from pgqueue.queue_in_force where queue_in_force is distinct from"
+            " pgqueue._resolved(queue)"
+        ).fetchall()
+        == []
+    )
 
 
 def test_who_enqueues_and_claims_does_not_wait_for_who_changes_settings(db, connect):
