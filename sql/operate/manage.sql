@@ -158,14 +158,12 @@ begin
             else j.run_at
         end
     where j.id = run_now.job_id
-    returning j.queue, j.priority, j.group_key, j.run_at, j.token is null and (
-        select true from pgqueue.wait as w where w.job_id = j.id
-    ) as is_suspended
-    into moved;
+    returning j.queue, j.priority, j.group_key, j.run_at, j.token into moved;
     if not found then
         refused := pgqueue._refuse(pgqueue._not_found('job', job_id, 'A dead job goes back to work with redrive_job.'));
     end if;
-    if moved.is_suspended then
+    -- Only now, when nobody else has the row.
+    if moved.token is null and exists (select from pgqueue.wait as w where w.job_id = run_now.job_id) then
         insert into pgqueue.step as s (job_id, saved_at, place, name, value)
         select
             w.job_id, moment,

@@ -543,6 +543,26 @@ def test_a_save_waits_for_who_is_just_recovering_the_job_and_is_then_refused(
     assert column(db, "select name from pgqueue.steps(%s)", lease[0]) == []
 
 
+def test_run_now_that_waits_for_an_open_suspend_ends_it(db, connect, blocked):
+    lease = claimed(db)
+    operator = connect()
+    with db.transaction():
+        db.execute(
+            "select pgqueue.suspend(%s, %s, run_at => now() + '1 hour', step => 'nap')",
+            lease,
+        )
+        hurrying = threading.Thread(
+            target=operator.execute, args=("select pgqueue.run_now(%s)", lease[:1])
+        )
+        hurrying.start()
+        blocked(operator)
+    hurrying.join()
+    assert one(db, "select count(*) from pgqueue.wait") == 0
+    (saved,) = db.execute("select name, value from pgqueue.steps(%s)", lease[:1])
+    assert saved == ("nap", "run_now")
+    assert again(db)[0] == lease[0]
+
+
 def test_steps_and_the_completion_of_a_transaction_are_one(db, connect):
     lease = claimed(db)
     other = connect(autocommit=False)
