@@ -187,6 +187,18 @@ def test_a_call_of_which_one_cannot_know_whether_it_is_alone_deletes_runs(db, ol
     assert (one(db, LEFT), one(db, PAGES)) == (3, 3)
 
 
+def test_maintain_goes_on_beside_a_publication_of_all_tables(db, old_runs):
+    """As for logical replication: no row may be deleted then from a table without a key."""
+    # For want of wal_level = logical.
+    db.execute("set client_min_messages = error")
+    db.execute("create publication everything for all tables")
+    with db.transaction():
+        assert one(db, FORGET) == 0
+    assert one(db, LEFT) == 10
+    assert one(db, FORGET) == 2
+    assert one(db, LEFT) == 3
+
+
 @pytest.fixture
 def old_size(db: psycopg.Connection, old_runs: None) -> Callable[[], int]:
     """Measure the tables that hold runs to be forgotten."""
