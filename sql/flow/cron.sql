@@ -140,19 +140,25 @@ end;
 $$;
 
 -- Refuses what is not the full name of a time zone, since an offset or an abbreviation knows no clock
--- changes; null passes.
+-- changes; null passes. These four zones have them, but AT TIME ZONE takes their names for abbreviations.
 create or replace function pgqueue._check_timezone(timezone text)
     returns text[]
     language plpgsql
     stable
 as $$
+declare
+    is_abbreviation boolean := timezone in ('CET', 'EET', 'MET', 'WET');
 begin
     -- The view reads all zones from the disk, which takes a tenth of a second.
     return case when timezone <> 'UTC'
         and not exists (select from pgqueue.schedule as s where s.timezone = _check_timezone.timezone)
-        and not exists (select from pg_timezone_names as z where z.name = _check_timezone.timezone)
+        and (is_abbreviation or not exists (select from pg_timezone_names as z where z.name = _check_timezone.timezone))
     then array[
-        'timezone must be the name of a time zone', format('"%s" is none.', timezone),
+        'timezone must be the name of a time zone',
+        format(
+            case when is_abbreviation then '"%s" is an abbreviation, whose clocks never change.' else '"%s" is none.' end,
+            timezone
+        ),
         'Write a name such as Europe/Berlin: select name from pg_timezone_names lists them.'
     ] end;
 end;

@@ -4,7 +4,7 @@ set local client_min_messages = warning;
 set local timezone = 'UTC';
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(33);
+select plan(34);
 
 create function pg_temp.slots(
     cron text, timezone text, after timestamptz, slots int default 1, form text default 'YYYY-MM-DD HH24:MI'
@@ -153,10 +153,15 @@ select is(pg_temp.refusal('0 0 30 2 mon'), 'not refused', 'unless a weekday is e
 select is(
     (
         select string_agg(z.name, ' | ')
-        from unnest(array['CEST', 'UTC+2', 'Europe/Berln', 'Europe/Berln-3', '+02', '']) as z (name)
+        from unnest(array['CEST', 'CET', 'EET', 'MET', 'WET', 'UTC+2', 'Europe/Berln', 'Europe/Berln-3', '+02', '']) as z (name)
         where pg_temp.refusal('* * * * *', z.name) <> 'timezone must be the name of a time zone'
     ),
     null, 'an offset or an abbreviation is no time zone'
+);
+select is(
+    (select string_agg(z.name, ' ') from unnest(array['UTC', 'GMT', 'EST', 'EST5EDT', 'Etc/GMT-2']) as z (name)
+    where pg_temp.refusal('* * * * *', z.name) <> 'not refused'),
+    null, 'unless that has no clock changes'
 );
 select is(
     pg_temp.slots('0 12 * * *', null, '2024-01-01'), '2024-01-01 12:00', 'a null time zone is UTC'
