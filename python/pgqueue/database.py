@@ -146,6 +146,8 @@ def execute(
     """Run a statement in a transaction of its own, with a search path free of strangers."""
     with conn.transaction():
         conn.execute(f"set local {SEARCH_PATH}")
+        # psycopg reads intervals in no other.
+        conn.execute("set local intervalstyle = postgres")
         return conn.execute(query, params)
 
 

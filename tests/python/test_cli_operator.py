@@ -40,6 +40,31 @@ def test_enqueue_adds_a_job_and_prints_its_id(run, db) -> None:
     assert column(db, "select unique_key from pgqueue.recent_key") == ["u"]
 
 
+@pytest.mark.parametrize("style", ["sql_standard", "iso_8601", "postgres_verbose"])
+def test_the_settings_of_the_session_change_no_command(run, db, style) -> None:
+    """As of a role or a database: psycopg would read no interval in these styles."""
+    job = pgqueue.enqueue(db, "q")
+    db.execute("select pgqueue.complete(id, token) from pgqueue.claim('q', 'me')")
+    pgqueue.enqueue(db, "q")
+    db.execute("select pgqueue.claim('q', 'me')")
+    pgqueue.enqueue(db, "q")
+    dead = pgqueue.enqueue(db, "dead")
+    kill(db, "dead")
+    options = f"-c intervalstyle={style} -c datestyle=German -c search_path=public"
+    commands = [
+        ["status"],
+        ["status", "--json"],
+        ["top", "--times", "1"],
+        ["error", str(dead)],
+        ["dead"],
+        ["why", str(job)],
+        ["health", "--all"],
+    ]
+    for args in commands:
+        done = run("pgqueue", *args, PGOPTIONS=options)
+        assert (done.returncode, done.stderr) == (0, ""), args
+
+
 @pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("args", "code", "said"),
