@@ -28,6 +28,13 @@ begin
         where q.group_key = '' and q.name in ('', _handled.queue) and q.handler is not null
     );
     problem := coalesce(
+        -- It cannot be given a transaction that has another.
+        case when current_setting('transaction_isolation') <> 'read committed' then array[
+            'work needs the isolation level READ COMMITTED',
+            format('That of its transactions is %s by default.', upper(current_setting('transaction_isolation'))),
+            'First set default_transaction_isolation = ''read committed''; for pg_cron, by ALTER ROLE.',
+            '25001'
+        ] end,
         pgqueue._check_claim(queue, 'work', 1, null),
         case when run_for <= '0' or run_for > '1 year' then array[
             'run_for must be more than 0 and at most 1 year', format('It is %s.', run_for),

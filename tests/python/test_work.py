@@ -1,5 +1,6 @@
 """Handlers in SQL: work() is a whole worker, and the work and its completion are one transaction."""
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -350,6 +351,17 @@ def test_in_a_transaction_block_it_is_refused_before_anything_happens(
     with pytest.raises(expected):
         caller.execute(query, ("q",) if "%s" in query else None)
     assert one(db, "select attempt from pgqueue.job") == 0
+
+
+def test_where_another_isolation_level_is_the_default_the_hint_helps(db):
+    enqueue(db)
+    db.execute("set default_transaction_isolation = serializable")
+    with pytest.raises(errors.ActiveSqlTransaction) as refused:
+        db.execute("call pgqueue.work('q')")
+    (hint,) = re.findall("set .*'", refused.value.diag.message_hint)
+    db.execute(hint)
+    db.execute("call pgqueue.work('q')")
+    assert [outcome for _, outcome, _, _ in outcomes(db)] == ["completed"]
 
 
 @pytest.mark.parametrize("prepare", [False, True])
