@@ -534,7 +534,8 @@ values
                 from (
                     select d.died_at
                     from pgqueue.dead_job as d
-                    where d.queue = k.queue and d.kind = k.kind and d.died_at > moment - interval '1 day'
+                    where d.queue = k.queue and d.kind = k.kind
+                        and d.died_at between moment - interval '1 day' and clock_timestamp()
                     order by d.queue desc, d.kind desc, d.died_at desc
                     limit 1001
                 ) as d

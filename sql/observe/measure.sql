@@ -449,6 +449,8 @@ declare
     pages bigint;
     step int;
     failures text[] := array(select o.name from pgqueue._outcome as o where o.is_failure);
+    -- What ended later did so before the clock was set back.
+    moment timestamptz := clock_timestamp();
 begin
     select array_agg(p.part), array_agg(p.first), array_agg(p.last), coalesce(sum(p.last - p.first + 1), 0)
     into parts, firsts, lasts, pages
@@ -473,7 +475,7 @@ begin
                 step as weight
             from pgqueue.run as r
             where r.slot = p.part and r.ctid >= ('(' || n.page || ',0)')::tid
-                and r.ctid < ('(' || n.page + 1 || ',0)')::tid and r.finished_at >= since
+                and r.ctid < ('(' || n.page + 1 || ',0)')::tid and r.finished_at between since and moment
             offset 0
         ) as r
         where step > 1
@@ -488,7 +490,7 @@ begin
         select r.queue, r.kind, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, r.outcome, 1
         from pgqueue.run as r
         left join (select distinct s.queue from sampled as s) as met on met.queue = r.queue
-        where r.finished_at >= since and pages <= 2 * most and met.queue is null
+        where r.finished_at between since and moment and pages <= 2 * most and met.queue is null
     ) as a (queue, kind, worker, job_id, finished_at, waited, taken, error, outcome, weight);
 end;
 $$;

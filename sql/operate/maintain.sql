@@ -38,8 +38,9 @@ reaps may run at once.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
 -- Empties a table of the ring run, unless it is in use, or holds runs that ended after its day; returns whether it
--- did. Nobody can read run until the transaction ends; and without nowait all would queue up behind us, and we
--- behind a long SELECT. With statements for each table, because a name put together at run time is dynamic SQL.
+-- did. (What ended in the future did so before the clock was set back.) Nobody can read run until the transaction
+-- ends; and without nowait all would queue up behind us, and we behind a long SELECT. With statements for each table,
+-- because a name put together at run time is dynamic SQL.
 do $do$
 begin
     execute format(
@@ -53,7 +54,10 @@ begin
                     when %1$s then
                         lock table pgqueue.run_%1$s in access exclusive mode nowait;
                         -- Others may have written to it since.
-                        if exists (select from pgqueue.run_%1$s as r where r.finished_at >= day_ends_at) then
+                        if exists (
+                            select from pgqueue.run_%1$s as r
+                            where r.finished_at between day_ends_at and clock_timestamp()
+                        ) then
                             return false;
                         end if;
                         truncate pgqueue.run_%1$s;
@@ -84,7 +88,7 @@ as $$
         and not exists (
             select from pgqueue.run as r
             where r.slot = _is_over.day % 16
-                and r.finished_at >= to_timestamp((_is_over.day + 1) * 86400::float8)
+                and r.finished_at between to_timestamp((_is_over.day + 1) * 86400::float8) and clock_timestamp()
         )
 $$;
 

@@ -187,6 +187,16 @@ def test_a_call_of_which_one_cannot_know_whether_it_is_alone_deletes_runs(db, ol
     assert (one(db, LEFT), one(db, PAGES)) == (3, 3)
 
 
+def test_runs_from_before_the_clock_was_set_back_keep_no_others(db, old_runs):
+    db.execute(
+        "insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome)"
+        " select distinct slot, 1, 11, now() + interval '1 year', waited, taken, queue, kind, outcome"
+        " from pgqueue.run"
+    )
+    assert one(db, FORGET) == 2
+    assert one(db, LEFT) == 4
+
+
 def test_maintain_goes_on_beside_a_publication_of_all_tables(db, old_runs):
     """As for logical replication: no row may be deleted then from a table without a key."""
     # For want of wal_level = logical.

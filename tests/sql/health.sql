@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(105);
+select plan(106);
 
 create function pg_temp.found(name text)
     returns text
@@ -108,6 +108,13 @@ select alike(
     pg_temp.found('failures') || pg_temp.found('dead'), 'critical: %: 98 \% of %critical: %: 41 jobs died%',
     'critical is four times as many'
 );
+update pgqueue.run set finished_at = finished_at + interval '1 year';
+update pgqueue.dead_job set died_at = died_at + interval '1 year';
+select alike(
+    pg_temp.found('failures') || pg_temp.found('dead'), 'ok: %ok: %', 'not where the clock has been set back since'
+);
+update pgqueue.run set finished_at = finished_at - interval '1 year';
+update pgqueue.dead_job set died_at = died_at - interval '1 year';
 select count(pgqueue.complete(c.id, c.token)) from pgqueue.claim('h q', 'w', 20) as c;
 select alike(pg_temp.found('failures'), 'warning: %: 66 \% of %', 'and of failures four times the share');
 update pgqueue.dead_job set died_at = died_at - interval '1 hour';
