@@ -539,8 +539,9 @@ begin
         select r
         from pgqueue.run as r
         where r.job_id = _last_run.job_id
-        -- A claim may end the lease and, past expires_at, the job at the same moment.
-        order by r.finished_at desc, r.attempt desc, r.outcome = 'expired'
+        -- Nothing comes after these two, but the clock may have been set back since an attempt before. And a claim may
+        -- end the lease and, past expires_at, the job at the same moment.
+        order by r.outcome in ('completed', 'cancelled') desc, r.finished_at desc, r.attempt desc, r.outcome = 'expired'
         limit 1
     );
 end;

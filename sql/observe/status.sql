@@ -236,7 +236,8 @@ begin
         from pgqueue.run as r
         where r.job_id between job_ids[1] and job_ids[cardinality(job_ids)] and r.job_id = any (job_ids)
             and r.outcome in ('completed', 'dead', 'cancelled')
-        order by r.job_id, r.finished_at desc
+        -- As in _last_run.
+        order by r.job_id, r.outcome = 'dead', r.finished_at desc
     )
     select o.id, coalesce(l.kind, p.kind), o.outcome, case when o.outcome = 'completed' then l.result end
     from pgqueue._outcomes_of(job_ids) as o
@@ -267,7 +268,6 @@ begin
         select distinct r.job_id
         from pgqueue.run as r
         where r.job_id > greatest(batch.id, after_id) and r.job_id < batch.callback_id
-            and r.finished_at >= batch.created_at
             and r.options -> 'batch_id' = to_jsonb(batch.id) and r.outcome in ('completed', 'dead', 'cancelled')
         order by r.job_id
         limit most

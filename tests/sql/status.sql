@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(50);
+select plan(54);
 
 create temporary view awaiting as
 select l.objid::int as key, l.mode from pg_locks as l
@@ -184,6 +184,32 @@ select results_eq(
 );
 select is(pgqueue.await(null), null, 'await of null is no wait');
 select is((select count(*) from awaiting), 0::bigint, 'and gives all locks back, however often each was asked for');
+
+-- The clock is set back, or another server takes over, whose clock is behind
+
+select pgqueue.enqueue('back', max_attempts => 2) as id \gset
+select pgqueue.fail(id, token, 'E', '0') from pgqueue.claim('back', 'w');
+select pgqueue.fail(id, token, 'E') from pgqueue.claim('back', 'w');
+select pgqueue.redrive('back');
+update pgqueue.run set finished_at = finished_at + interval '1 hour' where job_id = :id;
+select pgqueue.create_batch('back batch') as batch \gset
+update pgqueue.batch set created_at = created_at + interval '1 hour' where id = :batch;
+select pgqueue.enqueue('back', after => array[:id], kind => 'after') as waiter \gset
+select pgqueue.enqueue('back', batch_id => :batch, kind => 'batch') as part \gset
+select pgqueue.close_batch(:batch);
+select pgqueue.complete(id, token, to_jsonb(kind)) from pgqueue.claim('back', 'w', 2);
+select pgqueue.maintain();
+select is(pgqueue.result(:id), '"back"', 'a completed job keeps its result where an earlier attempt seems to end later');
+select is((select state from pgqueue.status(:id)), 'completed', 'and its state');
+select id, token from pgqueue.claim('back', 'w') \gset
+select is(
+    (select result from pgqueue.results_of(:id, :token)), '"back"', 'a job that was enqueued after it gets the result'
+);
+select id, token from pgqueue.claim('back batch', 'w') \gset
+select is(
+    (select result from pgqueue.results_of(:id, :token)), '"batch"',
+    'and a callback those of jobs that seem to end before their batch began'
+);
 
 select * from finish();
 rollback;
