@@ -286,7 +286,7 @@ declare
     tied bigint[];
     ended bigint[];
     outcomes text[];
-    found pgqueue._tie[];
+    ties pgqueue._tie[];
     hand pgqueue._tie[];
     doomed bigint[];
     cancelled bigint[];
@@ -320,10 +320,10 @@ begin
         return 0;
     end if;
 
-    found := pgqueue._find_ties(ended, outcomes, most, is_choosy);
+    ties := pgqueue._find_ties(ended, outcomes, most, is_choosy);
     hand := array(
         select row(d.place, f.job_id, f.waiter_id, f.is_doomed, f.is_first)::pgqueue._tie
-        from unnest(found) as f
+        from unnest(ties) as f
         -- As a join it might read all ties.
         cross join lateral (
             select d.ctid as place
@@ -333,7 +333,7 @@ begin
         ) as d
     );
     doomed := array(select h.waiter_id from unnest(hand) as h where h.is_doomed);
-    cancelled := pgqueue._doom(hand, cardinality(hand) = cardinality(found), ended, outcomes);
+    cancelled := pgqueue._doom(hand, cardinality(hand) = cardinality(ties), ended, outcomes);
     hand := array(select h from unnest(hand) as h where h.is_first or h.job_id = any (cancelled));
 
     select array_agg(w.waiter_id) filter (where w.is_held_up), array_agg(w.waiter_id) filter (where not w.is_held_up)
@@ -355,11 +355,11 @@ begin
     ));
     get diagnostics cut = row_count;
     -- Another session has locked most of those that came first.
-    if cardinality(found) = most and cut < most / 2 and not is_choosy then
+    if cardinality(ties) = most and cut < most / 2 and not is_choosy then
         return cut + pgqueue._cut_ties(ended, most, true);
     end if;
     perform pgqueue._leave_loose_ends(array_agg(r.id), 'ended', case
-        when cut > 0 and cardinality(found) = most or others is not null then interval '0'
+        when cut > 0 and cardinality(ties) = most or others is not null then interval '0'
         else interval '200 milliseconds'
     end)
     from (select distinct u.id from unnest(ended || cancelled || others) as u (id)) as r

@@ -252,6 +252,15 @@ def test_the_plain_file_makes_the_same_objects_and_runs_only_once(db, empty, run
         assert column(conn, "select id from pgqueue.claim('q', 'w')") == [id]
 
 
+def test_the_plain_file_runs_where_plpgsql_checks_all_it_can(empty):
+    """As its documentation recommends for a development database."""
+    with psycopg.connect(dbname=empty, autocommit=True) as conn:
+        conn.execute("set plpgsql.extra_warnings = 'all'")
+        conn.execute("set plpgsql.extra_errors = 'all'")
+        conn.execute(script(".plain").read_text())
+        assert one(conn, "select pgqueue.version()") == version()
+
+
 def test_nothing_in_the_plain_file_is_for_psql_alone():
     script(".plain")
     plain = list((REPO / "sql").glob(f"*--{version()}.plain.sql"))
