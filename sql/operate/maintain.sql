@@ -201,6 +201,13 @@ begin
         select f.ctid
         from pgqueue.event as f
         where f.emitted_at < moment - pgqueue._seldom('', 'keep_events')::interval
+            -- Or those that still wait for it would do so for ever.
+            and not exists (
+                select from pgqueue.wait as w
+                where hashtextextended(w.event, 0) = hashtextextended(f.name, 0) and w.event = f.name
+                -- As a join it might read all waits.
+                offset 0
+            )
         order by f.emitted_at
         limit 100000
         for update skip locked

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(108);
+select plan(111);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -330,6 +330,17 @@ select is((select done from pgqueue.maintain() where task = 'forget events'), 2:
 select pgqueue.configure(null, keep_events => '1 day');
 select is((select done from pgqueue.maintain() where task = 'forget events'), 1::bigint, 'or after keep_events');
 select is(pgqueue.emit('paid'), true, 'and then it may happen again');
+select pg_temp.suspended('slow', null, null) as id \gset
+select pgqueue.emit('slow');
+update pgqueue.event set emitted_at = emitted_at - interval '2 days' where name = 'slow';
+-- More than maintain looks at in one go.
+insert into pgqueue.loose_end (look_at, id, what) select now() - interval '1 day', 0, 'event' from generate_series(1, 1000);
+select is(
+    (select done from pgqueue.maintain() where task = 'forget events'), 0::bigint,
+    'but not while a job that waits for it has yet to be made due'
+);
+select is((select done from pgqueue.maintain() where task = 'forget events'), 1::bigint, 'as one of the next calls does');
+select is(pg_temp.state(:id) || ' ' || pg_temp.waits(:id), 'ready 0 0', 'and then it is forgotten');
 select throws_ok(
     format('select pgqueue.configure(%s, keep_events => %L)', s.scope, '1 day'), '22023', 'keep_events cannot be set for less than all',
     'keep_events is one setting for all: ' || s.scope
