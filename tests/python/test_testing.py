@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -446,3 +447,38 @@ def test_a_job_that_waits_goes_on_in_the_drain_after_its_event(conn, task) -> No
     pgqueue.emit(conn, "order 7 paid", {"by": "card"})
     (ran,) = drain(conn, app)
     assert (ran.outcome, ran.result) == ("completed", {"by": "card"})
+
+
+@app.job("threads")
+def in_threads(job: pgqueue.Job) -> list[int]:
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda n: job.step(f"{n}", int, n), range(8)))
+
+
+@app.job("threads in a transaction", transaction=True)
+def in_threads_of_a_transaction(job: pgqueue.Job) -> list[int]:
+    return in_threads(job)
+
+
+@app.job("tasks")
+async def in_tasks(job: pgqueue.Job) -> list[int]:
+    async with asyncio.TaskGroup() as group:
+        running = [
+            group.create_task(job.step(f"{n}", asyncio.sleep, 0, n)) for n in range(8)
+        ]
+    return [task.result() for task in running]
+
+
+@app.job("tasks in a transaction", transaction=True)
+async def in_tasks_of_a_transaction(job: pgqueue.Job) -> list[int]:
+    return await in_tasks(job)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [in_threads, in_threads_of_a_transaction, in_tasks, in_tasks_of_a_transaction],
+)
+def test_steps_side_by_side_are_drained_as_by_a_worker(conn, task) -> None:
+    task.enqueue(conn)
+    (ran,) = drain(conn, app)
+    assert (ran.outcome, ran.result) == ("completed", list(range(8)))

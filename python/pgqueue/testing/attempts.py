@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,8 +72,10 @@ def _undo_if_broken(owner: Any, conn: database.Connection) -> Iterator[None]:
 
 
 def _attempt(conn: database.Connection, app: App, attempt: Attempt) -> Outcome:
-    attempt.connect = lambda attempt: savepoint(conn, attempt.task.is_async)
-    if attempt.task.is_async:
+    is_async = attempt.task.is_async
+    turn: Any = asyncio.Lock() if is_async else threading.Lock()
+    attempt.connect = lambda attempt: savepoint(conn, is_async, turn)
+    if is_async:
         return _await(lambda: run_async(attempt, app.middleware))
     return _call(lambda: run(attempt, app.middleware))
 

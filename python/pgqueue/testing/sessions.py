@@ -8,7 +8,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from pgqueue import database
-from pgqueue.drivers import of_psycopg
+from pgqueue.drivers import either, of_psycopg
 
 
 def is_in_transaction(conn: database.Connection) -> bool:
@@ -33,16 +33,19 @@ def lent(conn: Any) -> Iterator[database.Connection]:
 
 
 @contextlib.asynccontextmanager
-async def savepoint(conn: database.Connection, is_async: bool) -> AsyncIterator[Any]:
-    """Lend the session to a handler, in a savepoint of its own."""
-    if not is_async:
-        with lent(conn) as loan, loan.transaction():
-            yield loan
-        return
-    view = psycopg.AsyncConnection[Any](conn.pgconn)
-    view.prepare_threshold = None
-    try:
-        async with view.transaction():
-            yield view
-    finally:
-        del view.pgconn
+async def savepoint(
+    conn: database.Connection, is_async: bool, turn: Any
+) -> AsyncIterator[Any]:
+    """Lend the session to a handler, in a savepoint of its own, or to its steps in turn."""
+    async with either(turn):
+        if not is_async:
+            with lent(conn) as loan, loan.transaction():
+                yield loan
+            return
+        view = psycopg.AsyncConnection[Any](conn.pgconn)
+        view.prepare_threshold = None
+        try:
+            async with view.transaction():
+                yield view
+        finally:
+            del view.pgconn
