@@ -97,7 +97,7 @@ class Steps:
             raise Suspend  # who has caught it gets no further
         self._counts[name] += 1
         count = self._counts[name]
-        numbered = name if count == 1 else f"{name} {count}"
+        numbered = name if count == 1 else derived(f"{name} {count}")
         if numbered in self._names:  # given in full
             return self.name(name)
         self._names.add(numbered)

@@ -482,3 +482,14 @@ def test_steps_side_by_side_are_drained_as_by_a_worker(conn, task) -> None:
     task.enqueue(conn)
     (ran,) = drain(conn, app)
     assert (ran.outcome, ran.result) == ("completed", list(range(8)))
+
+
+@app.job("long names", transaction=True)
+def long_names(job: pgqueue.Job) -> list[int]:
+    return [job.step("é" * 100, int, n) for n in range(12)]
+
+
+def test_a_long_name_of_a_step_counts_up_as_a_short_one_does(conn) -> None:
+    long_names.enqueue(conn)
+    (ran,) = drain(conn, app)
+    assert (ran.outcome, ran.result) == ("completed", list(range(12)))
