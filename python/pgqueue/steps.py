@@ -170,7 +170,8 @@ class Steps:
         known = await self._load()
         ended = f"{name}: ended"
         if ended not in known:
-            found = {r.id: r for r in await self.results() if r.id in set(ids)}
+            wanted = set(ids)
+            found = {r.id: r for r in await self.results() if r.id in wanted}
             values = None
             is_new = name not in known
             if ids and (is_new or any(r.outcome is None for r in found.values())):
