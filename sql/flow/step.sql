@@ -14,6 +14,7 @@ create or replace function pgqueue._check_step(job_id bigint, token bigint, plac
 as $$
 declare
     job record;
+    problem text[];
 begin
     select j.queue, j.kind, j.group_key into job
     from pgqueue.job as j
@@ -30,9 +31,16 @@ begin
     end if;
     -- The end of the job looks for steps.
     perform pgqueue._mark(pgqueue._settings_bits(job.queue), 'pgqueue.awaited_seq');
-    return case when place is not null then
-        pgqueue._check_payload(value, (pgqueue._in_force(job.queue, job.kind, job.group_key)).max_payload_bytes)
-    end;
+    problem := pgqueue._check_payload(
+        case when place is not null then value end,
+        (pgqueue._in_force(job.queue, job.kind, job.group_key)).max_payload_bytes
+    );
+    return case when problem is not null then array[
+        'the value of the step is too large for this queue',
+        problem[2],
+        'Save only where it is, or return less from the jobs that it has waited for, or configure max_payload_bytes.',
+        problem[4]
+    ] end;
 end;
 $$;
 

@@ -114,7 +114,7 @@ select pgqueue.configure('quota', max_payload_bytes => 100);
 delete from pgqueue.step where job_id = :id;
 select throws_ok(
     format('select pgqueue.save_step(%s, %s, %L, to_jsonb(repeat(%L, 200)))', :id, :token, 'long', 'x'),
-    '54000', null, 'max_payload_bytes limits each value'
+    '54000', 'the value of the step is too large for this queue', 'max_payload_bytes limits each value'
 );
 select is_empty('select from pgqueue.steps(null)', 'a job that is unknown has no steps');
 
