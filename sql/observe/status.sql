@@ -289,7 +289,6 @@ create or replace function pgqueue.results_of(
 as $$
 #variable_conflict use_column
 declare
-    own text[] := pgqueue._own_queues('worker');
     most int := coalesce(max_rows, 1000);
     refused boolean := pgqueue._refuse(case when most not between 1 and 10000 then array[
         'max_rows must be 1 to 10000', format('It is %s.', most), 'Ask for the next ones with after_id.'
@@ -298,7 +297,7 @@ declare
 begin
     select coalesce((j.terms).after, '{}') into first
     from pgqueue.job as j
-    where j.id = results_of.job_id and j.token = results_of.token and pgqueue._is_own(j.queue, own);
+    where j.id = results_of.job_id and j.token = results_of.token and pgqueue._is_own(j.queue, pgqueue._own_queues('worker'));
     refused := pgqueue._refuse(case when not found then pgqueue._lost(results_of.job_id, results_of.token) end);
     return query
     select r.*
@@ -309,7 +308,7 @@ begin
         group by u.id
         order by u.id
         limit most
-    ), own) as r;
+    ), pgqueue._own_queues('worker', 'producer', 'operator')) as r;
 end;
 $$;
 
@@ -319,7 +318,8 @@ have ended (completed, dead or cancelled; null for one that runs again), and the
 results of those that completed, as long as the log keeps them (keep_runs). For
 the callback of a batch, the jobs of the batch, those that the log still has. In
 the order of their ids, from after_id on, at most max_rows (1 to 10,000): for
-more, ask again with the last id. A worker of some queues sees those of these.
+more, ask again with the last id. A worker of some queues sees those of these,
+and of those whose results it may ask for.
 Raises PQ002 when the lease is lost, 22023 (bad argument).';
 
 -- Which locks a session that waits for jobs holds.

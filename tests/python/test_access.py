@@ -235,6 +235,23 @@ def test_a_worker_with_the_token_of_another_queue_has_lost_it(db, mine, is_logge
     mine.execute("select pgqueue.complete(%s, %s)", own)
 
 
+def test_a_worker_sees_the_results_of_the_jobs_that_it_may_enqueue(db, mine, role):
+    db.execute("select pgqueue.grant_access(%s, 'producer', 'parts')", (role,))
+    part = one(mine, "select pgqueue.enqueue('parts')")
+    other = one(db, "select pgqueue.enqueue('other')")
+    id, token = lease(db, "mine")
+    mine.execute(
+        "select pgqueue.suspend(%s, %s, after => %s)", (id, token, [part, other])
+    )
+    for queue in "parts", "other":
+        db.execute("select pgqueue.complete(%s, %s, '1')", lease(db, queue))
+    held = mine.execute("select id, token from pgqueue.claim('mine', 'w')").fetchone()
+    found = mine.execute(
+        "select id, outcome, result from pgqueue.results_of(%s, %s)", held
+    )
+    assert found.fetchall() == [(part, "completed", 1)]
+
+
 def test_what_a_schedule_or_batch_of_another_queue_enqueues_is_enqueued(db, mine):
     db.execute("select pgqueue.schedule('s', 'other', every => '1 second')")
     batch = one(db, "select pgqueue.create_batch('other')")
