@@ -64,7 +64,10 @@ declare
     picks tid[];
     changed record;
 begin
-    select j.id, j.lease_expires_at, (j.terms).expires_at <= moment as is_late into present
+    select
+        j.id, j.lease_expires_at, (j.terms).expires_at <= moment as is_late,
+        on_duplicate <> 'skip' and exists (select from pgqueue.wait as w where w.job_id = j.id) as is_suspended
+    into present
     from pgqueue._with_key(_on_duplicate.queue, _on_duplicate.unique_key) as j;
     if not found then
         return null;
@@ -90,7 +93,7 @@ begin
         set payload = case when on_duplicate = 'replace' then _on_duplicate.payload else j.payload end,
             priority = case when on_duplicate = 'replace' then _on_duplicate.priority else j.priority end,
             run_at = case
-                when j.run_at = 'infinity' then j.run_at
+                when j.run_at = 'infinity' or present.is_suspended then j.run_at
                 when on_duplicate = 'replace' then _on_duplicate.run_at
                 else greatest(j.run_at, _on_duplicate.run_at)
             end,
@@ -105,7 +108,7 @@ begin
                         ), 'infinity')
                     end,
                     case
-                        when j.run_at < 'infinity' then null
+                        when j.run_at < 'infinity' or present.is_suspended then null
                         when on_duplicate = 'replace' then _on_duplicate.run_at
                         else greatest((j.terms).run_at, _on_duplicate.run_at)
                     end,

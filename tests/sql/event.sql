@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(111);
+select plan(113);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -236,8 +236,22 @@ select is(pg_temp.waits(:id), '0 0', 'with its wait');
 select pgqueue.enqueue('q', unique_key => 'k') as id \gset
 select token from pgqueue.claim('q', 'w') \gset
 select pgqueue.suspend(:id, :token, 'never');
-select is(pgqueue.enqueue('q', '1', unique_key => 'k', on_duplicate => 'replace'), :id::bigint, 'its key stays taken');
+select is(
+    pgqueue.enqueue('q', '1', unique_key => 'k', on_duplicate => 'replace', run_at => '2990-01-01'), :id::bigint,
+    'its key stays taken'
+);
 select is(pg_temp.state(:id), 'blocked', 'and it is still suspended when replaced');
+select is((select (j.terms).run_at from pgqueue.job as j where j.id = :id), null, 'until the event, and no longer');
+select pgqueue.cancel(:id);
+select pgqueue.enqueue('q', unique_key => 'k') as id \gset
+select token from pgqueue.claim('q', 'w') \gset
+select pgqueue.suspend(:id, :token, 'never', '2990-01-01');
+select pgqueue.enqueue('q', '1', unique_key => 'k', on_duplicate => 'replace');
+select pgqueue.enqueue('q', unique_key => 'k', on_duplicate => 'postpone', run_at => '2991-01-01');
+select results_eq(
+    format('select run_at, payload, event from pgqueue.status(%s)', :id), $$ values ('2990-01-01'::timestamptz, '1'::jsonb, 'never') $$,
+    'also when it has a time'
+);
 select pgqueue.cancel(:id);
 select pgqueue.enqueue('q') as id \gset
 select token from pgqueue.claim('q', 'w') \gset
