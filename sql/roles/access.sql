@@ -99,8 +99,6 @@ begin
     if exists (select from pgqueue.access as a where a.queue <> '') then
         perform pgqueue._mark(-1, 'pgqueue.awaited_seq');
     end if;
-    -- Sets nothing, but waits for others that set anything: each has to see what the other did.
-    perform pgqueue._set(null, null, null, '{}', false);
     perform pgqueue._resolve('');
 end;
 $$;
@@ -114,6 +112,9 @@ as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind, queue, false));
 begin
+    -- Sets nothing, but waits for others that set anything, or change access: each has to see what the other did, and
+    -- of two that change the rights on the same function Postgres lets the second fail.
+    perform pgqueue._set(null, null, null, '{}', false);
     -- What is left of a role that had this name, and was dropped.
     delete from pgqueue.access as a
     where a.role = grant_access.role and a.kind = grant_access.kind
@@ -156,6 +157,8 @@ as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind, queue, true));
 begin
+    -- As in grant_access.
+    perform pgqueue._set(null, null, null, '{}', false);
     delete from pgqueue.access as a
     where a.role = revoke_access.role and a.kind = revoke_access.kind
         and a.queue = coalesce(revoke_access.queue, a.queue);

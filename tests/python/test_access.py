@@ -1,6 +1,7 @@
 """What each kind of role may do, and what no caller can trick a function into."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psycopg
@@ -314,6 +315,30 @@ def test_what_is_left_of_a_dropped_role_can_be_revoked(db, role):
     assert one(db, "select count(*) from pgqueue.queue_in_force") == 0
     with pytest.raises(errors.UndefinedObject):
         db.execute("select pgqueue.revoke_access('pgqueue_gone', 'worker')")
+
+
+@pytest.mark.parametrize("call", ["grant_access", "revoke_access"])
+def test_a_change_of_access_waits_for_another(
+    db, connect: Connect, blocked, role, call
+):
+    db.execute("create role pgqueue_other")
+    try:
+        db.execute("select pgqueue.grant_access('pgqueue_other', 'worker')")
+        other = connect()
+        with ThreadPoolExecutor() as pool:
+            with db.transaction():
+                db.execute("select pgqueue.grant_access(%s, 'worker')", (role,))
+                done = pool.submit(
+                    other.execute, f"select pgqueue.{call}('pgqueue_other', 'worker')"
+                )
+                blocked(other)
+            done.result()
+        assert functions(db, "pgqueue_other") == (
+            functions(db, role) if call == "grant_access" else set()
+        )
+    finally:
+        db.execute("drop owned by pgqueue_other")
+        db.execute("drop role pgqueue_other")
 
 
 def test_a_role_of_all_queues_is_told_that_a_queue_does_not_limit_it(db, role):
