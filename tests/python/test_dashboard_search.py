@@ -191,6 +191,7 @@ def test_a_search_that_stops_early_says_so_and_can_go_on(
         ("from=x", 404, "no such page"),
         ("from=[1,2]", 404, "no such page"),
         ("from=[%22x%22]", 400, ""),
+        ("from=[%22%5Cud800%22]", 404, "no such page"),
         ("state=completed&from=[%22x%22,1]", 404, "no such page"),
         ("state=completed&from=[%220001-01-01%2000:00%2B00%22,1]", 404, "no such page"),
         ("queue=%00", 400, ""),

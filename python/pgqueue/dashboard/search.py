@@ -225,6 +225,7 @@ def place_of(text: str | None, parts: int) -> list[str] | None:
     """Read where the last page stopped."""
     try:
         place = None if text is None else [str(part) for part in json.loads(text)]
+        "".join(place or ()).encode()  # half a character is not UTF-8
     except (TypeError, ValueError, RecursionError):
         place = []
     if place is not None and len(place) != parts:
