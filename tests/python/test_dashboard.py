@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 import documents
 import psycopg
 import pytest
+import uvicorn
 from cluster import Cluster
 from conftest import column, one
 from dashboard_site import PAGES, Answer, Site, kill
 from pgqueue.dashboard import app, pages
 from pgqueue.dashboard.pages import Page, Reading, read
+from pgqueue.dashboard.serve import serve as serve_alone
 from recipes import blocks
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -1003,6 +1005,15 @@ def test_the_command_serves_until_ctrl_c(dsn, free_port, more) -> None:
             assert "Traceback" not in child.stderr.read()
         finally:
             child.kill()
+
+
+def test_the_address_that_is_printed_shows_any_secret(dsn, monkeypatch, capsys) -> None:
+    secret = "a+b/c=&d#e %41é"
+    monkeypatch.setenv("PGQUEUE_DASHBOARD_SECRET", secret)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server: None)
+    assert serve_alone(dsn, "127.0.0.1", 7070, allow_actions=False) == 0
+    address = urlsplit(capsys.readouterr().err.split(" at ")[-1].strip())
+    assert parse_qs(address.query) == {"secret": [secret]} and not address.fragment
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "jobs.example"])

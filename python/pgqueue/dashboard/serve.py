@@ -4,6 +4,7 @@ import ipaddress
 import os
 import secrets
 from collections.abc import Collection
+from urllib.parse import quote
 
 import uvicorn
 
@@ -31,7 +32,7 @@ def serve(
     secret = os.environ.get("PGQUEUE_DASHBOARD_SECRET") or secrets.token_urlsafe(18)
     own_name = f"[{host}]" if ":" in host else host
     url = f"http://{own_name}:{port}/"
-    shown = f"{url}?secret={secret}" if has_secret else url
+    shown = f"{url}?secret={quote(secret, safe='')}" if has_secret else url
     say_json({"url": shown}) if as_json else say(f"the dashboard is at {shown}")
     page = app(
         dsn,
