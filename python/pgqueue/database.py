@@ -103,7 +103,14 @@ def conninfo(
     """
     dsn = dsn or environ.get("PGQUEUE_DSN") or environ.get("DATABASE_URL") or ""
     dsn = re.sub(r"^postgres(ql)?\+\w+:", "postgresql:", dsn)  # as SQLAlchemy writes it
-    given = conninfo_to_dict(dsn)
+    try:
+        given = conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError as error:
+        said = str(error)
+        # Whatever else libpq quotes may be the password, or have it in it.
+        if not said.startswith(("invalid connection option", "invalid URI query")):
+            said = re.sub('".*"', '"…"', said.replace('"="', "="), flags=re.S)
+        raise psycopg.ProgrammingError(said) from None
     known = set(given) | {
         ours for theirs, ours in ENVIRONMENT.items() if theirs in environ
     }

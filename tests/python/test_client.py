@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from traceback import format_exception
 from typing import Annotated
 
 import pgqueue
@@ -22,6 +23,7 @@ import psycopg
 import pydantic
 import pytest
 from conftest import column, one, url
+from pgqueue import database
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import dict_row, scalar_row
 
@@ -682,3 +684,22 @@ def test_the_dsn_comes_from_the_argument_then_pgqueue_dsn_then_database_url(
     assert mine["target_session_attrs"] == "read-write"
     with pytest.raises(psycopg.ProgrammingError):
         conninfo("no such thing", {})
+
+
+@pytest.mark.parametrize(
+    ("dsn", "said"),
+    [
+        ("postgres//u:s3cret@h/db", "in connection info string"),
+        ("host=h password=my s3cret", "in connection info string"),
+        ("postgresql://u:s3cret%@h/db", "invalid percent-encoded token"),
+        ("postgresql://u:s3cret@[h/db", "looking for matching"),
+        ("postgresql://u:p@h/db?password=a&s3cret", "missing key/value separator ="),
+        ("host=h password=s3cret sslmod=x", 'connection option "sslmod"'),
+        ("postgresql://u:s3cret@h/db?sslmod=x", 'query parameter: "sslmod"'),
+    ],
+)
+def test_an_address_that_cannot_be_read_is_refused_without_its_password(dsn, said):
+    with pytest.raises(psycopg.ProgrammingError) as refused:
+        database.conninfo(dsn, {})
+    assert said in str(refused.value)
+    assert "s3cret" not in "".join(format_exception(refused.value))
