@@ -42,7 +42,10 @@ select
     nullif(j.run_at, 'infinity') as run_at,
     j.enqueued_at, j.attempt, j.max_attempts, j.worker, j.claimed_at, j.lease_expires_at,
     j.cancelled_at, j.unique_key, j.group_key,
-    j.errors -> -1 ->> 'error' as last_error,
+    -- As _summary, which a reader may not call.
+    case when c.reads_jobs then j.errors -> -1 ->> 'error'
+        else left(split_part(ltrim(j.errors -> -1 ->> 'error', E' \t\r\n'), E'\n', 1), 500)
+    end as last_error,
     (j.progress).done, (j.progress).total, (j.progress).message,
     round((j.progress).done / nullif(extract(epoch from (j.progress).told_at - j.claimed_at), 0), 3) as rate,
     -- Unknown before a hundred thousandth is done.
@@ -62,7 +65,9 @@ select
         select w.since from pgqueue.wait as w where w.job_id = j.id
     ) end as suspended_at,
     (select s.number from pgqueue.shard as s) as shard
-from (select clock_timestamp() as moment) as c
+from (
+    select clock_timestamp() as moment, has_table_privilege('pgqueue.job', 'select') as reads_jobs
+) as c
 cross join pgqueue.job as j;
 
 comment on view pgqueue.jobs is
@@ -76,7 +81,7 @@ query.
 run_at: The job runs no earlier; null while it waits for something other than
 time.
 last_error: Why the last failed attempt failed, or a worker has put the job off
-since; null for neither.
+since; null for neither. Only the first line for who may not read the table job.
 done: How much the current attempt has reported as done; null if nothing.
 total: How much there is to do, as reported.
 message: What it is doing, as reported.
@@ -565,7 +570,8 @@ select
     coalesce(b.completed, t.jobs - t.dead - t.cancelled - w.waiting - w.running, 0) as completed,
     coalesce(b.dead, t.dead, 0) as dead,
     coalesce(b.cancelled, t.cancelled, 0) as cancelled,
-    b.callback_id, b.group_key, b.headers
+    b.callback_id, b.group_key,
+    case when has_table_privilege('pgqueue.job', 'select') then b.headers end as headers
 from pgqueue.batch as b
 left join lateral (
     select sum(n.jobs) as jobs, sum(n.dead) as dead, sum(n.cancelled) as cancelled
@@ -593,7 +599,8 @@ waiting: Jobs that wait.
 running: Jobs that are leased.
 completed: Jobs that completed.
 dead: Jobs that died, and were not redriven before it finished.
-cancelled: Jobs that were cancelled, or purged.';
+cancelled: Jobs that were cancelled, or purged.
+headers: Of its callback; null for who may not read the table job.';
 
 -- Jobs have ids between that of their batch and that of its callback: all three come from one sequence.
 create or replace view pgqueue.batch_jobs as
@@ -678,7 +685,8 @@ select
     nullif(case when not s.is_paused then s.next_slot end, 'infinity') as next_slot,
     s.last_slot, s.last_job_id,
     case when s.last_job_id is not null then pgqueue._last_state(s.last_job_id) end as last_state,
-    s.problem, s.group_key, s.headers
+    s.problem, s.group_key,
+    case when has_table_privilege('pgqueue.job', 'select') then s.headers end as headers
 from pgqueue.schedule as s
 order by s.name;
 
@@ -690,7 +698,8 @@ paused: Whether it enqueues no jobs.
 next_slot: The next slot; null when it is paused. If it is in the past by more
 than jitter, there is a problem, or neither a worker nor maintain is running.
 last_state: What happened to that job: its state in jobs while it waits or runs,
-dead, or its outcome in run; null if it is no longer known.';
+dead, or its outcome in run; null if it is no longer known.
+headers: Of its jobs; null for who may not read the table job.';
 
 -- A table of more than 8 MB is not counted. The log is not read to find its beginning: rows come in
 -- the order of their time, so the first pages of its parts have the oldest.
@@ -778,7 +787,6 @@ begin
         for the_column in
             select a.attname as name, coalesce(
                 (regexp_match(the_view.text, E'\n' || a.attname || E': (.*?)(?=\n[a-z0-9_]+: |$)'))[1],
-                col_description(a.attrelid, a.attnum),
                 (
                     select col_description(s.attrelid, s.attnum)
                     from pg_rewrite as r
@@ -787,7 +795,8 @@ begin
                     where r.ev_class = a.attrelid and d.refclassid = 'pg_class'::regclass and s.attname = a.attname
                     order by s.attrelid
                     limit 1
-                )
+                ),
+                col_description(a.attrelid, a.attnum)
             ) as text
             from pg_attribute as a
             where a.attrelid = the_view.oid

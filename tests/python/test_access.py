@@ -8,6 +8,7 @@ import psycopg
 import pytest
 from conftest import Connect, column, one
 from psycopg import errors
+from psycopg.types.json import Jsonb
 
 # One row for each routine and relation: its name, its mark for each kind, how to call it.
 TABLE = (Path(__file__).parents[1] / "access.md").read_text()
@@ -459,6 +460,34 @@ def test_a_producer_reads_state_result_and_the_first_line_of_an_error(
         row = row.fetchone()
         assert "ValueError: no" in row[0] and "secret" not in row[0]
     assert one(db, "select last_error from pgqueue.status(%s)", id) == said
+
+
+@pytest.mark.parametrize("kind", ["reader", "operator"])
+def test_whole_errors_and_headers_are_for_operators(db, connect: Connect, role, kind):
+    secret = {"is": "secret"}
+    db.execute("select pgqueue.grant_access(%s, %s)", (role, kind))
+    db.execute(
+        "select pgqueue.schedule('s', 'q', every => '1 hour', headers => %s)",
+        (Jsonb(secret),),
+    )
+    db.execute("select pgqueue.create_batch('q', headers => %s)", (Jsonb(secret),))
+    id = one(db, "select pgqueue.enqueue('q')")
+    token = one(db, "select token from pgqueue.claim('q', 'w')")
+    said = "ValueError: no\nTraceback: secret"
+    db.execute("select pgqueue.fail(%s, %s, %s)", (id, token, "\n" + said))
+    caller = connect(user=role)
+    seen = [
+        one(caller, f"select headers from pgqueue.{view}")
+        for view in ("schedules", "batches")
+    ]
+    seen += [one(caller, "select ltrim(last_error, E'\\n') from pgqueue.jobs")]
+    if kind == "operator":
+        assert seen == [secret, secret, said]
+    else:
+        assert seen == [None, None, "ValueError: no"]
+        for view in allowed(RELATIONS, kind):
+            shown = column(caller, f"select v::text from pgqueue.{view} as v")
+            assert "secret" not in str(shown), view
 
 
 # Schedules belong to who created them.
