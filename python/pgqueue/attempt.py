@@ -73,6 +73,10 @@ class Attempt:
     outcome: Outcome = RELEASED
     steps: Any = None  # what its handler remembers, if it takes the job
 
+    @property
+    def size(self) -> int:
+        return len(self.payload) + len(self.headers or "")
+
     def extend(self) -> bool:
         return self.source is None or bool(self.source.heartbeat.extend(self))
 

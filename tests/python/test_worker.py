@@ -74,6 +74,18 @@ def test_a_worker_does_not_claim_more_bytes_than_it_can_hold(db, workers) -> Non
     assert sorted(done) == [(job_id, 1, len(text)) for job_id in ids]
 
 
+def test_headers_count_among_the_bytes_that_a_worker_can_hold(db) -> None:
+    large = {"value": "x" * 1_000_000}
+    for _ in range(40):
+        pgqueue.enqueue(db, QUEUE, headers=large)
+    with db.transaction(force_rollback=True):
+        attempts = protocol.claim(db, "w", [QUEUE], 40)
+    sizes = [len(a.headers or "") for a in attempts]
+    assert len(sizes) == 40
+    assert protocol.MOST_BYTES < sum(sizes) < protocol.MOST_BYTES + 1_100_000
+    assert all(bool(a.payload) == bool(a.headers) for a in attempts)
+
+
 def test_large_jobs_are_not_claimed_ahead_by_the_thousand() -> None:
     sizes = prefetch.Prefetch(10, 5000, None)
     sizes.rate = 20_000.0

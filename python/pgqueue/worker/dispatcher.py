@@ -158,7 +158,7 @@ class Dispatcher(Service):
         attempts, not_ahead = self._prefetch.sort(attempts, unfinished)
         if not_ahead:
             self._give_back_at_once(conn, not_ahead)
-        self._prefetch.weigh([len(a.payload) for a in attempts if a.payload])
+        self._prefetch.weigh([a.size for a in attempts if a.payload])
         if attempts and not self._finisher.is_connected:
             self._finisher.wake()  # it will be needed
         for attempt in attempts:

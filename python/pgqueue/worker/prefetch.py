@@ -51,7 +51,7 @@ class Prefetch:
                 self.left -= jobs
 
     def weigh(self, sizes: list[int]) -> None:
-        """Note how many bytes the payloads of some jobs have."""
+        """Note how many bytes some jobs have."""
         if sizes:
             self._size = sum(sizes) / len(sizes)
 

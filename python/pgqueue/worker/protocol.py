@@ -14,23 +14,27 @@ from pgqueue.worker.seldom import log
 
 T = TypeVar("T")
 
-# Of payloads it sends so many bytes, and one more; after that, empty texts.
+# Of payloads and headers it sends so many bytes, and one more job; after that, empty texts.
 CLAIM = (
-    "select id, token, kind, queue, attempt, max_attempts, case when coalesce("
-    "pg_catalog.sum(pg_catalog.octet_length(payload)) over ("
+    "select id, token, kind, queue, attempt, max_attempts, payload,"
+    " case when payload operator(pg_catalog.<>) '' then headers end, seconds, batch_id"
+    " from (select id, token, kind, queue, attempt, max_attempts, case when coalesce("
+    "pg_catalog.sum(pg_catalog.octet_length(payload)"
+    " operator(pg_catalog.+) coalesce(pg_catalog.octet_length(headers), 0)) over ("
     "rows between unbounded preceding and 1 preceding), 0)"
-    " operator(pg_catalog.<) %s::bigint then payload else '' end, headers, seconds, batch_id"
+    " operator(pg_catalog.<) %s::bigint then payload else '' end as payload,"
+    " headers, seconds, batch_id"
     " from (select id, token, kind, queue, attempt, max_attempts,"
     " payload::pg_catalog.text as payload, headers::pg_catalog.text as headers,"
     " extract(epoch from lease_expires_at operator(pg_catalog.-) claimed_at)::float"
     " as seconds, (terms).batch_id as batch_id"
     " from pgqueue.claim(%s, %s, %s, pg_catalog.make_interval(secs => %s::float),"
-    " %s::pg_catalog.text[]) offset 0) as c"
+    " %s::pg_catalog.text[]) offset 0) as c) as s"
 )
 CLAIM_FROM = CLAIM.replace(".claim(%s", ".claim_from(%s::pg_catalog.text[]").replace(
     ") offset", ", %s::int[], %s::int[]) offset"
 )
-MOST_BYTES = 16_000_000  # of the payloads that a worker claims at once
+MOST_BYTES = 16_000_000  # of the payloads and headers that a worker claims at once
 EXTEND = (
     "select status from pgqueue.extend("
     "%s::bigint[], %s::bigint[], pg_catalog.make_interval(secs => %s::float))"
