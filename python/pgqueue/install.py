@@ -25,7 +25,18 @@ EXTENSION = (
     "select extversion from pg_catalog.pg_extension"
     " where extname operator(pg_catalog.=) 'pgqueue'"
 )
-INSTALLED = "select pg_catalog.to_regprocedure('pgqueue.version()') is not null"
+# Read, and not called: whoever may create schemas may have made one of this name.
+INSTALLED = (
+    "select pg_catalog.substring(p.prosrc, '''([0-9.]+)''') from pg_catalog.pg_proc as p"
+    " where p.oid operator(pg_catalog.=) pg_catalog.to_regprocedure('pgqueue.version()')"
+)
+# Of a schema that is no extension's, unless it is the caller.
+OWNER = (
+    "select pg_catalog.quote_ident(r.rolname) from pg_catalog.pg_namespace as n"
+    " join pg_catalog.pg_roles as r on r.oid operator(pg_catalog.=) n.nspowner"
+    " where n.nspname operator(pg_catalog.=) 'pgqueue'"
+    " and r.rolname operator(pg_catalog.<>) current_user"
+)
 VERSION = "select pgqueue.version()"
 LOCK = "select pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgqueue.install'))"
 SOURCE = Path(__file__).parents[2]  # in a clone: `make plain` writes the scripts
@@ -59,7 +70,8 @@ def advice(installed: str) -> str | None:
 def differs(conn: psycopg.Connection[Any]) -> str | None:
     """Ask the database, outside a transaction; None also if it does not tell."""
     try:
-        return advice(str(found(conn, VERSION)))
+        installed = found(conn, INSTALLED)
+        return advice(installed) if installed else None
     except TooOld as error:
         return str(error)
     except psycopg.Error:  # not there, or not allowed
@@ -101,9 +113,12 @@ def install(conn: Any, plain: bool = False) -> str:
     cursor = conn.cursor(row_factory=tuple_row)
     cursor.execute(LOCK)  # if two migrations run at once, the second finds it installed
     available = found(cursor, AVAILABLE)
-    if found(cursor, INSTALLED):
-        offered = available if found(cursor, EXTENSION) else version()
-        return already(str(found(cursor, VERSION)), offered or version())
+    if installed := found(cursor, INSTALLED):
+        if found(cursor, EXTENSION):
+            return already(installed, available or version())
+        owner = found(cursor, OWNER)
+        whose = f", by role {owner}" if owner else ""
+        return already(installed, version(), whose)
     if available and not plain:
         cursor.execute("create extension pgqueue")
         return f"created the extension pgqueue {available}"
@@ -111,8 +126,8 @@ def install(conn: Any, plain: bool = False) -> str:
     return "ran the plain script: the server has no extension pgqueue"
 
 
-def already(installed: str, offered: str) -> str:
-    said = f"pgqueue {installed} is already installed"
+def already(installed: str, offered: str, whose: str = "") -> str:
+    said = f"pgqueue {installed} is already installed{whose}"
     if not number(offered) or installed == offered:
         return said
     if number(installed) > number(offered):
@@ -128,10 +143,10 @@ def upgrade(conn: Any) -> str:
     """
     cursor = conn.cursor(row_factory=tuple_row)
     cursor.execute(LOCK)
-    if not found(cursor, INSTALLED):
+    old = found(cursor, INSTALLED)
+    if old is None:
         raise ValueError("pgqueue is not installed: python -m pgqueue install")
     is_extension = found(cursor, EXTENSION) is not None
-    old = str(found(cursor, VERSION))
     new = str(found(cursor, AVAILABLE)) if is_extension else version()
     if old == new:
         return already(old, new)
@@ -141,7 +156,7 @@ def upgrade(conn: Any) -> str:
         cursor.execute("alter extension pgqueue update")
     else:
         run(cursor, script(old))
-    return f"upgraded pgqueue from {old} to {found(cursor, VERSION)}"
+    return f"upgraded pgqueue from {old} to {found(cursor, INSTALLED)}"
 
 
 def upgrade_beside_others(conn: Any, patience: float = 60.0) -> str:

@@ -4,8 +4,12 @@ set local search_path = pg_catalog, pg_temp;
 do $$
 declare
     upgrades constant text := nullif('@FROM@', '');
-    is_here constant boolean := to_regprocedure('pgqueue.version()') is not null;
-    found text;
+    -- Read, and not called: whoever may create schemas may have made one of this name.
+    found constant text := (
+        select substring(p.prosrc from '''([0-9.]+)''')
+        from pg_proc as p
+        where p.oid = to_regprocedure('pgqueue.version()')
+    );
     way text;
 begin
     if exists (select from pg_extension where extname = 'pgqueue') then
@@ -13,9 +17,6 @@ begin
             errcode = 'object_not_in_prerequisite_state',
             message = 'pgqueue already exists in this database, as an extension',
             hint = 'To upgrade it: alter extension pgqueue update';
-    end if;
-    if is_here then
-        found := pgqueue.version();
     end if;
     if found is not distinct from upgrades then
         return;

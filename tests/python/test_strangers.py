@@ -313,6 +313,39 @@ def test_an_upgrade_is_not_caught(db, run, how) -> None:
     assert done.returncode == 0 and "upgraded" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("command", ["install", "install --plain", "upgrade", "psql"])
+def test_a_schema_that_a_stranger_has_named_pgqueue_runs_nothing(
+    db, run, command
+) -> None:
+    db.execute("drop extension pgqueue")
+    db.execute("create role pgqueue_squatter")
+    try:
+        db.execute(f"grant create on database {db.info.dbname} to pgqueue_squatter")
+        db.execute("set role pgqueue_squatter")
+        db.execute("""
+            create schema pgqueue;
+            create function pgqueue.version() returns text language plpgsql
+                as $$ begin raise exception 'caught'; return '0.2.0'; end $$;
+            grant usage on schema pgqueue to public;
+        """)
+        db.execute("reset role")
+        if command == "psql":
+            with pytest.raises(psycopg.Error) as refused:
+                db.execute(install.script())
+            db.rollback()
+            said = str(refused.value)
+        else:
+            done = run("pgqueue", *command.split())
+            said = done.stdout + done.stderr
+        assert "caught" not in said
+        if command.startswith("install"):
+            assert "installed, by role pgqueue_squatter" in said
+    finally:
+        db.execute("reset role")
+        db.execute("drop owned by pgqueue_squatter cascade")
+        db.execute("drop role pgqueue_squatter")
+
+
 def test_no_page_of_the_dashboard_is_caught(db, dsn) -> None:
     db.execute(FILL)
     jobs = column(
