@@ -194,7 +194,8 @@ def _read_by_pydantic(
         return values
 
     arguments.__signature__ = signature  # type: ignore[attr-defined]
-    arguments.__annotations__ = hints
+    # Also for what has no hint: the signature has its annotation all the same.
+    arguments.__annotations__ = dict.fromkeys(signature.parameters, Any) | hints
     arguments.__name__ = arguments.__qualname__ = function.__qualname__
     return pydantic.validate_call(arguments)
 

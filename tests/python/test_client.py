@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from traceback import format_exception
-from typing import Annotated
+from typing import Annotated, Any
 
 import pgqueue
 import psycopg
@@ -573,6 +573,22 @@ def test_what_an_annotation_demands_is_checked(db) -> None:
         positive.arguments.read({"n": -5, "when": when})
     read = parcel.arguments.read({"to": {"name": "eve"}, "weight": "1.5"})
     assert read == {"parcel": Parcel(Person("eve"), Decimal("1.5"))}
+
+
+def test_any_beside_other_annotations_takes_what_comes() -> None:
+    app = pgqueue.App()
+
+    @app.job("any")
+    def handler(it: Any, when: datetime, *, text: "Any" = 1, **rest: Any) -> None: ...
+
+    when = "2026-12-24T00:00:00Z"
+    read = handler.arguments.read({"it": [1, "2"], "when": when, "more": None})
+    assert read == {
+        "it": [1, "2"],
+        "when": datetime(2026, 12, 24, tzinfo=UTC),
+        "text": 1,
+        "more": None,
+    }
 
 
 def test_an_annotation_that_is_only_for_type_checkers_is_refused_where_it_counts(
