@@ -211,11 +211,17 @@ def _read_plainly(
     if dataclasses.is_dataclass(model):
         hints = typing.get_type_hints(model)
     for hint in hints.values():
-        for one in typing.get_args(hint) if _is_union(hint) else [hint]:
-            if (typing.get_origin(one) or one) not in PLAIN:
-                where = function.__qualname__
-                raise TypeError(f"{where}: reading {hint} from JSON needs pydantic")
+        if not _is_plain(hint):
+            where = function.__qualname__
+            raise TypeError(f"{where}: reading {hint} from JSON needs pydantic")
     return None if model is None else lambda payload: model(**payload)
+
+
+def _is_plain(annotation: Any) -> bool:
+    """Whether JSON has this type, and those of its parts."""
+    if _is_union(annotation) or typing.get_origin(annotation) in (list, dict):
+        return all(_is_plain(part) for part in typing.get_args(annotation))
+    return annotation in PLAIN
 
 
 def _is_union(annotation: Any) -> bool:

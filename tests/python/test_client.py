@@ -458,8 +458,13 @@ class Nested:
 @app.job("plain")
 def plain(it: Plain): ...
 
+@app.job("parts")
+def parts(many: list[dict[str, int | None]], rest: dict | list | None = None): ...
+
 assert plain.arguments.read({"to": "ada"}) == {"it": Plain("ada")}
-for bad in (Nested, datetime.datetime, Plain | None):
+for bad in (
+    Nested, datetime.datetime, Plain | None, list[Plain], dict[str, datetime.date] | None
+):
     def handler(value): ...
     handler.__annotations__["value"] = bad
     try:
