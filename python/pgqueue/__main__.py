@@ -19,6 +19,7 @@ import psycopg
 from pgqueue import database
 from pgqueue.commands import COMMANDS, run, say_notice
 from pgqueue.install import differs
+from pgqueue.payload import NULL
 from pgqueue.terminal import explain, refuse_other_than_utf8, say, whole_number
 
 # The others need an operator.
@@ -134,7 +135,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if getattr(args, "payload", None) is not None:
         try:
-            args.payload = json.loads(args.payload)
+            payload = json.loads(args.payload)
+            args.payload = NULL if payload is None else payload
         except (ValueError, RecursionError) as error:
             parser.error(f"payload must be JSON: {error}")
     return args

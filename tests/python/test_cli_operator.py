@@ -65,6 +65,13 @@ def test_the_settings_of_the_session_change_no_command(run, db, style) -> None:
         assert (done.returncode, done.stderr) == (0, ""), args
 
 
+@pytest.mark.parametrize("payload", ["null", '"a"', "0", "[null]", '{"a": null}'])
+def test_a_payload_is_stored_as_it_is_typed(db, run, payload) -> None:
+    done = run("pgqueue", "enqueue", "q", payload)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert one(db, "select payload::text from pgqueue.job") == payload
+
+
 @pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("args", "code", "said"),
