@@ -1,5 +1,6 @@
 """Django: the project of docs/django.md, with manage.py and the ORM, as real processes."""
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -318,6 +319,22 @@ def test_the_worker_command_connects_as_the_django_settings_say(
     assert '"nobody here"' in refused.stdout
     refused = site.try_to("pgqueue_worker", "--check", "--dsn", "dbname=template1")
     assert refused.returncode == 3
+
+
+def test_the_worker_command_assumes_the_role_of_the_django_settings(
+    db, site, role
+) -> None:
+    db.execute('create role "pgqueue\\ role"')
+    try:
+        db.execute("select pgqueue.grant_access('pgqueue\\ role', 'worker')")
+        db.execute(f'grant "pgqueue\\ role" to {role}; alter role {role} noinherit')
+        options = {"assume_role": "pgqueue\\ role", "options": "-c jit=off"}
+        settings = {"USER": role, "OPTIONS": options}
+        check = ("pgqueue_worker", "--check")
+        assert "ok: " in site.manage(*check, MORE=json.dumps(settings))
+        assert site.try_to(*check, MORE=f'{{"USER": "{role}"}}').returncode == 1
+    finally:
+        db.execute('drop owned by "pgqueue\\ role"; drop role "pgqueue\\ role"')
 
 
 def test_the_worker_command_can_use_another_database_of_the_settings(db, site) -> None:

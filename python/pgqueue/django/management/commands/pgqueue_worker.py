@@ -1,6 +1,7 @@
 """manage.py pgqueue_worker: python -m pgqueue.worker, on the database of the settings."""
 
 import argparse
+import re
 import sys
 
 from django.apps import apps
@@ -74,5 +75,8 @@ def conninfo(alias: str) -> str:
     if connection.vendor != "postgresql":
         raise ValueError(f"the database {alias!r} is not PostgreSQL")
     given = connection.get_connection_params()
+    if role := connection.settings_dict["OPTIONS"].get("assume_role"):
+        escaped = re.sub(r"([\\\s])", r"\\\1", role)
+        given["options"] = f"{given.get('options', '')} -c role={escaped}"
     known = {option.keyword.decode() for option in Conninfo.get_defaults()}
     return make_conninfo(**{k: v for k, v in given.items() if k in known})
