@@ -71,7 +71,7 @@ def _judge(attempt: Attempt, error: BaseException) -> Outcome:
         return Outcome("release", reason, timedelta(seconds=1))
     if _is_renamed(error):
         error = error.__cause__ or error
-    errors = _errors(error)
+    errors = errors_in(error)
     cause = errors[0] if len(errors) == 1 else error
     if isinstance(cause, LeaseLost):
         return LOST
@@ -100,10 +100,10 @@ def _is_renamed(error: BaseException) -> bool:
     return isinstance(error.__cause__, StopIteration) and str(error) == text
 
 
-def _errors(error: BaseException) -> list[BaseException]:
+def errors_in(error: BaseException) -> list[BaseException]:
     """List the errors in a group, as of an asyncio.TaskGroup, or the error itself."""
     if isinstance(error, BaseExceptionGroup):
-        return [inner for one in error.exceptions for inner in _errors(one)]
+        return [inner for one in error.exceptions for inner in errors_in(one)]
     return [error]
 
 
@@ -114,7 +114,7 @@ def _is_final(error: BaseException, attempt: Attempt) -> bool:
         headers = decode(attempt.headers)[0] if attempt.headers else {}
         if not (isinstance(headers, dict) and headers.get(MAX_ATTEMPTS)):
             return True
-    errors = [one for one in _errors(error) if not isinstance(one, Retry)]
+    errors = [one for one in errors_in(error) if not isinstance(one, Retry)]
     if not errors:
         return False
     if any(

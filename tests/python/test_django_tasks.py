@@ -79,6 +79,10 @@ def second(context):
 def snooze(context):
     raise pgqueue.Snooze(3600)
 
+@task
+def group(kind):
+    raise ExceptionGroup("of one", [pgqueue.Reject("no") if kind == "Reject" else pgqueue.Snooze(100)])
+
 @task(backend="dummy")
 def elsewhere():
     return "here"
@@ -323,6 +327,16 @@ class BackendTest(TestCase):
                 one.enqueue()
             run()
         self.assertEqual(sum("state=" in line for line in logs.output), 2)
+
+    def test_a_group_of_one_error_is_signalled_as_this_error(self):
+        with self.assertLogs("{LIBRARY}", level="DEBUG") as logs:
+            for kind in ("Reject", "Snooze"):
+                tools.group.using(max_attempts=2 if kind == "Reject" else 1).enqueue(kind)
+            ran = run()
+        self.assertEqual([one.outcome for one in ran], ["dead", "released"])
+        said = [line.partition("state=")[2] for line in logs.output if "state=" in line]
+        states = [line.split()[0] for line in said]
+        self.assertEqual(states, ["RUNNING", "FAILED", "RUNNING"])
 
     def test_only_modules_of_apps_are_imported_for_a_kind(self):
         import sys

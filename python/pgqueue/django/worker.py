@@ -28,6 +28,7 @@ from pgqueue.django.backend import (
 )
 from pgqueue.drivers import run_without_loop
 from pgqueue.job import Job
+from pgqueue.judge import errors_in
 from pgqueue.policy import Reject, Snooze
 from pgqueue.task import Task
 
@@ -131,9 +132,10 @@ def _error(error: BaseException) -> Any:
 
 def _is_last(job: Job, error: BaseException) -> bool:
     """Whether nothing follows this failure."""
-    if job.lost or isinstance(error, LeaseLost | Snooze):
+    errors = errors_in(error)
+    if job.lost or (len(errors) == 1 and isinstance(errors[0], LeaseLost | Snooze)):
         return False
-    is_refused = isinstance(error, Reject) or job.cancelled
+    is_refused = any(isinstance(one, Reject) for one in errors) or job.cancelled
     return is_refused or job.attempt >= job.max_attempts
 
 
