@@ -1,11 +1,12 @@
 """Runs a query on the producer's connection, whichever driver it is from."""
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import psycopg
+from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 T = TypeVar("T")
@@ -132,8 +133,30 @@ def of_psycopg(conn: Any) -> psycopg.Connection[Any] | psycopg.AsyncConnection[A
             conn = conn.connection()
         conn = getattr(getattr(conn, "connection", conn), "driver_connection", conn)
     if not isinstance(conn, psycopg.Connection | psycopg.AsyncConnection):
-        raise TypeError(f"not a connection on psycopg 3: {type(conn).__name__}")
+        kind = f"{type(conn).__module__}.{type(conn).__name__}"
+        raise TypeError(f"not a connection on psycopg 3: {kind}")
     return conn
+
+
+def is_in_transaction(conn: psycopg.Connection[Any]) -> bool:
+    return conn.info.transaction_status != TransactionStatus.IDLE
+
+
+@contextmanager
+def lent(conn: Any) -> Iterator[psycopg.Connection[tuple[Any, ...]]]:
+    """Lend the session of a connection, without the row factory and types of its owner."""
+    owner = of_psycopg(conn)
+    session = owner.pgconn
+    handlers = session.notice_handler, session.notify_handler
+    view = psycopg.Connection[tuple[Any, ...]](session)
+    view.prepare_threshold = None
+    try:
+        if not is_in_transaction(view):
+            view.autocommit = owner.autocommit
+        yield view
+    finally:
+        del view.pgconn  # it would warn that nobody closed it
+        session.notice_handler, session.notify_handler = handlers
 
 
 def _then(value: Any, function: Callable[[Any], Any]) -> Any:

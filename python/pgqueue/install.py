@@ -8,12 +8,14 @@ import importlib.resources
 import random
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psycopg
 from psycopg.rows import tuple_row
 
+from pgqueue.drivers import lent, of_psycopg
 from pgqueue.terminal import version
 
 OLDEST = "0.2.0"  # the oldest SQL that this package works with
@@ -102,28 +104,39 @@ def found(cursor: Any, query: str) -> str | None:
     return row[0] if row else None
 
 
+@contextlib.contextmanager
+def cursor_on(conn: Any) -> Iterator[psycopg.Cursor[tuple[Any, ...]]]:
+    """Open a cursor that awaits nothing, also on what is async below SQLAlchemy."""
+    own = of_psycopg(conn)
+    if isinstance(own, psycopg.Connection):
+        yield own.cursor(row_factory=tuple_row)
+    else:
+        with lent(own) as session:
+            yield session.cursor(row_factory=tuple_row)
+
+
 def install(conn: Any, plain: bool = False) -> str:
     """Install pgqueue unless it is installed, and return what was done as a sentence.
 
-    `conn` is a psycopg 3 connection, also that of a migration; nothing here commits.
-    `plain` runs the script even if the server has the extension. Raises psycopg's
-    InsufficientPrivilege if the role may not create it, and FileNotFoundError in a clone
-    without the script.
+    `conn` is a connection of psycopg 3, or of Django or SQLAlchemy on it, also that of a
+    migration; nothing here commits. `plain` runs the script even if the server has the
+    extension. Raises psycopg's InsufficientPrivilege if the role may not create it, TypeError for
+    a connection of another driver, and FileNotFoundError in a clone without the script.
     """
-    cursor = conn.cursor(row_factory=tuple_row)
-    cursor.execute(LOCK)  # if two migrations run at once, the second finds it installed
-    available = found(cursor, AVAILABLE)
-    if installed := found(cursor, INSTALLED):
-        if found(cursor, EXTENSION):
-            return already(installed, available or version())
-        owner = found(cursor, OWNER)
-        whose = f", by role {owner}" if owner else ""
-        return already(installed, version(), whose)
-    if available and not plain:
-        cursor.execute("create extension pgqueue")
-        return f"created the extension pgqueue {available}"
-    run(cursor, script())
-    return "ran the plain script: the server has no extension pgqueue"
+    with cursor_on(conn) as cursor:
+        cursor.execute(LOCK)  # the second of two that run at once finds it installed
+        available = found(cursor, AVAILABLE)
+        if installed := found(cursor, INSTALLED):
+            if found(cursor, EXTENSION):
+                return already(installed, available or version())
+            owner = found(cursor, OWNER)
+            whose = f", by role {owner}" if owner else ""
+            return already(installed, version(), whose)
+        if available and not plain:
+            cursor.execute("create extension pgqueue")
+            return f"created the extension pgqueue {available}"
+        run(cursor, script())
+        return "ran the plain script: the server has no extension pgqueue"
 
 
 def already(installed: str, offered: str, whose: str = "") -> str:
@@ -141,22 +154,22 @@ def upgrade(conn: Any) -> str:
     As `install` in a migration: it takes its locks until that commits. Raises ValueError if
     pgqueue is not installed, or newer; FileNotFoundError if there is no way from a version.
     """
-    cursor = conn.cursor(row_factory=tuple_row)
-    cursor.execute(LOCK)
-    old = found(cursor, INSTALLED)
-    if old is None:
-        raise ValueError("pgqueue is not installed: python -m pgqueue install")
-    is_extension = found(cursor, EXTENSION) is not None
-    new = str(found(cursor, AVAILABLE)) if is_extension else version()
-    if old == new:
-        return already(old, new)
-    if number(old) > number(new):
-        raise ValueError(already(old, new))
-    if is_extension:
-        cursor.execute("alter extension pgqueue update")
-    else:
-        run(cursor, script(old))
-    return f"upgraded pgqueue from {old} to {found(cursor, INSTALLED)}"
+    with cursor_on(conn) as cursor:
+        cursor.execute(LOCK)
+        old = found(cursor, INSTALLED)
+        if old is None:
+            raise ValueError("pgqueue is not installed: python -m pgqueue install")
+        is_extension = found(cursor, EXTENSION) is not None
+        new = str(found(cursor, AVAILABLE)) if is_extension else version()
+        if old == new:
+            return already(old, new)
+        if number(old) > number(new):
+            raise ValueError(already(old, new))
+        if is_extension:
+            cursor.execute("alter extension pgqueue update")
+        else:
+            run(cursor, script(old))
+        return f"upgraded pgqueue from {old} to {found(cursor, INSTALLED)}"
 
 
 def upgrade_beside_others(conn: Any, patience: float = 60.0) -> str:

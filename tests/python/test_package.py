@@ -1,10 +1,13 @@
 """Install, dump and restore, versions, and what the linters say of the built scripts."""
 
+import asyncio
+import contextlib
 import email
 import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tomllib
@@ -12,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import psycopg
+import psycopg2
 import pytest
 from conftest import column, one
 from pgqueue.install import install
@@ -614,6 +618,21 @@ def test_install_rolls_back_with_its_transaction_and_works_with_any_row_factory(
             conn.rollback()
         found = conn.execute("select to_regnamespace('pgqueue') as there").fetchone()
         assert found == {"there": None}
+
+
+def test_install_takes_connections_on_psycopg_3_and_names_others(empty):
+    for wrong in psycopg2.connect(dbname=empty), sqlite3.connect(":memory:"):
+        kind = type(wrong).__module__
+        with contextlib.closing(wrong), pytest.raises(TypeError, match=rf": {kind}\."):
+            install(wrong)
+
+    async def install_in_async():
+        async with await psycopg.AsyncConnection.connect(dbname=empty) as conn:
+            assert "ran the plain script" in install(conn, True)
+
+    asyncio.run(install_in_async())
+    with psycopg.connect(dbname=empty) as conn:
+        assert "already installed" in install(conn)
 
 
 # Linters

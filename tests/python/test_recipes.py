@@ -274,11 +274,12 @@ asyncio.run(asyncio.wait_for(main(), 60))
 """
 
 
-def test_an_alembic_migration_installs_the_sql(db, project) -> None:
+@pytest.mark.parametrize("engine", ["sync", "async"])
+def test_an_alembic_migration_installs_the_sql(db, project, engine) -> None:
     db.execute("drop extension pgqueue")
     (block,) = blocks("Alembic")
     project.write("alembic.ini", "[alembic]", "script_location = migrations")
-    project.write("migrations/env.py", ALEMBIC)
+    project.write("migrations/env.py", ALEMBIC, ENGINES[engine])
     project.write("migrations/script.py.mako")
     project.write("migrations/versions/1_install.py", block)
     for command in ("upgrade", "head"), ("downgrade", "base"), ("upgrade", "head"):
@@ -289,14 +290,24 @@ def test_an_alembic_migration_installs_the_sql(db, project) -> None:
 
 
 ALEMBIC = """
+import asyncio
 from alembic import context
 from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
 
-with create_engine("postgresql+psycopg://").connect() as conn:
+def run(conn):
     context.configure(connection=conn)
     with context.begin_transaction():
         context.run_migrations()
+
+async def run_async():
+    async with create_async_engine("postgresql+psycopg://").connect() as conn:
+        await conn.run_sync(run)
 """
+ENGINES = {  # as in Alembic's templates `generic` and `async`
+    "sync": 'with create_engine("postgresql+psycopg://").connect() as conn: run(conn)',
+    "async": "asyncio.run(run_async())",
+}
 
 
 def test_the_celery_recipe_ends_each_job_as_it_says(db, project) -> None:

@@ -21,8 +21,8 @@ import psycopg
 from pgqueue import database
 from pgqueue.app import App
 from pgqueue.attempt import Attempt
+from pgqueue.drivers import is_in_transaction, lent
 from pgqueue.testing.attempts import Ran, run_inline
-from pgqueue.testing.sessions import is_in_transaction, lent
 from pgqueue.worker.protocol import claim
 
 __all__ = ["Enqueued", "Ran", "assert_enqueued", "drain", "enqueued", "pgqueue_conn"]

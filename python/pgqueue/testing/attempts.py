@@ -16,10 +16,11 @@ from psycopg.pq import TransactionStatus
 from pgqueue import database
 from pgqueue.app import App
 from pgqueue.attempt import Attempt, Outcome
+from pgqueue.drivers import is_in_transaction
 from pgqueue.job import Job
 from pgqueue.policy import Reject, Retry
 from pgqueue.running import run, run_async
-from pgqueue.testing.sessions import is_in_transaction, savepoint
+from pgqueue.testing.sessions import savepoint
 from pgqueue.worker import event_loop
 from pgqueue.worker.protocol import finish
 
