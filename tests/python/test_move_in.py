@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from importlib import resources
 from pathlib import Path
 
@@ -266,15 +267,32 @@ def test_what_waits_in_celery_moves_once_though_the_move_dies(db, server, tmp_pa
 @pytest.mark.parametrize("made_by", ["link", "group"])
 def test_a_celery_task_that_others_wait_for_is_refused(db, server, tmp_path, made_by):
     celery = pytest.importorskip("celery", reason="make move-in")
+    import redis
+
     app = celery.Celery(broker=f"redis+socket://{server}")
     second = app.signature("second")
     if made_by == "link":
         app.send_task("first", link=second)
     else:
         celery.group(second, second).apply_async()
+    there = redis.Redis(unix_socket_path=server)
+    waiting = there.lrange("celery", 0, -1)
     project = Project(tmp_path, PGDATABASE=db.info.dbname, PYTHONPATH=f"{PACKAGE}:{os.pathsep.join(sys.path)}")  # fmt: skip
     (recipe,) = documents.blocks(SECTIONS["Celery on Redis"], "python")
     project.write("move_celery.py", recipe.text)
     with pytest.raises(AssertionError, match="is part of a workflow"):
         project.run("move_celery.py", f"unix://{server}", "celery")
     assert one(db, "select count(*) from pgqueue.job") == 0
+    assert there.lrange("celery", 0, -1) == waiting
+
+
+def test_a_time_without_a_zone_is_utc_as_in_celery(db, server, tmp_path):
+    celery = pytest.importorskip("celery", reason="make move-in")
+    app = celery.Celery(broker=f"redis+socket://{server}")
+    in_two_hours = datetime.now(UTC).replace(tzinfo=None) + timedelta(hours=2)
+    app.send_task("timed", eta=in_two_hours, expires=in_two_hours)
+    project = Project(tmp_path, PGDATABASE=db.info.dbname, PGTZ="Asia/Tokyo", PYTHONPATH=f"{PACKAGE}:{os.pathsep.join(sys.path)}")  # fmt: skip
+    (recipe,) = documents.blocks(SECTIONS["Celery on Redis"], "python")
+    project.write("move_celery.py", recipe.text)
+    assert project.run("move_celery.py", f"unix://{server}", "celery").stdout == "celery 1\n"  # fmt: skip
+    assert [row[:4] for row in db.execute(JOBS)] == [("timed", {}, 0, 2)]
