@@ -30,7 +30,11 @@ PATIENCE = {
     "client_encoding": "utf8",
     "application_name": "pgqueue",
 }
-ENVIRONMENT = {"PGCONNECT_TIMEOUT": "connect_timeout", "PGAPPNAME": "application_name"}
+ENVIRONMENT = {
+    "PGCONNECT_TIMEOUT": "connect_timeout",
+    "PGAPPNAME": "application_name",
+    "PGTARGETSESSIONATTRS": "target_session_attrs",
+}
 
 BACKEND = "select pg_catalog.pg_backend_pid()"
 READ_COMMITTED = psycopg.IsolationLevel.READ_COMMITTED
@@ -114,9 +118,9 @@ def conninfo(
     known = set(given) | {
         ours for theirs, ours in ENVIRONMENT.items() if theirs in environ
     }
-    if "," in str(given.get("host") or environ.get("PGHOST") or ""):
-        given.setdefault("target_session_attrs", "read-write")
     wanted: dict[str, Any] = {**PATIENCE, "application_name": name}
+    if "," in str(given.get("host") or environ.get("PGHOST") or ""):
+        wanted["target_session_attrs"] = "read-write"
     added = {k: v for k, v in wanted.items() if k not in known}
     return make_conninfo(**{**given, **added})
 
