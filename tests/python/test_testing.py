@@ -380,6 +380,17 @@ def test_assert_enqueued_finds_jobs_by_queue_kind_payload_and_count(conn) -> Non
             assert_enqueued(conn, **wrong)
 
 
+def test_assert_enqueued_asserts_under_python_o_as_well(dsn) -> None:
+    code = (
+        "import psycopg, sys; from pgqueue.testing import assert_enqueued\n"
+        "assert_enqueued(psycopg.connect(sys.argv[1]), 'emails')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code, dsn], capture_output=True, text=True
+    )
+    assert "AssertionError: 0 such jobs among []" in done.stderr
+
+
 @pytest.fixture
 def _here(dsn, monkeypatch) -> None:
     monkeypatch.setenv("PGQUEUE_TEST_DSN", dsn)
