@@ -19,7 +19,7 @@ from typing import Any
 Read = Callable[..., Any] | None
 KEYS = (str, int, float, bool, type(None))  # in JSON, as texts
 PLAIN = (str, int, float, bool, list, dict, type(None), object, Any)
-HAS_PYDANTIC = importlib.util.find_spec("pydantic") is not None
+HAS_PYDANTIC = importlib.util.find_spec("pydantic_core") is not None  # 2 or later
 NULL = object()  # the payload null; None is none, for which the server puts {}
 
 
@@ -55,7 +55,9 @@ def _as_plain(value: Any) -> Any:
         return to_jsonable_python(value, round_trip=True)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
-    raise TypeError(f"{type(value).__name__} is not a JSON type (pydantic knows more)")
+    raise TypeError(
+        f"{type(value).__name__} is not a JSON type (pydantic 2 knows more)"
+    )
 
 
 def _with_plain_keys(value: Any) -> Any:
@@ -213,7 +215,7 @@ def _read_plainly(
     for hint in hints.values():
         if not _is_plain(hint):
             where = function.__qualname__
-            raise TypeError(f"{where}: reading {hint} from JSON needs pydantic")
+            raise TypeError(f"{where}: reading {hint} from JSON needs pydantic 2")
     return None if model is None else lambda payload: model(**payload)
 
 

@@ -439,10 +439,13 @@ def test_values_that_json_does_not_have_are_encoded_by_pydantic(db) -> None:
     }
 
 
-def test_without_pydantic_a_type_that_needs_it_raises_a_type_error() -> None:
+@pytest.mark.parametrize("version", ["none", "1"])
+def test_without_pydantic_2_a_type_that_needs_it_raises_a_type_error(version) -> None:
     code = """
-import sys
-sys.modules["pydantic"] = None
+import sys, types
+is_old = sys.argv[1] == "1"
+sys.modules["pydantic"] = types.ModuleType("pydantic") if is_old else None
+sys.modules["pydantic_core"] = None
 import dataclasses, datetime, pgqueue
 app = pgqueue.App()
 
@@ -482,7 +485,7 @@ except TypeError as error:
 """
     path = str(Path(__file__).resolve().parents[2] / "python")
     env = {**os.environ, "PYTHONPATH": path}
-    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    subprocess.run([sys.executable, "-c", code, version], env=env, check=True)
 
 
 @dataclasses.dataclass

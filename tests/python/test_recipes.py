@@ -222,7 +222,8 @@ with psycopg.connect() as conn:
 def test_without_pydantic_a_worker_runs_plain_handlers_and_refuses_others(
     db, project
 ) -> None:
-    project.write("sitecustomize.py", "import sys; sys.modules['pydantic'] = None")
+    hide = "import sys; sys.modules['pydantic'] = sys.modules['pydantic_core'] = None"
+    project.write("sitecustomize.py", hide)
     pgqueue.enqueue(db, "emails", {"to": "ada"}, kind="welcome")
     assert project.work("jobs", "emails") == "hello ada\n"
     project.write("dated.py", DATED)
