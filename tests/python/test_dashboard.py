@@ -5,24 +5,23 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import parse_qs, quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 import documents
 import psycopg
 import pytest
-import uvicorn
 from cluster import Cluster
 from conftest import column, one
 from dashboard_site import PAGES, Answer, Site, kill
 from pgqueue.dashboard import app, pages
 from pgqueue.dashboard.pages import Page, Reading, read
-from pgqueue.dashboard.serve import serve as serve_alone
 from recipes import blocks
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -1007,13 +1006,30 @@ def test_the_command_serves_until_ctrl_c(dsn, free_port, more) -> None:
             child.kill()
 
 
-def test_the_address_that_is_printed_shows_any_secret(dsn, monkeypatch, capsys) -> None:
-    secret = "a+b/c=&d#e %41é"
-    monkeypatch.setenv("PGQUEUE_DASHBOARD_SECRET", secret)
-    monkeypatch.setattr(uvicorn.Server, "run", lambda server: None)
-    assert serve_alone(dsn, "127.0.0.1", 7070, allow_actions=False) == 0
-    address = urlsplit(capsys.readouterr().err.split(" at ")[-1].strip())
-    assert parse_qs(address.query) == {"secret": [secret]} and not address.fragment
+def test_the_address_that_the_command_prints_has_any_secret(dsn, free_port) -> None:
+    command = [sys.executable, "-m", "pgqueue", "dashboard", "--port", str(free_port)]
+    env = {
+        **os.environ,
+        "PGQUEUE_DSN": dsn,
+        "PGQUEUE_DASHBOARD_SECRET": "a+b/c=&d#e %41é",
+    }
+    with subprocess.Popen(
+        [*command, "--json"], env=env, stdout=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            url = json.loads(child.stdout.readline())["url"]
+            page = Site.wait_for(free_port)
+            assert page.get(url.partition(str(free_port))[2]).status == 303
+        finally:
+            child.kill()
+
+
+def test_an_address_that_is_taken_is_none_where_the_page_is(run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run("pgqueue", "dashboard", "--port", port, "--json")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "address already in use" in done.stderr
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "jobs.example"])

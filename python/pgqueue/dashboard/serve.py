@@ -3,7 +3,8 @@
 import ipaddress
 import os
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from socket import socket
 from urllib.parse import quote
 
 import uvicorn
@@ -33,7 +34,10 @@ def serve(
     own_name = f"[{host}]" if ":" in host else host
     url = f"http://{own_name}:{port}/"
     shown = f"{url}?secret={quote(secret, safe='')}" if has_secret else url
-    say_json({"url": shown}) if as_json else say(f"the dashboard is at {shown}")
+
+    def say_where() -> None:
+        say_json({"url": shown}) if as_json else say(f"the dashboard is at {shown}")
+
     page = app(
         dsn,
         allow_actions,
@@ -41,8 +45,24 @@ def serve(
         secret=secret if has_secret else None,
     )
     config = uvicorn.Config(page, host, port, log_level="warning", server_header=False)
-    uvicorn.Server(config).run()
+    try:
+        Server(config, say_where).run()
+    except SystemExit:  # it cannot listen there, and has said why
+        return 1
     return 0
+
+
+class Server(uvicorn.Server):
+    """Says where it is as soon as it is there."""
+
+    def __init__(self, config: uvicorn.Config, say_where: Callable[[], None]) -> None:
+        super().__init__(config)
+        self.say_where = say_where
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.say_where()
 
 
 def is_loopback(host: str) -> bool:
