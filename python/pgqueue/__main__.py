@@ -104,8 +104,9 @@ def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
 def ask(dsn: str, args: argparse.Namespace, failed: int, is_one: bool) -> int:
     """Run the command in a database; if it is one of several, name it, and go on if it fails."""
     conninfo = database.conninfo(dsn)
+    args.of = {"database": database.name(conninfo)} if is_one else {}
     if is_one and not args.json:
-        print(f"-- {database.name(conninfo)}", flush=True)
+        print(f"-- {args.of['database']}", flush=True)
     try:
         with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as conn:
             conn.add_notice_handler(say_notice)

@@ -113,7 +113,7 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     options: dict[str, Any] = vars(args)
     if args.command == "enqueue":
-        skipped = ("command", "dsn", "queue", "payload", "json")
+        skipped = ("command", "dsn", "of", "queue", "payload", "json")
         given = {k: v for k, v in options.items() if k not in skipped}
         job_id = client.enqueue(conn, args.queue, args.payload, **given)
         say_json({"id": job_id}) if args.json else print(job_id)
@@ -132,9 +132,9 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
         else:
             sys.stdout.buffer.write(text.encode())  # UTF-8, whatever the terminal has
     elif args.command == "status":
-        status(conn, args.json)
+        status(conn, args.json, args.of)
     elif args.command == "health":
-        return health(conn, args.all, args.json)
+        return health(conn, args.all, args.json, args.of)
     elif args.command == "top":
         top(conn, args.every, args.times)
     elif args.command == "dead":
@@ -158,11 +158,11 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
     return 0
 
 
-def status(conn: database.Connection, as_json: bool) -> None:
+def status(conn: database.Connection, as_json: bool, of: dict[str, str]) -> None:
     queues = database.execute(conn, STATUS)
     if as_json:
         running = database.execute(conn, RUNNING_JSON)
-        say_json({"queues": rows(queues), "running": rows(running)})
+        say_json(of | {"queues": rows(queues), "running": rows(running)})
         return
     show(queues)
     progress = database.execute(conn, PROGRESS)
@@ -171,13 +171,15 @@ def status(conn: database.Connection, as_json: bool) -> None:
         show(progress)
 
 
-def health(conn: database.Connection, is_all: bool, as_json: bool) -> int:
+def health(
+    conn: database.Connection, is_all: bool, as_json: bool, of: dict[str, str]
+) -> int:
     """Print what is wrong, the worst first, each with its hint; return the exit code."""
     checks = rows(database.execute(conn, HEALTH))
     worst = max(STATUSES.index(check["status"]) for check in checks)
     shown = [check for check in checks if is_all or check["status"] != "ok"]
     if as_json:
-        say_json({"status": STATUSES[worst], "checks": shown})
+        say_json(of | {"status": STATUSES[worst], "checks": shown})
         return worst
     if not worst:
         print(f"ok: {len(checks)} checks have found nothing wrong")

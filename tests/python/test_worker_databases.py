@@ -445,8 +445,13 @@ def test_check_status_and_health_say_it_of_each(two):
     assert "\nwork  " in asked.stdout.partition(f"-- {name(two[1])}")[2]
     assert "does not exist" in asked.stderr
     listed = command("pgqueue", "status", "--json", PGQUEUE_DSN=";".join(two))
-    queues = [json.loads(line)["queues"] for line in listed.stdout.splitlines()]
-    assert [len(found) for found in queues] == [0, 1]
+    found = [json.loads(line) for line in listed.stdout.splitlines()]
+    assert [len(one["queues"]) for one in found] == [0, 1]
+    assert [one["database"] for one in found] == [name(dsn) for dsn in two]
+    listed = command("pgqueue", *named([down, two[1]]), "health", "--json")
+    assert [json.loads(line)["database"] for line in listed.stdout.splitlines()] == [
+        name(two[1])
+    ]
     asked = command("pgqueue", *named(two), "health")
     assert asked.returncode == 0
     assert asked.stdout.count("nothing wrong") == 2
