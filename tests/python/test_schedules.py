@@ -430,13 +430,15 @@ def test_a_handler_that_recurs_must_be_callable_without_arguments() -> None:
     assert not app.tasks
 
 
-def test_a_worker_whose_cron_text_is_wrong_ends_with_its_error(workers, tmp_path):
+@pytest.mark.parametrize("more", [[], ["--burst"]])
+def test_a_worker_whose_cron_text_is_wrong_ends_with_its_error(workers, tmp_path, more):
     (tmp_path / "wrong.py").write_text(
         "import pgqueue\napp = pgqueue.App()\n\n"
         "@app.job('x', cron='0 0 30 2 *')\ndef x() -> None: ...\n"
     )
+    command = [sys.executable, "-m", "pgqueue.worker", "--app", "wrong", "--queue", "q"]
     worker = subprocess.run(
-        [sys.executable, "-m", "pgqueue.worker", "--app", "wrong", "--queue", "q"],
+        [*command, *more],
         cwd=tmp_path,
         env={**os.environ, "PGQUEUE_DSN": workers.dsn, "PYTHONPATH": _path(tmp_path)},
         capture_output=True,

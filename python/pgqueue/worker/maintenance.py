@@ -32,6 +32,11 @@ class Maintenance(Service):
         has_schedules = any(t.schedule is not None for t in app.tasks.values())
         self._is_declared = not (declares and has_schedules)
 
+    @property
+    def has_declared(self) -> bool:
+        """Whether the schedules are up to date, or have to wait for the end of an outage."""
+        return self._is_declared or self._failures > 0
+
     def is_needed(self) -> bool:
         pause = EVERY * random.uniform(0.5, 1.5) if self._is_declared else 0.0
         return not self.over.wait(pause)

@@ -21,10 +21,12 @@ class Sources:
         self._all = [Source(dsn, turns, on_commit, len(dsns) == 1) for dsn in dsns]
         self.dispatchers = [Dispatcher(source, turns) for source in self._all]
         self.services: list[Service] = []
+        self._maintenance: list[Maintenance] = []
         for source, dispatcher in zip(self._all, self.dispatchers, strict=True):
             # Schedules are declared in the first: in each, all would run as often.
             is_first = source is self._all[0]
             maintenance = Maintenance(source, turns.terms.app, is_first)
+            self._maintenance.append(maintenance)
             parts = source.finisher, source.heartbeat, maintenance, dispatcher
             self.services += parts
 
@@ -43,7 +45,8 @@ class Sources:
 
     @property
     def is_drained(self) -> bool:
-        return all(d.is_drained or d.refusal for d in self.dispatchers)
+        has_declared = all(m.has_declared for m in self._maintenance)
+        return has_declared and all(d.is_drained or d.refusal for d in self.dispatchers)
 
     @property
     def states(self) -> list[str]:
