@@ -171,6 +171,9 @@ def test_an_embedded_worker_refuses_what_the_command_line_does(name) -> None:
     for share in {"weight": 0}, {"limit": 0}:
         with pytest.raises(ValueError, match="weight and limit must be 1 at least"):
             pgqueue.Share(**share)
+    for queues in "emails", ["emails", "reports"]:
+        with pytest.raises(TypeError, match="queues takes a weight for each"):
+            pgqueue.Worker(pgqueue.App(), queues)
 
 
 def test_what_is_no_handler_is_refused_where_it_is_defined() -> None:

@@ -57,6 +57,9 @@ class Terms:
     on_commit: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.queues, Mapping | None):
+            said = f"a weight for each, as {{'emails': 1}}, not {self.queues!r}"
+            raise TypeError(f"queues takes {said}")
         if self.queues == {} or self.concurrency < 1:
             raise ValueError("a worker needs a queue and a concurrency of 1 at least")
         for option in POSITIVE:

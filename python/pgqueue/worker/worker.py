@@ -54,7 +54,7 @@ class Worker(Terms):
     outcomes have been committed.
 
     Raises ValueError for no queue, for what must be positive, or only_known without a handler;
-    TypeError for a handler whose annotations name what is not there;
+    TypeError for queues that are no mapping, or a handler whose annotations name what is not there;
     psycopg.ProgrammingError for a dsn that libpq does not understand.
     """
 
