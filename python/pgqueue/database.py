@@ -107,6 +107,9 @@ def conninfo(
     """
     dsn = dsn or environ.get("PGQUEUE_DSN") or environ.get("DATABASE_URL") or ""
     dsn = re.sub(r"^postgres(ql)?\+\w+:", "postgresql:", dsn)  # as SQLAlchemy writes it
+    uri = re.match(r"([\w+.-]+)://", dsn)
+    if uri and uri[1] not in ("postgresql", "postgres"):
+        raise psycopg.ProgrammingError(f"not {uri[1]}:// but postgresql:// is needed")
     try:
         given = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError as error:

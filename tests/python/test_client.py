@@ -7,6 +7,7 @@ import enum
 import functools
 import math
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -710,6 +711,12 @@ def test_the_dsn_comes_from_the_argument_then_pgqueue_dsn_then_database_url(
     assert "target_session_attrs" not in conninfo_to_dict(theirs)
     with pytest.raises(psycopg.ProgrammingError):
         conninfo("no such thing", {})
+    for scheme in "mysql", "postgis", "sqlite+aiosqlite":
+        with pytest.raises(
+            psycopg.ProgrammingError, match=f"not {re.escape(scheme)}://"
+        ) as refused:
+            conninfo(f"{scheme}://me:secret@host/db", {})
+        assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
