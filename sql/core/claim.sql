@@ -3,14 +3,15 @@
 -- Running jobs stay in their lane, leased, so claim() finds expired leases where it looks for
 -- work and ends those attempts itself: recovery needs no daemon.
 --
--- Plans, here and in the modules around: a statement is planned once for a session, with the
--- statistics of that moment, and a plan made while job is small would go on reading all of it.
+-- Planner settings, here and in other modules: a session plans a statement once, with the
+-- statistics of that moment, and a plan made while job is small would keep reading the whole table.
 -- Hence the settings on the functions: jobs are found by ctid or by primary key, never by a scan,
 -- whatever the caller has switched off. JIT is off because a path that is disabled but taken
 -- anyway looks expensive enough to compile, which takes longer than the rest of the call.
+-- Some private functions rely on the settings of their callers, and say so.
 --
--- claim, _pick, _pick_plain_groups and enqueue are longer than a screen: every function that one of them
--- calls costs 2 % of a claim (6 us of 240, 20,000 claims of one job).
+-- claim, _pick, _pick_plain_groups and enqueue are longer than a screen because each further function call
+-- in them costs 2 % of a claim (6 us of 240, measured over 20,000 claims of one job).
 
 create or replace function pgqueue.claim(
     queue text,
@@ -45,8 +46,8 @@ declare
     has_one_each boolean;
     refused boolean;
 begin
-    -- Three shortcuts for the plain call: its arguments are checked in one expression,
-    -- settings are read only if there are any, and so are lanes.
+    -- Three shortcuts for the plain call: its arguments are checked in one expression, and
+    -- settings and lanes are read only if there are any.
     if (
         octet_length(queue) between 1 and 200 and octet_length(worker) between 1 and 200
         and max_jobs between 1 and 10000 and lease is null
@@ -63,7 +64,8 @@ begin
             moment := pgqueue._look_around_if_due(moment);
         end if;
         if used >> (hashtext(queue) & 255) % 63 & 1 = 1 then
-            -- A row that is just being changed counts as none, which costs nothing: see _hold_off_claims.
+            -- A row that another session is changing counts as missing; checking that is free. See
+            -- _hold_off_claims.
             settings := (
                 select f from pgqueue.queue_in_force as f where f.queue = claim.queue collate "default" and f.xmax = '0'
             );
@@ -121,7 +123,7 @@ begin
         noted := pgqueue._noted_lanes(queue, moment);
         if noted[1] > 500 and num_nonnulls(paused, settings.age_after, nullif(settings.has_groups, false)) = 0
             and settings.group_on_retry is distinct from 'block'
-            -- With a limit it looks for tickets and permits one by one.
+            -- With a limit it visits tickets and permits one by one, too slow for more.
             and (settings.group_limit is null or max_jobs <= 300)
         then
             of_lanes := pgqueue._pick_plain_groups(queue, kinds, noted[1], max_jobs, moment, settings.group_limit);
@@ -146,18 +148,19 @@ begin
         perform pgqueue._unpark_if_busy(moment);
     end if;
 
-    -- Who sets a limit counts what claims have locked after 20 ms. A slower one takes nothing.
+    -- A session that sets a limit waits 20 ms, then counts what claims have locked. A slower claim would
+    -- not be counted, so it takes nothing.
     if clock_timestamp() > moment + interval '15 milliseconds' then
         if pgqueue._is_overtaken(queue, settings, moment) then
             perform pgqueue._undo_pick(queue, kinds, paused, picks, own_permits, new_token);
             return;
         end if;
     end if;
-    -- A rate counts from when its permit was taken.
+    -- With permits, keep the moment: the period of a rate began when its permit was taken.
     moment := case when new_token is not null then moment else clock_timestamp() end;
     new_token := coalesce(new_token, nextval('pgqueue.token_seq'));
-    -- One job has no order, and a sort would cost it a tenth of its claim: with it the heap grows
-    -- past what glibc keeps, and is given back and asked for again at each call.
+    -- One job needs no sort, which would cost a tenth of the claim: it makes the heap outgrow
+    -- what glibc keeps, so that each call gives memory back and asks for it again.
     if cardinality(picks) = 1 then
         return query
         update pgqueue.job as j
@@ -190,18 +193,18 @@ begin
             where j.ctid = any (picks)
             returning j.*
         )
-        -- No plan decides the order.
+        -- Sorted, so that the order does not depend on the plan.
         select l.* from leased as l order by l.priority desc, l.run_at, l.id;
         return;
     end if;
-    -- As a join it might read all jobs.
+    -- Not a join, which might read all jobs.
     permits_of := (
         select jsonb_object_agg(h.id, h.permits::text)
         from (
             select u.id, array_agg(u.permit) as permits from unnest(job_of, own_permits) as u (id, permit) group by u.id
         ) as h
     );
-    -- Apart, because a sort by more than columns copies each job twice.
+    -- A statement of its own, because a sort by an expression copies each job twice.
     return query
     with leased as (
         update pgqueue.job as j
@@ -238,8 +241,8 @@ Raises 25001 outside READ COMMITTED, 25006 (the transaction is read-only, or
 the server a standby), 22023 (bad argument), 42501 (the caller is a worker of
 other queues only).';
 
--- How many of the wanted jobs each queue may have, by its weight and its limit, in the order in which to
--- ask them.
+-- How many of the wanted jobs each queue may give (share by weight, most by limit), in the order in which to
+-- ask the queues.
 create or replace function pgqueue._shares(queues text[], weights int[], limits int[], wanted int)
     returns table (queue text, most int, share int)
     language plpgsql
@@ -303,7 +306,7 @@ declare
             ]
         end,
         pgqueue._check_claim(queues[1], worker, max_jobs, lease),
-        -- One page as long as nobody's access is limited.
+        -- It is one page as long as nobody's access is limited.
         case when pg_relation_size('pgqueue.access_queue_idx') > 8192
             then pgqueue._check_access('worker', queues)
         end
@@ -315,7 +318,7 @@ declare
     rest_of text[] := '{}'::text[];
     rest_limits int[] := '{}'::int[];
 begin
-    -- Two rounds: first each queue up to its share, then those that had more.
+    -- Two rounds: first each queue up to its share, then those that may have more.
     for turn in select s.* from pgqueue._shares(queues, weights, limits, wanted) as s loop
         share := least(turn.share, turn.most, wanted);
         found_jobs := 0;

@@ -1,14 +1,14 @@
--- The producer's module.
+-- What producers call.
 --
 -- enqueue() is part of the caller's transaction: workers see the job when it commits,
--- and it never existed if it rolls back. Whom to wake is in module wake.
+-- and it never existed if it rolls back. Which workers to wake is in module wake.
 --
--- The arguments of a function have the collation of what the caller passes, such as a column of names. An index
--- has the default one, and so must what is looked for in it, and the order in which keys are taken: one
--- explicit collation in a call applies to all arguments.
+-- Arguments of a function have the collation of what the caller passes, such as a column of names, but our
+-- indexes have the default collation. So look-ups, and the order in which keys are taken, need the default one
+-- as well: one explicit collation in a call applies to all of its arguments.
 
--- The job that has a unique key. As the first from there on: "queue =" would let in the index of the lanes, which is read
--- as a whole, and looks as cheap where the statistics know of no job.
+-- The job that has a unique key. Found as the first one from there on, not by "queue =", which could make the
+-- planner read the whole index of lanes: it looks as cheap while the statistics know of no job.
 create or replace function pgqueue._with_key(queue text, unique_key text)
     returns setof pgqueue.job
     language sql
@@ -27,7 +27,7 @@ as $$
     where f.queue = _with_key.queue collate "default" and f.unique_key = _with_key.unique_key collate "default"
 $$;
 
--- Says that a job with the key of an enqueue is running.
+-- Tells the caller of enqueue that the job with this key is running.
 create or replace function pgqueue._tell_running(job_id bigint)
     returns void
     language plpgsql
@@ -40,7 +40,7 @@ begin
 end;
 $$;
 
--- Handles an enqueue whose key is taken as on_duplicate says; returns the id of the job that has the key,
+-- Does what on_duplicate says for an enqueue whose key is taken. Returns the id of the job that has the key, or
 -- null if the caller must look again.
 create or replace function pgqueue._on_duplicate(
     queue text,
@@ -81,7 +81,7 @@ begin
     elsif on_duplicate = 'error' then
         return present.id;
     elsif present.lease_expires_at <= moment then
-        -- Its worker is dead, and perhaps so is the job: end that attempt, and look again.
+        -- Its worker is dead, and the job may be dead as well: end that attempt, then look again.
         picks := array(
             select j.ctid from pgqueue.job as j where j.id = present.id for update skip locked
         );
@@ -127,7 +127,7 @@ begin
         return changed.id;
     end if;
 
-    -- A running job keeps what its worker has read.
+    -- A running job stays as its worker has read it.
     if present.lease_expires_at is not null then
         perform pgqueue._tell_running(present.id);
     end if;
@@ -135,10 +135,10 @@ begin
 end;
 $$;
 
--- The window of a key, its unique_for, begins with a job and outlives it. While that job waits or
--- runs its key is taken like any other: only when it has ended does the table recent_key decide.
--- The job that has ended, but whose window has not; null if there is none. Raises 23505 if there is one,
--- with on_duplicate error.
+-- The window of a key (unique_for) begins when its job is enqueued and may outlast the job. While that job waits
+-- or runs, its key is taken like any other; only after its end does the table recent_key decide.
+-- Returns the job that has ended although its window has not; null if there is none. If there is one and
+-- on_duplicate is error, raises 23505.
 create or replace function pgqueue._recent_job(queue text, unique_key text, on_duplicate text)
     returns bigint
     language plpgsql
@@ -153,7 +153,7 @@ declare
         from pgqueue.recent_key as k
         where k.queue = _recent_job.queue and k.unique_key = _recent_job.unique_key
             and k.expires_at > clock_timestamp()
-            -- By its id, not by a hash of all jobs.
+            -- "offset 0" makes it look up this id, not hash all jobs.
             and not exists (select from pgqueue.job as j where j.id = k.job_id offset 0)
     );
 begin
@@ -168,8 +168,8 @@ begin
 end;
 $$;
 
--- Begins the window of a new job and returns its id. If another job with the key has begun one and ended
--- since we looked, undoes the new one, and returns the id of the other.
+-- Begins the window of a new job and returns the job's id. If, since we looked, another job with this key has
+-- begun a window and ended, deletes the new job and returns the id of the other.
 create or replace function pgqueue._begin_window(
     queue text, unique_key text, on_duplicate text, job_id bigint, expires_at timestamptz
 )
@@ -204,8 +204,8 @@ begin
 end;
 $$;
 
--- Makes new jobs part of a batch that _lock_batch has locked. The ids of a shard lie apart, and a part of them
--- begins behind those that are older than the shards.
+-- Adds new jobs to a batch that _lock_batch has locked. Each shard uses only every n-th id, so with shards a part
+-- is a wider range of ids; the first such part begins after the ids from before there were shards.
 create or replace function pgqueue._join_batch(job_ids bigint[], batch_id bigint)
     returns void
     language plpgsql
@@ -262,7 +262,7 @@ as $$
 #variable_conflict use_column
 declare
     settings pgqueue.queue_in_force;
-    -- Apart, because a record costs even when it is null.
+    -- A variable of its own, because reading a record costs time even when it is null.
     notify boolean;
     moment timestamptz := clock_timestamp();
     fold int := hashtext(enqueue.queue) & 255;
@@ -273,8 +273,8 @@ declare
     job_id bigint;
 begin
     -- Four shortcuts for the plain call, which may name a kind or a group; each saves up to a tenth: options
-    -- are checked only where there are any, settings are read only where there are any,
-    -- the INSERT has no conflicts and no defaults to handle, and _wake() is written out.
+    -- are checked and settings are read only if there are any,
+    -- the INSERT has no conflicts and no defaults to handle, and _wake() is inlined.
     if num_nonnulls(
             priority, run_at, max_attempts, unique_key, on_duplicate, headers, unique_for,
             expires_at, batch_id, after, if_dead
@@ -301,7 +301,7 @@ begin
         end if;
     end if;
     if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> fold % 63 & 1 = 1 then
-        -- As a value, because a row of columns is taken apart and put together again.
+        -- As one value: "select f.*" would take the row apart and put it together again.
         settings := (select f from pgqueue.queue_in_force as f where f.queue = enqueue.queue collate "default");
         if settings.queue is null then
             settings := (select f from pgqueue.queue_in_force as f where f.queue = '');
@@ -350,7 +350,7 @@ begin
                 enqueue.unique_key, enqueue.group_key, terms,
                 coalesce(enqueue.payload, '{}'), enqueue.headers
             )
-            -- Waits for a transaction that is just enqueuing, completing or claiming a
+            -- Waits for a transaction that is enqueuing, completing or claiming a
             -- job with this key.
             on conflict (queue, unique_key) where j.unique_key is not null do nothing
             returning j.id into job_id;
@@ -361,7 +361,7 @@ begin
                 coalesce(payload, '{}'), coalesce(priority, 0),
                 coalesce(case when after is null then run_at else (terms).run_at end, moment), expires_at
             );
-            -- Here, and not by _refuse(): enqueue_many() adds a line of CONTEXT.
+            -- Raised here, not by _refuse(): called from enqueue_many(), that would add a line of CONTEXT.
             if on_duplicate = 'error' and job_id is not null then
                 raise exception using
                     errcode = 'unique_violation',
@@ -405,7 +405,7 @@ begin
         end if;
     end if;
 
-    -- Whoever can get the second lock exclusively knows that nobody is parked.
+    -- If the second lock can be had exclusively, nobody is parked.
     if notify is not false
         and current_setting('pgqueue.notify', true) is distinct from 'off'
         and (
@@ -440,7 +440,7 @@ Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with
 on_duplicate error), PQ001 (no such batch, or an unknown job in after), 55000
 (the batch has finished), 42501 (the caller is a producer of other queues only).';
 
--- The jobs of a queue that have some unique keys. Plans as _insert_keyed sets it.
+-- The jobs of a queue that have any of these unique keys. Relies on the planner settings of _insert_keyed.
 create or replace function pgqueue._keyed_jobs(queue text, unique_keys text[])
     returns bigint[]
     language plpgsql
@@ -454,10 +454,11 @@ begin
 end;
 $$;
 
--- Adds the jobs whose keys are free and returns their ids, null for the others, whose jobs it locks if
--- they are to be replaced or postponed, and whose ids it adds at the end if they are to be skipped. Adds none, and
--- returns only nulls, if one of the others has no job, or one that is over, or if none may be taken: to add it after
--- those behind it could be a deadlock, so the caller takes all of them one by one, in the order of their keys.
+-- Adds the jobs whose keys are free. Returns an id for each of these and null for each duplicate; with skip it
+-- appends the ids of the jobs that have the keys, with replace or postpone it has locked those jobs.
+-- It adds nothing and returns only nulls if, with skip, the job of a taken key is gone by now or has expired, or
+-- if, with error, any key is taken: adding that one after the keys behind it could deadlock. The caller then
+-- enqueues all of them one by one, in the order of their keys.
 create or replace function pgqueue._insert_keyed(
     queue text, payloads jsonb[], kind text, priority int, run_at timestamptz,
     max_attempts int[], unique_keys text[], on_duplicate text, group_keys text[], headers jsonb,
@@ -471,8 +472,8 @@ as $$
 #variable_conflict use_column
 declare
     is_locking boolean := coalesce(on_duplicate in ('replace', 'postpone'), false);
-    -- Ids are drawn in the order of the input, rows are written in the order of the keys:
-    -- two calls with the same keys then wait for each other, but never in a circle.
+    -- Ids are drawn in the order of the input, but rows are written in the order of the keys,
+    -- so that two calls with the same keys may wait for each other but cannot deadlock.
     ids bigint[] := array(
         select nextval('pgqueue.job_id_seq') from generate_series(1, cardinality(payloads))
     );
@@ -480,8 +481,8 @@ declare
     added bigint[];
     had bigint[];
 begin
-    -- A session that holds several jobs may wait only in the order of their ids. So lock the existing
-    -- ones first; what appears meanwhile must be locked without waiting, or all begins again.
+    -- A session that holds several jobs may wait only in the order of their ids. So it locks the existing
+    -- ones first; jobs that appear meanwhile must be locked without waiting, or it starts over.
     loop
         begin
             if is_locking then
@@ -553,7 +554,7 @@ begin
 end;
 $$;
 
--- max_attempts and max_payload_bytes for each of some jobs of one kind.
+-- max_attempts and max_payload_bytes for each of these jobs of one kind, by their groups.
 create or replace function pgqueue._settings_of_groups(
     queue text, kind text, group_keys text[], out max_attempts int[], out max_bytes int[]
 )
@@ -576,7 +577,8 @@ begin
 end;
 $$;
 
--- What comes before the jobs of an enqueue_many: wakes workers, and gives claims what they look for.
+-- What enqueue_many does before it adds jobs: wakes workers, and creates what claims go by: permits, tickets
+-- and hints about lanes.
 create or replace function pgqueue._prepare(
     settings pgqueue.queue_in_force, queue text, kind text, priority int, run_at timestamptz, group_keys text[],
     jobs int
@@ -607,7 +609,8 @@ begin
 end;
 $$;
 
--- Enqueues the job of a schedule or a batch, or one once more, whoever calls. Refuses a payload that is too large.
+-- Enqueues a job for pgqueue itself (of a schedule, of a batch, or one that is run again), whatever the access of
+-- the caller. Refuses a payload that is too large.
 create or replace function pgqueue._enqueue_again(
     queue text, payload jsonb, kind text, priority int, max_attempts int, group_key text, headers jsonb
 )
@@ -697,7 +700,7 @@ begin
             run_at, enqueued_at, priority, max_attempts,
             queue, kind, group_key, terms, payload, headers
         )
-        -- A microsecond apart, so that the position of a claim can lie between any two.
+        -- A microsecond apart, so that a claim's position can fall between any two jobs.
         select
             coalesce(
                 enqueue_many.run_at,

@@ -1,9 +1,9 @@
--- How a worker ends attempts: complete, fail and release, and finish for many, each by its own
+-- How a worker ends attempts: complete, fail and release, and finish for many jobs, each with its own
 -- outcome. What happens to a job that did not complete is in module attempt.
 
--- The columns of _log() once more, here and in complete_many: this is the hottest path of
+-- Here and in complete_many the INSERT of _log() is repeated: this is the hottest path of
 -- all, and locking the jobs first, as the other functions do, costs half as much again. For one
--- job two plain statements are cheapest, for many one with two parts.
+-- job two plain statements are cheapest, for many jobs one statement with two parts.
 create or replace function pgqueue.complete(job_id bigint, token bigint, result jsonb default null)
     returns void
     language plpgsql
@@ -16,7 +16,7 @@ declare
     moment timestamptz := clock_timestamp();
     awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
     keep_runs int;
-    -- Whether anything is set of what the log keeps; null for no.
+    -- Whether keep_runs or keep_payloads is set anywhere; null for no.
     is_configured boolean;
     is_logged boolean;
     done record;
@@ -25,7 +25,7 @@ declare
     options jsonb;
     refused boolean;
 begin
-    -- Few conditions and variables, because each that a plain job meets costs it half a hundredth.
+    -- Few conditions and variables, because each one on the path of a plain job costs half a percent.
     if current_setting('transaction_isolation') <> 'read committed'
         or pg_relation_size('pgqueue.queue_keep_idx') > 8192
     then
@@ -60,7 +60,7 @@ begin
             options := jsonb_build_object('batch_id', done.batch_id);
         end if;
         if is_followed is not true and done.batch_id is not null then
-            -- As in _is_batch_over, written out.
+            -- Inlined from _is_batch_over.
             found_before := pg_sequence_last_value(('pgqueue._cell_batch_' || done.batch_id % 5)::regclass);
             perform from pgqueue.job as j
             where j.id = found_before and (j.terms).batch_id = done.batch_id and j.xmax in ('0'::xid, j.xmin);
@@ -74,7 +74,7 @@ begin
                 job_id, 'completed', done.queue, done.group_key, done.batch_id, done.permits, null, null, null
             )::pgqueue._ended]);
         elsif done.permits is not null then
-            -- Nothing else follows: as _after_end does it.
+            -- The only step of _after_end that applies.
             perform pgqueue._return_permits(done.permits, array[job_id], array[done.queue], array[done.group_key]);
         end if;
     end if;
@@ -108,7 +108,7 @@ create or replace function pgqueue.complete_many(
     set jit = off
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
-    -- An index scan meets the jobs, and locks them, in the order of their ids.
+    -- An index scan locks the jobs in the order of their ids.
     set enable_bitmapscan = off
     set enable_indexscan = on
     set enable_nestloop = off
@@ -145,7 +145,7 @@ begin
     with done as (
         delete from pgqueue.job as j
         where j.id = any (complete_many.job_ids)
-            -- "Is true" keeps this a filter: as a join it might come first.
+            -- "is true" keeps this a filter: the planner might begin with it if it were a join.
             and ((j.id, j.token) in (
                 select h.id, h.token
                 from unnest(complete_many.job_ids, complete_many.tokens) as h (id, token)
@@ -159,10 +159,10 @@ begin
                 when is_configured then (pgqueue._in_force(j.queue, j.kind, j.group_key)).keep_runs
                 else 7
             end as keep_runs,
-            -- Null if nothing follows, false if only a permit is given back.
+            -- Null if nothing follows the end, false if only a permit is returned.
             case
                 when is_awaited or (j.terms).batch_id is not null or cardinality(j.permits) > 1
-                    -- A job that begins to wait for one just now leaves a loose end.
+                    -- A job that is just beginning to wait for this one leaves a loose end.
                     or awaited >> (hashtext(j.queue) & 255) % 63 & 1 = 1 and pgqueue._is_followed(j.id)
                     then true
                 when j.permits is not null then false
@@ -198,7 +198,7 @@ begin
     if is_followed then
         perform pgqueue._after_end(followed);
     elsif followed is not null then
-        -- Nothing else follows: as _after_end does it.
+        -- The only step of _after_end that applies.
         perform pgqueue._return_permits(
             array_agg(e.permits[1]), done_ids, array_agg(e.queue), array_agg(e.group_key)
         )
@@ -290,12 +290,12 @@ lane, or runs again at run_at (a snooze). A cancelled job is gone. Returns the
 ids whose lease was held.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
--- Parses results in JSON, and says for each that Postgres cannot store what is wrong with it.
+-- Parses results from JSON; problems says what is wrong with those that Postgres cannot store.
 create or replace function pgqueue._to_results(texts text[], out results jsonb[], out problems text[])
     language plpgsql
 as $$
 begin
-    -- Postgres cannot hold much more than this in one jsonb, and several of them not in one array.
+    -- Much more than this does not fit into one jsonb, nor several of that size into one array.
     problems := array(
         select case when octet_length(t.result) > 64000000
             then format('the result has %s bytes of at most 64000000', octet_length(t.result))
@@ -325,7 +325,8 @@ begin
 end;
 $$;
 
--- Parses the terms of a suspension in JSON, run_at by default this; says what is wrong with them, if anything.
+-- Parses the terms of a suspension from JSON; run_at is the default. problem says what is wrong with them, if
+-- anything.
 create or replace function pgqueue._to_suspension(
     job_id bigint, said text, run_at timestamptz, out terms pgqueue._suspension, out problem text
 )
@@ -339,7 +340,7 @@ exception when data_exception or program_limit_exceeded then
 end;
 $$;
 
--- finish, for those whose lease is held, in any order.
+-- finish for those jobs whose lease is held; the rows come in any order.
 create or replace function pgqueue._finish_each(
     job_ids bigint[], tokens bigint[], outcomes text[], texts text[], delays interval[]
 )
@@ -394,7 +395,7 @@ begin
         join (
             select j.id, j.token, p.place
             from unnest(picks) as p (place)
-            -- As a join it might read all jobs.
+            -- Not a join, which might read all jobs.
             cross join lateral (select j.id, j.token from pgqueue.job as j where j.ctid = p.place offset 0) as j
         ) as h on h.id = e.id and h.token = e.token
         group by 1
@@ -440,7 +441,7 @@ declare
     statuses text[];
 begin
     if 'complete' = all (outcomes) and coalesce(num_nonnulls(variadic texts), 0) = 0
-        -- Of a job under two tokens one is lost, and complete_many does not say which.
+        -- If a job is given under two tokens one is lost, and complete_many does not say which.
         and cardinality(finish.job_ids) = (select count(distinct u.id) from unnest(finish.job_ids) as u (id))
     then
         ended := array(select pgqueue.complete_many(finish.job_ids, finish.tokens));

@@ -1,20 +1,21 @@
--- The pick: which jobs are due, in order, locked, however deep the queue, for claim().
+-- The pick: finds and locks the due jobs for claim(), in order, however deep the queue is.
 --
--- A lane is walked from its beginning. In front of the ready jobs are those that are running,
--- those that others are just claiming, and index entries of finished jobs that some old
--- snapshot keeps from being removed. While these are few nothing else happens. A walk that has
+-- A claim walks a lane from its beginning. Before the ready jobs it meets those that are running,
+-- those that other sessions are claiming, and index entries of finished jobs that an old
+-- snapshot keeps from being removed. While these are few, nothing else happens. A walk that has
 -- crossed many of them leaves a position for all sessions: the run_at up to which the jobs of the
--- lane have been taken. From then on claims start there and move it to their last pick at once,
--- before they commit, so that the next crosses none of their rows; a claim of one only if its
--- walk was longer than usual. After 100 ms, or 20 times the duration of that walk, one claim
--- walks from the beginning again and finds what is behind: late commits, releases, expired
--- leases, claims that were rolled back. A claim that finds nothing behind the position walks from
--- the beginning before it says so; but one that leaves jobs out, by their kinds or because they are paused
--- or at a cap, may have to cross any number of them, and believes what a long walk has found: it looks at
--- the last second only. Positions are kept in the cells of module lane.
+-- lane have been taken. From then on claims start there. Each moves the position to its last pick at
+-- once, before it commits, so that the next one crosses none of the same rows; a claim of one job does so
+-- only if its walk was longer than usual. After 100 ms, or 20 times the duration of that walk, one claim
+-- walks from the beginning again and finds what was left before the position: late commits, releases,
+-- expired leases, claims that were rolled back. A claim that finds nothing from the position on walks from
+-- the beginning before it says so. The exception is a filtered claim, one that asks for some kinds only or has
+-- to pass over jobs that are paused or at a cap: it might cross any number of jobs, so it trusts what a long
+-- walk has found, and looks only at the last second. Positions are kept in the cells of module lane.
 
--- The walk of _pick again, for when it has to leave something out. Separate, because its conditions,
--- prepared for each call, cost a plain claim a tenth.
+-- The walk of _pick if it has to leave out more than other kinds: what is paused or at a cap, jobs that this
+-- claim has already taken, or what a recovery has left. Separate, because preparing its conditions in each call
+-- would cost a plain claim a tenth.
 create or replace function pgqueue._filtered_walk(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz,
     start timestamptz, start_id bigint, taken tid[], has_recovered boolean,
@@ -35,7 +36,8 @@ begin
         where pgqueue._is_in_lane(j, _filtered_walk.queue, _filtered_walk.lane)
             and j.run_at <= _filtered_walk.moment
             and (j.run_at, j.id) > (start, start_id)
-            -- Once what is over was ended: no leases that just expired, since their jobs come back.
+            -- After a recovery, take of what has expired only the leases that it did not reach, whose jobs will
+            -- come back; what would be cancelled or dead is left to another claim.
             and case
                 when coalesce(j.lease_expires_at, (j.terms).expires_at) <= _filtered_walk.moment
                     then has_recovered is not true or j.lease_expires_at is not null
@@ -51,9 +53,10 @@ begin
 end;
 $$;
 
--- Locks at most the wanted number of due jobs of one lane and returns where they are, in the order in
--- which they run, without those taken before; as a side effect ends what is over. Only from the beginning
--- (is_whole) does "none" mean that there is none. Plans as claim sets it.
+-- Locks at most the wanted number of due jobs of one lane, except those in taken, and returns where they
+-- are, in the order in which to run them. As a side effect ends expired leases and jobs past their expires_at.
+-- An empty answer means that there is no job only if it walked from the beginning (is_whole). Relies on the
+-- planner settings of claim.
 create or replace function pgqueue._pick(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean,
     taken tid[] default null
@@ -64,13 +67,15 @@ create or replace function pgqueue._pick(
     set enable_indexscan = on
 as $$
 declare
-    -- What others may take must not end up behind a position left by claims that pass it over.
+    -- Each filter has a position of its own: a claim that passes over a job must not hide it from
+    -- claims that may take it.
     key bigint := hashtextextended(concat(queue, kinds, paused), lane);
     tag bigint := (key >> 20 & 4095) << 51;
     record int := (key & 15) * 2;
     valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
     now_us bigint;
-    -- What crosses no more leaves nothing; less where it walks for the others.
+    -- A claim of one job that crosses no more than this leaves no position; -1 if it walks from the
+    -- beginning on behalf of the others.
     few int := 63;
     position bigint;
     first timestamptz := '-infinity'::timestamptz;
@@ -86,7 +91,7 @@ declare
     has_recovered boolean;
 begin
     if valid_until is not null then
-        -- The second record, when the first is somebody else's; none, when both are.
+        -- If the first record belongs to another lane, use the second; if that does too, none.
         if valid_until >> 51 > 0 then
             record := (key >> 4 & 15) * 2;
             valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
@@ -115,7 +120,7 @@ begin
                     start_id := 0;
                 end if;
             elsif valid_until between now_us - 1000000 and now_us then
-                -- This claim walks from the beginning, the others go on.
+                -- This claim walks from the beginning; meanwhile the others still start at the position.
                 few := -1;
                 perform setval(
                     ('pgqueue._cell_' || record)::regclass,
@@ -129,7 +134,7 @@ begin
         began := clock_timestamp();
         walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
             + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass);
-        -- The same walk twice, only the second one plain: see _filtered_walk.
+        -- The same walk twice; the second is the plain one: see _filtered_walk.
         if has_recovered or num_nonnulls(paused, taken) > 0 then
             select w.* into picks, last, may_be_over
             from pgqueue._filtered_walk(
@@ -143,7 +148,7 @@ begin
                 select
                     j.ctid as tid,
                     j.run_at,
-                    -- A comparison would cost each claim of one job half a percent.
+                    -- "May be", because comparing it with the moment would cost a claim of one job half a percent.
                     j.lease_expires_at is not null or (j.terms).expires_at is not null as may_be_over
                 from pgqueue.job as j
                 where pgqueue._is_in_lane(j, _pick.queue, lane)
@@ -162,24 +167,23 @@ begin
             where j.ctid = any (picks)
                 and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _pick.moment;
             if over_at is not null then
-                -- Those that come back are found where they were.
+                -- Walk again: jobs that come back are at the same place as before.
                 perform pgqueue._recover(queue, lane, picks, over_at, moment);
                 has_recovered := true;
                 continue;
             end if;
         end if;
         exit when start = first or cardinality(picks) = wanted or picks is null
-            -- Short if a walk from the beginning is expensive.
+            -- Fewer than wanted will do if a walk from the beginning is expensive.
             or valid_until > now_us + 100000;
         start := first;
         start_id := 0;
     end loop;
 
-    -- Entries that it crossed, and pages: a measure that depends neither on the machine nor on the
-    -- moment.
+    -- Index entries and pages that it crossed: a measure that depends neither on the machine nor on its load.
     walked := pg_stat_get_xact_tuples_returned('pgqueue.job_lane_idx'::regclass)
         + 10 * pg_stat_get_xact_blocks_fetched('pgqueue.job_lane_idx'::regclass) - walked;
-    -- A short walk for one job leaves nothing.
+    -- A short walk for one job leaves no position.
     if wanted = 1 and walked <= few then
         return coalesce(picks, '{}'::tid[]);
     end if;
@@ -195,22 +199,22 @@ begin
             key, record, position, reached,
             case when reached = position >> 12 then (select j.id from pgqueue.job as j where j.ctid = picks[wanted]) end,
             case when start = first then pgqueue._since_2020(
-                -- There may be more that is over.
+                -- There may be more that has expired.
                 case when has_recovered then clock_timestamp() + interval '100 milliseconds'
                     else pgqueue._believed_until(began, interval '100 milliseconds')
                 end
             ) end
         );
     elsif few < 0 and picks is not null then
-        -- It found some at once: the others begin there as well.
+        -- It found jobs near the beginning, so the others start there as well.
         perform setval(('pgqueue._cell_' || record)::regclass, tag);
     end if;
     return coalesce(picks, '{}'::tid[]);
 end;
 $$;
 
--- _pick, or _pick_groups, in the listed lanes of a queue, by age and highest first, then, if nothing was
--- found or no list is valid, from the beginning of all that have a job due.
+-- Calls _pick or _pick_groups for the listed lanes of a queue: first each lane's share by age, then the highest
+-- priority first. If that finds nothing, or no list is valid, walks all lanes with a due job from their beginning.
 create or replace function pgqueue._pick_lanes(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, noted int[],
     settings pgqueue.queue_in_force, inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
@@ -230,7 +234,7 @@ declare
 begin
     picks := '{}';
     if settings.age_after is not null and -1000 = any (noted) then
-        -- All are to be compared.
+        -- Ageing compares all lanes, so an incomplete list will not do.
         noted := null;
     end if;
     if noted is null then
@@ -248,7 +252,7 @@ begin
             lane := lanes[place];
             exit when lane = -1000;
             wanted := least(shares[place], max_jobs - cardinality(picks));
-            -- A lane may have two turns.
+            -- A lane may come twice, once for its share by age.
             taken := case when served is not null then nullif(picks, '{}') end;
             if lane > 500 then
                 of_groups := pgqueue._pick_groups(
@@ -269,7 +273,7 @@ begin
         exit when is_whole or cardinality(picks) = max_jobs or picks <> '{}' and (-1000 = any (noted)) is not true;
         live := coalesce(live, pgqueue._due_lanes(queue, moment));
         if -1000 = any (noted) then
-            -- Those that the list had no room for.
+            -- Next, the lanes for which the list had no room.
             noted := array(
                 select l.lane from unnest(live) with ordinality as l (lane, place)
                 where l.lane <> all (noted) order by l.place
@@ -289,8 +293,8 @@ begin
 end;
 $$;
 
--- _pick_capped if the queue has one cap, which is its own, and has permits left; null if it has none. Plans as claim
--- sets it.
+-- _pick_capped in its usual case: the queue's only cap is that of the queue itself, and permits are free. Returns
+-- null if none is, or more are held than the cap allows. Relies on the planner settings of claim.
 create or replace function pgqueue._pick_under_cap(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, settings pgqueue.queue_in_force,
     cap pgqueue._cap, new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
@@ -312,7 +316,7 @@ begin
     if pg_relation_size('pgqueue.permit_surplus_idx') > 8192 and pgqueue._any_surplus(queue) then
         return;
     end if;
-    -- First those that have been taken before: an index look-up would read all the others with them.
+    -- First permits that have been taken before, or the index look-up would read all the unused ones as well.
     foreach since in array array['2000-01-01 UTC', '-infinity']::timestamptz[] loop
         room := (
             select count(*)
@@ -321,7 +325,7 @@ begin
                 from pgqueue.permit as p
                 where pgqueue._is_permit_of(p, _pick_under_cap.queue, '', '')
                     and pgqueue._is_free(p, cap.is_rate, cap.most, moment) and p.free_at >= since
-                -- The last ones given back, behind which some old snapshot may keep others.
+                -- The last returned first: an old snapshot may keep dead index entries behind them.
                 order by p.free_at desc
                 limit max_jobs
             ) as f
@@ -346,7 +350,7 @@ begin
         permits := of_lanes.permits;
     end if;
     if permits is null and cardinality(picks) = 1 then
-        -- All in one statement, because each of two costs half as much again.
+        -- In one statement: two would cost half as much again.
         update pgqueue.permit as p
         set free_at = case when cap.is_rate then moment + cap.period else 'infinity' end,
             job_id = (select j.id from pgqueue.job as j where j.ctid = any (picks)), token = new_token, taken_at = moment
@@ -377,7 +381,7 @@ begin
         for update skip locked
     );
     if cardinality(locked) < cardinality(picks) then
-        -- Others came first, or some are copies.
+        -- Other sessions took some of the permits first, or some are copies.
         perform pgqueue._put_back(
             queue, kinds, paused, array(select j.id from pgqueue.job as j where j.ctid = any (picks[cardinality(locked) + 1:])),
             permits
@@ -399,8 +403,8 @@ begin
 end;
 $$;
 
--- _pick_lanes under the caps of a queue: as many jobs as there are permits for, by the claim with this
--- token; returns which job has which permit.
+-- _pick_lanes under the caps of a queue: picks as many jobs as there are permits for, and gives the permits
+-- to this claim's token. The job job_of[i] has the permit permits[i].
 create or replace function pgqueue._pick_capped(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, settings pgqueue.queue_in_force,
     new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
@@ -449,7 +453,7 @@ begin
         exit when next.refused = '{}';
         with leased as (
             update pgqueue.job as j
-            -- Until claim() gives it its lease.
+            -- Only until claim() sets the real lease.
             set token = new_token, lease_expires_at = 'infinity'
             where j.ctid = any (found_jobs.picks) and j.id <> all (next.refused)
             returning j.ctid as tid

@@ -1,9 +1,10 @@
--- Rest: how long a worker that found nothing may sleep. And what is done beside claims and rests, so that no
--- daemon is needed. How sleepers are woken is in module wake.
+-- Rest: how long a worker that found nothing may sleep. Also the other work that claims and rests do as a side
+-- effect, so that no daemon is needed. How sleepers are woken is in module wake.
 
--- When a lane without groups has something to claim: at this moment if it has; null for never. A claim that leaves jobs
--- out looks only from where a long walk has come to, and so does this, until about when the next such walk is due: at
--- random, so that one worker walks for the others. Plans as _until_due sets it.
+-- When a lane without groups has something to claim: now, if it already has; null for never. A filtered claim
+-- looks only from where the last long walk ended, and so does this; then it returns, at the latest, a random moment
+-- soon after the next such walk is due, so that one worker walks for the others. Relies on the planner settings
+-- of _until_due.
 create or replace function pgqueue._until_walked(queue text, kinds text[], paused jsonb, lane int, moment timestamptz)
     returns timestamptz
     language plpgsql
@@ -20,7 +21,7 @@ begin
         since := coalesce(least(believed.since, moment - interval '1 second'), since);
         until := believed.until + random() * (believed.until - moment);
     end if;
-    -- Once over all that runs and all that is finished, up to the first that is due.
+    -- One pass over running and finished jobs, up to the first that is due.
     for ends_at in
         select coalesce(j.lease_expires_at, '-infinity')
         from pgqueue.job as j
@@ -35,7 +36,7 @@ begin
                 and pgqueue._is_wanted(j.kind, j.group_key, _until_walked.kinds, _until_walked.paused)
             limit 1
             for update skip locked;
-            -- Locked just now. If it is not claimed after all, nothing will tell.
+            -- If it is locked, look again in a second: if its claim rolls back, nothing tells us.
             return case when found then moment else least(until, moment + interval '1 second') end;
         end if;
         until := least(until, ends_at);
@@ -44,8 +45,8 @@ begin
 end;
 $$;
 
--- How long until a queue has something to claim: zero if it has, else until a job is due or a lease
--- expires; null if there is nothing.
+-- How long until a queue has something to claim: zero if it already has, else until a job is due or a lease
+-- expires; null for never.
 create or replace function pgqueue._until_due(queue text, kinds text[], paused jsonb, moment timestamptz)
     returns interval
     language plpgsql
@@ -67,7 +68,7 @@ begin
             end if;
         end if;
         until := least(until, (
-            -- Of many that it may not take it looks at the first only.
+            -- If there are many that it may not take, it looks at the first 1000 only.
             select coalesce(min(f.run_at) filter (where f.is_wanted), case when count(*) = 1000 then max(f.run_at) end)
             from (
                 select
@@ -85,7 +86,7 @@ begin
 end;
 $$;
 
--- _until_due under the caps of a queue: also until a full one has a permit again.
+-- _until_due under the caps of a queue: also considers when a full cap has a free permit again.
 create or replace function pgqueue._until_room(
     queue text, kinds text[], paused jsonb, moment timestamptz
 )
@@ -111,7 +112,7 @@ begin
                 select case when count(*) < (caps[f.cap]).most then moment
                     else min(case
                         when p.is_held then p.free_at
-                        -- The next claim finds out that a job beyond the cap is gone.
+                        -- Its job is gone, or one held beyond the cap is: the next claim finds out.
                         when p.place <= (caps[f.cap]).most then moment + interval '100 milliseconds'
                     end)
                 end as at
@@ -139,7 +140,7 @@ begin
     if pg_relation_size('pgqueue.loose_end') = 0 then
         return null;
     end if;
-    -- A due one that is locked is just being looked at.
+    -- If a due one is locked, another session is looking at it.
     if current_setting('transaction_read_only') = 'off' then
         perform from pgqueue.loose_end as l where l.look_at <= moment limit 1 for update skip locked;
         if found then
@@ -169,7 +170,7 @@ create or replace function pgqueue._until_slot(queues text[], moment timestamptz
 as $$
 begin
     return least(pgqueue._until_loose_end(moment), (
-        -- One that is due and was not fired is just being fired.
+        -- If a due one was not fired, another session is firing it.
         select case when min(d.due_at) <= moment then interval '50 milliseconds' else min(d.due_at) - moment end
         from unnest(queues) as q (name)
         cross join lateral (
@@ -183,8 +184,8 @@ begin
 end;
 $$;
 
--- Does due work other than claims: at most this many schedules, and ten times as many loose ends, or a
--- part of the sweep. Records in the cell when to look again.
+-- Does the due work besides claims: fires at most this many schedules and handles ten times as many loose ends, or
+-- a part of the sweep. Notes in the cell when to look again.
 create or replace function pgqueue._look_around(moment timestamptz, most int)
     returns void
     language plpgsql
@@ -195,7 +196,7 @@ declare
         pg_relation_size('pgqueue.dependency'), pg_relation_size('pgqueue.batch'), pg_relation_size('pgqueue.loose_end')
     ) > 0;
 begin
-    -- rest() may be called in a read-only transaction, too.
+    -- rest() may be called in a read-only transaction.
     if current_setting('transaction_read_only') = 'on' then
         return;
     end if;
@@ -215,13 +216,14 @@ end;
 $$;
 
 -- _look_around for a claim, if it is time; returns the moment as of which to claim, so that the claim
--- gets what has become due.
+-- finds the jobs that this has made due.
 create or replace function pgqueue._look_around_if_due(moment timestamptz)
     returns timestamptz
     language plpgsql
 as $$
 begin
-    -- A statement that begins its transaction starts within the time of its planning.
+    -- Only a claim that begins its transaction looks at once; another waits up to a second. The first statement
+    -- starts as soon as it is planned, so its time is close to that of the transaction.
     if pg_sequence_last_value('pgqueue._cell_due'::regclass) > pgqueue._since_2020(
         moment - case when statement_timestamp() > now() + interval '200 microseconds'
             then interval '1 second' else interval '0'
@@ -229,7 +231,7 @@ begin
     ) then
         return moment;
     end if;
-    -- Few, or a claim under a short timeout is cut off each time, and nothing is ever fired.
+    -- Few: a claim with a short statement_timeout would be cancelled each time, and nothing ever fired.
     perform pgqueue._look_around(moment, 10);
     return clock_timestamp();
 end;
@@ -263,7 +265,7 @@ begin
         is_quiet := pgqueue._park(queues);
     end if;
     moment := clock_timestamp();
-    -- It may be alone, and its claim has looked at only a few of the groups that have lost their tickets.
+    -- This worker may be the only one, and its claim has swept only a few of the groups that lost their tickets.
     if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) <> 0
         and current_setting('transaction_read_only') = 'off' and exists (
             select
@@ -288,7 +290,7 @@ begin
         pause, pgqueue._until_slot(queues, moment), case when not is_swept then interval '1 second' end
     );
     if not is_quiet then
-        -- Not before 40 times as long as the look took: a twentieth of the time, with a claim.
+        -- Sleep at least 40 times as long as this look took: with a claim each time, that is a twentieth.
         pause := least(pause, interval '5 seconds', greatest(
             interval '20 milliseconds', 40 * (clock_timestamp() - moment)
         ));
