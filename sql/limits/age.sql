@@ -1,13 +1,13 @@
 -- Ageing: for each age_after a waiting job counts as one priority higher, so that none starves.
 --
--- Nothing is written for it: within a lane the order stays, so only the lanes have to be compared. A
--- claim looks, without a lock, at the first jobs of each, from the position that module pick has left;
--- at lower lanes only as far as a job must have waited to come before those of the lanes above. Then
--- each lane has its share of the claim, and _pick takes it. If others took some of them meanwhile, it
--- takes the next of the same lane, and the rest by priority.
+-- Ageing writes nothing: the order within a lane stays the same, so only the lanes have to be compared. A
+-- claim looks, without locking, at the first jobs of each lane, from the position that module pick has left. In
+-- a lower lane it looks only at jobs that have waited long enough to come before those of the lanes above.
+-- Then each lane gets a share of the claim, which _pick takes. If other sessions took some of these jobs
+-- meanwhile, it takes the next ones of the same lane, and the rest by priority.
 --
--- In a lane of groups a job is served when it is the turn of its group: it counts as waiting since the
--- last of those before it.
+-- In a lane of groups a job is served when its group's turn comes, so it counts as waiting only since the
+-- latest run_at among those served before it.
 
 -- The effective priority of a job that has been due since run_at; its own if nothing ages.
 create or replace function pgqueue._aged(
@@ -24,8 +24,8 @@ begin
 end;
 $$;
 
--- By when a job of a priority must have been due to be served before, or with, one of another priority
--- that has been due since run_at.
+-- The latest run_at with which a job of priority is served before, or at the same time as, a job of priority
+-- other that has been due since run_at.
 create or replace function pgqueue._due_by(
     priority int, other int, run_at timestamptz, moment timestamptz, age_after interval
 )
@@ -47,8 +47,8 @@ begin
 end;
 $$;
 
--- Since when the first jobs of a lane that a claim may take, at most the wanted number, have been
--- waiting, without those after a bound; null for none. Locks nothing. Plans as claim sets it.
+-- The run_at of the first jobs of a lane that a claim may take, at most the wanted number and none later than
+-- bound; null for none. Locks nothing. Relies on the planner settings of claim.
 create or replace function pgqueue._look(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, bound timestamptz
 )
@@ -108,8 +108,7 @@ begin
 end;
 $$;
 
--- _look for a lane of groups, in the order of their turns. Plans as claim sets it, and as it sets them
--- itself.
+-- _look for a lane of groups, in the order of their turns. Relies on the planner settings of claim as well.
 create or replace function pgqueue._look_at_groups(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, bound timestamptz
 )
@@ -167,8 +166,7 @@ begin
 end;
 $$;
 
--- How many of its jobs a claim has to take from each lane, by age, and in which order; null if that makes
--- no difference.
+-- How many jobs a claim has to take from each lane by age, and in which order; null if age makes no difference.
 create or replace function pgqueue._share_by_age(
     queue text, kinds text[], paused jsonb, max_jobs int, moment timestamptz, age_after interval,
     lanes int[], out served int[], out shares int[]
@@ -202,7 +200,7 @@ begin
             last_since := seen[max_jobs];
         end if;
     end loop;
-    -- All of them, or those of one lane: there is nothing to share.
+    -- It takes all that there are, or only those of one lane: nothing to share.
     if cardinality(seen_in) < max_jobs or seen_in[1] = seen_in[cardinality(seen_in)] then
         return;
     end if;

@@ -1,11 +1,11 @@
 -- Caps of queues and kinds: how many of their jobs run at once (max_running), and how many begin in any
 -- period (rate_limit). Those of groups are in module visit.
 --
--- A claim under caps (_pick_capped) looks first how many permits are free, and passes over the kinds that have none. It
--- picks, takes the permits, and puts back the jobs that got not all of theirs, of which it then passes
--- over the kind, until it has what it wants.
+-- A claim under caps (_pick_capped) first checks how many permits are free, and passes over kinds that have none.
+-- It picks jobs, takes their permits, and puts back the jobs that did not get all of theirs. Then it passes over
+-- the kinds of those as well, and goes on until it has what it wants.
 
--- Of the caps of a queue, those for some kinds (null: all), and then those of the queue itself.
+-- The caps of a queue that apply to some kinds (null: all), then those of the queue itself.
 create or replace function pgqueue._caps_of(caps pgqueue._cap[], kinds text[])
     returns pgqueue._cap[]
     language plpgsql
@@ -21,8 +21,8 @@ begin
 end;
 $$;
 
--- Of these caps of a queue, creates the permits of some kinds (null: all) if settings of all queues require
--- any, and there are none.
+-- Creates the permits of a queue's caps for some kinds (null: all), if there are none and a setting of all queues
+-- requires them.
 create or replace function pgqueue._make_permits_for(queue text, caps pgqueue._cap[], kinds text[])
     returns void
     language plpgsql
@@ -30,7 +30,7 @@ create or replace function pgqueue._make_permits_for(queue text, caps pgqueue._c
     set enable_seqscan = off
 as $$
 begin
-    -- Those of the queue were made when they were set.
+    -- Permits for the queue's own caps were created when these were set.
     if exists (
         select
         from pgqueue.queue as q
@@ -43,7 +43,7 @@ begin
 end;
 $$;
 
--- What a claim passes over: what is paused, and some kinds.
+-- What a claim passes over: what is paused, and these kinds as well.
 create or replace function pgqueue._without(paused jsonb, kinds text[])
     returns jsonb
     language plpgsql
@@ -62,9 +62,9 @@ begin
 end;
 $$;
 
--- Takes a permit of each of its caps for every picked job: which job has which. Names the jobs that did
--- not get all of theirs, and have none, with those behind them in limited groups, and the caps that
--- refused them.
+-- Takes a permit of each of its caps for every picked job: job_of[i] has permits[i]. refused: jobs that could not
+-- get all of theirs and so got none, and those behind them in groups with a limit; refusing: the caps that had
+-- too few.
 create or replace function pgqueue._take_permits(
     queue text, picks tid[], limited bigint[], caps pgqueue._cap[], new_token bigint, moment timestamptz,
     age_after interval, out job_of bigint[], out permits tid[], out refused bigint[], out refusing pgqueue._cap[]
@@ -94,7 +94,7 @@ begin
     end if;
     locked := pgqueue._lock_free(queue, caps, wanted, moment);
     if are_of_queue and cardinality(locked.permits) = cardinality(caps) * cardinality(picks) then
-        -- Enough for all, and all need the same.
+        -- There are enough for all, and all jobs need the same.
         ids := array(select j.id from pgqueue.job as j where j.ctid = any (picks));
         foreach cap in array caps loop
             job_of := job_of || ids;
@@ -123,7 +123,7 @@ begin
     ), passed as (
         select l.id from lacks as l
         union
-        -- If a group has a limit, none may overtake another.
+        -- In a group with a limit no job may overtake another.
         select o.id
         from (
             select
@@ -154,7 +154,7 @@ begin
 end;
 $$;
 
--- Leaves picked jobs that got no permit to the next claim, with the permits that they have.
+-- Leaves picked jobs that did not get all their permits to the next claim, and gives back those of their groups.
 create or replace function pgqueue._put_back(
     queue text, kinds text[], paused jsonb, job_ids bigint[], group_permits tid[]
 )
@@ -172,28 +172,29 @@ begin
         where j.id = any (job_ids) and j.group_key is null
         group by j.priority
     ) as l;
-    -- As if this claim had not taken them: it may look at them again, and its clock stands at its beginning.
+    -- Free since taken_at, this claim's moment, and not since now: the claim may look at them again, and goes by
+    -- that moment.
     update pgqueue.permit as p
     set free_at = p.taken_at, job_id = null
     where p.ctid = any (group_permits) and p.job_id = any (job_ids) and not exists (
-        -- It has kept its place for this retry.
+        -- Not a permit that the job has kept for this retry.
         select from pgqueue.job as j where j.id = p.job_id and j.permits is not null and not p.is_rate offset 0
     );
     select array_agg(j.group_key) as keys, array_agg(j.priority) as priorities into back
     from unnest(job_ids) as u (id)
-    -- With "any" it might read all jobs of groups.
+    -- Not "id = any", which might read all jobs of groups.
     cross join lateral (select j.* from pgqueue.job as j where j.id = u.id offset 0) as j
     where j.group_key is not null;
     if back.keys is null then
         return;
     end if;
-    -- Their groups' turn comes next.
+    -- Their groups come next.
     perform pgqueue._move_tickets(queue, back.keys, back.priorities, moment - interval '1 minute');
 end;
 $$;
 
--- Checks whether some caps that look full are full, and have all their permits; returns whether any
--- permit was freed. Plans as _pick_capped sets it.
+-- Checks whether caps that look full really are, and creates permits that they lack; returns whether any
+-- permit was freed. Relies on the planner settings of _pick_capped.
 create or replace function pgqueue._review_caps(
     queue text, caps pgqueue._cap[], full_caps int[], moment timestamptz, new_token bigint
 )
@@ -212,7 +213,7 @@ begin
     if freed > 0 then
         return true;
     end if;
-    -- For the next claim: this one may not take what it creates.
+    -- For the next claim: this one may not take permits that it has created.
     perform pgqueue._make_permits(
         queue, array_agg(caps[f.cap]), array_agg((caps[f.cap]).most), 1000
     )
@@ -221,22 +222,22 @@ begin
 end;
 $$;
 
--- Until this transaction ends, but no longer than 5 seconds, claims of a queue (null: of all) take nothing: they
--- would go by the limits from before, and nobody would count what they take. Those that have begun get 20 ms to
--- lock what they take, so that it is counted; slower ones take nothing.
+-- Until this transaction ends, but for at most 5 seconds, claims of a queue (null: of all) take nothing: they
+-- would go by the old limits, and nobody would count what they take. Claims that have already begun get 20 ms to
+-- lock their jobs, so that these are counted; slower ones take nothing.
 create or replace function pgqueue._hold_off_claims(queue text)
     returns void
     language plpgsql
 as $$
 begin
-    -- Some claim may just be looking.
+    -- A claim that is just looking has the lock for a moment.
     for attempt in 1 .. 10 loop
         exit when pg_try_advisory_xact_lock(7366515, coalesce(hashtext(queue) & 255, 256));
         perform pg_sleep(0.001);
     end loop;
-    -- A claim asks only if it finds the settings of its queue changed, or none.
+    -- Touch the rows: a claim checks the lock only if its queue's row is missing or locked by a change.
     update pgqueue.queue_in_force as f set queue = f.queue where f.queue = coalesce(_hold_off_claims.queue, f.queue);
-    -- Last: a claim that began earlier may go by the old limits, and asks _is_overtaken.
+    -- The cell comes last: a claim that began before it may go by the old limits, and asks _is_overtaken.
     perform setval('pgqueue._cell_held_off', pgqueue._since_2020(clock_timestamp() + interval '5 seconds'));
     perform pg_sleep(0.02);
 end;
@@ -260,8 +261,8 @@ begin
 end;
 $$;
 
--- Whether a limit of a queue has been set, or is being set, since this moment, when a claim began that went by
--- these settings: what it has locked may not have been counted.
+-- Whether a limit of a queue has been set, or is being set, since a claim began (at this moment, with these
+-- settings): then what it has locked may not have been counted.
 create or replace function pgqueue._is_overtaken(queue text, settings pgqueue.queue_in_force, moment timestamptz)
     returns boolean
     language plpgsql
@@ -272,17 +273,17 @@ begin
     ) is not true then
         return false;
     end if;
-    -- Of limits of single groups these settings only say that there are some.
+    -- About limits of single groups, these settings only say that there are some.
     if settings.has_groups or pgqueue._is_held_off(queue, moment) then
         return true;
     end if;
-    -- Apart: a change that was committed just before that question is seen only by a later statement.
+    -- A statement of its own, so that it sees a change that was committed just before the check above.
     return coalesce(settings, pgqueue._defaults()) is distinct from pgqueue._in_force(queue);
 end;
 $$;
 
--- Gives back what a claim has picked: the jobs, those that it has leased under this token already, and their permits.
--- Plans as claim sets it.
+-- Gives back what a claim has picked: the jobs, even if already leased under its token, and their permits.
+-- Relies on the planner settings of claim.
 create or replace function pgqueue._undo_pick(
     queue text, kinds text[], paused jsonb, picks tid[], permits tid[], new_token bigint
 )
@@ -299,7 +300,7 @@ begin
 end;
 $$;
 
--- After a change of limits or rates of groups: counts what runs, and makes claims look again at groups
+-- After a change of limits or rates of groups: counts running jobs, and makes claims look again at groups
 -- that could give no more jobs.
 create or replace function pgqueue._apply_limits(queue text, group_key text)
     returns void
@@ -338,7 +339,7 @@ begin
             );
         end if;
     end loop;
-    -- Or the first claim would find none.
+    -- Otherwise the first claim would find no permits.
     perform pgqueue._make_group_permits(t.queue, array_agg(distinct t.group_key), pgqueue._in_force(t.queue))
     from pgqueue.ticket as t
     where t.queue = coalesce(_apply_limits.queue, t.queue)
@@ -348,8 +349,8 @@ begin
 end;
 $$;
 
--- After a change of the caps of a queue or kind, or of all queues: creates or drops permits, and counts
--- what runs.
+-- After a change of the caps of a queue or kind, or of all queues: creates permits, counts running jobs, and
+-- marks a surplus.
 create or replace function pgqueue._apply_caps(queue text, kind text)
     returns void
     language plpgsql

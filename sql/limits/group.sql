@@ -1,19 +1,19 @@
--- Groups: whose turn it is. What each gives is in module visit.
+-- Groups: whose turn it is. What each group gives is in module visit.
 --
 -- A claim takes the due tickets, the earliest first, and each group gives as many jobs as its weight
 -- says, or a multiple of that if there are fewer groups than jobs wanted. Its ticket then goes to the
--- end. The ticket of a group that gave fewer is settled by what the group still has: nothing, and the
--- ticket is dropped; something for later, and it is set to that time; something due that it cannot give,
--- because it is full, at its rate or paused, and the ticket is blocked: the end of an attempt or a change
--- of settings makes it due, and so does time, first after 100 ms, in the end after 10 s.
+-- end. If a group gave fewer, what it still has decides about its ticket. If it has nothing, the ticket is
+-- deleted. If it has jobs for later, the ticket is set to that time. If it has due jobs that it cannot give,
+-- because it is full, at its rate or paused, the ticket is blocked: the end of an attempt or a change
+-- of settings makes it due, and otherwise a time-out does, after 100 ms at first, growing to 10 s.
 --
 -- While another session holds a ticket, its group is served without it: an open transaction holds up nobody.
 --
--- A claim that leaves jobs out, by their kinds or because they are paused or at a cap, may have to pass over any number
--- of groups. It goes on where the one before it was cut off. When the end is reached, the others look only at tickets
--- that have moved since then and at new jobs, for 20 times as long as all that took, at most a minute (_leave_vain).
+-- A filtered claim (see pick) may have to pass over any number of groups. If it takes too long it stops, and
+-- the next one continues there. Once the end has been reached, claims look only at tickets that have moved
+-- since then and at new jobs, for 20 times as long as all that took, at most a minute (_leave_vain).
 
--- How long not to look at a group that can give no more jobs, unless a hint says that it can: longer each
+-- How long to leave alone a group that can give no more jobs, unless a hint says that it can: longer each
 -- time, from 100 ms to 10 s.
 create or replace function pgqueue._pause_of_group(served int, gave int)
     returns interval
@@ -26,8 +26,8 @@ as $$
     )
 $$;
 
--- Sets when to look next at each of the groups that a claim came to: see above. has_enough: the claim has
--- enough, perhaps before the last turn was over. Plans as _pick_groups sets it.
+-- Sets when to look next at each group that a claim visited, as described above. has_enough: the claim got all
+-- it wanted, perhaps before the last group had given its share. Relies on the planner settings of _pick_groups.
 create or replace function pgqueue._settle_tickets(
     queue text, priority int, tickets tid[], group_keys text[], gives int[], limits int[], has_enough boolean,
     groups int[], run_ats timestamptz[], short int[], lacking int[], starts timestamptz[], start_until timestamptz,
@@ -37,9 +37,9 @@ create or replace function pgqueue._settle_tickets(
     language plpgsql
 as $$
 declare
-    -- Read once, because their order counts.
+    -- Read once, so that the tickets keep their order.
     last timestamptz := clock_timestamp();
-    -- Then looking at a full one is expensive.
+    -- Whether looking at a full group is expensive.
     is_slow boolean := coalesce(
         pg_sequence_last_value('pgqueue._cell_groups_slow') > pgqueue._since_2020(moment), false
     );
@@ -50,7 +50,7 @@ begin
     if start_until is null and (limits is null or not is_slow)
         and gives[1] = all (gives) and cardinality(groups) = cardinality(tickets) * gives[1]
     then
-        -- Deep queues: all go to the end.
+        -- The usual case in deep queues: all gave their share, and go to the end.
         update pgqueue.ticket as t
         set at = last + g.nth * interval '1 microsecond', served = 0, is_blocked = false, is_full = false
         from unnest(tickets) with ordinality as g (tid, nth)
@@ -61,30 +61,30 @@ begin
         select
             g.*,
             case
-                -- The claim had enough before this one's turn was over.
+                -- The claim had enough before this group had given its share.
                 when g.is_cut and g.gave < g.give then 'same'
                 when g.gave = g.give and (g.gave = g.most and is_slow) is not true then 'tail'
                 when left_job.run_at is null then 'gone'
                 when left_job.run_at > moment then 'later'
                 when g.gave = g.most and is_slow then 'full'
                 when g.is_lacking then 'tail'
-                -- Or its place is kept for a retry that is due, and that this claim may not take.
+                -- Not if its permit is kept for a due retry that only other claims may take.
                 when g.is_short and not (is_filtered and exists (
                     select from pgqueue.permit as p
                     where pgqueue._is_permit_of(p, _settle_tickets.queue, '', g.key) and exists (
                         select from pgqueue.job as j
                         where j.id = p.job_id and pgqueue._is_kept(p, j, _settle_tickets.moment)
-                        -- As a join it might read all jobs.
+                        -- Not a join, which might read all jobs.
                         offset 0
                     )
                 )) then 'blocked'
-                -- A group that is not paused as a whole, and needs no order, may have another job.
+                -- Unless it is paused as a whole or needs order, the group may have other jobs that can run.
                 when is_filtered or paused is not null and g.most is null and paused -> g.key <> '{"": true}' is not false
                     then 'same'
                 else 'blocked'
             end as state,
             left_job.run_at as next_at,
-            -- A rate that is used up tells when.
+            -- A rate that is used up tells when the next permit is free.
             case when g.is_short and g.rate is not null then (
                 select case when count(distinct p.place) = g.rate then min(p.free_at) end
                 from pgqueue.permit as p
@@ -144,8 +144,9 @@ begin
 end;
 $$;
 
--- Locks the next due tickets of a lane, and drops copies; if these are few, says how many others have
--- locked. Or, if it may hold none, returns those. Plans as _pick_groups sets it.
+-- Locks the next due tickets of a lane, and deletes copies. If it gets fewer than most, others says how many
+-- tickets other sessions have locked. If not may_hold, it returns those that they have locked instead.
+-- Relies on the planner settings of _pick_groups.
 create or replace function pgqueue._next_tickets(
     queue text, priority int, start timestamptz, upto timestamptz, most int, may_hold boolean, moment timestamptz,
     out tids tid[], out keys text[], out served int[], out starts timestamptz[],
@@ -227,9 +228,9 @@ begin
 end;
 $$;
 
--- _pick_groups in its usual case, in two or three statements: groups without settings of their own, of which
--- the next few give all that is wanted, none of it over; with a permit for each job if the queue sets a limit
--- (most). Or none: then all has to be done again, by _pick_groups.
+-- _pick_groups in its usual case, in two or three statements: groups have no settings of their own, and the next
+-- few give all that is wanted, with nothing expired; with a permit for each job if the queue sets a limit
+-- (most). In any other case it returns no jobs, and _pick_groups has to do all of it.
 create or replace function pgqueue._pick_plain_groups(
     queue text, kinds text[], lane int, wanted int, moment timestamptz, most int,
     out picks tid[], out new_token bigint, out job_of bigint[], out permits tid[]
@@ -257,7 +258,7 @@ begin
         perform pgqueue._sweep_groups_if_due(moment, null);
     end if;
     if valid_until >> 51 > 0 then
-        -- The second record, when the first is somebody else's.
+        -- If the first record belongs to another lane, use the second.
         record := (key >> 4 & 15) * 2;
         valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
     end if;
@@ -265,7 +266,7 @@ begin
         begin_at := timestamptz '2020-01-01 00:00 UTC'
             + interval '1 microsecond' * (pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass) >> 12);
         if pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass) & 4095 = 4095 then
-            -- There may be none.
+            -- An earlier walk found nothing here: see _leave_vain.
             picks := '{}';
             return;
         end if;
@@ -324,7 +325,7 @@ begin
                 limit batch
                 for update skip locked
             ) as t
-            -- In order, and none in place of one that another has locked.
+            -- In order, and a job that another session has locked is not replaced by the next.
             cross join lateral (
                 select array(
                     select j.ctid
@@ -363,7 +364,7 @@ begin
         ) as v;
     end if;
     is_enough := cardinality(picks) = wanted and not is_over
-        -- Or _pick_groups has to remember where to start.
+        -- After a longer walk _pick_groups has to remember where to start.
         and pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass) - walked <= 200 + 3 * (batch + wanted)
         and pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs < 60 * batch + 3 * wanted;
     if is_enough and wanted > 1 then
@@ -387,7 +388,7 @@ begin
 end;
 $$;
 
--- _sweep_permits and _sweep_groups each 50 ms, or as _swept_until says.
+-- _sweep_permits and _sweep_groups every 50 ms, or as _swept_until says.
 create or replace function pgqueue._sweep_groups_if_due(moment timestamptz, new_token bigint)
     returns void
     language plpgsql
@@ -396,7 +397,7 @@ declare
     now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
     due_us bigint := pg_sequence_last_value('pgqueue._cell_groups_due'::regclass);
 begin
-    -- Or it is from another clock.
+    -- It is due now, or so far ahead that it comes from another clock.
     if (due_us between now_us and now_us + 60000000) is not true then
         perform setval('pgqueue._cell_groups_due', now_us + 50000);
         perform pgqueue._sweep_permits(new_token), pgqueue._sweep_groups();
@@ -406,13 +407,13 @@ end;
 $$;
 
 -- Sweeps the next 500 groups and 40 pages of permits, or fewer if that takes more than 20 ms from this
--- moment; returns whether these are all.
+-- moment on; returns whether that was all there is.
 create or replace function pgqueue._sweep_all(moment timestamptz)
     returns boolean
     language plpgsql
 as $$
 declare
-    -- It continues where the last one stopped, to the end, and from the beginning to the end.
+    -- It continues where the last sweep stopped, up to the end, and then goes from the beginning to the end.
     ends int := 1 + coalesce(pg_sequence_last_value('pgqueue._cell_groups_swept') > -9223372036854775808, false)::int;
     pages int := pg_relation_size('pgqueue.permit') / current_setting('block_size')::int;
 begin
@@ -433,14 +434,14 @@ begin
 end;
 $$;
 
--- _pick for the lanes of groups: locks at most the wanted number of due jobs, of the groups whose turn it
--- is, with permits if they need any: which job has which. It looks, stage by stage, until it has enough, at
---   new    groups of new jobs, where it believes that the tickets before a position give nothing
+-- _pick for the lanes of groups: locks at most the wanted number of due jobs, from the groups whose turn it is.
+-- If they need permits, the job job_of[i] gets the permit permits[i]. It stops as soon as it has enough; stages:
+--   new    groups with new jobs, if an earlier walk found nothing at the tickets before a position
 --   ahead  tickets from the position on
---   all    all tickets, or those behind the ones that it believes to give nothing
---   guest  groups whose tickets others have locked, without them
---   more   groups that gave all that was asked of them, again
---   last   groups of any job that it may take, of which there may be few, or none, among many others
+--   all    all tickets, or those after the ones at which an earlier walk found nothing
+--   guest  groups whose tickets other sessions have locked, without their tickets
+--   more   groups that gave all that was asked of them, once more
+--   last   groups found by the jobs that it may take: there may be few or none of these among many others
 create or replace function pgqueue._pick_groups(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean, is_top boolean,
     shared pgqueue.queue_in_force, taken tid[], inout new_token bigint, out picks tid[], out job_of bigint[], out permits tid[]
@@ -458,11 +459,11 @@ declare
     key bigint := hashtextextended(concat(queue, kinds, paused), lane);
     known record := pgqueue._position(key, moment);
     known_at timestamptz := timestamptz '2020-01-01 00:00 UTC' + (known.reached >> 12) * interval '1 microsecond';
-    -- What a claim may take with other kinds, or when a cap is not full.
+    -- Whether a claim for other kinds, or when a cap is no longer full, may take what this one may not.
     is_filtered boolean := kinds is not null or paused is not null and new_token is not null;
     leaves_out boolean := num_nonnulls(kinds, paused) > 0;
     believed record;
-    -- Behind what it believes to give nothing.
+    -- Where to start: earlier walks found nothing before it.
     front timestamptz := '-infinity'::timestamptz;
     was_none boolean := false;
     new_since timestamptz;
@@ -471,9 +472,9 @@ declare
     first_stage text := case when known.reached is null or is_whole then 'all' else 'ahead' end;
     stage text := first_stage;
     start timestamptz;
-    -- Under caps this may be a second pick, and the turns of the first are over.
+    -- Not moment: under caps this may be a second pick, and the tickets of the first have been moved.
     upto timestamptz := clock_timestamp();
-    -- Some jobs of each of some groups are cheaper than one of each of as many.
+    -- Several jobs from each of a few groups are cheaper than one job from each of many.
     batch int := least(wanted, greatest(10, ceil(sqrt(wanted)), ceil(wanted::float8 / shared.group_limit)));
     began timestamptz := clock_timestamp();
     walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass);
@@ -507,7 +508,7 @@ begin
         end if;
         if front > '-infinity' then
             if is_whole and known_at > moment - interval '11 milliseconds' then
-                -- It has just looked itself.
+                -- This claim has just looked there itself.
                 return;
             end if;
             stage := 'new';
@@ -535,7 +536,7 @@ begin
             continue;
         elsif met.keys is null then
             if are_locked and picks <> '{}' then
-                -- Those that others are just serving have their share as well.
+                -- Groups that other sessions are serving get their share as well.
                 are_locked := false;
                 stage := 'guest';
                 start := front;
@@ -547,7 +548,7 @@ begin
             else
                 is_done := true;
                 is_long := vain > 60
-                    -- What is paused as a whole costs nothing to pass over.
+                    -- Groups that are paused as a whole cost nothing to pass over.
                     or pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass) - walked_jobs > 200;
                 exit when picks <> '{}' or stage = 'guest' and not (leaves_out and is_long and front = '-infinity');
                 if stage = 'ahead' then
@@ -563,7 +564,7 @@ begin
         terms := pgqueue._terms_of_groups(queue, met.keys, met.served, met.others, asked, shared);
         starts := met.starts;
         if was_none and stage not in ('new', 'last') then
-            -- Where nothing holds up a job, only new ones can be there.
+            -- Earlier walks found no job at all. Where no limit holds jobs up, only new ones can be there.
             starts := array(
                 select case when num_nonnulls(g.most, g.rate) = 0 then greatest(g.start, new_since) else g.start end
                 from unnest(met.starts, terms.limits, terms.rates) with ordinality as g (start, most, rate, nth)
@@ -578,27 +579,27 @@ begin
         picks := picks || coalesce(visit.picks, '{}');
         job_of := job_of || visit.job_of;
         permits := permits || visit.permits;
-        -- What the claim did not come to stays as it is.
+        -- Tickets of groups that the claim did not visit stay as they are.
         came := case when cardinality(picks) >= wanted then visit.groups[cardinality(visit.groups)]
             else cardinality(met.keys)
         end;
         if stage in ('new', 'last') then
-            -- As if they had been served by their tickets.
+            -- Move their tickets as if the groups had been served by them.
             perform pgqueue._move_tickets(queue, array_agg(s.key), array_agg(own_priority), clock_timestamp())
             from (select distinct met.keys[f.of] as key from unnest(visit.groups) as f (of)) as s
             having count(*) > 0;
-            -- Nothing holds them up: others have them locked.
+            -- No limit holds their jobs up, so other sessions must have them locked.
             are_taken := picks = '{}' and num_nonnulls(terms.limits, terms.rates) = 0;
             exit when stage = 'last';
             stage := first_stage;
             continue;
         elsif stage <> 'guest' then
             if leaves_out and vain <= 60 and vain + came - coalesce(cardinality(visit.groups), 0) > 60 then
-                -- What ends while it walks, it may have passed over.
+                -- Attempts may end in groups that this walk has already passed: ask to be told of them.
                 perform pgqueue._ask_for_turns(clock_timestamp() + interval '2 seconds');
             end if;
             vain := vain + greatest(came - coalesce(cardinality(visit.groups), 0), 0);
-            -- The last one may have more to give.
+            -- Not past the last group, which may have more to give.
             passed_at := coalesce(met.ats[came - (cardinality(picks) >= wanted)::int], passed_at);
             perform pgqueue._settle_tickets(
                 queue, own_priority, met.tids[:came], met.keys[:came], terms.gives, terms.limits,
@@ -612,13 +613,13 @@ begin
         if looked > 1000 and clock_timestamp() > moment + interval '100 milliseconds' then
             is_cut := stage <> 'guest';
             exit when picks <> '{}' or not leaves_out;
-            -- Perhaps there is none, or few.
+            -- Perhaps there are only a few jobs, or none.
             stage := 'last';
             continue;
         end if;
         start := met.ats[cardinality(met.ats)];
         may_give_more := may_give_more or visit.picks is not null;
-        -- As many as will give the rest, if they are like these.
+        -- Enough groups to give the rest, if they are like these.
         batch := least(300, greatest(wanted - cardinality(picks), 20)
             * batch / greatest(coalesce(cardinality(visit.picks), 0), batch / 4, 1));
     end loop;
@@ -633,7 +634,7 @@ begin
     elsif are_taken or leaves_out and pgqueue._is_walked_again(known.record, known.reached) then
         null;
     elsif is_far then
-        -- Others continue from a position that a whole walk has not reached yet.
+        -- Not before known_at, where the others continue: a walk from the beginning may not have come so far.
         perform pgqueue._leave_position(
             key, known.record, known.reached,
             pgqueue._since_2020(least(greatest(passed_at, known_at), moment - interval '10 milliseconds')), null,
@@ -643,7 +644,7 @@ begin
         );
     end if;
     if known.has_expired and picks <> '{}' and not (is_cut or is_far) then
-        -- It found some at once: the others begin there as well.
+        -- It found jobs near the beginning, so the others start there as well.
         perform pgqueue._leave_position(key, known.record, null, -1, null, null);
     end if;
 end;

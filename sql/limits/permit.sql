@@ -1,25 +1,25 @@
--- Permits: to run, or to begin, a job needs one permit of each of its caps.
+-- Permits: a job needs one permit of each of its caps, to run (max_running, group_limit) or to begin (a rate).
 --
--- They are persistent rows, created as needed, at most as many as the cap says; each says when it may be
--- taken: never while it is held or, for a rate, when its period is over. To take one is to lock it, and what
--- the locked row says holds, whatever the snapshot: so an index look-up is enough, the last one given back
--- comes first, and what others have locked is passed over: no claim waits.
+-- They are persistent rows, created as needed, at most as many as the cap allows. free_at says when one may be
+-- taken: for a rate when its period is over, otherwise not while it is held. A claim takes a permit by locking it;
+-- the locked row is current, whatever the snapshot. So an index look-up is enough: it tries the permit that was
+-- returned last first, and skips those that other sessions have locked. No claim waits.
 --
--- The end of an attempt gives its permits back, unless somebody has them locked: no end waits either. Such a
--- permit is then held by a job that is gone. A claim that finds a cap full checks whether the holders of some
--- of its permits still run; the sweep, which goes through the pages of the table, finds the others.
+-- The end of an attempt returns its permits, unless another session has them locked: no end waits either. Such a
+-- permit is then still held by a job that is gone. A claim that finds a cap full checks whether the holders of
+-- some of its permits still run; the sweep, which goes through the pages of the table, finds the others.
 --
--- Two sessions that do not see each other may create a permit twice. So no transaction takes a permit that it
--- created, which nobody else can see, and copies of one that was never taken are merged first.
+-- Two sessions that do not see each other may create the same permit twice. So no transaction takes a permit that
+-- it created itself, which nobody else can see, and copies of a permit that was never taken are merged first.
 --
--- When a cap is lowered, the held permits move to the lowest places, and those held beyond it are surplus:
--- while there is any, no other is taken.
+-- When a cap is lowered, the held permits move to the lowest places. Those still held beyond the cap are a
+-- surplus; while there is any, no permit of that cap is taken.
 --
--- When a cap is set, the running jobs get permits. So do, with the token -1, the jobs that others have locked at that
--- moment, because they may be claiming them: such a job keeps its permit if it turns out to run.
+-- When a cap is set, the running jobs get permits. So do the jobs that other sessions have locked at that
+-- moment, with the token -1: they may be claiming them. Such a job keeps its permit if it turns out to run.
 
--- Creates more permits of each cap, as many as are wanted, unless there are enough (null: as many as are
--- wanted), or all; returns for which groups. They can be taken once this has committed.
+-- Creates permits for each cap, as many as wanted, unless it has enough already (enough null: as many as wanted),
+-- but never more than the cap allows. Returns the groups that got any. They can be taken once this has committed.
 create or replace function pgqueue._make_permits(
     queue text, caps pgqueue._cap[], wanted int[], enough int default null
 )
@@ -57,7 +57,7 @@ begin
         cross join lateral generate_series(
             made.last_place + 1, least(c.most, made.last_place + wanted[c.nth])
         ) as p (place)
-        -- Or there may be more than were counted.
+        -- Otherwise the count stopped early, and the last place may be higher.
         where made.permits < coalesce(enough, wanted[c.nth])
         returning permit.group_key
     )
@@ -66,7 +66,7 @@ begin
 end;
 $$;
 
--- Whether a permit was created twice. Plans as its callers set it.
+-- Whether a permit was created twice. Relies on the planner settings of its callers.
 create or replace function pgqueue._is_double(permit pgqueue.permit)
     returns boolean
     language plpgsql
@@ -81,7 +81,7 @@ begin
 end;
 $$;
 
--- Whether any cap of a queue has a surplus. Hot paths first look whether there has ever been one.
+-- Whether any cap of a queue has a surplus. Hot paths first check whether there has ever been one.
 create or replace function pgqueue._any_surplus(queue text)
     returns boolean
     language plpgsql
@@ -95,7 +95,7 @@ begin
 end;
 $$;
 
--- Whether more jobs of a queue, kind or group run than its cap allows. Plans as its callers set it.
+-- Whether more jobs of a queue, kind or group run than its cap allows. Relies on its callers' planner settings.
 create or replace function pgqueue._has_surplus(queue text, kind text, group_key text)
     returns boolean
     language plpgsql
@@ -111,7 +111,7 @@ begin
 end;
 $$;
 
--- If two sessions have created permits twice: drops all copies but one; returns how many.
+-- Drops all copies but one of permits that two sessions have both created; returns how many.
 create or replace function pgqueue._merge_permits(queue text, kind text, group_keys text[])
     returns int
     language plpgsql
@@ -129,7 +129,7 @@ declare
     );
     merged int;
 begin
-    -- One that is held, or was taken last, stays; if others have a copy locked, all stay.
+    -- A copy that is held stays, or else the one taken last; if another session has any locked, all stay.
     delete from pgqueue.permit as p
     where p.ctid = any (array(
         select c.tid
@@ -140,7 +140,7 @@ begin
                 row_number() over copies as nth,
                 bool_and(o.tid = any (locked)) over (partition by o.group_key, o.is_rate, o.place) as is_locked
             from unnest(group_keys) as g (key)
-            -- As a join it might read all permits.
+            -- Not a join, which might read all permits.
             cross join lateral (
                 select p.ctid as tid, p.*
                 from pgqueue.permit as p
@@ -159,8 +159,9 @@ begin
 end;
 $$;
 
--- How many permits of each cap look free, at most as many as wanted; how many more jobs may therefore begin
--- according to the caps of the queue itself, and which kinds and caps are full. Plans as its callers set it.
+-- How many permits of each cap look free, at most as many as wanted; hence how many more jobs may begin
+-- under the caps of the queue itself, and which kinds and caps are full. Relies on the planner settings of its
+-- callers.
 create or replace function pgqueue._room(
     queue text, caps pgqueue._cap[], wanted int, moment timestamptz, out free int[], out jobs int, out full_kinds text[],
     out full_caps int[]
@@ -184,7 +185,7 @@ begin
                 where pgqueue._is_permit_of(p, _room.queue, c.kind, c.group_key)
                     and pgqueue._is_free(p, c.is_rate, c.most, moment)
                     and not (has_surplus and not c.is_rate and pgqueue._has_surplus(_room.queue, c.kind, c.group_key))
-                -- The last ones given back, behind which some old snapshot may keep others.
+                -- The last returned first: an old snapshot may keep dead index entries behind them.
                 order by p.free_at desc
                 limit wanted
             ) as free
@@ -195,8 +196,8 @@ begin
 end;
 $$;
 
--- Locks free permits of some caps, of each at most as many as wanted, and returns them in the order of
--- the caps. Plans as its callers set it.
+-- Locks free permits, for each cap at most as many as wanted, and returns them in the order of
+-- the caps. Relies on the planner settings of its callers.
 create or replace function pgqueue._lock_free(
     queue text, caps pgqueue._cap[], wanted int[], moment timestamptz, out caps_of int[], out permits tid[]
 )
@@ -221,8 +222,8 @@ begin
 end;
 $$;
 
--- Gives locked permits to jobs that a claim takes, those of rates until free_at; returns where they are
--- now. Plans as its callers set it.
+-- Gives locked permits to the jobs that a claim takes, those of rates until free_at; returns where the permits are
+-- now. Relies on the planner settings of its callers.
 create or replace function pgqueue._give_permits(
     permits tid[], job_ids bigint[], new_token bigint, moment timestamptz, free_ats timestamptz[] default null
 )
@@ -244,8 +245,8 @@ begin
 end;
 $$;
 
--- For full caps, of a kind or of groups: checks whether the jobs that hold their permits still run,
--- except those that the claim of this token took, ends those whose leases have expired, and merges
+-- For full caps, of a kind or of groups: checks whether the jobs that hold their permits still run
+-- (not those taken under this claim's token), ends those whose leases have expired, and merges
 -- copies. Returns 0 if nothing has changed.
 create or replace function pgqueue._review_permits(
     queue text, kind text, group_keys text[], mosts int[], moment timestamptz, new_token bigint
@@ -254,7 +255,7 @@ create or replace function pgqueue._review_permits(
     language plpgsql
 as $$
 declare
-    -- Some, where there are many, but always the one that nobody holds: see _fit_permits.
+    -- If there are many only some of them, but always a surplus permit that nobody holds: see _fit_permits.
     locked tid[] := array(
         select h.tid
         from unnest(group_keys, mosts) as g (key, most)
@@ -286,7 +287,7 @@ begin
 end;
 $$;
 
--- Frees permits of rates that were taken by a clock that has been set back since; returns how many.
+-- Frees permits of rates that were taken before the clock was set back; returns how many.
 create or replace function pgqueue._forget_future(
     queue text, kind text, group_keys text[], moment timestamptz
 )
@@ -305,7 +306,7 @@ begin
             select r.ctid as tid
             from pgqueue.permit as r
             where pgqueue._is_permit_of(r, _forget_future.queue, _forget_future.kind, g.key)
-                -- A claim reads the clock before it takes one, perhaps long before.
+                -- Compared with the clock, not with moment, which a claim may have read long before.
                 and r.is_rate and r.free_at > moment and r.taken_at > clock_timestamp() + interval '1 second'
             for update skip locked
         ) as r
@@ -315,8 +316,8 @@ begin
 end;
 $$;
 
--- Whether a job, by its token and permits, holds a permit that it took last, by the permit's token and
--- group: it runs, or keeps its group's for its retry.
+-- Whether a job with this token and these permits still holds a permit with this token and group: the job
+-- runs, or it keeps the permit of its group for its retry.
 create or replace function pgqueue._holds(token bigint, permits tid[], permit_token bigint, group_key text)
     returns boolean
     language sql
@@ -325,8 +326,8 @@ as $$
     select token = permit_token or token is null and permits is not null and group_key <> '' and permit_token <> -1
 $$;
 
--- Frees those of some locked permits whose jobs no longer run, and ends the attempts whose leases have
--- expired; returns how many.
+-- Of some locked permits, frees those whose jobs no longer run, and ends attempts whose leases have expired;
+-- returns how many of both.
 create or replace function pgqueue._free_lost_permits(locked tid[], moment timestamptz)
     returns int
     language plpgsql
@@ -348,7 +349,7 @@ begin
             select from pgqueue.job as j
             where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
                 and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _free_lost_permits.moment
-            -- As a join it might read all jobs.
+            -- Not a join, which might read all jobs.
             offset 0
         )
     );
@@ -357,7 +358,7 @@ begin
             array(select j.ctid from pgqueue.job as j where j.id = any (expired) for update skip locked), moment
         );
     end if;
-    -- Also those that could not announce it, or whose hint was lost.
+    -- This includes jobs whose end could not return the permit because it was locked, or lost the hint.
     update pgqueue.permit as p
     set free_at = _free_lost_permits.moment, job_id = null, is_surplus = false
     where p.ctid = any (locked) and (p.job_id = any (in_doubt)) is not true and not exists (
@@ -372,9 +373,9 @@ begin
 end;
 $$;
 
--- Moves the held permits of a cap (for a rate, the last ones taken) to the lowest places, and marks as
--- surplus those held beyond it; as long as that is not known, also one that nobody holds. Leaves alone those that the
--- claim of this token took.
+-- Moves the held permits of a cap (for a rate, the last ones taken) to the lowest places, and marks those held
+-- beyond the cap as surplus. While it is unsure whether there are any, it marks one that nobody holds, too. Leaves
+-- permits alone that were taken under this claim's token.
 create or replace function pgqueue._fit_permits(
     queue text, cap pgqueue._cap, moment timestamptz, new_token bigint default null
 )
@@ -390,7 +391,8 @@ declare
             and p.is_rate = cap.is_rate and (new_token is null or p.token is distinct from new_token)
         for update skip locked
     );
-    -- Read after the lock: a claim may know the limit from before a change, whose marks it would take away.
+    -- Read after the lock: a claim may still know the limit from before a change, and would remove the marks
+    -- of that change.
     settings pgqueue.queue_in_force := pgqueue._in_force(queue, cap.kind, cap.group_key);
     most int := case
         when cap.is_rate then null
@@ -398,8 +400,8 @@ declare
         else settings.max_running
     end;
     in_doubt bigint[] := pgqueue._in_doubt(locked);
-    -- An attempt that is just beginning or ending holds one beyond the cap, and may go on: until that is known,
-    -- none is taken.
+    -- A locked permit beyond the cap: an attempt is just beginning or ending, and may go on. Until that is known,
+    -- no permit is taken.
     is_unsure boolean := exists (
         select
         from pgqueue.permit as p
@@ -415,7 +417,7 @@ begin
                 else coalesce(p.job_id = any (in_doubt), false) or exists (
                     select from pgqueue.job as j
                     where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
-                    -- As a join it might read all jobs.
+                    -- Not a join, which might read all jobs.
                     offset 0
                 )
             end as is_held,
@@ -440,7 +442,7 @@ begin
         job_id = case when f.is_held then p.job_id end,
         is_surplus = is_unsure or f.is_beyond
     from fitted as f
-    -- An unchanged permit stays where it is, or its job would not find it.
+    -- Rows that need no change must not move: their jobs find them by ctid.
     where p.ctid = f.tid and (
         p.place <> f.new_place or p.is_surplus or is_unsure or f.is_beyond
         or f.is_held is distinct from (p.free_at > _fit_permits.moment) or f.ends_at <> p.free_at
@@ -459,7 +461,7 @@ begin
 end;
 $$;
 
--- Which of these jobs others have locked.
+-- Which of these jobs other sessions have locked.
 create or replace function pgqueue._locked_jobs(ids bigint[])
     returns bigint[]
     language plpgsql
@@ -474,8 +476,8 @@ begin
 end;
 $$;
 
--- Which jobs that others had locked when they were counted, and that hold some of these permits, run without having
--- any other of the cap, or may do so.
+-- For permits with the token -1, given to jobs that were locked when running jobs were counted: which of these
+-- are still locked, or run without another permit of the same cap. They keep their permits.
 create or replace function pgqueue._in_doubt(locked tid[])
     returns bigint[]
     language plpgsql
@@ -504,8 +506,8 @@ begin
 end;
 $$;
 
--- Gives permits of a cap to the running jobs that have none, whatever their places; with the token -1 to those that
--- others have locked, since they may be claiming them.
+-- Gives permits of a cap to the running jobs that have none, even beyond the cap; with the token -1 to those that
+-- other sessions have locked, since they may be claiming them.
 create or replace function pgqueue._count_running(queue text, cap pgqueue._cap)
     returns void
     language plpgsql
@@ -569,7 +571,7 @@ begin
     ), has as (
         select g.* from given as g union all select m.* from made as m
     )
-    -- A job that is just ending need not know.
+    -- A job that is locked, and so probably ending, need not know of its permit.
     update pgqueue.job as j
     set permits = j.permits || h.tid
     from has as h
@@ -585,8 +587,8 @@ begin
 end;
 $$;
 
--- The permits of a cap: which are held, until when at the latest (the end of the lease, or of the
--- period), which may be taken, and which job holds them.
+-- The permits of a cap: whether each is held, until when at the latest (the end of the lease or of the
+-- period), whether it may be taken, and which job holds it.
 create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment timestamptz)
     returns table (place int, is_held boolean, free_at timestamptz, is_usable boolean, holder bigint)
     language plpgsql
@@ -608,7 +610,7 @@ begin
             case when cap.is_rate then p.free_at else coalesce(j.lease_expires_at, j.run_at) end as free_at,
             j.id as holder
         from pgqueue.permit as p
-        -- As a join it might read all jobs.
+        -- Not a plain join, which might read all jobs.
         left join lateral (
             select j.id, j.lease_expires_at, j.run_at
             from pgqueue.job as j
@@ -623,8 +625,8 @@ begin
 end;
 $$;
 
--- Looks at the next two pages of permits for those held by jobs that no longer run, except those that the
--- claim of this token took; returns how many it freed.
+-- Searches the next two pages of permits for those held by jobs that no longer run (not those taken under
+-- this claim's token), and frees them; returns how many.
 create or replace function pgqueue._sweep_permits(new_token bigint default null)
     returns int
     language plpgsql
@@ -644,7 +646,7 @@ begin
             select p.ctid from pgqueue.permit as p
             where p.ctid >= format('(%s,0)', page)::tid and p.ctid < format('(%s,0)', page + 2)::tid
                 and not p.is_rate and p.free_at = 'infinity' and p.token is distinct from new_token
-                -- Or it waits for another: see _fit_permits.
+                -- A surplus permit that nobody holds is kept until _fit_permits is sure.
                 and not (p.is_surplus and p.job_id is null) and not exists (
                     select from pgqueue.job as j
                     where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
@@ -693,7 +695,7 @@ begin
             for update skip locked
         ) as p
     );
-    -- All of a group or none: new ones are added after places without gaps.
+    -- All permits of a group or none: _make_permits relies on places without gaps.
     delete from pgqueue.permit as p
     where p.ctid = any (array(
         select unnest(g.tids)

@@ -1,10 +1,10 @@
--- What groups give to a claim that has come to them: jobs, on what terms, and with permits if they need any.
+-- The visit of a claim to some groups: which jobs they give, how many, and with which permits.
 --
--- A job of a group with a limit or a rate (group_limit, rate_limit) is taken with a permit of each, which
--- is locked before the job. If the limit is 1 no job overtakes another; if it is n, at most n - 1 do.
+-- If a group has a limit or a rate (group_limit, rate_limit), its jobs are taken with a permit for each, which
+-- is locked before the job. With a limit of 1 no job overtakes another; with a limit of n, at most n - 1 do.
 
--- The weight, limit and rate in force for each of some groups; null for limits or rates if none is set.
--- Like _in_force, for many. may_keep: whether any job may keep its permit for its retry.
+-- The weight, limit and rate in force for each of some groups, like _in_force for many; null for limits or rates
+-- if none is set. may_keep: whether any job may keep its permit for its retry.
 create or replace function pgqueue._group_settings(
     queue text, group_keys text[], shared pgqueue.queue_in_force, out weights int[], out limits int[], out rates int[],
     out periods interval[], out may_keep boolean
@@ -42,7 +42,7 @@ begin
         from (
             select
                 n.nth, q.weight, q.group_limit, q.group_on_retry,
-                -- Rates of the queue are not rates of its groups.
+                -- A rate of the queue does not apply to each of its groups.
                 case when n.key <> '' then q.rate_limit end as rate_limit,
                 case when n.key <> '' then q.rate_period end as rate_period
             from (
@@ -62,8 +62,8 @@ begin
 end;
 $$;
 
--- How many jobs each of some groups may give, by its weight, to a claim that wants this many, and has not
--- come to this many others.
+-- How many jobs each of some groups may give, by its weight, to a claim that wants this many and may visit so
+-- many other groups later.
 create or replace function pgqueue._gives(weights int[], limits int[], served int[], others int, wanted int)
     returns int[]
     language plpgsql
@@ -80,8 +80,8 @@ begin
 end;
 $$;
 
--- On what terms some groups give jobs to a claim that wants this many, and has not come to this many others: their limits
--- and rates, null if none is set, and how many each may give, by its weight.
+-- The terms of some groups for a claim that wants this many jobs and may visit so many other groups later: limits
+-- and rates, null if none is set, and how many jobs each may give, by its weight.
 create or replace function pgqueue._terms_of_groups(
     queue text, group_keys text[], served int[], others int, wanted int, shared pgqueue.queue_in_force,
     out limits int[], out rates int[], out periods interval[], out may_keep boolean, out gives int[]
@@ -111,7 +111,7 @@ begin
 end;
 $$;
 
--- The caps of some groups, the group's number for each, and how many of its permits are wanted.
+-- The caps of some groups, and for each cap the number of its group and how many permits are wanted.
 create or replace function pgqueue._group_caps(
     group_keys text[], limits int[], rates int[], periods interval[], wanted int[],
     out caps pgqueue._cap[], out groups int[], out wants int[]
@@ -136,8 +136,8 @@ begin
 end;
 $$;
 
--- Creates permits for groups that have a limit or a rate: one for each time that a group is listed, and
--- at least four, unless they already have as many.
+-- Creates permits for groups that have a limit or a rate, unless they have enough: as many as the group is
+-- listed, but at least four.
 create or replace function pgqueue._make_group_permits(queue text, group_keys text[], shared pgqueue.queue_in_force)
     returns void
     language plpgsql
@@ -166,8 +166,9 @@ begin
 end;
 $$;
 
--- Locks due jobs of groups without caps, of each at most as many as it gives, and in all as many as
--- wanted; says to which group each belongs, and since when any is over. Plans as _pick_groups sets it.
+-- Locks due jobs of groups without caps: at most gives[i] of each group, and wanted in all. Returns to which
+-- group each job belongs, and in over_at the first run_at of one that has expired. Relies on the planner settings
+-- of _pick_groups.
 create or replace function pgqueue._take_free(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], starts timestamptz[],
     wanted int, moment timestamptz, taken tid[], has_recovered boolean,
@@ -191,20 +192,20 @@ begin
                 and -j.priority = -_take_free.priority
                 and pgqueue._is_ready(j, g.start, _take_free.moment, has_recovered)
                 and pgqueue._is_wanted(j.kind, j.group_key, _take_free.kinds, _take_free.paused)
-                -- Of a group that is paused as a whole none is read.
+                -- If a group is paused as a whole, its jobs are not even read.
                 and (_take_free.paused -> g.key = '{"": true}') is not true
                 and (taken is null or j.ctid <> all (taken))
             order by j.run_at, j.id
             limit g.give
             for update skip locked
         ) as h
-        -- In the order of the groups: what comes after the last is not touched.
+        -- Groups are read in order, and those after the last job wanted are not touched.
         limit wanted
     ) as v;
 end;
 $$;
 
--- Whether a group has a due job of a higher priority. Plans as _pick_groups sets it.
+-- Whether a group has a due job of a higher priority. Relies on the planner settings of _pick_groups.
 create or replace function pgqueue._has_higher(
     queue text, group_key text, priority int, moment timestamptz
 )
@@ -219,21 +220,21 @@ begin
             and -h.priority < -_has_higher.priority
             and h.run_at <= moment and h.lease_expires_at is null
             and ((h.terms).expires_at <= moment) is not true
-        -- By the index of the groups.
+        -- Ordered for the sake of the index of groups.
         order by -h.priority, h.run_at
         limit 1
     ) is not null;
 end;
 $$;
 
--- Whether a job keeps a permit of its group, of so many, for its retry, which is due: then it may be taken with that
--- one only, though another claim may have it locked. Plans as _pick_groups sets it.
+-- Whether a job whose retry is due has kept a permit of its group, within its limit. Then it may be taken only
+-- with that permit, even if another claim has it locked. Relies on the planner settings of _pick_groups.
 create or replace function pgqueue._keeps_permit(job pgqueue.job, most int, moment timestamptz)
     returns boolean
     language plpgsql
 as $$
 begin
-    -- One that may not begin any more is to be found.
+    -- A job past its expires_at must be found, so that it is cancelled.
     return ((job.terms).expires_at <= moment) is not true and exists (
         select from pgqueue.permit as p
         where pgqueue._is_permit_of(p, job.queue, '', job.group_key) and not p.is_rate and p.free_at = 'infinity'
@@ -242,9 +243,9 @@ begin
 end;
 $$;
 
--- _take_free for groups that may have a limit: locks permits, and as many due jobs, in order; of those
--- that others have locked it passes over at most extra. is_top: none of these groups has anything of a
--- higher priority. Plans as _pick_groups sets it.
+-- _take_free for groups that may have a limit: locks permits, then as many due jobs, in order. It passes over at
+-- most extra jobs that other sessions have locked. is_top: no group has anything of a higher priority. Relies
+-- on the planner settings of _pick_groups.
 create or replace function pgqueue._take_limited(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], limits int[],
     starts timestamptz[], wanted int, extra int, moment timestamptz, taken tid[], has_recovered boolean, is_top boolean,
@@ -263,11 +264,12 @@ begin
     from (
         select g.nth, h.*, p.permits[h.place] as permit
         from unnest(group_keys, gives, limits, starts) with ordinality as g (key, give, most, start, nth)
-        -- In order, up to the first that this claim may not take.
+        -- Candidates in order, up to the first job that this claim may not take.
         cross join lateral (
             select c.tids[:coalesce(array_position(c.tids, null) - 1, cardinality(c.tids))] as tids
             from (
-                -- Asked once: for each job it could change in between, and leave out those before.
+                -- Asked once for all jobs: the answer could change between two of them, which would
+                -- leave out only the first ones.
                 select case when is_top or g.most is distinct from 1
                     or not pgqueue._has_higher(_take_limited.queue, g.key, _take_limited.priority, moment)
                 then array(
@@ -279,7 +281,7 @@ begin
                     where pgqueue._is_in_group(j, _take_limited.queue, g.key)
                         and -j.priority = -_take_limited.priority
                         and pgqueue._is_ready(j, g.start, _take_limited.moment, has_recovered)
-                        -- Only if a limit requires order does a job that is left out hold up the next.
+                        -- Only where a limit requires order does an unwanted job hold up the next one.
                         and (g.most is not null or w.is_wanted)
                         and (taken is null or j.ctid <> all (taken))
                         and (j.permits is null or not pgqueue._keeps_permit(j, g.most, _take_limited.moment))
@@ -322,14 +324,14 @@ begin
                 limit least(g.give, cardinality(p.permits))
             ) as l
         ) as h
-        -- In the order of the groups: what comes after the last is not touched.
+        -- Groups are read in order, and those after the last job wanted are not touched.
         limit wanted
     ) as v;
 end;
 $$;
 
--- Locks jobs whose retries are due and that have kept the permits of their groups; left_over: what their
--- groups may give in addition. Plans as _pick_groups sets it.
+-- Locks jobs whose retries are due and that have kept the permits of their groups. left_over: how many jobs
+-- each group may give in addition. Relies on the planner settings of _pick_groups.
 create or replace function pgqueue._take_kept(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], limits int[], wanted int,
     moment timestamptz,
@@ -346,7 +348,7 @@ begin
         cross join lateral (
             select j.ctid as tid, j.id, p.ctid as permit
             from pgqueue.permit as p
-            -- As a join it might read all jobs.
+            -- Not a plain join, which might read all jobs.
             cross join lateral (
                 select j.ctid, j.id
                 from pgqueue.job as j
@@ -357,11 +359,11 @@ begin
                 offset 0
             ) as j
             where pgqueue._is_permit_of(p, _take_kept.queue, '', g.key) and p.place <= g.most
-                -- Again, as locked: it may have been given to another job meanwhile.
+                -- Checked again on the locked row: the permit may have been given to another job meanwhile.
                 and not p.is_rate and p.free_at = 'infinity' and p.job_id = j.id
-                -- A claim may come to a group twice.
+                -- A claim may visit a group twice.
                 and p.taken_at is distinct from _take_kept.moment
-                -- Nor has the job taken another one since, while the setting was a different one.
+                -- Nor has the job taken another permit since, while group_on_retry was set differently.
                 and not exists (
                     select from pgqueue.permit as o
                     where pgqueue._is_permit_of(o, _take_kept.queue, '', g.key) and not o.is_rate
@@ -379,7 +381,7 @@ begin
 end;
 $$;
 
--- How many jobs some groups may give according to their rates. Plans as _pick_groups sets it.
+-- How many jobs some groups may give under their rates. Relies on the planner settings of _pick_groups.
 create or replace function pgqueue._rate_gives(
     queue text, group_keys text[], gives int[], rates int[], periods interval[], moment timestamptz
 )
@@ -399,8 +401,8 @@ begin
 end;
 $$;
 
--- Locks a permit to begin for each picked job whose group has a rate, the groups given by their numbers;
--- returns which jobs get none. Plans as _pick_groups sets it.
+-- Locks a rate's permit for each picked job whose group (by its number) has a rate; refused: the jobs that
+-- get none. Relies on the planner settings of _pick_groups.
 create or replace function pgqueue._take_rates(
     queue text, group_keys text[], rates int[], periods interval[], groups int[], moment timestamptz,
     out permits tid[], out free_ats timestamptz[], out refused int[]
@@ -432,10 +434,10 @@ begin
 end;
 $$;
 
--- Takes jobs of some groups, of each at most as many as it gives, and in all as many as wanted: which,
--- and of which group; with permits if they need any, for the claim of this token, drawn here if null:
--- which job has which. How long it stays valid that nothing is before them, if the walk was long; or
--- since when anything there is over: then all has to be done again.
+-- Takes jobs of some groups: at most gives[i] of each, and wanted in all. Returns where they are, and the number
+-- of each one's group. If they need permits, gives them to the claim with this token (drawn here if null): the
+-- job job_of[i] has the permit permits[i]. believed_until is set after a long walk: until then, claims need not
+-- look before these jobs. over_at is set if any has expired: then recover those, and visit the groups again.
 create or replace function pgqueue._visit_groups(
     queue text, kinds text[], paused jsonb, priority int, group_keys text[], gives int[], limits int[], rates int[],
     periods interval[], may_keep boolean, starts timestamptz[], wanted int, extra int, moment timestamptz, taken tid[],
@@ -479,7 +481,7 @@ begin
     groups := visit.groups;
     run_ats := visit.run_ats;
     over_at := visit.over_at;
-    -- Finished jobs and taken permits, kept by some old snapshot, are in the way.
+    -- A long walk: an old snapshot keeps index entries of finished jobs and taken permits in its way.
     if pg_stat_get_xact_tuples_returned('pgqueue.job_group_idx'::regclass)
         + pg_stat_get_xact_tuples_returned('pgqueue.permit_scope_idx'::regclass) - walked
         > (25 + extra) * cardinality(group_keys) + 6 * coalesce(cardinality(picks), 0)
@@ -493,7 +495,7 @@ begin
     if limits is not null and may_keep then
         picks := kept.picks || picks;
         groups := kept.groups || groups;
-        -- A retry that comes first says nothing about those behind it.
+        -- A retry is served out of turn, so its run_at says nothing about where to start next time.
         run_ats := array_fill('-infinity'::timestamptz, array[coalesce(cardinality(kept.picks), 0)]) || run_ats;
         job_of := kept.ids || job_of;
         permits := kept.permits || permits;
@@ -536,9 +538,9 @@ begin
 end;
 $$;
 
--- Of some groups that gave fewer jobs than asked for: which are short of permits, and which of these will
--- have more. again: what to ask once more of those that are no longer full. Plans as _pick_groups sets
--- it.
+-- Which of the groups that gave fewer jobs than asked for are short of permits, and which of these are lacking
+-- permits that will exist soon. again: how many jobs to ask for once more, from groups that are not full after
+-- all. Relies on the planner settings of _pick_groups.
 create or replace function pgqueue._look_for_permits(
     queue text, group_keys text[], gives int[], limits int[], rates int[], periods interval[], groups int[],
     moment timestamptz, new_token bigint, out short int[], out lacking int[], out again int[]
@@ -580,14 +582,14 @@ begin
     ) as g
     where g.is_short;
     if short is null then
-        -- Others may have locked what came first.
+        -- Not short of permits: other sessions may have locked its first jobs, so ask again.
         again := array(
             select greatest(g.give - (select count(*) from unnest(groups) as f (of) where f.of = g.nth), 0)::int
             from unnest(gives) with ordinality as g (give, nth) order by g.nth
         );
         return;
     end if;
-    -- Full, and it gives nothing: are all holders of the permits still running?
+    -- Groups that are full and gave nothing: are the holders of their permits all still running?
     if vain_keys is not null and pgqueue._review_permits(queue, '', vain_keys, vain_limits, moment, new_token)
         + pgqueue._forget_future(queue, '', case when rates is not null then vain_keys end, moment) > 0
     then
@@ -596,7 +598,7 @@ begin
             from unnest(group_keys, gives) with ordinality as g (key, give, nth) order by g.nth
         );
     end if;
-    -- For the next claim: this one may not take what it creates.
+    -- For the next claim: this one may not take permits that it has created.
     select
         array_agg(g.key) as keys, array_agg(g.most) as limits, array_agg(g.rate) as rates,
         array_agg(g.period) as periods, array_agg(g.give) as gives
@@ -611,8 +613,8 @@ begin
 end;
 $$;
 
--- _visit_groups, again if anything there is over, and then once more those that turn out not to be full; which groups are
--- short of permits, and which of these will have more. Plans as _pick_groups sets it.
+-- _visit_groups, repeated after a recovery if anything has expired, and once more for groups that turn out not to
+-- be full. short, lacking: see _look_for_permits. Relies on the planner settings of _pick_groups.
 create or replace function pgqueue._serve_groups(
     queue text, kinds text[], paused jsonb, lane int, group_keys text[], gives int[], limits int[], rates int[],
     periods interval[], may_keep boolean, starts timestamptz[], wanted int, moment timestamptz, taken tid[],
