@@ -1,13 +1,13 @@
 -- Checks of arguments, and how a call is refused.
 --
 -- A check returns what is wrong (message, detail, hint, and the SQLSTATE if it is not 22023),
--- or null. _refuse() raises it. Public functions call that in an assignment, which adds no line of
--- its own to the CONTEXT of the error: psql shows two, "_refuse" and the function that was
--- called. So a list of checks reads
+-- or null. _refuse() raises it. Public functions call it in an assignment, which adds no line of
+-- its own to the CONTEXT of the error, so psql shows only two: "_refuse" and the function that was
+-- called. A list of checks therefore reads
 --
 --     refused boolean := pgqueue._refuse(coalesce(pgqueue._check_this(...), pgqueue._check_that(...)));
 --
--- Only what checks access, batches and the ids of jobs reads a table.
+-- Only the checks of access, batches and ids of jobs read a table.
 
 -- Raises the error that a check has found; null raises nothing.
 create or replace function pgqueue._refuse(problem text[])
@@ -64,7 +64,7 @@ begin
 end;
 $$;
 
--- Refuses a number or a time that is out of range, or half of a pattern; null passes.
+-- Refuses a number or a time that is out of range, or an incomplete pattern; null passes.
 create or replace function pgqueue._check_ranges(
     priority int default null, run_at timestamptz default null, lease interval default null, max_jobs int default null,
     error_like text default null
@@ -212,7 +212,8 @@ begin
 end;
 $$;
 
--- Refuses a level other than READ COMMITTED (25001). Some callers look first: a call costs more.
+-- Refuses an isolation level other than READ COMMITTED (25001). Some callers check it themselves first, which is
+-- cheaper than a call.
 create or replace function pgqueue._check_isolation()
     returns text[]
     language plpgsql
@@ -228,8 +229,8 @@ begin
 end;
 $$;
 
--- Refuses arguments that claim cannot take, a level other than READ COMMITTED (25001), and a transaction
--- that may not write (25006).
+-- Refuses arguments that claim cannot take, an isolation level other than READ COMMITTED (25001), and a
+-- read-only transaction (25006).
 create or replace function pgqueue._check_claim(queue text, worker text, max_jobs int, lease interval)
     returns text[]
     language plpgsql
@@ -237,7 +238,7 @@ as $$
 begin
     return case
         when current_setting('transaction_isolation') <> 'read committed' then pgqueue._check_isolation()
-        -- An empty answer would hide it.
+        -- Finding no jobs would hide the mistake.
         when current_setting('transaction_read_only') = 'on' then array[
             'cannot claim in a read-only transaction',
             case when pg_is_in_recovery()
@@ -258,7 +259,7 @@ begin
 end;
 $$;
 
--- Refuses arrays of unequal length, and a level other than READ COMMITTED (25001).
+-- Refuses arrays of unequal length, and an isolation level other than READ COMMITTED (25001).
 create or replace function pgqueue._check_leases(job_ids bigint[], tokens bigint[])
     returns text[]
     language plpgsql
@@ -279,7 +280,7 @@ begin
 end;
 $$;
 
--- Which shard an id comes from, if this is another; null if it may be one of this database.
+-- Says which shard an id comes from if that is not this one; null if it may be from this database.
 create or replace function pgqueue._other_shard(id bigint)
     returns text
     language plpgsql
@@ -370,7 +371,7 @@ begin
 end;
 $$;
 
--- What is wrong with an id that does not exist (PQ001), or no longer.
+-- What is wrong with an id that does not exist, or no longer does (PQ001).
 create or replace function pgqueue._not_found(what text, id bigint, hint text default null)
     returns text[]
     language plpgsql
@@ -390,7 +391,7 @@ begin
 end;
 $$;
 
--- Refuses a bad name of a queue, kind or group, and the group * where that cannot stand for each; null, which
+-- Refuses a bad name of a queue, kind or group, and the group * where it cannot stand for each group; null, which
 -- means all, passes.
 create or replace function pgqueue._check_scope(queue text, kind text, group_key text, takes_each boolean)
     returns text[]
@@ -411,8 +412,8 @@ begin
 end;
 $$;
 
--- Refuses an unknown kind, one that is for all queues, and a role that does not exist (42704); with is_over, only if
--- nothing is left of its access.
+-- Refuses an unknown kind, a queue for a kind that cannot be limited to one, and a role that does not exist
+-- (42704); with is_over, a dropped role passes if it still has access to revoke.
 create or replace function pgqueue._check_grant(role text, kind text, queue text, is_over boolean)
     returns text[]
     language plpgsql
@@ -442,9 +443,9 @@ begin
 end;
 $$;
 
--- Who calls. The public functions run as their owner, so it is the role that the session has logged in as, or
--- has taken on. Refuses (42501) where that is somebody else: ANALYZE and its like run functions as the owner of
--- the table, in the session of whoever maintains it, and there even this statement, which changes nothing, fails.
+-- The calling role. Public functions run as their owner, so current_user will not do: it is the role of SET ROLE,
+-- or else the role that the session logged in as. But ANALYZE and the like run functions as the owner of a table,
+-- in the session of another role. There UNLISTEN, which changes nothing here, is not allowed and raises 42501.
 create or replace function pgqueue._caller()
     returns text
     language plpgsql
@@ -455,8 +456,8 @@ begin
 end;
 $$;
 
--- The queues for which the caller has any of these kinds of access; null if it is not limited. This, and nothing
--- else, decides about queues.
+-- The queues for which the caller has any of these kinds of access; null if it is not limited. Only this function
+-- decides which queues a role may use.
 create or replace function pgqueue._own_queues(variadic kinds text[])
     returns text[]
     language plpgsql
@@ -465,7 +466,7 @@ declare
     caller name;
     queues text[];
 begin
-    -- One page as long as nobody's access is limited.
+    -- It is one page as long as nobody's access is limited.
     if pg_relation_size('pgqueue.access_queue_idx') <= 8192
         or not exists (select from pgqueue.access as a where a.queue <> '')
     then
@@ -482,7 +483,8 @@ begin
 end;
 $$;
 
--- Whether a queue is one of _own_queues. By bytes, because to a collation of the caller others may look the same.
+-- Whether a queue is one of _own_queues. Compared by bytes: under the caller's collation different names may be
+-- equal.
 create or replace function pgqueue._is_own(queue text, own text[])
     returns boolean
     language sql
@@ -544,8 +546,8 @@ begin
 end;
 $$;
 
--- Refuses ids of jobs that never existed (PQ001), batches, too many, and an unknown if_dead; null passes. Of
--- other shards, only what was moved here is known.
+-- Refuses ids of jobs that never existed (PQ001), ids of batches, too many ids, and an unknown if_dead; null
+-- passes. A job of another shard is known only if it was moved here.
 create or replace function pgqueue._check_after(after bigint[], if_dead text)
     returns text[]
     language plpgsql
@@ -556,7 +558,7 @@ declare
         select max(a.id)
         from unnest(after) as a (id)
         where (a.id not between 1 and last_id or pgqueue._other_shard(a.id) is not null)
-            -- By their ids, not by hashes of all jobs.
+            -- "offset 0" makes it look up these ids, not hash all jobs.
             and not exists (select from pgqueue.job as j where j.id = a.id offset 0)
             and not exists (select from pgqueue.dead_job as d where d.id = a.id offset 0)
     );

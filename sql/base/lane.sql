@@ -1,28 +1,29 @@
 -- What claims remember for each other, and which lanes of a queue have jobs to run.
 --
--- It only saves work. It is kept in cells, sequences that are never incremented: 64 bits
+-- All of it only saves work. It is kept in cells, sequences that are never incremented: 64 bits
 -- that all sessions share, neither transactional nor versioned, so that no snapshot can bloat
--- them, read with pg_sequence_last_value() and written with setval(). Two make a record:
+-- them, read with pg_sequence_last_value() and written with setval(). Two cells make a record:
 --
 --            of a lane                          of a queue
 --   first    tag, valid until (us since 2020)   tag, valid until; how its lanes are listed
 --   second   position (us since 2020), check    its highest seven lanes, in nine bits each
 --
--- Where times tie, a position needs the id of the last pick as well: in a cell that lanes share, and
--- for which it has a check. The lowest bit of the time until which it is valid says that the walk which left it was
--- long, more than 5 ms.
+-- If several jobs have the same run_at, a position also needs the id of the last pick. That is in a cell which
+-- lanes share, so the check says whether it is this lane's. The lowest bit of "valid until" says that the walk
+-- which left the position was long, more than 5 ms.
 --
 -- Most queues have one lane, 0, and no record: a bit of lanes_seq, for each fold of their names, says
--- that others have been used. The jobs of groups have lanes of their own, 1000 + priority, and the
--- position of such a lane is one among its tickets. Its lowest bits say how often claims that leave jobs out were cut off
--- in the midst of it; 4095 if they have found that there is none for them. A queue is hashed with 9999, which is not a lane.
+-- that other lanes have been used. The jobs of groups have lanes of their own, 1000 + priority; the
+-- position of such a lane is one among its tickets, and its lowest bits say how often in a row filtered claims
+-- (see pick) stopped before the end, or 4095 if they found nothing at all. A queue's own record is hashed with
+-- 9999, which is not a lane.
 --
--- The tag says whose record it is; zero means unused. There are 16, of which each lane and queue has two
--- to choose from, by its hash, and takes the one that expired first; while others have both, it is walked
--- from the beginning. A value from another clock (set back, restored) is ignored.
+-- The tag says whose record it is; zero means unused. There are 16 records. The hash of a lane or queue gives it
+-- two to choose from, and it takes the one that expired first; while others use both, it is walked from the
+-- beginning. A value from another clock (set back, restored) is ignored.
 
--- The record of a lane or of a queue, by its hash: the number of its first cell, the tag, and until when
--- it is valid; null where it has none, and that is the one to take. Hot paths inline the look-up.
+-- The record of a lane or of a queue, by its hash: the number of its first cell, the tag, and until when it is
+-- valid. If it has no record, valid_until is null, and record is the one to take. Hot paths inline the look-up.
 create or replace function pgqueue._record(key bigint, out record int, out tag bigint, out valid_until bigint)
     language plpgsql
 as $$
@@ -57,7 +58,8 @@ begin
 end;
 $$;
 
--- How long the result of a walk that began then stays valid: so that walks take a twentieth of the time.
+-- How long the result of a walk stays valid: 20 times as long as it took, so that walks use a twentieth of the
+-- time.
 create or replace function pgqueue._believed_until(began timestamptz, at_least interval)
     returns timestamptz
     language plpgsql
@@ -69,8 +71,8 @@ begin
 end;
 $$;
 
--- When to sweep again after a sweep that began then, in microseconds since 2020: a twentieth of the time, but at least
--- once a second, because a sweep is short, and one that took long has waited for the machine.
+-- When to sweep again, in microseconds since 2020: sweeps use a twentieth of the time, but run at least
+-- once a second, because a sweep is short, and one that took long was only waiting for the machine.
 create or replace function pgqueue._swept_until(began timestamptz, at_least interval)
     returns bigint
     language plpgsql
@@ -82,8 +84,8 @@ begin
 end;
 $$;
 
--- The lanes in which a queue has any job, and the first run_at of each: one index descent per lane; but lane 0 counts
--- as one of them where the descent would cross all that some old snapshot keeps of it.
+-- The lanes in which a queue has any job, and the first run_at of each: one index descent per lane. If walks of
+-- lane 0 are long, because an old snapshot keeps its dead entries, it is listed without a descent.
 create or replace function pgqueue._live_lanes(queue text)
     returns table (lane int, first timestamptz)
     language plpgsql
@@ -95,7 +97,7 @@ as $$
 declare
     key bigint := hashtextextended(queue, 0);
     has_long_walks boolean := case
-        -- First without a call, which would cost a claim that finds nothing a quarter.
+        -- Checked inline first: a call would add a quarter to a claim that finds nothing.
         when 1 in (
             pg_sequence_last_value(('pgqueue._cell_' || (key & 15) * 2)::regclass) & 1,
             pg_sequence_last_value(('pgqueue._cell_' || (key >> 4 & 15) * 2)::regclass) & 1
@@ -144,7 +146,7 @@ begin
         cross join lateral (
             select hashtext(j.queue), j.queue, j.priority + 1000 * num_nonnulls(j.group_key), j.run_at, j.id
             from pgqueue.job as j
-            -- A condition on the queue that cannot be left out, for the predicate of the index.
+            -- "j.queue >= ''" is always true, but proves the predicate of the index, queue is not null.
             where (hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key))) > (l.hash, l.lane) and j.queue >= ''
             order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
             limit 1
@@ -154,8 +156,8 @@ begin
 end;
 $$;
 
--- The lanes of a queue in which any job is due or runs, highest priority first; two of one priority in
--- random order: so that jobs of groups, and others, get half of the claims each.
+-- The lanes of a queue in which any job is due or runs, highest priority first. Two lanes of the same priority are
+-- in random order, so that jobs with and without a group get half of the claims each.
 create or replace function pgqueue._due_lanes(queue text, moment timestamptz)
     returns int[]
     language plpgsql
@@ -170,7 +172,7 @@ begin
 end;
 $$;
 
--- Makes claims look, from now on, for lanes of a queue other than 0.
+-- From now on, claims look for lanes of a queue other than 0.
 create or replace function pgqueue._use_lanes(queue text)
     returns void
     language plpgsql
@@ -180,9 +182,8 @@ begin
 end;
 $$;
 
--- Lists, for all sessions, the lanes of a queue that have jobs to run: valid for 20 times as long as it
--- took, since moment, to find out. A lane stands there as priority + 101, and 256 more where it is of
--- groups.
+-- Lists, for all sessions, the lanes of a queue that have jobs to run: valid for 20 times as long as it took to
+-- find out, since moment. A lane is written as priority + 101, plus 256 if it is a lane of groups.
 create or replace function pgqueue._note_lanes(queue text, lanes int[], moment timestamptz)
     returns void
     language plpgsql
@@ -193,7 +194,7 @@ declare
         select distinct (l.lane + 101) % 744 as code
         from unnest(lanes || 0) as l (lane) where l.lane >= -100 order by code
     );
-    -- Only lane 0; a list; 0 and 1000; a list, and more; 1000, and 0 was empty.
+    -- 0: only lane 0; 1: a list; 2: 0 and 1000; 3: a list with no room for all; 4: 1000, and 0 was empty.
     how int := case
         when codes = '{101}' then 0
         when codes = '{101,357}' then case when 0 = any (lanes) then 2 else 4 end
@@ -223,7 +224,7 @@ end;
 $$;
 
 -- The listed lanes of a queue, always with lane 0, in the order of _due_lanes (lane 0 comes after 1000 if it
--- was empty), and -1000 at the end where it has more than there is room for; null where no list is valid.
+-- was empty), with -1000 at the end if the list had no room for all; null if no list is valid.
 create or replace function pgqueue._noted_lanes(queue text, moment timestamptz)
     returns int[]
     language plpgsql
@@ -268,7 +269,7 @@ begin
 end;
 $$;
 
--- For a job that appears in a lane: makes claims look there at once. A hint, given before the commit;
+-- Makes claims look at once at a lane in which a job appears. It is a hint, given before the commit;
 -- without it they look within 100 ms.
 create or replace function pgqueue._list_lane(queue text, lane int)
     returns void
@@ -286,7 +287,7 @@ begin
         perform pgqueue._use_lanes(queue);
     end if;
     own := pgqueue._record(hashtextextended(queue, 9999));
-    -- If no list is valid, the next claim looks for itself.
+    -- If no list is valid, the next claim makes one.
     if (own.valid_until between now_us and now_us + 60000000) is not true then
         return;
     elsif own.valid_until & 7 = 0 then
@@ -298,7 +299,7 @@ begin
             list & 511, list >> 9 & 511, list >> 18 & 511, list >> 27 & 511,
             list >> 36 & 511, list >> 45 & 511, list >> 54
         )
-        -- Below those that there is room for.
+        -- Its priority is below those for which the list has room.
         or own.valid_until & 7 = 3 and code & 255 <= list >> 54 & 255
     then
         return;
@@ -309,7 +310,7 @@ begin
 end;
 $$;
 
--- For a job that a claim picked and did not take: moves the position of its lane back before it.
+-- Moves the position of a lane back to before a job that a claim picked but did not take.
 create or replace function pgqueue._return_position(queue text, kinds text[], paused jsonb, lane int, at timestamptz)
     returns void
     language plpgsql
@@ -317,7 +318,7 @@ as $$
 declare
     own record := pgqueue._record(hashtextextended(concat(queue, kinds, paused), lane));
     cell regclass := ('pgqueue._cell_' || own.record + 1)::regclass;
-    -- A little before, whatever the id.
+    -- A microsecond before it, so that its id does not matter.
     reached bigint := pgqueue._since_2020(at) - 1;
 begin
     if own.valid_until > 0 and pg_sequence_last_value(cell) >> 12 > reached then
@@ -326,7 +327,8 @@ begin
 end;
 $$;
 
--- The record of a lane, by its hash, and the position in it: null if none is valid.
+-- The record of a lane, by its hash, and the position that it holds: null if none is valid. has_expired: this
+-- claim has to walk from the beginning.
 create or replace function pgqueue._position(
     key bigint, moment timestamptz,
     out record int, out reached bigint, out last_id bigint, out has_expired boolean
@@ -346,7 +348,7 @@ begin
             last_id := 0;
         end if;
     elsif own.valid_until between now_us - 1000000 and now_us then
-        -- This claim walks from the beginning, the others go on: for longer where that takes long.
+        -- This claim walks from the beginning; meanwhile the others go on, for longer if such walks take long.
         perform setval(
             ('pgqueue._cell_' || record)::regclass,
             own.tag | case when own.valid_until & 1 = 1 then now_us + 1000000 | 1 else now_us + 100000 & -2 end
@@ -356,9 +358,10 @@ begin
 end;
 $$;
 
--- What a claim need not look at again, if a long walk has left a position in a lane, by its hash: until when, and from
--- when on to look for tickets, and for jobs, which may be committed later; and of a walk of groups, how often it was cut
--- off, and whether there was none at all. Nulls if none is valid.
+-- What a claim need not look at again, because a long walk has left a position in a lane (by its hash). until: how
+-- long that is valid; since: tickets from then on have to be looked at; new_since: so do jobs from then on, which
+-- may be committed late; cuts: how often in a row a walk of groups stopped before the end; is_none: it found
+-- nothing at all. All null if there is no such position.
 create or replace function pgqueue._believed(
     key bigint, moment timestamptz, out until timestamptz, out since timestamptz, out new_since timestamptz, out cuts int,
     out is_none boolean
@@ -383,8 +386,8 @@ begin
 end;
 $$;
 
--- Moves the position of a lane, known so far, to what has been reached; with an id where times tie.
--- valid_until where the walk began at the beginning of the lane; null where it began at the position.
+-- Moves the position of a lane from known to reached, with last_id if several jobs have the same time.
+-- valid_until is given if the walk began at the beginning of the lane, null if it began at the position.
 create or replace function pgqueue._leave_position(
     key bigint, record int, known bigint, reached bigint, last_id bigint, valid_until bigint
 )
@@ -401,7 +404,7 @@ begin
     if last_id > 0 then
         perform setval(('pgqueue._cell_tie_' || (key & 3))::regclass, last_id);
     end if;
-    -- Back only if something was behind: others may have come further meanwhile.
+    -- Move it back only if jobs were found before it: other claims may have moved it on meanwhile.
     known := case
         when valid_until is null or reached >= known >> 12
             then pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass)
@@ -422,8 +425,9 @@ begin
 end;
 $$;
 
--- Lets claims know of a job where they would not look at once: outside lane 0, or behind the position of its
--- lane. Then the next claim walks from the beginning, unless that is expensive. A hint, given before the commit.
+-- Lets claims know of a job where they would not look at once: outside lane 0, or before the position of its
+-- lane. Then the next claim walks from the beginning, unless that is expensive. It is a hint, given before the
+-- commit.
 create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz)
     returns void
     language plpgsql

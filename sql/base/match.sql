@@ -1,10 +1,10 @@
 -- Matches: conditions that find rows by an index.
 --
--- Indexes begin with a hash, because names may be long; the names are compared as well, because hashes
--- may be equal. These functions check both. The planner inlines them, so they cost nothing and find the
--- index (test_plans): they must stay one expression each, without `set`, that uses columns as they are.
+-- Indexes begin with a hash, because names may be long; the names are compared as well, because different names
+-- may have equal hashes. The planner inlines these functions, so they cost nothing and find the
+-- index (test_plans). For that each must stay one expression, without `set`, that uses columns as they are.
 
--- Whether a job is in this lane of a queue: its priority, or 1000 more with a group.
+-- Whether a job is in this lane of a queue: the lane is its priority, plus 1000 if it has a group.
 create or replace function pgqueue._is_in_lane(job pgqueue.job, queue text, lane int)
     returns boolean
     language sql
@@ -38,8 +38,8 @@ as $$
     )
 $$;
 
--- Whether a job is due, from start on, and does not run, or no longer; has_recovered: what was over has
--- been ended.
+-- Whether a job is due, not before start, and not running, or its lease has expired. has_recovered: what had
+-- expired has been ended, so leave out what has expired since.
 create or replace function pgqueue._is_ready(
     job pgqueue.job, start timestamptz, moment timestamptz, has_recovered boolean
 )
@@ -63,8 +63,8 @@ as $$
         and (ticket).queue = _is_ticket_in.queue
 $$;
 
--- Whether a ticket belongs to this group. Its priority is compared as priority + 0, or the index of the lanes, read as
--- a whole, might look as cheap.
+-- Whether a ticket belongs to this group. Callers that compare its priority write priority + 0; otherwise reading
+-- the whole index of the lanes might look as cheap.
 create or replace function pgqueue._is_ticket_of(ticket pgqueue.ticket, queue text, group_key text)
     returns boolean
     language sql
@@ -75,7 +75,7 @@ as $$
         and (ticket).queue = _is_ticket_of.queue and (ticket).group_key = _is_ticket_of.group_key
 $$;
 
--- Whether a permit belongs to this kind, or group, of a queue; empty: to all.
+-- Whether a permit belongs to this kind or group of a queue; both empty: to the queue itself.
 create or replace function pgqueue._is_permit_of(permit pgqueue.permit, queue text, kind text, group_key text)
     returns boolean
     language sql
@@ -89,14 +89,14 @@ as $$
         and (permit).group_key = _is_permit_of.group_key
 $$;
 
--- Whether a permit of a cap looks free, and was not created by this transaction: nobody else can see it yet.
+-- Whether a permit of a cap looks free and was not created by this transaction, which nobody else can see yet.
 create or replace function pgqueue._is_free(permit pgqueue.permit, is_rate boolean, most int, moment timestamptz)
     returns boolean
     language sql
     stable
 as $$
     select (permit).is_rate = _is_free.is_rate and (permit).place <= most
-        -- For a permit to run the clock means nothing.
+        -- Only a rate goes by the clock.
         and (permit).free_at <= case when _is_free.is_rate then moment else 'infinity' end
         and (permit).free_at < 'infinity' and (
             (permit).taken_at is not null
@@ -104,7 +104,7 @@ as $$
         )
 $$;
 
--- Whether a permit of a group is kept for the retry of a job, and that retry is due.
+-- Whether a permit of a group is kept for a job's retry, and that retry is due.
 create or replace function pgqueue._is_kept(permit pgqueue.permit, job pgqueue.job, moment timestamptz)
     returns boolean
     language sql

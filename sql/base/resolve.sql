@@ -1,9 +1,9 @@
 -- Settings: which are in force for a queue, a kind or a group, and what is paused. A setting of a
--- group comes before one of a kind, that before one of the queue, and that before one of all. What applies to
--- a queue is derived when anything is set, so that a call reads one row. Also which features have ever been
--- used at all, so that plain queues pay for no others.
+-- group overrides one of a kind, that overrides one of the queue, and that one of all queues. What applies to
+-- a queue is worked out when anything is set, so that a call reads one row. Also which features have ever been
+-- used at all, so that plain queues do not pay for features of others.
 
--- Sets bits of used_seq, or of another mask, at once.
+-- Sets bits of used_seq, or of another mask, without waiting for the commit.
 create or replace function pgqueue._mark(bits bigint, mask regclass default 'pgqueue.used_seq')
     returns void
     language plpgsql
@@ -12,7 +12,7 @@ begin
     if pg_sequence_last_value(mask) & bits = bits then
         return;
     end if;
-    -- One at a time; a rollback releases the lock.
+    -- One session at a time. The error below releases the lock; setval is not rolled back.
     lock table pgqueue.queue_in_force in share update exclusive mode;
     perform setval(mask, pg_sequence_last_value(mask) | bits);
     raise sqlstate 'PQ003';
@@ -21,7 +21,7 @@ exception when sqlstate 'PQ003' then
 end;
 $$;
 
--- The bit of used_seq that says that something is set for a queue; all of them for an empty name. Hot
+-- The bit of used_seq that says that something is set for a queue; all bits for an empty name. Hot
 -- paths inline the check.
 create or replace function pgqueue._settings_bits(queue text)
     returns bigint
@@ -31,7 +31,7 @@ as $$
     select case when queue = '' then 9223372036854775807 else 1::bigint << (hashtext(queue) & 255) % 63 end
 $$;
 
--- Lets claims look for schedules, batches and ties from now on.
+-- From now on, claims look for schedules, batches and ties.
 create or replace function pgqueue._look_from_now_on()
     returns void
     language plpgsql
@@ -41,7 +41,7 @@ begin
 end;
 $$;
 
--- What applies where nothing was set.
+-- What applies if nothing was set.
 create or replace function pgqueue._defaults()
     returns pgqueue.queue_in_force
     language plpgsql
@@ -56,7 +56,7 @@ begin
 end;
 $$;
 
--- These settings, overridden by what a more specific row sets: one expression, which a hot call can afford.
+-- These settings, overridden by what a more specific row sets: a single expression, cheap enough for hot paths.
 do $do$
 begin
     execute format(
@@ -79,7 +79,7 @@ begin
 end;
 $do$;
 
--- A setting of a queue, or (an empty name) of all, or of one of its kinds, that is not in queue_in_force.
+-- A setting that is not in queue_in_force, for a queue (an empty name: all) or one of its kinds.
 create or replace function pgqueue._seldom(queue text, setting text, kind text default '')
     returns text
     language plpgsql
@@ -100,8 +100,8 @@ begin
 end;
 $$;
 
--- What is in force for a queue for which anything was set, or (an empty name) for all others, by the
--- table queue.
+-- What is in force, according to the table queue, for a queue for which anything was set; an empty name: for all
+-- other queues.
 create or replace function pgqueue._resolved(name text)
     returns pgqueue.queue_in_force
     language plpgsql
@@ -161,8 +161,8 @@ begin
 end;
 $$;
 
--- The queue, or (an empty name) those queues, for which anything is set; an empty name among them if that is for
--- all, or if any access is limited.
+-- This queue, if anything is set for it; for an empty name all such queues, with an empty name among them if
+-- something is set for all queues, or if any access is limited.
 create or replace function pgqueue._named_queues(queue text default '')
     returns table (name text)
     language sql
@@ -173,7 +173,7 @@ as $$
     select '' from pgqueue.access as a where _named_queues.queue = '' and a.queue <> ''
 $$;
 
--- After a change of what was set for a queue, or (an empty name) for all: derives what is in force.
+-- Works out again what is in force, after a change for a queue, or (an empty name) for all.
 create or replace function pgqueue._resolve(queue text)
     returns void
     language plpgsql
@@ -197,7 +197,7 @@ end;
 $$;
 
 -- The settings in force for a queue, or for a kind or group in it (empty or null: none), each from the
--- narrowest row that says it: of the group, of the kind, of the queue, of all; else the defaults.
+-- narrowest row that sets it: of the group, of the kind, of the queue, of all queues; else the default.
 create or replace function pgqueue._in_force(queue text, kind text default '', group_key text default '')
     returns pgqueue.queue_in_force
     language plpgsql
@@ -220,7 +220,7 @@ begin
         end if;
     end if;
     if kind <> '' or group_key <> '' then
-        -- These are not inherited: a queue may have its own, beside those of its kinds and groups.
+        -- These are not inherited: a queue may have its own besides those of its kinds and groups.
         settings.max_running := null;
         settings.rate_limit := null;
         settings.rate_period := '1 second';
@@ -243,7 +243,7 @@ begin
 end;
 $$;
 
--- What is paused in a queue, which may itself be paused: by group, then kind, where an empty one means
+-- What is paused in a queue (is_paused: the queue itself): by group, then kind, where an empty one means
 -- any; null if no kind or group differs from the queue.
 create or replace function pgqueue._paused(queue text, is_paused boolean)
     returns jsonb
@@ -273,7 +273,7 @@ begin
                     from pgqueue.queue as q
                     where q.name in ('', _paused.queue) and num_nonnulls(q.paused, q.lease) > 0
                         and (q.kind <> '' or q.group_key <> '') and q.paused is not null
-                    -- Apart, or it might read all of the primary key, because that is in order.
+                    -- A subquery, or it might read the whole primary key because that is in the order wanted.
                     offset 0
                 ) as q
                 order by q.group_key, q.kind, q.name <> '' desc

@@ -1,17 +1,17 @@
 -- Tickets: which groups have jobs to run.
 --
 -- Jobs of groups are in lanes of their own, which no claim walks. A group that has something to run at
--- some priority has a ticket, a small row that says when to look at it next. A claim takes the due tickets,
--- the earliest first, each group gives a job and its ticket goes to the end: so groups are served
--- round-robin, whatever waits in each, and an enqueue has nothing to compute.
+-- some priority has a ticket, a small row that says when to look at the group next. A claim takes the due tickets,
+-- the earliest first; each group gives a job and its ticket goes to the end. So groups are served
+-- round-robin, however much waits in each, and an enqueue has nothing to compute.
 --
--- Tickets are hints. An enqueue inserts one if it sees none, and changes none, so that an open
+-- Tickets are hints. An enqueue inserts one if it sees none, but changes none, so that an open
 -- transaction holds up nobody; the end of an attempt makes the ticket of a full group due; nothing waits
--- for a lock. Two tickets of one group do no harm. The sweep, which goes from group to group, 50 in 50 ms,
--- finds what is missing: nothing depends on a ticket that may get lost. The setting pgqueue.lose_hints, a
--- fraction from 0 to 1, loses them at random, for tests.
+-- for a lock. Two tickets of one group do no harm. The sweep goes from group to group, 50 every 50 ms, and
+-- adds missing tickets, so nothing depends on a ticket that may get lost. For tests, the setting
+-- pgqueue.lose_hints, a fraction from 0 to 1, loses hints at random.
 
--- Whether to lose a hint, for a test.
+-- Whether to lose this hint, for a test.
 create or replace function pgqueue._is_lost()
     returns boolean
     language plpgsql
@@ -23,7 +23,7 @@ begin
 end;
 $$;
 
--- Makes claims look at a group from this moment on, unless they do so anyway; returns whether it had no
+-- Makes claims look at a group from this moment on, unless they do so anyway; returns whether it lacked a
 -- ticket. in_order: whether a job must not overtake another.
 create or replace function pgqueue._insert_ticket(
     queue text, group_key text, priority int, at timestamptz, in_order boolean
@@ -46,14 +46,14 @@ begin
     where pgqueue._is_ticket_of(t, _insert_ticket.queue, _insert_ticket.group_key)
         and t.priority + 0 = _insert_ticket.priority
         and (t.at <= moment or t.is_blocked)
-        -- A session that has this one locked may be deleting it; one that has changed it has left its own lock.
+        -- Not a locked ticket, which may be about to be deleted. Where xmax is xmin, its last change left that.
         and t.xmax in ('0'::xid, t.xmin)
     limit 1;
     if found then
         return false;
     end if;
     insert into pgqueue.ticket (at, start_at, start_until, priority, queue, group_key)
-    -- If it has none, nothing waits before this job, or else its ticket was lost.
+    -- start_at: without a ticket nothing waits before this job, unless a ticket was lost.
     values (
         moment, _insert_ticket.at,
         case when pg_sequence_last_value('pgqueue._cell_groups_slow')
@@ -67,7 +67,7 @@ begin
 end;
 $$;
 
--- _insert_ticket for many; null among the groups means none.
+-- _insert_ticket for many groups; nulls among them are skipped.
 create or replace function pgqueue._insert_tickets(
     queues text[], group_keys text[], priorities int[], ats timestamptz[], in_order boolean default true
 )
@@ -89,7 +89,7 @@ begin
         return;
     end if;
     insert into pgqueue.ticket (at, start_at, start_until, priority, queue, group_key)
-    -- A microsecond apart, so that a walk can go on between any two.
+    -- A microsecond apart, so that a walk can stop and continue between any two.
     select
         n.at + (n.place - count(*) over ()) * interval '1 microsecond', n.first_at,
         case when is_slow and in_order is not true then n.at + interval '1 second' end,
@@ -110,15 +110,15 @@ begin
         where pgqueue._is_ticket_of(t, n.queue, n.key)
             and t.priority + 0 = n.priority
             and (t.at <= n.at or t.is_blocked) and t.xmax in ('0'::xid, t.xmin)
-        -- As a join it might read all tickets.
+        -- Not a join, which might read all tickets.
         offset 0
     )
     order by n.place;
 end;
 $$;
 
--- Moves the tickets of some groups of a queue, at these priorities, to another time; inserts one where there is none, or
--- others have it locked.
+-- Moves the tickets of some groups of a queue, at these priorities, to another time. Inserts a ticket if there is
+-- none or another session has it locked.
 create or replace function pgqueue._move_tickets(queue text, group_keys text[], priorities int[], at timestamptz)
     returns void
     language plpgsql
@@ -144,9 +144,9 @@ begin
 end;
 $$;
 
--- For groups in which an attempt has ended, and whose tickets some claims believe to give nothing: adds one for each of
--- which none has moved for so long. Who took their jobs may have done so without it. Plans as the callers of _wake_groups
--- set it.
+-- For groups in which an attempt has ended: filtered claims may still think that their tickets lead to nothing. So
+-- it adds a ticket, at each priority, if none of the group has moved for at_rest: perhaps the ended job was taken
+-- without it. Relies on the planner settings of the callers of _wake_groups.
 create or replace function pgqueue._return_turns(queues text[], group_keys text[], at_rest interval)
     returns void
     language plpgsql
@@ -181,8 +181,9 @@ begin
 end;
 $$;
 
--- For groups in which an attempt has ended: makes claims look at once at those that could give no more jobs, and at those
--- that others may have passed over. null among them means none. Plans as its callers set it.
+-- For groups in which an attempt has ended: makes claims look at once at those that could give no more jobs, and
+-- at those that filtered claims may have passed over. Nulls among them are skipped. Relies on the planner settings
+-- of its callers.
 create or replace function pgqueue._wake_groups(queues text[], group_keys text[])
     returns void
     language plpgsql
@@ -191,7 +192,7 @@ declare
     tickets tid[] := array(
         select t.tid
         from (select distinct u.queue, u.key from unnest(queues, group_keys) as u (queue, key) where u.key is not null) as u
-        -- As an array, because as a join it might read all tickets.
+        -- An array, because a join might read all tickets.
         cross join lateral unnest(array(
             select t.ctid from pgqueue.ticket as t where pgqueue._is_ticket_of(t, u.queue, u.key) and t.is_blocked
         )) as t (tid)
@@ -219,7 +220,7 @@ begin
     );
     update pgqueue.ticket as t set at = moment, served = 0, is_blocked = false, is_full = false where t.ctid = any (locked);
     if cardinality(locked) < cardinality(blocked.tids) then
-        -- Another session is just looking at these, and may see the group as it was.
+        -- Another session has these locked, and may see the group as it was before.
         insert into pgqueue.ticket (at, priority, queue, group_key)
         select moment, b.priority, b.queue, b.key
         from unnest(blocked.tids, blocked.priorities, blocked.all_queues, blocked.keys)
@@ -230,8 +231,8 @@ begin
 end;
 $$;
 
--- After a change of settings: makes claims look again at the groups (of all queues if it is null) that
--- could give no more jobs, and at those that another session is just looking at: it may go by what was.
+-- After a change of settings: makes claims look again at the groups (of all queues if queue is null) that
+-- could give no more jobs, and at those that another session has locked, which may go by the old settings.
 create or replace function pgqueue._unblock_groups(queue text, group_key text)
     returns void
     language plpgsql
@@ -247,19 +248,19 @@ begin
             and b.group_key = coalesce(nullif(_unblock_groups.group_key, '*'), b.group_key)
         for update skip locked
     ));
-    -- Blocked: it has been let go meanwhile.
+    -- Also those still blocked: they were locked above, but no longer are.
     insert into pgqueue.ticket (at, priority, queue, group_key)
     select distinct clock_timestamp(), t.priority, t.queue, t.group_key
     from pgqueue.ticket as t
     where (t.is_blocked or t.xmax not in ('0'::xid, t.xmin))
         and t.queue = coalesce(_unblock_groups.queue, t.queue)
         and t.group_key = coalesce(nullif(_unblock_groups.group_key, '*'), t.group_key);
-    -- What claims believe may no longer be so.
+    -- Positions may no longer be right, so forget all of them.
     perform setval(format('pgqueue._cell_%s', n)::regclass, 0) from generate_series(0, 30, 2) as n;
 end;
 $$;
 
--- For jobs that come back to their old place in a lane, or to a new one in its middle: makes claims find
+-- For jobs that come back to their place in a lane, or get another one in the middle of it: makes claims find
 -- them at once, and wakes waiting workers.
 create or replace function pgqueue._reopened(queues text[], priorities int[], group_keys text[], run_ats timestamptz[])
     returns void
@@ -286,9 +287,10 @@ begin
 end;
 $$;
 
--- The groups of a lane in which a job that a claim may take, by its kind, has come since then, in the form of
--- _next_tickets: a ticket does not say that, because the group may have had one for its other jobs. Without those that
--- have a ticket after passed. upto: it has looked no further. in_order: a job may wait for those before it.
+-- The groups of a lane that have got a new job since then which this filtered claim may take, in the form of
+-- _next_tickets. Their tickets do not show that, because a group may already have had one for its other jobs.
+-- Leaves out groups with a ticket after passed. upto: how far it has looked. in_order: a job may wait for those
+-- before it.
 create or replace function pgqueue._groups_of_new(
     queue text, kinds text[], paused jsonb, lane int, since timestamptz, passed timestamptz, moment timestamptz,
     in_order boolean, out keys text[], out served int[], out starts timestamptz[], out ats timestamptz[], out others int,
@@ -326,7 +328,7 @@ begin
 end;
 $$;
 
--- Whether another claim has begun to walk a lane from the beginning since this position was known.
+-- Whether another claim has begun to walk a lane from the beginning since this position was read.
 create or replace function pgqueue._is_walked_again(record int, known bigint)
     returns boolean
     language plpgsql
@@ -336,7 +338,7 @@ begin
 end;
 $$;
 
--- Makes the ends of attempts tell claims, until then, which groups to look at again: see _return_turns.
+-- Until then, the ends of attempts tell claims which groups to look at again: see _return_turns.
 create or replace function pgqueue._ask_for_turns(until timestamptz)
     returns void
     language plpgsql
@@ -347,9 +349,10 @@ begin
 end;
 $$;
 
--- For a claim that leaves jobs out and has found none in a lane of groups, from the known position on, or from the
--- beginning since it began: lets the others believe that, if its walk was long. Or, if it was cut off, lets them go on
--- from there, and count how often in a row: when they get to the end, they rest for 20 times as long.
+-- For a filtered claim that has found no job in a lane of groups, from the known position on (began null) or from
+-- the beginning: after a long walk, lets the others rely on that. If it stopped before the end, lets them continue
+-- from there, and counts how often in a row this happens: that says how long to leave the lane alone once they get
+-- to the end.
 create or replace function pgqueue._leave_vain(
     key bigint, record int, known bigint, reached timestamptz, is_cut boolean, is_none boolean, began timestamptz,
     is_long boolean
@@ -388,7 +391,7 @@ begin
 end;
 $$;
 
--- When a claim should look at a lane of groups again: at its next ticket, or when one of its first leases
+-- When a claim should look at a lane of groups again: at the next ticket, or when one of the first leases
 -- expires; null for never. is_strict: the first job of a group holds up the others.
 create or replace function pgqueue._until_ticket(
     queue text, kinds text[], paused jsonb, lane int, is_strict boolean, moment timestamptz
@@ -408,7 +411,7 @@ begin
         believed := pgqueue._believed(hashtextextended(concat(queue, kinds, paused), lane), moment);
         if believed.until is not null then
             since := believed.since;
-            -- At random, so that one worker walks for the others; sooner where they have not come to the end.
+            -- A random moment, so that one worker walks for the others; sooner if they have not come to the end.
             until := case when believed.cuts > 0 then moment + interval '2 seconds'
                 else believed.until + random() * (believed.until - moment)
             end;
@@ -418,7 +421,7 @@ begin
             end if;
         end if;
     end if;
-    -- A due ticket that a claim has left is for jobs that it may not take.
+    -- A due ticket that a claim has left in place is for jobs that it may not take.
     first_at := least(until, (
         select min(greatest(t.at, j.run_at))
         from (
@@ -426,7 +429,7 @@ begin
                 select t.at, t.group_key
                 from pgqueue.ticket as t
                 where pgqueue._is_ticket_in(t, _until_ticket.queue, lane - 1000) and t.at > since
-                    -- The end of an attempt or a pause announces itself, if it knew of this one.
+                    -- The end of an attempt or of a pause makes this one due, unless it did not see it.
                     and (not t.is_blocked or t.served > -3)
                 order by t.at
                 limit case when num_nonnulls(kinds, paused) = 0 then 1 else 1000 end
@@ -464,7 +467,7 @@ end;
 $$;
 
 -- The next groups, from this hash on, and the priorities at which they have any job: one index descent
--- for each.
+-- for each priority.
 create or replace function pgqueue._group_lanes(start bigint, most int)
     returns table (hash bigint, queue text, group_key text, priority int)
     language plpgsql
@@ -489,8 +492,9 @@ begin
 end;
 $$;
 
--- Of tickets that may be copies keeps the earliest of each group and priority, and new ones for those who have asked for
--- them; where others have all of them locked, inserts another. Plans as _sweep_some sets it.
+-- Of tickets that may be copies, keeps the earliest for each group and priority, and recent ones while filtered
+-- claims have asked for them (_ask_for_turns). If other sessions have all of them locked, inserts another. Relies
+-- on the planner settings of _sweep_some.
 create or replace function pgqueue._drop_copies(tickets tid[], moment timestamptz)
     returns void
     language plpgsql
@@ -524,9 +528,9 @@ begin
 end;
 $$;
 
--- Continues through the groups, at most this many, at each of their priorities: gives a ticket to those
--- that have jobs to run but no ticket, and drops copies. Returns how many it looked at, and how many it
--- gave.
+-- Sweeps at most this many groups, each at all its priorities, from where the last sweep stopped: gives a ticket
+-- to groups that have jobs to run but no ticket, and deletes copies. Returns how many groups it looked at and how
+-- many tickets it gave.
 create or replace function pgqueue._sweep_some(most int)
     returns int[]
     language plpgsql
@@ -557,7 +561,7 @@ begin
         order by j.run_at, j.id
         limit 1
     ) as f on true;
-    -- From the last group again, of which it may have seen only a part.
+    -- Next time start with the last group again: it may have seen only some of its priorities.
     if cardinality(lanes.hashes) = most then
         perform setval('pgqueue._cell_groups_swept', lanes.hashes[most]);
     elsif start > -9223372036854775808 then
@@ -579,7 +583,7 @@ begin
                 from pgqueue.permit as p
                 where pgqueue._is_permit_of(p, l.queue, '', l.key) and p.free_at <= moment
             )), false) as is_known,
-            -- Or another session keeps it locked.
+            -- If it has been due for a second, another session may keep it locked.
             count(*) > 1 or min(t.at) < moment - interval '1 second' as is_doubtful,
             array_to_string(array_agg(t.ctid), ' ') as tids
         from pgqueue.ticket as t
@@ -599,7 +603,7 @@ begin
 end;
 $$;
 
--- _sweep_some for at most this many, or fewer if that would take long; returns how many tickets it gave.
+-- _sweep_some for at most this many groups, fewer if that takes long; returns how many tickets it gave.
 create or replace function pgqueue._sweep_groups(most int default 50)
     returns int
     language plpgsql
@@ -614,7 +618,7 @@ begin
         swept := pgqueue._sweep_some(25);
         looked := looked + swept[1];
         given := given + swept[2];
-        -- Or it wraps around, or many finished jobs are in its way that some old snapshot keeps.
+        -- Enough, or at the end, or in the midst of many finished jobs that an old snapshot keeps.
         exit when looked >= most or swept[1] < 25 or pgqueue._group_tuples() > walked + 5000 + 10 * most;
     end loop;
     return given;

@@ -1,4 +1,4 @@
--- The module between producer and worker: which sessions wait, and what wakes them.
+-- Between producers and workers: which sessions wait, and what wakes them.
 --
 -- NOTIFY takes a cluster-wide lock at commit, so a producer sends it only when
 -- somebody waits for it. Two families of advisory locks show that, each folded to 256 keys
@@ -11,19 +11,19 @@
 -- first parks, then looks whether anything is in flight. So either the producer sees
 -- the worker and notifies, or the worker sees the producer and asks again soon.
 --
--- (7366515 is held by who has set a limit, until that commits: see module cap.
--- 7366516 is held by who waits for the end of a job: see module status, and _tell_end.)
+-- (7366515 is held by a session that has set a limit, until it commits: see module cap.
+-- 7366516 is held by a session that waits for the end of a job: see module status, and _tell_end.)
 --
 -- A notification says in one word what it is for, and nothing about a job: empty means that there may be
--- something to claim, "cancel" that a running job was cancelled, "end" that a job has ended that somebody
--- waits for.
+-- something to claim, "cancel" that a running job was cancelled, "end" that a job has ended for which a
+-- session waits.
 --
 -- Any role may take any advisory lock, so nothing here waits for one: a lock that is not free
--- counts as "somebody is there", which costs a needless NOTIFY or another look. And a mere look
--- takes and releases the lock in one expression: no interrupt falls in between.
+-- counts as "somebody is there", which costs a needless NOTIFY or another look. A mere check
+-- takes and releases the lock in one expression, so that no interrupt falls in between.
 
--- Sends a notification about a queue, or (null) about all of them, when this transaction commits, unless SET
--- pgqueue.notify = off, as PREPARE TRANSACTION needs, or configure(notify => false) has switched that off.
+-- Sends a notification about a queue (null: about all of them) when this transaction commits, unless that is
+-- switched off: by SET pgqueue.notify = off, as PREPARE TRANSACTION needs, or by configure(notify => false).
 create or replace function pgqueue._notify(queue text, news text)
     returns void
     language plpgsql
@@ -34,7 +34,7 @@ begin
             (pgqueue._in_force(coalesce(queue, ''))).notify
             or queue is null and exists (select from pgqueue.queue_in_force as f where f.notify)
         )
-        -- A full notification queue makes COMMIT fail, and a hint is not worth that.
+        -- A full notification queue makes COMMIT fail, which a hint is not worth.
         and pg_notification_queue_usage() < 0.5
     then
         perform pg_notify('pgqueue', news);
@@ -69,7 +69,7 @@ create or replace function pgqueue._unpark()
     language plpgsql
 as $$
 begin
-    -- Only what this session holds: unlocking anything else raises a warning.
+    -- Only locks that this session holds: unlocking others raises a warning.
     perform pg_advisory_unlock_shared(7366514, l.objid::int)
     from pg_locks as l
     where l.locktype = 'advisory' and l.pid = pg_backend_pid()
@@ -97,7 +97,8 @@ begin
 end;
 $$;
 
--- From now on enqueues into these queues notify this session. False if one is still open, or may be.
+-- From now on enqueues into these queues notify this session. Returns false if any may still be uncommitted, which
+-- will not notify it.
 create or replace function pgqueue._park(queues text[])
     returns boolean
     language plpgsql
@@ -123,8 +124,9 @@ begin
 end;
 $$;
 
--- Notes that this session serves these queues, or these kinds of them: for as long as it lives, or for ten minutes if
--- many may use it, as behind a pooler. Locks need no looking after, but any role could take them, and they know no kinds.
+-- Notes that this session serves these queues (only these kinds, if given): for as long as it lives, or for ten
+-- minutes if it may be shared, as behind a pooler. A table, although advisory locks would need no cleaning up: any
+-- role could take those, and they cannot name kinds.
 create or replace function pgqueue._serve(queues text[], kinds text[], is_shared boolean)
     returns void
     language plpgsql
@@ -134,14 +136,14 @@ declare
     said text := current_setting('pgqueue.serves', true);
     news text := concat(
         hashtextextended(queues::text, 0), ' ', hashtextextended(kinds::text, 0), ' ',
-        -- Once a minute it looks whether what it said still holds for a while.
+        -- Once a minute, check whether the note still holds for a while.
         case when is_shared then floor(date_part('epoch', moment) / 60) end
     );
 begin
     if said = news or current_setting('transaction_read_only') = 'on' then
         return;
     end if;
-    -- What a session of the same number has left does not hold for this one.
+    -- Also what an earlier session with the same pid has left.
     delete from pgqueue.service as s
     where s.ctid = any (array(
         select s.ctid
@@ -166,7 +168,7 @@ begin
 end;
 $$;
 
--- Notifies sessions that wait for one of these jobs, which this transaction has deleted, when it commits.
+-- When this transaction commits, notifies sessions that wait for one of these jobs, which it has deleted.
 create or replace function pgqueue._tell_end(ended pgqueue._ended[])
     returns void
     language plpgsql

@@ -192,7 +192,7 @@ begin
             and (picks is not null or clock_timestamp() > began + interval '5 milliseconds')
         or start > first and picks is not null and (wanted > 1 or walked > 60)
     then
-        -- An enqueue that commits within 10 ms is never behind the position.
+        -- So that a job whose enqueue commits within 10 ms is never before the position.
         last := least(case when cardinality(picks) = wanted then last end, moment - interval '10 milliseconds');
         reached := (date_part('epoch', last) * 1000000)::bigint - 1577836800000000;
         perform pgqueue._leave_position(
