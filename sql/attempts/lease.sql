@@ -120,5 +120,5 @@ default, but never shorter than before), and says for each job whether it is
 held, cancelled (stop working, then call fail or release) or lost (stop
 working, report nothing). A lease that has expired but that nobody has
 recovered is held again. This never waits: a job that an open transaction has
-locked keeps its present lease, held while that lasts and lost after it.
+locked keeps its present lease, and counts as held until that expires.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';

@@ -433,8 +433,8 @@ job stays as it is, and a NOTICE says so. With unique_for the key is taken for
 that long, up to 1 year, whatever happens to the job: at most one in that time.
 From expires_at on no attempt begins, and a job still waiting is cancelled.
 batch_id makes the job part of a batch.
-With after it is blocked until these jobs have completed; if one of them dies
-or is cancelled it is cancelled, or with if_dead run it need not wait for it.
+With after it is blocked until these jobs have completed. If one of them dies
+or is cancelled it is cancelled, or with if_dead run no longer waits for that.
 An enqueue that adds no job joins no batch and waits for nothing.
 Raises 22023 (bad argument), 54000 (payload too large), 23505 (duplicate with
 on_duplicate error), PQ001 (no such batch, or an unknown job in after), 55000

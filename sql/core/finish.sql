@@ -286,8 +286,8 @@ $$;
 
 comment on function pgqueue.release(bigint[], bigint[], timestamptz) is
 'Gives jobs back: the attempt is not counted, and each keeps its place in its
-lane, or runs again at run_at (a snooze). A cancelled job is gone. Returns the
-ids whose lease was held.
+lane, or runs again at run_at (a snooze). A cancelled job is deleted. Returns
+the ids whose lease was held.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
 -- Parses results from JSON; problems says what is wrong with those that Postgres cannot store.

@@ -312,7 +312,7 @@ notification comes first. Zero: claim again at once. Null: until notified.
 Fires due schedules. From now on enqueues into these queues notify it; 100 ms
 of work without a rest end that. NOTIFY is a hint, so look every few seconds
 anyway.
-Behind a transaction pooler none arrive: park => false only looks.
+Behind a transaction pooler none arrive: use park => false, which only looks.
 Also notes, for health and why, that this session serves these queues and kinds:
 while it lives, or for ten minutes with park => false.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument), 42501 (the caller is

@@ -1,21 +1,21 @@
 -- Batches: a callback job once all jobs of a batch have ended.
 --
--- A job knows its batch (terms), and a row in tally says among which ids a batch has jobs. No row is
--- written when a job completes: its end only checks whether the batch has another.
---   - One that nobody has touched since it was written (xmax): it ends later, and its end will check.
+-- A job knows its batch (terms), and a row in tally says in which range of ids a batch has jobs. When a job
+-- completes no row is written: its end only checks whether the batch has another job.
+--   - One that nobody has touched since it was written (xmax): it will end later, and its end will check.
 --   - None: the batch is over.
---   - Only ones that others are just deleting, or writing: perhaps those have checked before, and have seen
---     ours. Then nobody would notice, so it leaves a loose end, as in module depend.
--- So the end that checks last either finishes the batch or leaves a loose end. The end of a job of a batch
--- that it sees open need not check: close_batch leaves a loose end, which is visible once it commits.
+--   - Only ones that other sessions are deleting or writing right now: they may have checked before us, and
+--     seen our job. Then nobody would notice, so this end leaves a loose end, as in module depend.
+-- So the end that checks last either finishes the batch or leaves a loose end. An end that sees its batch still
+-- open need not check, because close_batch leaves a loose end, visible once it commits.
 -- As in module depend these are hints, and the sweep looks at every batch that is closed but not finished.
 --
--- A batch is closed when nobody will add jobs from outside; its jobs may add others while they run. Adding
--- one takes a shared lock on the row of the batch, and finishing it an exclusive one, or else leaves a loose
--- end: so no job is added to a finished batch.
+-- A batch is closed when no more jobs will be added from outside; its own jobs may add others while they run.
+-- Adding a job takes a shared lock on the batch's row. Finishing the batch takes an exclusive one, or leaves a
+-- loose end if it cannot. So no job is added to a finished batch.
 
--- The last job of a batch below an id that nobody is just writing or deleting; null if there is none, and
--- another, if there is one, is in touched.
+-- The last job of a batch below an id that no session is writing or deleting; null if there is none. touched: one
+-- that a session may be, if there is any.
 create or replace function pgqueue._last_job(batch_id bigint, below bigint, out id bigint, out touched bigint)
     language plpgsql
     set enable_sort = off
@@ -54,8 +54,8 @@ begin
 end;
 $$;
 
--- Whether a batch has no waiting or running job left; null if only some that others are perhaps just
--- ending.
+-- Whether a batch has no waiting or running job left; null if there are only some that other sessions may be
+-- ending right now.
 create or replace function pgqueue._is_batch_over(batch_id bigint)
     returns boolean
     language plpgsql
@@ -66,14 +66,14 @@ declare
     is_untouched boolean;
     last record;
 begin
-    -- Most still have the job that the last look found.
+    -- The job that the last check found is usually still there.
     select j.xmax in ('0'::xid, j.xmin) into is_untouched
     from pgqueue.job as j
     where j.id = found_before and (j.terms).batch_id = _is_batch_over.batch_id;
     if is_untouched or found and pgqueue._is_left_alone(found_before) then
         return false;
     end if;
-    -- On from there, because above it there may be only dead entries of the index.
+    -- Search downwards from it: above it there may be only dead index entries.
     select l.* into last from pgqueue._last_job(batch_id, found_before) as l;
     if last.id is null then
         select l.* into last from pgqueue._last_job(batch_id, 9223372036854775807) as l;
@@ -89,7 +89,7 @@ begin
 end;
 $$;
 
--- Looks at batches, and finishes those that are closed and over.
+-- Finishes those of these batches that are closed and have no job left.
 create or replace function pgqueue._look_at_batches(batch_ids bigint[])
     returns void
     language plpgsql
@@ -102,7 +102,7 @@ declare
     batch_id bigint;
     is_over boolean;
 begin
-    -- An old snapshot does not show whether they have been closed.
+    -- An old snapshot may not show that they have been closed.
     if current_setting('transaction_isolation') <> 'read committed' then
         perform pgqueue._leave_loose_ends(looked_at, 'batch');
         return;
@@ -122,8 +122,8 @@ begin
 end;
 $$;
 
--- Counts, for their batches, the jobs that died or were cancelled and that this transaction has deleted.
--- Plans as _after_end sets it.
+-- Counts jobs that died or were cancelled, and that this transaction has deleted, for their batches.
+-- Relies on the planner settings of _after_end.
 create or replace function pgqueue._count_ends(ended pgqueue._ended[])
     returns void
     language plpgsql
@@ -163,7 +163,7 @@ declare
             'the payload of a batch must be a JSON object', format('It is a JSON %s.', jsonb_typeof(payload)),
             'The callback gets it with the counts of the batch added, under the key batch.'
         ] end,
-        -- With the longest possible counts.
+        -- Checked with the longest possible counts.
         pgqueue._check_payload(
             coalesce(payload, '{}') || '{"batch": {
                 "id": 9223372036854775807, "completed": 9223372036854775807, "dead": 9223372036854775807,
@@ -214,8 +214,8 @@ declare
     refused boolean;
 begin
     if current_setting('transaction_isolation') = 'read committed' and pgqueue._is_batch_over(batch_id) then
-        -- From the version that all see: otherwise a session that joins might wait for the next one and, if that
-        -- is rolled back, and made anew, get this one.
+        -- Lock the version that all sessions see, before updating it. Otherwise a session that adds a job might
+        -- wait for the new version and, if that is rolled back and written again, lock the old one.
         perform from pgqueue.batch as b where b.id = close_batch.batch_id for update skip locked;
         is_alone := found;
     end if;
@@ -236,7 +236,7 @@ jobs add: once they have ended, at once if there are none, its callback is
 enqueued. Closing it again changes nothing.
 Raises PQ001 (no such batch).';
 
--- Enqueues the callback of a closed batch, once, and returns whether it has no jobs left; null: it may have.
+-- Enqueues the callback of a closed batch, once. Returns whether the batch has no jobs left; null if unsure.
 create or replace function pgqueue._finish_batch(batch_id bigint)
     returns boolean
     language plpgsql
@@ -252,7 +252,7 @@ declare
     moment timestamptz := clock_timestamp();
 begin
     select b.* into batch from pgqueue.batch as b where b.id = _finish_batch.batch_id for update skip locked;
-    -- Otherwise a job is just being added. Now none can be.
+    -- If it is locked a job is being added; once we have it locked none can be.
     is_over := case when batch.id is not null then pgqueue._is_batch_over(batch_id) end;
     if is_over is not true or batch.finished_at is not null then
         return is_over;
@@ -266,7 +266,7 @@ begin
     payload := batch.payload || jsonb_build_object('batch', jsonb_build_object(
         'id', batch.id, 'completed', counts.completed, 'dead', counts.dead, 'cancelled', counts.cancelled
     ));
-    -- The end of a job must not fail because of it.
+    -- The end of a job must not fail because of the callback.
     begin
         callback := pgqueue._enqueue_again(
             batch.queue, payload, batch.kind, batch.priority, batch.max_attempts, batch.group_key, batch.headers
@@ -274,7 +274,7 @@ begin
     exception when program_limit_exceeded or data_exception or integrity_constraint_violation then
         get stacked diagnostics failure = message_text;
         error := 'the callback could not be enqueued: ' || failure;
-        -- A dead job, then.
+        -- Keep it as a dead job.
         insert into pgqueue.dead_job as d (
             id, died_at, enqueued_at, run_at, priority, attempt, max_attempts,
             queue, kind, group_key, error, payload, headers, errors
@@ -298,14 +298,14 @@ begin
 end;
 $$;
 
--- For each redriven job, its batch, if it has one: it is part of that again, if that has not finished, and no
--- longer counts as dead.
+-- Puts redriven jobs back into their batches (null: none) if these have not finished: they no longer count as
+-- dead.
 create or replace function pgqueue._rejoin_batches(batch_ids bigint[])
     returns void
     language plpgsql
 as $$
 begin
-    -- Now none of them finishes.
+    -- So that none of the batches finishes meanwhile.
     perform from pgqueue.batch as b where b.id = any (batch_ids) order by b.id for key share;
     insert into pgqueue.tally (batch_id, dead)
     select u.id, -count(*)

@@ -1,16 +1,16 @@
 -- Cron: what an expression such as "30 2 * * mon-fri" means, and when it is due next.
 --
 -- The fields are those of Debian's cron, and a sixth for seconds may follow: minute, hour, day of the month,
--- month, weekday, second. Where both days are restricted either is enough; a field that begins with *
--- restricts nothing, also with a step.
+-- month, weekday, second. If both days are restricted either is enough; a field that begins with *
+-- does not count as restricted, even with a step.
 --
 -- A slot is a local time. When the clocks go forward, the slots that they skip are due at the
 -- moment of the change, as one. When they go back, a slot that occurs twice is due the first time. But
--- if every hour is listed the hours that really pass count: none is skipped or made up for, and
+-- if every hour is listed, the hours that really pass count: none is skipped or made up for, and
 -- one that occurs twice counts twice.
 --
--- No walk over minutes: the day is looked for in 41 years (a 29 February that must be a Sunday comes that
--- rarely), and the time of day only among those that can be the next.
+-- It does not go from minute to minute: it looks for the day in the next 41 years (a 29 February that must be a
+-- Sunday is that rare), and for the time of day only among those that can be the next.
 
 -- What a field of a cron expression lists: *, numbers or names, ranges, steps, separated by commas; null
 -- if it cannot be parsed.
@@ -139,8 +139,8 @@ begin
 end;
 $$;
 
--- Refuses what is not the full name of a time zone, since an offset or an abbreviation knows no clock
--- changes; null passes. These four zones have them, but AT TIME ZONE takes their names for abbreviations.
+-- Refuses what is not the full name of a time zone: an offset or an abbreviation does not say when the clocks
+-- change. null passes. AT TIME ZONE takes the names of four zones for abbreviations.
 create or replace function pgqueue._check_timezone(timezone text)
     returns text[]
     language plpgsql
@@ -149,7 +149,7 @@ as $$
 declare
     is_abbreviation boolean := timezone in ('CET', 'EET', 'MET', 'WET');
 begin
-    -- The view reads all zones from the disk, which takes a tenth of a second.
+    -- pg_timezone_names comes last: it reads all zones from disk, which takes a tenth of a second.
     return case when timezone <> 'UTC'
         and not exists (select from pgqueue.schedule as s where s.timezone = _check_timezone.timezone)
         and (is_abbreviation or not exists (select from pg_timezone_names as z where z.name = _check_timezone.timezone))
@@ -173,7 +173,7 @@ as $$
 begin
     return (
         select d.day + t.time
-        -- Made one by one, in order, until one is found.
+        -- Generated one by one, in order, until one is found.
         from (select here::date + generate_series(0, 14975) as day) as d
         cross join lateral (
             select date_part('day', d.day) = any (cron.days),
@@ -181,7 +181,8 @@ begin
                 array[date_part('dow', d.day), date_part('isodow', d.day)]::int[] && cron.weekdays
         ) as n (is_day, is_weekday)
         cross join lateral (
-            -- Only in this hour any minute but the first can be the next, and only in this minute any second.
+            -- The next slot can have another minute than the first only in this hour, another second only in this
+            -- minute.
             select min(make_time(h.hour, m.minute, s.second))
             from unnest(cron.hours) as h (hour)
             cross join unnest(
@@ -250,25 +251,25 @@ declare
     slot timestamptz;
 begin
     if not is_hourly then
-        -- What the clocks showed before they went back does not count again.
+        -- Local times that the clocks already showed before they went back do not count again.
         change := pgqueue._clock_change(timezone, after - interval '24 hours', after);
         here := greatest(here, (change - interval '1 microsecond') at time zone timezone);
     end if;
     loop
         local := pgqueue._local_slot_after(cron, here);
-        -- If the clocks do not change before.
+        -- Right if the clocks do not change before it.
         slot := (local - pgqueue._ahead_of_utc(start, timezone)) at time zone 'UTC';
         change := pgqueue._clock_change(timezone, start, start + interval '24 hours');
         if slot >= change then
             if is_hourly then
                 here := (change at time zone timezone) - interval '1 microsecond';
             elsif local <= change at time zone timezone then
-                -- They skip it.
+                -- The clocks skip it.
                 return change;
             end if;
             start := change;
         elsif slot > start + interval '24 hours' then
-            -- Near it the offset may be another one.
+            -- Closer to it the offset may be a different one.
             start := (local - interval '24 hours') at time zone timezone;
         else
             exit;

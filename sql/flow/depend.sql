@@ -1,30 +1,31 @@
 -- Jobs that wait for others to end: those that were enqueued with "after".
 --
--- Each wait is a row in dependency, a tie, and the ties are the whole truth: a job is blocked as long as it
--- has one, and a tie to a job that has ended is work left to do. How that job ended is seen from where it
--- is: in dead_job, in gone, or nowhere, which means that it completed.
+-- Each wait is a row in dependency, called a tie. Only ties count: a job is blocked as long as it
+-- has one, and a tie to a job that has ended is work left to do. Where a job is now shows how it ended: it is
+-- in dead_job or in gone, or else it completed.
 --
--- The end of a job cuts its ties, up to a few hundred, and there is no counter that all write: for each waiting
--- job it checks whether another one holds that up.
---   - One that nobody has touched since it was written (xmax): it ends later, and its end will check. So this
---     tie is cut.
---   - None: the wait is over. Whoever gets a lock on the job's row frees it, with its last ties.
---   - Only ones that others are just deleting, or writing: perhaps those have checked before, and have seen
---     ours. So this tie stays.
--- A tie also stays if there are too many for one call, if another session has locked the job, if the end has an
--- old snapshot (REPEATABLE READ), or if it did not see a job that was just being enqueued after it. Nothing
--- here waits for anything: a later look finds such ties.
+-- The end of a job cuts its ties, up to a few hundred. There is no counter that every end would have to update:
+-- for each waiting job, the end checks whether another job still holds it up.
+--   - One that nobody has touched since it was written (xmax): it will end later, and its end will check. So
+--     this tie is cut.
+--   - None: the wait is over. The first session to lock the waiting job frees it, and cuts its last ties.
+--   - Only ones that other sessions are deleting or writing right now: they may have checked before us, and
+--     seen our job. So this tie stays.
+-- A tie also stays if there are too many for one call, if another session has locked the waiting job, if the
+-- end has an old snapshot (REPEATABLE READ), or if it did not see a job that was being enqueued after it. Nothing
+-- here waits for a lock; such ties are found later.
 --
--- Claims, rests and maintain look, a bounded number at a time. A row in loose_end says where to look first;
--- it is a hint, and may be lost: the sweep finds all ties and batches in the order of the ids, from where the
--- last one stopped. The check at the end of a job is a hint, too: it saves the time until the sweep gets there.
+-- Claims, rests and maintain look for them, a bounded number at a time. A row in loose_end says where to look
+-- first. It is a hint and may be lost: the sweep goes through all ties and batches in the order of their ids, from
+-- where it last stopped. The check at the end of a job is a hint, too: it only saves waiting for the sweep.
 -- (See pgqueue.lose_hints in module ticket.)
 --
--- A claim locks a job first, and leaves the new version with an xmax that equals its xmin.
+-- An xmax equal to xmin also means untouched: a claim locks a job first, and that leaves it in the new version.
 
--- Makes others look soon, once this has committed, at the ties of jobs that have ended (ended), or may have
--- ended while another was enqueued after them (new, less urgent), or at batches (batch): hints, the sweep gets
--- there as well. Or at an event, by its hash (event), or jobs that wait for one (wait): see module event.
+-- Once this has committed, makes other sessions look soon at the ties of jobs that have ended (what: ended), or
+-- that may have ended while another was enqueued after them (new, less urgent), or at batches (batch). These are
+-- hints: the sweep gets there as well. The others are not: an event, by its hash (event), and jobs that wait for
+-- one (wait), see module event.
 create or replace function pgqueue._leave_loose_ends(ids bigint[], what text, delay interval default '0')
     returns void
     language plpgsql
@@ -38,22 +39,22 @@ begin
     end if;
     insert into pgqueue.loose_end (look_at, id, what)
     select moment, i.id, _leave_loose_ends.what from unnest(ids) as i (id);
-    -- Claims look around then, if they would not do so before.
+    -- Makes claims look around then, unless they do so earlier.
     if (pg_sequence_last_value('pgqueue._cell_due') <= look_at) is not true then
         perform setval('pgqueue._cell_due', look_at);
     end if;
 end;
 $$;
 
--- Whether waiting jobs have one left to wait for that nobody is just writing or deleting; null if only one that
--- somebody is. Those that were seen to have ended do not count: they may have come back since.
+-- Whether each waiting job has another job left to wait for that no session is writing or deleting; null if it has
+-- only ones that a session is. Jobs in ended do not count, even if they have come back since.
 create or replace function pgqueue._held_up(waiter_ids bigint[], ended bigint[])
     returns table (waiter_id bigint, is_held_up boolean)
     language plpgsql
     set enable_sort = off
 as $$
 declare
-    -- From any place: at one end of the index there may be only dead entries.
+    -- Start at a random place: at one end of the index there may be only dead entries.
     start int := ((random() - 0.5) * 4294967294)::int;
 begin
     return query
@@ -66,11 +67,11 @@ begin
                 from pgqueue.dependency as d
                 where d.waiter_id = w.id and hashint8(d.job_id) between half.low and half.high
                     and d.job_id <> all (ended)
-                    -- Here and below: as a join it might read all jobs.
+                    -- Here and below not a join, which might read all jobs.
                     and exists (
                         select from pgqueue.job as j where j.id = d.job_id and j.xmax in ('0'::xid, j.xmin) offset 0
                     )
-                -- By the index that begins with the waiter.
+                -- Ordered for the sake of the index that begins with waiter_id.
                 order by hashint8(d.job_id)
                 limit 1
             ) as held
@@ -79,7 +80,7 @@ begin
         when l.id is null then false
         when pgqueue._is_left_alone(l.id) then true
     end
-    -- "exists" would hash all of them.
+    -- Not "exists", which would hash all jobs and ties.
     from unnest(waiter_ids) as w (id)
     left join lateral (
         select d.job_id as id
@@ -92,7 +93,7 @@ begin
 end;
 $$;
 
--- Whether a job still waits for others: one that was suspended may also have a time.
+-- Whether a job still waits for others. A suspended one may do so although it also has a run_at.
 create or replace function pgqueue._is_blocked(job pgqueue.job)
     returns boolean
     language plpgsql
@@ -103,7 +104,7 @@ begin
 end;
 $$;
 
--- Frees locked jobs whose wait is over: they may run from their run_at on.
+-- Frees locked jobs whose wait is over: they may run as soon as they are due.
 create or replace function pgqueue._free(job_ids bigint[])
     returns void
     language plpgsql
@@ -132,14 +133,14 @@ begin
 end;
 $$;
 
--- How jobs have ended: completed, dead or cancelled (or purged, or discarded); null for one that waits or
--- runs. If nothing is known, it has completed.
+-- How jobs have ended: completed, dead or cancelled (also if purged or discarded); null for one that waits or
+-- runs. A job of which nothing is known has completed.
 create or replace function pgqueue._outcomes_of(job_ids bigint[])
     returns table (id bigint, outcome text)
     language plpgsql
 as $$
 begin
-    -- In one statement, or a job redriven meanwhile would be nowhere.
+    -- In one statement, or a job that is redriven meanwhile would not be found anywhere.
     return query
     select p.id, case
         when (select true from pgqueue.job as j where j.id = p.id) then null
@@ -156,8 +157,8 @@ begin
 end;
 $$;
 
--- Cancels the jobs that wait, by these ties, for a job that did not complete, unless another session has
--- them locked, and returns their ids.
+-- Cancels the jobs for which one of these ties leads to a job that did not complete, except those that another
+-- session has locked. Returns their ids.
 create or replace function pgqueue._doom(hand pgqueue._tie[], is_all boolean, ended bigint[], outcomes text[])
     returns bigint[]
     language plpgsql
@@ -191,7 +192,7 @@ begin
         )) as reason
         from unnest(hand) as h
         left join unnest(ended, outcomes) as e (id, outcome) on e.id = h.job_id
-        -- A job further down the chain may have lost its reason.
+        -- Further down the chain only if all were locked: otherwise the job above may not be cancelled.
         where h.is_doomed and h.waiter_id = any (locked) and (is_all or h.is_first)
         group by h.waiter_id
     ) as w
@@ -204,8 +205,9 @@ begin
 end;
 $$;
 
--- Ties of jobs that have ended, at most this many. Jobs that wait for one to be cancelled here are cancelled, too: a
--- whole chain in one go. is_choosy passes over those that others may have locked. Plans as _cut_ties sets it.
+-- Ties to jobs that have ended, at most this many, and the ties to jobs that will be cancelled because of these: a
+-- whole chain at once. is_choosy leaves out jobs that other sessions may have locked. Relies on the planner
+-- settings of _cut_ties.
 create or replace function pgqueue._find_ties(ended bigint[], outcomes text[], most int, is_choosy boolean)
     returns pgqueue._tie[]
     language plpgsql
@@ -215,7 +217,7 @@ begin
         with recursive chain (job_id, waiter_id, is_doomed, is_first) as (
             select d.job_id, d.waiter_id, e.outcome <> 'completed' and not d.runs_if_dead, true
             from unnest(ended, outcomes) as e (id, outcome)
-            -- Here and below: as a join it might read all ties.
+            -- Here and below not a plain join, which might read all ties.
             cross join lateral (select d.* from pgqueue.dependency as d where d.job_id = e.id offset 0) as d
             where not is_choosy or (
                 select j.xmax in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = d.waiter_id
@@ -231,8 +233,9 @@ begin
 end;
 $$;
 
--- Frees those of these jobs that have no tie but these. The last tie of a job stays for another look, if it is not
--- ours: returns which others may lose these ties, and what to look at again for them. Plans as _cut_ties sets it.
+-- Frees those of these jobs that have no ties but these. still_held: jobs that keep another tie, on which we got a
+-- lock, so these ties may be cut; others: the jobs to which those ties lead, to look at again. Relies on the
+-- planner settings of _cut_ties.
 create or replace function pgqueue._free_alone(
     waiter_ids bigint[], ties tid[], out still_held bigint[], out others bigint[]
 )
@@ -271,9 +274,9 @@ begin
 end;
 $$;
 
--- Cuts at most this many ties of jobs that have ended: frees those whose wait is over, and cancels those
--- that will not run without them, a chain at once. Returns how many. is_choosy passes over those that
--- others may have locked. The end of a job gives no number: 200, and only as a hint.
+-- Cuts at most this many ties to jobs that have ended: frees the jobs whose wait is over, and cancels those
+-- that need a job which did not complete, a whole chain at once. Returns how many ties. is_choosy leaves out jobs
+-- that other sessions may have locked. The end of a job gives no number: then 200, and the call is only a hint.
 create or replace function pgqueue._cut_ties(job_ids bigint[], most int default null, is_choosy boolean default false)
     returns int
     language plpgsql
@@ -296,7 +299,7 @@ declare
     cut int;
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
-        -- An old snapshot does not show who waits.
+        -- An old snapshot may not show which jobs wait.
         perform pgqueue._leave_loose_ends(job_ids, 'ended');
         return 0;
     end if;
@@ -324,7 +327,7 @@ begin
     hand := array(
         select row(d.place, f.job_id, f.waiter_id, f.is_doomed, f.is_first)::pgqueue._tie
         from unnest(ties) as f
-        -- As a join it might read all ties.
+        -- Not a plain join, which might read all ties.
         cross join lateral (
             select d.ctid as place
             from pgqueue.dependency as d
@@ -354,7 +357,7 @@ begin
             or (select pgqueue._is_blocked(j) from pgqueue.job as j where j.id = h.waiter_id) is not true
     ));
     get diagnostics cut = row_count;
-    -- Another session has locked most of those that came first.
+    -- Another session has locked most of these: look for others.
     if cardinality(ties) = most and cut < most / 2 and not is_choosy then
         return cut + pgqueue._cut_ties(ended, most, true);
     end if;
@@ -369,7 +372,8 @@ begin
 end;
 $$;
 
--- Makes a new job, or one that is suspended, wait for others. One that has already ended counts as it ended.
+-- Makes a new job, or one that is being suspended, wait for others. Those that have already ended count as they
+-- ended.
 create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_dead text)
     returns void
     language plpgsql
@@ -384,7 +388,7 @@ declare
     reason text;
 begin
     perform pgqueue._look_from_now_on();
-    -- An old snapshot does not show what has ended.
+    -- An old snapshot may not show which jobs have ended.
     select
         array_agg(distinct o.id) filter (where o.outcome is null or not is_current),
         min(format(
@@ -401,13 +405,13 @@ begin
     elsif living is null then
         perform pgqueue._free(array[job_id]);
     else
-        -- One that is not visible may be of any queue.
+        -- A job that is not visible may be in any queue.
         perform pgqueue._mark(bit_or(coalesce((
             select pgqueue._settings_bits(j.queue) from pgqueue.job as j where j.id = l.id
         ), pgqueue._settings_bits(''))), 'pgqueue.awaited_seq')
         from unnest(living) as l (id);
-        -- One that there is already is just being cut, or was, when its job was suspended before: see _drop_ties. If that
-        -- is undone it is there again, and if not there is nothing to wait for.
+        -- A tie that already exists is being cut, or could not be when the job was suspended before: see
+        -- _drop_ties. If the cut is rolled back the tie is there again; if not, there is nothing to wait for.
         insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
         select l.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
         from unnest(living) as l (id)
@@ -416,14 +420,15 @@ begin
         )
         on conflict do nothing;
         if not found then
-            -- It may not be left without any, and waits for who is cutting them.
+            -- The job must not be left without any tie: this waits for the session that is cutting them.
             insert into pgqueue.dependency (job_id, waiter_id, runs_if_dead)
             select l.id, _wait_for.job_id, coalesce(if_dead = 'run', false)
             from unnest(living) as l (id)
             order by l.id
             on conflict do nothing;
         end if;
-        -- If one of them ends meanwhile, its end does not see this. Nobody can end those of this transaction.
+        -- If one of them ends meanwhile, its end does not see the tie. Those that this transaction wrote cannot
+        -- end.
         perform pgqueue._leave_loose_ends(array_agg(l.id), 'new', interval '1 second')
         from unnest(living) as l (id)
         where (

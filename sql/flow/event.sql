@@ -1,21 +1,22 @@
--- Suspended jobs: those that end their attempt, uncounted, until an event, a moment or the ends of other jobs.
+-- Suspended jobs: they have ended their attempt, uncounted, until an event, a moment or the ends of other jobs.
 --
--- Whatever waits has run_at, infinity where no moment is given: no claim meets it before that. What it was
--- suspended for is a row in wait, which the job's next end deletes; jobs it waits for are ties, as in module
--- depend.
+-- A suspended job has a later run_at, infinity if no moment is given, so no claim meets it before that. What it
+-- was suspended for is a row in wait, which the job's next end deletes; the jobs that it waits for are ties, as in
+-- module depend.
 --
--- emit only inserts: the event, and a loose end for it. So an open transaction that has emitted holds up nobody
--- but who emits the same. It is claims, rests and maintain that look at a loose end, once it is committed, and
--- make due who waits. suspend writes the wait, then looks for the event, and leaves a loose end as well if it
--- sees none: of an emit and a suspend that do not see each other, the loose end of the one that commits last is
--- looked at when both can be seen. These loose ends are therefore no hints, and are not lost (see module ticket), and who
--- looks at one of its own transaction leaves it to the next look as well.
+-- emit only inserts: the event, and a loose end for it. So an open transaction that has emitted holds up only
+-- others that emit the same event. Once a loose end has been committed, a claim, a rest or maintain handles it,
+-- and makes the waiting jobs due. suspend writes the wait, then looks for the event; if it sees none it leaves a
+-- loose end as well. So if an emit and a suspend do not see each other, the loose end of the one that commits last
+-- is handled when both can be seen. Hence these loose ends are not hints and must not be lost (see module ticket),
+-- and a session that handles one from its own transaction leaves another for later.
 --
--- A worker that goes to sleep after its suspend has to hear of an emit that has not committed yet, and did not
--- see whom to notify. So an emit is "in flight" until its transaction ends, as an enqueue is, with a key of its
--- own: see module wake.
+-- A worker that goes to sleep after its suspend must hear of an emit that has not committed yet, and that did not
+-- see which session to notify. So an emit counts as "in flight" until its transaction ends, like an enqueue, with
+-- a key of its own: see module wake.
 
--- Suspends some locked jobs, each on its terms; suspended or cancelled (an operator had asked it to stop) for each.
+-- Suspends some locked jobs, each on its terms. Returns suspended for each, or cancelled if an operator had asked
+-- it to stop.
 create or replace function pgqueue._suspend(picks tid[], terms pgqueue._suspension[], moment timestamptz)
     returns table (job_id bigint, status text)
     language plpgsql
@@ -25,7 +26,7 @@ as $$
 #variable_conflict use_column
 declare
     ids bigint[] := array(
-        -- As a join it might read all jobs.
+        -- Not a join, which might read all jobs.
         select (select j.id from pgqueue.job as j where j.ctid = p.place)
         from unnest(picks) with ordinality as p (place, nth)
         order by p.nth
@@ -59,7 +60,7 @@ begin
         select t.id
         from unnest(ids, terms) as t (id, event, run_at, after, step)
         where t.id = any (suspended)
-            -- As a join it might read all events.
+            -- Not a join, which might read all events.
             and exists (select from pgqueue.event as e where e.name = t.event collate "default" offset 0)
         order by t.id
     );
@@ -93,7 +94,8 @@ begin
 end;
 $$;
 
--- Writes down that a job waits, which is not due any more: suspend, for a plain one. Plans as it sets them.
+-- Records the wait of a job that is no longer due: the rest of suspend in its plain case. Relies on the planner
+-- settings of suspend.
 create or replace function pgqueue._begin_wait(
     job_id bigint, event text, run_at timestamptz, step text, queue text, priority int, awaited bigint,
     moment timestamptz
@@ -109,7 +111,7 @@ begin
     values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event, _begin_wait.step)
     on conflict do nothing;
     if not found then
-        -- It has run because its time had come.
+        -- It has an older wait: the job ran because its run_at had come.
         perform pgqueue._end_waits(array[_begin_wait.job_id]);
         insert into pgqueue.wait (job_id, since, event, step)
         values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event, _begin_wait.step);
@@ -119,7 +121,7 @@ begin
             perform pgqueue._drop_ties(array[_begin_wait.job_id]);
         end if;
     end if;
-    -- The end of the job looks for its wait, and claims look around.
+    -- From now on the ends of this queue's jobs look for waits, and claims look around.
     if awaited >> (hashtext(_begin_wait.queue) & 255) % 63 & 1 = 0 then
         perform pgqueue._mark(pgqueue._settings_bits(_begin_wait.queue), 'pgqueue.awaited_seq');
     end if;
@@ -139,7 +141,7 @@ begin
         else
             insert into pgqueue.loose_end (look_at, id, what)
             values (_begin_wait.moment, _begin_wait.job_id, 'wait');
-            -- As in _leave_loose_ends, but not at once: only if an emit was just open there is anything to see.
+            -- As in _leave_loose_ends, but only after 200 ms: there is nothing to find unless an emit was open.
             look_at := (date_part('epoch', _begin_wait.moment) * 1000000)::bigint - 1577836799800000;
             if (pg_sequence_last_value('pgqueue._cell_due') <= look_at) is not true then
                 perform setval('pgqueue._cell_due', look_at);
@@ -170,12 +172,12 @@ declare
     is_plain boolean;
     refused boolean;
     picks tid[];
-    -- No record, which costs even when it is null.
+    -- Not a record, since reading one costs time even when it is null.
     job_queue text;
     job_priority int;
 begin
-    -- The plain call, for an event or a moment and without a group, a cap or an error, is written out: it costs a
-    -- fifth. For an event alone most of its checks are left out.
+    -- The plain call, for an event or a moment and without a group, a cap or an error, is inlined, for a fifth of
+    -- the cost. For an event alone most checks are left out.
     is_plain := octet_length(event) <@ int4range '[1,200]' and num_nonnulls(run_at, after, step) = 0 and awaited >= 0
         and current_setting('transaction_isolation') = 'read committed';
     if is_plain is not true then
@@ -224,10 +226,10 @@ comment on function pgqueue.suspend(bigint, bigint, text, timestamptz, bigint[],
 'Ends an attempt without counting it. The job waits, which costs no worker and no
 claim anything, and is due again at the event, at run_at, or when these jobs
 have ended (completed, died or been cancelled), whichever comes first; at once
-for an event that has happened, or jobs that have all ended. Its next attempt
-sees by events and results_of which it was, and by steps what it need not do
-again; an operator''s run_now saves the step of this name, if one is given. A job
-that an operator asked to stop is cancelled instead.
+for an event that has happened, or jobs that have all ended. The next attempt
+learns from events and results_of which it was, and from steps what it need not
+do again. If step is given, an operator''s run_now saves a step of that name. A
+job that an operator asked to stop is cancelled instead.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
 argument, or nothing to wait for), PQ001 (an unknown job in after).';
 
@@ -279,7 +281,7 @@ begin
                 woken := queue;
             end if;
         end loop;
-        -- A claim in this transaction would not look at once.
+        -- Set the cell so far back that a claim in a longer transaction looks at once.
         look_at := case when statement_timestamp() > now() then -1000000 else 0 end;
     end if;
     -- As in _leave_loose_ends.
@@ -292,21 +294,22 @@ end;
 $$;
 
 comment on function pgqueue.emit(text, jsonb) is
-'Says, in the caller''s transaction, that something has happened, once: true for
-the first, whose payload stays in the view events; false for any other, as long
-as that is kept (keep_events). The jobs that were suspended for it are due when
-this commits: the next claim, rest or maintain of anybody sees to that. Waits
+'Records, in the caller''s transaction, that an event has happened. True for the
+first emit, whose payload stays in the view events; false for any other while
+that is kept (keep_events). Jobs that are suspended for the event are due once
+this commits: the next claim, rest or maintain of any session does that. Waits
 only for an open transaction that has emitted the same event.
 Raises 22023 (bad name), 54000 (the payload is larger than the max_payload_bytes
 of all queues).';
 
--- The jobs that wait for an event that has happened: for one of these, by its hash, and those with these ids.
+-- The jobs whose event has happened, among those that wait for one of these events (by hash) and those with these
+-- ids.
 create or replace function pgqueue._met(events bigint[], job_ids bigint[])
     returns table (job_id bigint)
     language sql
     stable
 as $$
-    -- As joins they might read all waits, or all events.
+    -- Not plain joins, which might read all waits or all events.
     select w.job_id
     from unnest(events) as u (hash)
     cross join lateral (
@@ -322,8 +325,8 @@ as $$
     where exists (select from pgqueue.event as e where e.name = w.event offset 0)
 $$;
 
--- Makes jobs due that wait for an event that has happened: those that wait for one of these, by its hash, and those
--- with these ids, at most this many. Returns how many. Steps over jobs that others have locked.
+-- Makes the jobs due whose event has happened, as in _met, at most this many; returns how many. Passes over jobs
+-- that other sessions have locked.
 create or replace function pgqueue._look_at_waits(events bigint[], job_ids bigint[], most int)
     returns int
     language plpgsql
@@ -339,12 +342,12 @@ declare
     );
     delay interval;
 begin
-    -- They may have come to wait for something else.
+    -- Check again on the locked jobs: meanwhile they may have come to wait for something else.
     over := array(select distinct m.job_id from pgqueue._met(null, over) as m order by m.job_id);
     if over <> '{}' then
         perform pgqueue._free(over);
     end if;
-    -- What is left; but one that runs is left alone: its end deletes the wait.
+    -- Leave the rest for later, except running jobs, whose wait their end deletes.
     delay := case when cardinality(over) >= most then interval '0' else interval '200 milliseconds' end;
     perform pgqueue._leave_loose_ends(array_agg(u.id), u.what, delay)
     from (

@@ -1,14 +1,14 @@
 -- Recurring jobs: a schedule has slots, by a cron expression or an interval, and each slot makes one job.
 --
--- A slot is fired in one transaction: the job is enqueued, and the row of the schedule, locked, advances to
--- the next slot. So there is one job for it, whoever fires, and if that transaction rolls back the
+-- A slot is fired in one transaction: it locks the row of the schedule, enqueues the job, and advances the row to
+-- the next slot. So each slot makes one job, whoever fires it, and if that transaction rolls back the
 -- slot is still due. No slot comes back when the clock is set back, because the row never goes back.
 --
 -- Slots are fired by maintain(), by rest() before it returns how long to sleep, and by claims. In the middle
--- of a longer transaction a claim leaves it to others for a second, because nobody could see the job
--- before that transaction ends. A claim pays for a look at one cell, which says when the next schedule
--- is due, but never more than a second ahead: whoever writes it cannot see a schedule that has not
--- been committed.
+-- of a longer transaction a claim leaves a due slot to other sessions for a second, because nobody could see the
+-- job before that transaction ends. A claim only has to read one cell, which says when the next schedule is due,
+-- but never more than a second ahead: the session that writes it cannot see a schedule that has not been
+-- committed.
 
 -- The first slot of a schedule after a moment; infinity after the year 9998.
 create or replace function pgqueue._next_slot(schedule pgqueue.schedule, after timestamptz)
@@ -21,13 +21,13 @@ begin
         then coalesce(
             pgqueue._slot_after(pgqueue._read_cron(schedule.cron), schedule.timezone, after), 'infinity'
         )
-        -- From a Monday, so that weeks begin on Mondays.
+        -- The origin is a Monday, so that weeks begin on Mondays.
         else date_bin(schedule.every, after, '1970-01-05 00:00 UTC') + schedule.every
     end;
 end;
 $$;
 
--- How late a schedule fires its slots: always the same for its name.
+-- By how much a schedule fires its slots later: always the same for the same name.
 create or replace function pgqueue._share_of_jitter(name text, jitter interval)
     returns interval
     language sql
@@ -36,8 +36,8 @@ as $$
     select coalesce(jitter, '0') * ((hashtext(name)::float8 + 2147483648) / 4294967296)
 $$;
 
--- The slots of a due schedule, from next_slot on, for which to make a job, as catch_up says: the last one,
--- unless (skip) it is more than two minutes late; or all, at most 1000.
+-- The slots of a due schedule, from next_slot on, that make a job according to catch_up: the last one (with skip
+-- only if it is at most two minutes late), or all of them, at most 1000.
 create or replace function pgqueue._slots_to_fire(schedule pgqueue.schedule, upto timestamptz)
     returns timestamptz[]
     language plpgsql
@@ -122,7 +122,7 @@ exception when data_exception or program_limit_exceeded then
 end;
 $$;
 
--- Fires at most this many due schedules, the longest due first, and records in the cell when to look
+-- Fires at most this many due schedules, the longest due first, and notes in the cell when to look
 -- again. Returns how many jobs that made.
 create or replace function pgqueue._fire_due(moment timestamptz, most int)
     returns int
@@ -139,7 +139,7 @@ begin
     if pg_relation_size('pgqueue.schedule') = 0 then
         return 0;
     end if;
-    -- Others continue meanwhile.
+    -- Meanwhile other sessions need not look.
     perform setval('pgqueue._cell_due', pgqueue._since_2020(moment + interval '1 second'));
     picks := array(
         select s
@@ -228,7 +228,7 @@ begin
     perform pgqueue._look_from_now_on();
     loop
         select s.* into old from pgqueue.schedule as s where s.name = schedule.name for update;
-        -- A role that is gone owns nothing.
+        -- A schedule of a dropped role belongs to nobody.
         if exists (
             select from pg_roles as r where r.rolname = old.owner and not pg_has_role(caller::name, r.oid, 'usage')
         ) then
@@ -239,10 +239,10 @@ begin
                 '42501'
             ]);
         end if;
-        -- In a record, because pgspot knows the fields of no other type.
+        -- In a record, because pgspot complains about fields of other types.
         given := row(
             old.due_at, old.next_slot, old.last_slot, old.last_job_id,
-            -- In hours: the clocks of the caller may give a day 23.
+            -- In seconds, not days: in the time zone of the caller a day may have 23 hours.
             make_interval(secs => extract(epoch from every)::float8),
             jitter, priority, max_attempts, coalesce(old.is_paused, false), name, queue, kind, group_key, cron,
             coalesce(timezone, 'UTC'), coalesce(catch_up, 'one'),
@@ -251,13 +251,13 @@ begin
         )::pgqueue.schedule;
         if row(old.cron, old.every, old.timezone) is distinct from row(given.cron, given.every, given.timezone) then
             moment := clock_timestamp();
-            -- With another rule it first fires what is due by the old one, without its jitter.
+            -- Before a new rule applies, slots that are due under the old one are fired, without jitter.
             if not old.is_paused and old.next_slot <= moment and (old.last_slot < old.next_slot) is not false then
                 due := given;
                 due.cron := old.cron;
                 due.every := old.every;
                 due.jitter := null;
-                -- The second if the server no longer knows the first.
+                -- The new time zone if the server no longer knows the old one.
                 foreach due.timezone in array array[old.timezone, given.timezone] loop
                     perform pgqueue._fire(due, moment);
                     exit when (select s.problem is null from pgqueue.schedule as s where s.name = old.name);
@@ -279,7 +279,7 @@ begin
             group_key = given.group_key, cron = given.cron, timezone = given.timezone,
             catch_up = given.catch_up, owner = given.owner, payload = given.payload, headers = given.headers
         where old.name is not null and given is distinct from old;
-        -- Otherwise somebody has just created it.
+        -- Otherwise another session has just created it: try again.
         exit when found or old.name is not null;
     end loop;
     perform setval('pgqueue._cell_due', pgqueue._since_2020(moment));
@@ -299,9 +299,9 @@ jitter, up to 1 day: later by a fraction of it, always the same for a name.
 catch_up, for missed slots: skip (those that are more than two minutes late),
 one (default: one job, for the last of them) or all (the first 1000). Calling
 it again changes only what differs, and fires no slot twice; a paused schedule
-stays paused. With a new rule it first enqueues the jobs of those old slots
-that are due, with the new arguments. It belongs to the role that created it;
-nobody else may change it but by unschedule, pause_schedule, resume_schedule.
+stays paused. If the rule changes, slots that are due under the old one are
+enqueued first, with the new arguments. It belongs to the role that created it;
+other roles may only call unschedule, pause_schedule and resume_schedule.
 Raises 22023 (bad argument), 54000 (payload too large), 42501 (it belongs to
 another role, or the caller is a scheduler of other queues only).';
 
@@ -375,7 +375,7 @@ begin
     select s.* into old from pgqueue.schedule as s where s.name = resume_schedule.name for update;
     refused := pgqueue._refuse(case when not found then pgqueue._no_schedule(name) end);
     if old.is_paused then
-        -- Not earlier: whoever had it locked may have given it another rule.
+        -- Read only now: this may have waited for a session that gave the schedule another rule.
         moment := clock_timestamp();
         slot := pgqueue._next_slot(old, greatest(moment, old.last_slot));
         update pgqueue.schedule as s

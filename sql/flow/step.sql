@@ -1,13 +1,13 @@
--- Steps: what a job has done, so that a retry need not do it again.
+-- Steps: what a job has already done, so that a retry need not do it again.
 --
--- They are kept beside the job's row, so that no claim copies them, go with it, and stay with a dead job. A save
--- first writes the step, then locks the job, and with a lock that lets heartbeats through:
---   - Two that save the same step at once: the second waits for the first, and holds nothing meanwhile.
---   - As long as a step is not committed nobody can recover the job, and give it to another worker, who would
---     not see that it was done.
+-- They are rows of their own, so that no claim has to copy them. They are deleted with the job, but stay with a
+-- dead job. save_step first writes the step, then locks the job, with a lock that lets heartbeats through:
+--   - If two sessions save the same step at once, the second waits for the first, and holds no lock meanwhile.
+--   - Until a step is committed nobody can recover the job and give it to another worker, which would not see
+--     that the step was done.
 
--- What is wrong with a step that has just been saved as that place of its job (null: it was there before), whose row is
--- locked if it is leased under this token. Plans as save_step sets them.
+-- What is wrong with a step that has just been saved at this place in its job (null: it had been saved before).
+-- The job's row is locked, if it is leased under this token. Relies on the planner settings of save_step.
 create or replace function pgqueue._check_step(job_id bigint, token bigint, place int, value jsonb)
     returns text[]
     language plpgsql
@@ -29,7 +29,7 @@ begin
             '54000'
         ];
     end if;
-    -- The end of the job looks for steps.
+    -- From now on the ends of this queue's jobs look for steps.
     perform pgqueue._mark(pgqueue._settings_bits(job.queue), 'pgqueue.awaited_seq');
     problem := pgqueue._check_payload(
         case when place is not null then value end,
@@ -59,7 +59,7 @@ declare
     refused boolean;
 begin
     -- Few statements, variables and operators, because a step should not cost more than an enqueue: each operator
-    -- is a thousand instructions.
+    -- takes a thousand instructions.
     if current_setting('transaction_isolation') <> 'read committed'
         or (octet_length(save_step.name) <@ int4range '[1,200]') is not true or save_step.job_id is null
     then
@@ -85,7 +85,8 @@ begin
     from pgqueue.job as j
     where j.id = save_step.job_id and j.token = save_step.token
     for key share;
-    -- The first step has marked the queue. The mask says of all queues if any access is limited.
+    -- A later step needs no check: the first has marked the queue, and used_seq shows that nothing is set for the
+    -- queue and no access is limited.
     if saved_place between 2 and 10000 and save_step.value is not null
         and pg_sequence_last_value('pgqueue.used_seq') >> fold & 1 = 0
     then
@@ -103,12 +104,12 @@ end;
 $$;
 
 comment on function pgqueue.save_step(bigint, bigint, text, jsonb) is
-'Remembers, under a name, what a step of a running job has given, for its next
-attempt, and returns it; if the step was saved before, what it gave then: the
+'Saves the value of a step of a running job under a name, for the next attempt,
+and returns it; if that step was saved before, returns the value from then: the
 first wins. Called in the transaction of the step''s own writes, it commits with
 them, and until then nobody else can get the job. At most 10,000 steps a job,
 each value at most max_payload_bytes. Steps are deleted when the job ends, but
-kept with a dead job. Two that save the same step: the second waits.
+kept with a dead job. If two sessions save the same step, the second waits.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
 name), 54000 (too many, or too large).';
 
@@ -137,5 +138,5 @@ $$;
 
 comment on function pgqueue.steps(bigint) is
 'The steps that a waiting, running or dead job has saved, oldest first: what an
-attempt need not do again. None of a job that has completed, was cancelled or
-is unknown, or of a queue that is not the caller''s.';
+attempt need not do again. Returns none for a job that has completed, was
+cancelled or is unknown, or is in a queue that is not the caller''s.';

@@ -1,8 +1,8 @@
--- The sweep: looks again at jobs that wait for others, and at batches, first where a loose end says that there
--- is something to do. Modules depend, batch and event say what leaves one.
+-- The sweep: looks again at jobs that wait for others and at batches, first at those that a loose end points to.
+-- Modules depend, batch and event say what leaves loose ends.
 
--- Continues through the ids of jobs that have ties and of batches, at most this many: finds whatever no
--- loose end pointed to.
+-- Checks the next ids of jobs that have ties, and of batches, at most this many: finds what no loose end
+-- pointed to.
 create or replace function pgqueue._sweep(most int)
     returns int
     language plpgsql
@@ -40,8 +40,8 @@ begin
 end;
 $$;
 
--- Whether nobody else can see a row yet, by its xmin: this transaction wrote it, or a subtransaction of it, whose number
--- is higher.
+-- Whether nobody else can see a row yet, by its xmin: this transaction wrote it, or one of its subtransactions,
+-- whose ids are higher.
 create or replace function pgqueue._is_unseen(xmin xid)
     returns boolean
     language plpgsql
@@ -50,13 +50,13 @@ declare
     own bigint := pg_current_xact_id_if_assigned()::text::bigint;
     later bigint := (xmin::text::bigint - own) & 4294967295;
 begin
-    -- What others wrote has been committed.
+    -- Visible rows of other transactions have been committed.
     return case when later < 2147483648 then pg_xact_status((own + later)::text::xid8) = 'in progress' else false end;
 end;
 $$;
 
--- Looks at the loose ends that are due by then, the urgent ones first, and cuts ties, at most this many
--- of each; with less to do it continues the sweep. Returns how many looks and ties.
+-- Handles the loose ends that are due by then, the urgent ones first, and cuts ties, at most this many
+-- of each; if there is less to do it continues the sweep. Returns how many loose ends and ties it handled.
 create or replace function pgqueue._tie_loose_ends(most int, until timestamptz default 'infinity')
     returns bigint
     language plpgsql
@@ -97,7 +97,7 @@ begin
         into picked
         from dropped as d;
         done := picked.ends;
-        -- Whoever is perhaps just ending one may not see who waits for it.
+        -- A session that may be ending one of these jobs may not see the tie: look again later.
         perform pgqueue._leave_loose_ends(array_agg(u.id), 'new', interval '200 milliseconds')
         from unnest(picked.recent) as u (id)
         where case when (
@@ -112,8 +112,8 @@ begin
         end if;
         if num_nonnulls(picked.events, picked.waits) > 0 then
             done := done + pgqueue._look_at_waits(picked.events, picked.waits, most);
-            -- Nobody else sees them before this commits: an emit, and a suspend, that look at their own could miss each
-            -- other for ever.
+            -- Keep those that this transaction left itself. Until it commits nobody else sees them, so an emit and
+            -- a suspend that each handle only their own would miss each other for good.
             perform pgqueue._leave_loose_ends(array_agg(o.id), o.what, interval '1 second')
             from (
                 select u.id, 'event' as what from unnest(picked.own_events) as u (id)

@@ -1,12 +1,13 @@
 -- A job for each change of a table: enqueue_row() is a trigger function, and the trigger's arguments say what to
--- enqueue. It has the rights of the role that writes the row, which may call enqueue but nothing private: so it is
--- all one function. Where the table's columns are in scope no variable is named, because they may have any name.
+-- enqueue. It has the rights of the role that writes the row, which may call enqueue but nothing private, so all
+-- of it is one function. Where the table's columns are in scope it uses no variables, because a column may have
+-- any name.
 
 create or replace function pgqueue.enqueue_row()
     returns trigger
     language plpgsql
     set search_path = pg_catalog, pg_temp
-    -- What is in a payload or a key does not depend on the session that writes the row.
+    -- So that payloads and keys do not depend on the session that writes the row.
     set timezone = 'UTC'
     set datestyle = 'ISO, YMD'
     set intervalstyle = 'postgres'
@@ -43,7 +44,7 @@ declare
 begin
     foreach argument in array coalesce(tg_argv, '{}') loop
         name := split_part(argument, '=', 1);
-        -- What comes twice, or is not a name and a value, has the name ''.
+        -- An argument that comes twice, or is not a name and a value, gets the name '', which is refused below.
         name := case when strpos(argument, '=') in (0, length(argument)) or options ? name then '' else name end;
         options[name] := to_jsonb(substr(argument, strpos(argument, '=') + 1));
     end loop;
@@ -109,7 +110,7 @@ begin
         open changes for
         select o.row, n.row, n.place
         from (select to_jsonb(r.*) as row, row_number() over () as place from new_rows as r) as n
-        -- A full join is never a nested loop, which a plan made for few rows might have.
+        -- A full join cannot become a nested loop, which a plan made for few rows might choose.
         full join (select to_jsonb(r.*) as row from old_rows as r) as o
             on array(select o.row -> k from unnest(key) as k) = array(select n.row -> k from unnest(key) as k)
         where coalesce(n.place, 0) > 0 order by n.place;
@@ -121,7 +122,7 @@ begin
         if changes is not null then
             last_place := place;
             fetch changes into old_row, new_row, place;
-            -- In batches of at most 10,000, because an array has at most 1 GB.
+            -- In batches of at most 10,000 jobs, because an array may not exceed 1 GB.
             if bytes >= 16000000 or place is null and bytes > 0 then
                 perform pgqueue.enqueue_many(
                     options ->> 'queue', payloads, options ->> 'kind', (options ->> 'priority')::int,
