@@ -1,6 +1,6 @@
--- The ends of attempts that did not complete: how long to wait, what is kept of the error, and
+-- How attempts end that did not complete: how long to wait, what is kept of the error, and
 -- where the job goes. Only this module moves a job to dead_job or sends it back. Its callers have
--- locked the jobs. What follows any end, of a job that completed as well, is _after_end.
+-- locked the jobs. What follows any end, including completion, is in _after_end.
 
 -- How long to wait after a failed attempt: least(cap, base * 2^(attempt - 1)) times a random 0.5 to 1.
 create or replace function pgqueue._retry_delay(attempt int, retry_base interval, retry_cap interval)
@@ -8,8 +8,8 @@ create or replace function pgqueue._retry_delay(attempt int, retry_base interval
     language plpgsql
 as $$
 begin
-    -- The exponent is capped before the power, or high attempts would overflow. Between
-    -- half and all of it: jobs that failed together must not come back together.
+    -- The exponent is capped first, or high attempts would overflow. Between half and all of the
+    -- delay, at random: jobs that failed together must not come back together.
     return make_interval(secs => (0.5 + random() / 2) * least(
         extract(epoch from retry_cap)::float8,
         extract(epoch from retry_base)::float8
@@ -27,7 +27,7 @@ as $$
     select left(split_part(ltrim(error, E' \t\r\n'), E'\n', 1), 500)
 $$;
 
--- Why a job was put off last, as an error without an attempt; null if it was not.
+-- Why a job was last put off (released with a reason): an error without an attempt; null if it was not.
 create or replace function pgqueue._put_off(job pgqueue.job)
     returns jsonb
     language sql
@@ -36,7 +36,8 @@ as $$
     select case when jsonb_typeof((job).errors -> -1 -> 'attempt') = 'null' then (job).errors -> -1 end
 $$;
 
--- A job's errors and a new one (null for none), the last 10, without why it was put off before.
+-- A job's errors with a new one added (null for none): the last 10, without the reason for which it was put off
+-- before.
 create or replace function pgqueue._add_error(
     job pgqueue.job, error text, moment timestamptz, is_counted boolean default true
 )
@@ -88,7 +89,7 @@ begin
     from unnest(picks, outcomes, errors, results) as e (place, outcome, error, result)
     join pgqueue.job as j on j.ctid = e.place
     cross join lateral pgqueue._in_force(j.queue, j.kind, j.group_key) as settings
-    -- One that is dead is kept in dead_job; the others go on.
+    -- Not for other outcomes: a dead job is kept in dead_job, and the rest are still in job.
     left join lateral (
         select j.payload, j.headers, jsonb_build_object(
             'priority', j.priority, 'max_attempts', j.max_attempts, 'group_key', j.group_key
@@ -98,7 +99,7 @@ begin
 end;
 $$;
 
--- Locks jobs that are about to complete and writes them into run, if anything sets keep_payloads; else
+-- If keep_payloads is set anywhere, locks jobs that are about to complete and writes them into run. Otherwise
 -- leaves that to the caller, which is faster.
 create or replace function pgqueue._log_kept(job_ids bigint[], tokens bigint[], results jsonb[], moment timestamptz)
     returns boolean
@@ -115,11 +116,11 @@ begin
     ) then
         return false;
     end if;
-    -- In a statement of its own: the next one sees what this one may have waited for.
+    -- In a statement of its own, so that the next one sees changes for which this one waited.
     held := pgqueue._lock_held(job_ids, tokens);
     perform pgqueue._log(array_agg(h.place), array_agg('completed'::text), null, moment, array_agg(given.result))
     from unnest(held) as h (place)
-    -- As a join it might read all jobs.
+    -- Not a join, which might read all jobs.
     cross join lateral (select j.id, j.token from pgqueue.job as j where j.ctid = h.place offset 0) as j
     left join (
         select distinct on (u.id, u.token) u.*
@@ -129,9 +130,10 @@ begin
 end;
 $$;
 
--- For jobs whose attempts end: gives their permits back, if nobody has them locked, but for those of
--- their groups that some keep for their retry; and for the queues and groups of those that do not go back, which
--- _reopened announces, lets claims look again if they may have been full. Plans as its callers set it.
+-- For jobs whose attempts end: returns their permits, unless another session has them locked, or a job (keeping)
+-- keeps that of its group for its retry. Also makes claims look again at queues and groups that may have been
+-- full. These are given only for jobs that do not go back: _reopened announces the others. Relies on the planner
+-- settings of its callers.
 create or replace function pgqueue._return_permits(
     permits tid[], job_ids bigint[], queues text[], group_keys text[], keeping bigint[] default null
 )
@@ -144,7 +146,7 @@ begin
     if coalesce(current_setting('pgqueue.lose_hints', true), '') <> '' and pgqueue._is_lost() then
         null;
     elsif cardinality(permits) = 1 and keeping is null then
-        -- In its usual case in one statement, which costs half as much.
+        -- The usual case in one statement, which costs half as much.
         update pgqueue.permit as p
         set free_at = clock_timestamp(), job_id = null, is_surplus = false
         where p.ctid = any (array(
@@ -178,7 +180,7 @@ begin
 end;
 $$;
 
--- Whether anything depends on the end of a job: others that wait for it, steps, or a wait of its own.
+-- Whether anything depends on the end of a job: other jobs that wait for it, steps, or a wait of its own.
 create or replace function pgqueue._is_followed(job_id bigint)
     returns boolean
     language plpgsql
@@ -194,8 +196,8 @@ begin
 end;
 $$;
 
--- Deletes the ties of jobs that wait for nothing any more. Locked ones are just being cut; if that is undone they are left
--- over, and the next suspend of their job deletes them.
+-- Deletes the ties of jobs that no longer wait for anything. Locked ties are being cut by another session; if that
+-- is rolled back they are left over, and the next suspend of their job deletes them.
 create or replace function pgqueue._drop_ties(waiter_ids bigint[])
     returns void
     language plpgsql
@@ -244,8 +246,8 @@ begin
 end;
 $$;
 
--- Of each id, its part in the table gone, and its place there, a bit. Those of one shard that follow each other share a
--- part, but for ids that are older than the shards; without shards, all are as those.
+-- For each id, its part in the table gone and its place in that, a bit. Ids that one shard gives out one after the
+-- other share a part. Ids from before there were shards, and all ids without shards, share parts as plain numbers.
 create or replace function pgqueue._parts(ids bigint[])
     returns table (id bigint, part bigint, place int)
     language plpgsql
@@ -264,8 +266,8 @@ begin
 end;
 $$;
 
--- Records that jobs, which this transaction has just deleted, did not complete. Otherwise what is
--- enqueued after them would run. Their steps are gone with them.
+-- Records that jobs which this transaction has just deleted did not complete. Otherwise jobs
+-- enqueued after them would run. Deletes their steps, too.
 create or replace function pgqueue._note_gone(job_ids bigint[])
     returns void
     language plpgsql
@@ -279,12 +281,12 @@ begin
 end;
 $$;
 
--- What follows the ends of attempts and jobs, whoever ended them, in this order: their permits are free,
--- those that go back and the next ones of their groups are found, it is remembered which were cancelled, their own waits
--- are over and their steps go with those that do not die, their batches count them, the jobs that wait for them go on or
--- are cancelled (unless is_in_chain: by who ends a chain of them), batches that are over finish, and who waits for them
--- is told. Only this function does any of it, but for what complete and complete_many write out; call it when the rows
--- are written.
+-- What follows the ends of attempts and jobs, whoever ended them, in this order: return permits; let claims find
+-- jobs that go back, and the next jobs of their groups; note which were cancelled; delete the jobs' own waits, and
+-- the steps of those that are gone but not dead; count them for their batches; free or cancel the jobs that wait
+-- for them (not if is_in_chain: the caller cancels a whole chain); finish batches that are over; and notify
+-- sessions that wait for them. Only this function does any of this, except for what complete and complete_many
+-- inline. Call it after the rows have been written.
 create or replace function pgqueue._after_end(ended pgqueue._ended[], is_in_chain boolean default false)
     returns void
     language plpgsql
@@ -323,7 +325,7 @@ begin
         where e.back_at is not null;
     end if;
     if has.waited and pg_sequence_last_value('pgqueue._cell_groups_vain') > 0 then
-        -- What is next in their groups may be for others.
+        -- The next job of their groups may be one for other claims.
         perform pgqueue._return_turns(array_agg(e.queue), array_agg(e.group_key), '0')
         from unnest(ended) as e
         where e.back_at is null and e.group_key is not null and e.permits is null;
@@ -337,7 +339,7 @@ begin
             perform pgqueue._forget_steps(array(select e.id from unnest(ended) as e where e.outcome = 'completed'));
         end if;
     end if;
-    -- Counted first, because together with those that wait for them their batch may be over.
+    -- Counted before ties are cut: if jobs that wait for these are cancelled, the batch may be over with them.
     if has.batches then
         perform pgqueue._count_ends(ended);
     end if;
@@ -357,9 +359,9 @@ begin
 end;
 $$;
 
--- Ends the attempts of some locked jobs that did not complete, each by its outcome: retry, expired and
--- released (whose attempt does not count) go back to work at run_at (null: at their place), dead to
--- dead_job, cancelled is gone.
+-- Ends attempts of some locked jobs that did not complete, each with its outcome: retry, expired and
+-- released (whose attempt does not count) go back to work at run_at (null: to their old place), dead goes to
+-- dead_job, cancelled is deleted.
 create or replace function pgqueue._end(
     picks tid[], outcomes text[], errors text[], run_ats timestamptz[], moment timestamptz,
     is_in_chain boolean default false
@@ -425,8 +427,9 @@ begin
 end;
 $$;
 
--- Ends what is over among some locked jobs, and returns how many. Attempts whose leases expired: back to
--- their place, dead if exhausted, gone if cancelled. Waiting jobs that may not begin any more: cancelled.
+-- Ends what has expired among some locked jobs, and returns how many. Jobs whose leases expired go back to their
+-- place, are dead if their attempts are used up, or are deleted if cancelled. Waiting jobs past their expires_at
+-- are cancelled.
 create or replace function pgqueue._expire(picks tid[], moment timestamptz)
     returns int
     language plpgsql
@@ -442,7 +445,7 @@ begin
         array_agg(case
             when e.late_since is not null
                 then format('expired at %s UTC', to_char(e.late_since at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS'))
-            -- A worker that held many did not fail because of each of them; one that held one, perhaps.
+            -- A worker that held many jobs did not die because of each of them; one that held one, perhaps.
             else format(
                 'the lease expired: worker %s stopped extending it (%s)',
                 e.worker,
@@ -473,8 +476,8 @@ begin
 end;
 $$;
 
--- Ends the attempts of some locked jobs by fail, reject or release; retry (at run_at; null: after the
--- backoff), dead, released (null: where it stands) or cancelled for each.
+-- Ends the attempts of some locked jobs with fail, reject or release. Returns for each retry (at run_at; null:
+-- after the backoff), dead, released (to run_at; null: to its old place) or cancelled.
 create or replace function pgqueue._end_attempts(
     picks tid[], verbs text[], errors text[], run_ats timestamptz[], moment timestamptz
 )
@@ -515,8 +518,8 @@ begin
 end;
 $$;
 
--- Ends expired leases and jobs among some picked jobs and the next thousand of their lane, from the first
--- on: so that one claim finds all that a dead worker held, and no claim has to end ten thousand.
+-- Ends what has expired among some picked jobs and the next thousand of their lane, from the first
+-- on: so that one claim finds all that a dead worker held, but no claim has to end ten thousand.
 create or replace function pgqueue._recover(queue text, lane int, picks tid[], first timestamptz, moment timestamptz)
     returns void
     language plpgsql

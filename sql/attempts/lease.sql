@@ -1,11 +1,11 @@
--- Leases: who holds a job, and for how long. A lease is held by (id, token), and no function
--- but claim touches a job that is not leased under the token it is given. To a worker that may work on some
--- queues only, a job of another is lost whatever its token, which could be guessed.
+-- Leases: which worker holds a job, and for how long. A lease is held by (id, token): of the functions that
+-- workers call, only claim and reap touch a job without being given the token under which it is leased. To a
+-- worker that may use only some queues, a job of another queue is lost whatever the token, which could be guessed.
 --
 -- Locks: claim, reap and extend skip what is locked and never wait. The functions that end
 -- attempts lock jobs in the order of their ids. So no two of them wait for each other.
 
--- Locks those jobs that are leased under these tokens, in the order of their ids, and returns where they
+-- Locks those of these jobs that are leased under their tokens, in the order of their ids, and returns where they
 -- are.
 create or replace function pgqueue._lock_held(job_ids bigint[], tokens bigint[])
     returns tid[]
@@ -30,14 +30,14 @@ begin
 end;
 $$;
 
--- Whether a job waits or runs, and nobody is just writing or ending it. Its row alone does not tell: a
--- transaction that wrote it may have rolled back.
+-- Whether a job waits or runs, and no session is writing or ending it. xmax alone does not tell: the transaction
+-- that set it may have rolled back.
 create or replace function pgqueue._is_left_alone(job_id bigint)
     returns boolean
     language plpgsql
 as $$
 begin
-    -- For key share it would wait for a session that is just updating it, despite skip locked.
+    -- Not "for key share": that would wait for a session that is updating the row, despite skip locked.
     perform from pgqueue.job as j where j.id = _is_left_alone.job_id for update skip locked;
     if found then
         -- Releases the lock.
@@ -72,8 +72,8 @@ declare
     own text[] := pgqueue._own_queues('worker');
     picks tid[];
 begin
-    -- A heartbeat never waits: a handler that has completed its job and not yet committed
-    -- holds the row, and the leases of all the other jobs would expire behind it.
+    -- A heartbeat never waits: a handler that has completed its job but not yet committed
+    -- holds the row, and behind it the leases of all the other jobs would expire.
     picks := array(
         select j.ctid
         from pgqueue.job as j
@@ -83,7 +83,7 @@ begin
             )) is true
             and pgqueue._is_own(j.queue, own)
         order by j.id
-        -- A step that is not committed yet holds the row as well, but lets this through.
+        -- This lock does not conflict with that of a step that has not been committed yet.
         for no key update skip locked
     );
     update pgqueue.job as j
@@ -94,7 +94,7 @@ begin
         end
     where j.ctid = any (picks);
 
-    -- What another session has locked is held for as long as its previous lease.
+    -- A job that another session has locked counts as held until its present lease expires.
     return query
     select
         h.id,

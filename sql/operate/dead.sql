@@ -1,6 +1,6 @@
 -- Dead jobs: sent back to work, or deleted. Rows leave dead_job only here.
 
--- Sends locked dead jobs back to work and returns their ids; one whose unique_key is taken stays dead.
+-- Sends locked dead jobs back to work and returns their ids; a job whose unique_key is taken stays dead.
 create or replace function pgqueue._redrive(dead_ids bigint[])
     returns bigint[]
     language plpgsql
@@ -25,7 +25,7 @@ begin
             d.payload, d.headers, d.errors
         from pgqueue.dead_job as d
         where d.id = any (_redrive.dead_ids)
-        -- Two that wait for each other's keys wait in one order.
+        -- In the order of the keys, so that two sessions that wait for each other's keys do not deadlock.
         order by d.queue, d.unique_key, d.id
         on conflict do nothing
         returning j.id, j.queue, j.priority, j.group_key, j.run_at, (j.terms).batch_id
@@ -47,8 +47,8 @@ begin
 end;
 $$;
 
--- redrive and discard_many: finds the dead jobs that match these filters, lowest id first, to redrive only those
--- whose unique_key no living job has. For a dry run it reports what they are.
+-- redrive and discard_many: finds the dead jobs that match these filters, lowest id first; for redrive only those
+-- whose unique_key no living job has. With dry_run it only reports them.
 create or replace function pgqueue._end_death(
     verb text, queue text, kind text, error_like text, died_after timestamptz, died_before timestamptz,
     max_jobs int, dry_run boolean
@@ -215,9 +215,9 @@ comment on function pgqueue.discard(bigint) is
 Raises PQ001 (no such dead job).';
 
 -- keep_dead. The kinds of each queue, and of each group with a setting of its own, are looked up one by
--- one in an index, and of each only what is over is read: dead jobs that stay cost nothing, except
--- those of a group that keeps them for longer than their kind does.
--- Each kind of each queue that has dead jobs, and when the oldest died.
+-- one in an index, and only dead jobs whose time is over are read. So jobs that are kept cost nothing, except
+-- those of a group that keeps them longer than their kind does.
+-- This returns each kind of each queue that has dead jobs, and when the oldest of them died.
 create or replace function pgqueue._dead_kinds()
     returns table (queue text, kind text, oldest timestamptz)
     language plpgsql
@@ -246,7 +246,7 @@ begin
 end;
 $$;
 
--- The same for the groups with a setting of how long their dead jobs are kept.
+-- The same for groups that have a keep_dead of their own.
 create or replace function pgqueue._dead_kinds_of_groups()
     returns table (queue text, kind text, oldest timestamptz, group_key text)
     language plpgsql
@@ -273,8 +273,8 @@ begin
 end;
 $$;
 
--- Deletes at most 10,000 dead jobs that have been kept for keep_dead, of each kind the oldest first;
--- returns how many. A locked one is put off.
+-- Deletes at most 10,000 dead jobs that have been kept for keep_dead, for each kind the oldest first;
+-- returns how many. Locked ones are left for the next call.
 create or replace function pgqueue._forget_dead()
     returns bigint
     language plpgsql
@@ -298,7 +298,7 @@ begin
             union all
             select g.* from pgqueue._dead_kinds_of_groups() as g
         ) as u
-        -- The settings are read only if something may be over.
+        -- Settings are read only where some job's time may be over.
         where u.oldest <= latest
         order by u.oldest
     loop
@@ -308,7 +308,7 @@ begin
                 select d.ctid
                 from pgqueue.dead_job as d
                 where d.queue = given.queue and d.kind = given.kind and d.died_at <= given.died_by
-                    -- Those of a group with its own setting do not count for the kind.
+                    -- Jobs of a group with its own setting do not go by that of their kind.
                     and not exists (
                         select from pgqueue.queue as q
                         where q.group_key = d.group_key and q.keep_dead is not null

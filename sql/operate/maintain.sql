@@ -16,8 +16,8 @@ declare
     moment timestamptz := clock_timestamp();
     picks tid[];
 begin
-    -- A walk over the whole table: an index on the lease would be written by every claim
-    -- and every heartbeat, and claims find most of what is over without one.
+    -- Reads the whole table: an index on the lease would have to be written by every claim
+    -- and every heartbeat, and claims find most expired jobs without one.
     picks := array(
         select j.ctid
         from pgqueue.job as j
@@ -37,10 +37,10 @@ Claims do this for what they come across in their own queue; any number of
 reaps may run at once.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
--- Empties a table of the ring run, unless it is in use, or holds runs that ended after its day; returns whether it
--- did. (What ended in the future did so before the clock was set back.) Nobody can read run until the transaction
--- ends; and without nowait all would queue up behind us, and we behind a long SELECT. With statements for each table,
--- because a name put together at run time is dynamic SQL.
+-- Empties a table of the ring run, unless it is in use or holds runs that ended after its day; returns whether it
+-- did. (A run that ended in the future ended before the clock was set back.) Nobody can read run until the
+-- transaction ends. With nowait, because otherwise we might queue behind a long SELECT, and everybody else behind
+-- us. It has statements for each table, since naming one at run time would take dynamic SQL.
 do $do$
 begin
     execute format(
@@ -53,7 +53,7 @@ begin
                 $case$
                     when %1$s then
                         lock table pgqueue.run_%1$s in access exclusive mode nowait;
-                        -- Others may have written to it since.
+                        -- Other sessions may have written to it since.
                         if exists (
                             select from pgqueue.run_%1$s as r
                             where r.finished_at between day_ends_at and clock_timestamp()
@@ -78,7 +78,7 @@ begin
 end;
 $do$;
 
--- Whether the table of the ring run that is due for deletion on a day holds runs, and none that ended
+-- Whether the table of the ring run that is to be emptied after this day holds runs, and none that ended
 -- after that day.
 create or replace function pgqueue._is_over(day int)
     returns boolean
@@ -92,8 +92,8 @@ as $$
         )
 $$;
 
--- Whether the transaction is certain to end with the call of the function whose PG_CONTEXT this is. There
--- is no way to ask, but a transaction begun by BEGIN, or by another statement, is older than our message.
+-- Whether the transaction is certain to end with the call of the function whose PG_CONTEXT this is. Postgres
+-- does not say so, but a transaction begun by BEGIN, or by another statement, is older than our message.
 -- A statement that is parsed and executed in one go looks as if it were not alone.
 create or replace function pgqueue._is_alone(callers text)
     returns boolean
@@ -101,11 +101,11 @@ create or replace function pgqueue._is_alone(callers text)
     stable
 as $$
 begin
-    -- A function that called us may continue for as long as it likes.
+    -- If another function called us, it may continue for as long as it likes.
     return strpos(callers, E'\n') = 0 and (
-        -- The message began the transaction, and has nothing after us.
+        -- Our message began the transaction, and nothing follows us in it.
         now() = statement_timestamp() and strpos(rtrim(current_query(), E'; \t\r\n'), ';') = 0
-        -- Or binding the portal in which we run did, where the statement had been prepared.
+        -- Or, for a prepared statement, the transaction began when our portal was bound.
         or exists (
             select from pg_cursors as c
             where c.name = '' and c.statement = current_query() and c.creation_time = now()
@@ -114,9 +114,9 @@ begin
 end;
 $$;
 
--- Empties the tables of the ring run whose day is over, except those in use, and returns how many; or, in a
--- transaction that may continue, deletes at most 100,000 of their rows, and returns how many: nobody waits for
--- that, but VACUUM has to follow.
+-- Empties the tables of the ring run whose day is over, except those in use, and returns how many. In a
+-- transaction that may continue, it deletes at most 100,000 of their rows instead, and returns how many: that
+-- blocks nobody, but leaves work to VACUUM.
 create or replace function pgqueue._forget_runs(is_alone boolean)
     returns bigint
     language plpgsql
@@ -158,8 +158,8 @@ begin
 end;
 $$;
 
--- Deletes what nobody will look for any more: at most 100,000 unique_for windows that have ended and, of ends
--- more than 14 days ago, 100,000 rows of gone and 10,000 batches; and 100,000 events. Returns how many of them.
+-- Deletes what nobody needs any more: at most 100,000 unique_for windows that have ended, 100,000 rows of gone and
+-- 10,000 batches that ended more than 14 days ago, and 100,000 events. Returns how many of each, except gone.
 create or replace function pgqueue._forget_ends(out windows bigint, out batches bigint, out events bigint)
     language plpgsql
     set enable_sort = off
@@ -216,9 +216,10 @@ begin
 end;
 $$;
 
--- Adds to the counters of the queues what happened between two cuts, and makes another cut, unless there is a new
--- one. A cut can be counted to when every transaction that wrote before it has ended, or after five minutes: what
--- is open for longer may be missed. Ten seconds, because a call that waits may write later than it began.
+-- Adds to the counters of the queues what happened between two cuts, and makes a new cut unless the last one is
+-- recent. It counts up to a cut once every transaction that wrote before it has ended, or after five minutes: what
+-- a transaction that is open for longer wrote may be missed. A cut is ten seconds old when it is made, because a
+-- call that had to wait writes later than the time it notes.
 create or replace function pgqueue._count()
     returns void
     language plpgsql
@@ -231,7 +232,7 @@ declare
     first pgqueue.cut;
     next pgqueue.cut;
 begin
-    -- The clock was set back.
+    -- Cuts in the future: the clock was set back.
     delete from pgqueue.cut as c where c.at > moment;
     if exists (select from pgqueue.cut as c where c.at > moment - interval '30 seconds') then
         return;
@@ -328,13 +329,13 @@ begin
         ('forget dead jobs', pgqueue._forget_dead());
     perform pgqueue._count();
     perform pgqueue._repair_settings();
-    -- As there: for copies of the rows alone.
+    -- As in _repair_settings: for copies that have only the rows.
     perform pgqueue._use_lanes(l.queue) from pgqueue._lanes() as l where l.lane <> 0;
     return query
     values
         ('forget batches', ends.batches),
         ('forget events', ends.events),
-        -- Last, because nobody can read run from here on.
+        -- Last, because until the commit nobody can read run.
         ('forget runs', pgqueue._forget_runs(pgqueue._is_alone(callers)));
 end;
 $$;

@@ -1,7 +1,7 @@
 -- What an operator does to waiting, running or ended jobs, from psql. No worker needs to be running.
 
--- Asks jobs to stop, and ends those that do not run. All at once, because a job that waits for another of them
--- is cancelled with that one. Returns how many there are, and how many of them run.
+-- Cancels jobs: asks running ones to stop, and ends the others. All in one call, because a job that waits for
+-- another of them is cancelled along with it. Returns how many exist, and how many of these are running.
 create or replace function pgqueue._cancel(job_ids bigint[], reason text, out jobs int, out running int)
     language plpgsql
     set enable_tidscan = on
@@ -24,7 +24,7 @@ begin
     into asked
     from asked as a;
     jobs := asked.jobs;
-    -- One whose lease has expired may still run in work(), which has it locked.
+    -- A job whose lease has expired may still be running in work(), which keeps its row locked.
     asked.picks := array(select j.ctid from pgqueue.job as j where j.ctid = any (asked.picks) for update skip locked);
     running := jobs - cardinality(asked.picks);
     perform pgqueue._notify(q.name, 'cancel') from unnest(asked.queues) as q (name);
@@ -57,7 +57,7 @@ one learns of it by a notification, or at its next heartbeat: cancelling; if
 that worker is dead the job ends with its lease. It never runs again.
 Raises PQ001 (no such job).';
 
--- For a dry run: reports how often each error occurs, in NOTICEs, the 20 most frequent.
+-- For a dry run: reports in NOTICEs how often each error occurs, for the 20 most frequent ones.
 create or replace function pgqueue._tell_counts(what text, summaries text[])
     returns void
     language plpgsql
@@ -98,7 +98,7 @@ create or replace function pgqueue.cancel_many(
 as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs, error_like => error_like));
-    -- What is just being claimed or ended is left alone.
+    -- Jobs that are being claimed or ended right now are left alone.
     job_ids bigint[] := array(
         select j.id
         from pgqueue.job as j
@@ -162,7 +162,7 @@ begin
     if not found then
         refused := pgqueue._refuse(pgqueue._not_found('job', job_id, 'A dead job goes back to work with redrive_job.'));
     end if;
-    -- Only now, when nobody else has the row.
+    -- Checked only now that this transaction has the row locked.
     if moved.token is null and exists (select from pgqueue.wait as w where w.job_id = run_now.job_id) then
         insert into pgqueue.step as s (job_id, saved_at, place, name, value)
         select
@@ -234,7 +234,7 @@ declare
     last pgqueue.run;
     refused boolean;
 begin
-    -- In one statement, because it may just be moving from one to the other.
+    -- In one statement, because the job may be moving from one table to the other.
     select j.id as living, d.id as dead into present
     from (values (rerun.job_id)) as asked (id)
     left join pgqueue.job as j on j.id = asked.id
@@ -294,8 +294,8 @@ create or replace function pgqueue.purge(queue text)
     set enable_hashagg = off
 as $$
 declare
-    -- In a statement of its own, which may wait: the next sees what those that it waited for have changed. As a join
-    -- the two might compare each job with each.
+    -- In a statement of its own, because it may wait: the next one then sees what has changed meanwhile. If the
+    -- two were joined, the plan might compare every job with every other.
     picks tid[] := array(
         select j.ctid
         from pgqueue.job as j
@@ -312,7 +312,7 @@ begin
             where j.ctid = any (picks)
             returning j.id, j.group_key, j.permits, (j.terms).batch_id
         )
-        -- Some thousands at a time, because an array holds no more than a gigabyte.
+        -- Ten thousand at a time, because an array may not exceed 1 GB.
         select
             array_agg(row(
                 d.id, 'cancelled', purge.queue, d.group_key, d.batch_id, d.permits, null, null, null

@@ -1,11 +1,12 @@
--- Moves what belongs to a key to another shard, for the command move-groups, which calls these as the owner on both.
+-- Moves what belongs to a key to another shard, for the command move-groups, which calls these functions as the
+-- owner on both shards.
 --
--- A part (a job, a dead job, a schedule) is locked on the old shard, written down on the new one in moving, and
--- committed there; then deleted on the old one, with a note in moving that it is gone; then it arrives. Wherever
--- that is cut off, what is written down has gone from the old shard, if there is a note, and arrives; or it has
--- not, and is forgotten. So nothing is lost, and nothing is there twice.
+-- A part is a job, a dead job or a schedule. It is locked on the old shard, written into the table moving on the
+-- new one, and committed there; then it is deleted on the old shard, which notes in its own moving that it is
+-- gone; then it arrives. If that is interrupted, a part in moving on the new shard arrives if the old one has
+-- noted that it is gone, and is forgotten if not. So nothing is lost, and nothing exists twice.
 
--- What is on this shard and belongs to others: groups, unique keys of jobs without a group, and schedules.
+-- What is on this shard but belongs on another: groups, unique keys of jobs without a group, and schedules.
 create or replace function pgqueue._misplaced(place int, shards int)
     returns table (kind text, queue text, key text, place int)
     language sql
@@ -25,7 +26,7 @@ as $$
     order by m.kind, m.queue, m.key
 $$;
 
--- An empty row, as a text, with what _packed has left out.
+-- An empty row as a text, in which what _packed leaves out is a JSON null.
 create or replace function pgqueue._empty_row(relation regclass)
     returns text
     language plpgsql
@@ -42,7 +43,7 @@ begin
 end;
 $$;
 
--- A row as it travels, without the null of JSON, which jsonb_populate_record takes for none.
+-- A row as it is sent, without JSON nulls, which jsonb_populate_record would turn into SQL nulls.
 create or replace function pgqueue._packed(content jsonb)
     returns jsonb
     language sql
@@ -53,9 +54,9 @@ as $$
     )
 $$;
 
--- Locks all that belongs to a key, and returns it; or, in state, why it cannot go: busy (a job runs, or somebody has
--- locked one), or tied (a job waits for others or an event, or has, they wait for it, it has saved steps, or is of a
--- batch).
+-- Locks all that belongs to a key, and returns it. state is free, or says why it cannot move: busy (a job is
+-- running, or another session has one locked) or tied (a job waits for others or for an event, or has done so;
+-- others wait for it; it has saved steps; or it is part of a batch).
 create or replace function pgqueue._depart(kind text, queue text, key text, out state text, out parts jsonb)
     language plpgsql
     set plan_cache_mode = force_generic_plan
@@ -123,7 +124,7 @@ begin
 end;
 $$;
 
--- Deletes what _depart has locked, and notes that it is gone.
+-- Deletes what _depart has locked, and notes that it is gone from here.
 create or replace function pgqueue._departed(parts jsonb)
     returns void
     language plpgsql
@@ -144,7 +145,7 @@ begin
 end;
 $$;
 
--- Writes down what is to arrive. What was written down before, and has not left, is replaced.
+-- Writes down what is to arrive. This replaces what was written down before but never left the old shard.
 create or replace function pgqueue._expect(parts jsonb)
     returns void
     language plpgsql
@@ -156,7 +157,7 @@ begin
 end;
 $$;
 
--- Lets these arrive: jobs with their ids, in their order. One whose unique_key is taken here loses that.
+-- Makes these arrive: jobs keep their ids and their places. A job whose unique_key is taken here loses the key.
 create or replace function pgqueue._arrive(whats text[], keys text[])
     returns void
     language plpgsql
@@ -212,14 +213,14 @@ begin
     if 'schedule' = any (whats) then
         perform pgqueue._look_from_now_on();
     end if;
-    -- The end of a job that is redriven looks for its steps.
+    -- From now on the ends of jobs look for steps, as those of redriven jobs need to.
     if 'dead_job' = any (whats) and exists (select from pgqueue.step) then
         perform pgqueue._mark(pgqueue._settings_bits(''), 'pgqueue.awaited_seq');
     end if;
 end;
 $$;
 
--- Pauses a busy group until it has moved; one that somebody else has paused stays so.
+-- Pauses a busy group until it has moved. A group that was already paused stays paused after that.
 create or replace function pgqueue._pause_group(queue text, key text)
     returns void
     language plpgsql

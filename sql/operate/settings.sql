@@ -1,8 +1,8 @@
--- What an operator sets: settings of all queues, of one, of a kind or a group, and pauses. How they are read is
--- in module resolve.
+-- What an operator sets: settings for all queues, for one, for a kind or a group; and pauses. How settings are
+-- read is in module resolve.
 
--- Sets for a queue, kind and group (null for all) what is given, by name, in addition to what was set
--- before, or instead of it, except paused. Waits for others that change settings.
+-- Sets the given settings, by name, for a queue, kind and group (null: all); the rest stays as it was, or is
+-- cleared with reset, except paused. Waits for other sessions that are changing settings.
 create or replace function pgqueue._set(queue text, kind text, group_key text, given jsonb, reset boolean)
     returns void
     language plpgsql
@@ -17,9 +17,10 @@ declare
     last_xid bigint;
     before jsonb;
 begin
-    -- What is in force for a queue also depends on what was set for all.
+    -- Lock the whole table: what is in force for a queue also depends on what is set for all queues.
     lock table pgqueue.queue in share row exclusive mode;
-    -- An older snapshot would not see that; each sees what a sequence says.
+    -- An older snapshot may not show the last change. A sequence tells which transaction made it, whatever the
+    -- snapshot.
     own_xid := pg_current_xact_id()::text::bigint;
     last_xid := pg_sequence_last_value('pgqueue._cell_set_by');
     if last_xid <> own_xid and current_setting('transaction_isolation') <> 'read committed'
@@ -40,7 +41,8 @@ begin
         case when reset then jsonb_build_object('paused', before -> 'paused') else coalesce(before, '{}') end
             || scope || given
     );
-    -- A row that sets nothing is dropped. Only what an old snapshot cannot see conflicts, and that raises.
+    -- A row that would set nothing is not written again. There is a conflict only with a row that an old snapshot
+    -- cannot see, and under such a snapshot the conflict raises an error.
     if given <> scope then
         insert into pgqueue.queue
         select q.* from jsonb_populate_record(null::pgqueue.queue, given) as q
@@ -102,7 +104,7 @@ begin
 end;
 $$;
 
--- Refuses what work cannot call.
+-- Refuses a handler that work cannot call.
 create or replace function pgqueue._check_handler(handler regprocedure)
     returns text[]
     language plpgsql
@@ -213,8 +215,7 @@ $$ || (
 end;
 $do$;
 
--- Pauses or resumes a queue, kind or group, where null means all, and overrides earlier calls for
--- anything within.
+-- Pauses or resumes a queue, kind or group (null: all), and overrides earlier calls for anything within that.
 create or replace function pgqueue._set_paused(queue text, kind text, group_key text, paused boolean)
     returns void
     language plpgsql
@@ -242,7 +243,7 @@ begin
         where q.paused is not null and (
             scope[1] in ('', q.name) and scope[2] in ('', q.kind) and scope[3] in ('', q.group_key)
                 and scope <> array[q.name, q.kind, q.group_key]
-            -- "Not paused" matters only while something wider is paused.
+            -- "Not paused" means something only while a wider scope is paused.
             or not q.paused and not exists (
                 select from pgqueue.queue as wider
                 where wider.paused and wider.name in ('', q.name) and wider.kind in ('', q.kind)
@@ -303,13 +304,13 @@ comment on function pgqueue.resume(text, text, text) is
 runs even if something wider is still paused.
 Raises 22023 (bad argument), 40001 (settings have changed since the snapshot).';
 
--- Derives again what is in force, and what is used, if a copy or restore has left that out.
+-- Works out again what is in force and which features are used, if a copy or restore has left that out.
 create or replace function pgqueue._repair_settings()
     returns void
     language plpgsql
 as $$
 begin
-    -- A replica that was made by copying rows has no sequences.
+    -- A replica that was made by copying rows does not have the values of the sequences.
     if exists (
         select from pgqueue._named_queues() as n
         where not exists (select from pgqueue.queue_in_force as f where f.queue = n.name)

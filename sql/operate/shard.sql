@@ -1,9 +1,10 @@
--- Numbers that are given out once: not by two databases, and not again by the standby of one. Shards are several
--- databases, each an ordinary pgqueue; the table shard says which one this is, and its trigger lets the
--- sequences step. A standby that is promoted may not have received the last numbers: it skips some.
+-- Ids and tokens that are never given out twice: neither by two databases, nor again by the standby of one. Shards
+-- are several databases, each an ordinary pgqueue. The table shard says which one this is, and its trigger sets
+-- the increment of the sequences. A standby that is promoted may not have received the last numbers, so it skips
+-- some.
 
--- Lets both sequences step by the number of shards, from the next number on that is this shard's. The first
--- statement waits for whoever is taking numbers.
+-- Sets the increment of both sequences to the number of shards, and their next value to the next number that
+-- belongs to this shard. The ALTER waits for transactions that have taken numbers.
 create or replace function pgqueue._step_sequences()
     returns trigger
     language plpgsql
@@ -29,7 +30,7 @@ begin
 end;
 $$;
 
--- Always, so that it also does for a subscription.
+-- "enable always", so that it also fires for rows of a subscription.
 create or replace trigger shard_steps_sequences before insert or update on pgqueue.shard
 for each row execute function pgqueue._step_sequences();
 alter table pgqueue.shard enable always trigger shard_steps_sequences;
@@ -60,7 +61,8 @@ begin
         return;
     end if;
     delete from pgqueue.shard as s where s.number = present.number;
-    -- Waits for those who are just enqueueing or claiming: what they took is then found in above.
+    -- The trigger waits for sessions that are enqueuing or claiming, and puts the numbers that they took into
+    -- above.
     insert into pgqueue.shard as s (number, of, above)
     values (shard.number, shard.of, coalesce(shard.above, 0))
     returning case when s.above > coalesce(shard.above, 0) then greatest(s.above, last) else last end into last;
@@ -109,7 +111,7 @@ begin
             detail = format('They are %s and %s.', coalesce(quote_literal(key), 'null'), coalesce(shards::text, 'null')),
             hint = 'What has no key may go to any shard.';
     end if;
-    -- Not by hashtext, which differs by version and by the order of bytes in the machine.
+    -- Not hashtext, which differs between versions and with the byte order of the machine.
     return ('x' || left(encode(sha256(convert_to(key, 'UTF8')), 'hex'), 8))::bit(32)::bigint % shards;
 end;
 $$;
@@ -121,8 +123,8 @@ number with the highest byte first, modulo shards. With twice as many shards a
 key stays, or moves to its old place plus the old number of shards.
 Raises 22023 (bad argument).';
 
--- The timeline of the server: each promotion begins one, of which the control file may know later than the first
--- claim. 1 where a provider shows no WAL.
+-- The timeline of the server: each promotion begins a new one. Not from the control file, which may not have it
+-- until after the first claim. 1 where a provider does not let us see the WAL.
 create or replace function pgqueue._timeline()
     returns bigint
     language plpgsql
@@ -145,7 +147,7 @@ declare
     skipped bigint := 1000000 * coalesce((select s.of from pgqueue.shard as s), 1);
     timeline bigint;
     refused boolean := pgqueue._refuse(
-        -- Often enough, it would use up all numbers.
+        -- Enough such calls would use up all numbers.
         case when always and not has_function_privilege(pgqueue._caller(), 'pgqueue.shard(int, int, bigint)', 'execute')
             then array[
                 'always is for operators', format('Role %I is none.', pgqueue._caller()),
@@ -154,7 +156,7 @@ declare
         end
     );
 begin
-    -- There, nothing is given out.
+    -- A standby gives out no numbers.
     if pg_is_in_recovery() then
         return false;
     end if;
@@ -162,14 +164,14 @@ begin
     if always is not true and timeline = pg_sequence_last_value('pgqueue._cell_timeline'::regclass) then
         return false;
     end if;
-    -- One at a time: the second would set back what the first has set, and others have gone on from.
+    -- One session at a time: a second one would set the sequences back to numbers that others have already taken.
     lock table pgqueue.shard in share row exclusive mode;
     if always is not true and timeline = pg_sequence_last_value('pgqueue._cell_timeline'::regclass) then
         return false;
     end if;
     perform setval('pgqueue.job_id_seq', nextval('pgqueue.job_id_seq') + skipped),
         setval('pgqueue.token_seq', nextval('pgqueue.token_seq') + skipped);
-    -- Last: a call that is interrupted, or rolled back, has either skipped or will be repeated.
+    -- Last, so that a call that was interrupted is repeated.
     perform setval('pgqueue._cell_timeline', timeline);
     return true;
 end;
@@ -184,7 +186,7 @@ always: skips in any case, as after a restore of a dump; for operators.
 Returns whether it has skipped any.
 Raises 42501 (always, and the caller is no operator).';
 
--- Of this server, numbers are known; an upgrade leaves it as it is.
+-- A new install has missed no numbers; an upgrade leaves this as it is.
 do $$
 begin
     if pg_sequence_last_value('pgqueue._cell_timeline'::regclass) is null then

@@ -1,17 +1,18 @@
--- Handlers in SQL: functions set by configure, and work, which claims jobs and calls them. So pg_cron, or a loop in
--- psql, is a whole worker.
+-- Handlers in SQL: functions set by configure, and work, which claims jobs and calls them. With it pg_cron, or a
+-- loop in psql, is a whole worker.
 --
--- work commits, so it can be neither security definer nor pin a search path. It runs with the rights and the path
--- of its caller, as the handlers shall, and may call only what that role may: what it needs from the tables it asks
--- of two private functions that workers are granted. Every name, type and operator in it is qualified, or a
+-- work commits, so it can neither be security definer nor pin a search path. It runs with the rights and the path
+-- of its caller, as handlers are meant to, and may call only what that role may: it reads the tables through two
+-- private functions that are granted to workers. Every name, type and operator in it is qualified; otherwise a
 -- stranger's operator in the caller's path would run with the caller's rights.
 --
--- The claim commits before the handler begins: an attempt that crashes the server counts, and others see who has the
--- job. Then the handler's transaction locks the row of the job, so weakly that an operator can still cancel it, and
--- so that nobody recovers it: the lock is the heartbeat, however long the handler takes. A backend that dies loses
--- the lock, and the lease does the rest. The work and the completion of its job are one transaction: once, or never.
+-- The claim commits before the handler begins, so that an attempt that crashes the server counts, and others see
+-- which worker has the job. Then the handler's transaction locks the job's row: strongly enough that nobody
+-- recovers the job, weakly enough that an operator can cancel it. This lock is the heartbeat, however long the
+-- handler takes. A backend that dies loses the lock, and then the lease expires. The handler's writes and the
+-- completion of its job are one transaction: once, or never.
 
--- What is wrong with a call of work, if anything is; and which kinds of a queue have handlers, null for all.
+-- What is wrong with a call of work, if anything; and which kinds of a queue have handlers (null: all).
 create or replace function pgqueue._handled(queue text, run_for interval, out problem text[], out kinds text[])
     language plpgsql
     stable
@@ -57,8 +58,8 @@ begin
 end;
 $$;
 
--- Keeps others from recovering a job until the transaction ends. Says whether it is leased under this token and not
--- cancelled, which function is its handler, and how to call that for a pgqueue.job; null if there is none.
+-- Keeps other sessions from recovering a job until the transaction ends. Says whether the job is leased under this
+-- token and not cancelled, what its handler is, and how to call that with a pgqueue.job (null: no such function).
 create or replace function pgqueue._hold(
     job_id bigint, token bigint, out is_held boolean, out handler text, out call text
 )
@@ -116,7 +117,8 @@ declare
     hint pg_catalog.text;
     context pg_catalog.text;
 begin
-    -- A message of the simple protocol that has not begun its transaction. Elsewhere COMMIT raises an error.
+    -- The simple protocol, in a transaction that an earlier message began. In all other cases COMMIT raises an
+    -- error.
     if pg_catalog.statement_timestamp() operator(pg_catalog.>) pg_catalog.now() and not exists (
         select from pg_catalog.pg_cursors as c where c.name operator(pg_catalog.=) ''
     ) then
@@ -169,19 +171,20 @@ begin
                     hint = 'Create it, or configure another.';
             end if;
             execute held.call into result using job;
-            -- Or COMMIT would find out what is wrong, too late to say so of this job.
+            -- Check deferred constraints now: at COMMIT it would be too late to fail this job for them.
             set constraints all immediate;
-            -- A handler that has ended the attempt in its own way has nothing left to complete.
+            -- If the handler has ended the attempt in its own way, this finds nothing to complete.
             perform pgqueue.complete_many(array[job.id], array[job.token], array[result]);
         exception
-            -- The only place that catches everything: whatever a handler raises is the failure of its job. Others does
-            -- not include these two.
+            -- The only place that catches everything: whatever a handler raises fails its job. "others" does
+            -- not include the other two.
             when others or query_canceled or assert_failure then
                 get stacked diagnostics
                     state = returned_sqlstate, error = message_text, detail = pg_exception_detail,
                     hint = pg_exception_hint, context = pg_exception_context;
         end;
-        -- That of a timeout is the same as that of an operator. The timer began a little before.
+        -- A timeout and an operator's pg_cancel_backend raise the same error; the time tells them apart. (The
+        -- timer started a little before the statement's time.)
         if state operator(pg_catalog.=) '57014' and (
             time_limit operator(pg_catalog.=) interval '0'
             or (pg_catalog.clock_timestamp() operator(pg_catalog.-) pg_catalog.statement_timestamp())
