@@ -30,11 +30,11 @@ end;
 $$;
 
 comment on function pgqueue.reap(int) is
-'Ends what is over, at most max_jobs jobs, and returns how many. A job whose
+'Ends what has expired, at most max_jobs jobs, and returns how many. A job whose
 lease expired goes back to its place in its lane, or to dead_job if its attempts
-are used up; a waiting one that nobody began by its expires_at is cancelled.
-Claims do this for what they come across in their own queue; any number of
-reaps may run at once.
+are used up; a job that has not begun by its expires_at is cancelled. Claims do
+this for what they come across in their own queue; any number of reaps may run
+at once.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
 -- Empties a table of the ring run, unless it is in use or holds runs that ended after its day; returns whether it

@@ -52,9 +52,9 @@ end;
 $$;
 
 comment on function pgqueue.cancel(bigint, text) is
-'Stops a job. A waiting job is gone at once: cancelled. The worker of a running
-one learns of it by a notification, or at its next heartbeat: cancelling; if
-that worker is dead the job ends with its lease. It never runs again.
+'Stops a job; it never runs again. Returns cancelled for a waiting job, which is
+deleted at once, or cancelling for a running one: its worker learns of it from a
+notification or its next heartbeat, and if dead, the job ends with its lease.
 Raises PQ001 (no such job).';
 
 -- For a dry run: reports in NOTICEs how often each error occurs, for the 20 most frequent ones.
@@ -183,9 +183,9 @@ $$;
 
 comment on function pgqueue.run_now(bigint) is
 'Makes a scheduled job, one that waits for its retry, or a suspended one, due at
-once; a running job, or one enqueued after others, is left alone. The wait of a
-suspended one is over: if suspend was given a step, it is saved, with the value
-"run_now"; otherwise the job does not know, and may wait again.
+once; a running job, or one enqueued after others, is left alone. This ends the
+wait of a suspended job: if suspend was given a step, it is saved with the value
+"run_now"; otherwise the job cannot tell, and may wait again.
 Raises PQ001 (no such job).';
 
 create or replace function pgqueue.reprioritize(job_id bigint, priority int)
@@ -276,8 +276,8 @@ end;
 $$;
 
 comment on function pgqueue.rerun(bigint) is
-'Enqueues once more a job that completed or was cancelled, due now, and returns
-the new id: queue, kind, payload, priority, max_attempts, group and headers are
+'Enqueues a job that completed or was cancelled once more, due now, and returns
+the new id. Queue, kind, payload, priority, max_attempts, group and headers are
 the old ones, with the old id as the header rerun_of; a unique_key is not
 copied. The log must have kept the payload: see keep_payloads.
 Raises PQ001 (no such job, or no payload of it), 22023 (it has not ended, or is

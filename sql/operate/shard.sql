@@ -92,8 +92,8 @@ comment on function pgqueue.shard(int, int, bigint) is
 'Makes this database one of several whose ids and tokens are never the same:
 they begin at number and step by of, which is how many there can ever be. Only
 on an empty install, before the first job; pg_dump and restore keep it.
-above: for a database that has jobs, and those that are added to it: numbers up
-to this stay those of the first, and all shards begin behind it.
+above: to add shards to a database that has jobs, the same for all: numbers up
+to this belong to that database, and all shards begin after it.
 Raises 22023 (bad argument), 55000 (ids have been given out).';
 
 create or replace function pgqueue.shard_of(key text, shards int)
@@ -107,7 +107,7 @@ begin
     if key is null or shards < 1 is not false then
         raise exception using
             errcode = '22023',
-            message = 'key must not be null, and shards be at least 1',
+            message = 'key must not be null, and shards must be at least 1',
             detail = format('They are %s and %s.', coalesce(quote_literal(key), 'null'), coalesce(shards::text, 'null')),
             hint = 'What has no key may go to any shard.';
     end if;
@@ -117,10 +117,10 @@ end;
 $$;
 
 comment on function pgqueue.shard_of(text, int) is
-'Where in a list of so many shards what has this key belongs, counted from 0:
-the first four bytes of the SHA-256 of the key in UTF-8, read as an unsigned
-number with the highest byte first, modulo shards. With twice as many shards a
-key stays, or moves to its old place plus the old number of shards.
+'To which of so many shards a key belongs, as a place in a list, from 0 on: the
+first four bytes of the SHA-256 of the key in UTF-8, read as an unsigned
+big-endian number, modulo shards. With twice as many shards a key stays, or
+moves to its old place plus the old number of shards.
 Raises 22023 (bad argument).';
 
 -- The timeline of the server: each promotion begins a new one. Not from the control file, which may not have it
@@ -171,7 +171,7 @@ begin
     end if;
     perform setval('pgqueue.job_id_seq', nextval('pgqueue.job_id_seq') + skipped),
         setval('pgqueue.token_seq', nextval('pgqueue.token_seq') + skipped);
-    -- Last, so that a call that was interrupted is repeated.
+    -- Last, so that an interrupted call is repeated. A rollback undoes none of this.
     perform setval('pgqueue._cell_timeline', timeline);
     return true;
 end;
@@ -180,9 +180,9 @@ $$;
 comment on function pgqueue.after_failover(boolean) is
 'Skips a million ids and tokens if a standby has been promoted, or a base backup
 recovered, since the last call: those that the old primary may have given out
-without its standby knowing. Every session calls it before its first claim, as
-the worker does; a producer before its first enqueue, if ids are known outside.
-always: skips in any case, as after a restore of a dump; for operators.
+without its standby knowing. Call it in each session before its first claim, as
+the worker does, and in a producer before its first enqueue if ids are known
+outside. always: skips in any case, as after a restore of a dump; for operators.
 Returns whether it has skipped any.
 Raises 42501 (always, and the caller is no operator).';
 

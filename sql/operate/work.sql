@@ -44,7 +44,7 @@ begin
         case when run_for >= time_limit and time_limit > '0' then array[
             'run_for must be less than statement_timeout',
             format('It is %s, and statement_timeout, which counts from the call of work, is %s.', run_for, time_limit),
-            'What is between them is the time that the last handler has.'
+            'The difference is the time that the last handler has.'
         ] end,
         pgqueue._check_access('worker', array[queue]),
         case when kinds = '{}' then array[
@@ -204,7 +204,7 @@ begin
         if state operator(pg_catalog.=) '57014' then
             raise exception using
                 errcode = state, message = error, detail = pg_catalog.concat('Job ', job.id, ' was running. ', became),
-                hint = 'Let run_for be less than statement_timeout by what a job may take.';
+                hint = 'Let run_for be shorter than statement_timeout, by the time that one job may take.';
         end if;
     end loop;
 end;
@@ -212,15 +212,15 @@ $$;
 
 comment on procedure pgqueue.work(text, interval) is
 'A worker: claims the jobs of a queue one by one, and calls the functions that
-configure has set as their handlers. Each completes its job with what it
-returns in the transaction of its writes; if it raises, these are rolled back
-and the attempt fails with the message, detail, hint and context. One that has
-itself called complete, fail, release or suspend for its job is left at that.
-Works, and waits for jobs, until run_for is over, and calls maintain once a
-minute; without it, works until nothing is due. Commits: call it as a statement
-of its own. Handlers run with the rights and settings of the caller.
-statement_timeout fails the attempt that it meets, pg_cancel_backend gives the
-job back; both end the call.
+configure has set as their handlers. What a handler returns is the result of its
+job, which completes in the transaction of the handler''s writes; if it raises,
+these are rolled back and the attempt fails with the message, detail, hint and
+context. If it has itself called complete, fail, release or suspend for its job,
+that stands. With run_for, works and waits for jobs that long, and calls
+maintain once a minute; without it, works until nothing is due. Commits: call it
+as a statement of its own. Handlers run with the rights and settings of the
+caller. A statement_timeout fails the current attempt, pg_cancel_backend gives
+the job back; both end the call.
 Raises 25001 in a transaction block (where that cannot be seen, Postgres raises
 2D000) and outside READ COMMITTED, 25006 (read-only), 22023 (bad argument, or
 no handler), 42501 (the caller is a worker of other queues only), 57014.';

@@ -1,7 +1,7 @@
 -- Which role may do what. PUBLIC may do nothing. Only the owner touches tables: the
 -- functions are security definer, so a role only needs the right to call them. Roles
--- belong to the cluster, so the extension creates none; it grants to yours. For which queues is a row in access,
--- which _own_queues reads in every function that is about a queue or a job.
+-- belong to the cluster, so the extension creates none; it grants to yours. A row in access says for which
+-- queues; every function that is about a queue or a job checks that with _own_queues.
 
 -- What a kind of role may do: one row for each grant; none for an unknown kind.
 create or replace function pgqueue._grants(kind text)
@@ -16,7 +16,7 @@ as $$
             ('{producer}', true, '{status,result,await,emit,after_failover,shard_of,version}'),
             ('{worker}', true, '{claim,claim_from,extend,progress,complete,complete_many,fail,release,finish}'),
             ('{worker}', true, '{save_step,steps,suspend,emit,results_of,reap,maintain,rest,after_failover,next_slots,shard_of,version}'),
-            -- And what it calls as its caller.
+            -- work, and what it calls with the rights of its caller.
             ('{worker}', true, '{work,_handled,_hold}'),
             ('{worker,operator}', false, '{events}'),
             ('{scheduler}', true, '{schedule,next_slots,shard_of,version}'),
@@ -24,7 +24,7 @@ as $$
             ('{operator}', true, '{rerun,run_now,reprioritize,configure,shard,after_failover,reap,maintain,status,result,await,steps,emit}'),
             ('{operator}', true, '{schedule,unschedule,pause_schedule,resume_schedule,run_schedule}'),
             ('{operator,reader}', true, '{next_slots,why,health,metrics,shard_of,version}'),
-            -- The views call these as their reader.
+            -- The views call these with the rights of their reader.
             ('{operator,reader}', true, '{_count_jobs,_count_dead,_dead_kinds,_leased,_recent_runs}'),
             ('{operator,reader}', true, '{_dead_errors,_error_like,_last_state}'),
             ('{operator,reader}', false, '{jobs,queues,running,workers,kinds,throughput,failures,dead,stuck}'),
@@ -34,7 +34,7 @@ as $$
     where _grants.kind = any (g.kinds::text[])
 $$;
 
--- Grants or revokes what _grants lists: the only dynamic SQL, because GRANT takes no parameters.
+-- Grants or revokes what _grants lists, with dynamic SQL, because GRANT takes no parameters.
 create or replace function pgqueue._change_access(role text, kind text, is_granted boolean)
     returns void
     language plpgsql
@@ -48,7 +48,7 @@ begin
     for change in
         select g.is_function, g.object from pgqueue._grants(kind) as g
         except
-        -- What it also has by another kind stays.
+        -- What the role also has by another kind of access stays.
         select o.is_function, o.object
         from pgqueue.access as a
         cross join lateral pgqueue._grants(a.kind) as o
@@ -63,14 +63,14 @@ begin
             else format('revoke select on pgqueue.%I from %I', change.object, role)
         end;
     end loop;
-    -- A role that may no longer do anything does not see the schema either.
+    -- A role that may no longer do anything need not see the schema either.
     if not is_granted and pgqueue._rights(role) = '{}' then
         execute format('revoke usage on schema pgqueue from %I', role);
     end if;
 end;
 $$;
 
--- Which functions, tables and views have been granted to a role itself.
+-- Which functions, tables and views have been granted to a role directly.
 create or replace function pgqueue._rights(role text)
     returns name[]
     language plpgsql
@@ -90,7 +90,7 @@ begin
 end;
 $$;
 
--- After a change of access: derives again whether that of any role is limited to queues.
+-- After a change of access: works out again whether the access of any role is limited to queues.
 create or replace function pgqueue._resolve_access()
     returns void
     language plpgsql
@@ -112,10 +112,10 @@ as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind, queue, false));
 begin
-    -- Sets nothing, but waits for others that set anything, or change access: each has to see what the other did, and
-    -- of two that change the rights on the same function Postgres lets the second fail.
+    -- Sets nothing, but waits for sessions that are changing settings or access: each has to see what the other did,
+    -- and if two change the rights on the same function, Postgres fails the second.
     perform pgqueue._set(null, null, null, '{}', false);
-    -- What is left of a role that had this name, and was dropped.
+    -- Rows left by a dropped role of the same name.
     delete from pgqueue.access as a
     where a.role = grant_access.role and a.kind = grant_access.kind
         and (select g.object from pgqueue._grants(grant_access.kind) as g limit 1) <> all (pgqueue._rights(grant_access.role));
@@ -141,9 +141,9 @@ comment on function pgqueue.grant_access(text, text, text) is
 'Lets a role be a producer (enqueue, and ask status and result),
 worker (claim and end attempts), scheduler (own recurring jobs), operator
 (manage, and read all) or reader (why, health, metrics and the views, which
-hold no payload). Kinds include no other kind.
-queue limits the access of a producer, worker or scheduler to that queue, and
-others for which it is called; without it, the access is to all queues, and a
+hold no payload). No kind includes another.
+queue limits the access of a producer, worker or scheduler to that queue and
+others granted in the same way. Without it, the access is to all queues, and a
 later call with queue does not limit it: only revoke_access does.
 Raises 22023 (unknown kind, or one that is not limited), 42704 (no such role),
 40001 (settings or access have changed since the snapshot).';
@@ -177,9 +177,9 @@ another kind of access stays. The role may have been dropped.
 Raises 22023 (unknown kind, or one that is not limited), 42704 (no such role),
 40001 (settings or access have changed since the snapshot).';
 
--- The rows that an upgrade touches are of roles that had all that their kind of access includes: now they get what is
--- new to it. When the transaction ends, because a script of an extension would make all that has been granted on
--- these objects a part of the extension, and pg_dump would leave it out. Nothing else updates access, nor does a restore.
+-- An upgrade updates the rows of roles that had all that their kind of access includes: this grants them what is
+-- new. It does so when the transaction ends, because rights that the script of an extension grants become part of
+-- the extension, and pg_dump would leave them out. Nothing else updates access, not even a restore.
 create or replace function pgqueue._grant_again()
     returns trigger
     language plpgsql
@@ -191,11 +191,11 @@ begin
 end;
 $$;
 
--- What is new belongs to nobody but the owner; what an upgrade repeats keeps its rights. Not all at once, because a
--- REVOKE does what a GRANT does there.
+-- New objects are for the owner alone; those that an upgrade creates again keep their rights. Only new ones are
+-- revoked, because in the script of an extension a REVOKE makes all rights on an object part of it, like a GRANT.
 do $$
 declare
-    -- Of an upgrade: what was there before it, see module begin.
+    -- In an upgrade: the objects that were there before, see module begin.
     kept text[] := coalesce(nullif(current_setting('pgqueue.kept', true), ''), '{}');
     object text;
 begin
@@ -205,7 +205,7 @@ begin
         select format('%s %s', case c.relkind when 'S' then 'sequence' else 'table' end, c.oid::regclass)
         from pg_class as c
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'v', 'S')
-            -- Others have no right to it but by default privileges.
+            -- Without an ACL only the owner has rights.
             and c.relacl is not null and 'relation ' || c.oid <> all (kept)
         union all
         select format('routine %s', p.oid::regprocedure)

@@ -15,40 +15,39 @@
 --
 -- There is no state column. A job is scheduled, ready, running, expired or blocked
 -- according to run_at and lease_expires_at and the clock; the view jobs says which.
--- Whatever claim() and extend() change is in no index, so both are HOT updates: they
+-- No index contains what claim() and extend() change, so both are HOT updates: they
 -- leave nothing behind in the index that every claim walks.
 --
 -- Every finished attempt is a row in run, for the metrics.
 --
--- The house, a folder for each layer, from the ground up. A function calls its own module and those before it:
+-- The layers, a folder for each, from the bottom up. A function calls its own module and those before it:
 --
 --   tables    schema: this one
---   base      match (which rows an index holds), check (arguments), resolve (settings in force), lane (what
---             claims leave for each other), wake (who sleeps), ticket (which groups have something to do)
---   attempts  lease (who holds a job), attempt (how that ends, and what follows)
---   limits    age, permit, group, cap: which of the jobs that are due may run
+--   base      match (finding rows by an index), check (arguments), resolve (settings in force), lane (what claims
+--             remember for each other), wake (sleeping workers), ticket (which groups have something to do)
+--   attempts  lease (which worker holds a job), attempt (how attempts end, and what follows)
+--   limits    age, permit, visit, group, cap: which of the jobs that are due may run
 --   core      enqueue, pick, rest, claim, finish: what producers and workers call
 --   flow      depend and batch (what waits for ends), step and event (jobs that take days), sweep, cron and
 --             schedule (recurring jobs), trigger
---   operate   settings, manage, dead, maintain, work (handlers in SQL)
+--   operate   settings, manage, dead, maintain, work (handlers in SQL), shard and move (several databases)
 --   observe   measure, observe, status (one job), metrics, why, health
 --   roles     access: who may call what
 --
--- The path of one job: enqueue inserts it, and wakes a worker if one sleeps. claim has it found in its lane by
--- _pick, in a group by _pick_plain_groups with the tickets (by _pick_groups where anything is unusual), under
--- caps by _pick_capped with permits, and leases it.
--- complete deletes it and logs the run; any other end is written by _end. Then _after_end gives its permits
--- back and says upwards that it has ended. Only three others call upwards, to announce something: enqueue a
--- job that waits for others, finish one that is suspended, and _look_around, for a claim or rest, that schedules
--- may be due.
+-- The path of a job: enqueue inserts it, and wakes a worker if one sleeps. claim finds it and leases it: in a
+-- plain lane with _pick; in a group by its ticket, with _pick_plain_groups, or _pick_groups if anything is
+-- unusual; under caps with _pick_capped, which takes permits. complete deletes it and logs the run; any other end
+-- is written by _end. Then _after_end returns its permits and tells the layers above that it has ended. Only three
+-- other functions call upwards, to announce something: enqueue, a job that waits for others; finish, one that is
+-- suspended; and _look_around, for a claim or rest, that schedules may be due.
 --
--- A public function pins the search path, with which the private ones that it calls run as well. Each pins the
--- planner settings that its plans need (claim says why), so the same lines are above many bodies.
+-- A public function pins the search path for itself and the private functions that it calls. Each function pins
+-- the planner settings that its plans need (module claim says why), so the same lines stand above many bodies.
 
--- CREATE EXTENSION has already set this; the plain install has not.
+-- CREATE EXTENSION has already set this, the plain install has not.
 set local search_path = pg_catalog, pg_temp;
 
--- Without "if not exists": a schema that somebody else created must stop the install.
+-- Without "if not exists": if anybody else has created this schema, the install must stop.
 create schema pgqueue;
 comment on schema pgqueue is
 'A job queue. Producers call enqueue, workers claim and complete, operators
@@ -69,7 +68,7 @@ the jobs that it has waited for, whose results it may read.';
 -- Fixed-width columns first, so that the ones every claim compares are found without
 -- walking over text; the wide ones that only a handler reads come last.
 --
--- job, recent_key and run have no CHECK: Postgres parses each one anew for every statement, and three
+-- job, recent_key and run have no CHECK: Postgres parses each one again for every statement, and three
 -- of them were a sixth of the cost of an enqueue. The functions, the only way in, check instead.
 create table pgqueue.job (
     id bigint generated always as identity,
@@ -96,9 +95,8 @@ create table pgqueue.job (
     errors jsonb not null default '[]',
     constraint job_pkey primary key (id)
 ) with (
-    -- More than half of each page stays free for the new version that a claim, a heartbeat
-    -- or a release writes, a little longer than the old: only in the same page is the
-    -- update HOT.
+    -- More than half of each page stays free for the new, slightly longer version that a
+    -- claim, a heartbeat or a release writes: an update is HOT only within the page.
     fillfactor = 45
 );
 
@@ -140,18 +138,18 @@ put the job off since, the last one says why, without an attempt.';
 -- walks one lane at a time, so that run_at is a bound of the scan: with a range over
 -- all priorities, jobs scheduled at a high priority would be walked by every claim.
 -- Jobs of groups have lanes of their own, 1000 above: no claim walks these, see ticket.
--- By the hash of the queue, because reading a page of numbers, and finding the place of an
--- entry, takes half the time of a page that begins with texts; queries ask for both.
+-- It begins with the hash of the queue, because a page of numbers takes half the time to read
+-- and to search that a page of texts does; queries compare the name as well.
 -- Half full, because a claim of one job reads a whole page. The predicate is true for every
--- row, but only a query that names a queue can know it: without it, a session that plans
--- after an idle hour, when job looks empty, reads this whole index to find jobs by id.
+-- row, but the planner can prove it only for a query that names a queue. Without it, a session
+-- that plans after an idle hour, when job looks empty, reads this whole index to find jobs by id.
 create index job_lane_idx on pgqueue.job
 (hashtext(queue), (priority + 1000 * num_nonnulls(group_key)), run_at, id)
 with (fillfactor = 50, deduplicate_items = off)
 where queue is not null;
 comment on index pgqueue.job_lane_idx is 'Which jobs of a lane are due, in order?';
 
--- By 64 bits, because a sweep that goes from group to group would never meet the second of two with one hash.
+-- A hash of 64 bits, because the sweep goes from hash to hash, and never meets a second group with the same one.
 create index job_group_idx
 on pgqueue.job (hashtextextended(group_key, hashtext(queue)), (-priority), run_at, id)
 with (deduplicate_items = off)
@@ -196,12 +194,12 @@ comment on column pgqueue.ticket.queue is 'The queue.';
 comment on column pgqueue.ticket.group_key is 'The group.';
 create index ticket_lane_idx on pgqueue.ticket (hashtext(queue), priority, at);
 comment on index pgqueue.ticket_lane_idx is 'Which groups come next?';
--- The latest first: what is behind it is dead, and kept by some old snapshot.
+-- The latest first: an old snapshot may keep dead entries behind it.
 create index ticket_group_idx on pgqueue.ticket (hashtextextended(group_key, hashtext(queue)), priority, at desc)
 with (deduplicate_items = off);
 comment on index pgqueue.ticket_group_idx is 'Which tickets does a group have?';
 
--- A permit to run is held until the attempt of its job ends; one to begin, for the period after that.
+-- A permit to run is held until the attempt of its job ends, a permit to begin (a rate) until its period is over.
 create table pgqueue.permit (
     free_at timestamptz not null,
     taken_at timestamptz,
@@ -233,13 +231,13 @@ comment on column pgqueue.permit.is_surplus is
 comment on column pgqueue.permit.queue is 'The queue.';
 comment on column pgqueue.permit.kind is 'The kind; empty for all.';
 comment on column pgqueue.permit.group_key is 'The group; empty for all.';
--- The predicate is true for every row, but only a query that names a queue can know it: see job_lane_idx.
+-- The predicate is true for every row, but proved only by a query that names a queue: see job_lane_idx.
 create index permit_scope_idx on pgqueue.permit
 (hashtextextended(group_key, hashtextextended(kind, hashtext(queue))), is_rate, free_at)
 with (deduplicate_items = off)
 where queue is not null;
 comment on index pgqueue.permit_scope_idx is 'Which permits of a queue, kind or group are free?';
--- Its first row brings a second page: hot paths check the size before they look.
+-- With its first row it has a second page, so hot paths check its size before they look.
 create index permit_surplus_idx
 on pgqueue.permit (hashtext(queue), hashtextextended(group_key, hashtextextended(kind, hashtext(queue))))
 where is_surplus;
@@ -313,8 +311,8 @@ comment on index pgqueue.dead_job_group_idx is 'Which jobs of this group died, a
 create index dead_job_died_idx on pgqueue.dead_job (died_at);
 comment on index pgqueue.dead_job_died_idx is 'Which jobs died in some time? Which last?';
 
--- The windows of unique_for. A row outlives its job, so it is not in job; it is written by no
--- enqueue without unique_for.
+-- The windows of unique_for. A row may outlive its job, so it is not in job; only an
+-- enqueue with unique_for writes one.
 create table pgqueue.recent_key (
     job_id bigint not null,
     expires_at timestamptz not null,
@@ -332,7 +330,7 @@ create index recent_key_expires_idx on pgqueue.recent_key (expires_at);
 comment on index pgqueue.recent_key_expires_idx is 'Which windows have ended?';
 
 -- [Upgrades repeat this:
--- Every way in which an attempt can end. No column has a CHECK for them, see job; a test compares
+-- Every way in which an attempt can end. No column has a CHECK for this, see job; instead a test compares
 -- what functions write and expect with this list.
 create or replace view pgqueue._outcome as
 select * from (
@@ -355,10 +353,10 @@ comment on column pgqueue._outcome.meaning is 'What happened.';
 
 -- A ring of sixteen tables. A row goes to the table of the day on which it may be
 -- deleted, so that one TRUNCATE deletes a day: no mass DELETE, no new tables, and
--- nothing left for VACUUM. Two weeks at most are kept, which leaves a table that is
--- certainly over. maintain() empties it; in a transaction that may continue, where the lock
--- of a TRUNCATE would stay, it deletes the rows. Only then pages are filled for a second
--- time, no longer in the order of time, which the index below counts on.
+-- nothing left for VACUUM. Two weeks at most are kept, so there is always a table whose rows may
+-- all go. maintain() empties it. In a transaction that may continue, and so would keep the lock
+-- of a TRUNCATE, it deletes the rows instead. Only after that are pages filled a second
+-- time, and no longer in the order of time, on which the index below relies.
 create table pgqueue.run (
     slot smallint not null,
     attempt int not null,
@@ -372,7 +370,7 @@ create table pgqueue.run (
     worker text,
     result jsonb,
     error text,
-    -- Few, because each column slows completions a little, even when it is null.
+    -- Few columns, because each one slows completions a little, even when it is null.
     payload jsonb,
     headers jsonb,
     options jsonb
@@ -419,12 +417,12 @@ begin
 end;
 $$;
 
--- Rows arrive in the order of their time, so a few bytes a megabyte find an hour, and nearly in that
--- of their jobs. Two such indexes would cost a completion twice as much as one of two columns.
+-- Rows arrive in the order of their time, and nearly in that of their jobs, so a few bytes for each megabyte are
+-- enough to find an hour. Two indexes would cost a completion twice as much as one with two columns.
 create index run_finished_idx on pgqueue.run using brin (finished_at, job_id) with (autosummarize);
 comment on index pgqueue.run_finished_idx is 'What has finished since then? What happened to this job?';
 -- The index of an empty table has a summary of the first megabyte, which all completions would take
--- turns to write. A range without one is read whole, and gets it when it is full.
+-- turns to update. A range without a summary is read whole, and gets one when it is full.
 do $$
 begin
     perform brin_desummarize_range(i.inhrelid, 0)
@@ -434,11 +432,11 @@ end;
 $$;
 
 -- [Upgrades repeat this:
--- Every setting, with all its facts: its column in the two tables below, with comment and check, its
--- default, what configure refuses, and the view settings follow from this list. A new one comes last, where an
+-- Every setting, with all its facts. From this list follow its column in the two tables below, with comment and
+-- check, its default, what configure refuses, and the view settings. A new setting comes last, where an
 -- upgrade adds its columns.
--- A range is the lowest and the highest value or, for a text, all values; null for any. not_for: where it
--- cannot be set.
+-- range: the lowest and the highest value or, for a text, all values; null for any. not_for: where the setting
+-- cannot be made.
 create or replace view pgqueue._setting as
 select
     row_number() over () as place, s.name, s.type, s.fallback, r.range, n.not_for, s.meaning, r.said,
@@ -538,7 +536,7 @@ create table pgqueue.queue (
     name text,
     kind text not null default '',
     group_key text not null default '',
-    -- Groups may be many, and what decides most comes first.
+    -- group_key first: there may be many groups, so it narrows a search most.
     constraint queue_pkey primary key (group_key, kind, name),
     constraint queue_name_length check (
         octet_length(name) <= 200 and octet_length(kind) <= 200 and octet_length(group_key) <= 200
@@ -551,7 +549,7 @@ comment on column pgqueue.queue.name is 'The queue; empty for all.';
 comment on column pgqueue.queue.kind is 'The kind for which this is set; empty for all.';
 comment on column pgqueue.queue.group_key is 'The group for which this is set; empty for all.';
 
--- Derived from the table queue whenever that changes, so that a call finds what applies in one row, or
+-- Worked out from the table queue whenever that changes, so that a call finds what applies in one row, or
 -- learns from used_seq that there is none.
 create table pgqueue.queue_in_force (
     queue text not null,
@@ -574,8 +572,8 @@ comment on column pgqueue.queue_in_force.has_access is
 comment on column pgqueue.queue_in_force.caps is 'The caps of its kinds, and then its own; null for none.';
 
 -- [Upgrades repeat this:
--- The columns of the settings that are new, or whose comment says something new. In queue_in_force a new one has
--- its default in every row, because nobody has set it yet; also in those of a dump of an older version.
+-- Adds or changes the columns of settings that are new or have a new comment. In queue_in_force a new column has
+-- its default in every row, because nobody has set it yet, even in rows from the dump of an older version.
 do $$
 declare
     setting record;
@@ -627,7 +625,7 @@ end;
 $$;
 -- so far.]
 
--- By whether it is of a group: these may be many.
+-- left(group_key, 1) sets apart the rows of groups, which may be many.
 create index queue_cap_idx on pgqueue.queue (name, left(group_key, 1))
 where num_nonnulls(max_running, rate_limit, rate_period) > 0;
 comment on index pgqueue.queue_cap_idx is 'Which caps are set for a queue, its kinds and groups?';
@@ -664,8 +662,8 @@ comment on column pgqueue.service.kinds is 'The kinds that it takes; null for al
 create index service_session_idx on pgqueue.service (pid, queue);
 comment on index pgqueue.service_session_idx is 'Has this session said that it serves a queue?';
 
--- What is used, so that nobody pays for what others use. Bits are only ever set, at once, whatever happens to
--- the transaction: they may say too much, never too little.
+-- Which features are used, so that nobody pays for what others use. Bits are only ever set, and at once, even if
+-- the transaction rolls back: they may say too much, never too little.
 create sequence pgqueue.used_seq minvalue -9223372036854775808 start 0;
 comment on sequence pgqueue.used_seq is
 'Bits: in which of 63 folds of queues something is set; below 0 if a schedule,
@@ -682,14 +680,14 @@ comment on sequence pgqueue.awaited_seq is
 after, that sessions wait for, that have saved steps or were suspended; below 0
 if access was ever limited to queues.';
 
--- Without printing anything.
+-- In a DO, so that nothing is printed.
 do $$
 begin
     perform setval('pgqueue.used_seq', 0), setval('pgqueue.lanes_seq', 0), setval('pgqueue.awaited_seq', 0);
 end;
 $$;
 
--- By name, because a restored database may have other roles, and its own rights.
+-- Roles by name, because where a database is restored they have other oids, or may be missing.
 create table pgqueue.access (
     role text not null,
     kind text not null,
@@ -728,7 +726,7 @@ create table pgqueue.schedule (
     constraint schedule_has_one_rule check (num_nonnulls(cron, every) = 1),
     constraint schedule_catch_up_is_known check (catch_up in ('skip', 'one', 'all'))
 ) with (
-    -- Each firing leaves a dead row, however few rows there are.
+    -- Each firing leaves a dead row, so vacuum by count, however few rows there are.
     autovacuum_vacuum_scale_factor = 0,
     autovacuum_vacuum_threshold = 1000,
     autovacuum_vacuum_cost_delay = 0
@@ -780,7 +778,7 @@ comment on type pgqueue._cron is
 'What a cron expression lists, each in order, and whether either of the two days
 is enough.';
 
--- What waits for the end of jobs. No row is ever updated: module depend says who deletes it.
+-- Which jobs wait for the end of others. No row is ever updated; module depend says who deletes it.
 create table pgqueue.dependency (
     job_id bigint not null,
     waiter_id bigint not null,
@@ -795,17 +793,17 @@ comment on column pgqueue.dependency.waiter_id is 'The job that waits for it.';
 comment on column pgqueue.dependency.runs_if_dead is
 'Whether any end will do; otherwise the waiting job is cancelled unless this one
 completes.';
--- By a hash, so that looking for any of them may begin anywhere.
+-- By a hash, so that a search for any of them can start at a random place.
 create index dependency_waiter_idx on pgqueue.dependency (waiter_id, hashint8(job_id));
 comment on index pgqueue.dependency_waiter_idx is 'Does it still wait for anything?';
 
--- A tie, as seen by whoever cuts it.
+-- A tie, for the functions that cut it.
 create type pgqueue._tie as (place tid, job_id bigint, waiter_id bigint, is_doomed boolean, is_first boolean);
 comment on type pgqueue._tie is
 'A row of dependency: where it is; whether the waiting job is to be cancelled;
 and whether the one that it waits for has ended, or is to be cancelled as well.';
 
--- By 64 ids, so that a purge leaves few rows. A part may have several: no row is ever updated.
+-- 64 ids in a row, so that a purge writes few. A part may have several rows, because none is ever updated.
 create table pgqueue.gone (
     part bigint not null,
     ids bigint not null,
@@ -878,8 +876,8 @@ comment on column pgqueue.batch.group_key is 'The group of the callback; null fo
 comment on column pgqueue.batch.payload is 'The payload of the callback, to which the counts are added.';
 comment on column pgqueue.batch.headers is 'The headers of the callback.';
 comment on column pgqueue.batch.problem is 'Why its callback could not be enqueued; null: no problem.';
--- Unique, which makes finished_at a key: otherwise a session that locks the row to add a job (for key share)
--- while another finishes the batch might get the version before.
+-- Unique, so that finished_at counts as a key: otherwise a session that locks the row to add a job (for key share)
+-- while another finishes the batch might get the old version.
 create unique index batch_finished_idx on pgqueue.batch (finished_at, id);
 comment on index pgqueue.batch_finished_idx is 'Which batches can be forgotten?';
 create index batch_open_idx on pgqueue.batch (id) where finished_at is null;
@@ -910,8 +908,8 @@ comment on column pgqueue.tally.parts is 'How many times 1,024 ids: on a shard, 
 create index tally_batch_idx on pgqueue.tally (batch_id, part);
 comment on index pgqueue.tally_batch_idx is 'Where are the jobs of a batch, and how have they ended?';
 
--- What is kept for a job beside its row, so that no claim copies it: modules step and event. Its end deletes
--- both; steps stay with a dead job.
+-- step and wait: kept in rows of their own, so that no claim has to copy them; see modules step and event. The end
+-- of the job deletes both, but steps stay with a dead job.
 create table pgqueue.step (
     job_id bigint not null,
     saved_at timestamptz not null,
@@ -946,7 +944,7 @@ comment on column pgqueue.wait.step is 'The step to save if an operator ends the
 create index wait_event_idx on pgqueue.wait (hashtextextended(event, 0)) where event is not null;
 comment on index pgqueue.wait_event_idx is 'Who waits for an event?';
 
--- No row is ever updated: an emit would wait for that.
+-- No row is ever updated, because an emit would have to wait for that.
 create table pgqueue.event (
     emitted_at timestamptz not null,
     name text not null,
@@ -967,7 +965,7 @@ comment on type pgqueue._suspension is
 'What a suspended job waits for: an event, a moment or the ends of jobs,
 whichever comes first; null for not. And the step that run_now saves.';
 
--- What metrics() counts. No job passes through these two: maintain() adds up the log.
+-- What metrics() counts. No job writes to these two tables: maintain() adds up the log.
 create table pgqueue.counter (
     queue text not null,
     counted_at timestamptz not null,
@@ -1000,10 +998,10 @@ comment on column pgqueue.cut.at is 'Attempts that ended until then are before t
 comment on column pgqueue.cut.last_id is 'The last id of the jobs that are before it.';
 comment on column pgqueue.cut.xid is 'Transactions that wrote before it have lower numbers.';
 
--- A queue makes garbage at the rate of its work whatever its length, so vacuum by count, at full speed, and
--- before the planner's statistics are far off. Dead index entries slow every claim, and returning the empty
--- end of a file to the system would lock everybody out for space that the next burst needs; only where a
--- call sees by the size of a table that nothing is used, it shall become empty. The last ones have no key.
+-- A queue makes garbage as fast as it works, whatever its length, so vacuum by count and at full speed, and
+-- analyze before the planner's statistics are far off. Dead index entries slow every claim. Returning the empty
+-- end of a file to the system would lock everybody out, for space that the next burst needs; only tables whose
+-- size tells a call whether a feature is used may be truncated. The last tables have no key.
 do $$
 declare
     change record;
@@ -1031,9 +1029,9 @@ begin
 end;
 $$;
 
--- What claims and enqueues remember for each other; module lane says what is in them. Sequences,
--- because these can be shared and written without creating row versions. Each takes 11 kB of every database,
--- and a comment on it would be another lock that CREATE EXTENSION takes.
+-- What claims and enqueues remember for each other; module lane says what the cells hold. They are sequences,
+-- because all sessions can read and write these without creating row versions. Each takes 11 kB of every database,
+-- and a comment on it would be another lock for CREATE EXTENSION to take.
 do $$
 declare
     cell text;
@@ -1047,31 +1045,31 @@ begin
 end;
 $$;
 
--- And for themselves, times in us since 2020. Until when a completion looks whether anybody waits for it.
+-- Single cells; times are in us since 2020. Until when a completion checks whether a session waits for it.
 create sequence pgqueue._cell_awaited minvalue 0;
--- Up to which id the sweep has looked at ties and batches.
+-- The id up to which the sweep has looked at ties and batches.
 create sequence pgqueue._cell_swept minvalue 0;
--- Up to which group, by its hash, the sweep has looked.
+-- The group, by its hash, up to which the sweep has looked.
 create sequence pgqueue._cell_groups_swept minvalue -9223372036854775808;
--- Up to which page of permits the sweep has looked.
+-- The page of permits up to which the sweep has looked.
 create sequence pgqueue._cell_permits_swept minvalue 0;
--- When a claim has to look for groups without a ticket.
+-- When a claim has to sweep groups and permits.
 create sequence pgqueue._cell_groups_due minvalue 0;
--- Until when enqueues tell claims where a group begins, because many finished jobs were in their way.
+-- Until when enqueues note in a ticket where its group begins, because claims met many finished jobs.
 create sequence pgqueue._cell_groups_slow minvalue 0;
--- Until when claims that leave jobs out believe that the groups they have passed over give none.
+-- Until when filtered claims (see pick) may pass over groups because a walk found nothing in them.
 create sequence pgqueue._cell_groups_vain minvalue 0;
--- Until when claims look whether a limit of their queue is just being set.
+-- Until when claims check whether a limit of their queue is being set.
 create sequence pgqueue._cell_held_off minvalue 0;
--- When a claim has to look for due schedules, for ties and for batches.
+-- When a claim has to look for due schedules, ties and batches.
 create sequence pgqueue._cell_due minvalue 0;
--- The timeline of the server when numbers were last skipped.
+-- The timeline of the server when ids and tokens were last skipped.
 create sequence pgqueue._cell_timeline minvalue 0;
 -- Which transaction was the last to change settings.
 create sequence pgqueue._cell_set_by minvalue 0;
 
--- One row where this database is a shard. pg_dump keeps what a sequence of an extension has handed out, and not
--- by how much it steps: a trigger (module shard) sets that whenever the row is written, also while it is restored.
+-- One row if this database is a shard. pg_dump keeps the last value of an extension's sequence, but not its
+-- increment: a trigger (module shard) sets that whenever the row is written, also during a restore.
 create table pgqueue.shard (
     number int not null,
     of int not null,
@@ -1100,7 +1098,7 @@ comment on column pgqueue.moving.key is 'The id, or the name.';
 comment on column pgqueue.moving.content is 'The row that arrives; null if it has left.';
 
 -- [Upgrades repeat this:
--- Marks for pg_dump: all rows of all tables, and the counting sequences, or a restored
+-- Marks for pg_dump: all rows of all tables, and the sequences that count; otherwise a restored
 -- queue would hand out ids and tokens a second time. The plain install needs no marks.
 do $$
 declare

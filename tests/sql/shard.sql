@@ -168,9 +168,9 @@ select ok(
 select is(pg_temp.refusal(format('select pgqueue.shard_of(%s)', c.arguments)), c.refusal, 'shard_of refuses ' || c.arguments)
 from (
     values
-        ('null, 2', '22023: key must not be null, and shards be at least 1. They are null and 2.'),
-        ($$'k', 0$$, $$22023: key must not be null, and shards be at least 1. They are 'k' and 0.$$),
-        ($$'k', null$$, $$22023: key must not be null, and shards be at least 1. They are 'k' and null.$$)
+        ('null, 2', '22023: key must not be null, and shards must be at least 1. They are null and 2.'),
+        ($$'k', 0$$, $$22023: key must not be null, and shards must be at least 1. They are 'k' and 0.$$),
+        ($$'k', null$$, $$22023: key must not be null, and shards must be at least 1. They are 'k' and null.$$)
 ) as c (arguments, refusal);
 
 -- After a failover. Other tests have emptied all cells.
