@@ -1,9 +1,9 @@
 -- Health: what is wrong or will be soon, and the SQL that fixes it.
 --
--- All checks only read, work on a standby, and look at catalogs, at the fronts of lanes and at the view queues, never
--- at all jobs.
+-- All checks only read, and work on a standby. They look at catalogs, at the first jobs of each lane and at the
+-- view queues, never at all jobs.
 
--- For whom a setting was set (role 0: not for one role), and the statement that undoes it.
+-- For which roles or databases a setting was set (role 0: not for one role), and the statement that undoes it.
 create or replace function pgqueue._set_for(setting text)
     returns table (role oid, whom text, value text, remedy text)
     language sql
@@ -22,19 +22,20 @@ as $$
     where s.setdatabase in (0, (select d.oid from pg_database as d where d.datname = current_database()))
         and starts_with(o.option, _set_for.setting || '=')
     union all
-    -- To reset it would leave what the main file says.
+    -- RESET would leave what the main configuration file says.
     select 0, 'this server', s.setting, format('alter system set %s = %s; select pg_reload_conf()', s.name, s.boot_val)
     from pg_settings as s
     where s.name = _set_for.setting and s.source = 'configuration file'
 $$;
 
 -- Every check, with all its facts: the function _found, and so health, follow from this list. The query returns a
--- row for each finding: whether it is critical, which is four times beyond the thresholds patience and most, the
--- detail, and the hint. In it, moment is the clock, seen the rows of the view queues, and held the leased jobs.
+-- row for each finding: whether it is critical (four times beyond the thresholds patience and most), the
+-- detail, and the hint. In a query, moment is the clock, seen the rows of the view queues, and held the leased
+-- jobs.
 create or replace view pgqueue._check (name, patience, most, few, fine, query) as
 values
-    -- Each queue whose oldest ready job waits beyond its wait_target, by the first of each lane. Paused jobs
-    -- are reported separately, and never critical.
+    -- Each queue whose oldest ready job, the first of a lane, has waited beyond the queue's wait_target. Paused
+    -- jobs are reported separately, and are never critical.
     ('waits', null::interval, null::float8, null::float8, 'no queue keeps a job waiting beyond its wait_target', $$
         select
             not o.is_paused and o.wait > 4 * o.target,
@@ -55,12 +56,12 @@ values
                 else format('select pgqueue.why(%s)', o.id)
             end
         from (
-            -- Why is dear to say.
+            -- Only for the first five, because the reason is expensive to find.
             select e.*, row_number() over (
                 order by not e.is_paused and e.wait > 4 * e.target desc, e.wait desc, e.id
             ) as place
             from (
-                -- Paused jobs separately, or they would come before what should run.
+                -- Paused jobs separately, or they might hide one that should run.
                 select distinct on (f.queue, p.is_paused)
                     f.queue, w.id, moment - w.run_at as wait, q.target, p.is_paused
                 from pgqueue._lanes() as f
@@ -99,8 +100,8 @@ values
         ) as r
         order by o.place
     $$),
-    -- Who has locked for that long what enqueue, claim or complete need: a table, or the row of a job that is among
-    -- the first to run in its lane; or has kept a session waiting for one for a fifth of that.
+    -- Each session that has locked, for that long, what enqueue, claim or complete need: a table, or the row of a
+    -- job among the first in its lane; or that has kept another session waiting for one, for a fifth of that time.
     ('locks', '5 seconds', null, null, 'nobody locks what enqueue, claim and complete need', $$
         with lock as materialized (
             select * from pgqueue._lock_holders()
@@ -108,7 +109,7 @@ values
             select c.oid, c.relname
             from pg_class as c
             where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p')
-                -- Nobody needs old runs: see the check of this name.
+                -- Not those of old runs, which nobody needs: see the check runs.
                 and (c.relname !~ '^run_' or c.relname = 'run_' || floor(date_part('epoch', moment) / 86400)::int % 16)
         ), waiter as materialized (
             select
@@ -118,8 +119,8 @@ values
             from lock as w
             where not w.is_held and case w.what
                 when 'relation' then w.relation in (select o.oid from ours as o)
-                -- Who waits for a row has locked its place. Who waits for a key has not, but has locked the index, and
-                -- whoever has that key has written to job.
+                -- A session that waits for a row has locked the tuple. One that waits for a unique key has not,
+                -- but it has locked the index, and the session that has the key has written to job.
                 when 'transactionid' then exists (
                     select
                     from lock as t
@@ -147,7 +148,7 @@ values
             join ours as o on o.oid = l.relation
             left join waiter as w on w.relation = l.relation
             where l.what = 'relation' and l.bars_writers
-                -- VACUUM cuts off the end of a file in a moment.
+                -- VACUUM needs its lock only for a moment, to cut off the end of a file.
                 and (l.pid in (select v.pid from pg_stat_progress_vacuum as v)) is not true
             union all
             select
@@ -162,7 +163,7 @@ values
                     select j.queue, j.id, j.xmax
                     from pgqueue.job as j
                     where pgqueue._is_in_lane(j, f.queue, f.lane) and j.run_at >= f.first and j.run_at < moment - patience
-                        -- One that runs is locked while it completes.
+                        -- A running job is locked while it completes.
                         and j.lease_expires_at is null
                     order by j.run_at, j.id
                     limit 20
@@ -180,13 +181,13 @@ values
         having min(f.since) < moment - patience or min(f.waits_since) < moment - patience / 5
         order by min(f.since)
     $$),
-    -- Each queue with jobs that have run for that long, and that many times as long as 99 % of their kind; or six times
-    -- that long where none is known; or that were asked to stop that long ago.
+    -- Each queue with jobs that have run for that long, and for that many times as long as 99 % of their kind (for
+    -- six times that long if nothing is known of their kind); or that were asked to stop that long ago.
     ('hung', '10 minutes', 10, null, 'no job runs for much too long', $$
         with old as materialized (
             select j.*
             from unnest(held) as l (id)
-            -- Here and below: as a join it might read all jobs, for each.
+            -- Here and below not a plain join, which might read all jobs each time.
             cross join lateral (select j.* from pgqueue.job as j where j.id = l.id offset 0) as j
             where j.claimed_at < moment - patience and j.lease_expires_at > moment
         ), usual as materialized (
@@ -223,7 +224,8 @@ values
         ) as h
         order by h.lasts desc
     $$),
-    -- Each queue in which leases expired that long ago and nobody has recovered the jobs; and who has locked the first.
+    -- Each queue in which leases expired that long ago and nobody has recovered the jobs; and what has locked the
+    -- first.
     ('leases', '3 minutes', null, null, 'jobs whose lease expired are recovered', $$
         with lock as materialized (
             select * from pgqueue._lock_holders()
@@ -249,15 +251,15 @@ values
         left join lock as l on l.xid = e.xid and l.what = 'transactionid' and l.is_held
         order by e.late desc
     $$),
-    -- Jobs that wait or run, and whose attempts have ended by an expired lease that often in the last hour.
-    ('crashes', null, 3, null, 'no job ends its workers again and again', $$
+    -- Waiting or running jobs whose lease has expired that often in the last hour.
+    ('crashes', null, 3, null, 'no job keeps crashing its workers', $$
         select
             c.attempts > 4 * most,
             format(
-                'queue %s: in the last hour %s attempts of job %s of kind %s ended by an expired lease; perhaps it ends '
-                'its workers', j.queue, c.attempts, j.id, j.kind
+                'queue %s: in the last hour %s attempts of job %s of kind %s ended by an expired lease; perhaps it '
+                'crashes its workers', j.queue, c.attempts, j.id, j.kind
             ),
-            format('select pgqueue.cancel(%s, %L)', j.id, 'ends its workers')
+            format('select pgqueue.cancel(%s, %L)', j.id, 'crashes its workers')
         from (
             select r.job_id, count(*) as attempts
             from pgqueue._recent_runs(moment - interval '1 hour') as r
@@ -268,7 +270,7 @@ values
         cross join lateral (select j.* from pgqueue.job as j where j.id = c.job_id offset 0) as j
         order by c.attempts desc, j.id
     $$),
-    -- Schedules that nobody has fired for that long, and those that cannot be fired.
+    -- Schedules that have been due for that long and were not fired, and those that cannot be fired.
     ('schedules', '2 minutes', null, null, 'schedules are fired in time', $$
         (
             select
@@ -290,8 +292,9 @@ values
         from pgqueue.schedule as s
         where s.problem is not null and not s.is_paused
     $$),
-    -- Batches whose callback could not be enqueued; and, of the first 1000 that have not finished for that long, those
-    -- without jobs, which nobody closes or sees, and those that have jobs a week of that later.
+    -- Batches whose callback could not be enqueued. And of the first 1000 unfinished ones, those that have had no
+    -- jobs for that long, which nobody has closed or checked, and those that still have jobs after seven times as
+    -- long.
     ('batches', '1 day', null, null, 'batches are closed, and their callbacks enqueued', $$
         with open as (
             select o.*, l.id as job_id, l.touched
@@ -347,7 +350,8 @@ values
             limit 1
         )
     $$),
-    -- Each queue that has a suspended job without a run_at beyond its suspend_target, of the 10,000 oldest.
+    -- Each queue that has a job, suspended without a run_at, beyond its suspend_target; among the 10,000 oldest
+    -- suspended jobs.
     ('suspensions', null, 10000, null, 'no suspended job waits beyond its suspend_target', $$
         with old as materialized (
             select j.queue, j.id, w.event, moment - w.since as age
@@ -378,8 +382,9 @@ values
         ) as o
         order by o.age desc
     $$),
-    -- Each queue whose jobs have waited that long, and nearly as long as they may, while no session serves it.
-    ('workers', '2 minutes', null, null, 'somebody works each queue that has jobs', $$
+    -- Each queue whose jobs have waited that long, and nearly as long as its wait_target, while no session serves
+    -- it.
+    ('workers', '2 minutes', null, null, 'each queue that has jobs has a worker', $$
         select
             q.oldest_wait > 4 * t.allowed,
             format(
@@ -388,16 +393,16 @@ values
             ),
             'select * from pgqueue.workers'
         from unnest(seen) as q
-        -- The view has another collation, which no index of names has.
+        -- The view has a different collation from the indexes of names.
         cross join lateral (values (q.queue collate "default")) as n (name)
         cross join lateral pgqueue._in_force(n.name) as s
-        -- A queue that is worked once a day has a wait_target of a day.
+        -- A queue that is served once a day has a wait_target of a day.
         cross join lateral (select greatest(patience, s.wait_target - interval '3 minutes') as allowed) as t
         where not q.paused and q.oldest_wait > t.allowed and q.workers = 0
             and n.name not in (select v.queue from pgqueue._served() as v)
-            -- Perhaps all waiting jobs are paused.
+            -- Not if kinds or groups are paused: perhaps that is all of its waiting jobs.
             and pgqueue._paused(n.name, false) is null
-            -- Without runs this is unknown, and jobs may begin rarely.
+            -- Without runs it is unknown whether any worker claims, and with a slow rate claims may be rare.
             and s.keep_runs > 0
             and not exists (
                 select from pgqueue.queue as o
@@ -406,9 +411,9 @@ values
             )
         order by q.oldest_wait desc
     $$),
-    -- Each kind whose jobs have waited that long while those who serve its queue take others, or have no handler for
-    -- it and put its jobs off; among some 20,000 jobs.
-    ('kinds', '2 minutes', null, null, 'somebody takes each kind that has jobs', $$
+    -- Each kind whose jobs have waited that long while the workers of its queue take other kinds, or have no
+    -- handler for it and put its jobs off; among some 20,000 jobs.
+    ('kinds', '2 minutes', null, null, 'each kind that has jobs is taken by a worker', $$
         with serving as materialized (
             select * from pgqueue._served()
         ), taken as materialized (
@@ -458,7 +463,7 @@ values
         cross join lateral pgqueue._in_force(w.queue, w.kind) as s
         cross join lateral (select greatest(patience, s.wait_target - interval '3 minutes') as allowed) as t
         where w.wait > t.allowed and not s.paused and s.keep_runs > 0
-            -- What was taken is dear to know.
+            -- Checked last, because what was taken is expensive to find.
             and case
                 when w.worker is not null
                     or exists (select from serving as v where v.queue = w.queue and w.kind <> all (v.kinds))
@@ -466,7 +471,7 @@ values
             end
         order by w.wait desc
     $$),
-    -- Functions that work is to call, and that do not exist.
+    -- Handlers that work should call but that do not exist.
     ('handlers', null, null, null, 'all handlers in SQL exist', $$
         select
             true,
@@ -481,9 +486,9 @@ values
         where q.handler is not null and q.group_key = '' and to_regprocedure(q.handler) is null
         order by q.name, q.kind
     $$),
-    -- Each queue whose jobs have waited that long and will take that many times its wait_target at the current
-    -- rate.
-    ('backlog', '2 minutes', 12, null, 'no queue has more jobs than are soon done', $$
+    -- Each queue whose jobs have waited that long, and which will take that many times its wait_target to empty at
+    -- the current rate.
+    ('backlog', '2 minutes', 12, null, 'no queue has a backlog that takes long', $$
         select
             q.time_to_empty > 4 * t.most,
             format(
@@ -495,13 +500,13 @@ values
         from unnest(seen) as q
         cross join lateral (values (q.queue collate "default")) as n (name)
         cross join lateral (select most * (pgqueue._in_force(n.name)).wait_target as most) as t
-        -- The rate of a burst that has just begun is not known yet; nor how many of the jobs are paused.
+        -- Not for a burst that has just begun, whose rate is not known yet, nor if some of the jobs are paused.
         where not q.paused and q.oldest_wait > patience and q.time_to_empty > t.most
             and pgqueue._paused(n.name, false) is null
         order by q.time_to_empty desc
     $$),
-    -- Each queue that share of whose attempts failed, and ten in an hour.
-    ('failures', null, 0.2, 10, 'no queue fails much', $$
+    -- Each queue in which that share of the attempts failed, and at least few of them in an hour.
+    ('failures', null, 0.2, 10, 'no queue has many failed attempts', $$
         select
             q.failure_rate_5m > 4 * most and q.failed_last_hour >= 4 * few,
             format(
@@ -513,8 +518,8 @@ values
         where not q.paused and q.failure_rate_5m > most and q.failed_last_hour >= few
         order by q.failed_last_hour desc
     $$),
-    -- Each queue of which this many jobs died in the last hour, or five times as many in the last day, counted up to
-    -- 1,000 of a kind; or which keeps a thousand times as many.
+    -- Each queue in which that many jobs died in the last hour, or five times as many in the last day, counted up
+    -- to 1,000 of each kind; or which keeps a thousand times as many dead jobs.
     ('dead', null, 10, null, 'few jobs died, and few are kept', $$
         (
             select
@@ -554,8 +559,8 @@ values
             order by q.dead desc, q.queue
         )
     $$),
-    -- Who has held a snapshot for that long, while the tables of pgqueue have that many dead rows: sessions,
-    -- standbys, prepared transactions, replication slots. If the time is unknown, who has held it for that
+    -- What has held a snapshot for that long, while the tables of pgqueue have few or more dead rows: sessions,
+    -- standbys, prepared transactions, replication slots. If the time is unknown, what has held one for that
     -- many transactions.
     ('horizon', '15 minutes', 100000, 20000, 'nobody keeps VACUUM from removing dead rows', $$
         select
@@ -567,14 +572,14 @@ values
         from (
             select
                 a.xact_start,
-                -- The snapshots of this database have to see what writes in any.
+                -- A transaction that writes, in any database, holds back the snapshots of this one.
                 greatest(age(a.backend_xid), case when a.datname = current_database() then age(a.backend_xmin) end),
                 format('session %s (%s)', a.pid, concat_ws(
                     ', ', a.usename, nullif(a.application_name, ''), a.state,
                     'in database ' || nullif(a.datname, current_database())
                 )),
                 case
-                    -- The functions have their owner's rights, and a query may hold what its caller must not see.
+                    -- health has its owner's rights, and a query may contain what its caller must not see.
                     when not pg_has_role(session_user, 'pg_read_all_stats', 'usage')
                         then 'its query is shown to members of pg_read_all_stats'
                     when a.query = '<insufficient privilege>'
@@ -619,8 +624,8 @@ values
                 where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
             ))
     $$),
-    -- Unused replication slots that keep that much WAL, and used ones that keep four times as much; and whether this is
-    -- a standby that shows what was.
+    -- Unused replication slots that keep that much WAL, and used ones that keep four times as much; and whether
+    -- this is a standby whose replay is paused, so that all it shows is old.
     ('wal', null, 1073741824, null, 'no replication slot keeps much WAL, and no standby stands still', $$
         select
             true,
@@ -649,7 +654,7 @@ values
         where k.bytes > case when s.active then 4 * most else most end
     $$),
     -- Tables with that many times the dead rows at which autovacuum should start, for which no VACUUM has
-    -- ended for that long.
+    -- finished for that long.
     ('vacuum', '10 minutes', 10, null, 'VACUUM keeps up with the dead rows', $$
         select
             moment - v.since > 4 * patience and v.dead > 4 * most * v.threshold,
@@ -668,7 +673,7 @@ values
                 pg_stat_get_dead_tuples(c.oid) as dead,
                 greatest(
                     pg_stat_get_last_vacuum_time(c.oid), pg_stat_get_last_autovacuum_time(c.oid),
-                    -- Before that, no VACUUM is on record.
+                    -- No VACUUM is on record from before these.
                     pg_postmaster_start_time(),
                     (select d.stats_reset from pg_stat_database as d where d.datname = current_database())
                 ) as since,
@@ -679,10 +684,10 @@ values
                 )::float8 * greatest(c.reltuples, 0) as threshold
         ) as v
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
-            -- After an hour with nothing to do, as many come before autovacuum can.
+            -- Both, because after an idle hour that many dead rows may come before autovacuum can run.
             and v.dead > most * v.threshold and moment - v.since > patience
     $$),
-    -- Whether autovacuum is off, for all or for a table of pgqueue.
+    -- Whether autovacuum is off, for all tables or for one of pgqueue.
     ('autovacuum', null, null, null, 'autovacuum is on', $$
         select
             true, format('%s is off on this server: dead rows pile up', s.name),
@@ -698,11 +703,12 @@ values
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
             and o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
     $$),
-    -- Indexes that are invalid, as an interrupted REINDEX CONCURRENTLY leaves them; and those on what claims change.
+    -- Indexes that are invalid, as an interrupted REINDEX CONCURRENTLY leaves them; and indexes on columns that
+    -- claims change.
     ('indexes', null, null, null, 'all indexes are valid, and let claims be HOT updates', $$
         select
             false,
-            format('index %s of table %s is invalid: each write keeps it, and no query uses it', c.relname, t.relname),
+            format('index %s of table %s is invalid: every write maintains it, but no query uses it', c.relname, t.relname),
             format(
                 case when o.is_ours then 'reindex index concurrently' else 'drop index concurrently' end || ' pgqueue.%I',
                 c.relname
@@ -732,8 +738,8 @@ values
             and a.attname in ('token', 'attempt', 'worker', 'claimed_at', 'lease_expires_at')
         group by c.relname
     $$),
-    -- Whether enqueues are kept from waking workers by a setting of this database or of a role: no catalog has that of
-    -- the server.
+    -- Whether a setting of this database or of a role keeps enqueues from waking workers. No catalog shows such a
+    -- setting of the server.
     ('notify', null, null, null, 'enqueues may wake workers', $$
         select
             false, format('pgqueue.notify is off for %s: enqueues wake no worker, and jobs wait for the next poll', s.whom),
@@ -741,7 +747,8 @@ values
         from pgqueue._set_for('pgqueue.notify') as s
         where s.value = 'off'
     $$),
-    -- Whether new transactions can only read, by a setting of this database or of the server: of a role it is meant.
+    -- Whether a setting of this database or of the server makes new transactions read-only. Of a single role that
+    -- is taken to be intended.
     ('writes', null, null, null, 'new transactions can write', $$
         select
             true,
@@ -749,15 +756,16 @@ values
                 'default_transaction_read_only is on for %s, as providers set it when a disk is full: nobody can '
                 'enqueue, claim or complete', s.whom
             ),
-            -- Only alter system needs no transaction that can write, and must be in none.
+            -- The other statements need a transaction that can write; ALTER SYSTEM does not, and must not be in
+            -- one.
             case when s.whom = 'this server' then s.remedy else 'begin read write; ' || s.remedy || '; commit' end
         from pgqueue._set_for('default_transaction_read_only') as s
         where lower(s.value) in ('on', 'true', 'yes', '1') and s.role = 0 and not pg_is_in_recovery()
     $$),
-    -- Tables and indexes that are larger, and have more than 20 pages per row: a row needs one at most. reap
-    -- reads all of the table job.
+    -- Tables and indexes that are larger than that and have more than 20 pages per row: a row needs one at most.
+    -- It matters because reap reads the whole table job.
     ('bloat', null, 1073741824, null, 'no table or index is much too large', $$
-        -- relpages, because asking for the size waits for whoever has locked the table.
+        -- relpages, because asking for the size would wait for a session that has locked the table.
         select
             false,
             format(
@@ -777,8 +785,8 @@ values
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'i')
             and c.relpages * 8192::bigint > most and c.relpages > 20 * r.live
     $$),
-    -- Whether ids of transactions or multixacts are older than that, or than autovacuum should let them become,
-    -- in any database: one stops the whole server.
+    -- Whether the oldest ids of transactions or multixacts, in any database, are older than autovacuum should let
+    -- them become: one database can stop the whole server.
     ('wraparound', null, null, null, 'old transaction ids are frozen in time', $$
         select
             a.age > least(4 * a.most, 1600000000),
@@ -799,8 +807,8 @@ values
         ) as a
         where a.age > a.most
     $$),
-    -- Whether the notification queue is full to that share, and which session has been in a transaction for
-    -- longest.
+    -- Whether the notification queue is full to that share, and which session has been in a transaction for the
+    -- longest time.
     ('notifications', null, 0.1, null, 'the notification queue is nearly empty', $$
         select
             q.used > 4 * most,
@@ -811,7 +819,7 @@ values
                     ', perhaps ' || a.pid, ' in database ' || a.datname, ', since ' || pgqueue._written(a.xact_start)
                 )
             ),
-            -- Without pg_read_all_stats the owner of pgqueue does not see who.
+            -- Without pg_read_all_stats the owner of pgqueue cannot see which session.
             coalesce(
                 'select pg_terminate_backend(' || a.pid || ')',
                 'select a.pid, a.xact_start from pg_stat_activity as a order by a.xact_start'
@@ -826,8 +834,9 @@ values
         ) as a on true
         where q.used > most
     $$),
-    -- Whether a sequence was set back, as by a careless restore, or has used up that share of its numbers; or, of
-    -- a shard, does not step through its numbers. Of jobs that came from other shards, a thousand are passed over.
+    -- Whether a sequence was set back, as by a careless restore, or has used up that share of its numbers; or, on
+    -- a shard, does not step through the shard's numbers. It passes over at most a thousand jobs from other
+    -- shards.
     ('sequences', null, 0.2, null, 'sequences are ahead of what they have handed out', $$
         select
             s.last < t.highest or s.last > 4 * most * 9223372036854775807 or s.is_astray,
@@ -845,7 +854,7 @@ values
             end,
             case
                 when s.is_astray and (s.last < t.highest) is not true then 'update pgqueue.shard set number = number'
-                -- Well ahead, as some in use may not have been seen.
+                -- Well ahead, because some numbers in use may not have been seen.
                 else format(
                     'select setval(%L, %s)', 'pgqueue.' || t.name, coalesce(t.highest, o.number, 0) + 1000000 * coalesce(o.of, 1)
                 )
@@ -868,11 +877,11 @@ values
             from unnest(held) as l (id)
             cross join lateral (select j.token from pgqueue.job as j where j.id = l.id offset 0) as j
         ) as t
-        -- The snapshot is older: what is added in between has numbers above.
+        -- Read after the snapshot was taken, so rows added in between do not matter: their numbers are not in it.
         cross join lateral (
             select
                 v.last, q.seqincrement as step,
-                -- At 0 it has given out nothing.
+                -- At 0 it has not given out any number.
                 q.seqincrement <> o.of or v.last > 0 and (v.last - o.number) % o.of <> 0 as is_astray
             from pg_sequence as q
             cross join lateral (select coalesce(pg_sequence_last_value(q.seqrelid::regclass), 0) as last) as v
@@ -902,8 +911,8 @@ values
         ) as h on true
         where pgqueue._is_over(o.day)
     $$),
-    -- Whether what is installed differs from itself, or from the files on the server. The plain install has
-    -- neither, and pg_tle, in its schema pgtle, no files.
+    -- Whether the versions of the extension, its functions and the files on the server differ. The plain install
+    -- has no extension and no files; pg_tle, in its schema pgtle, has no files.
     ('version', null, null, null, 'all parts are of version ' || pgqueue.version(), $$
         select
             e.extversion <> pgqueue.version(),
@@ -927,7 +936,7 @@ comment on column pgqueue._check.few is 'Of how little of it nothing is said.';
 comment on column pgqueue._check.fine is 'What health says if all is well.';
 comment on column pgqueue._check.query is 'What finds what is wrong.';
 
--- What a check finds: the query of each in a branch of its own.
+-- What a check finds: one function with a branch for the query of each check.
 do $do$
 begin
     execute format(
@@ -976,9 +985,9 @@ comment on column pgqueue.checks.most is 'How much of something there may be.';
 comment on column pgqueue.checks.few is 'Of less than that it says nothing.';
 comment on column pgqueue.checks.fine is 'What health says if it finds nothing.';
 
--- What the checks find, the worst five of each first, or that it is nothing. One that fails says so, and stops no
--- other; those that a lock stops have a row together, and so have those that a statement_timeout, or a user who has no
--- more patience, stops: they end the look, and not what it has found.
+-- What the checks find: the worst five findings of each, or that all is well. A check that fails says so, and
+-- stops no other. Checks that a lock stops share a row, and so do those that a statement_timeout or a cancelled
+-- query stops: that ends the search, but keeps what has been found.
 create or replace function pgqueue._findings()
     returns table (name text, status text, detail text, hint text, place bigint)
     language plpgsql
@@ -991,7 +1000,7 @@ declare
     blocked text[] := '{}'::text[];
     stopped text;
     given text := nullif(current_setting('pgqueue.thresholds', true), '');
-    -- Or the session itself has set it.
+    -- If no role or database sets it, the session itself has.
     remedy text := coalesce((
         select string_agg(s.remedy, '; ') from pgqueue._set_for('pgqueue.thresholds') as s where s.value = given
     ), 'reset pgqueue.thresholds');
@@ -1045,7 +1054,7 @@ begin
         exception
             when lock_not_available then
                 blocked := blocked || one.name;
-                -- The others shall not wait as long for the same.
+                -- The other checks must not wait that long for the same lock.
                 perform set_config('lock_timeout', '10 ms', true);
             when query_canceled then
                 blocked := blocked || array(
@@ -1098,7 +1107,7 @@ begin
     return query
     select f.name, f.status, f.detail, f.hint
     from pgqueue._findings() as f
-    -- What locks hold up, other checks find as well, or cannot look at.
+    -- Locks first: other checks may report what they cause, or could not look because of them.
     order by
         array_position('{critical,warning}', f.status), f.place > 0 and f.name <> 'locks', f.name collate "C", f.place;
 end;
@@ -1109,7 +1118,7 @@ comment on function pgqueue.health() is
 the check, its status (warning, critical), what was found, and as hint the SQL
 that fixes it; of many findings of a check the worst five. A row with the status
 ok for each check that found nothing; one that fails says so, with the SQLSTATE,
-and stops no other; a timeout stops those that were not done, and loses nothing.
+and stops no other; a timeout stops those not yet done but keeps what was found.
 The view checks lists the thresholds. Only reads, works on a standby, and counts
 nothing in full. The query of a session is shown to members of
 pg_read_all_stats.';

@@ -1,4 +1,4 @@
--- How much there is, for the views: counted if that is cheap, else estimated.
+-- Counts for the views: exact if that is cheap, else estimated.
 --
 -- A table of up to 16 MB is read whole. In a larger one the jobs are counted along their lanes, so that a file
 -- left large by a burst costs nothing; what a lane has beyond some thousands is estimated from a sample of
@@ -7,8 +7,8 @@
 -- The log is read in the order of its pages, which is nearly that of time: the first page of a period is found
 -- by bisection, and if there are many pages, only every nth is read.
 
--- How a job counts: ready, scheduled, leased, expired, of the past by its expires_at, or blocked, which is also what one
--- counts as whose group is full (has_full: some group is).
+-- How a job counts: ready, scheduled, leased, expired, x if past its expires_at, or blocked. A job whose group is
+-- full also counts as blocked (has_full: whether any group is full).
 create or replace function pgqueue._counts_as(
     queue text, group_key text, priority int, run_at timestamptz, lease_expires_at timestamptz, expires_at timestamptz,
     moment timestamptz, has_full boolean
@@ -22,7 +22,8 @@ as $$
             select
             from pgqueue.ticket as t
             where pgqueue._is_ticket_of(t, _counts_as.queue, _counts_as.group_key) and t.priority + 0 = _counts_as.priority
-                -- Below 0, nobody knew until when: if no claim has looked since, as long as a job holds a permit.
+                -- Below 0, it was unknown for how long. If no claim has looked since, it is full as long as a job
+                -- holds a permit.
                 and t.is_full and (t.at > moment or t.served < 0 and (t.at > moment - interval '1 minute' or exists (
                     select
                     from pgqueue.permit as p
@@ -30,7 +31,7 @@ as $$
                         and not p.is_rate and p.free_at = 'infinity' and exists (
                             select from pgqueue.job as j
                             where j.id = p.job_id and (j.token is not null or j.run_at > moment)
-                            -- As a join it might read all jobs.
+                            -- Not a join, which might read all jobs.
                             offset 0
                         )
                 )))
@@ -49,9 +50,9 @@ as $$
     ) as o
 $$;
 
--- The first jobs, this many at most, of the lane that comes after another: how many there are, the run_at of those that
--- are ready, who holds which, and how many are in other states; with the name of a queue, those of this queue alone.
--- is_mixed: that queues with one hash share it.
+-- The first jobs, at most this many, of the lane after the given one: how many there are, the run_at of ready
+-- ones, workers and ids of held ones, and how many are in other states; if a queue is named, of that queue alone.
+-- is_mixed: queues with the same hash share the lane.
 create or replace function pgqueue._front(
     after_hash int, after_lane int, most bigint, moment timestamptz, has_full boolean, name text default null
 )
@@ -87,7 +88,8 @@ as $$
         cross join lateral pgqueue._counts_as(
             j.queue, j.group_key, j.priority, j.run_at, j.lease_expires_at, j.expires_at, moment, has_full
         ) as c
-        -- They come so, but the planner asks only where it is told. The state once for each, not for each aggregate.
+        -- They come in this order, but the planner uses that only if told. "offset 0" works out each state once,
+        -- not for each aggregate.
         order by j.hash, j.lane
         offset 0
     ) as m
@@ -96,9 +98,9 @@ as $$
     limit 1
 $$;
 
--- The first jobs of each lane: ten or, of a longer one, its share of a number, by how many these are; and of a lane
--- that is busy, where most of the ten run, its share of another. is_cut: that the lane goes on; is_busy: and that more
--- of it run. One descent of the index for a lane, and one row, because there may be thousands.
+-- The first jobs of each lane: ten, or of each longer lane an equal part of share; if most of the first ten are
+-- running, also an equal part of more. is_cut: the lane goes on after these; is_busy: and more of its jobs may be
+-- running. It takes one index descent and one row for each lane, because there may be thousands.
 create or replace function pgqueue._fronts(share int, more int, moment timestamptz, has_full boolean)
     returns table (
         queue text, is_cut boolean, is_busy boolean, scheduled bigint, expired bigint, overdue bigint, blocked bigint,
@@ -156,8 +158,8 @@ as $$
 $$;
 
 -- The jobs of each queue by state; since when the first, and the first hundredth, of the ready ones have
--- been due; and which workers hold the running ones. Above 16 MB an estimate for a queue with a lane of more
--- than its share of 10,000 jobs, or of 15,000 if most of the first run; and of ten at least.
+-- been due; and which workers hold the running ones. Above 16 MB it is an estimate for a queue with a lane of more
+-- jobs than its share of 10,000, or of 15,000 if most of the first ones are running, but at least ten.
 create or replace function pgqueue._count_jobs()
     returns table (
         queue text, ready bigint, scheduled bigint, running bigint, expired bigint, blocked bigint,
@@ -200,8 +202,8 @@ begin
             count(*) filter (where m.state = 'b'), min(m.run_at) filter (where m.state = 'r'),
             array_agg(m.run_at) filter (where m.state = 'r'), array_agg(m.worker) filter (where m.state = 'l')
         from (
-            -- Not TABLESAMPLE, by which so many pages come only on average; nor at equal distances, which
-            -- what comes regularly may have, too.
+            -- Not TABLESAMPLE, which takes this many pages only on average; nor pages at equal distances, which
+            -- might coincide with a regular pattern of jobs.
             select ('(' || h.page || ',0)')::tid as first, ('(' || h.page + 1 || ',0)')::tid as next
             from generate_series(0, pages - 1, step) as n (page)
             cross join lateral (select n.page + (hashint8(n.page) & 2147483647) % step) as h (page)
@@ -213,7 +215,7 @@ begin
                 j.queue, j.group_key, j.priority, j.run_at, j.lease_expires_at, (j.terms).expires_at, moment, has_full
             ) as c
             where j.ctid >= p.first and j.ctid < p.next
-            -- More than a page has room for: the planner does not know that it is one.
+            -- More than fit on a page: the planner does not know that it reads only one.
             limit 300
         ) as m
         group by 1
@@ -228,11 +230,12 @@ begin
     ), long as materialized (
         select hashtext(c.queue) as hash, bool_or(c.is_busy) as is_busy from counted as c where c.is_cut group by 1
     )
-    -- The larger of the two: a sample misses what is rare, and a walk ends before what is far behind.
+    -- The larger of the two counts: a sample misses what is rare, and a walk stops before what is far behind.
     select
         c.queue,
         max(c.ready * c.weight)::bigint, max(c.scheduled * c.weight)::bigint,
-        -- Leased jobs are in front, and close together: a page of the sample would count for too many.
+        -- Not from the sample: leased jobs are in front and close together, so one of its pages would count for
+        -- too many.
         coalesce(max(c.running) filter (where not c.is_sample and not c.is_busy), max(c.running * c.weight))::bigint,
         (coalesce(max(c.expired) filter (where not c.is_sample and not c.is_busy), max(c.expired * c.weight))
             + max(c.overdue * c.weight))::bigint,
@@ -242,7 +245,7 @@ begin
         coalesce(min(c.workers), '{}'),
         c.is_long
     from (
-        -- Not joined, which would compare each with each.
+        -- Not a join, which would compare every row with every other.
         select
             a.*, hashtext(a.queue) in (select t.hash from long as t) as is_long,
             hashtext(a.queue) in (select t.hash from long as t where t.is_busy) as is_busy
@@ -260,7 +263,7 @@ begin
             where (p.queue, p.is_sample) in (select c.queue, c.is_sample from counted as c where c.ready > 100)
             group by 1, 2
             union all
-            -- Of those that a sample meets only where it is all there is.
+            -- Workers from the sample only if that is the whole table.
             select p.queue, p.is_sample, null, null, null, null, null, null, null, null, null, array_agg(distinct w.name)
             from piece as p
             cross join lateral unnest(p.workers) as w (name)
@@ -273,8 +276,7 @@ begin
 end;
 $$;
 
--- The dead jobs of each queue. An estimate for one with more than 20,000, divided by the number of
--- queues.
+-- The dead jobs of each queue. It is an estimate for a queue with more than its share of 20,000.
 create or replace function pgqueue._count_dead()
     returns table (queue text, dead bigint, is_estimate boolean)
     language plpgsql
@@ -352,7 +354,7 @@ create or replace function pgqueue._dead_errors()
 as $$
 declare
     pages float8 := pg_relation_size('pgqueue.dead_job') / 8192;
-    -- A few on many pages are all read: a sample would have none of them.
+    -- If there are only a few on many pages, all are read: a sample would miss them.
     are_many boolean := (select count(*) > 20000 from (select from pgqueue.dead_job limit 20001) as d);
     sampled float8 := case when pages > 2048 and are_many then 512 / pages else 1 end;
 begin
@@ -365,8 +367,8 @@ begin
 end;
 $$;
 
--- The leased jobs. Above 16 MB only those among the first 20,000, of which each lane with more than ten has its
--- share, and 10,000 more of lanes where most of the first ten run: there are others only if claims by kind have
+-- The leased jobs. Above 16 MB only those among the first 20,000 jobs, shared by the lanes with more than ten, and
+-- 10,000 more in lanes where most of the first ten are running: there are others only if claims by kind have
 -- passed over as many.
 create or replace function pgqueue._leased()
     returns setof bigint
@@ -393,7 +395,7 @@ begin
 end;
 $$;
 
--- The first page of a part of the log with an attempt that finished since then.
+-- The first page of a part of the log that has an attempt which finished since then.
 create or replace function pgqueue._page_since(part int, since timestamptz)
     returns bigint
     language plpgsql
@@ -421,10 +423,10 @@ begin
 end;
 $$;
 
--- The attempts that have finished since then; if they fill more than this many pages, those on a quarter
--- to half as many, every weight-th page, and, up to twice as many pages, all those of the queues that
--- have none there. done and failed are the weight of one that completed, or that failed or expired, else
--- 0.
+-- The attempts that have finished since then. If they fill more than this many pages, only those on every
+-- weight-th page, a quarter to half of that number; and if they fill at most twice that many, also all attempts of
+-- queues that have none on these pages. done is the weight if the attempt completed, failed the weight if it
+-- failed or expired; otherwise 0.
 create or replace function pgqueue._recent_runs(since timestamptz, most int default 400)
     returns table (
         queue text, kind text, worker text, job_id bigint, finished_at timestamptz, waited interval,
@@ -462,7 +464,7 @@ begin
         from generate_series(0, 15) as s (part)
     ) as p
     where p.first <= p.last;
-    -- A power of two: a page that one query reads is read by the next one, too.
+    -- A power of two, so that the next query reads the same pages again.
     step := case when pages > most then 2 ^ ceil(log(2, pages * 2.0 / most)) else 1 end;
     return query
     with sampled as materialized (
@@ -486,7 +488,7 @@ begin
     from (
         select s.* from sampled as s
         union all
-        -- By the index, for vacuum may have made room for some on pages before.
+        -- By the index, because after a vacuum new rows may be on earlier pages.
         select r.queue, r.kind, r.worker, r.job_id, r.finished_at, r.waited, r.taken, r.error, r.outcome, 1
         from pgqueue.run as r
         left join (select distinct s.queue from sampled as s) as met on met.queue = r.queue
@@ -495,8 +497,8 @@ begin
 end;
 $$;
 
--- The first line of an error with % for quoted text, addresses, paths and anything with a digit: the same
--- for errors of one cause, and an argument for redrive.
+-- The first line of an error, with % for quoted text, addresses, paths and anything with a digit: the same
+-- for errors with the same cause, and an argument for redrive.
 create or replace function pgqueue._error_like(error text)
     returns text
     language plpgsql
@@ -505,12 +507,12 @@ create or replace function pgqueue._error_like(error text)
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- Until what it says for itself is escaped. No backslash but in E'': else the session's
-    -- standard_conforming_strings would decide what it means.
+    -- Stands for % until the text itself is escaped. Backslashes only in E'', because otherwise the session's
+    -- standard_conforming_strings would decide what they mean.
     mask text := chr(1);
     pattern text := pgqueue._summary(error);
 begin
-    -- Quoted text, but not what an apostrophe and the next one enclose.
+    -- Quoted text, but not what stands between two apostrophes within words.
     pattern := regexp_replace(
         pattern, '(?<![[:alnum:]_])(''[^'']*''|"[^"]*"|`[^`]*`)(?![[:alnum:]_])', mask, 'g'
     );
@@ -526,7 +528,7 @@ begin
 end;
 $$;
 
--- The last finished attempt of a job, as far as run remembers; else nulls.
+-- The last finished attempt of a job, if run still has it; else nulls.
 create or replace function pgqueue._last_run(job_id bigint)
     returns pgqueue.run
     language plpgsql
@@ -539,8 +541,8 @@ begin
         select r
         from pgqueue.run as r
         where r.job_id = _last_run.job_id
-        -- Nothing comes after these two, but the clock may have been set back since an attempt before. And a claim may
-        -- end the lease and, past expires_at, the job at the same moment.
+        -- Nothing follows these two, but the clock may have been set back since an earlier attempt. And at the same
+        -- moment a claim may end the lease and then, if past expires_at, cancel the job.
         order by r.outcome in ('completed', 'cancelled') desc, r.finished_at desc, r.attempt desc, r.outcome = 'expired'
         limit 1
     );

@@ -1,11 +1,11 @@
 -- The metrics: what the views say, in the text format of Prometheus (version 0.0.4). Nothing is counted here.
 --
--- Gauges are of the moment, or of the window in their name; that the log forgets, and may be sampled, does not harm
--- them. Counters, which only grow, are what maintain() has added up. What is not known has no sample. Names follow
--- the columns, and end in their unit.
+-- Gauges are of the moment, or of the window in their name; it does them no harm that the log is pruned and may be
+-- sampled. Counters, which only grow, are what maintain() has added up. An unknown value has no sample. Names
+-- follow the columns, and end in their unit.
 --
--- Queues may be many: without by_queue only the four counters are by queue, and of the gauges those that have a sum
--- or a largest value are that of all queues.
+-- There may be many queues: without by_queue only the four counters are by queue, and gauges are the sum or the
+-- maximum of all queues, if either makes sense.
 
 -- A label of a sample, its value escaped.
 create or replace function pgqueue._label(name text, value text)

@@ -1,6 +1,6 @@
--- The views: what dashboards and people on call read. They have no payloads, take no locks and work on a
--- standby. Counts and estimates are in module measure. The clock is clock_timestamp(), read once for a query:
--- now() stands still in a long transaction, and its own jobs would look scheduled.
+-- The views: what dashboards and people on call read. They show no payloads, take no locks and work on a
+-- standby. Counts and estimates are in module measure. The clock is clock_timestamp(), read once for each query:
+-- now() stands still in a long transaction, whose own jobs would look scheduled.
 
 create or replace view pgqueue.jobs as
 select
@@ -10,7 +10,7 @@ select
         when j.lease_expires_at is not null or (j.terms).expires_at <= c.moment then 'expired'
         when j.run_at > c.moment and exists (
             select from pgqueue.wait as w
-            -- As a join it might read all events.
+            -- Not a join, which might read all events.
             where w.job_id = j.id and exists (select from pgqueue.event as e where e.name = w.event offset 0)
         ) then 'ready'
         when j.run_at = 'infinity' then 'blocked'
@@ -20,7 +20,7 @@ select
             from pgqueue.ticket as t
             where hashtextextended(t.group_key, hashtext(t.queue)) = hashtextextended(j.group_key, hashtext(j.queue))
                 and t.priority + 0 = j.priority and t.queue = j.queue and t.group_key = j.group_key
-                -- As in _counts_as; not by the moment, which would be asked of the ticket for each job.
+                -- As in _counts_as, but with statement_timestamp(), so that the ticket is not read for every job.
                 and t.is_full and (t.at > statement_timestamp() or t.served < 0 and (
                     t.at > statement_timestamp() - interval '1 minute' or exists (
                         select
@@ -48,7 +48,7 @@ select
     end as last_error,
     (j.progress).done, (j.progress).total, (j.progress).message,
     round((j.progress).done / nullif(extract(epoch from (j.progress).told_at - j.claimed_at), 0), 3) as rate,
-    -- Unknown before a hundred thousandth is done.
+    -- Unknown until a hundred-thousandth is done.
     case when (j.progress).total < (j.progress).done * 100000 then greatest(
         ((j.progress).told_at - j.claimed_at) * ((j.progress).total / (j.progress).done - 1)::float8
             - (c.moment - (j.progress).told_at),
@@ -104,7 +104,7 @@ with counted as materialized (
     select
         r.queue collate "C" as queue,
         max(r.weight) > 1 as is_estimate,
-        -- Of more than twice as many pages as are read, it reads each eighth or fewer, and may miss a queue.
+        -- If it reads only every eighth page, or fewer, it may miss a queue.
         max(r.weight) >= 8 as misses_some,
         sum(r.done) as done,
         coalesce(sum(r.done) filter (where r.finished_at >= s.minutes), 0) as done_5m,
@@ -125,7 +125,8 @@ with counted as materialized (
     cross join lateral pgqueue._recent_runs(s.hour) as r
     group by 1
 ), parked as (
-    -- Queues may share a lock, and anybody could hold it: only who has said so serves the queue.
+    -- Queues may share a lock, and any session could hold it: count only those that have said they serve the
+    -- queue.
     select s.queue, count(distinct l.pid) as sessions
     from pg_locks as l
     join pgqueue.service as s on s.pid = l.pid and hashtext(s.queue) & 255 = l.objid::int
@@ -146,7 +147,7 @@ select
     clock_timestamp() - c.p99 as p99_wait,
     coalesce(own.paused, shared.paused, false) as paused,
     case
-        -- Each is without doubles.
+        -- Neither has duplicates itself, but together they may.
         when cardinality(c.workers) > 0 and cardinality(r.workers) > 0
             then (select count(distinct n.name) from unnest(c.workers || r.workers) as n (name))
         else coalesce(nullif(cardinality(c.workers), 0), cardinality(r.workers), 0)
@@ -465,14 +466,14 @@ from (
     select j.*
     from pgqueue._leased() as l (id)
     join pgqueue.jobs as j on j.id = l.id
-    -- What is usual is dear to know, and needed for few.
+    -- Only these need to know what is usual, which is expensive to find out.
     where least(j.lease_expires_at, j.cancelled_at, j.claimed_at + interval '9 minutes')
         < clock_timestamp() - interval '1 minute'
     offset 0
 ) as j
 left join pgqueue.kinds as k on k.queue = j.queue and k.kind = j.kind
 cross join lateral (
-    -- The first that applies.
+    -- The first problem that applies.
     select c.problem, c.since
     from (
         values
@@ -496,7 +497,7 @@ its kind.
 stuck_for: Time since its lease expired, it was asked to stop, or it was
 claimed.';
 
--- The defaults by the list of settings, because a reader of the view may not call _defaults().
+-- The defaults come from the list of settings, because a reader of the view may not call _defaults().
 create or replace view pgqueue.settings as
 select
     nullif(c.name, '') as queue,
@@ -514,7 +515,7 @@ cross join lateral (
         select
             to_jsonb(q) - '{name,kind,group_key}'::text[]
                 - case when q.kind || q.group_key = '' and c.kind || c.group_key <> ''
-                    -- What a queue has besides those of its kinds and groups.
+                    -- A queue's own do not apply to its kinds and groups.
                     then '{max_running,rate_limit,rate_period}'::text[]
                     else '{}'
                 end,
@@ -611,7 +612,7 @@ with part as not materialized (
 )
 select p.batch_id, j.id, j.queue, j.kind, j.state, j.attempt
 from part as p
--- A part at a time: the planner may take the part for large, and then reads the whole table.
+-- One part at a time: otherwise the planner may think the parts are large, and read the whole table.
 cross join lateral (select * from pgqueue.jobs as j where j.id between p.first and p.last offset 0) as j
 where j.batch_id = p.batch_id
 union all
@@ -653,8 +654,8 @@ name: The event.
 payload: What the first emit gave.
 emitted_at: When that was.';
 
--- A function, because it is stable: a query without last_state does not look for it.
--- The state of a waiting or running job, dead, or its outcome in run; null if it is no longer known.
+-- The state of a waiting or running job, or dead, or its outcome in run; null if nothing is known any more. A
+-- stable function, so that a query without last_state does not call it.
 create or replace function pgqueue._last_state(job_id bigint)
     returns text
     language plpgsql
@@ -701,15 +702,15 @@ last_state: What happened to that job: its state in jobs while it waits or runs,
 dead, or its outcome in run; null if it is no longer known.
 headers: Of its jobs; null for who may not read the table job.';
 
--- A table of more than 8 MB is not counted. The log is not read to find its beginning: rows come in
--- the order of their time, so the first pages of its parts have the oldest.
+-- A table of more than 8 MB is not counted. Nor is the log read to find its beginning: rows come in
+-- the order of their time, so the oldest are on the first pages of its parts.
 create or replace view pgqueue.retention as
 with size as (
     select
         t.what,
         sum(pg_total_relation_size(c.oid)) as bytes,
         sum(pg_relation_size(c.oid)) > 8388608 as is_large,
-        -- As the planner does it: as many rows per page as at the last ANALYZE, of any part.
+        -- Estimated like the planner does: as many rows per page as the last ANALYZE found, over all parts.
         (sum(pg_relation_size(c.oid)) / 8192
             * sum(c.reltuples) filter (where c.relpages > 0) / nullif(sum(c.relpages), 0))::bigint as estimate
     from (
@@ -724,7 +725,7 @@ select
     s.what,
     case
         when s.is_large then s.estimate
-        -- More rows than 8 MB have room for: without a limit the planner would compile what never runs.
+        -- More rows than fit into 8 MB: without a limit the planner would JIT-compile what never runs.
         when s.what = 'jobs' then (select count(*) from (select from pgqueue.job limit 300000) as j)
         when s.what = 'dead jobs' then (select count(*) from (select from pgqueue.dead_job limit 300000) as d)
         when s.what = 'runs' then (select count(*) from (select from pgqueue.run limit 300000) as r)
@@ -734,7 +735,7 @@ select
     case s.what
         when 'jobs' then (select j.enqueued_at from pgqueue.job as j order by j.id limit 1)
         when 'dead jobs' then (select min(d.oldest) from pgqueue._dead_kinds() as d)
-        -- Rollbacks leave pages without rows.
+        -- The first 64 pages, because rollbacks leave pages without rows.
         when 'runs' then case when s.is_large
             then (select min(r.finished_at) from pgqueue.run as r where r.ctid < '(64,0)')
             else (select min(r.finished_at) from (select r.finished_at from pgqueue.run as r limit 300000) as r)
@@ -771,8 +772,8 @@ as $$ select '@VERSION@' $$;
 
 comment on function pgqueue.version() is 'The version of the installed functions.';
 
--- The comment of a view ends with a line "column: ..." for each column of its own. A column that it does not
--- name has the comment of that of the same name which it shows.
+-- The comment of a view ends with a line "column: ..." for each column of its own. Any other column gets the
+-- comment of the table column of the same name that it shows.
 do $do$
 declare
     the_view record;

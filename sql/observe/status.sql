@@ -2,21 +2,21 @@
 --
 -- A waiting session listens on the channel pgqueue, and holds shared session locks of the class 7366516:
 -- (7366516, 256) for any job, and (7366516, the job's id modulo 256). The end of jobs first deletes
--- them, then checks whether these locks are free (the first of them, and only if that is taken the
--- others), and sends a notification only if not. It checks only while a cell says that somebody has waited
--- within the last minute: await() writes it first of all. So nobody pays for it while nobody waits.
+-- them, then checks whether these locks are free (the first one, and only if that is taken the
+-- others), and sends a notification only if not. It checks only while a cell says that a session has waited
+-- within the last minute; await() writes that cell first of all. So this costs nothing while nobody waits.
 --
 -- await() takes the locks first, then looks for the job, with a new snapshot. No end is missed:
 --   - An end that checks the locks after that finds them, and its notification comes with its commit.
---   - One that checked before had deleted before. If that has committed, the job is gone. If not, the
---     version still visible has been deleted, or updated before the last one was deleted: its xmax
---     is set, by a transaction other than the one that made it. (A claim locks what it updates, and
---     leaves the new version with an xmax equal to its xmin.) Then await() says to look again soon.
---     It also does so after a mere lock, or a rollback, which costs some looks.
--- What remains is a hint that got lost, because notifications are off or too many: hence two seconds.
+--   - An end that checked before had already deleted the job. If that has committed, the job is gone. If
+--     not, the version that is still visible has been deleted, or updated before its successor was deleted:
+--     its xmax was set by a transaction other than the one that wrote it. (A claim locks what it updates,
+--     and leaves the new version with an xmax equal to its xmin.) Then await() says to look again soon. It
+--     also does so after a mere lock or a rollback, which costs some needless looks.
+-- A notification may still get lost, because they are off or too many: so look every two seconds anyway.
 --
--- As in module wake nothing waits for a lock, and a stranger who holds one causes needless notifications,
--- or looks. A session that ends leaves none behind.
+-- As in module wake nothing waits for a lock, and a stranger who holds one only causes needless notifications
+-- or looks. When a session ends its locks are gone.
 
 create or replace function pgqueue.progress(
     job_id bigint,
@@ -59,7 +59,7 @@ begin
         where l.id = progress.job_id and l.token = progress.token and pgqueue._is_own(l.queue, own)
         for update skip locked
     ));
-    -- A job whose end has not committed yet is locked, and still held.
+    -- If it is only locked, because its end has not committed yet, its lease is not lost.
     if not found and not exists (
         select from pgqueue.job as j
         where j.id = progress.job_id and j.token = progress.token and pgqueue._is_own(j.queue, own)
@@ -78,7 +78,7 @@ an open transaction has locked the job it does nothing.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
 argument).';
 
--- The failures of a job that has ended, oldest first, as run has them: in the form of job.errors.
+-- The failures of a job that has ended, oldest first, from run: in the form of job.errors.
 create or replace function pgqueue._past_errors(job_id bigint)
     returns jsonb
     language plpgsql
@@ -153,7 +153,7 @@ begin
     id := job_id;
     queue := last.queue;
     kind := last.kind;
-    -- After any other end there was a job, which was discarded or purged.
+    -- If its last run did not end it, the job was discarded or purged later.
     state := case when last.outcome in ('completed', 'cancelled') then last.outcome else 'gone' end;
     attempt := last.attempt;
     finished_at := last.finished_at;
@@ -178,12 +178,13 @@ it waits or runs, then dead, completed, cancelled, or gone (discarded or
 purged: the row is that of its last attempt). A job that has ended is looked
 up in run, which knows neither its priority, when it was enqueued nor its
 expires_at: these are null. last_error of a cancelled job is the reason.
-Who may not read the table job, as operators may, gets of last_error the first
-line, and no payload or errors; a producer of some queues, no jobs of others.
-payload and errors (the failures, oldest first: attempt, at, worker, error) are
-of a job that has ended what run has: the first line of each error, and the
-payload with keep_payloads. last_step is that of save_step, event and
-suspended_at say what it was suspended for, and when. Only reads.
+A role that may not read the table job (an operator may) gets only the first
+line of last_error, and no payload or errors; a producer limited to some queues
+gets no jobs of others. errors are the failures, oldest first: attempt, at,
+worker, error. Of a job that completed, was cancelled or is gone, they have only
+the first line of each error, and payload is null without keep_payloads.
+last_step is the last one saved by save_step; event and suspended_at say what it
+was suspended for, and when. Only reads.
 Raises PQ001 (nothing is known about it).';
 
 create or replace function pgqueue.result(job_id bigint)
@@ -222,7 +223,7 @@ read. Null if there was none, while the job waits or runs, and if it is dead,
 cancelled or gone: ask status.
 Raises PQ001 (nothing is known about it).';
 
--- The results of those of the given jobs that have ended, in the order of their ids.
+-- The outcomes and results of some jobs, in the order of their ids.
 create or replace function pgqueue._results(job_ids bigint[], own text[])
     returns table (id bigint, kind text, outcome text, result jsonb)
     language plpgsql
@@ -253,7 +254,7 @@ begin
 end;
 $$;
 
--- The jobs of the batch with this callback that have ended, by their runs, from the next id on.
+-- The jobs, found in run, that have ended and belong to the batch with this callback, after the given id.
 create or replace function pgqueue._ids_of_batch(callback_id bigint, after_id bigint, most int)
     returns bigint[]
     language plpgsql
@@ -318,11 +319,11 @@ have ended (completed, dead or cancelled; null for one that runs again), and the
 results of those that completed, as long as the log keeps them (keep_runs). For
 the callback of a batch, the jobs of the batch, those that the log still has. In
 the order of their ids, from after_id on, at most max_rows (1 to 10,000): for
-more, ask again with the last id. A worker of some queues sees those of these,
-and of those whose results it may ask for.
+more, ask again with the last id. A worker limited to some queues sees only
+jobs of these, and of queues whose results it may ask for.
 Raises PQ002 when the lease is lost, 22023 (bad argument).';
 
--- Which locks a session that waits for jobs holds.
+-- The locks that this session holds because it waits for jobs.
 create or replace function pgqueue._awaited()
     returns setof int
     language plpgsql
@@ -337,7 +338,7 @@ begin
 end;
 $$;
 
--- From now on the end of this job notifies this session. False if another session holds the locks
+-- From now on the end of this job notifies this session. Returns false if another session holds the locks
 -- exclusively.
 create or replace function pgqueue._await(job_id bigint)
     returns boolean
@@ -426,7 +427,7 @@ begin
         end if;
     end if;
     return interval '0';
--- An interrupted await() leaves the session not waiting.
+-- After an interrupted await() the session does not wait for any job.
 exception when query_canceled or lock_not_available or insufficient_resources
     or program_limit_exceeded
 then

@@ -1,5 +1,5 @@
--- Why a job is not running. A further reason is a further line in the function for where it is. All of them
--- only read, and lock nothing.
+-- Why a job is not running. To add a reason, add a line to the function for the state the job is in. All of these
+-- functions only read, and lock nothing.
 
 -- A moment as text for a sentence: in the time zone of the session, whatever its DateStyle.
 create or replace function pgqueue._written(moment timestamptz)
@@ -12,7 +12,7 @@ begin
 end;
 $$;
 
--- What keeps a job paused: its queue, kind or group, or the pair of these; null for nothing.
+-- What keeps a job paused: its queue, its kind, its group, or the pair of kind and group; null for nothing.
 create or replace function pgqueue._why_paused(job pgqueue.job)
     returns text
     language plpgsql
@@ -29,7 +29,7 @@ begin
 end;
 $$;
 
--- What keeps the group of a job busy, if it has a limit and is full.
+-- Which jobs keep the group of a job busy, if it has a limit and is full.
 create or replace function pgqueue._why_full(job pgqueue.job)
     returns text
     language plpgsql
@@ -105,8 +105,9 @@ begin
 end;
 $$;
 
--- Who else holds or awaits locks of tables and rows in this database, and what ends them. A row is locked by the id
--- of a transaction, its xmax. bars_writers: whether a lock of a table in this mode keeps others from writing to it.
+-- Which other sessions hold or await locks on tables and rows in this database, and how to end them. A row is
+-- locked by the transaction whose id is its xmax. bars_writers: whether a table lock in this mode keeps others
+-- from writing.
 create or replace function pgqueue._lock_holders()
     returns table (
         what text, relation oid, xid xid, mode text, is_held boolean, pid int, since timestamptz,
@@ -133,7 +134,7 @@ begin
         l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
     from pg_locks as l
     left join pg_stat_activity as a on a.pid = l.pid
-    -- Only the lock on its own id says which prepared transaction it is.
+    -- Only the lock on its own id tells which prepared transaction it is.
     left join (
         pg_locks as own
         join pg_prepared_xacts as p on p.transaction = own.transactionid
@@ -146,7 +147,7 @@ begin
 end;
 $$;
 
--- Who has locked the row of a job, or its table, if anybody has, so that no claim can take or recover it.
+-- Which session, if any, has locked the row of a job, or the table, so that no claim can take or recover it.
 create or replace function pgqueue._why_locked(job_id bigint)
     returns text
     language plpgsql
@@ -164,7 +165,7 @@ begin
 end;
 $$;
 
--- How many ready jobs are ahead of this one; beyond 10,000 it stops counting.
+-- How many ready jobs are ahead of this one; it counts no further than 10,001.
 create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestamptz)
     returns bigint
     language plpgsql
@@ -206,8 +207,8 @@ begin
 end;
 $$;
 
--- Which kinds of which queues live sessions have said that they serve; null kinds are all. A standby does not know
--- which sessions live.
+-- Which kinds of which queues live sessions have said that they serve; null kinds: all. A standby does not know
+-- which sessions are alive.
 create or replace function pgqueue._served()
     returns table (queue text, kinds text[])
     language plpgsql
@@ -223,8 +224,9 @@ begin
 end;
 $$;
 
--- Says that nobody has claimed from a queue, or a kind of it, for a while, judging by the running jobs and the runs
--- of the last ten minutes; null if somebody has. Whether anybody ever has is known of a log of 100,000 runs.
+-- Says that no worker has claimed from a queue, or a kind of it, for a while, judging by the running jobs and the
+-- runs of the last ten minutes; null if one has. Whether any ever has is looked up in at most 100,000 runs of the
+-- log.
 create or replace function pgqueue._unclaimed(queue text, moment timestamptz, kind text default null)
     returns text
     language plpgsql
@@ -238,7 +240,7 @@ declare
         select max(f.claimed_at)
         from pgqueue._live_lanes(queue) as l
         cross join lateral (
-            -- Running jobs keep their places, near the beginning.
+            -- Running jobs stay at their places, near the beginning.
             select j.claimed_at, j.kind
             from pgqueue.job as j
             where pgqueue._is_in_lane(j, _unclaimed.queue, l.lane)
@@ -262,12 +264,13 @@ begin
             )
             from (select r.queue, r.kind, r.worker from pgqueue.run as r limit 100000) as r
         ) then format('no worker has claimed %s for 10 minutes', whose)
-        else format('no worker has claimed %s that it remembers', whose)
+        else format('no worker has claimed %s, as far as the log remembers', whose)
     end;
 end;
 $$;
 
--- Says that nobody takes the kind of a ready job, or anything of its queue; null if somebody does, or has put it off.
+-- Says that no worker takes the kind of a ready job, or anything from its queue; null if one does, or has put it
+-- off.
 create or replace function pgqueue._why_unclaimed(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
@@ -282,7 +285,7 @@ begin
     end if;
     return coalesce(
         case when takes_others and pgqueue._unclaimed(job.queue, moment, job.kind) is not null
-            then 'no worker takes its kind: those of its queue take others'
+            then 'no worker takes its kind: the workers of its queue take others'
         end,
         pgqueue._unclaimed(job.queue, moment),
         case when not takes_others and job.run_at < moment - interval '10 minutes'
@@ -292,7 +295,8 @@ begin
 end;
 $$;
 
--- What keeps the first job of its group, which a job must not overtake where the group has a limit; null for nothing.
+-- If the group of a job has a limit, what holds up the group's first job, which it must not overtake; null for
+-- nothing.
 create or replace function pgqueue._why_behind(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
@@ -323,7 +327,7 @@ begin
 end;
 $$;
 
--- What a suspended job waits for, and since when; null if it is not, or due.
+-- What a suspended job waits for, and since when; null if it is not suspended, or is due.
 create or replace function pgqueue._why_suspended(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
@@ -368,7 +372,7 @@ begin
 end;
 $$;
 
--- why, for a job that nobody holds, and until when it may begin.
+-- why for a job that no worker holds, with the time until which it may begin.
 create or replace function pgqueue._why_waits(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
@@ -443,7 +447,7 @@ declare
     last pgqueue.run;
     refused boolean;
 begin
-    -- In one statement, because it may just be moving from one to the other.
+    -- In one statement, because the job may be moving from one table to the other.
     select j as job, d as dead into present
     from (values (why.job_id)) as asked (id)
     left join pgqueue.job as j on j.id = asked.id
@@ -488,7 +492,7 @@ begin
         when 'cancelled' then concat_ws(
             ': ', 'cancelled at ' || pgqueue._written(last.finished_at), pgqueue._summary(last.result #>> '{}')
         )
-        -- It was discarded or purged, which leaves no run.
+        -- It was discarded or purged, which leaves no row in run.
         else format(
             'gone; its attempt %s failed at %s: %s', last.attempt, pgqueue._written(last.finished_at), last.error
         )

@@ -1,10 +1,11 @@
--- What does not move: who has locked what all need, leased jobs that need a look, and for each queue the job that has
--- been due for longest, with why() it does not run; and the call that fixes it, for an operator. For a reader, also on a standby.
+-- What does not move: sessions that have locked what everybody needs, leased jobs that need a look, and for each
+-- queue the job that has been due for longest, with the answer of why(); and the call that fixes it, for an
+-- operator. For a reader, also on a standby.
 --
 --     psql -Xf stuck.sql
 --     psql -X -v queue=emails -f stuck.sql   for one queue
 --
--- If there are more than 50,000 jobs, it looks for the due one among those enqueued first.
+-- If there are more than 50,000 jobs, it looks for due ones only among those enqueued first.
 \set QUIET on
 \set ON_ERROR_STOP on
 \if :{?queue}
@@ -12,15 +13,15 @@
     \set queue ''
 \endif
 
--- Whoever calls, no function of a stranger in the search_path may run.
+-- So that no stranger's function in the caller's search_path can run.
 set local search_path = pg_catalog, pg_temp\; set local jit = off\;
--- One snapshot, or why() might not know a job that has just ended.
+-- One snapshot for all, or why() might not know a job that has just ended.
 set transaction isolation level repeatable read, read only\;
 with leased as (
     select
         s.id, s.queue, s.kind, row_number() over (order by s.stuck_for desc, s.id) as place,
         concat_ws('; ',
-            -- Who has locked it, as why says it of a job that waits.
+            -- Which session has locked it, as why() says for a waiting job.
             case s.problem when 'expired' then substring(
                 pgqueue.why(s.id) from '^(its (?:row|table) is locked: .*?); its lease expired at '
             ) end,

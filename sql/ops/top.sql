@@ -20,7 +20,7 @@ select :'ENCODING' = 'UTF8' and current_setting('server_encoding') = 'UTF8' as i
 \else
     \set health '(select null, null, null, null where false)'
 \endif
--- On a redrawn screen each line clears what was after it, and the last one what was below.
+-- When the screen is redrawn, each line clears the rest of its line, and the last one all below it.
 \set home ''
 \set line_end ''
 \set end ''
@@ -30,7 +30,7 @@ select :'ENCODING' = 'UTF8' and current_setting('server_encoding') = 'UTF8' as i
     \set end '\033[J'
 \endif
 
--- Whoever calls, no function of a stranger in the search_path may run.
+-- So that no stranger's function in the caller's search_path can run.
 set local search_path = pg_catalog, pg_temp\; set local jit = off\;
 with minute as (
     select t.queue, (extract(epoch from date_trunc('minute', clock_timestamp()) - t.minute) / 60)::int as ago,
@@ -111,7 +111,7 @@ with minute as (
         select distinct on (h.name)
             h.status, h.name, h.detail,
             coalesce('1 of ' || nullif(count(*) over of_check + coalesce(sum(
-                -- What the last of five says of the others.
+                -- The end of the last of five findings says how many more there are.
                 replace((regexp_match(h.detail, '; and ([0-9,]+) more(?:, [0-9,]+ of them critical)?$'))[1], ',', '')::int
             ) over of_check, 0), 1) || ', ', '') as more
         from :health as h (name, status, detail, hint)
@@ -122,7 +122,7 @@ with minute as (
 )
 select concat(
     case when row_number() over shown = 1 then :'home' end,
-    -- Between two parts.
+    -- An empty line between two parts.
     case when l.part > lag(l.part) over shown then :'line_end' || chr(10) end,
     regexp_replace(rtrim(l.body), $$[\u0001-\u001f\u007f-\u009f\u200e\u200f\u2028-\u202e]$$, '.', 'g'), :'line_end',
     case when lead(l.part) over shown is null then :'end' end

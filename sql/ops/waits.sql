@@ -4,8 +4,8 @@
 --     psql -Xf waits.sql
 --     psql -X -v queue=emails -f waits.sql   for one queue
 --
--- Waits grow while jobs take as long as ever: too few workers. Jobs take longer: the handlers, or what they call,
--- are slow.
+-- If waits grow while jobs take as long as ever, there are too few workers. If jobs take longer, the handlers, or
+-- what they call, are slow.
 \set QUIET on
 \set ON_ERROR_STOP on
 \if :{?queue}
@@ -13,7 +13,7 @@
     \set queue ''
 \endif
 
--- Whoever calls, no function of a stranger in the search_path may run.
+-- So that no stranger's function in the caller's search_path can run.
 set local search_path = pg_catalog, pg_temp\; set local jit = off\;
 with step as (
     select

@@ -242,7 +242,7 @@ select is(
     pg_temp.found('crashes'),
     format(
         'warning: queue bad: in the last hour 3 attempts of job %s of kind bad ended by an expired lease; '
-        'perhaps it ends its workers', :job
+        'perhaps it crashes its workers', :job
     ),
     'a job whose lease expires again and again is told of'
 );
@@ -331,7 +331,7 @@ select is(
 );
 select is(
     (select pgqueue.why(:job)), 'ready: waits behind 3 jobs of higher priority or earlier turn in its queue; '
-    'no worker takes its kind: those of its queue take others', 'why says so, too'
+    'no worker takes its kind: the workers of its queue take others', 'why says so, too'
 );
 select alike(pg_temp.found('workers'), 'ok: %', 'while its queue is served');
 select pgqueue.pause('some', 'new');

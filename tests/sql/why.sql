@@ -30,7 +30,7 @@ select pgqueue.enqueue('w') as ready \gset
 select is(pg_temp.why(:ready), 'its queue is paused', 'why describes a ready job that its queue is paused');
 select pgqueue.resume('w');
 select is(
-    pg_temp.why(:ready), 'ready: next in its queue; no worker has claimed from it that it remembers',
+    pg_temp.why(:ready), 'ready: next in its queue; no worker has claimed from it, as far as the log remembers',
     'why describes a ready job in a queue from which nobody ever claimed'
 );
 select pgqueue.configure('w', keep_runs => 0);
@@ -213,12 +213,12 @@ select count(*) from pgqueue.claim('kinds', 'w', kinds => array['one']);
 select is(pg_temp.why(:other), 'ready: next in its queue', 'why leaves a kind time until somebody claims it');
 update pgqueue.job set run_at = run_at - interval '2 minutes' where id = :other;
 select is(
-    pg_temp.why(:other), 'ready: next in its queue; no worker has claimed its kind that it remembers',
+    pg_temp.why(:other), 'ready: next in its queue; no worker has claimed its kind, as far as the log remembers',
     'why tells that nobody claims a kind of a queue from which others are claimed'
 );
 select pgqueue.rest(array['kinds'], array['one', 'two']);
 select is(
-    pg_temp.why(:other), 'ready: next in its queue; no worker takes its kind: those of its queue take others',
+    pg_temp.why(:other), 'ready: next in its queue; no worker takes its kind: the workers of its queue take others',
     'why tells that those who serve its queue take other kinds'
 );
 
@@ -239,7 +239,7 @@ select pgqueue.rest(array['order'], array['two']);
 select is(
     pg_temp.why(:second),
     format(
-        'its group g waits for job %s, which comes first: no worker takes its kind: those of its queue take others', :first
+        'its group g waits for job %s, which comes first: no worker takes its kind: the workers of its queue take others', :first
     ),
     'unless nobody takes it'
 );
