@@ -40,7 +40,7 @@ begin
     -- Not "for key share": that would wait for a session that is updating the row, despite skip locked.
     perform from pgqueue.job as j where j.id = _is_left_alone.job_id for update skip locked;
     if found then
-        -- Releases the lock.
+        -- To release the lock.
         raise sqlstate 'PQ000';
     end if;
     return false;

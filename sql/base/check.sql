@@ -428,7 +428,7 @@ begin
         ]
         when octet_length(queue) not between 1 and 200 then pgqueue._bad_name('queue', queue)
         when queue is not null and kind in ('operator', 'reader') then array[
-            format('the access of a role that is %s cannot be limited to a queue', kind),
+            format('access as %s cannot be limited to a queue', kind),
             format('The queue is "%s".', queue),
             'Omit queue. Only producers, workers and schedulers may be limited.'
         ]
@@ -508,7 +508,7 @@ begin
                 else format('It is a %s of %s only.', kind, array_to_string(own, ', '))
             end,
             format('select pgqueue.grant_access(%L, %L, queue => %L) makes it one. ', c.caller, kind, q.name)
-                || 'Within a security definer function, too, the role of the session counts.',
+                || 'The role of the session counts, even within a security definer function.',
             '42501'
         ]
         from pgqueue._caller() as c (caller)

@@ -86,7 +86,7 @@ create or replace function pgqueue._unpark_if_busy(moment timestamptz)
     language plpgsql
 as $$
 begin
-    -- As texts of equal length, so that no setting can be unreadable.
+    -- Compared as texts of equal length: a cast might fail on a value that the user has set.
     if current_setting('pgqueue.parked') = 'resting' then
         perform set_config('pgqueue.parked', pgqueue._since_2020(moment)::text, false);
     elsif current_setting('pgqueue.parked')

@@ -156,7 +156,7 @@ begin
     then array[
         'timezone must be the name of a time zone',
         format(
-            case when is_abbreviation then '"%s" is an abbreviation, whose clocks never change.' else '"%s" is none.' end,
+            case when is_abbreviation then '"%s" is an abbreviation, whose clocks never change.' else '"%s" is not one.' end,
             timezone
         ),
         'Write a name such as Europe/Berlin: select name from pg_timezone_names lists them.'

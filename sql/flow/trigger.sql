@@ -60,7 +60,7 @@ begin
     problem := case
         when tg_when <> 'AFTER' or tg_op = 'TRUNCATE' then array[
             'enqueue_row needs a trigger AFTER INSERT, UPDATE or DELETE', format('This one fires %s %s.', tg_when, tg_op),
-            'Before it, the change may still be altered or skipped; TRUNCATE does not say which rows go.'
+            'Before the change, it may still be altered or skipped; TRUNCATE does not say which rows it deletes.'
         ]
         when not options ? 'queue' or options - '{queue,kind,columns,when_changed,key,unique_key,on_duplicate}'::text[]
             - '{group_key,priority,run_in}'::text[] <> '{}' then array[

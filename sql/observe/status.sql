@@ -119,7 +119,7 @@ declare
     last pgqueue.run;
     refused boolean;
 begin
-    -- In one statement, because it may just be moving from one to the other.
+    -- In one statement, because the job may be moving from one table to the other.
     return query
     select
         asked.id, coalesce(j.queue, d.queue), coalesce(j.kind, d.kind), coalesce(j.state, 'dead'),
@@ -202,7 +202,7 @@ declare
     last pgqueue.run;
     refused boolean;
 begin
-    -- In one statement, because it may just be moving from one to the other.
+    -- In one statement, because the job may be moving from one table to the other.
     perform from pgqueue.job as j where j.id = result.job_id and pgqueue._is_own(j.queue, own)
     union all
     select from pgqueue.dead_job as d where d.id = result.job_id and pgqueue._is_own(d.queue, own);

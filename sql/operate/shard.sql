@@ -75,7 +75,7 @@ begin
             format('Its ids and tokens are in use, up to %s.', last), 'A shard keeps its number for ever.', '55000'
         ]
         when above is null and is_used then array[
-            'only an empty install becomes a shard',
+            'only an empty install can become a shard',
             concat_ws(' ', 'It has jobs, or had some.', format('Ids and tokens up to %s are in use.', last)),
             'Call shard right after create extension. To make a database with jobs the first of several, pass above.',
             '55000'
@@ -150,7 +150,7 @@ declare
         -- Enough such calls would use up all numbers.
         case when always and not has_function_privilege(pgqueue._caller(), 'pgqueue.shard(int, int, bigint)', 'execute')
             then array[
-                'always is for operators', format('Role %I is none.', pgqueue._caller()),
+                'always is for operators', format('Role %I is not an operator.', pgqueue._caller()),
                 'Without always, the call skips numbers where that is needed.', '42501'
             ]
         end

@@ -129,7 +129,7 @@ begin
             where a.role = grant_access.role and a.kind = grant_access.kind and a.queue = ''
         ) then
             raise notice using
-                message = format('role %I still is a %s of all queues', role, kind),
+                message = format('role %I is still a %s of all queues', role, kind),
                 hint = 'To limit it, revoke_access without a queue, then grant_access with one.';
         end if;
         perform pgqueue._resolve_access();

@@ -135,7 +135,7 @@ alter sequence pgqueue.job_id_seq increment by 1;
 alter sequence pgqueue.token_seq increment by 1;
 select is(
     pg_temp.refusal('select pgqueue.shard(1)'),
-    '55000: only an empty install becomes a shard. It has jobs, or had some. Ids and tokens up to 1003 are in use.',
+    '55000: only an empty install can become a shard. It has jobs, or had some. Ids and tokens up to 1003 are in use.',
     'a database with jobs is made no shard by mistake'
 );
 select is(
