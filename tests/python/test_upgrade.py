@@ -145,7 +145,7 @@ SETTINGS = "\n) as s (name, type, fallback, range, not_for, meaning)"
 WINDOWS = "-- The windows of unique_for."
 AS_OLD = {
     "sql/roles/access.sql": [
-        ("-- An upgrade updates the rows", f"{OLD_ROUTINES}\n-- An upgrade updates the rows"),
+        ("-- An upgrade updates", f"{OLD_ROUTINES}\n-- An upgrade updates"),
         (GRANTED, f",\n('{{operator,reader}}', true, '{{reshaped}}'){GRANTED}"),
     ]
 }
