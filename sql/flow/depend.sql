@@ -71,7 +71,7 @@ begin
                     and exists (
                         select from pgqueue.job as j where j.id = d.job_id and j.xmax in ('0'::xid, j.xmin) offset 0
                     )
-                -- Ordered for the sake of the index that begins with waiter_id.
+                -- In this order, so that the index that begins with waiter_id is used.
                 order by hashint8(d.job_id)
                 limit 1
             ) as held
@@ -372,8 +372,8 @@ begin
 end;
 $$;
 
--- Makes a new job, or one that is being suspended, wait for others. Those that have already ended count as they
--- ended.
+-- Makes a new job, or one that is being suspended, wait for others. One that has already ended counts with the
+-- outcome that it had.
 create or replace function pgqueue._wait_for(job_id bigint, after bigint[], if_dead text)
     returns void
     language plpgsql

@@ -220,7 +220,7 @@ begin
             and -h.priority < -_has_higher.priority
             and h.run_at <= moment and h.lease_expires_at is null
             and ((h.terms).expires_at <= moment) is not true
-        -- Ordered for the sake of the index of groups.
+        -- In this order, so that the index of groups is used.
         order by -h.priority, h.run_at
         limit 1
     ) is not null;
