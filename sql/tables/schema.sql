@@ -803,7 +803,7 @@ comment on type pgqueue._tie is
 'A row of dependency: where it is; whether the waiting job is to be cancelled;
 and whether the one that it waits for has ended, or is to be cancelled as well.';
 
--- 64 ids in a row, so that a purge writes few. A part may have several rows, because none is ever updated.
+-- 64 ids to a row, so that a purge writes few rows. A part may have several, because none is ever updated.
 create table pgqueue.gone (
     part bigint not null,
     ids bigint not null,
