@@ -14,8 +14,8 @@ BUFFERS = "select blks_hit + blks_read from pg_stat_database where datname = cur
 def lines(system: System, size: Size, largest: bool) -> list[str]:
     """Three small tables: by jobs ready, by queues, by workers at once."""
     return [
-        "The last table completes nothing, so that every claim finds the leases of all the "
-        "others in front of it. One round.",
+        "In the last table nothing is completed, so every claim finds the leases of all the "
+        "others ahead of it. One round.",
         "",
         *heading("jobs ready"),
         *(

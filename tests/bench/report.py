@@ -83,7 +83,7 @@ def by_age(workload: Workload, rounds: Rounds, rivals: set[str]) -> list[str]:
     titles = [*places, "last / first", "× best rival", "CPU µs/job", "WAL B/job"]
     titles += ["jobs a round", "lost", "twice"]
     lines = [
-        "Jobs/s in each round, and behind it the p99 of a claim in ms where claims are made in SQL.",
+        "Jobs/s in each round and, in brackets, the p99 of a claim in ms, where claims are made in SQL.",
         "",
         f"| system | {' | '.join(titles)} |",
         "|---|" + "--:|" * len(titles),

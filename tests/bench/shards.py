@@ -175,8 +175,8 @@ def drained(drains: list[Drain], jobs: int) -> int:
 
 def table(found: Costs, rounds: int) -> list[str]:
     lines = [
-        f"Medians of {rounds} round{'s' * (rounds > 1)}, each compared with its own one shard, called directly. One session calls after the other, on one core: "
-        "a rate would say nothing, since all shards are on one server, with fsync off.",
+        f"Medians of {rounds} round{'s' * (rounds > 1)}, each compared with one shard that was called directly in the same round. The sessions call one after the other, on one core: "
+        "rates would mean nothing, since all shards are on one server, with fsync off.",
         "",
         "| shards | call | CPU µs/job | WAL B/job | routed, CPU µs/job | routed, WAL B/job | router's own CPU µs/job |",
         "|--:|---|--:|--:|--:|--:|--:|",

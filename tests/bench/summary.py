@@ -42,22 +42,22 @@ ROWS = (
 # Why pgqueue is behind where it may be, by how the workload's title begins. A workload in which
 # it is behind without a reason here fails a test.
 WHY = {
-    "enqueue 100,000 in one call": "a job has a kind, a priority, keys and attempts besides its payload, and an"
-    " index in the order in which jobs are claimed; a message of pgmq is a payload and two times.",
-    "pickup": "the rivals' workers are in Node, whose loop begins a handler sooner than Python's; all wait for the"
-    " same NOTIFY, and for the round trip of a claim.",
-    "drain, handlers that sleep": "Node's timers, see below.",
-    "drain a ": "pgqueue is called in SQL here, by 50, and pg-boss and graphile-worker by their own workers, by 500;"
-    " and a claim of pgmq has neither priorities nor a log of runs to write.",
-    "claim and complete by 50": "as before a deep queue.",
+    "enqueue 100,000 in one call": "besides its payload, a job has a kind, a priority, keys and attempts, and an"
+    " index in the order in which jobs are claimed; a message in pgmq is a payload and two times.",
+    "pickup": "the rivals' workers are in Node, whose loop starts a handler sooner than Python's; all of them wait"
+    " for the same NOTIFY and for the round trip of a claim.",
+    "drain, handlers that sleep": "because of Node's timers, see below.",
+    "drain a ": "pgqueue is called in SQL here, 50 jobs at a time, and pg-boss and graphile-worker by their own workers,"
+    " 500 at a time; pgmq has no priorities, and writes no log of runs.",
+    "claim and complete by 50": "for the same reason as with a deep queue.",
     "enqueue payloads": "the server parses the payload into jsonb and tries to compress it, which takes nearly all"
-    " of the time. pgqueuer sends bytes, and it and chancy were given half as many jobs.",
-    "drain payloads": "a claim makes text from jsonb again, and a completion deletes the payload; graphile-worker"
-    " keeps text, and pg-boss deletes later.",
-    "drain groups of 10": "whose turn it is, and who runs, are rows that each claim and each completion write, as they"
-    " must to hold in whatever order sessions commit; pgmq locks while it reads.",
-    "jobs that wait for an event": "an attempt that waits ends, so that no worker keeps it, and another begins, as in"
-    " absurd; why that is a tenth quicker has not been looked into.",
+    " of the time. pgqueuer sends bytes; it and chancy were given half as many jobs.",
+    "drain payloads": "a claim turns jsonb into text again, and a completion deletes the payload; graphile-worker"
+    " stores text, and pg-boss deletes later.",
+    "drain groups of 10": "each claim and each completion writes rows that say whose turn it is and what runs, so that"
+    " limits hold in whatever order sessions commit; pgmq locks while it reads.",
+    "jobs that wait for an event": "an attempt that has to wait ends, so that it keeps no worker busy, and another one"
+    " starts later. absurd does the same; why it is a tenth faster has not been looked into.",
 }
 
 UNEXPLAINED = "not explained yet."
