@@ -22,7 +22,7 @@ from pgqueue.install import differs
 from pgqueue.payload import NULL
 from pgqueue.terminal import explain, refuse_other_than_utf8, say, whole_number
 
-# The others need an operator.
+# Who may run a command; the others need an operator.
 ROLES = {
     "enqueue": "producer",
     "health": "reader",
@@ -30,7 +30,7 @@ ROLES = {
     "install": None,
     "upgrade": None,
 }
-# With several databases, for each of them.
+# With several databases, these ask each; the others take only one.
 OF_EACH = ("status", "health")
 DESCRIBED = {"health": "Exit codes: 0 ok, 1 warning, 2 critical, 3 unknown."}
 # With a larger number Postgres would find no function.
@@ -38,21 +38,21 @@ integer = whole_number(-(2**31), 2**31 - 1)
 bigint = whole_number(-(2**63), 2**63 - 1)
 port = whole_number(1, 2**16 - 1)
 SWITCH = {"action": "store_true"}
-# How an argument is read, unless it is any text, and what there is to say of it.
+# How an argument is read, if it is not just any text, and its help.
 ARGUMENTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "payload": ({}, 'JSON, such as \'{"to": "ada"}\''),
     "id": ({"type": bigint}, None),
     "--priority": ({"type": integer}, None),
     "--max-attempts": ({"type": integer}, None),
     "--limit": ({"type": integer}, None),
-    "--plain": (SWITCH, "not as an extension"),
+    "--plain": (SWITCH, "run the script, even if the server has the extension"),
     "--by-queue": (SWITCH, "all numbers for each queue"),
-    "--all": (SWITCH, "also what is fine"),
+    "--all": (SWITCH, "also the checks that found nothing"),
     "--every": ({"type": float, "default": 2.0}, "seconds"),
-    "--times": ({"type": int}, "exit after this many"),
-    "--host": ({"default": "127.0.0.1"}, "else %(default)s"),
-    "--port": ({"type": port, "default": 7070}, "else %(default)s"),
-    "--allow-actions": (SWITCH, "not read-only"),
+    "--times": ({"type": int}, "refresh this many times, then exit"),
+    "--host": ({"default": "127.0.0.1"}, "default: %(default)s"),
+    "--port": ({"type": port, "default": 7070}, "default: %(default)s"),
+    "--allow-actions": (SWITCH, "allow actions; otherwise it is read-only"),
     "--no-secret": (SWITCH, "let in whoever reaches the port"),
     "--allow-host": (
         {"action": "append", "default": []},
@@ -60,9 +60,9 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str | None]] = {
     ),
     "--wait": (
         {"type": float, "default": 60.0},
-        "seconds for busy groups, and for another move-groups",
+        "seconds to wait for busy groups, and for another move-groups",
     ),
-    "--resume": (SWITCH, "those that are paused, at the end"),
+    "--resume": (SWITCH, "at the end, resume the shards that are paused"),
     "--error-like": ({}, "ILIKE pattern of the error's first line"),
     "--dry-run": (SWITCH, None),
     "--json": (SWITCH, "print a line of JSON"),
@@ -70,10 +70,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
-    """Run the command line; `dsn` is for when neither --dsn nor PGQUEUE_DSN names one."""
+    """Run the command line; `dsn` is used if neither --dsn nor PGQUEUE_DSN names one."""
     args = parse(sys.argv[1:] if argv is None else argv)
     failed = 3 if args.command == "health" else 1
-    # What it warns of when it is interrupted is of no use here.
+    # Its warnings when it is interrupted are of no use here.
     logging.getLogger("psycopg").setLevel(logging.ERROR)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -107,13 +107,14 @@ class App:
 
         A parameter named `job` gets the Job; the others get the payload's keys. A single
         parameter annotated with a dataclass or a pydantic model gets the whole payload.
-        Returning completes the job and stores the result, which must be JSON; raising
-        fails it; otherwise raise Retry, Snooze or Reject. A `def` runs in a thread.
+        When it returns, the job completes, and the result is stored if JSON can hold it.
+        When it raises, the attempt fails, unless it raises Retry, Snooze or Reject. A `def`
+        runs in a thread.
 
         `queue` is where `.enqueue` puts the job. `timeout` (seconds or timedelta) fails an
         attempt that runs longer: an async one is cancelled; a thread cannot be, so it
-        keeps its slot until it returns, and its result is dropped; math.inf is none, also
-        where the app or the worker has one. With `transaction`,
+        keeps its slot until it returns, and its result is dropped. math.inf means none, even
+        if the app or the worker has one. With `transaction`,
         job.connection is in the transaction that completes the job by pgqueue.complete():
         the handler's writes and the completion commit together, or not at all.
 
@@ -127,10 +128,11 @@ class App:
         pgqueue.schedule(), whose comment explains `timezone`, `catch_up` and `jitter`.
         If you remove them again, call pgqueue.unschedule().
 
-        Raises ValueError for a kind that has a handler already, for a timeout or max_attempts
-        that is not positive and a negative retry_base; TypeError for what is no function, for
-        *args and other parameters without a name, for an annotation that needs pydantic where
-        there is none, and for a handler that recurs and cannot be called without arguments.
+        Raises ValueError for a kind that already has a handler, for a timeout or max_attempts
+        that is not positive, and for a negative retry_base or retry_cap; TypeError for anything
+        but a function, for *args and other parameters that a payload cannot name, for an
+        annotation that needs pydantic if it is not installed, and for a recurring handler that
+        cannot be called without arguments.
         """
         if not isinstance(kind, str):
             raise TypeError(f"the kind is missing: @app.job('welcome'), not {kind!r}")

@@ -1,4 +1,4 @@
-"""One attempt of a job: what was claimed, and what to report of it."""
+"""One attempt of a job: what was claimed, and what to report about it."""
 
 import asyncio
 import json
@@ -21,20 +21,20 @@ decode = json.JSONDecoder().raw_decode
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What to report of an attempt; `none` if the server knows, or the lease is lost."""
+    """What to report about an attempt; `none` if the server knows it, or the lease is lost."""
 
     name: Literal["complete", "fail", "reject", "release", "suspend", "none"]
-    text: str | None = None  # the result, or what to wait for, in JSON; the error; why
+    text: str | None = None  # result or what to wait for, as JSON; error; reason
     delay: timedelta | None = None
     until: datetime | None = None
     error: BaseException | None = None
-    status: str = "completed"  # of what the server need not be told
+    status: str = "completed"  # if the server need not be told
 
 
 COMPLETED = Outcome("complete")
 RELEASED = Outcome("release")
 LOST = Outcome("none", status="lost")
-SUSPENDED = Outcome("none", status="suspended")  # in a transaction that has ended
+SUSPENDED = Outcome("none", status="suspended")  # and committed
 Connect = Callable[["Attempt"], AbstractAsyncContextManager[Any]]
 NO_TASK = App().job("")(lambda: None)
 
@@ -67,11 +67,11 @@ class Attempt:
     connection: Any = None
     in_handler: bool = False  # the statements on its connection are the handler's
     started: float = 0.0
-    has_timed_out: bool = False  # and is known to run on, in a thread
-    stops_since: float = 0.0  # when it had to stop, by a timeout or otherwise
+    has_timed_out: bool = False  # and its handler has not returned
+    stops_since: float = 0.0  # when it was told to stop
     runs_in: asyncio.Task[None] | None = None  # if async and begun
     outcome: Outcome = RELEASED
-    steps: Any = None  # what its handler remembers, if it takes the job
+    steps: Any = None  # those of its job, if the handler takes the job
 
     @property
     def size(self) -> int:

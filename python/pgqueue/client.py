@@ -42,7 +42,7 @@ class _Options(_CommonOptions, total=False):
 
     run_at: datetime | timedelta | None  # with a time zone; a timedelta is from now
     on_duplicate: OnDuplicate | None
-    expires_at: datetime | timedelta | None  # like run_at; no attempt begins later
+    expires_at: datetime | timedelta | None  # like run_at; no attempt starts later
     batch_id: int | None  # what create_batch returned
 
 
@@ -63,8 +63,8 @@ class ManyOptions(_Options, total=False):
     group_keys: Sequence[str | None] | None
 
 
-# From text, which every driver can send. psycopg 2 writes numbers as they are: in brackets,
-# or a minus sign before a cast would be an operator.
+# Cast from text, which every driver can send. psycopg 2 writes numbers as they are: without
+# the brackets, a minus sign in front of a cast would be an operator.
 JSON = "%s::pg_catalog.text::pg_catalog.jsonb"
 TEXTS = "%s::pg_catalog.text::pg_catalog.text[]"
 CASTS = {
@@ -147,10 +147,10 @@ def close_batch(conn: Any, batch_id: int) -> None:
 
 @on_any_connection
 def emit(conn: Any, event: str, payload: Any = None) -> bool:
-    """Say in the caller's transaction that an event has happened: pgqueue.emit().
+    """Record in the caller's transaction that an event has happened: pgqueue.emit().
 
-    Once: returns whether it was the first, whose payload stays. Jobs that wait for it go
-    on when this commits. `conn` and `payload` are as for `enqueue`.
+    Returns whether this was the first call for the event; later ones change nothing. Jobs
+    that wait for it go on when this commits. `conn` and `payload` are as for `enqueue`.
     """
     query = f"select pgqueue.emit(%s, {JSON})"
     return call(

@@ -74,7 +74,7 @@ COMMANDS = {
         "add a job and print its id",
     ),
     "install": ("--plain --json", "install pgqueue in the database"),
-    "upgrade": ("--json", "upgrade what install has installed"),
+    "upgrade": ("--json", "upgrade pgqueue in the database"),
     "metrics": ("--by-queue --json", "the queues, in the text format of Prometheus"),
     "status": ("--json", "the queues, and the progress of long jobs"),
     "health": ("--all --json", "what is wrong, and what fixes it"),
@@ -85,13 +85,13 @@ COMMANDS = {
     ),
     "move-groups": (
         "--wait --resume",
-        "move what belongs to a key to its shard, after adding some",
+        "after adding shards, move groups and other jobs with a key",
     ),
-    "dead": ("--queue --limit", "the latest dead letters"),
+    "dead": ("--queue --limit", "the latest dead jobs"),
     "error": ("id", "one failed job: its payload, runs and whole error"),
     "redrive": (
         "--kind --error-like --dry-run --queue --limit",
-        "send dead jobs back; prints their ids",
+        "redrive dead jobs; prints their ids",
     ),
     # The SQL functions of these names.
     "pause": (
@@ -203,7 +203,7 @@ def samples(text: str) -> list[dict[str, Any]]:
 
 
 def redrive(conn: database.Connection, options: dict[str, Any]) -> None:
-    """Send dead jobs back, and say so if the limit left some behind."""
+    """Redrive dead jobs, and say so if the limit left some behind."""
     done = database.execute(conn, REDRIVE, options).fetchall()
     for (job_id,) in done:
         print(job_id)

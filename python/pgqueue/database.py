@@ -42,7 +42,7 @@ SEARCH_PATH = "search_path = pg_catalog, pg_temp"
 
 # What waiting cannot fix: no such schema, or other functions in it.
 INCOMPATIBLE = (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction)
-# What a call may meet that was running when an upgrade replaced what it calls: the next does not.
+# Errors of a call during which an upgrade replaces what it calls: the next call does not get them.
 REPLACED = (
     psycopg.errors.UndefinedFunction,
     psycopg.errors.UndefinedTable,
@@ -71,7 +71,7 @@ def is_refused(error: psycopg.Error) -> bool:
 def is_outage(error: psycopg.Error) -> bool:
     """Whether to try again; an error without a SQLSTATE is a broken connection.
 
-    A mere DatabaseError is libpq's, of an answer that no server gives, but a proxy may.
+    A plain DatabaseError is libpq's, for an answer that no server gives, but a proxy may.
     """
     if error.sqlstate is None:
         broken = psycopg.OperationalError | psycopg.InterfaceError
@@ -88,7 +88,7 @@ def several(dsn: str) -> list[str]:
 
 
 def conninfos(dsn: str | Sequence[str] | None, name: str = "pgqueue") -> list[str]:
-    """Complete each of a list, or the one or more that the environment names."""
+    """Complete each dsn of a list or, without one, those that the environment names."""
     given = [dsn] if isinstance(dsn, str) else list(dsn or [])
     if not any(given):
         given = several(
@@ -129,7 +129,7 @@ def conninfo(
 
 
 def name(dsn: str) -> str:
-    """Name a database, as dbname@host:port, without what is left to libpq."""
+    """Name a database, as dbname@host:port, without the parts that are left to libpq."""
     given = conninfo_to_dict(dsn)
     host, port = given.get("host") or given.get("hostaddr"), given.get("port")
     at = f"@{host}" if host else ""
@@ -137,7 +137,7 @@ def name(dsn: str) -> str:
 
 
 def set_up(conn: Connection) -> None:
-    """Have READ COMMITTED and, unless behind a pooler, prepare statements."""
+    """Set READ COMMITTED and, unless behind a pooler, have all statements prepared."""
     conn.isolation_level = READ_COMMITTED
     conn.prepare_threshold = None
     if not is_pooled(conn):
@@ -157,7 +157,7 @@ def transaction(conn: Connection) -> AbstractContextManager[Any]:
 def execute(
     conn: Connection, query: str, params: Mapping[str, Any] | None = None
 ) -> psycopg.Cursor[TupleRow]:
-    """Run a statement in a transaction of its own, with a search path free of strangers."""
+    """Run a statement in a transaction of its own, with a search path that is safe."""
     with conn.transaction():
         conn.execute(f"set local {SEARCH_PATH}")
         # psycopg reads intervals in no other.

@@ -67,7 +67,7 @@ def call(
 ) -> T:
     """Run a query with %s for its parameters, and pass its rows to `shape`.
 
-    Returns what `shape` does: from an async connection, to be awaited.
+    Returns what `shape` returns; on an async connection, an awaitable of it.
     """
     fetched = _fetch(conn, query, params)
     done: T = _then(fetched, lambda rows: shape([_values(row) for row in rows]))
@@ -91,7 +91,7 @@ async def settled(value: Any) -> Any:
 
 @asynccontextmanager
 async def either(manager: Any) -> AsyncIterator[Any]:
-    """Enter a context manager, async or not; one that is not awaits nothing."""
+    """Enter a context manager, async or not; if it is not, nothing is awaited."""
     if hasattr(manager, "__aenter__"):
         async with manager as value:
             yield value

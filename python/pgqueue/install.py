@@ -49,7 +49,7 @@ class TooOld(psycopg.errors.UndefinedFunction):
 
 
 def number(text: str) -> tuple[int, ...]:
-    """Read a version, to compare; nothing if it is none."""
+    """Read a version, to compare it; an empty tuple if it is not one."""
     return tuple(map(int, text.split("."))) if re.fullmatch(r"[\d.]*\d", text) else ()
 
 
@@ -70,7 +70,7 @@ def advice(installed: str) -> str | None:
 
 
 def differs(conn: psycopg.Connection[Any]) -> str | None:
-    """Ask the database, outside a transaction; None also if it does not tell."""
+    """Give this advice about a database, outside a transaction; None if it does not answer."""
     try:
         installed = found(conn, INSTALLED)
         return advice(installed) if installed else None
@@ -151,8 +151,8 @@ def already(installed: str, offered: str, whose: str = "") -> str:
 def upgrade(conn: Any) -> str:
     """Upgrade pgqueue as far as the server's files or this package go; return what was done.
 
-    As `install` in a migration: it takes its locks until that commits. Raises ValueError if
-    pgqueue is not installed, or newer; FileNotFoundError if there is no way from a version.
+    In a migration, like `install`, it keeps its locks until that commits. Raises ValueError if
+    pgqueue is not installed, or newer; FileNotFoundError if no script upgrades its version.
     """
     with cursor_on(conn) as cursor:
         cursor.execute(LOCK)
@@ -173,9 +173,9 @@ def upgrade(conn: Any) -> str:
 
 
 def upgrade_beside_others(conn: Any, patience: float = 60.0) -> str:
-    """Upgrade on a connection in autocommit, again and again while others hold locks.
+    """Upgrade on a connection in autocommit, trying again while others hold locks.
 
-    It gives up a lock sooner than Postgres looks for a deadlock: so no call of theirs fails.
+    It gives up waiting before Postgres looks for a deadlock, so that no call of theirs fails.
     """
     until = time.monotonic() + patience
     while True:

@@ -95,15 +95,15 @@ class Job:
         **kwargs: P.kwargs,
     ) -> R: ...
     def step(self, name: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function once, and remember by pgqueue.save_step() what it returned.
+        """Call a function once, and save by pgqueue.save_step() what it returned.
 
-        An attempt that finds this remembered does not call it again. What it returns is
-        JSON, and comes back as its annotation says, in the first attempt as well. With
-        transaction=True it is remembered in that transaction, else at once. A name that
-        is used again in an attempt counts up: "page", "page 2", "page 3".
+        Later attempts do not call it again: they return what was saved. It is stored as JSON
+        and converted by the function's annotation, in the first attempt as well. With
+        transaction=True it is saved in that transaction, else at once. A name that is used
+        again in the same attempt is numbered: "page", "page 2", "page 3".
 
-        Raises TypeError for an annotation that needs pydantic, or what JSON does not have;
-        LeaseLost; what the function raises, which is not remembered.
+        Raises TypeError for an annotation that needs pydantic, and for a value that JSON
+        cannot hold; LeaseLost; and what the function raises, which is not saved.
         """
         steps = self._steps
         running = partial(function, *args, **kwargs)
@@ -112,30 +112,30 @@ class Job:
     def sleep(self, name: str, interval: Seconds) -> Any:
         """Go on after seconds or a timedelta, counted from the first attempt that got here.
 
-        Until then, or an operator's run_now, the job is suspended, by pgqueue.suspend(), and
-        occupies no worker.
+        Until then, or until an operator calls run_now, the job is suspended by
+        pgqueue.suspend(), and occupies no worker.
         """
         steps, seconds = self._steps, to_timedelta(interval)
         return self._end(steps.sleep(steps.name(name), seconds))
 
     def wait_for(self, event: str, timeout: Seconds | None = None) -> Any:
-        """Return the payload of an event, and suspend the job until pgqueue.emit() says it.
+        """Return the payload of an event; until pgqueue.emit() records it, suspend the job.
 
-        Raises TimeoutError if it has not happened after seconds, or a timedelta, counted
-        from the first attempt that got here, or at an operator's run_now, if there is a
-        timeout. Which it was, the next attempts are told, too.
+        With a timeout, in seconds or a timedelta, raises TimeoutError if the event has not
+        happened by then, counted from the first attempt that got here, or if an operator
+        calls run_now. Later attempts return or raise the same.
         """
         steps = self._steps
         seconds = None if timeout is None else to_timedelta(timeout)
-        # With room for what is added to it.
+        # With room for what will be added to it.
         name = steps.name(derived(f"wait for {event}", most=180))
         return self._end(steps.wait_for(event, name, seconds))
 
     def wait_for_jobs(self, ids: Sequence[int], timeout: Seconds | None = None) -> Any:
-        """Return the results of other jobs, a list; the job is suspended until all have ended.
+        """Return a list of the results of other jobs; until all have ended, suspend the job.
 
-        Raises NotCompleted if one of them died, or was cancelled; TimeoutError if not all
-        have ended after seconds, or a timedelta, as wait_for does.
+        Raises NotCompleted if one of them died or was cancelled, and, like wait_for,
+        TimeoutError if they have not all ended within the timeout.
         """
         steps = self._steps
         seconds = None if timeout is None else to_timedelta(timeout)
@@ -144,9 +144,9 @@ class Job:
 
     @property
     def results(self) -> Any:
-        """How the jobs ended that it was enqueued or suspended after: a list of Result.
+        """How the jobs ended that it was enqueued after or suspended for: a list of Result.
 
-        By pgqueue.results_of(); in the callback of a batch, those of the batch.
+        Calls pgqueue.results_of(). In the callback of a batch, it lists the jobs of the batch.
         """
         return self._end(self._steps.results())
 
@@ -156,7 +156,7 @@ class Job:
         return steps
 
     def _end(self, running: Coroutine[Any, Any, Any]) -> Any:
-        """Run to the end what only a handler that is async can await."""
+        """Run it to the end, or return it to be awaited if the handler is async."""
         if self._attempt.task.is_async:
             return self._steps.to_await(running)
         return run_without_loop(running)

@@ -1,4 +1,4 @@
-"""Turns what comes of a handler into the Outcome of its attempt. It never raises."""
+"""Turns what a handler returns or raises into the Outcome of its attempt."""
 
 import asyncio
 import json
@@ -29,12 +29,13 @@ NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # as JSON writes it
 def completed(result: Any) -> Outcome:
     """Encode a result; one that cannot be stored is replaced by the reason.
 
-    The work is done: to fail for want of a result would do it again.
+    The work is done: if the attempt failed, it would be done again. Raises TypeError for a
+    result that has not run yet.
     """
     if result is None:
         return COMPLETED
     if isinstance(result, Awaitable | Generator | AsyncGenerator):
-        # As of an async function that was decorated. pydantic would run a generator.
+        # Such as of an async function with a decorator for others. pydantic would run a generator.
         kind = type(result).__name__
         raise TypeError(f"the handler returned a {kind}, which has not run")
     try:
@@ -53,12 +54,12 @@ def _storable_json(result: Any) -> str:
     if "\\u0000" in text and NUL.search(text):
         raise ValueError("the result has a NUL character")
     if "\\ud" in text:
-        json.dumps(json.loads(text), ensure_ascii=False).encode()  # halves of pairs
+        json.dumps(json.loads(text), ensure_ascii=False).encode()  # half a surrogate
     return text
 
 
 def judge(attempt: Attempt, error: BaseException) -> Outcome:
-    """Turn what a handler raised into what to report."""
+    """Turn what a handler raised into what to report. It never raises."""
     try:
         return _judge(attempt, error)
     except BaseException:  # raised by the exception's own class
@@ -110,7 +111,7 @@ def errors_in(error: BaseException) -> list[BaseException]:
 def _is_final(error: BaseException, attempt: Attempt) -> bool:
     policy = attempt.task.policy
     if policy.max_attempts is not None and attempt.number >= policy.max_attempts:
-        # The job may have more, which the queue gives to those that do not ask.
+        # The job may have more: those that its queue gave it do not count, those in its header do.
         headers = decode(attempt.headers)[0] if attempt.headers else {}
         if not (isinstance(headers, dict) and headers.get(MAX_ATTEMPTS)):
             return True

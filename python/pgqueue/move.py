@@ -1,7 +1,7 @@
 """The command move-groups: brings what belongs to a key to the shard that it belongs to.
 
-Module move of the SQL says how a part gets from one shard to another, whatever dies meanwhile. What was
-cut off is finished, or forgotten, by the next call.
+The SQL module move says how a part gets from one shard to another, whatever dies meanwhile. The next call
+finishes or forgets what was interrupted.
 """
 
 import time
@@ -83,7 +83,7 @@ class Shards:
         return left
 
     def resume(self) -> None:
-        """Let those begin that were paused as a whole, but for what is paused on the others."""
+        """Resume the shards that are paused as a whole, except for what is paused on the others."""
         waiting = [conn for conn in self.conns if ask(conn, IS_PAUSED) == [(True,)]]
         others = [conn for conn in self.conns if conn not in waiting]
         pauses = ask(others[0], PAUSES) if others else []
@@ -100,7 +100,7 @@ class Shards:
         target: database.Connection,
         groups: list[Group],
     ) -> Counter[str]:
-        """Move some groups in three transactions, or fewer at a time if that is too much."""
+        """Move some groups in three transactions, or half of them at a time if that is too much."""
         try:
             return self._move(source, target, groups)
         except psycopg.errors.ProgramLimitExceeded:
@@ -116,7 +116,7 @@ class Shards:
         target: database.Connection,
         groups: list[Group],
     ) -> Counter[str]:
-        """Move some groups in three transactions; hold those that are busy."""
+        """Move some groups in three transactions; pause those that are busy."""
         kinds, queues, keys = (list(each) for each in zip(*groups, strict=True))
         asked = {"kinds": kinds, "queues": queues, "keys": keys}
         with source.transaction():
@@ -152,7 +152,7 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
             # The session of one that was killed ends with its statement.
             while ask(conn, f"select pg_try_advisory_lock({LOCK})") != [(True,)]:
                 if time.monotonic() > until:
-                    raise ValueError("another move-groups is at work")
+                    raise ValueError("another move-groups is running")
                 time.sleep(PAUSE)
         shards.finish_what_was_cut_off()
         left, moved = shards.move_all(), 0
@@ -166,8 +166,8 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
             tell(conn, "select pgqueue._resume_groups()")
         print(f"moved {shards.moved} jobs and schedules")
         if left:
-            why = f"{left['busy']} are busy, and {left['tied']} wait for other jobs or are of batches"
-            say(f"groups and keys that are left: {why}; call it again")
+            why = f"{left['busy']} are busy, and {left['tied']} wait for other jobs or belong to batches"
+            say(f"not all groups and keys were moved: {why}; call it again")
             return 1
         if resumes:
             shards.resume()

@@ -20,7 +20,7 @@ Read = Callable[..., Any] | None
 KEYS = (str, int, float, bool, type(None))  # in JSON, as texts
 PLAIN = (str, int, float, bool, list, dict, type(None), object, Any)
 HAS_PYDANTIC = importlib.util.find_spec("pydantic_core") is not None  # 2 or later
-NULL = object()  # the payload null; None is none, for which the server puts {}
+NULL = object()  # the payload null; None means no payload: the server stores {}
 
 
 def to_json(value: Any, name: str) -> str | None:
@@ -100,7 +100,7 @@ class Arguments:
                 raise TypeError(f"{where}: a payload has no name for {str(p)!r}")
         self._names = [p.name for p in parameters]
         self._function = function
-        with contextlib.suppress(NameError):  # of a class that may follow
+        with contextlib.suppress(NameError):  # of a class that may be defined later
             self._reading  # noqa: B018
 
     def prepare(self) -> tuple[bool, Read]:

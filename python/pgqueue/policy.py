@@ -41,7 +41,7 @@ class Snooze(Exception):
 
 
 class Reject(Exception):
-    """Fail the job for good: it goes to the dead letters with this reason."""
+    """Fail the job for good: it is dead at once, for this reason."""
 
 
 def to_seconds(value: Seconds | None) -> float | None:
@@ -84,7 +84,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.max_attempts is not None and self.max_attempts < 1:
-            raise ValueError("max_attempts must be 1 at least")
+            raise ValueError("max_attempts must be at least 1")
         if min(self.retry_base or 0, self.retry_cap) < 0:
             raise ValueError("neither retry_base nor retry_cap can be negative")
         for given in self.retry_for, self.give_up_on:

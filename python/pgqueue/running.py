@@ -95,7 +95,7 @@ async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
         if outcome.name == "suspend":
             return SUSPENDED
         return Outcome("none", outcome.text, error=outcome.error)
-    except BaseException as error:  # whatever a handler raises fails its job only
+    except BaseException as error:  # whatever a handler raises only fails its own job
         return judge(attempt, error)
     finally:
         _end_fork(generation)

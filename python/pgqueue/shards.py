@@ -4,9 +4,9 @@ import hashlib
 
 
 def shard_of(key: str, shards: int) -> int:
-    """Say where in a list of so many shards a key belongs, from 0, as pgqueue.shard_of() does.
+    """Return to which of so many shards a key belongs, from 0, as pgqueue.shard_of() does.
 
-    With twice as many shards it stays, or moves to its old place plus the old number.
+    If their number is doubled, it stays, or moves to its old shard plus the old number.
     """
     if shards < 1:
         raise ValueError(f"shards must be at least 1, not {shards}")

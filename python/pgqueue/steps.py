@@ -1,6 +1,6 @@
 """What a job remembers from one attempt to the next: its steps, and what it waits for.
 
-All of it by the SQL functions save_step, steps, suspend and results_of, so that a handler in
+It uses only the SQL functions save_step, steps, suspend and results_of, so that a handler in
 any language, or in SQL, can go on with the same job.
 """
 
@@ -22,7 +22,7 @@ SAVE = (
     "select pgqueue.save_step(%s, %s, %s, %s::pg_catalog.text::pg_catalog.jsonb)"
     "::pg_catalog.text"
 )
-# Of the first attempt that gets here, by the server's clock.
+# Counted from the first attempt that gets here, by the server's clock.
 DEADLINE = (
     "select d.at operator(pg_catalog.#>>) '{}', (d.at operator(pg_catalog.#>>) '{}')"
     "::timestamp with time zone operator(pg_catalog.<=) pg_catalog.clock_timestamp()"
@@ -47,12 +47,12 @@ PAGE = 1000
 
 
 class Suspend(BaseException):
-    """Ends the handler of a job that waits: let it pass. The next attempt begins anew."""
+    """Ends the handler of a job that waits: let it through. The next attempt starts anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a job has ended, that another was after."""
+    """How a job has ended that another one has waited for."""
 
     id: int
     kind: str | None
@@ -92,13 +92,13 @@ class Steps:
         self._names: set[str] = set()
 
     def name(self, name: str) -> str:
-        """Count names that are used again in the attempt: "page", "page 2", "page 3"."""
+        """Number names that are used again in the attempt: "page", "page 2", "page 3"."""
         if self.terms is not None:
-            raise Suspend  # who has caught it gets no further
+            raise Suspend  # a handler that has caught it gets no further
         self._counts[name] += 1
         count = self._counts[name]
         numbered = name if count == 1 else derived(f"{name} {count}")
-        if numbered in self._names:  # given in full
+        if numbered in self._names:  # which the handler itself has used
             return self.name(name)
         self._names.add(numbered)
         return numbered
@@ -110,7 +110,7 @@ class Steps:
         return isinstance(error, Suspend)
 
     def to_await(self, running: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        """Count what an async handler has not awaited: it would go on without it."""
+        """Count what an async handler has not awaited, or it would go on without waiting."""
         self.unawaited += 1
 
         async def later() -> T:
@@ -120,11 +120,11 @@ class Steps:
         return later()
 
     def check(self) -> None:
-        """Raise RuntimeError if a handler returns that should have ended otherwise."""
+        """Raise RuntimeError if the handler has returned, but should have been ended."""
         if self.terms is not None:
             raise RuntimeError(
-                "the handler caught pgqueue.Suspend, which was to end it until what it"
-                " waits for happens: let it pass a bare except, and an except BaseException"
+                "the handler caught pgqueue.Suspend, which ends it until what it waits for"
+                " has happened: let a bare except, or an except BaseException, raise it again"
             )
         if self.unawaited:
             raise RuntimeError("the handler did not await what its job returned")
@@ -177,7 +177,7 @@ class Steps:
             if ids and (is_new or any(r.outcome is None for r in found.values())):
                 terms, is_over = await self._until(name, f"{name}: until", timeout)
                 if is_new or not is_over:
-                    # Once it is saved, what results do not show is gone.
+                    # Once it is saved, a job without a result is gone.
                     last = (name, json.dumps(list(ids))) if is_new else None
                     self._suspend(last, after=list(ids), **terms)
             else:
@@ -237,7 +237,7 @@ class Steps:
 
 
 def derived(name: str, most: int = 200) -> str:
-    """Shorten the name of a step of ours, which is longer than what the user has named."""
+    """Shorten the name of a step of ours: it is the user's name with something added."""
     encoded = name.encode(errors="replace")
     if len(encoded) <= most:
         return name

@@ -37,7 +37,7 @@ class Task(Generic[P, R]):
     policy: Policy
     options: TaskOptions
     is_async: bool
-    schedule: dict[str, Any] | None = None  # what its jobs recur by
+    schedule: dict[str, Any] | None = None  # by which its jobs recur
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         return self.function(*args, **kwargs)

@@ -53,7 +53,7 @@ def start_span(attempt: Claimed) -> "trace.Span | None":
     """Start the span of an attempt, a child of what its headers name.
 
     A child, not just a link: a span is for one job, and nothing else could be its parent.
-    None if there is neither an SDK nor a parent: usually the API is installed for others.
+    None if there is neither an SDK nor a parent: then the API is usually there for others.
     """
     if tracer is None:
         return None

@@ -45,7 +45,7 @@ class Status:
     priority: int | None
     enqueued_at: datetime | None
     run_at: datetime | None
-    expires_at: datetime | None  # from then on no attempt begins
+    expires_at: datetime | None  # from then on no attempt starts
     claimed_at: datetime | None
     finished_at: datetime | None
     worker: str | None
@@ -104,7 +104,7 @@ def wait(
 
     Raises TimeoutError after `timeout` seconds, ValueError in a transaction or pipeline,
     TypeError for a connection of another driver, and JobNotFound if nothing is known about the
-    job, as after an end with keep_runs 0.
+    job, such as after its end with keep_runs 0.
     """
     conn = drivers.of_psycopg(conn)
     waiting: Any = _wait(_Session(conn), job_id, timeout, listen)
@@ -128,7 +128,7 @@ async def _wait(
                 found = _as_status(await session.fetch(STATUS, job_id))
                 if found.has_ended:
                     return found
-                pause = 0.01  # it was sent back to work meanwhile
+                pause = 0.01  # it was redriven meanwhile
             waited = time.monotonic() - began
             if not listens:
                 pause = min(1.0, 0.01 + waited / 10)
@@ -176,7 +176,7 @@ class _Session:
         finally:
             self._conn.remove_notify_handler(self._hear)
             with suppress(psycopg.OperationalError):  # a broken one has raised already
-                if not was_listening:  # first: who may not call await() cannot end it
+                if not was_listening:  # first: await() may be refused
                     await self.fetch("unlisten pgqueue")
                 await self.fetch("select pgqueue.await(null)")
 

@@ -150,7 +150,7 @@ def test_an_embedded_worker_works_on_the_queues_of_its_handlers(db, dsn) -> None
     [
         ({"timeout": -1}, ValueError, "a timeout must be positive, not -1"),
         ({"timeout": 0}, ValueError, "a timeout must be positive, not 0"),
-        ({"max_attempts": 0}, ValueError, "max_attempts must be 1 at least"),
+        ({"max_attempts": 0}, ValueError, "max_attempts must be at least 1"),
         ({"retry_base": -1}, ValueError, "retry_base"),
         ({"retry_cap": -1}, ValueError, "retry_cap"),
         ({"give_up_on": "ValueError"}, TypeError, "neither an exception nor a tuple"),
@@ -169,7 +169,7 @@ def test_an_embedded_worker_refuses_what_the_command_line_does(name) -> None:
     with pytest.raises(ValueError, match=f"{name} must be positive, not -1"):
         pgqueue.Worker(pgqueue.App(), {"q": 1}, **{name: -1})
     for share in {"weight": 0}, {"limit": 0}:
-        with pytest.raises(ValueError, match="weight and limit must be 1 at least"):
+        with pytest.raises(ValueError, match="weight and limit must be at least 1"):
             pgqueue.Share(**share)
     for queues in "emails", ["emails", "reports"]:
         with pytest.raises(TypeError, match="queues takes a weight for each"):

@@ -397,7 +397,7 @@ def test_redrive_shows_first_what_it_would_send_back(site, db) -> None:
     assert one(db, "select count(*) from pgqueue.dead_job") == 3
     some = said(page, send(page, dry, "Redrive", max_jobs="1"))
     assert "1 job went back" in some and "More" in some
-    assert said(page, send(page, dry, "Redrive")) == "1 job went back to work."
+    assert said(page, send(page, dry, "Redrive")) == "1 job redriven."
     assert column(db, "select error from pgqueue.dead_job") == ["KeyError: 'a'"]
     assert one(db, "select count(*) from pgqueue.job") == 2
 
@@ -408,7 +408,7 @@ def test_what_an_action_has_done_is_said_once_and_a_reload_does_nothing(
     db.execute("select pgqueue.enqueue('q <b>')")
     page = site(allow_actions=True)
     done = press(page, "/queue?name=q%20%3Cb%3E", "Pause")
-    assert said(page, done) == "Paused: queue q <b>. What runs goes on."
+    assert said(page, done) == "Paused: queue q <b>. Running jobs go on."
     again = page.get(done.headers["Location"])
     assert again.status == 200 and 'id="said"' not in again.text
 
@@ -420,7 +420,7 @@ def test_a_dead_job_is_retried_or_discarded_on_its_page(site, db) -> None:
         kill(db, "q", "boom")
     first, second = column(db, "select id from pgqueue.dead_job order by id")
     done = said(page, press(page, f"/job?id={first}", "Retry"))
-    assert done == f"Job {first} went back to work."
+    assert done == f"Job {first} was redriven."
     done = said(page, press(page, f"/job?id={second}", "Retry"))
     assert done == f"Job {second} stays dead: another job has its unique key."
     sure = press(page, f"/job?id={second}", "Discard")
@@ -445,9 +445,7 @@ def test_an_ended_job_shows_its_kept_payload_and_can_be_run_again(site, db) -> N
     done = send(page, sure, "Run again")
     new = one(db, "select id from pgqueue.job")
     assert done.headers["Location"] == f"/job?id={new}"
-    assert (
-        said(page, done) == f"Job {ids[1]} was enqueued once more: this is job {new}."
-    )
+    assert said(page, done) == f"Job {ids[1]} was enqueued again, as this job {new}."
 
 
 def test_a_long_payload_says_how_much_of_it_is_missing(site, db) -> None:
@@ -602,7 +600,7 @@ def test_kinds_and_groups_are_paused_and_resumed_by_row_and_by_name(site, db) ->
     forms = [f for f in Found(page.get(path).text).posts if f.label == "Pause"]
     _, kind, group = forms
     assert said(page, page.post(kind.action, kind.fields)) == (
-        "Paused: kind k of queue q. What runs goes on."
+        "Paused: kind k of queue q. Running jobs go on."
     )
     done = page.post(group.action, group.fields)
     assert done.headers["Location"] == path

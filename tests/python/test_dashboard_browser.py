@@ -183,9 +183,9 @@ def test_redrive_in_a_browser_sends_back_what_the_dry_run_showed(
     kill(db, "q", 'it\'s "broken" \\ 100 % <b>\n')
     page = look(site(allow_actions=True), "/dead")
     page.click("text=Dry run")
-    page.wait_for_selector("text=5 jobs would go back to work")
+    page.wait_for_selector("text=5 jobs would be redriven")
     page.click("button:has-text('Redrive')")
-    page.wait_for_selector("text=5 jobs went back to work")
+    page.wait_for_selector("text=5 jobs redriven")
     assert db.execute("select count(*) from pgqueue.dead_job").fetchone() == (0,)
 
 
@@ -196,9 +196,9 @@ def test_a_selection_is_made_confirmed_and_done_once(site, db, look) -> None:
     page.check("text=all on this page")
     page.uncheck("td [name=id] >> nth=0")
     page.click("button:has-text('Retry')")
-    page.wait_for_selector("text=2 jobs would go back to work")
+    page.wait_for_selector("text=2 jobs would be redriven")
     page.click("button:has-text('Retry 2 jobs')")
-    page.wait_for_selector("#said:has-text('2 jobs went back to work')")
+    page.wait_for_selector("#said:has-text('2 jobs redriven')")
     assert page.url.endswith("/jobs?state=dead")
     left = db.execute("select count(*) from pgqueue.job").fetchone()
     db.execute(

@@ -226,14 +226,14 @@ def test_a_selection_is_shown_before_it_is_done_to_each(site, db) -> None:
         {"action": "retry", "id": [first, second, third], "back": where}, doseq=True
     )
     sure = page.get(f"/confirm?{query}")
-    assert "3 jobs would go back to work" in Found(sure.text).text
+    assert "3 jobs would be redriven" in Found(sure.text).text
     assert one(db, "select count(*) from pgqueue.dead_job") == 4
     # One that somebody else has sent back meanwhile stops no other.
     db.execute("select pgqueue.redrive_job(%s)", (third,))
     done = send(page, sure, "Retry 3 jobs")
     assert done.headers["Location"] == where
     assert said(page, done) == (
-        "1 job went back to work. 2 jobs moved on meanwhile, or another has its unique key."
+        "1 job redriven. 2 jobs changed meanwhile, or had a unique key that was taken."
     )
     assert column(db, "select id from pgqueue.dead_job order by id") == [second, kept]
     again = page.get(f"/confirm?{query}")

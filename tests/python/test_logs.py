@@ -119,7 +119,7 @@ def test_each_attempt_has_one_line_at_its_level_and_one_traceback_if_it_failed(
     assert {kind for kind, line in of.items() if "error" in line} == {"dead", "retry"}
     assert of["retry"]["error"].count("Traceback") == 1
     assert of["retry"]["error"].endswith("ValueError: not now\n")
-    assert of["lost"]["message"].endswith("attempt 1: lost: its lease was over")
+    assert of["lost"]["message"].endswith("attempt 1: lost: its lease had expired")
     for line in of.values():
         for field in "job_id", "kind", "queue", "attempt", "token", "ms":
             assert f"`{field}`" in SECTION

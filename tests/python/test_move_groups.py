@@ -188,7 +188,7 @@ def test_there_is_one_at_a_time(two):
             held = "select count(*) from pg_locks where objid = 7366517 and granted"
             wait_until(lambda: one(first, held) == 2)
     assert refused.returncode == 1
-    assert "another move-groups is at work" in refused.stderr
+    assert "another move-groups is running" in refused.stderr
     assert waits.wait(30) == 0
 
 

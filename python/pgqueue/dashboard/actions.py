@@ -1,6 +1,6 @@
-"""What may be done: each action calls the SQL function of its name.
+"""The actions: each calls the SQL function of its name, except that retry calls redrive_job.
 
-What cannot be undone asks first, and shows what it would do: `ask` makes that page, and `act` does it.
+One that cannot be undone asks first, and shows what it would do: `ask` makes that page, and `act` does it.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from pgqueue.terminal import sentences
 
 @dataclass(frozen=True)
 class Action:
-    """Done to one thing; `said` makes a sentence of its arguments and its result."""
+    """Done to one thing; `said` makes a sentence from its arguments and its result."""
 
     call: str
     where: str  # to look at its effect
@@ -46,16 +46,16 @@ ONE = {
     "pause": Action(
         f"select pgqueue.pause({SCOPE})",
         "/queue?name={queue}",
-        lambda of, _: f"Paused: {scope(of)}. What runs goes on.",
+        lambda of, _: f"Paused: {scope(of)}. Running jobs go on.",
         "Pause all queues",
-        "No queue hands out jobs until it is resumed. What runs goes on, and jobs can be added.",
+        "No queue hands out jobs until it is resumed. Running jobs go on, and jobs can be enqueued.",
     ),
     "resume": Action(
         f"select pgqueue.resume({SCOPE})",
         "/queue?name={queue}",
         lambda of, _: f"Resumed: {scope(of)}.",
         "Resume all queues",
-        "Every queue hands out jobs again, also those that were paused by themselves.",
+        "Every queue hands out jobs again, including those that were paused one by one.",
     ),
     "cancel": Action(
         "select pgqueue.cancel(%(id)s::bigint)",
@@ -71,7 +71,7 @@ ONE = {
         "select pgqueue.redrive_job(%(id)s::bigint)",
         "/job?id={id}",
         lambda of, back: (
-            f"Job {of['id']} went back to work."
+            f"Job {of['id']} was redriven."
             if back
             else f"Job {of['id']} stays dead: another job has its unique key."
         ),
@@ -84,7 +84,7 @@ ONE = {
     "rerun": Action(
         "select pgqueue.rerun(%(id)s::bigint)",
         "/job?id={result}",
-        lambda of, new: f"Job {of['id']} was enqueued once more: this is job {new}.",
+        lambda of, new: f"Job {of['id']} was enqueued again, as this job {new}.",
         "Run again",
         "A new job is enqueued, with the payload of this one; what this one did is not undone.",
     ),
@@ -103,14 +103,14 @@ ONE = {
         "/job?id={result}",
         lambda of, _: f"A job of schedule {of['name']} was enqueued: this one.",
         "Run now",
-        "A job of it is enqueued now, besides those of its slots.",
+        "A job of this schedule is enqueued now, in addition to those of its slots.",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Wording:
-    """What a dry run says of jobs: to which of those selected it applies, and what happens to them."""
+    """What a dry run says about jobs: to which of the selected ones it applies, and what happens to them."""
 
     label: str
     applies: str
@@ -121,7 +121,7 @@ class Wording:
 
 LIVING = "select id, queue, kind, state, last_error as error from pgqueue.jobs"
 DEAD = "select id, queue, kind, 'dead' as state, error from pgqueue.dead_job"
-STAYS = "One whose unique key is taken by a living job stays dead."
+STAYS = "A job whose unique key is taken by another one stays dead."
 NO_RUN = "A waiting job is gone at once. The worker of a running one is asked to stop. None of them runs again."
 FOR_GOOD = "They are deleted for good, with their payloads."
 JOBS = {
@@ -129,14 +129,10 @@ JOBS = {
         "Cancel", LIVING, "would be cancelled", "cancelled, or asked to stop", NO_RUN
     ),
     "run_now": Wording("Run now", LIVING, "would be due now", "due now"),
-    "retry": Wording(
-        "Retry", DEAD, "would go back to work", "went back to work", STAYS
-    ),
+    "retry": Wording("Retry", DEAD, "would be redriven", "redriven", STAYS),
     "discard": Wording("Discard", DEAD, "would be deleted", "deleted", FOR_GOOD),
     # By queue, kind and error.
-    "redrive": Wording(
-        "Redrive", "", "would go back to work", "went back to work", STAYS
-    ),
+    "redrive": Wording("Redrive", "", "would be redriven", "redriven", STAYS),
     "discard_many": Wording("Discard", "", "would be deleted", "deleted", FOR_GOOD),
     "cancel_many": Wording(
         "Cancel", "", "would be cancelled", "cancelled, or asked to stop", NO_RUN
@@ -211,7 +207,7 @@ def act(dsn: str, action: str, of: Row, max_jobs: int, back: str) -> tuple[str, 
 
 
 def each(conn: Connection, action: str, ids: list[int]) -> str:
-    """Do it to each of these jobs; one that has moved on meanwhile stops no other."""
+    """Do it to each of these jobs; one that has changed meanwhile does not stop the others."""
     # In the order in which everything that locks several jobs locks them.
     ids = sorted(set(ids))
     said, done = [], 0
@@ -222,7 +218,7 @@ def each(conn: Connection, action: str, ids: list[int]) -> str:
         except psycopg.Error as error:
             if error.sqlstate != "PQ001":
                 raise
-            said.append(f"Job {id} is not there any more.")
+            said.append(f"Job {id} no longer exists.")
         else:
             (result,) = row.values()
             # Only redrive_job can decline: then it returns null.
@@ -231,5 +227,5 @@ def each(conn: Connection, action: str, ids: list[int]) -> str:
     if len(ids) == 1:
         return said[0]
     left = len(ids) - done
-    rest = f" {jobs(left)} moved on meanwhile, or another has its unique key."
+    rest = f" {jobs(left)} changed meanwhile, or had a unique key that was taken."
     return f"{jobs(done)} {JOBS[action].did}.{rest if left else ''}"

@@ -1,4 +1,4 @@
-"""The life of one job: what is known of it, wherever it is, and of those around it."""
+"""One job: what is known about it, wherever it is, and about the jobs around it."""
 
 from datetime import datetime
 

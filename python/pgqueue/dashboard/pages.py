@@ -16,9 +16,9 @@ Asked = Mapping[str, str]
 
 SHOWN = 200  # rows of a list that may be long
 
-# No role's settings change what is read; a page that takes longer is worth no more load, and who waits
-# for a lock shall soon see who holds it. A laptop that is closed while it reads must not hold a snapshot
-# that VACUUM would wait for.
+# The role's own settings do not change what is read. A page that takes longer is not worth the load, and
+# whoever waits for a lock should soon see who holds it. A laptop that is closed while it reads must not
+# hold a snapshot that VACUUM would wait for.
 SESSION = """
 set local search_path = pg_catalog, pg_temp;
 set local statement_timeout = '5s';
@@ -129,7 +129,7 @@ where %(queue)s::text is null or queue = %(queue)s
 limit %(shown)s
 """
 SCHEDULES = "select *, count(*) over () as matches from pgqueue.schedules limit 1000"
-# What costs nothing. To count the jobs of those that have not finished may take long.
+# The columns that cost nothing: counting the jobs of unfinished batches may take long.
 BATCH = """
 select id, queue, kind, state, created_at, closed_at, finished_at, age, callback_id
 from pgqueue.batches
@@ -201,7 +201,7 @@ class NotFound(Exception):
 class Page:
     template: str
     context: dict[str, Any] = field(default_factory=dict)
-    is_live: bool = True  # worth asking for again and again
+    is_live: bool = True  # refreshed while somebody is looking
 
 
 @dataclass
@@ -266,7 +266,7 @@ def queues(reading: Reading) -> Page:
 
 
 def health(reading: Reading) -> list[Row]:
-    """What is wrong, the worst first: the findings of a check that are listed, and how many it has."""
+    """What is wrong, the worst first: the findings of each check that are listed, and how many there are."""
     wrong = itertools.groupby(
         reading.rows(HEALTH), key=lambda row: (row["status"], row["check"])
     )
@@ -377,7 +377,7 @@ def batch(reading: Reading) -> Page:
     found = reading.row(f"{BATCH} where id = %(id)s", id=id)
     if found is None:
         raise NotFound(
-            f"There is no batch {id}; one is known for 14 days after its end."
+            f"There is no batch {id}; a batch is known for 14 days after it has finished."
         )
     for counts in reading.tried(COUNTS, ids=[id]) or []:
         found |= counts

@@ -1,7 +1,7 @@
-"""Finds jobs by what is known of them, a page at a time.
+"""Finds jobs by what is known about them, a page at a time.
 
-Whatever is asked, a page costs as much at ten million jobs as at ten thousand: it walks an index for at
-most 10,000 rows from where the last page stopped, and says so if that was not enough.
+Whatever is asked, a page costs as much with ten million jobs as with ten thousand: it scans an index for
+at most 5,000 rows from where the last page stopped, and says so if that was not enough.
 """
 
 import json

@@ -26,7 +26,7 @@ def serve(
     if allow_actions and not has_secret and not is_loopback(host):
         say(
             f"refused: anybody who reaches {host or 'this machine'} could act. Leave out --no-secret, or"
-            " --allow-actions, or listen on 127.0.0.1 with a proxy in front that asks who it is."
+            " --allow-actions, or listen on 127.0.0.1 with a proxy in front that authenticates users."
         )
         return 2
     # Any user of this machine can reach its ports.

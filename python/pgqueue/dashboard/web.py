@@ -213,7 +213,8 @@ class Dashboard:
             raise HTTPException(HTTPStatus.NOT_FOUND)
         if not self.allow_actions:
             raise HTTPException(
-                HTTPStatus.FORBIDDEN, "It was started without --allow-actions."
+                HTTPStatus.FORBIDDEN,
+                "The dashboard was started without --allow-actions.",
             )
         return action
 

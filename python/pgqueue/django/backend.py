@@ -136,7 +136,7 @@ class PgQueueBackend(BaseTaskBackend):
         if not found or not task:
             raise exceptions.TaskResultDoesNotExist(result_id)
         errors = found.errors or []
-        ended = [_moment(error["at"]) for error in errors]  # as far as they failed
+        ended = [_moment(error["at"]) for error in errors]  # failed attempts
         begun = [found.claimed_at] if found.claimed_at else []
         workers = {error["attempt"]: error["worker"] for error in errors}
         workers |= {found.attempt: found.worker} if found.worker else {}
@@ -193,7 +193,7 @@ def task_at(path: str) -> Any:
 
 
 def _error(text: str) -> Any:
-    """Make Django's form of an error that a worker has described."""
+    """Turn an error that a worker has described into Django's form."""
     name = text.partition("\n")[0].partition(":")[0]
     # Python names the class, with its module, at the end of the traceback.
     named = re.findall(rf"^((?:\w+\.)*{re.escape(name)})(?::|$)", text, re.MULTILINE)

@@ -36,10 +36,10 @@ log = logging.getLogger("pgqueue")
 
 
 class TaskApp(App):
-    """The handlers of tasks: of those in the modules `tasks` of the installed apps, and others.
+    """The handlers of tasks: those in the modules `tasks` of the installed apps, and others.
 
-    Those are found by their import path when a job comes, in a module that is loaded or part
-    of an installed app: who may enqueue can have nothing else imported.
+    The others are found by their import path when a job comes, but only in a module that is
+    loaded or part of an installed app: who may enqueue cannot have anything else imported.
     """
 
     def __init__(self) -> None:

@@ -159,7 +159,7 @@ def drain(
 ) -> list[Ran]:
     """Run the due jobs that this transaction has enqueued, and those that they enqueue.
 
-    Returns what happened to each, in the order in which a worker would begin them. `queues`
+    Returns what happened to each, in the order in which a worker would start them. `queues`
     are emptied one after the other; None is all of them at once. With `scheduled`, jobs that
     are due later run as well, once: what is put off or enqueued for later meanwhile waits
     for the next drain.

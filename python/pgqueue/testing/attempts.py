@@ -41,7 +41,7 @@ def run_inline(
     attempt.started = time.monotonic()
     with _undo_if_broken(owner, conn):
         attempt.outcome = outcome = _attempt(conn, app, attempt)
-    has_failed = outcome.name in ("fail", "reject")  # else it is of its result
+    has_failed = outcome.name in ("fail", "reject")  # else it has a result
     is_planned = isinstance(outcome.error, Retry | Reject)
     if raises and has_failed and outcome.error and not is_planned:
         raise outcome.error

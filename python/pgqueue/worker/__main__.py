@@ -32,19 +32,19 @@ from pgqueue.worker.supervisor import CANNOT, DONE, READY, SIGNALS, Link, Superv
 FUNCTIONS = (
     "after_failover claim claim_from complete extend finish maintain rest".split()
 )
-LATER = {"after_failover": True}  # an older version does without
+LATER = {"after_failover": True}  # an older version has none, and needs none
 PRIVILEGES = (
     "select p.proname, has_function_privilege(p.oid, 'execute') from pg_proc as p"
     " where p.pronamespace = 'pgqueue'::regnamespace and p.proname = any(%(functions)s)"
 )
 BOTH = (signal.SIGTERM, signal.SIGINT)
-TOGETHER = 1.0  # seconds at most in which they count as one
+TOGETHER = 1.0  # seconds within which the two count as one
 signals: list[int] = []  # that have arrived
-codes: list[int] = []  # to leave with after atexit, where threads of ours run on
+codes: list[int] = []  # to exit with, if threads of ours still run then
 
 
 def stop_early(number: int, frame: FrameType | None) -> None:
-    """End at once: nothing is claimed yet. If Python swallows it, `signals` remembers."""
+    """End at once: nothing is claimed yet. If Python swallows the exception, `signals` remembers."""
     signals.append(number)
     raise SystemExit(0)
 
@@ -146,10 +146,10 @@ def leave(code: int) -> None:
 
 
 def stop_by_signal(worker: Worker, supervisor: Link) -> None:
-    """Stop at signals, also those that came before, and when the supervisor says so.
+    """Stop at signals, also at those that came before, and when the supervisor says so.
 
-    A signal that came by both ways counts once, and so does another one at the same time: before
-    the worker has begun to stop.
+    A signal that comes both ways counts once. So do SIGTERM and SIGINT at the same time, that is
+    before the worker has started to stop.
     """
     came_at = 0.0
     relayed = 0  # signals that came from the supervisor

@@ -23,9 +23,9 @@ CLOSED.finish()
 class Connections:
     """Gives each attempt a new connection object over a session that has been reset.
 
-    No setting, row factory or temporary table of one job is left for the next. Behind a pooler
-    a reset might be of a session that others use: there each attempt connects, and all that is
-    set is for one transaction.
+    No setting, row factory or temporary table of one job is left for the next. Behind a pooler,
+    the reset might hit a session that others use: there each attempt opens a connection, and
+    whatever is set is set for one transaction.
     """
 
     def __init__(self, server: Server) -> None:
@@ -62,8 +62,8 @@ class Connections:
             session, conn.pgconn = conn.pgconn, CLOSED  # the handler may have kept it
             is_idle = session.transaction_status == pq.TransactionStatus.IDLE
             if is_idle and not self._is_pooled:
-                # What only our own statements have used for its steps is as it was, and
-                # keeps its plans: a step would cost ten times as much without.
+                # One that was used only by our own statements, for steps, is unchanged and
+                # keeps its plans: without them, a step would cost ten times as much.
                 reset = "select" if attempt.connection is None else "discard all"
                 self._idle.append((time.monotonic(), session, reset))
             else:
@@ -112,7 +112,7 @@ class Connections:
         log.warning(
             "%s: no answer in %g s: its connection is given up", *said, extra=SELDOM
         )
-        self.close_idle(after=0)  # which will not be better
+        self.close_idle(after=0)  # they will be no better
 
     def close_idle(self, after: float) -> None:
         """Close the sessions that have been idle for this many seconds."""

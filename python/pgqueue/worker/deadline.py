@@ -1,4 +1,4 @@
-"""A deadline for each call to the server: one that hangs without breaking is broken.
+"""A deadline for each call to the server: a connection that hangs is broken.
 
 Keepalives only prove that the other end's kernel answers, not that the server does: a proxy
 may have forgotten the connection, and a backend may stand still.
@@ -40,7 +40,7 @@ class Watched(psycopg.Connection[TupleRow]):
     waits_since = NEVER
 
     def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wait for the server; all calls of psycopg come by here."""
+        """Wait for the server; all calls of psycopg pass through here."""
         self.waits_since = time.monotonic()
         try:
             return super().wait(in_time(self, gen), *args, **kwargs)
@@ -77,7 +77,7 @@ def in_time(conn: Watched | WatchedAsync, call: Any) -> Generator[Any, Any, Any]
 
 @contextlib.contextmanager
 def lack_of_files() -> Iterator[None]:
-    """Make it an outage when the process, or the machine, has too many open: it may pass."""
+    """Treat it as an outage if the process, or the machine, has too many open: it may pass."""
     try:
         yield
     except OSError as error:
@@ -89,7 +89,8 @@ def lack_of_files() -> Iterator[None]:
 def cut(conn: Any) -> None:
     """Break the connection of a handler, if it has one, from another thread.
 
-    The server ends its transaction, and whatever its handler does with it raises.
+    Whatever the handler does with it raises. The server ends its transaction, but not before the
+    statement that it is executing has ended, unless it has a client_connection_check_interval.
     """
     with contextlib.suppress(psycopg.Error, OSError):  # it is closed
         if conn is not None:
@@ -101,7 +102,7 @@ def cut(conn: Any) -> None:
 
 
 class Server:
-    """A database: where it is, and how many seconds a call to it is of use."""
+    """A database: where it is, and how many seconds a call to it may take."""
 
     lease = 30.0  # the shortest yet
 
@@ -117,7 +118,7 @@ class Server:
         self._said: dict[str, object] = {}  # of the SQL's version
 
     def connect(self, times: float = 1.0, make: Any = Watched, **options: Any) -> Any:
-        """Connect, in the time of a call, but two seconds at least, as libpq has it."""
+        """Connect, in the time that a call may take, but at least two seconds, libpq's minimum."""
         given = timeout_from_conninfo(conninfo_to_dict(self.dsn))
         timeout = math.ceil(min(given, self.patience(times)))
         return make.connect(self.dsn, connect_timeout=timeout, **options)

@@ -20,7 +20,7 @@ from pgqueue.worker.service import Service
 from pgqueue.worker.source import Source
 from pgqueue.worker.turns import HANG, Turns
 
-SAY_AGAIN = 240.0  # seconds; of a session of a pooler it is believed for ten minutes
+SAY_AGAIN = 240.0  # seconds; behind a pooler it is believed for ten minutes
 HANDOVER = 0.0002  # seconds for handlers' threads to start
 UNKNOWN_KIND = Outcome("release", "no handler for its kind", timedelta(minutes=1))
 
@@ -44,7 +44,7 @@ class Dispatcher(Service):
         turns.members.append(self)
         self._has_news = True  # there may be something to claim
         self._quiet_until = 0.0
-        self._is_due = False  # by then, its group or lock may be free
+        self._is_due = False  # something may be, by then
         self._may_claim = False
         self._has_looked = False  # in all queues
         self._is_asleep = False
@@ -81,7 +81,7 @@ class Dispatcher(Service):
     def is_drained(self) -> bool:
         """Whether nothing was due when the last job had ended; from any thread."""
         is_free = self._has_looked and not self.held
-        # In this order: news of what a job has left come before its end.
+        # In this order: news of what a job has enqueued comes before its end.
         return is_free and self._is_settled()
 
     def may_wait(self, error: psycopg.Error) -> bool:
@@ -94,7 +94,7 @@ class Dispatcher(Service):
         parks = self._start_listening(conn)
         self._has_news, self._has_looked, say_at = True, False, 0.0
         while not self.over.is_set():
-            if time.monotonic() >= say_at:  # what it serves: a busy one never rests
+            if time.monotonic() >= say_at:  # what it serves: a busy worker never rests
                 say_at = math.inf if parks else time.monotonic() + SAY_AGAIN
                 protocol.rest(conn, list(self._terms.shares), self._terms.kinds, parks)
             self._lacks_slots = True  # before counting them, or one freed now is missed
@@ -104,7 +104,7 @@ class Dispatcher(Service):
                 queues, want = self._turns.take(self)
             self._lacks_slots = want <= 0
             if want > 0 and not self._is_settled():
-                # When merely polling, only rest() looks: one walk over the queue is enough.
+                # When merely polling, only rest() looks: one scan of the queue is enough.
                 may_claim = self._has_news or self._is_due
                 if may_claim and self._claim(conn, queues, kinds, want) == want:
                     continue
@@ -163,7 +163,7 @@ class Dispatcher(Service):
             self._finisher.wake()  # it will be needed
         for attempt in attempts:
             attempt.source = self.source
-            # Claimed meanwhile, or never to wait here: leave it to other workers.
+            # Claimed during a pause, or too much at once: leave it to other workers.
             if self.is_paused or not attempt.payload:
                 self._give_back(attempt)
             elif task := self._terms.app.find(attempt.kind):
@@ -183,7 +183,7 @@ class Dispatcher(Service):
     def _give_back_at_once(
         self, conn: database.Connection, attempts: list[Attempt]
     ) -> None:
-        """Give back last attempts before anything runs: in a worker that is killed they would die."""
+        """Release last attempts before anything runs: if the worker were killed, they would be dead."""
         try:
             protocol.finish(conn, attempts)
         except psycopg.Error:  # the finisher tries again, and says what is wrong

@@ -32,7 +32,7 @@ RETURNED = "%s has returned: its slot is free"
 
 
 class Executor:
-    """Begins attempts in the order given, and passes each to `on_end` when it ends."""
+    """Starts attempts in the order given, and passes each to `on_end` when it ends."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Executor:
         return self.concurrency - self._free + len(self.waiting)
 
     def submit(self, attempts: Iterable[Attempt]) -> None:
-        """Begin these as slots become free."""
+        """Start these as slots become free."""
         if not self.waiting:
             self.began_at = time.monotonic()
         self.waiting.extend(attempts)
@@ -68,7 +68,7 @@ class Executor:
             self._fill()
 
     def release_waiting(self) -> None:
-        """Leave what has not begun to other workers."""
+        """Leave to other workers what has not started."""
         with contextlib.suppress(IndexError):
             while True:
                 self._on_end(self.waiting.popleft())
@@ -82,10 +82,10 @@ class Executor:
     ) -> bool:
         """End an attempt, unless it has ended: what a given-up handler returns is dropped.
 
-        Returns whether it has not ended before.
+        Returns whether it had not ended before.
 
-        With `runs_on` it is given up: its handler keeps the slot until it returns, but not the
-        locks of its transaction, which the report would wait for; unless it rolls back by itself.
+        With `runs_on` it is given up: its handler keeps the slot until it returns, but loses its
+        connection, unless it rolls back by itself: the report would wait for its locks.
         """
         if runs_on and attempt.started:
             self.given_up.add(attempt)
@@ -117,7 +117,7 @@ class Executor:
             cut(attempt.connection)
 
     def take_back(self, attempt: Attempt) -> None:
-        """Leave to other workers what has a slot and has not begun."""
+        """Leave to other workers what has a slot, but has not started."""
         if self.end(attempt, RELEASED):
             with self._lock:
                 self._free += 1
@@ -176,7 +176,7 @@ class Executor:
         name = "pgqueue-handler"
         thread = threading.Thread(target=self._work, name=name, daemon=True)
         thread.start()
-        self._threads.append(thread)  # now, as `check` wants them alive
+        self._threads.append(thread)  # only now: `check` wants them alive
 
     def _next(self, is_async: bool) -> Attempt | None:
         """Take the next attempt into the caller's slot, if it is of the caller's sort."""
@@ -237,7 +237,7 @@ class Executor:
             self._follow()
 
     def _task_ended(self, attempt: Attempt, task: object) -> None:
-        if self.end(attempt, RELEASED):  # a handler cancelled it before it began
+        if self.end(attempt, RELEASED):  # a handler cancelled it before it started
             self._follow()
 
     def _follow(self) -> None:

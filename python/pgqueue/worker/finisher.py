@@ -139,7 +139,7 @@ class Finisher(Service):
         text = (outcome.text or "") if has_error else ""
         first, shown = text.partition("\n")[0], text.partition("\n\n")[2]
         if status == "lost":
-            first = "its lease was over"
+            first = "its lease had expired"
         elif status == "reported":
             first = "the connection broke before the answer"
         why = f": {printable(first)}" if first else ""

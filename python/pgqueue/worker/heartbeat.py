@@ -28,11 +28,11 @@ PROGRESS = 1.0  # seconds between two reports of progress
 class Heartbeat(Service):
     """Extends the leases of `held` at a third of their length.
 
-    It passes those that it learns were cancelled to `on_cancel`, once.
+    It passes those that were cancelled to `on_cancel`, once each.
     """
 
     name = "heartbeat"
-    times = 1 / 3  # of the time there is, it must not lose all
+    times = 1 / 3  # one call that hangs must not cost a whole lease
 
     def __init__(self, server: Server, on_cancel: Callable[[Attempt], None]) -> None:
         super().__init__(server)
@@ -86,7 +86,7 @@ class Heartbeat(Service):
         return not self.over.is_set()
 
     def pause(self, seconds: float) -> None:
-        """Wait for a small part of a lease only, and until another begins."""
+        """Wait, but only for a small part of a lease, or until another job is held."""
         self._woken.wait(min(seconds, max(0.1, self._server.lease / 10)))
         self._woken.clear()
 
@@ -109,7 +109,7 @@ class Heartbeat(Service):
                 self._is_alarmed = False
                 self._extend_all(conn, looks)
                 extend_at = time.monotonic() + self._server.lease / 3
-                # With many cancellations, each may find many jobs here: a fifth of the time.
+                # With many cancellations, each look may be long: it may take a fifth of the time.
                 look_at = time.monotonic() + 4 * (time.monotonic() - now)
             if self._told and now >= tell_at:
                 tell_at = now + PROGRESS
@@ -170,7 +170,7 @@ class Heartbeat(Service):
 
 
 def drop(attempt: Attempt, error: psycopg.Error) -> None:
-    """Send no progress that is refused."""
+    """Log that progress was refused, and send it no more."""
     if not isinstance(error, LeaseLost):  # which extend() will notice
         reason, extra = one_line(error), {"seldom": attempt.id}
         log.warning("%s: progress was refused: %s", attempt, reason, extra=extra)

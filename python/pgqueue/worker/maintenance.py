@@ -21,7 +21,7 @@ MAINTAIN = "select task, done from pgqueue.maintain()"
 
 
 class Maintenance(Service):
-    """Connects for each call: a session for a second of work a minute would be a waste."""
+    """Connects for each call: to keep a session for a second of work a minute would be a waste."""
 
     name = "maintenance"
     times = 10.0

@@ -83,7 +83,8 @@ def options() -> list[tuple[str, str, Any, Any]]:
     forms = "NAME, NAME=WEIGHT, NAME:LIMIT or NAME=WEIGHT:LIMIT"
     several, own = "comma-separated or repeated", "those of the handlers"
     dsn = "the database, or several, by semicolons or repeated; else DATABASE_URL, else libpq's variables"
-    lease = "seconds a dead worker's jobs wait; else the queue's"
+    lease = "seconds for which a claim holds a job, unless extended; else the queue's"
+    timeout = "seconds for handlers without a timeout, if their app has none either"
     call = "seconds that a call to the server may take; else the lease"
     stop = "seconds from SIGTERM until what is still running is failed"
     positive = whole_number(1)
@@ -95,8 +96,8 @@ def options() -> list[tuple[str, str, Any, Any]]:
         ("--processes", "worker processes", 1, positive),
         ("--batch", "maximum prefetch, for quick handlers", 5000, whole_number(0)),
         ("--lease", lease, None, seconds),
-        ("--timeout", "seconds for handlers without their own", None, seconds),
-        ("--poll-interval", "seconds between claims", 5.0, seconds),
+        ("--timeout", timeout, None, seconds),
+        ("--poll-interval", "longest sleep between claims, in seconds", 5.0, seconds),
         ("--call-timeout", call, None, seconds),
         ("--no-listen", "poll only", False, bool),
         ("--shutdown-timeout", stop, 30.0, seconds),
@@ -151,7 +152,7 @@ def shares(text: str) -> dict[str, Share]:
 
 
 def file(text: str) -> str:
-    """Find a file from here, wherever a handler goes."""
+    """Make a path absolute: a handler may change the directory."""
     return text and os.path.abspath(text)
 
 
@@ -174,7 +175,7 @@ def merge(apps: Iterable[App]) -> App:
 def load(path: str) -> App:
     """Import an app by MODULE or MODULE:NAME; the name defaults to `app`.
 
-    Raises ValueError for what does not exist; for an error in the module, with its place.
+    Raises ValueError if it does not exist, or for an error in the module, with its place.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -11,7 +11,7 @@ from pgqueue.worker.protocol import MOST_BYTES
 
 AHEAD = 0.1  # seconds of work to claim beyond what the free slots take
 PATIENCE = 1.0  # seconds of work that may wait here: other workers get the rest
-LAST_ATTEMPTS = 1.0  # seconds since one was seen
+LAST_ATTEMPTS = 1.0  # seconds for which one that was seen forbids claiming ahead
 QUICK = 1000.0  # jobs a second; from here on large batches matter more than latency
 GATHER = 0.003  # seconds in which quick jobs gather for one batch
 MAX_CLAIM = 10_000  # jobs in one claim
@@ -58,7 +58,7 @@ class Prefetch:
     def sort(
         self, attempts: list[Attempt], unfinished: int
     ) -> tuple[list[Attempt], list[Attempt]]:
-        """Put last attempts first, and apart those that would have to wait here."""
+        """Put last attempts first, and set apart those that would have to wait here."""
         last = [a for a in attempts if a.number >= a.max_attempts]
         if not last:
             return attempts, []

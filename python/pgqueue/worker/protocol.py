@@ -82,8 +82,8 @@ def claim(
 ) -> list[Attempt]:
     """Claim by pgqueue.claim_from(); the lease is in seconds.
 
-    Of a single queue by claim(), a quarter of a millisecond quicker. Those without a payload
-    are too much at once, and to be given back.
+    From a single queue it calls claim(), which is a quarter of a millisecond faster. Jobs without
+    a payload are too much at once, and have to be released.
     """
     of_kinds = kinds and to_array(kinds)
     if len(queues) == 1:
@@ -112,7 +112,7 @@ def progress(conn: database.Connection, attempts: Sequence[Attempt]) -> None:
 def finish(conn: database.Connection, attempts: Sequence[Attempt]) -> dict[int, str]:
     """End attempts by pgqueue.finish(), and return statuses by the id of the job.
 
-    Those that were to complete, and have, may be missing.
+    Jobs that were to complete, and did, may be missing.
     """
     outcomes = [a.outcome for a in attempts]
     has_text = any(o.text is not None for o in outcomes)
@@ -139,7 +139,7 @@ def rest(
 
 
 def after_failover(conn: database.Connection) -> None:
-    """Skip tokens that a lost primary may have given out, before a claim on this connection."""
+    """Skip tokens that a lost primary may have handed out, before this connection claims."""
     with suppress(psycopg.errors.UndefinedFunction):  # of an older version
         if _call(conn, AFTER_FAILOVER, ()) == [(True,)]:
             log.warning(
@@ -152,7 +152,7 @@ def one_by_one(
     attempts: Sequence[Attempt],
     refused: Callable[[Attempt, psycopg.Error], T],
 ) -> list[T]:
-    """Call with all attempts; if that is refused, with each, and `refused` with the one to blame."""
+    """Call with all attempts; if that is refused, with each, and `refused` with those to blame."""
     try:
         return [call(attempts)] if attempts else []
     except psycopg.Error as error:

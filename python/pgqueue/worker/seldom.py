@@ -46,8 +46,8 @@ said = Seldom()
 def fill_in(record: logging.LogRecord) -> bool:
     """Lower to DEBUG what was said in the last minute, and add the fields of an attempt.
 
-    The first are lines with a field `seldom`, which says what those that say the same have in
-    common besides their text; the second, lines with an attempt among their arguments.
+    Of lines with a field `seldom`, those with the same text and the same field say the same. The
+    attempt is the one among the arguments of the line.
     """
     if hasattr(record, "seldom"):
         record.levelno = said.level((record.msg, record.seldom))
@@ -114,7 +114,7 @@ def one_line(error: BaseException) -> str:
 
 
 def failed(worker: str, error: BaseException) -> None:
-    """Log what ended a worker: of what the server refuses, a traceback says nothing."""
+    """Log what ended a worker; if the server refused something, a traceback says nothing."""
     reason = one_line(error)
     if isinstance(error, database.INCOMPATIBLE):
         log.error("%s has failed: install or update pgqueue: %s", worker, reason)

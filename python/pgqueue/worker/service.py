@@ -14,14 +14,14 @@ import psycopg
 from pgqueue import database
 from pgqueue.worker.deadline import Server, Watched, lack_of_files
 
-KEEP = 60.0  # seconds for which a connection is kept that is not needed
+KEEP = 60.0  # seconds for which an unused connection is kept
 
 
 class Service(ABC):
     """Runs `work` until it is closed, or fails with what no reconnect can fix."""
 
     name: str
-    times = 1.0  # a call may take so many times what others may
+    times = 1.0  # how long its calls may take, compared with others
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -43,7 +43,7 @@ class Service(ABC):
         """Interrupt the sleep of `work`, which then looks at `over`."""
 
     def is_needed(self) -> bool:
-        """Wait until it needs a connection, or has to end; and say which."""
+        """Wait until it needs a connection or has to end; return whether it needs one."""
         return True
 
     def may_wait(self, error: psycopg.Error) -> bool:

@@ -1,8 +1,8 @@
 """The supervisor of several worker processes: starts, restarts and stops them.
 
-Each child has a socket to it, and hears there: one byte means drain, a second one end at
-once, and the end that the supervisor is gone. So a child can tell a signal that the supervisor
-passes on from the same one sent to the child as well.
+Each child has a socket to it. There one byte means drain, a second one end at once, and the end of
+the stream that the supervisor is gone. So a child can tell a signal that the supervisor passes on
+from the same one sent to the child as well.
 
 By the same socket a child says what its exit code means, which any handler, library or script
 can produce: READY, then DONE; or CANNOT, which counts as long as no child was ready. Until it says
@@ -113,7 +113,7 @@ class Supervisor:
 
     def _ended(self, child: Child, exit_code: int) -> None:
         """Restart a child, unless it was to end or would fail again."""
-        # Of all, in a list, or DONE is missed.
+        # A list, so that all are heard: or DONE is missed.
         self._was_ready |= any([READY in each.hear() for each in self._children])
         self._children.remove(child)
         child.socket.close()

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from pgqueue.app import App
 
-POLL_INTERVAL = 0.01  # seconds, at least: in between it can be seen that nothing is due
+POLL_INTERVAL = 0.01  # seconds, at least: to notice that nothing is due
 POSITIVE = ("lease", "timeout", "poll_interval", "call_timeout", "max_jobs")
 
 
@@ -16,8 +16,8 @@ POSITIVE = ("lease", "timeout", "poll_interval", "call_timeout", "max_jobs")
 class Share:
     """A queue's part of a worker.
 
-    With twice the weight of another it gets twice the jobs while both have some; at most
-    `limit` of its jobs, None being without limit, run at once.
+    With twice the weight of another queue it gets twice as many jobs, while both have some. At
+    most `limit` of its jobs run at once; None means no limit.
     """
 
     weight: int = 1
@@ -25,7 +25,7 @@ class Share:
 
     def __post_init__(self) -> None:
         if min(self.weight, 1 if self.limit is None else self.limit) < 1:
-            raise ValueError("weight and limit must be 1 at least")
+            raise ValueError("weight and limit must be at least 1")
 
     def __str__(self) -> str:
         """Write it as --queue has it, behind the name."""
@@ -35,7 +35,7 @@ class Share:
 
 @dataclass(eq=False, repr=False)
 class Terms:
-    """The options of a worker, checked; `id` is what the server has as its name."""
+    """The options of a worker, checked; `id` is its name on the server."""
 
     app: App
     queues: Mapping[str, Share | int] | None = None
@@ -61,7 +61,7 @@ class Terms:
             said = f"a weight for each, as {{'emails': 1}}, not {self.queues!r}"
             raise TypeError(f"queues takes {said}")
         if self.queues == {} or self.concurrency < 1:
-            raise ValueError("a worker needs a queue and a concurrency of 1 at least")
+            raise ValueError("a worker needs a queue and a concurrency of at least 1")
         for option in POSITIVE:
             value = getattr(self, option)
             if value is not None and not value > 0:

@@ -1,7 +1,7 @@
 """Divides the slots of a worker between its databases, by which of them have something due.
 
 Each database has a dispatcher, which asks here before it claims. Nobody waits for one whose server
-does not answer: what that has asked for soon counts no more.
+does not answer: soon, the jobs that it has asked for no longer count.
 """
 
 import threading

@@ -50,11 +50,12 @@ class Worker(Terms):
     `queues` maps names to a Share, or to a weight; without it, the worker works on those that
     the handlers of the app name. The other options are those of `python -m pgqueue.worker`, with
     times in seconds. With several in `dsn`, the databases share its slots. `on_tick` is called
-    some times a second while no part of the worker has died or hangs, `on_commit` whenever
+    several times a second as long as no part of the worker has died or hangs, `on_commit` whenever
     outcomes have been committed.
 
-    Raises ValueError for no queue, for what must be positive, or only_known without a handler;
-    TypeError for queues that are no mapping, or a handler whose annotations name what is not there;
+    Raises ValueError for no queue, for a value that must be positive, and for only_known without
+    a handler; TypeError for queues that are not a mapping, and for a handler whose annotations
+    name what is not there;
     psycopg.ProgrammingError for a dsn that libpq does not understand.
     """
 
@@ -65,7 +66,7 @@ class Worker(Terms):
         self._why = ""  # it stops
         self.failure: BaseException | None = None  # what ends it, if not told to
         self.stop_by = float("inf")  # in monotonic seconds
-        # An Event would lock a signal handler out that comes while it is being waited for.
+        # An Event would block a signal handler that comes while it is being waited for.
         self._tick: SimpleQueue[None] = SimpleQueue()
 
         # As the view workers expects.
