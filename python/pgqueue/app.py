@@ -55,8 +55,8 @@ class App:
     def include(self, *apps: "App") -> None:
         """Take over the handlers, schedules and hooks that other apps have now.
 
-        The timeout and the middleware of an app still apply to its own handlers; the middleware
-        of this one is entered first. Raises ValueError for a kind that has another handler.
+        The timeout and the middleware of an app still apply to its own handlers. The timeout of
+        this one applies to those without; its middleware is entered first. Raises ValueError for a kind that has another handler.
         """
         for app in apps:
             inner = None if app.middleware is self.middleware else app.middleware

@@ -69,7 +69,7 @@ class Attempt:
     started: float = 0.0
     has_timed_out: bool = False  # and its handler has not returned
     stops_since: float = 0.0  # when it was told to stop
-    runs_in: asyncio.Task[None] | None = None  # if async and begun
+    runs_in: asyncio.Task[None] | None = None  # if async and started
     outcome: Outcome = RELEASED
     steps: Any = None  # those of its job, if the handler takes the job
 

@@ -85,7 +85,7 @@ def run_without_loop(running: Coroutine[Any, Any, T]) -> T:
 
 
 async def settled(value: Any) -> Any:
-    """Await what an async connection returns; what a sync one returns is the value."""
+    """Await what an async connection returns; a sync one returns the value itself."""
     return await value if inspect.isawaitable(value) else value
 
 

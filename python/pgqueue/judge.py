@@ -35,7 +35,7 @@ def completed(result: Any) -> Outcome:
     if result is None:
         return COMPLETED
     if isinstance(result, Awaitable | Generator | AsyncGenerator):
-        # Such as of an async function with a decorator for others. pydantic would run a generator.
+        # As by a decorator that is not for async functions. pydantic would run a generator.
         kind = type(result).__name__
         raise TypeError(f"the handler returned a {kind}, which has not run")
     try:

@@ -69,7 +69,7 @@ class Shards:
             tell(conn, "select pgqueue._arrive(%(whats)s, %(keys)s)", parts)
 
     def move_all(self) -> Counter[str]:
-        """Move what can be moved now; count what cannot, by why."""
+        """Move what can be moved now; count the rest, by reason."""
         left: Counter[str] = Counter()
         for place, source in enumerate(self.conns):
             to: defaultdict[int, list[Group]] = defaultdict(list)
@@ -149,7 +149,7 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
         ]
         shards, until = Shards(conns), time.monotonic() + wait
         for conn in conns:
-            # The session of one that was killed ends with its statement.
+            # The session of a command that was killed ends with its statement.
             while ask(conn, f"select pg_try_advisory_lock({LOCK})") != [(True,)]:
                 if time.monotonic() > until:
                     raise ValueError("another move-groups is running")

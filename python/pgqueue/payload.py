@@ -61,7 +61,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def _with_plain_keys(value: Any) -> Any:
-    """Do for keys what `default` does for values; it is not asked about them."""
+    """Do for keys what `default` does for values: json does not ask it about keys."""
     if isinstance(value, dict):
         return {_as_key(k): _with_plain_keys(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -121,7 +121,7 @@ class Arguments:
         return is_model, read(function, self._signature, hints, is_model)
 
     def payload(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the payload of a call; raises TypeError for a call that does not bind."""
+        """Make the payload of a call; raises TypeError for arguments that do not fit."""
         is_model, _ = self.prepare()
         call = self._signature.bind(*args, **kwargs)
         if is_model:

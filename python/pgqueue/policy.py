@@ -26,7 +26,7 @@ class Retry(Exception):
 
 
 class Snooze(Exception):
-    """Run again at a datetime, or after seconds or a timedelta; no attempt is counted."""
+    """Run again at a datetime, or after seconds or a timedelta; this attempt is not counted."""
 
     until: datetime | timedelta = timedelta()
 
@@ -49,7 +49,7 @@ def to_seconds(value: Seconds | None) -> float | None:
 
 
 def to_timeout(value: Seconds | None) -> float | None:
-    """Read a timeout; math.inf is none at all."""
+    """Read a timeout; math.inf means none."""
     seconds = math.inf if value == math.inf else to_seconds(value)
     if seconds is not None and not seconds > 0:
         raise ValueError(f"a timeout must be positive, not {value!r}")

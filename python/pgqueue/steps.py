@@ -110,7 +110,7 @@ class Steps:
         return isinstance(error, Suspend)
 
     def to_await(self, running: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        """Count what an async handler has not awaited, or it would go on without waiting."""
+        """Count what an async handler has yet to await; check() fails it if anything is left."""
         self.unawaited += 1
 
         async def later() -> T:

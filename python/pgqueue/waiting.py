@@ -34,7 +34,7 @@ SESSION = (
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A row of pgqueue.status(); None for what is unknown, or does not apply."""
+    """A row of pgqueue.status(), without last_step, event and suspended_at; None if unknown."""
 
     id: int
     queue: str

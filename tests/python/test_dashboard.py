@@ -258,7 +258,7 @@ def test_of_100_000_dead_jobs_the_most_frequent_errors_are_shown(
     assert all(row[0].startswith("≈") for row in found.rows[1:])
     assert f"{errors} different errors in a sample" in found.text or errors > 200
     dry = press(page, "/dead", "Dry run")
-    assert "would go back" in dry.text and len(dry.text) < 50_000
+    assert "would be redriven" in dry.text and len(dry.text) < 50_000
     assert "≈" in page.get("/").text and page.get("/queue?name=q").status == 200
     db.execute("select setval('pgqueue.job_id_seq', 100000)")
     db.execute("select pgqueue.enqueue('rare')")
@@ -387,16 +387,16 @@ def test_each_action_does_what_the_function_of_that_name_does(site, db) -> None:
     assert one(db, query, later)
 
 
-def test_redrive_shows_first_what_it_would_send_back(site, db) -> None:
+def test_redrive_shows_first_what_it_would_redrive(site, db) -> None:
     page = site(allow_actions=True)
     for error in "Timeout after 1 s", "Timeout after 2 s", "KeyError: 'a'":
         db.execute("select pgqueue.enqueue('q')")
         kill(db, "q", error)
     dry = press(page, "/dead", "Dry run")
-    assert "2 jobs would go back" in Found(dry.text).text
+    assert "2 jobs would be redriven" in Found(dry.text).text
     assert one(db, "select count(*) from pgqueue.dead_job") == 3
     some = said(page, send(page, dry, "Redrive", max_jobs="1"))
-    assert "1 job went back" in some and "More" in some
+    assert "1 job redriven" in some and "More" in some
     assert said(page, send(page, dry, "Redrive")) == "1 job redriven."
     assert column(db, "select error from pgqueue.dead_job") == ["KeyError: 'a'"]
     assert one(db, "select count(*) from pgqueue.job") == 2

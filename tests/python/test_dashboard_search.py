@@ -237,7 +237,7 @@ def test_a_selection_is_shown_before_it_is_done_to_each(site, db) -> None:
     )
     assert column(db, "select id from pgqueue.dead_job order by id") == [second, kept]
     again = page.get(f"/confirm?{query}")
-    assert "2 jobs of those selected moved on" in Found(again.text).text
+    assert "2 jobs of those selected changed meanwhile" in Found(again.text).text
 
 
 def test_what_is_due_later_is_made_due_and_what_waits_is_cancelled(site, db) -> None:

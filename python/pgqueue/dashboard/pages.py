@@ -48,7 +48,7 @@ MORE = re.compile(r"; and ([\d,]+) more(?:, ([\d,]+) of them critical)?$")
 HEALTH = 'select "check", status, detail, hint from pgqueue.health()'
 QUEUES = "select * from pgqueue.queues order by queue"
 QUEUE = "select * from pgqueue.queues where queue = %(queue)s"
-# The minute may change under the query; the drawing has room for 60.
+# The minute may change during the query; the drawing has room for 60.
 AGO = "(extract(epoch from date_trunc('minute', clock_timestamp()) - minute) / 60)::int"
 ENDED = f"""
 select queue, array_agg({AGO}) as ago, array_agg(finished + failed) as ended
@@ -84,7 +84,7 @@ from pgqueue.settings
 where queue = %(queue)s and set_for <> 'default' and value is not null
 limit 200
 """
-# By the index of the lanes, and no further: a queue may have ten million.
+# Only the first ones in the index of the lanes: a queue may have ten million.
 FIRST = """
 from (
     select * from pgqueue.jobs
@@ -95,7 +95,7 @@ from (
 WAITING_KINDS = f"""
 select kind, count(*) as jobs {FIRST} group by kind order by jobs desc, kind limit 200
 """
-# What is paused within the queue, at the level at which it was said.
+# What is paused within the queue, at the level at which it was paused.
 PAUSES = """
 select queue, kind, group_key
 from pgqueue.settings
@@ -301,7 +301,7 @@ def queue(reading: Reading) -> Page:
         raise NotFound(
             f"No queue is called {name[:200]!r}, or nothing is known about it."
         )
-    # Without statistics a bitmap of all its jobs would be made for the first of them.
+    # Without statistics, Postgres would make a bitmap of all its jobs to find the first.
     reading.conn.execute("set local enable_bitmapscan = off")
     context = {
         part: reading.rows(query, queue=name)
@@ -316,7 +316,7 @@ def queue(reading: Reading) -> Page:
         }.items()
     }
     span = SPANS.get(reading.asked.get("span", ""), SPANS["hour"])
-    # Those that wait, though none has run yet, too.
+    # Also the kinds that are waiting, and of which no job has run yet.
     jobs = {row["kind"]: row["jobs"] for row in context.pop("waiting")}
     ran = {row["kind"] for row in context["kinds"]}
     context["kinds"] += [NO_RUNS | {"kind": kind} for kind in jobs if kind not in ran]
@@ -354,7 +354,7 @@ def workers(reading: Reading) -> Page:
 def dead(reading: Reading) -> Page:
     queue = reading.asked.get("queue") or None
     found = reading.rows(DEAD, queue=queue)
-    # Of very many, the few of one queue may not be in the sample.
+    # If there are very many, a queue's few may not be in the sample.
     kept = reading.row(QUEUE, queue=queue) if queue and not found else None
     return Page("dead.html", {"dead": found, "queue": queue, "kept": kept})
 

@@ -26,7 +26,7 @@ STATES = ("", *LIVING, "dead", *OUTCOMES)
 
 @dataclass(frozen=True)
 class Walk:
-    """An index in its order. A row's place is where the next page goes on: the text of each part."""
+    """An index in its order. After a row's place, the text of each part, the next page goes on."""
 
     table: str
     order: tuple[str, ...]
@@ -35,7 +35,7 @@ class Walk:
     goes_up: bool = True
 
     def sql(self, place: list[str] | None) -> tuple[str, Row]:
-        """Return the query for the rows behind a place, and its parameters."""
+        """Return the query for the rows after a place, and its parameters."""
         way, sign = ("", ">") if self.goes_up else (" desc", "<")
         order = ", ".join(part + way for part in self.order)
         behind = "true"
@@ -234,7 +234,7 @@ def place_of(text: str | None, parts: int) -> list[str] | None:
 
 
 def find(reading: Reading, state: str, given: Row) -> Row:
-    """Return a page of jobs; where the next one begins, if there is one; and whether it has seen enough."""
+    """Return a page of jobs, where the next one begins if there is one, and whether the scan was cut short."""
     if state in OUTCOMES:
         return find_ended(reading, state, given)
     walks, query = (DEAD_WALKS, DEAD) if state == "dead" else (LIVE_WALKS, LIVE)

@@ -171,7 +171,7 @@ class Dashboard:
             where.path + (f"?{where.query}" if where.query else ""),
             HTTPStatus.SEE_OTHER,
         )
-        # Lax: who follows a link to us from elsewhere arrives; no other site's form does.
+        # Lax: links from other sites get here, but their forms do not.
         base = request.scope.get("root_path", "") or "/"
         answer.set_cookie(name, self.pass_, path=base, httponly=True, samesite="lax")
         return answer
@@ -235,7 +235,7 @@ class Dashboard:
         return await anyio.to_thread.run_sync(answer, limiter=self.limiter)
 
     def send_to(self, request: Request, where: str, said: str) -> Response:
-        """A reload of the page that says what was done does nothing."""
+        """Redirect, so that a reload of the page that says what was done does not do it again."""
         base = request.scope.get("root_path", "")
         answer = RedirectResponse(base + where, HTTPStatus.SEE_OTHER)
         answer.set_cookie(
@@ -346,10 +346,10 @@ async def read_form(request: Request) -> dict[str, str]:
 
 
 def is_from_here(request: Request) -> bool:
-    """Whether a browser says that a page of this site asks.
+    """Whether the browser says that the request comes from a page of this site.
 
-    Every browser sends one of the two, and lets no page choose it. The first only where the
-    connection is trusted: https, or this machine.
+    Every browser sends one of the two headers, and lets no page choose it. It sends the first
+    only if the connection is trusted: https, or this machine.
     """
     headers = request.headers
     if "sec-fetch-site" in headers:

@@ -95,7 +95,7 @@ def _await(function: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
         # Then sync_to_async comes back to this thread, where the test's connection is.
         from asgiref.sync import async_to_sync
 
-        async def call() -> Outcome:  # what it takes has to be marked as async
+        async def call() -> Outcome:  # async_to_sync wants it marked as async
             return await function()
 
         return async_to_sync(call)()

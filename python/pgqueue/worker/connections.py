@@ -30,7 +30,7 @@ class Connections:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        # With the moment since which they idle, and what resets them; the latest is used first.
+        # Each with since when it is idle, and what resets it; the latest is used first.
         self._idle: list[tuple[float, pq.abc.PGconn, str]] = []
         self._is_pooled = False
 

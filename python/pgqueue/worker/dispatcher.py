@@ -210,7 +210,7 @@ class Dispatcher(Service):
 
     def _sleep(self, conn: database.Connection, want: int) -> None:
         """Sleep until there is news or something to do, at most a second."""
-        self.succeeded()  # or it has just connected, and wants nothing
+        self.succeeded()  # also if it has just connected, and wants nothing
         if self._prefetch.is_quick:
             time.sleep(GATHER)
         # Before looking at _has_news: from here on, news wakes it.

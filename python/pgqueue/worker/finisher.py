@@ -39,7 +39,7 @@ class Finisher(Service):
         self._on_commit = on_commit
         self._ended: SimpleQueue[Attempt | None] = SimpleQueue()
         self._batch: list[Attempt] = []  # taken, and not yet reported
-        self._is_unsure = False  # whether it was reported, as the connection broke
+        self._is_unsure = False  # whether it was reported before a break
         self._quick = 0  # jobs that completed without a line each
         self._counted, self._counted_at = 0, time.monotonic()
 

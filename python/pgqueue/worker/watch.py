@@ -59,7 +59,7 @@ def _check_handler(executor: Executor, attempt: Attempt, now: float) -> None:
 
 
 def _check_loop(executor: Executor) -> None:
-    """Leave to other workers what a blocked event loop does not begin."""
+    """Leave to other workers what a blocked event loop does not start."""
     on_loop = _async(executor.running)
     if executor.loop.probe():
         began = [a for a in on_loop if a.started]

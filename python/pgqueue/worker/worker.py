@@ -104,7 +104,7 @@ class Worker(Terms):
         whose = "" if self.queues else " (those of its handlers)"
         log.info("%s works on %s%s, %s", self.id, shares, whose, terms)
         interrupt = None
-        log.disabled = False  # as dictConfig does to what there is when an app calls it
+        log.disabled = False  # an app's dictConfig disables loggers that exist
         try:
             if self._call(self.app.startup):
                 log.disabled = False
