@@ -84,7 +84,6 @@ def options() -> list[tuple[str, str, Any, Any]]:
     several, own = "comma-separated or repeated", "those of the handlers"
     dsn = "the database, or several, by semicolons or repeated; else DATABASE_URL, else libpq's variables"
     lease = "seconds for which a claim holds a job, unless extended; else the queue's"
-    timeout = "seconds for handlers without a timeout, if their app has none either"
     call = "seconds that a call to the server may take; else the lease"
     stop = "seconds from SIGTERM until what is still running is failed"
     positive = whole_number(1)
@@ -96,7 +95,7 @@ def options() -> list[tuple[str, str, Any, Any]]:
         ("--processes", "worker processes", 1, positive),
         ("--batch", "maximum prefetch, for quick handlers", 5000, whole_number(0)),
         ("--lease", lease, None, seconds),
-        ("--timeout", timeout, None, seconds),
+        ("--timeout", "seconds, if neither handler nor app has one", None, seconds),
         ("--poll-interval", "longest sleep between claims, in seconds", 5.0, seconds),
         ("--call-timeout", call, None, seconds),
         ("--no-listen", "poll only", False, bool),
