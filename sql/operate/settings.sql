@@ -1,6 +1,34 @@
 -- What an operator sets: settings for all queues, for one, for a kind or a group; and pauses. How settings are
 -- read is in module resolve.
 
+-- Waits for other sessions that are changing settings or access, and keeps others from it until the transaction
+-- ends. Refuses a snapshot that does not show their last change (40001): what is in force would come from old rows.
+create or replace function pgqueue._lock_settings()
+    returns text[]
+    language plpgsql
+as $$
+declare
+    own_xid xid8;
+    last_xid xid8;
+begin
+    lock table pgqueue.queue in share row exclusive mode;
+    own_xid := pg_current_xact_id();
+    -- In a sequence, which is read regardless of the snapshot.
+    last_xid := pg_sequence_last_value('pgqueue._cell_set_by')::text::xid8;
+    perform setval('pgqueue._cell_set_by', own_xid::text::bigint);
+    return case
+        when last_xid <> own_xid and current_setting('transaction_isolation') <> 'read committed'
+            and not pg_visible_in_snapshot(last_xid, pg_current_snapshot())
+        then array[
+            'settings or access have been changed since this transaction began',
+            format('It is %s, and sees them as they were.', upper(current_setting('transaction_isolation'))),
+            'Run it again.',
+            '40001'
+        ]
+    end;
+end;
+$$;
+
 -- Sets the given settings, by name, for a queue, kind and group (null: all); the rest stays as it was, or is
 -- cleared with reset, except paused. Waits for other sessions that are changing settings.
 create or replace function pgqueue._set(queue text, kind text, group_key text, given jsonb, reset boolean)
@@ -13,26 +41,10 @@ declare
     scope jsonb := jsonb_build_object(
         'name', coalesce(queue, ''), 'kind', coalesce(kind, ''), 'group_key', coalesce(group_key, '')
     );
-    own_xid bigint;
-    last_xid bigint;
     before jsonb;
 begin
     -- Lock the whole table: what is in force for a queue also depends on what is set for all queues.
     lock table pgqueue.queue in share row exclusive mode;
-    -- An older snapshot may not show the last change. A sequence tells which transaction made it, whatever the
-    -- snapshot.
-    own_xid := pg_current_xact_id()::text::bigint;
-    last_xid := pg_sequence_last_value('pgqueue._cell_set_by');
-    if last_xid <> own_xid and current_setting('transaction_isolation') <> 'read committed'
-        and not pg_visible_in_snapshot(last_xid::text::xid8, pg_current_snapshot())
-    then
-        raise exception using
-            errcode = '40001',
-            message = 'settings or access have been changed since this transaction began',
-            detail = format('It is %s, and sees them as they were.', upper(current_setting('transaction_isolation'))),
-            hint = 'Run it again.';
-    end if;
-    perform setval('pgqueue._cell_set_by', own_xid);
     delete from pgqueue.queue as q
     where q.name = coalesce(_set.queue, '') and q.kind = coalesce(_set.kind, '')
         and q.group_key = coalesce(_set.group_key, '')
@@ -175,7 +187,8 @@ declare
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_scope(configure.queue, configure.kind, configure.group_key, true),
         pgqueue._check_settings(given, configure.queue, configure.kind, configure.group_key),
-        pgqueue._check_handler(configure.handler)
+        pgqueue._check_handler(configure.handler),
+        pgqueue._lock_settings()
     ));
 begin
     perform pgqueue._set(configure.queue, configure.kind, configure.group_key, given, configure.reset);
@@ -269,7 +282,9 @@ create or replace function pgqueue.pause(
     set jit = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_scope(queue, kind, group_key, false));
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_scope(queue, kind, group_key, false), pgqueue._lock_settings()
+    ));
 begin
     perform pgqueue._set_paused(queue, kind, group_key, true);
 end;
@@ -291,7 +306,9 @@ create or replace function pgqueue.resume(
     set jit = off
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_scope(queue, kind, group_key, false));
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_scope(queue, kind, group_key, false), pgqueue._lock_settings()
+    ));
 begin
     perform pgqueue._set_paused(queue, kind, group_key, false);
     perform pgqueue._unblock_groups(queue, group_key);

@@ -110,11 +110,11 @@ create or replace function pgqueue.grant_access(role text, kind text, queue text
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind, queue, false));
+    -- Two sessions must not change the rights on the same function at once: Postgres fails the second.
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_grant(role, kind, queue, false), pgqueue._lock_settings()
+    ));
 begin
-    -- Sets nothing, but waits for sessions that are changing settings or access: each has to see what the other did,
-    -- and if two change the rights on the same function, Postgres fails the second.
-    perform pgqueue._set(null, null, null, '{}', false);
     -- Rows left by a dropped role of the same name.
     delete from pgqueue.access as a
     where a.role = grant_access.role and a.kind = grant_access.kind
@@ -155,10 +155,10 @@ create or replace function pgqueue.revoke_access(role text, kind text, queue tex
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    refused boolean := pgqueue._refuse(pgqueue._check_grant(role, kind, queue, true));
+    refused boolean := pgqueue._refuse(coalesce(
+        pgqueue._check_grant(role, kind, queue, true), pgqueue._lock_settings()
+    ));
 begin
-    -- As in grant_access.
-    perform pgqueue._set(null, null, null, '{}', false);
     delete from pgqueue.access as a
     where a.role = revoke_access.role and a.kind = revoke_access.kind
         and a.queue = coalesce(revoke_access.queue, a.queue);

@@ -47,6 +47,7 @@ create function handle(job pgqueue.job) returns void language plpgsql
     as $$ begin perform pg_sleep(60); end $$;
 select pgqueue.configure('q', handler => 'handle(pgqueue.job)');
 """
+LATER = (LEVEL, "select setval('pgqueue._cell_set_by', 1000000000000000)")
 SCHEDULED = "select pgqueue.schedule('s', 'own', '@daily')"
 
 BATCH = "create temporary table made as select pgqueue.create_batch('q') as id"
@@ -222,12 +223,15 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("'q', ''",),
             (f"'q', group_key => {LONG}",),
             ("'q', group_key => '*'",),
-        ]
+        ],
+        "40001": [("", *LATER)],
     },
     "resume": {
-        "22023": [("''",), ("'q', ''",), ("group_key => ''",), ("group_key => '*'",)]
+        "22023": [("''",), ("'q', ''",), ("group_key => ''",), ("group_key => '*'",)],
+        "40001": [("", *LATER)],
     },
     "configure": {
+        "40001": [("null, max_attempts => 3", *LATER)],
         "22023": [
             ("''",),
             ("'q', lease => '0'",),
@@ -267,7 +271,7 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
             ("null, keep_events => '1 day', kind => 'k'",),
             ("'q', suspend_target => '2 years'",),
             ("'q', suspend_target => '1 day', kind => 'k'",),
-        ]
+        ],
     },
     "shard": {
         "22023": [("0",), ("5, 4",), ("null",), ("1, 4, -1",), ("1, 4, 0", TAKEN)],
@@ -361,10 +365,12 @@ REFUSED: dict[str, dict[str, list[tuple[str, ...]]]] = {
     "grant_access": {
         "22023": [("'postgres', 'boss'",), ("'postgres', null",)],
         "42704": [("'nobody at all', 'reader'",), ("null, 'reader'",)],
+        "40001": [("'postgres', 'reader'", *LATER)],
     },
     "revoke_access": {
         "22023": [("'postgres', 'boss'",)],
         "42704": [("'nobody at all', 'reader'",)],
+        "40001": [("'postgres', 'reader'", *LATER)],
     },
 }
 CASES = [

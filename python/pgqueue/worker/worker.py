@@ -55,8 +55,7 @@ class Worker(Terms):
 
     Raises ValueError for no queue, for a value that must be positive, and for only_known without
     a handler; TypeError for queues that are not a mapping, and for a handler whose annotations
-    name what is not there;
-    psycopg.ProgrammingError for a dsn that libpq does not understand.
+    name what is not there; psycopg.ProgrammingError for a dsn that libpq does not understand.
     """
 
     def __post_init__(self) -> None:
