@@ -28,12 +28,24 @@ as $$
     where s.name = _set_for.setting and s.source = 'configuration file'
 $$;
 
--- Every check, with all its facts: the function _found, and so health, follow from this list. The query returns a
--- row for each finding: whether it is critical (four times beyond the thresholds patience and most), the
--- detail, and the hint. In a query, moment is the clock, seen the rows of the view queues, and held the leased
--- jobs.
-create or replace view pgqueue._check (name, patience, most, few, fine, query) as
-values
+-- Every check, with all its facts: the functions _known_checks and _found, and so health, follow from this list.
+-- The query returns a row for each finding: whether it is critical (four times beyond the thresholds patience and
+-- most), the detail, and the hint. In a query, moment is the clock, seen the rows of the view queues, and held the
+-- leased jobs. The queries are stored once, in _found, without their comments.
+do $do$
+declare
+    known text;
+    branches text;
+begin
+    select
+        string_agg(format(
+            '(%L, %L::interval, %L::float8, %L::float8, %L, %L::boolean, %L::boolean)',
+            c.name, c.patience, c.most, c.few, c.fine, strpos(c.query, 'unnest(seen)') > 0,
+            strpos(c.query, 'unnest(held)') > 0
+        ), ', '),
+        string_agg(format('when %L then return query %s;', c.name, regexp_replace(c.query, '\n +--.*?$', '', 'gn')), ' ')
+    into known, branches
+    from (values
     -- Each queue whose oldest ready job, the first of a lane, has waited beyond the queue's wait_target. Paused
     -- jobs are reported separately, and are never critical.
     ('waits', null::interval, null::float8, null::float8, 'no queue keeps a job waiting beyond its wait_target', $$
@@ -926,19 +938,21 @@ values
         where e.extname = 'pgqueue'
             and (e.extversion <> pgqueue.version() or a.default_version <> e.extversion
                 or a.name is null and to_regnamespace('pgtle') is null)
-    $$);
-
-comment on view pgqueue._check is 'What health looks at.';
-comment on column pgqueue._check.name is 'As health names it.';
-comment on column pgqueue._check.patience is 'How long something may last.';
-comment on column pgqueue._check.most is 'How much of something there may be.';
-comment on column pgqueue._check.few is 'Of how little of it nothing is said.';
-comment on column pgqueue._check.fine is 'What health says if all is well.';
-comment on column pgqueue._check.query is 'What finds what is wrong.';
-
--- What a check finds: one function with a branch for the query of each check.
-do $do$
-begin
+    $$)
+    ) as c (name, patience, most, few, fine, query);
+    execute format(
+        $$
+            create or replace function pgqueue._known_checks()
+                returns table (
+                    name text, patience interval, most float8, few float8, fine text, reads_queues boolean,
+                    reads_leases boolean
+                )
+                language sql
+                immutable
+            as %L
+        $$,
+        'values ' || known
+    );
     execute format(
         $$
             create or replace function pgqueue._found(
@@ -954,13 +968,7 @@ begin
                 set enable_partition_pruning = on
             as %L
         $$,
-        (
-            select format(
-                'declare moment timestamptz := clock_timestamp(); begin case name %s end case; end',
-                string_agg(format('when %L then return query %s;', c.name, c.query), ' ')
-            )
-            from pgqueue._check as c
-        )
+        format('declare moment timestamptz := clock_timestamp(); begin case name %s end case; end', branches)
     );
 end;
 $do$;
@@ -972,7 +980,7 @@ select
     coalesce((g.given ->> 'most')::float8, c.most) as most,
     coalesce((g.given ->> 'few')::float8, c.few) as few,
     c.fine
-from pgqueue._check as c
+from pgqueue._known_checks() as c
 cross join lateral (select nullif(current_setting('pgqueue.thresholds', true), '')::jsonb -> c.name as given) as g;
 
 comment on view pgqueue.checks is
@@ -1014,25 +1022,25 @@ begin
             ), remedy, 1::bigint
         from jsonb_each(given::jsonb) as c
         cross join lateral jsonb_object_keys(c.value) as o (key)
-        where o.key <> all ('{patience,most,few}') or c.key not in (select k.name from pgqueue._check as k)
+        where o.key <> all ('{patience,most,few}') or c.key not in (select k.name from pgqueue._known_checks() as k)
         having count(*) > 0;
     exception when data_exception then
-        known := array(select row(c.name, c.patience, c.most, c.few, c.fine)::pgqueue.checks from pgqueue._check as c);
+        known := array(select row(c.name, c.patience, c.most, c.few, c.fine)::pgqueue.checks from pgqueue._known_checks() as c);
         return query
         select
             'thresholds', 'critical', 'the setting pgqueue.thresholds is not in force: ' || sqlerrm, remedy, 1::bigint;
     end;
     for one in
-        select k.*, c.query
+        select k.*, c.reads_queues, c.reads_leases
         from unnest(known) with ordinality as k
-        join pgqueue._check as c on c.name = k.name
+        join pgqueue._known_checks() as c on c.name = k.name
         order by k.ordinality
     loop
         begin
-            if seen is null and strpos(one.query, 'unnest(seen)') > 0 then
+            if seen is null and one.reads_queues then
                 seen := array(select q from pgqueue.queues as q);
             end if;
-            if held is null and strpos(one.query, 'unnest(held)') > 0 then
+            if held is null and one.reads_leases then
                 held := array(select l.id from pgqueue._leased() as l (id));
             end if;
             return query
