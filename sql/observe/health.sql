@@ -28,23 +28,23 @@ as $$
     where s.name = _set_for.setting and s.source = 'configuration file'
 $$;
 
--- Every check, with all its facts: the functions _known_checks and _found, and so health, follow from this list.
--- The query returns a row for each finding: whether it is critical (four times beyond the thresholds patience and
--- most), the detail, and the hint. In a query, moment is the clock, seen the rows of the view queues, and held the
--- leased jobs. The queries are stored once, in _found, without their comments.
+-- Every check, with all its facts: the view checks, the functions _found and _reads, and so health, follow from this
+-- list. The query returns a row for each finding: whether it is critical (four times beyond the thresholds patience
+-- and most), the detail, and the hint. In a query, moment is the clock, seen the rows of the view queues, and held
+-- the leased jobs. The queries are stored once, in _found, without their comments.
 do $do$
 declare
     known text;
     branches text;
+    read_seen text[];
+    read_held text[];
 begin
     select
-        string_agg(format(
-            '(%L, %L::interval, %L::float8, %L::float8, %L, %L::boolean, %L::boolean)',
-            c.name, c.patience, c.most, c.few, c.fine, strpos(c.query, 'unnest(seen)') > 0,
-            strpos(c.query, 'unnest(held)') > 0
-        ), ', '),
-        string_agg(format('when %L then return query %s;', c.name, regexp_replace(c.query, '\n +--.*?$', '', 'gn')), ' ')
-    into known, branches
+        string_agg(format('(%L, %L::interval, %L::float8, %L::float8, %L)', c.name, c.patience, c.most, c.few, c.fine), ', '),
+        string_agg(format('when %L then return query %s;', c.name, regexp_replace(c.query, '\n +--.*?$', '', 'gn')), ' '),
+        array_agg(c.name) filter (where strpos(c.query, 'unnest(seen)') > 0),
+        array_agg(c.name) filter (where strpos(c.query, 'unnest(held)') > 0)
+    into known, branches, read_seen, read_held
     from (values
     -- Each queue whose oldest ready job, the first of a lane, has waited beyond the queue's wait_target. Paused
     -- jobs are reported separately, and are never critical.
@@ -942,16 +942,29 @@ begin
     ) as c (name, patience, most, few, fine, query);
     execute format(
         $$
-            create or replace function pgqueue._known_checks()
-                returns table (
-                    name text, patience interval, most float8, few float8, fine text, reads_queues boolean,
-                    reads_leases boolean
-                )
+            create or replace view pgqueue.checks as
+            select
+                c.name,
+                coalesce((g.given ->> 'patience')::interval, c.patience) as patience,
+                coalesce((g.given ->> 'most')::float8, c.most) as most,
+                coalesce((g.given ->> 'few')::float8, c.few) as few,
+                c.fine
+            from (values %s) as c (name, patience, most, few, fine)
+            cross join lateral (
+                select nullif(current_setting('pgqueue.thresholds', true), '')::jsonb -> c.name as given
+            ) as g
+        $$,
+        known
+    );
+    execute format(
+        $$
+            create or replace function pgqueue._reads(name text, what text)
+                returns boolean
                 language sql
                 immutable
             as %L
         $$,
-        'values ' || known
+        format('select name = any (case what when ''seen'' then %L::text[] else %L end)', read_seen, read_held)
     );
     execute format(
         $$
@@ -972,16 +985,6 @@ begin
     );
 end;
 $do$;
-
-create or replace view pgqueue.checks as
-select
-    c.name,
-    coalesce((g.given ->> 'patience')::interval, c.patience) as patience,
-    coalesce((g.given ->> 'most')::float8, c.most) as most,
-    coalesce((g.given ->> 'few')::float8, c.few) as few,
-    c.fine
-from pgqueue._known_checks() as c
-cross join lateral (select nullif(current_setting('pgqueue.thresholds', true), '')::jsonb -> c.name as given) as g;
 
 comment on view pgqueue.checks is
 'What health looks at, and from where on it warns; critical is four times as
@@ -1022,25 +1025,26 @@ begin
             ), remedy, 1::bigint
         from jsonb_each(given::jsonb) as c
         cross join lateral jsonb_object_keys(c.value) as o (key)
-        where o.key <> all ('{patience,most,few}') or c.key not in (select k.name from pgqueue._known_checks() as k)
+        where o.key <> all ('{patience,most,few}') or c.key not in (select k.name from pgqueue.checks as k)
         having count(*) > 0;
     exception when data_exception then
-        known := array(select row(c.name, c.patience, c.most, c.few, c.fine)::pgqueue.checks from pgqueue._known_checks() as c);
+        perform set_config('pgqueue.thresholds', '', true);
+        known := array(select c from pgqueue.checks as c);
+        perform set_config('pgqueue.thresholds', given, true);
         return query
         select
             'thresholds', 'critical', 'the setting pgqueue.thresholds is not in force: ' || sqlerrm, remedy, 1::bigint;
     end;
     for one in
-        select k.*, c.reads_queues, c.reads_leases
+        select k.*
         from unnest(known) with ordinality as k
-        join pgqueue._known_checks() as c on c.name = k.name
         order by k.ordinality
     loop
         begin
-            if seen is null and one.reads_queues then
+            if seen is null and pgqueue._reads(one.name, 'seen') then
                 seen := array(select q from pgqueue.queues as q);
             end if;
-            if held is null and one.reads_leases then
+            if held is null and pgqueue._reads(one.name, 'held') then
                 held := array(select l.id from pgqueue._leased() as l (id));
             end if;
             return query

@@ -43,8 +43,8 @@ declare
     );
     before jsonb;
 begin
-    -- Lock the whole table: what is in force for a queue also depends on what is set for all queues.
-    lock table pgqueue.queue in share row exclusive mode;
+    -- What is in force for a queue also depends on what is set for all queues.
+    perform pgqueue._lock_settings();
     delete from pgqueue.queue as q
     where q.name = coalesce(_set.queue, '') and q.kind = coalesce(_set.kind, '')
         and q.group_key = coalesce(_set.group_key, '')
@@ -333,8 +333,7 @@ begin
         where not exists (select from pgqueue.queue_in_force as f where f.queue = n.name)
             or ~pg_sequence_last_value('pgqueue.used_seq'::regclass) & pgqueue._settings_bits(n.name) <> 0
     ) then
-        lock table pgqueue.queue in share row exclusive mode;
-        perform pgqueue._resolve('');
+        perform pgqueue._lock_settings(), pgqueue._resolve('');
     end if;
     if exists (select from pgqueue.schedule) or exists (select from pgqueue.batch)
         or exists (select from pgqueue.dependency) or exists (select from pgqueue.loose_end)

@@ -177,7 +177,7 @@ select is_empty(
     $$ select r.name from routine as r
        where r.prosrc ~ '\mpg_advisory_(xact_)?lock' or r.prosrc ~* '\mlock table\M(?![^;]*\mnowait\M)'
            -- Who changes settings waits for others that do, and who skips numbers; only the owner can.
-           and r.name not in ('_set', '_repair_settings', '_mark', 'after_failover') $$,
+           and r.name not in ('_lock_settings', '_mark', 'after_failover') $$,
     'no function waits for a lock that any role may take'
 );
 
