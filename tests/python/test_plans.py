@@ -1053,7 +1053,9 @@ def test_no_function_reads_more_in_a_long_queue_by_a_session_that_began_in_a_sho
     # Few enough to be walked in a moment, and more than any of the others may read.
     fill_keys(db, 5_000)
     fill_tables(db, 20_000)
-    long = [counts() for _ in range(2)][1]
+    # The lower of two, as each may have had to plan anew: autovacuum has just analyzed a table.
+    once, twice = [counts() for _ in range(3)][1:]
+    long = {name: min(once[name], twice[name]) for name in VERBS}
     # A rest looks at many groups, and so does the first claim that finds none of its kind; health at all jobs.
     looks = {
         "claim as a claim plans": 2000,
