@@ -13,6 +13,7 @@ as $$
 declare
     sequence text;
     last bigint;
+    first bigint;
 begin
     foreach sequence in array array['pgqueue.job_id_seq', 'pgqueue.token_seq'] loop
         execute format('alter sequence %s increment by %s', sequence, new.of);
@@ -21,9 +22,9 @@ begin
             new.above := greatest(new.above, last);
         end if;
         if last <= new.above then
-            perform setval(
-                sequence, new.above + 1 + ((new.number - new.above - 1) % new.of + new.of) % new.of, false
-            );
+            first := new.above + 1 + ((new.number - new.above - 1) % new.of + new.of) % new.of;
+            -- As if the one before had been given out, or all that was would look unused until the first is.
+            perform setval(sequence, case when first > new.of then first - new.of else first end, first > new.of);
         end if;
     end loop;
     return new;
@@ -66,11 +67,11 @@ begin
     insert into pgqueue.shard as s (number, of, above)
     values (shard.number, shard.of, coalesce(shard.above, 0))
     returning case when s.above > coalesce(shard.above, 0) then greatest(s.above, last) else last end into last;
-    is_used := last > 0 or exists (select from pgqueue.job) or exists (select from pgqueue.dead_job)
+    is_used := last > coalesce(present.above, 0) or exists (select from pgqueue.job) or exists (select from pgqueue.dead_job)
         or exists (select from pgqueue.batch) or exists (select from pgqueue.run)
         or exists (select from pgqueue.gone);
     refused := pgqueue._refuse(case
-        when last > 0 and present.number is not null then array[
+        when last > 0 and is_used and present.number is not null then array[
             format('this is shard %s of %s', present.number, present.of),
             format('Its ids and tokens are in use, up to %s.', last), 'A shard keeps its number for ever.', '55000'
         ]

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(49);
+select plan(51);
 
 -- Other tests have used the sequences.
 alter sequence pgqueue.job_id_seq restart;
@@ -144,6 +144,12 @@ select is(
     'nor below what it has given out'
 );
 select lives_ok('select pgqueue.shard(2, 4, above => 2000)', 'but with above it is');
+select is((select h.status from pgqueue.health() as h where h.check = 'sequences'), 'ok', 'health finds nothing wrong with that');
+select is(
+    pg_temp.refusal('select pgqueue.shard(2, 4, above => 1000)'),
+    '55000: this is shard 2 of 4. Its ids and tokens are in use, up to 1998.',
+    'what was given out before is not forgotten'
+);
 select is(pgqueue.enqueue('s'), 2002::bigint, 'and goes on above it');
 select is(
     pg_temp.refusal('select pgqueue.status(57)'), 'PQ001: job 57 not found. No job has this id.',
