@@ -32,6 +32,12 @@ GONE = (
     " where m.content is null and m.what <> 'paused'"
 )
 FORGET = "delete from pgqueue.moving as m where (m.what, m.key) in (select * from unnest(%(whats)s::text[], %(keys)s::text[]))"
+# What is busy ends soon; what else keeps a group has to run, and would not if it is still paused.
+HOLD = {
+    "busy": "select pgqueue._pause_group(%s, %s)",
+    "kept": "select pgqueue._resume_groups(%s, %s)",
+    "tied": "select pgqueue._resume_groups(%s, %s)",
+}
 IS_PAUSED = (
     "select exists (select from pgqueue.queue as q"
     " where q.paused and (q.name, q.kind, q.group_key) = ('', '', ''))"
@@ -127,8 +133,8 @@ class Shards:
                 tell(target, "select pgqueue._expect(%(parts)s)", parts=parts)
                 source.execute("select pgqueue._departed(%s)", (Jsonb(parts),))
             for kind, queue, key, state, _ in found:
-                if state == "busy" and kind == "group":
-                    source.execute("select pgqueue._pause_group(%s, %s)", (queue, key))
+                if kind == "group" and state in HOLD:
+                    source.execute(HOLD[state], (queue, key))
         names = [(part["what"], part["key"]) for part in parts]
         self.arrive(target, names)
         tell(source, FORGET, names)
@@ -166,7 +172,8 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
             tell(conn, "select pgqueue._resume_groups()")
         print(f"moved {shards.moved} jobs and schedules")
         if left:
-            why = f"{left['busy']} are busy, and {left['tied']} wait for other jobs or belong to batches"
+            busy = left["busy"] + left["kept"]
+            why = f"{busy} are busy, and {left['tied']} wait for other jobs or belong to batches"
             say(f"not all groups and keys were moved: {why}; call it again")
             return 1
         if resumes:

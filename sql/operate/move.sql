@@ -55,8 +55,8 @@ as $$
 $$;
 
 -- Locks all that belongs to a key, and returns it. state is free, or says why it cannot move: busy (a job is
--- running, or another session has one locked) or tied (a job waits for others or for an event, or has done so;
--- others wait for it; it has saved steps; or it is part of a batch).
+-- running, or another session has one locked), kept (by a retry that keeps its place) or tied (a job waits for
+-- others or for an event, or has done so; others wait for it; it has saved steps; or it is part of a batch).
 create or replace function pgqueue._depart(kind text, queue text, key text, out state text, out parts jsonb)
     language plpgsql
     set plan_cache_mode = force_generic_plan
@@ -95,10 +95,11 @@ begin
                 or exists (select from pgqueue.step as s where s.job_id = j.id)
                 or exists (select from pgqueue.wait as w where w.job_id = j.id)
             ) then 'tied'
-            when bool_or(num_nonnulls(j.token, j.permits) > 0) or ids <> found_ids or dead_ids <> found_dead then 'busy'
+            when bool_or(j.token is not null) or ids <> found_ids or dead_ids <> found_dead then 'busy'
             when recurring = '{}' and exists (
                 select from pgqueue.schedule as s where _depart.kind = 'schedule' and s.name = _depart.key
             ) then 'busy'
+            when bool_or(j.permits is not null) then 'kept'
             else 'free'
         end,
         coalesce(jsonb_agg(jsonb_build_object('what', 'job', 'key', j.id::text, 'content', pgqueue._packed(to_jsonb(j)))), '[]')
@@ -236,8 +237,8 @@ begin
 end;
 $$;
 
--- Resumes the groups that _pause_group has paused.
-create or replace function pgqueue._resume_groups()
+-- Resumes a group that _pause_group has paused, or all of them.
+create or replace function pgqueue._resume_groups(queue text default null, key text default null)
     returns void
     language plpgsql
 as $$
@@ -245,7 +246,11 @@ declare
     held record;
 begin
     for held in
-        delete from pgqueue.moving as m where m.what = 'paused'
+        delete from pgqueue.moving as m
+        where m.what = 'paused' and (
+            _resume_groups.key is null
+            or m.key = jsonb_build_array(_resume_groups.queue, _resume_groups.key)::text
+        )
         returning m.key::jsonb ->> 0 as queue, m.key::jsonb ->> 1 as key
     loop
         perform pgqueue._set(held.queue, null, held.key, '{"paused": null}', false);

@@ -141,6 +141,32 @@ def test_a_group_that_runs_moves_when_it_is_done_and_one_that_is_tied_stays(two)
         assert "0 are busy, and 1 wait" in refused.stderr
 
 
+def test_a_retry_that_keeps_its_place_runs_and_then_its_group_moves(two):
+    key = next(k for k in (f"kept {n}" for n in range(99)) if place(k))
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        old.execute(
+            "select pgqueue.configure('q', group_limit => 1, group_on_retry => 'block')"
+        )
+        old.execute(
+            "select pgqueue.enqueue('q', group_key => %s) from generate_series(1, 3)",
+            (key,),
+        )
+        claim = "select id, token from pgqueue.claim('q', 'w')"
+        held = old.execute(claim).fetchone()
+        grow(*two, above=1000)
+        moving = threading.Thread(target=move, args=(two, "--wait", "20"))
+        moving.start()
+        wait_until(lambda: one(old, "select count(*) from pgqueue.queue where paused"))
+        old.execute("select pgqueue.fail(%s, %s, 'e', retry_in => '0')", held)
+        again = wait_until(lambda: old.execute(claim).fetchone())
+        old.execute("select pgqueue.complete(%s, %s)", again)
+        moving.join()
+        assert (one(old, COUNT), one(new, COUNT)) == (0, 2)
+
+
 @pytest.mark.parametrize("after", ["expect", "departed", "arrive"])
 def test_what_is_cut_off_between_two_transactions_is_finished_by_the_next_call(
     two, after
