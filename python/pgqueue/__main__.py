@@ -18,7 +18,7 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.commands import COMMANDS, run, say_notice
-from pgqueue.install import differs
+from pgqueue.install import say_what_is_missing
 from pgqueue.payload import NULL
 from pgqueue.terminal import explain, refuse_other_than_utf8, say, whole_number
 
@@ -113,11 +113,7 @@ def ask(dsn: str, args: argparse.Namespace, failed: int, is_one: bool) -> int:
             try:
                 return run(conn, args)
             except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
-                where = f"{conn.info.dbname} on {conn.info.host}"
-                say(f"install or update the extension in {where}: {explain(error)}")
-                if told := differs(conn):
-                    say(told)
-                return 3
+                return say_what_is_missing(conn, error)
     except psycopg.Error as error:
         if not is_one:
             raise

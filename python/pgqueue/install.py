@@ -16,7 +16,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from pgqueue.drivers import lent, of_psycopg
-from pgqueue.terminal import version
+from pgqueue.terminal import explain, say, version
 
 OLDEST = "0.2.0"  # the oldest SQL that this package works with
 AVAILABLE = (
@@ -78,6 +78,15 @@ def differs(conn: psycopg.Connection[Any]) -> str | None:
         return str(error)
     except psycopg.Error:  # not there, or not allowed
         return None
+
+
+def say_what_is_missing(conn: psycopg.Connection[Any], error: psycopg.Error) -> int:
+    """Say what a command needs in the database of this connection; return its exit code."""
+    where = f"{conn.info.dbname} on {conn.info.host}"
+    say(f"install or update the extension in {where}: {explain(error)}")
+    if told := differs(conn):
+        say(told)
+    return 3
 
 
 def script(old: str | None = None) -> str:

@@ -6,14 +6,15 @@ finishes or forgets what was interrupted.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import psycopg
 from psycopg.types.json import Jsonb
 
 from pgqueue import database
+from pgqueue.install import say_what_is_missing
 from pgqueue.terminal import say
 
 CHUNK = 200  # groups or keys in one transaction
@@ -29,15 +30,22 @@ DEPART = (
 EXPECTED = "select m.what, m.key from pgqueue.moving as m where m.content is not null"
 GONE = (
     "select m.what, m.key from pgqueue.moving as m"
-    " where m.content is null and m.what <> 'paused'"
+    " where m.content is null and m.what not in ('paused', 'shards')"
 )
-FORGET = "delete from pgqueue.moving as m where (m.what, m.key) in (select * from unnest(%(whats)s::text[], %(keys)s::text[]))"
 # What is busy ends soon; what else keeps a group has to run, and would not if it is still paused.
 HOLD = {
     "busy": "select pgqueue._pause_group(%s, %s)",
     "kept": "select pgqueue._resume_groups(%s, %s)",
     "tied": "select pgqueue._resume_groups(%s, %s)",
 }
+FORGET = "delete from pgqueue.moving as m where (m.what, m.key) in (select * from unnest(%(whats)s::text[], %(keys)s::text[]))"
+# Among how many: with fewer it would seem that what has left one has arrived, or that it has not left.
+BEGIN = (
+    "insert into pgqueue.moving (what, key)"
+    " select * from unnest(%(whats)s::text[], %(keys)s::text[]) on conflict do nothing"
+)
+BEGUN = "select m.key::int from pgqueue.moving as m where m.what = 'shards'"
+NUMBER = "select s.number from pgqueue.shard as s"
 IS_PAUSED = (
     "select exists (select from pgqueue.queue as q"
     " where q.paused and (q.name, q.kind, q.group_key) = ('', '', ''))"
@@ -92,8 +100,10 @@ class Shards:
         """Resume the shards that are paused as a whole, except for what is paused on the others."""
         waiting = [conn for conn in self.conns if ask(conn, IS_PAUSED) == [(True,)]]
         others = [conn for conn in self.conns if conn not in waiting]
-        pauses = ask(others[0], PAUSES) if others else []
         for conn in waiting:
+            # What came to it was on the one as many places before it.
+            place = self.conns.index(conn)
+            pauses = ask(others[place % len(others)], PAUSES) if others else []
             with conn.transaction():
                 conn.execute(f"set local {database.SEARCH_PATH}")
                 conn.execute("select pgqueue.resume()")
@@ -145,6 +155,7 @@ class Shards:
 def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
     """Move until nothing is left or that many seconds are over; return the exit code."""
     with ExitStack() as stack:
+        stack.enter_context(as_owner())
         conns = [
             stack.enter_context(
                 psycopg.connect(
@@ -153,6 +164,18 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
             )
             for dsn in dsns
         ]
+        for place, conn in enumerate(conns, 1):
+            try:
+                number = ask(conn, NUMBER)
+            except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
+                return say_what_is_missing(conn, error)
+            # Elsewhere ids may be the same, and all would go to the wrong places.
+            if number != [(place,)] and len(conns) > 1:
+                told = f"it is shard {number[0][0]}" if number else "it is none"
+                raise ValueError(
+                    f"{conn.info.dbname} on {conn.info.host} is named as shard {place},"
+                    f" and {told}: name all shards, in their order"
+                )
         shards, until = Shards(conns), time.monotonic() + wait
         for conn in conns:
             # The session of a command that was killed ends with its statement.
@@ -160,7 +183,14 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
                 if time.monotonic() > until:
                     raise ValueError("another move-groups is running")
                 time.sleep(PAUSE)
+        for count in {count for conn in conns for (count,) in ask(conn, BEGUN)}:
+            if count != len(conns):
+                told = f"a move-groups among {count} shards was cut off: name these"
+                raise ValueError(f"{told}, to finish it first")
         shards.finish_what_was_cut_off()
+        among = [("shards", str(len(conns)))]
+        for conn in conns:
+            tell(conn, BEGIN, among)
         left, moved = shards.move_all(), 0
         # Again, too, after a pass that has moved some: a dead job may have been redriven meanwhile.
         while (left or shards.moved > moved) and time.monotonic() < until:
@@ -170,6 +200,8 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
             left = shards.move_all()
         for conn in conns:
             tell(conn, "select pgqueue._resume_groups()")
+        for conn in conns:
+            tell(conn, FORGET, among)
         print(f"moved {shards.moved} jobs and schedules")
         if left:
             busy = left["busy"] + left["kept"]
@@ -179,6 +211,16 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
         if resumes:
             shards.resume()
     return 0
+
+
+@contextmanager
+def as_owner() -> Iterator[None]:
+    """Say who may call it, if a right is missing."""
+    try:
+        yield
+    except psycopg.errors.InsufficientPrivilege as error:
+        error.add_note("move-groups connects as the owner of pgqueue, on all shards")
+        raise
 
 
 def ask(conn: database.Connection, query: str) -> list[Any]:

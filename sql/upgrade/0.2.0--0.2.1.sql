@@ -123,8 +123,10 @@ create table pgqueue.moving (
 comment on table pgqueue.moving is
 'What move-groups is just moving between shards: on its way here, with its
 content; or gone from here, without.';
-comment on column pgqueue.moving.what is 'The table: job, dead_job or schedule; or paused: a group that is, meanwhile.';
-comment on column pgqueue.moving.key is 'The id, or the name.';
+comment on column pgqueue.moving.what is
+'The table: job, dead_job or schedule; or paused: a group that is, meanwhile;
+or shards: how many there are, for as long as move-groups is at work.';
+comment on column pgqueue.moving.key is 'The id, the name, or the number.';
 comment on column pgqueue.moving.content is 'The row that arrives; null if it has left.';
 
 -- What is kept for ranges of ids, where those of a shard lie apart.

@@ -195,6 +195,13 @@ def test_what_is_cut_off_between_two_transactions_is_finished_by_the_next_call(
             old.execute("select pgqueue._departed(%s)", given)
         if after == "arrive":
             new.execute("select pgqueue._arrive(array['job'], array[%s])", (str(id),))
+        for conn in old, new:
+            conn.execute("insert into pgqueue.moving (what, key) values ('shards', 2)")
+        # With one alone, what is on its way would seem to have arrived, or not to have left.
+        for dsn in two:
+            refused = move([dsn])
+            assert refused.returncode == 1
+            assert "among 2 shards was cut off: name these" in refused.stderr
         assert move(two).returncode == 0
         assert (one(old, COUNT), one(new, COUNT)) == (0, 0 if after == "expect" else 1)
         assert move(two).returncode == 0
@@ -206,6 +213,7 @@ def test_what_is_cut_off_between_two_transactions_is_finished_by_the_next_call(
 
 
 def test_there_is_one_at_a_time(two):
+    grow(*two, above=1000)
     with psycopg.connect(two[1], autocommit=True) as other:
         other.execute("select pg_advisory_lock(7366517)")
         refused = move(two, "--wait", "0.5")
@@ -385,6 +393,66 @@ def test_what_is_paused_stays_so_when_the_new_shards_begin(two):
         # None is paused as a whole: nothing is resumed.
         assert move(two, "--resume").returncode == 0
         assert new.execute(paused).fetchall() == before
+
+
+def test_what_is_paused_on_one_of_two_shards_stays_so_on_the_one_that_it_moves_to(
+    template,
+):
+    key = next(k for k in map(str, range(99)) if pgqueue.shard_of(k, 4) == 3)
+    with contextlib.ExitStack() as stack:
+        dsns = [stack.enter_context(database(template)) for _ in range(4)]
+        conns = [
+            stack.enter_context(psycopg.connect(dsn, autocommit=True)) for dsn in dsns
+        ]
+        for number, conn in enumerate(conns, 1):
+            conn.execute("select pgqueue.shard(%s)", (number,))
+            if number > 2:
+                conn.execute("select pgqueue.pause()")
+        conns[1].execute("select pgqueue.enqueue('q', group_key => %s)", (key,))
+        conns[1].execute("select pgqueue.pause('q', group_key => %s)", (key,))
+        assert move(dsns, "--resume").returncode == 0
+        why = column(conns[3], "select pgqueue.why(id) from pgqueue.job")
+        assert why == ["its group is paused"]
+        paused = "select count(*) from pgqueue.queue where paused"
+        assert [one(conn, paused) for conn in conns] == [0, 1, 0, 1]
+
+
+def test_databases_that_are_no_shards_or_in_another_order_keep_what_they_have(two):
+    for dsn in two:
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            conn.execute(
+                "select pgqueue.enqueue('q', group_key => n::text) from generate_series(1, 9) as n"
+            )
+    refused = move(two)
+    assert refused.returncode == 1
+    assert "is named as shard 1, and it is none: name all" in refused.stderr
+    grow(*two, above=1000)
+    wrong = (two[::-1], "1, and it is shard 2"), (two[:1] * 2, "2, and it is shard 1")
+    for dsns, said in wrong:
+        refused = move(dsns, "--wait", "0")
+        assert refused.returncode == 1
+        assert f"is named as shard {said}: name all shards, in their order" in (
+            refused.stderr
+        )
+    for dsn in two:
+        with psycopg.connect(dsn) as conn:
+            assert one(conn, COUNT) == 9
+            assert one(conn, "select count(*) from pgqueue.moving") == 0
+
+
+def test_who_may_not_call_it_and_where_something_is_missing_is_said(two):
+    grow(*two, above=1000)
+    with psycopg.connect(two[0], autocommit=True) as conn:
+        conn.execute("create role moves_nothing login")
+        conn.execute("select pgqueue.grant_access('moves_nothing', 'operator')")
+        refused = move([f"{dsn} user=moves_nothing" for dsn in two[:1]])
+        conn.execute("drop extension pgqueue")
+        conn.execute("drop role moves_nothing")
+    assert refused.returncode == 1
+    assert "connects as the owner of pgqueue, on all shards" in refused.stderr
+    missing = move(two)
+    assert missing.returncode == 3
+    assert "install or update the extension in " in missing.stderr
 
 
 def test_cut_off_before_any_statement_it_has_lost_and_doubled_nothing(two, monkeypatch):
