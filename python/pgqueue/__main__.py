@@ -20,13 +20,18 @@ from pgqueue import database
 from pgqueue.commands import COMMANDS, run, say_notice
 from pgqueue.install import say_what_is_missing
 from pgqueue.payload import NULL
-from pgqueue.terminal import explain, refuse_other_than_utf8, say, whole_number
+from pgqueue.terminal import (
+    explain,
+    refuse_other_than_utf8,
+    say,
+    seconds,
+    whole_number,
+)
 
 # Who may run a command; the others need an operator.
 ROLES = {
     "enqueue": "producer",
-    "health": "reader",
-    "metrics": "reader",
+    **dict.fromkeys(("health", "metrics", "status", "top", "why"), "reader"),
     "install": None,
     "upgrade": None,
 }
@@ -48,7 +53,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "--plain": (SWITCH, "run the script, even if the server has the extension"),
     "--by-queue": (SWITCH, "all numbers for each queue"),
     "--all": (SWITCH, "also the checks that found nothing"),
-    "--every": ({"type": float, "default": 2.0}, "seconds"),
+    "--every": ({"type": seconds, "default": 2.0}, "seconds"),
     "--times": ({"type": int}, "refresh this many times, then exit"),
     "--host": ({"default": "127.0.0.1"}, "default: %(default)s"),
     "--port": ({"type": port, "default": 7070}, "default: %(default)s"),
@@ -59,7 +64,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str | None]] = {
         "a name that a proxy passes on",
     ),
     "--wait": (
-        {"type": float, "default": 60.0},
+        {"type": seconds, "default": 60.0},
         "seconds to wait for busy groups, and for another move-groups",
     ),
     "--resume": (SWITCH, "at the end, resume the shards that are paused"),

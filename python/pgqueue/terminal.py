@@ -4,6 +4,7 @@ Tables fit the terminal, and control characters are escaped.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -121,6 +122,14 @@ def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
         return number
 
     return read
+
+
+def seconds(text: str) -> float:
+    """Read an argument: how long to wait. Raises argparse.ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := float(text)) <= 1e9:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
 
 
 @dataclass

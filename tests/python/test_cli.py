@@ -202,7 +202,12 @@ def test_check_names_the_grant_that_is_missing(run, db, dsn, role) -> None:
 
 
 def test_a_command_names_the_grant_that_is_missing(run, dsn, role) -> None:
-    for kind, args in ("producer", ["enqueue", "q"]), ("operator", ["status"]):
+    commands = {
+        "producer": ("enqueue q",),
+        "reader": ("status", "top --times 1", "why 1", "metrics"),
+        "operator": ("pause q", "dead"),
+    }
+    for kind, args in ((k, c.split()) for k, each in commands.items() for c in each):
         done = run("pgqueue", "--dsn", f"{dsn} user={role}", *args)
         assert done.returncode == 1
         assert f"grant_access(role, '{kind}')" in done.stderr
