@@ -384,8 +384,8 @@ declare
 begin
     if expires_at <= moment then
         return format(
-            'expired at %s, not %s by then: the next claim or maintain() cancels it',
-            pgqueue._written(expires_at), begun
+            'expired at %s, not %s by then: the next %s cancels it', pgqueue._written(expires_at), begun,
+            case when pgqueue._why_paused(job) is not null then 'maintain()' else 'claim or maintain()' end
         );
     end if;
     return concat_ws('; ',

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(51);
+select plan(52);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -193,6 +193,12 @@ select is(
     pg_temp.why(:ends), 'expired at TIME, not begun again by then: the next claim or maintain() cancels it',
     'why says that it may not begin any more'
 );
+select pgqueue.pause('x');
+select is(
+    pg_temp.why(:ends), 'expired at TIME, not begun again by then: the next maintain() cancels it',
+    'and that no claim looks at it where it is paused'
+);
+select pgqueue.resume('x');
 select pgqueue.reap();
 select is(
     regexp_replace(pg_temp.why(:ends), '[^ ]* [^ ]* UTC', 'TIME UTC'), 'cancelled at TIME: expired at TIME UTC',
