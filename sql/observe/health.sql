@@ -932,7 +932,15 @@ begin
                 'the extension is of version %s, its functions of %s, the files on the server of %s',
                 e.extversion, pgqueue.version(), coalesce(a.default_version, 'none')
             ),
-            'alter extension pgqueue update'
+            case
+                when a.default_version = e.extversion then 'alter extension pgqueue update'
+                -- Without its files, or with older ones, there is no way; as after a failover to a server without them.
+                when a.name is null or not exists (
+                    select from pg_extension_update_paths(a.name) as u
+                    where u.source = e.extversion and u.target = a.default_version and u.path <> ''
+                ) then format('put the files of version %s on this server', e.extversion)
+                else 'alter extension pgqueue update'
+            end
         from pg_extension as e
         left join pg_available_extensions as a on a.name = e.extname
         where e.extname = 'pgqueue'

@@ -822,8 +822,13 @@ def test_newer_files_on_the_server_are_reported_until_the_extension_is_updated(s
         assert fix(db, "version") == (
             f"the extension is of version {version}, its functions of {version}, the files on the server of 9.9.9"
         )
+        assert found(db, "version") == []
+        updated = control.read_text()
+        control.write_text(updated.replace("9.9.9", version))
+        lacks = "put the files of version 9.9.9 on this server"
+        assert [(row[0], row[2]) for row in found(db, "version")] == [("warning", lacks)]
         control.rename(folder / "gone")
-        assert [row[0] for row in found(db, "version")] == ["warning"]
+        assert [(row[0], row[2]) for row in found(db, "version")] == [("warning", lacks)]
         db.execute("create schema pgtle")
         assert found(db, "version") == [], "what pg_tle installs has no files"
 
