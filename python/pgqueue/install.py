@@ -145,7 +145,8 @@ def install(conn: Any, plain: bool = False) -> str:
             cursor.execute("create extension pgqueue")
             return f"created the extension pgqueue {available}"
         run(cursor, script())
-        return "ran the plain script: the server has no extension pgqueue"
+        why = "" if available else ": the server has no extension pgqueue"
+        return f"ran the plain script{why}"
 
 
 def already(installed: str, offered: str, whose: str = "") -> str:

@@ -613,7 +613,9 @@ def test_the_installed_command_installs_the_sql(wheel, empty, tmp_path):
 def test_install_rolls_back_with_its_transaction_and_works_with_any_row_factory(empty):
     with psycopg.connect(dbname=empty, row_factory=dict_row) as conn:
         for plain, said in ((True, "ran the plain script"), (False, "created the ext")):
-            assert said in install(conn, plain)
+            did = install(conn, plain)
+            assert said in did
+            assert "has no extension" not in did
             assert "already installed" in install(conn, plain)
             conn.rollback()
         found = conn.execute("select to_regnamespace('pgqueue') as there").fetchone()
