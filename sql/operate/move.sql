@@ -221,18 +221,22 @@ begin
 end;
 $$;
 
--- Pauses a busy group until it has moved. A group that was already paused stays paused after that.
+-- Pauses a busy group until it has moved. Notes what was set for it before, and overrides no setting within it.
 create or replace function pgqueue._pause_group(queue text, key text)
     returns void
     language plpgsql
 as $$
+declare
+    before boolean := (
+        select q.paused from pgqueue.queue as q
+        where q.name = _pause_group.queue and q.group_key = _pause_group.key and q.kind = ''
+    );
 begin
-    if not exists (
-        select from pgqueue.queue as q
-        where q.name = _pause_group.queue and q.group_key = _pause_group.key and q.kind = '' and q.paused
-    ) then
-        perform pgqueue._set_paused(queue, null, key, true);
-        insert into pgqueue.moving (what, key) values ('paused', jsonb_build_array(queue, key)::text) on conflict do nothing;
+    if before is not true then
+        perform pgqueue._set(queue, null, key, '{"paused": true}', false);
+        perform pgqueue._resolve(queue);
+        insert into pgqueue.moving (what, key) values ('paused', jsonb_build_array(queue, key, before)::text)
+        on conflict do nothing;
     end if;
 end;
 $$;
@@ -249,11 +253,11 @@ begin
         delete from pgqueue.moving as m
         where m.what = 'paused' and (
             _resume_groups.key is null
-            or m.key = jsonb_build_array(_resume_groups.queue, _resume_groups.key)::text
+            or m.key::jsonb ->> 0 = _resume_groups.queue and m.key::jsonb ->> 1 = _resume_groups.key
         )
-        returning m.key::jsonb ->> 0 as queue, m.key::jsonb ->> 1 as key
+        returning m.key::jsonb ->> 0 as queue, m.key::jsonb ->> 1 as key, m.key::jsonb -> 2 as before
     loop
-        perform pgqueue._set(held.queue, null, held.key, '{"paused": null}', false);
+        perform pgqueue._set(held.queue, null, held.key, jsonb_build_object('paused', held.before), false);
         perform pgqueue._resolve(held.queue), pgqueue._unblock_groups(held.queue, held.key), pgqueue._wake(held.queue);
     end loop;
 end;

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(19);
+select plan(22);
 
 select pgqueue.enqueue('q', '{"n": 1}', group_key => 'a', priority => 5, run_at => now() - interval '1 hour');
 select pgqueue.enqueue('q', '{"n": 2}', group_key => 'a', headers => '{"h": 1}', expires_at => now() + interval '1 day');
@@ -69,6 +69,18 @@ select pgqueue._pause_group('q', 'a');
 select is((select q.paused from pgqueue.queue as q where q.group_key = 'a'), true, 'a busy group is given no more jobs');
 select pgqueue.pause('q', group_key => 'c');
 select pgqueue._pause_group('q', 'c');
+select pgqueue.pause('r');
+select pgqueue.resume('r', group_key => 'd');
+select pgqueue.pause('r', 'k', 'd');
+create temp table said as select q.* from pgqueue.queue as q where q.name = 'r';
+select pgqueue._pause_group('r', 'd');
+select is((pgqueue._in_force('r', '', 'd')).paused, true, 'also one that was resumed');
+select pgqueue._resume_groups('r', 'd');
+select set_eq(
+    $$ select q.* from pgqueue.queue as q where q.name = 'r' $$, $$ select s.* from said as s $$,
+    'of which what was said before is in force again'
+);
+select is((select q.paused from pgqueue.queue as q where q.group_key = 'a'), true, 'while others stay paused');
 select pgqueue._resume_groups();
 select is_empty($$ select from pgqueue.queue as q where q.group_key = 'a' $$, 'until it has moved, or could not');
 select is((select q.paused from pgqueue.queue as q where q.group_key = 'c'), true, 'and what an operator has paused stays so');
