@@ -67,7 +67,8 @@ begin
     insert into pgqueue.shard as s (number, of, above)
     values (shard.number, shard.of, coalesce(shard.above, 0))
     returning case when s.above > coalesce(shard.above, 0) then greatest(s.above, last) else last end into last;
-    is_used := last > coalesce(present.above, 0) or exists (select from pgqueue.job) or exists (select from pgqueue.dead_job)
+    is_used := last > coalesce(present.above, 0)
+        or exists (select from pgqueue.job) or exists (select from pgqueue.dead_job)
         or exists (select from pgqueue.batch) or exists (select from pgqueue.run)
         or exists (select from pgqueue.gone);
     refused := pgqueue._refuse(case

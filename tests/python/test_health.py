@@ -826,9 +826,13 @@ def test_newer_files_on_the_server_are_reported_until_the_extension_is_updated(s
         updated = control.read_text()
         control.write_text(updated.replace("9.9.9", version))
         lacks = "put the files of version 9.9.9 on this server"
-        assert [(row[0], row[2]) for row in found(db, "version")] == [("warning", lacks)]
+        assert [(row[0], row[2]) for row in found(db, "version")] == [
+            ("warning", lacks)
+        ]
         control.rename(folder / "gone")
-        assert [(row[0], row[2]) for row in found(db, "version")] == [("warning", lacks)]
+        assert [(row[0], row[2]) for row in found(db, "version")] == [
+            ("warning", lacks)
+        ]
         db.execute("create schema pgtle")
         assert found(db, "version") == [], "what pg_tle installs has no files"
 
