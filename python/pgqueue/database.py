@@ -10,10 +10,11 @@ import os
 import random
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import psycopg
+from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import TupleRow
 
@@ -30,6 +31,7 @@ PATIENCE = {
     "client_encoding": "utf8",
     "application_name": "pgqueue",
 }
+ADDRESS = ("host", "hostaddr", "port", "dbname", "user")  # a password may change
 ENVIRONMENT = {
     "PGCONNECT_TIMEOUT": "connect_timeout",
     "PGAPPNAME": "application_name",
@@ -134,6 +136,23 @@ def name(dsn: str) -> str:
     host, port = given.get("host") or given.get("hostaddr"), given.get("port")
     at = f"@{host}" if host else ""
     return f"{given.get('dbname') or ''}{at}{f':{port}' if port else ''}"
+
+
+def pinned(dsn: str) -> str:
+    """Complete a dsn by what libpq's variables now say of the address.
+
+    A handler may change them, for a pg_dump of another database. Reports sent there would end
+    other jobs, which have the same ids and tokens.
+    """
+    given: dict[str, Any] = conninfo_to_dict(dsn)
+    if "service" in given:  # which comes before them
+        return dsn
+    for option in pq.Conninfo.get_defaults():
+        keyword = option.keyword.decode()
+        if keyword in ADDRESS:
+            with suppress(UnicodeDecodeError):  # libpq takes any bytes
+                given.setdefault(keyword, (option.val or b"").decode())
+    return make_conninfo(**given)
 
 
 def set_up(conn: Connection) -> None:

@@ -61,6 +61,17 @@ def test_a_worker_runs_sync_and_async_jobs_after_a_hostile_handler(
     assert workers.finish(worker) == 0
 
 
+def test_a_handler_that_changes_variables_of_libpq_does_not_move_the_worker(
+    db, workers
+) -> None:
+    ours = {"PGQUEUE_DSN": "", "DATABASE_URL": "", "PGDATABASE": db.info.dbname}
+    worker = workers.start(env=ours)
+    theirs = {"PGDATABASE": "template1", "PGHOST": "nowhere.invalid", "PGPORT": "1"}
+    pgqueue.enqueue(db, QUEUE, {"variables": theirs}, kind="sets_variables")
+    wait_until(lambda: is_empty(db))  # reported by a session that was made later
+    assert workers.finish(worker) == 0
+
+
 PARTS = ("dispatcher", "finisher", "heartbeat", "loop", "handler")
 
 

@@ -189,6 +189,11 @@ def suicide(job: pgqueue.Job) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@app.job("sets_variables")
+def sets_variables(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+
+
 @app.job("exits")
 def exits(code: int) -> None:
     os._exit(code)

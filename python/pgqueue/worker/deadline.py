@@ -109,7 +109,7 @@ class Server:
     def __init__(
         self, dsn: str, is_alone: bool = True, call_timeout: float | None = None
     ) -> None:
-        self.dsn = dsn
+        self.dsn = database.pinned(dsn)
         self.is_alone = is_alone  # the worker has no other
         self.name = database.name(dsn)
         self.where = "" if is_alone else f" in {self.name}"  # for the log
