@@ -40,7 +40,7 @@ NO_TASK = App().job("")(lambda: None)
 
 
 class Unready(Exception):
-    """The worker has no connection for the handler: the job is not to blame."""
+    """The worker has no connection or thread for the handler: the job is not to blame."""
 
 
 @dataclass(slots=True, eq=False)

@@ -68,8 +68,7 @@ def judge(attempt: Attempt, error: BaseException) -> Outcome:
 
 def _judge(attempt: Attempt, error: BaseException) -> Outcome:
     if isinstance(error, Unready):
-        reason = storable(f"no connection for its handler: {error}")
-        return Outcome("release", reason, timedelta(seconds=1))
+        return Outcome("release", storable(str(error)), timedelta(seconds=1))
     if _is_renamed(error):
         error = error.__cause__ or error
     errors = errors_in(error)

@@ -87,6 +87,40 @@ def test_a_task_factory_that_takes_no_context_fails_attempts_and_holds_no_slot(
     assert "'context'" in one(db, "select min(last_error) from pgqueue.jobs")
 
 
+def test_a_lack_of_threads_puts_jobs_off_and_ends_nothing(db, dsn, monkeypatch) -> None:
+    """As with RLIMIT_NPROC, a limit of a container, or of memory for one more stack."""
+    app, may_end, start = pgqueue.App(), threading.Event(), threading.Thread.start
+    are_none_left = False
+
+    def start_or_not(self: threading.Thread) -> None:
+        if are_none_left and self.name in ("pgqueue-handler", "pgqueue-loop"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    @app.job("waits")
+    def waits() -> bool:
+        return may_end.wait(30)
+
+    @app.job("on loop")
+    async def on_loop() -> None:
+        pass
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    worker = Worker(app, {"q": 1}, dsn=dsn)
+    pgqueue.enqueue(db, "q", kind="waits")
+    with running(worker):
+        wait_until(lambda: worker.executor.running)
+        are_none_left = True
+        pgqueue.enqueue_many(db, "q", [None] * 3, kind="waits")
+        pgqueue.enqueue_many(db, "q", [None] * 3, kind="on loop")
+        wait_until(lambda: worker.sources.statuses["released"] >= 6)
+        are_none_left = False
+        wait_until(lambda: column(db, STATES) == ["waits"] * 4)
+        may_end.set()
+        wait_until(lambda: is_empty(db, "q"))
+    assert outcomes(db) == {"completed": 7}
+
+
 def test_a_worker_that_runs_is_not_harmed_by_running_it_again(db, dsn) -> None:
     app, may_end = pgqueue.App(), threading.Event()
 

@@ -9,10 +9,10 @@ import psycopg
 from psycopg import pq
 
 from pgqueue import database
-from pgqueue.attempt import Attempt, Unready
+from pgqueue.attempt import Attempt
 from pgqueue.drivers import either, settled
 from pgqueue.worker.deadline import NEVER, NoAnswer, Server, Watched, WatchedAsync
-from pgqueue.worker.seldom import SELDOM, log, one_line
+from pgqueue.worker.seldom import SELDOM, log, unready
 
 KEEP = 60.0  # seconds for which an idle session is kept
 # What an object holds once its session has been given to another.
@@ -91,10 +91,7 @@ class Connections:
             (backend,) = await settled(cursor.fetchone())
             self._is_pooled = backend != conn.info.backend_pid
         except psycopg.Error as error:
-            reason = one_line(error)
-            again = {"seldom": reason}
-            log.warning("no connection for a handler, put off: %s", reason, extra=again)
-            raise Unready(reason) from error
+            raise unready("connection", error) from error
         return conn
 
     async def _execute(self, conn: Any, statement: str) -> Any:

@@ -31,7 +31,12 @@ class EventLoop:
     def get(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # there may be a thread for it later
+                self._loop.close()
+                self._loop = None
+                raise
         return self._loop
 
     @property

@@ -25,7 +25,7 @@ from pgqueue.policy import Middleware
 from pgqueue.running import run, run_async
 from pgqueue.worker.deadline import cut
 from pgqueue.worker.event_loop import EventLoop
-from pgqueue.worker.seldom import log
+from pgqueue.worker.seldom import log, unready
 
 ROLLBACK = 0.2  # seconds for a cancelled handler to end its transaction, and its query
 RETURNED = "%s has returned: its slot is free"
@@ -80,9 +80,7 @@ class Executor:
         runs_on: bool = False,
         rolls_back: bool = False,
     ) -> bool:
-        """End an attempt, unless it has ended: what a given-up handler returns is dropped.
-
-        Returns whether it had not ended before.
+        """End an attempt, and return True; if it has ended before, drop what it returns.
 
         With `runs_on` it is given up: its handler keeps the slot until it returns, but loses its
         connection, unless it rolls back by itself: the report would wait for its locks.
@@ -152,31 +150,33 @@ class Executor:
         while time.monotonic() < until and any(a.task.is_async for a in list(given_up)):
             time.sleep(0.01)
 
-    # Slots
-
     def _fill(self) -> None:
         """Give free slots to what waits; the caller holds the lock."""
-        while self._free and self.waiting:
-            try:
+        with contextlib.suppress(IndexError):  # another slot was faster
+            while self._free:
                 attempt = self.waiting.popleft()
-            except IndexError:  # another slot was faster
-                return
-            self._free -= 1
-            self._place(attempt)
+                self._free -= 1
+                self._place(attempt)
 
     def _place(self, attempt: Attempt) -> None:
+        """Begin it in a slot, or put it off."""
         self.running.add(attempt)
-        if attempt.task.is_async:
-            self.loop.get().call_soon_threadsafe(self._start_task, attempt)
-            return
-        self._for_threads.put(attempt)
-        if self._idle_threads:
-            self._idle_threads -= 1
-            return
-        name = "pgqueue-handler"
-        thread = threading.Thread(target=self._work, name=name, daemon=True)
-        thread.start()
-        self._threads.append(thread)  # only now: `check` wants them alive
+        try:
+            if attempt.task.is_async:
+                self.loop.get().call_soon_threadsafe(self._start_task, attempt)
+                return
+            if self._idle_threads:
+                self._idle_threads -= 1
+            else:
+                name = "pgqueue-handler"
+                thread = threading.Thread(target=self._work, name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)  # only now: `check` wants them alive
+            self._for_threads.put(attempt)
+        except (RuntimeError, OSError) as error:  # a limit of the system
+            self._free += 1
+            attempt.started = time.monotonic()
+            self.end(attempt, judge(attempt, unready("thread", error)))
 
     def _next(self, is_async: bool) -> Attempt | None:
         """Take the next attempt into the caller's slot, if it is of the caller's sort."""

@@ -13,7 +13,7 @@ from collections.abc import Hashable
 import psycopg
 
 from pgqueue import database
-from pgqueue.attempt import Attempt
+from pgqueue.attempt import Attempt, Unready
 from pgqueue.terminal import explain, printable
 
 log = logging.getLogger("pgqueue")
@@ -111,6 +111,14 @@ class Outages:
 
 def one_line(error: BaseException) -> str:
     return printable(" ".join(explain(error, "worker").split()))
+
+
+def unready(what: str, error: BaseException) -> Unready:
+    """Say that a handler does not get what it needs, and put its job off."""
+    reason = one_line(error)
+    again = {"seldom": (what, reason)}
+    log.warning("no %s for a handler, put off: %s", what, reason, extra=again)
+    return Unready(f"no {what} for its handler: {reason}")
 
 
 def failed(worker: str, error: BaseException) -> None:
