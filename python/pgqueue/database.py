@@ -57,16 +57,17 @@ REPLACED = (
 OUTAGES = ("08", "40", "53", "57", "58", "XX", "25006", "25P03", "25P04", "55P03")
 
 
-# libpq passes on the message of a refused connection, but not its SQLSTATE: 3D000 or 28xxx. In
-# another language it counts as an outage.
+# libpq passes on the message of a refused connection, but not its SQLSTATE: 3D000, 28xxx or 42501.
+# In another language it counts as an outage.
 REFUSED = re.compile(
     r'FATAL: +(?:(?:database|role) ".*" does not exist|no such database|no pg_hba\.conf entry'
-    r"|pg_hba\.conf rejects|.*authentication failed)"
+    r"|pg_hba\.conf rejects|.*authentication failed|role .* is not permitted to log in"
+    r"|permission denied for database)"
 )
 
 
 def is_refused(error: psycopg.Error) -> bool:
-    """Whether the server is up, but does not know the database, the role or the password."""
+    """Whether the server is up, but refuses the database, the role or the password."""
     return error.sqlstate is None and REFUSED.search(str(error)) is not None
 
 

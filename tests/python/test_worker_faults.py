@@ -497,6 +497,22 @@ def test_a_database_that_refuses_the_worker_at_its_start_ends_it(
     assert re.search(r'has failed: .*"no_such_\w+" does not exist', workers.log())
 
 
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ("alter role {} nologin", "is not permitted to log in"),
+        ("revoke connect on database {} from public", "permission denied for database"),
+    ],
+)
+def test_a_role_that_may_not_connect_ends_a_worker_at_its_start(
+    db, dsn, role, workers, lacks, said
+) -> None:
+    db.execute(lacks.format(role if "role" in lacks else db.info.dbname))
+    worker = workers.start(dsn=f"{dsn} user={role}")
+    assert worker.wait(30) == 1
+    assert re.search(f"has failed: .*{said}", workers.log())
+
+
 def test_a_database_that_is_missing_for_a_while_is_waited_for(db, workers) -> None:
     worker = workers.start()
     # What is refused before its first claim is a mistake, and ends it.
