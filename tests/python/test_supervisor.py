@@ -134,6 +134,14 @@ def test_a_signal_before_the_app_is_imported_ends_the_worker_with_0(
     assert one(db, "select attempt from pgqueue.jobs") == 0
 
 
+def test_a_worker_starts_where_its_folder_has_been_deleted(db, workers) -> None:
+    """As a supervisor restarts its children after a deployment has."""
+    pgqueue.enqueue(db, QUEUE, kind="mark")
+    leave = ("sh", "-c", 'mkdir gone; cd gone; rmdir ../gone; exec "$@"', "sh")
+    assert workers.start("--burst", prefix=leave).wait(30) == 0
+    assert one(db, "select outcome from pgqueue.run") == "completed"
+
+
 def test_a_worker_that_is_process_1_ends_at_a_signal(db, workers) -> None:
     unshare = ("unshare", "--pid", "--fork", "--kill-child")
     if subprocess.run([*unshare, "true"], capture_output=True).returncode:

@@ -1,6 +1,7 @@
 """The command line and the environment of a worker."""
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
@@ -176,8 +177,9 @@ def load(path: str) -> App:
 
     Raises ValueError if it does not exist, or for an error in the module, with its place.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    with contextlib.suppress(FileNotFoundError):  # a deployment has deleted it
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
     module, _, name = path.partition(":")
     if not module or module.startswith("."):
         raise ValueError(f"--app needs MODULE or MODULE:NAME, not {path!r}")
