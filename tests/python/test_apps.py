@@ -168,12 +168,21 @@ def test_an_option_that_makes_no_sense_is_refused(options, error, said) -> None:
 def test_an_embedded_worker_refuses_what_the_command_line_does(name) -> None:
     with pytest.raises(ValueError, match=f"{name} must be positive, not -1"):
         pgqueue.Worker(pgqueue.App(), {"q": 1}, **{name: -1})
-    for share in {"weight": 0}, {"limit": 0}:
-        with pytest.raises(ValueError, match="weight and limit must be at least 1"):
+    for share in {"weight": 0}, {"limit": 0}, {"weight": 1.5}, {"limit": 2.0}:
+        with pytest.raises(
+            ValueError, match="weight and limit must be whole numbers, at least 1"
+        ):
             pgqueue.Share(**share)
     for queues in "emails", ["emails", "reports"]:
         with pytest.raises(TypeError, match="queues takes a weight for each"):
             pgqueue.Worker(pgqueue.App(), queues)
+
+
+@pytest.mark.parametrize("name", ["concurrency", "batch", "max_jobs"])
+def test_an_embedded_worker_refuses_what_is_no_whole_number(name) -> None:
+    """As of os.cpu_count() / 2; the server would have no function for it."""
+    with pytest.raises(ValueError, match=f"{name} must be a whole number, not 2.0"):
+        pgqueue.Worker(pgqueue.App(), {"q": 1}, **{name: 2.0})
 
 
 def test_what_is_no_handler_is_refused_where_it_is_defined() -> None:

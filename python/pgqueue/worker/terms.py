@@ -5,11 +5,13 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from numbers import Integral
 
 from pgqueue.app import App
 
 POLL_INTERVAL = 0.01  # seconds, at least: to notice that nothing is due
 POSITIVE = ("lease", "timeout", "poll_interval", "call_timeout", "max_jobs")
+WHOLE = ("concurrency", "batch", "max_jobs")
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,10 @@ class Share:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.weight, 1 if self.limit is None else self.limit) < 1:
-            raise ValueError("weight and limit must be at least 1")
+        for n in self.weight, 1 if self.limit is None else self.limit:
+            if not isinstance(n, Integral) or n < 1:
+                said = "weight and limit must be whole numbers, at least 1"
+                raise ValueError(f"{said}, not {n!r}")
 
     def __str__(self) -> str:
         """Write it as --queue has it, behind the name."""
@@ -66,6 +70,10 @@ class Terms:
             value = getattr(self, option)
             if value is not None and not value > 0:
                 raise ValueError(f"{option} must be positive, not {value!r}")
+        for option in WHOLE:
+            value = getattr(self, option)
+            if value is not None and not isinstance(value, Integral):
+                raise ValueError(f"{option} must be a whole number, not {value!r}")
         self.poll_interval = max(self.poll_interval, POLL_INTERVAL)
         if self.only_known and not self.app.tasks:
             raise ValueError("only_known, but the app has no handler")

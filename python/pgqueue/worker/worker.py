@@ -53,9 +53,10 @@ class Worker(Terms):
     several times a second as long as no part of the worker has died or hangs, `on_commit` whenever
     outcomes have been committed.
 
-    Raises ValueError for no queue, for a value that must be positive, and for only_known without
-    a handler; TypeError for queues that are not a mapping, and for a handler whose annotations
-    name what is not there; psycopg.ProgrammingError for a dsn that libpq does not understand.
+    Raises ValueError for no queue, for a value that must be positive or whole, and for only_known
+    without a handler; TypeError for queues that are not a mapping, and for a handler whose
+    annotations name what is not there; psycopg.ProgrammingError for a dsn that libpq does not
+    understand.
     """
 
     def __post_init__(self) -> None:
