@@ -1,5 +1,6 @@
 """Whatever a handler does, it harms neither other jobs nor the worker."""
 
+import os
 import signal
 from collections.abc import Callable
 
@@ -24,6 +25,10 @@ from worker_app import app
 
 maintenance.EVERY = 0.1
 """
+IN_TRANSACTION = (
+    "select count(*) from pg_stat_activity where datname = current_database()"
+    " and state = 'idle in transaction'"
+)
 RUNNING = "select count(*) from pgqueue.jobs where state = 'running'"
 
 
@@ -183,6 +188,22 @@ def test_a_process_forked_by_a_handler_leaves_its_transaction_alone(
     assert workers.start("--burst").wait(30) == 0
     assert one(db, "select pgqueue.result(%s)", job) == code
     assert column(db, "select n from effect order by n") == [1, 2]
+
+
+def test_a_process_forked_by_a_handler_keeps_no_transaction_of_a_killed_worker(
+    db, workers
+) -> None:
+    db.execute("create table effect (n int primary key)")
+    pgqueue.enqueue(db, QUEUE, kind="leaves_a_child")
+    worker = workers.start()
+    workers.began()
+    (child,) = workers.notes("child")
+    try:
+        worker.kill()
+        worker.wait(20)
+        wait_until(lambda: one(db, IN_TRANSACTION) == 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kind", ["leaks", "aleaks"])

@@ -396,6 +396,15 @@ def forks_in_transaction(job: pgqueue.Job, ends: str) -> int:
     return 0
 
 
+@app.job("leaves_a_child", transaction=True)
+def leaves_a_child(job: pgqueue.Job) -> None:
+    job.connection.execute("insert into effect values (1)")
+    if child := os.fork():
+        note("child", child)
+        hold.function(job)
+    time.sleep(60)
+
+
 leak: contextvars.ContextVar[int] = contextvars.ContextVar("leak", default=0)
 
 

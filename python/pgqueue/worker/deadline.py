@@ -12,8 +12,10 @@ import socket
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import psycopg
+from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, timeout_from_conninfo
 from psycopg.rows import TupleRow
 
@@ -33,11 +35,32 @@ class NoAnswer(psycopg.OperationalError):
         self.seconds = seconds
 
 
+sessions: WeakSet[pq.abc.PGconn] = WeakSet()
+
+
+def leave_sessions() -> None:
+    """Have a forked process hold none open: it may outlive a worker that is killed.
+
+    The server would keep the locks of a transaction until then.
+    """
+    with open(os.devnull, "r+b", buffering=0) as nothing:
+        for session in list(sessions):
+            with contextlib.suppress(psycopg.Error):  # it is closed
+                os.dup2(nothing.fileno(), session.socket, inheritable=False)
+
+
+os.register_at_fork(after_in_child=leave_sessions)
+
+
 class Watched(psycopg.Connection[TupleRow]):
     """Gives up a call that takes longer than `patience` says."""
 
     patience: Callable[[], float] = staticmethod(lambda: NEVER)
     waits_since = NEVER
+
+    def __init__(self, session: pq.abc.PGconn, *args: Any, **kwargs: Any) -> None:
+        super().__init__(session, *args, **kwargs)
+        sessions.add(session)
 
     def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
         """Wait for the server; all calls of psycopg pass through here."""
@@ -52,6 +75,10 @@ class WatchedAsync(psycopg.AsyncConnection[TupleRow]):
     """The same for an async handler."""
 
     patience: Callable[[], float] = staticmethod(lambda: NEVER)
+
+    def __init__(self, session: pq.abc.PGconn, *args: Any, **kwargs: Any) -> None:
+        super().__init__(session, *args, **kwargs)
+        sessions.add(session)
 
     async def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
         return await super().wait(in_time(self, gen), *args, **kwargs)
