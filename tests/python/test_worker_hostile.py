@@ -2,9 +2,12 @@
 
 import asyncio
 import math
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pgqueue
@@ -140,6 +143,22 @@ def test_a_worker_that_runs_is_not_harmed_by_running_it_again(db, dsn) -> None:
     with pytest.raises(RuntimeError, match="a worker runs once"):
         worker.run()
     assert column(db, "select result from pgqueue.run") == [True]
+
+
+def test_a_worker_made_before_a_fork_is_refused_after_it(monkeypatch) -> None:
+    """As by a web server that loads the application first: its threads would not run."""
+    worker = Worker(pgqueue.App(), {"q": 1})
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match="in the process that made it"):
+        worker.run()
+
+
+def test_a_worker_is_refused_where_gevent_has_replaced_threads(monkeypatch) -> None:
+    """There, the first part of it that waits would stop all others, without a word."""
+    monkey = SimpleNamespace(is_module_patched=lambda name: name == "threading")
+    monkeypatch.setitem(sys.modules, "gevent.monkey", monkey)
+    with pytest.raises(ValueError, match="gevent"):
+        Worker(pgqueue.App(), {"q": 1})
 
 
 def test_progress_that_is_no_text_that_can_be_sent_is_refused_like_any_other(

@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from numbers import Integral
@@ -61,6 +62,11 @@ class Terms:
     on_commit: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
+        monkey = sys.modules.get("gevent.monkey")
+        if monkey and monkey.is_module_patched("threading"):
+            raise ValueError(
+                "a worker needs real threads, and gevent has replaced them"
+            )
         if not isinstance(self.queues, Mapping | None):
             said = f"a weight for each, as {{'emails': 1}}, not {self.queues!r}"
             raise TypeError(f"queues takes {said}")

@@ -16,6 +16,7 @@ Dispatcher, finisher, heartbeat and maintenance have a thread and a connection o
 
 import asyncio
 import contextlib
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -62,6 +63,7 @@ class Worker(Terms):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._is_used = False
+        self._process = os.getpid()
         self._stops = 0
         self._why = ""  # it stops
         self.failure: BaseException | None = None  # what ends it, if not told to
@@ -92,10 +94,14 @@ class Worker(Terms):
         such as InvalidSchemaName without pgqueue, or InsufficientPrivilege; RuntimeError
         when handlers that do not end hold all slots, or one of its threads has ended; what a
         hook raises; KeyboardInterrupt, once what runs has ended; and RuntimeError for a
-        second call: its threads end with the first.
+        second call: its threads end with the first, and in a process forked since it was made.
         """
         if self._is_used:
             raise RuntimeError("a worker runs once: make another")
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "a worker runs in the process that made it, not in a fork"
+            )
         self._is_used = True
         lease = f", lease {self.lease:g} s" if self.lease else ""
         where = f" in {n} databases" if (n := len(self.sources)) > 1 else ""
