@@ -499,7 +499,7 @@ def test_cut_off_before_any_statement_it_has_lost_and_doubled_nothing(two, monke
                 "select id, token from pgqueue.claim('q', 'w')"
             ).fetchone()
             before = sorted(column(old, there) + column(new, there))
-            # The sessions of the one before it may be just ending.
+            # Here and below: the sessions of the one before it may be just ending.
             wait_until(lambda: not one(old, MOVERS))
             left = statements
             with contextlib.suppress(ConnectionError):
@@ -513,6 +513,7 @@ def test_cut_off_before_any_statement_it_has_lost_and_doubled_nothing(two, monke
             assert not set(here) & set(gone)
             assert sorted({*here, *arrived} | {*gone} & {*written}) == before
             old.execute("select pgqueue.complete(%s, %s)", held)
+            wait_until(lambda: not one(old, MOVERS))
             assert move_groups(two, 0, False) == 0
             assert column(old, there) == []
             assert sorted(column(new, there)) == [id for id in before if id != held[0]]
