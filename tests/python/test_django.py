@@ -327,7 +327,8 @@ def test_the_worker_command_assumes_the_role_of_the_django_settings(
     db.execute('create role "pgqueue\\ role"')
     try:
         db.execute("select pgqueue.grant_access('pgqueue\\ role', 'worker')")
-        db.execute(f'grant "pgqueue\\ role" to {role}; alter role {role} noinherit')
+        # In this order: since Postgres 16 it counts when the role is granted.
+        db.execute(f'alter role {role} noinherit; grant "pgqueue\\ role" to {role}')
         options = {"assume_role": "pgqueue\\ role", "options": "-c jit=off"}
         settings = {"USER": role, "OPTIONS": options}
         check = ("pgqueue_worker", "--check")
