@@ -56,7 +56,8 @@ class App:
         """Take over the handlers, schedules and hooks that other apps have now.
 
         The timeout and the middleware of an app still apply to its own handlers. The timeout of
-        this one applies to those without; its middleware is entered first. Raises ValueError for a kind that has another handler.
+        this one applies to those without; its middleware is entered first. Raises ValueError for
+        a kind that has another handler.
         """
         for app in apps:
             inner = None if app.middleware is self.middleware else app.middleware

@@ -71,8 +71,7 @@ def _judge(attempt: Attempt, error: BaseException) -> Outcome:
         return Outcome("release", storable(str(error)), timedelta(seconds=1))
     if _is_renamed(error):
         error = error.__cause__ or error
-    errors = errors_in(error)
-    cause = errors[0] if len(errors) == 1 else error
+    cause = cause_of(error)
     if isinstance(cause, LeaseLost):
         return LOST
     if attempt.has_timed_out:
@@ -105,6 +104,12 @@ def errors_in(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [inner for one in error.exceptions for inner in errors_in(one)]
     return [error]
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the only error in a group; if it has several, or is no group, the error itself."""
+    errors = errors_in(error)
+    return errors[0] if len(errors) == 1 else error
 
 
 def _is_final(error: BaseException, attempt: Attempt) -> bool:

@@ -32,12 +32,9 @@ GONE = (
     "select m.what, m.key from pgqueue.moving as m"
     " where m.content is null and m.what not in ('paused', 'shards')"
 )
-# What is busy ends soon; what else keeps a group has to run, and would not if it is still paused.
-HOLD = {
-    "busy": "select pgqueue._pause_group(%s, %s)",
-    "kept": "select pgqueue._resume_groups(%s, %s)",
-    "tied": "select pgqueue._resume_groups(%s, %s)",
-}
+# A busy group is paused: its jobs end soon. If jobs that have yet to run keep a group, it is resumed.
+PAUSE_GROUP = "select pgqueue._pause_group(%s, %s)"
+RESUME_GROUP = "select pgqueue._resume_groups(%s, %s)"
 FORGET = "delete from pgqueue.moving as m where (m.what, m.key) in (select * from unnest(%(whats)s::text[], %(keys)s::text[]))"
 # Among how many: with fewer it would seem that what has left one has arrived, or that it has not left.
 BEGIN = (
@@ -143,8 +140,9 @@ class Shards:
                 tell(target, "select pgqueue._expect(%(parts)s)", parts=parts)
                 source.execute("select pgqueue._departed(%s)", (Jsonb(parts),))
             for kind, queue, key, state, _ in found:
-                if kind == "group" and state in HOLD:
-                    source.execute(HOLD[state], (queue, key))
+                if kind == "group" and state != "free":
+                    how = PAUSE_GROUP if state == "busy" else RESUME_GROUP
+                    source.execute(how, (queue, key))
         names = [(part["what"], part["key"]) for part in parts]
         self.arrive(target, names)
         tell(source, FORGET, names)

@@ -28,7 +28,7 @@ from pgqueue.django.backend import (
 )
 from pgqueue.drivers import run_without_loop
 from pgqueue.job import Job
-from pgqueue.judge import errors_in
+from pgqueue.judge import cause_of, errors_in
 from pgqueue.policy import Reject, Snooze
 from pgqueue.task import Task
 
@@ -132,10 +132,9 @@ def _error(error: BaseException) -> Any:
 
 def _is_last(job: Job, error: BaseException) -> bool:
     """Whether nothing follows this failure."""
-    errors = errors_in(error)
-    if job.lost or (len(errors) == 1 and isinstance(errors[0], LeaseLost | Snooze)):
+    if job.lost or isinstance(cause_of(error), LeaseLost | Snooze):
         return False
-    is_refused = any(isinstance(one, Reject) for one in errors) or job.cancelled
+    is_refused = job.cancelled or any(isinstance(e, Reject) for e in errors_in(error))
     return is_refused or job.attempt >= job.max_attempts
 
 

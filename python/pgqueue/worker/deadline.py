@@ -52,15 +52,20 @@ def leave_sessions() -> None:
 os.register_at_fork(after_in_child=leave_sessions)
 
 
-class Watched(psycopg.Connection[TupleRow]):
-    """Gives up a call that takes longer than `patience` says."""
+class Patient:
+    """What connections of both sorts have: a time limit, and a session that no fork keeps."""
 
     patience: Callable[[], float] = staticmethod(lambda: NEVER)
-    waits_since = NEVER
 
     def __init__(self, session: pq.abc.PGconn, *args: Any, **kwargs: Any) -> None:
-        super().__init__(session, *args, **kwargs)
+        super().__init__(session, *args, **kwargs)  # type: ignore[call-arg]
         sessions.add(session)
+
+
+class Watched(Patient, psycopg.Connection[TupleRow]):
+    """Gives up a call that takes longer than `patience` says."""
+
+    waits_since = NEVER
 
     def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
         """Wait for the server; all calls of psycopg pass through here."""
@@ -71,14 +76,8 @@ class Watched(psycopg.Connection[TupleRow]):
             self.waits_since = NEVER
 
 
-class WatchedAsync(psycopg.AsyncConnection[TupleRow]):
+class WatchedAsync(Patient, psycopg.AsyncConnection[TupleRow]):
     """The same for an async handler."""
-
-    patience: Callable[[], float] = staticmethod(lambda: NEVER)
-
-    def __init__(self, session: pq.abc.PGconn, *args: Any, **kwargs: Any) -> None:
-        super().__init__(session, *args, **kwargs)
-        sessions.add(session)
 
     async def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
         return await super().wait(in_time(self, gen), *args, **kwargs)
