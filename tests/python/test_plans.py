@@ -1037,6 +1037,13 @@ def test_no_function_reads_more_in_a_long_queue_by_a_session_that_began_in_a_sho
             found[name] = pages(db, verb.format(id=running[0], token=running[1]))
         return found
 
+    # If autovacuum analyzes a table just before a call, the call has to plan anew, and reads the catalog.
+    for table in column(
+        db,
+        "select oid::regclass::text from pg_class"
+        " where relnamespace = 'pgqueue'::regnamespace and relkind = 'r'",
+    ):
+        db.execute(f"alter table {table} set (autovacuum_enabled = off)")
     db.execute(f"select pgqueue.configure('q', {setting})")
     if statistics == "of none left":
         drain(db)
@@ -1053,9 +1060,7 @@ def test_no_function_reads_more_in_a_long_queue_by_a_session_that_began_in_a_sho
     # Few enough to be walked in a moment, and more than any of the others may read.
     fill_keys(db, 5_000)
     fill_tables(db, 20_000)
-    # The lower of two, as each may have had to plan anew: autovacuum has just analyzed a table.
-    once, twice = [counts() for _ in range(3)][1:]
-    long = {name: min(once[name], twice[name]) for name in VERBS}
+    long = [counts() for _ in range(2)][1]
     # A rest looks at many groups, and so does the first claim that finds none of its kind; health at all jobs.
     looks = {
         "claim as a claim plans": 2000,
