@@ -31,10 +31,9 @@ begin
     end if;
     -- From now on the ends of this queue's jobs look for steps.
     perform pgqueue._mark(pgqueue._settings_bits(job.queue), 'pgqueue.awaited_seq');
-    problem := pgqueue._check_payload(
-        case when place is not null then value end,
-        (pgqueue._in_force(job.queue, job.kind, job.group_key)).max_payload_bytes
-    );
+    problem := case when place is not null then
+        pgqueue._check_payload(value, (pgqueue._in_force(job.queue, job.kind, job.group_key)).max_payload_bytes)
+    end;
     return case when problem is not null then array[
         'the value of the step is too large for this queue',
         problem[2],
