@@ -19,7 +19,6 @@ import psycopg
 from pgqueue import database
 from pgqueue.commands import COMMANDS, run, say_notice
 from pgqueue.install import say_what_is_missing
-from pgqueue.payload import NULL
 from pgqueue.terminal import (
     explain,
     refuse_other_than_utf8,
@@ -137,11 +136,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if getattr(args, "payload", None) is not None:
         try:
-            payload = json.loads(args.payload)
-            args.payload = NULL if payload is None else payload
+            json.loads(args.payload, parse_constant=refuse)
         except (ValueError, RecursionError) as error:
             parser.error(f"payload must be JSON: {error}")
     return args
+
+
+def refuse(constant: str) -> None:
+    """Refuse the numbers that Python reads and JSON does not have."""
+    raise ValueError(f"it has no {constant}")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 
-from pgqueue import client, database
+from pgqueue import database
 from pgqueue.install import install, upgrade_beside_others
 from pgqueue.terminal import (
     printable,
@@ -109,13 +109,16 @@ STATUSES = ("ok", "warning", "critical")  # as exit codes
 unescape = json.JSONDecoder(strict=False).decode
 
 
+def names(command: str) -> list[str]:
+    arguments = COMMANDS[command][0].replace("-", "_").split()
+    return [argument.strip("_?") for argument in arguments]
+
+
 def run(conn: database.Connection, args: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     options: dict[str, Any] = vars(args)
     if args.command == "enqueue":
-        skipped = ("command", "dsn", "of", "queue", "payload", "json")
-        given = {k: v for k, v in options.items() if k not in skipped}
-        job_id = client.enqueue(conn, args.queue, args.payload, **given)
+        job_id = enqueue(conn, options)
         say_json({"id": job_id}) if args.json else print(job_id)
     elif args.command in ("install", "upgrade"):
         if args.command == "upgrade":
@@ -149,13 +152,22 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
     elif args.command == "redrive":
         redrive(conn, options)
     else:
-        names = COMMANDS[args.command][0].replace("-", "_").split()
-        places = ", ".join(f"%({name.strip('_?')})s" for name in names)
+        places = ", ".join(f"%({name})s" for name in names(args.command))
         query = f"select pgqueue.{args.command}({places})"
         for value in database.execute(conn, query, options).fetchone() or ():
             if value != "":  # of void
                 print(printable(str(value)))
     return 0
+
+
+def enqueue(conn: database.Connection, options: dict[str, Any]) -> int:
+    """Add a job, with its payload as it was written: Python would round the numbers in it."""
+    given = [n for n in names("enqueue") if n != "json" and options[n] is not None]
+    arguments = ", ".join(f"{name} => %({name})s" for name in given)
+    ((job_id,),) = database.execute(
+        conn, f"select pgqueue.enqueue({arguments})", options
+    )
+    return int(job_id)
 
 
 def status(conn: database.Connection, as_json: bool, of: dict[str, str]) -> None:
