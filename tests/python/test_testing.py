@@ -183,6 +183,16 @@ def test_drain_outside_a_transaction_needs_committed_true(conn, db) -> None:
     assert [r.result for r in drain(conn, app, committed=True)] == ["hello once more"]
 
 
+def test_a_job_whose_error_drain_raises_has_failed(db) -> None:
+    for kind in ("broken", "final"):
+        pgqueue.enqueue(db, "default", kind=kind)
+        with pytest.raises(ZeroDivisionError):
+            drain(db, app, committed=True)
+    assert db.execute(
+        "select kind, state from pgqueue.jobs union all select kind, 'dead' from pgqueue.dead_job"
+    ).fetchall() == [("broken", "scheduled"), ("final", "dead")]
+
+
 def test_drain_runs_scheduled_jobs_by_run_at_and_each_once(conn) -> None:
     for name, hours in (("second", 2), ("third", 3), ("first", 1)):
         in_hours = timedelta(hours=hours)

@@ -173,8 +173,8 @@ def drain(
     (`configure(null, ...)`) keeps a job from running: no transaction may use the permits
     that it created itself.
 
-    What a handler raises is raised, except Retry, Snooze and Reject; with `raises` false the
-    job fails instead, as with a worker. A handler with transaction=True gets this session, in
+    What a handler raises fails its job, as with a worker, and is raised, except Retry, Snooze
+    and Reject; with `raises` false nothing is. A handler with transaction=True gets this session, in
     a savepoint. Raises LookupError for a kind without a handler. The role must own the table
     pgqueue.job.
     """

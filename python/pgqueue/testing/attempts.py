@@ -43,11 +43,11 @@ def run_inline(
         attempt.outcome = outcome = _attempt(conn, app, attempt)
     has_failed = outcome.name in ("fail", "reject")  # else it has a result
     is_planned = isinstance(outcome.error, Retry | Reject)
-    if raises and has_failed and outcome.error and not is_planned:
-        raise outcome.error
     status = outcome.status
     if outcome.name != "none":
         status = finish(conn, [attempt]).get(attempt.id, status)
+    if raises and has_failed and outcome.error and not is_planned:
+        raise outcome.error
     job = attempt.as_job(json.loads(attempt.payload))
     if has_failed:
         return Ran(job, status, error=outcome.text)
