@@ -64,15 +64,19 @@ begin
             from (values (start, 2147483647), (-2147483648, start - 1)) as half (low, high)
             cross join lateral (
                 select true
-                from pgqueue.dependency as d
-                where d.waiter_id = w.id and hashint8(d.job_id) between half.low and half.high
-                    and d.job_id <> all (ended)
-                    -- Here and below not a join, which might read all jobs.
-                    and exists (
-                        select from pgqueue.job as j where j.id = d.job_id and j.xmax in ('0'::xid, j.xmin) offset 0
-                    )
-                -- In this order, so that the index that begins with waiter_id is used.
-                order by hashint8(d.job_id)
+                from (
+                    select d.job_id
+                    from pgqueue.dependency as d
+                    where d.waiter_id = w.id and hashint8(d.job_id) between half.low and half.high
+                        and d.job_id <> all (ended)
+                    -- In this order, so that the index that begins with waiter_id is used.
+                    order by hashint8(d.job_id)
+                    limit 100
+                ) as d
+                -- Here and below not a join, which might read all jobs.
+                where exists (
+                    select from pgqueue.job as j where j.id = d.job_id and j.xmax in ('0'::xid, j.xmin) offset 0
+                )
                 limit 1
             ) as held
             limit 1
@@ -84,10 +88,14 @@ begin
     from unnest(waiter_ids) as w (id)
     left join lateral (
         select d.job_id as id
-        from pgqueue.dependency as d
-        where d.waiter_id = w.id and d.job_id <> all (ended)
-            and exists (select from pgqueue.job as j where j.id = d.job_id offset 0)
-        order by hashint8(d.job_id)
+        from (
+            select d.job_id
+            from pgqueue.dependency as d
+            where d.waiter_id = w.id and d.job_id <> all (ended)
+            order by hashint8(d.job_id)
+            limit 100
+        ) as d
+        where exists (select from pgqueue.job as j where j.id = d.job_id offset 0)
         limit 1
     ) as l on true;
 end;

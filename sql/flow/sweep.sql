@@ -56,7 +56,8 @@ end;
 $$;
 
 -- Handles the loose ends that are due by then, the urgent ones first, and cuts ties, at most this many
--- of each; if there is less to do it continues the sweep. Returns how many loose ends and ties it handled.
+-- of each; if there is less urgent work it continues the sweep. Returns how many urgent loose ends and ties it
+-- handled.
 create or replace function pgqueue._tie_loose_ends(most int, until timestamptz default 'infinity')
     returns bigint
     language plpgsql
@@ -93,10 +94,10 @@ begin
             array_agg(distinct d.id) filter (where d.what = 'wait') as waits,
             array_agg(distinct d.id) filter (where d.what = 'event' and d.is_own) as own_events,
             array_agg(distinct d.id) filter (where d.what = 'wait' and d.is_own) as own_waits,
-            count(*) as ends
+            count(*) filter (where d.what <> 'new') as urgent
         into picked
         from dropped as d;
-        done := picked.ends;
+        done := picked.urgent;
         -- A session that may be ending one of these jobs may not see the tie: look again later.
         perform pgqueue._leave_loose_ends(array_agg(u.id), 'new', interval '200 milliseconds')
         from unnest(picked.recent) as u (id)
