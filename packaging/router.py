@@ -46,8 +46,11 @@ ROUTES = {
     # Triggers are where the rows are; a shard gets its number itself.
     **dict.fromkeys(("enqueue_row", "shard"), ("none", None)),
 }
-# What says that a shard is down.
-DOWN = "internal_error or connection_exception or admin_shutdown or crash_shutdown or cannot_connect_now"
+# What says that a shard is down, or read-only.
+DOWN = (
+    "internal_error or connection_exception or admin_shutdown or crash_shutdown or cannot_connect_now"
+    " or read_only_sql_transaction"
+)
 HEAD = Path(__file__).with_name("router.sql")
 SEARCH_PATH = (
     "    set search_path = pg_catalog, pg_temp\n    set client_min_messages = warning\n"
@@ -320,7 +323,7 @@ def view(name: str, columns: list[str], comment: str) -> str:
         f"create function pgqueue._on_{name}(on_place int)\n    returns table ({', '.join(columns)})\n"
         f"    language plproxy\nas $$\n    cluster 'pgqueue';\n    run on on_place;\n"
         f"    select {', '.join(names)} from pgqueue.{name};\n$$;\n"
-        f"create view pgqueue.{name} as\nselect u.place + 1 as shard, {shown}\nfrom pgqueue._up() as u (place)\n"
+        f"create view pgqueue.{name} as\nselect u.place + 1 as shard, {shown}\nfrom pgqueue._up(reads => true) as u (place)\n"
         f"cross join lateral pgqueue._on_{name}(u.place) as v;\n"
         f"comment on view pgqueue.{name} is\n'Of all shards that answer. {title}';\n"
     )

@@ -31,9 +31,19 @@ begin
 end;
 $$;
 
--- Why a shard does not answer; null if it does. Twice, because a session to one that was restarted is only then known
--- to be of no use.
-create function pgqueue._problem(place int)
+-- Whether a shard may not be written to: it is a standby, or its disk is full.
+create function pgqueue._on_read_only(on_place int)
+    returns boolean
+    language plproxy
+as $$
+    cluster 'pgqueue';
+    run on on_place;
+    select pg_catalog.current_setting('transaction_read_only')::pg_catalog.bool;
+$$;
+
+-- Why a shard cannot be written to or, with reads, read; null if it can. Twice, because a session to one that was
+-- restarted is only then known to be of no use.
+create function pgqueue._problem(place int, reads boolean default false)
     returns text
     language plpgsql
     set search_path = pg_catalog, pg_temp
@@ -44,10 +54,10 @@ declare
 begin
     for attempt in 1 .. 2 loop
         begin
-            perform pgqueue._on_version(place);
-            return null;
+            problem := case when pgqueue._on_read_only(place) then 'is read-only' end;
+            return case when not reads then problem end;
         exception when @DOWN@ then
-            problem := sqlerrm;
+            problem := 'does not answer: ' || sqlerrm;
         end;
     end loop;
     return problem;
@@ -64,31 +74,31 @@ as $$
     cross join lateral (select pgqueue._problem(l.n::int - 1) offset 0) as p (problem)
     order by l.n
 $$;
-comment on function pgqueue.shards() is 'The shards, and whether each answers.';
+comment on function pgqueue.shards() is 'The shards, and whether each answers and can be written to.';
 
--- Whether a shard answers, with a warning if it does not.
-create function pgqueue._is_up(place int)
+-- Whether a shard can be used, with a warning if it cannot.
+create function pgqueue._is_up(place int, reads boolean default false)
     returns boolean
     language plpgsql
 as $$
 declare
-    problem text := pgqueue._problem(place);
+    problem text := pgqueue._problem(place, reads);
 begin
     if problem is not null then
-        raise warning 'shard % does not answer', place + 1 using detail = problem;
+        raise warning 'shard % %', place + 1, problem;
     end if;
     return problem is null;
 end;
 $$;
 
--- The places of those that answer.
-create function pgqueue._up()
+-- The places of those that can be used.
+create function pgqueue._up(reads boolean default false)
     returns setof int
     language sql
     set search_path = pg_catalog, pg_temp
-as $$ select n from generate_series(0, pgqueue._count() - 1) as n where pgqueue._is_up(n) $$;
+as $$ select n from generate_series(0, pgqueue._count() - 1) as n where pgqueue._is_up(n, reads) $$;
 
--- A random one that answers.
+-- A random one that can be written to.
 create function pgqueue._any()
     returns int
     language plpgsql
@@ -105,7 +115,7 @@ begin
         end if;
     end loop;
     raise exception using
-        errcode = 'connection_failure', message = 'no shard answers', hint = 'Look at pgqueue.shards().';
+        errcode = 'connection_failure', message = 'no shard can be written to', hint = 'Look at pgqueue.shards().';
 end;
 $$;
 
@@ -164,7 +174,7 @@ create function pgqueue.rest(queues text[], kinds text[] default null, park bool
     set client_min_messages = warning
 as $$
     select least(min(pgqueue._on_rest(u.place, rest.queues, rest.kinds, false)), interval '5 seconds')
-    from pgqueue._up() as u (place)
+    from pgqueue._up(reads => true) as u (place)
 $$;
 
 create function pgqueue.health()
@@ -178,13 +188,13 @@ declare
     s record;
 begin
     for s in select * from pgqueue.shards() order by is_up, shard loop
-        if s.is_up then
+        if not s.is_up then
+            return query
+            select s.shard, 'critical', 'shard', format('shard %s %s', s.shard, s.problem), 'select * from pgqueue.shards()';
+        end if;
+        if pgqueue._problem(s.shard - 1, reads => true) is null then
             return query
             select s.shard, h.status, h.check, h.detail, h.hint from pgqueue._on_health(s.shard - 1) as h;
-        else
-            return query
-            select s.shard, 'critical', 'shard', 'shard ' || s.shard || ' does not answer: ' || s.problem,
-                'select * from pgqueue.shards()';
         end if;
     end loop;
 end;
@@ -200,7 +210,7 @@ as $$
     with line as (
         select u.place, l.n, l.line, l.line ~ '^#' as is_head,
             coalesce(substring(l.line from '^# \w+ (\w+)'), substring(l.line from '^\w+')) as metric
-        from pgqueue._up() as u (place)
+        from pgqueue._up(reads => true) as u (place)
         cross join lateral string_to_table(pgqueue._on_metrics(u.place, metrics.by_queue), E'\n')
             with ordinality as l (line, n)
         where l.line <> ''

@@ -50,11 +50,11 @@ class Routed:
         found = [one(shard, query, *args) for shard in self.shards]
         return [n for n, count in enumerate(found, 1) if count]
 
-    def lose(self, number: int) -> None:
+    def lose(self, number: int, how: str = "allow_connections false") -> None:
         """Have a shard refuse connections, as if it were down."""
         name = self.shards[number - 1].info.dbname
         with psycopg.connect(dbname="postgres", autocommit=True) as admin:
-            admin.execute(f"alter database {name} allow_connections false")
+            admin.execute(f"alter database {name} {how}")
             admin.execute(
                 "select pg_terminate_backend(pid) from pg_stat_activity where datname = %s"
                 " and application_name <> 'kept'",
@@ -100,6 +100,11 @@ def routed(template: str, script: str) -> Iterator[Routed]:
                 shard.close()
     with psycopg.connect(dbname="postgres", autocommit=True) as admin:
         admin.execute(f"drop database {name} with (force)")
+
+
+def home(id: int) -> int:
+    """The number of the shard that has given out an id."""
+    return (id - 1) % 1024 + 1
 
 
 COUNT = "select count(*) from pgqueue.job"
@@ -390,6 +395,42 @@ def test_one_shard_that_is_down_leaves_the_others_to_work_with(routed):
     assert one(routed.shards[1], paused) == 1
     assert one(db, "select count(*) from pgqueue.jobs") == 21
     db.execute("select pgqueue.enqueue('q', group_key => %s)", (down,))
+
+
+def test_a_shard_that_is_read_only_counts_as_down_and_is_still_shown(routed):
+    """As during a failover, or where a provider makes it read-only because its disk is full."""
+    db = routed.db
+    for key in KEYS[:20]:
+        db.execute("select pgqueue.enqueue('q', group_key => %s)", (key,))
+    held = db.execute("select id, token from pgqueue.claim('q', 'w')").fetchall()
+    while home(held[0][0]) == 2:
+        held = db.execute("select id, token from pgqueue.claim('q', 'w')").fetchall()
+    routed.lose(2, "set default_transaction_read_only = on")
+    there = "select shard, problem from pgqueue.shards() where not is_up"
+    assert db.execute(there).fetchall() == [(2, "is read-only")]
+    found = db.execute("select shard, h.check from pgqueue.health() as h").fetchall()
+    assert {(2, "shard"), (2, "writes")} <= set(found)
+    assert one(db, "select count(*) from pgqueue.jobs") == 20
+    assert set(column(db, "select shard from pgqueue.queues")) == {1, 2, 3}
+    assert '{shard="2"' in one(db, "select pgqueue.metrics()")
+
+    for _ in range(10):
+        assert home(one(db, "select pgqueue.enqueue('q')")) != 2
+        db.execute("select pgqueue.claim('nothing here', 'w')")
+    (id, token) = held[0]
+    extend = "select status from pgqueue.extend(%s, %s)"
+    lost = [id, id + 1024], [token, token + 1024]
+    assert column(db, extend, *lost) == ["held", "lost"]
+    with pytest.raises(errors.DatabaseError) as gone:
+        db.execute("select pgqueue.complete(%s, %s)", (id, token + 1024))
+    assert gone.value.sqlstate == "PQ002"
+    with pytest.raises(errors.ReadOnlySqlTransaction):
+        db.execute("select pgqueue.cancel(id) from pgqueue.jobs where shard = 2")
+    with pytest.raises(errors.ConnectionFailure, match="that are down: 2"):
+        db.execute("select pgqueue.pause('q')")
+    paused = "select count(*) from pgqueue.queue where name = 'q' and paused"
+    assert routed.where(paused) == [1, 3]
+    assert one(db, "select count(*) from pgqueue.maintain()") > 0
 
 
 def test_a_call_is_a_transaction_on_its_shard_and_two_calls_are_two(routed):
