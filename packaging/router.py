@@ -32,11 +32,11 @@ ROUTES = {
         ("find", OF_NAME.format("shards")),
     ),
     **dict.fromkeys(
-        "pause resume configure grant_access revoke_access".split(), ("all", None)
+        # Who waits for an event may be anywhere.
+        "pause resume configure grant_access revoke_access emit".split(),
+        ("all", None),
     ),
     **dict.fromkeys(("purge", "reap"), ("all", "sum")),
-    # Who waits for it may be anywhere.
-    "emit": ("all", "bool_or"),
     "after_failover": ("all", "bool_or"),
     "maintain": ("all", "sum"),
     **dict.fromkeys(("redrive", "cancel_many", "discard_many"), ("until", None)),
@@ -164,16 +164,20 @@ def all_of(f: Function, total: str | None) -> str:
         return f.public(
             f"    return (select {total}({f.call('u.place')})::{f.result} from pgqueue._up() as u (place));\n"
         )
+    begin, end, told = f"perform {f.call()};", "", ""
+    if not f.is_void:
+        begin, end = f"told := greatest(told, {f.call()});", "    return told;\n"
+        told = f"    told {f.result};\n"
     return f.public(
         "    for place in select * from generate_series(0, pgqueue._count() - 1) loop\n        begin\n"
-        f"            perform {f.call()};\n"
+        f"            {begin}\n"
         f"        exception when {DOWN} then\n            down := down || (place + 1);\n        end;\n"
         "    end loop;\n    if down <> '{}' then\n        raise exception using\n"
         "            errcode = 'connection_failure',\n"
         "            message = 'not done on shards that are down: ' || array_to_string(down, ', '),\n"
         "            hint = 'It is done on the others. Repeat the call once pgqueue.shards() says that they are up.';\n"
-        "    end if;\n",
-        "    place int;\n    down int[] := '{}';\n",
+        f"    end if;\n{end}",
+        f"    place int;\n    down int[] := '{{}}';\n{told}",
     )
 
 

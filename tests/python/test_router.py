@@ -397,6 +397,19 @@ def test_one_shard_that_is_down_leaves_the_others_to_work_with(routed):
     db.execute("select pgqueue.enqueue('q', group_key => %s)", (down,))
 
 
+def test_an_event_that_a_shard_did_not_hear_of_is_not_taken_for_told(routed):
+    db = routed.db
+    routed.lose(2)
+    with pytest.raises(errors.ConnectionFailure, match="that are down: 2"):
+        db.execute("select pgqueue.emit('paid')")
+    heard = "select count(*) from pgqueue.event"
+    assert routed.where(heard) == [1, 3]
+    routed.bring_back(2)
+    assert one(db, "select pgqueue.emit('paid')") is True
+    assert routed.where(heard) == [1, 2, 3]
+    assert one(db, "select pgqueue.emit('paid')") is False
+
+
 def test_a_shard_that_is_read_only_counts_as_down_and_is_still_shown(routed):
     """As during a failover, or where a provider makes it read-only because its disk is full."""
     db = routed.db
