@@ -232,12 +232,12 @@ def split(f: Function, _: None) -> str:
     if f.result.startswith("SETOF"):
         got = f"select case when i.id = any (held) then 'held' else 'lost' end from unnest({job_ids}) with"
         got = (
-            f"            held := array(select * from {call});\n"
-            f"            got := array({got} ordinality as i (id, n) where i.n = any (which) order by i.n);\n"
+            f"                held := array(select * from {call});\n"
+            f"                got := array({got} ordinality as i (id, n) where i.n = any (which) order by i.n);\n"
         )
         answer = f"select distinct i.id from unnest({job_ids}, said) as i (id, said) where i.said = 'held'"
     else:
-        got = f"            got := array(select c.status from {call} as c);\n"
+        got = f"                got := array(select c.status from {call} as c);\n"
         answer = f"select i.id, i.said from unnest({job_ids}, said) with ordinality as i (id, said, n) order by i.n"
     return f.public(
         counted_from_1(f, *arrays) + "    if is_odd then\n        -- To be refused.\n"
@@ -254,16 +254,23 @@ def split(f: Function, _: None) -> str:
         "                union all\n"
         "                select o.place from unnest(places) as o (place) where o.place <> pgqueue._home(i.token, shards)\n"
         "            ) as p (place)\n"
-        "            where i.said = 'lost'\n            group by 1\n        loop\n"
+        "            where i.said = 'lost'\n            group by 1\n        loop\n            begin\n"
         + got
-        + "            for n in 1 .. cardinality(which) loop\n"
+        + f"            exception when {DOWN} then\n"
+        "                get stacked diagnostics code = returned_sqlstate, message = message_text,\n"
+        "                    detail = pg_exception_detail, hint = pg_exception_hint;\n"
+        "                problem := coalesce(problem, array[code, message, detail, hint]);\n"
+        "                continue;\n            end;\n"
+        "            for n in 1 .. cardinality(which) loop\n"
         "                said[which[n]] := case when said[which[n]] = 'lost' then got[n] else said[which[n]] end;\n"
         "            end loop;\n        end loop;\n    end loop;\n"
+        "    if problem is not null then\n        perform pgqueue._raise(problem);\n    end if;\n"
         f"    return query {answer};\n",
         f"    is_odd boolean := coalesce({' or '.join(lengths)}, false) or {job_ids} is null\n"
         f"        or {tokens} is null or array_ndims({job_ids}) > 1;\n"
         "    shards int := pgqueue._count();\n    places int[];\n    place int;\n    which int[];\n    held bigint[];\n"
-        "    got text[];\n    said text[];\n",
+        "    got text[];\n    said text[];\n    problem text[];\n    code text;\n    message text;\n"
+        "    detail text;\n    hint text;\n",
     )
 
 

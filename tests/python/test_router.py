@@ -410,6 +410,31 @@ def test_an_event_that_a_shard_did_not_hear_of_is_not_taken_for_told(routed):
     assert one(db, "select pgqueue.emit('paid')") is False
 
 
+def test_leases_of_shards_that_are_up_are_extended_and_ended_beside_one_that_is_down(
+    routed,
+):
+    db = routed.db
+    for key in KEYS[:20]:
+        db.execute("select pgqueue.enqueue('q', group_key => %s)", (key,))
+    held: dict[int, tuple[int, int]] = {}
+    while len(held) < 3:
+        (lease,) = db.execute("select id, token from pgqueue.claim('q', 'w')")
+        held[home(lease[0])] = lease
+    ids, tokens = zip(*(held[number] for number in (1, 2, 3)), strict=True)
+    params = (list(ids), list(tokens))
+    routed.lose(2)
+    assert column(db, "select shard from pgqueue.shards() where is_up") == [1, 3]
+    with pytest.raises(errors.InternalError_):
+        db.execute("select pgqueue.extend(%s, %s, '1 hour')", params)
+    long = f"{COUNT} where lease_expires_at > clock_timestamp() + interval '50 minutes'"
+    assert routed.where(long) == [1, 3]
+    with pytest.raises(errors.InternalError_):
+        db.execute("select pgqueue.complete_many(%s, %s)", params)
+    assert routed.where(f"{COUNT} where id = any (%s)", params[0]) == [2]
+    routed.bring_back(2)
+    assert column(db, "select pgqueue.complete_many(%s, %s)", *params) == [ids[1]]
+
+
 def test_a_shard_that_is_read_only_counts_as_down_and_is_still_shown(routed):
     """As during a failover, or where a provider makes it read-only because its disk is full."""
     db = routed.db
