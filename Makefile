@@ -16,7 +16,7 @@ FUNCTIONS = \
     sql/flow/depend.sql sql/flow/batch.sql sql/flow/step.sql sql/flow/event.sql sql/flow/sweep.sql \
     sql/flow/cron.sql sql/flow/schedule.sql sql/flow/trigger.sql \
     sql/operate/settings.sql sql/operate/manage.sql sql/operate/dead.sql sql/operate/maintain.sql \
-    sql/operate/work.sql sql/operate/shard.sql sql/operate/move.sql \
+    sql/operate/shard.sql sql/operate/work.sql sql/operate/move.sql \
     sql/observe/measure.sql sql/observe/observe.sql sql/observe/status.sql sql/observe/metrics.sql \
     sql/observe/why.sql sql/observe/health.sql \
     sql/roles/access.sql

@@ -128,6 +128,7 @@ begin
             detail = 'It commits after each job.',
             hint = 'Call it as a statement of its own, with autocommit.';
     end if;
+    perform pgqueue.after_failover();
     loop
         look := pgqueue._handled(queue, run_for);
         if look.problem is not null then

@@ -384,3 +384,12 @@ def test_a_handler_is_kept_by_name_and_found_by_its_schema_alone(db, connect):
     assert column(db, "select n from done") == [1]
     stored = one(db, "select handler from pgqueue.queue where name = 'q' and kind = ''")
     assert stored == "public.note(jsonb)"
+
+
+def test_after_a_failover_it_skips_tokens_before_it_claims(db):
+    job = enqueue(db)
+    db.execute("select setval('pgqueue._cell_timeline', 7)")
+    db.execute("call pgqueue.work('q')")
+    assert outcomes(db) == [(job, "completed", None, None)]
+    assert one(db, "select last_value from pgqueue.token_seq") > 1_000_000
+    assert one(db, "select pgqueue.after_failover()") is False

@@ -423,6 +423,21 @@ def test_a_worker_polls_behind_pgbouncer_in_transaction_mode(
     assert workers.finish(worker) == 0
 
 
+def test_behind_a_pooler_a_failover_is_noticed_without_a_new_connection(
+    db, workers, pooler
+) -> None:
+    worker = workers.start("--poll-interval", "0.1", dsn=pooler)
+    pgqueue.enqueue(db, QUEUE, kind="mark")
+    wait_until(lambda: outcomes(db) == {"completed": 1})
+    # As on the standby that the pooler now points to.
+    db.execute("select setval('pgqueue._cell_timeline', 7)")
+    pgqueue.enqueue(db, QUEUE, kind="mark")
+    wait_until(lambda: outcomes(db) == {"completed": 2})
+    assert one(db, "select last_value from pgqueue.token_seq") > 1_000_000
+    assert "ids and tokens were skipped" in workers.log()
+    assert workers.finish(worker) == 0
+
+
 @pytest.fixture
 def link() -> Iterator[tuple[str, str, str]]:
     """A network namespace, this side's end of the link to it, and its address.

@@ -49,6 +49,7 @@ class Dispatcher(Service):
         self._has_looked = False  # in all queues
         self._is_asleep = False
         self._lacks_slots = False
+        self._again = False  # after_failover() before each claim
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -90,7 +91,7 @@ class Dispatcher(Service):
         return self.is_ready or not is_wrong
 
     def work(self, conn: database.Connection) -> None:
-        protocol.after_failover(conn)
+        self._again = protocol.after_failover(conn)
         parks = self._start_listening(conn)
         self._has_news, self._has_looked, say_at = True, False, 0.0
         while not self.over.is_set():
@@ -133,11 +134,9 @@ class Dispatcher(Service):
     ) -> int:
         terms, now = self._terms, time.monotonic()
         weights = [self._terms.shares[name].weight for name in queues]
-        limits = list(queues.values())
+        how = terms.lease, kinds, weights, list(queues.values()), self._again
         self._quiet_until, self._has_news = 0.0, False
-        attempts = protocol.claim(
-            conn, terms.id, list(queues), want, terms.lease, kinds, weights, limits
-        )
+        attempts = protocol.claim(conn, terms.id, list(queues), want, *how)
         if attempts:
             self.succeeded()
         self._begin(conn, attempts, now)

@@ -1,7 +1,6 @@
 """The SQL functions that a worker calls, as a worker in any language would."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import psycopg
@@ -79,19 +78,21 @@ def claim(
     kinds: Sequence[str] | None = None,
     weights: Sequence[int] | None = None,
     limits: Sequence[int | None] | None = None,
+    again: bool = False,
 ) -> list[Attempt]:
     """Claim by pgqueue.claim_from(); the lease is in seconds.
 
     From a single queue it calls claim(), which is a quarter of a millisecond faster. Jobs without
-    a payload are too much at once, and have to be released.
+    a payload are too much at once, and have to be released. `again` is what after_failover()
+    has returned.
     """
     of_kinds = kinds and to_array(kinds)
     if len(queues) == 1:
         most = min([max_jobs, *(n for n in limits or () if n is not None)])
         one = (MOST_BYTES, queues[0], worker, most, lease, of_kinds)
-        return [Attempt(*row) for row in _call(conn, CLAIM, one)]
+        return [Attempt(*row) for row in _call(conn, CLAIM, one, again)]
     params = (MOST_BYTES, to_array(queues), worker, max_jobs, lease, of_kinds)
-    rows = _call(conn, CLAIM_FROM, (*params, weights, limits))
+    rows = _call(conn, CLAIM_FROM, (*params, weights, limits), again)
     return [Attempt(*row) for row in rows]
 
 
@@ -138,13 +139,18 @@ def rest(
     return None if seconds is None else float(seconds)
 
 
-def after_failover(conn: database.Connection) -> None:
-    """Skip tokens that a lost primary may have handed out, before this connection claims."""
-    with suppress(psycopg.errors.UndefinedFunction):  # of an older version
-        if _call(conn, AFTER_FAILOVER, ()) == [(True,)]:
-            log.warning(
-                "the server was promoted or recovered: ids and tokens were skipped"
-            )
+def after_failover(conn: database.Connection) -> bool:
+    """Skip tokens that a lost primary may have handed out, before this connection claims.
+
+    Returns whether to do so again before each claim: a pooler may have gone to another server.
+    """
+    try:
+        ((has_skipped,),) = conn.execute(AFTER_FAILOVER)
+    except psycopg.errors.UndefinedFunction:  # of an older version
+        return False
+    if has_skipped:
+        log.warning("the server was promoted or recovered: ids and tokens were skipped")
+    return conn.prepare_threshold is None
 
 
 def one_by_one(
@@ -164,9 +170,11 @@ def one_by_one(
 
 
 def _call(
-    conn: database.Connection, query: str, params: Sequence[Any]
+    conn: database.Connection, query: str, params: Sequence[Any], again: bool = False
 ) -> list[TupleRow]:
     with database.transaction(conn):
+        if again:
+            after_failover(conn)
         return conn.execute(query, params, binary=True).fetchall()
 
 
