@@ -125,7 +125,10 @@ def conninfo(
         ours for theirs, ours in ENVIRONMENT.items() if theirs in environ
     }
     wanted: dict[str, Any] = {**PATIENCE, "application_name": name}
-    if "," in str(given.get("host") or environ.get("PGHOST") or ""):
+    hosts = (
+        given.get(k) or environ.get(f"PG{k.upper()}") for k in ("host", "hostaddr")
+    )
+    if any("," in str(host) for host in hosts):
         wanted["target_session_attrs"] = "read-write"
     added = {k: v for k, v in wanted.items() if k not in known}
     return make_conninfo(**{**given, **added})

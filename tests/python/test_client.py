@@ -707,6 +707,8 @@ def test_the_dsn_comes_from_the_argument_then_pgqueue_dsn_then_database_url(
     assert mine["tcp_user_timeout"] == "7"
     assert "connect_timeout" not in mine
     assert mine["target_session_attrs"] == "read-write"
+    addresses = conninfo_to_dict(conninfo("hostaddr=10.0.0.1,10.0.0.2", {}))
+    assert addresses["target_session_attrs"] == "read-write"
     theirs = conninfo(None, {"PGHOST": "a,b", "PGTARGETSESSIONATTRS": "any"})
     assert "target_session_attrs" not in conninfo_to_dict(theirs)
     with pytest.raises(psycopg.ProgrammingError):
