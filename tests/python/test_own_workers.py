@@ -260,6 +260,21 @@ def test_the_worker_of_node_runs_jobs_side_by_side_and_ends_each_by_its_outcome(
 
 
 @needs_node
+def test_the_worker_of_node_survives_whatever_a_handler_throws(db, node, here):
+    thrown = ("null", "undefined", "Symbol('odd')", r"new Error('zero \0 byte')")
+    throws = "".join(f"k{n}: () => {{ throw {t}; }}," for n, t in enumerate(thrown))
+    with_them = NODE.text.replace("const HANDLERS = {", "const HANDLERS = {" + throws)
+    (here / "worker.mjs").write_text(with_them)
+    db.execute("select pgqueue.configure(null, max_attempts => 1)")
+    for n in range(len(thrown)):
+        pgqueue.enqueue(db, "a", kind=f"k{n}")
+    worker = node("a")
+    wait_until(lambda: has_ended(db, len(thrown))() or worker.poll() is not None)
+    errors = ["null", "undefined", "Symbol(odd)", "Error: zero  byte"]
+    assert outcomes(db, "a") == [("dead", None, error) for error in errors]
+
+
+@needs_node
 def test_the_worker_of_node_is_woken_by_an_enqueue_and_seen_in_the_view(db, node):
     node("a")
     shown = "select sessions > 1, parked from pgqueue.workers"
