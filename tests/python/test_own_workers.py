@@ -323,3 +323,29 @@ def test_the_worker_of_node_keeps_its_leases_and_maintains_other_queues(db, node
     assert [outcome for outcome, *_ in outcomes(db, "other")] == ["expired"]
     wait_until(lambda: outcomes(db, "a"))
     assert outcomes(db, "a") == [("completed", None, None)]
+
+
+# All three
+
+
+@pytest.fixture
+def psql(start: Start, db) -> Start:
+    """Start the worker of psql, with a function for the kind sleep."""
+    db.execute("""
+        create schema handlers;
+        create function handlers.sleep(jsonb) returns void language sql as ''
+    """)
+    return lambda queue: start("sh", "-c", LOOP.text)
+
+
+@pytest.mark.parametrize(
+    "worker", ["work", "psql", pytest.param("node", marks=needs_node)]
+)
+def test_no_worker_claims_with_a_token_of_before_a_failover(db, worker, request):
+    pgqueue.enqueue(db, "reports", 0, kind="sleep")
+    claim = "select token from pgqueue.claim('reports', 'old', lease => '1 ms')"
+    old = one(db, claim)
+    db.execute("select setval('pgqueue._cell_timeline', 7)")  # of another primary
+    request.getfixturevalue(worker)("reports")
+    wait_until(has_ended(db, 2))
+    assert one(db, "select nextval('pgqueue.token_seq')") > old + 1_000_000
