@@ -184,6 +184,7 @@ def test_a_worker_of_psycopg_does_not_begin_what_was_cancelled(db, work):
 def test_the_worker_of_psql_completes_what_works_and_undoes_what_fails(db, start):
     db.execute("""
         create table done (payload jsonb);
+        create table once (n int unique deferrable initially deferred);
         create schema handlers;
         create function handlers.tally(payload jsonb) returns bigint language sql as
             'insert into done values (payload); select count(*) from done';
@@ -191,22 +192,27 @@ def test_the_worker_of_psql_completes_what_works_and_undoes_what_fails(db, start
             'insert into done values (payload)';
         create function handlers.fail(payload jsonb) returns int language sql as
             'insert into done values (payload); select 1 / 0';
+        create function handlers.late(payload jsonb) returns void language sql as
+            'insert into done values (payload); insert into once values (1), (1)';
         select pgqueue.configure('reports', retry_base => '0', max_attempts => 2);
     """)
     quoted = 'it\'s a "test" of \\ and :id'
-    for kind in ("tally", "say", "fail", "no such function"):
+    for kind in ("tally", "say", "fail", "late", "no such function"):
         pgqueue.enqueue(db, "reports", {"text": quoted}, kind=kind)
     start("sh", "-c", LOOP.text)
-    wait_until(has_ended(db, 6))
+    wait_until(has_ended(db, 8))
     pgqueue.enqueue(db, "reports", kind="tally")
-    wait_until(has_ended(db, 7))
+    wait_until(has_ended(db, 9))
 
+    late = 'duplicate key value violates unique constraint "once_n_key"'
     missing = "function handlers.no such function(jsonb) does not exist"
     assert outcomes(db, "reports") == [
         ("completed", 1, None),
         ("completed", None, None),
         ("retry", None, "division by zero"),
         ("dead", None, "division by zero"),
+        ("retry", None, late),
+        ("dead", None, late),
         ("retry", None, missing),
         ("dead", None, missing),
         ("completed", 3, None),
