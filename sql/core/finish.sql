@@ -334,7 +334,13 @@ create or replace function pgqueue._to_suspension(
 as $$
 begin
     terms := jsonb_populate_record(row(null, run_at, null, null)::pgqueue._suspension, said::jsonb);
-    problem := (pgqueue._check_suspension(job_id, terms.event, terms.run_at, terms.after, terms.step))[1];
+    problem := coalesce(
+        (pgqueue._check_suspension(job_id, terms.event, terms.run_at, terms.after, terms.step))[1],
+        -- Without this, one whose time limit has the wrong name waits for ever.
+        case when said::jsonb - '{event,run_at,after,step}'::text[] <> '{}'
+            then 'the terms of a suspension are event, run_at, after and step'
+        end
+    );
 exception when data_exception or program_limit_exceeded then
     problem := 'it cannot be suspended on these terms: ' || sqlerrm;
 end;

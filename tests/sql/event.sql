@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(113);
+select plan(114);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -299,6 +299,7 @@ from (
         ('{}', 'a suspended job needs something to wait for'),
         (null, 'a suspended job needs something to wait for'),
         ('{"evnt": "x"}', 'a suspended job needs something to wait for'),
+        ('{"event": "x", "runAt": "2030-01-01"}', 'the terms of a suspension are event, run_at, after and step'),
         ('{"event": ""}', 'event must be a text of 1 to 200 bytes'),
         ('{"after": [-1]}', 'job -1 not found')
 ) as t (text, error);
