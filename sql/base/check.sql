@@ -223,7 +223,8 @@ begin
     return case when current_setting('transaction_isolation') <> 'read committed' then array[
         'leases need the isolation level READ COMMITTED',
         format('This transaction is %s.', upper(current_setting('transaction_isolation'))),
-        'An older snapshot cannot see who holds a lease now. Use BEGIN ISOLATION LEVEL READ COMMITTED.',
+        'An older snapshot cannot see who holds a lease now. Use BEGIN ISOLATION LEVEL READ COMMITTED '
+        'or, in autocommit, set default_transaction_isolation = ''read committed''.',
         '25001'
     ] end;
 end;

@@ -434,3 +434,12 @@ def test_a_refused_call_says_what_is_wrong_and_where_in_two_lines(
     context = (said.context or "").splitlines()
     assert len(context) <= 2, said.context
     assert context[-1].startswith(f"PL/pgSQL function pgqueue.{function}(")
+
+
+def test_a_session_that_is_serializable_by_default_is_told_what_to_set(db) -> None:
+    db.execute("set default_transaction_isolation = serializable")
+    with pytest.raises(psycopg.Error) as refused:
+        db.execute(CLAIM)
+    (remedy,) = re.findall(r"set default.*'", refused.value.diag.message_hint)
+    db.execute(remedy)
+    db.execute(CLAIM)
