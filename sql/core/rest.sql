@@ -313,9 +313,9 @@ comment on function pgqueue.rest(text[], text[], boolean) is
 'For a session that has run LISTEN pgqueue and whose claim found nothing in
 these queues (of these kinds): returns how long it may sleep, unless a
 notification comes first. Zero: claim again at once. Null: until notified.
-Fires due schedules. From now on enqueues into these queues notify it; 100 ms
-of work without a rest end that. NOTIFY is a hint, so look every few seconds
-anyway.
+Fires due schedules. From now on enqueues of other sessions into these queues
+notify it; 100 ms of work without a rest end that. NOTIFY is a hint, so look
+every few seconds anyway.
 Behind a transaction pooler none arrive: use park => false, which only looks.
 Also notes, for health and why, that this session serves these queues and kinds:
 while it lives, or for ten minutes with park => false.
