@@ -249,8 +249,12 @@ clean:
 	rm -rf $(DATA_built) $(EXTRA_CLEAN)
 endif
 
+# What the sources leave to the build: the version and, for health, the indexes.
+FILL = indexes="$$(sed -n '/^create \(unique \)*index /,/;$$/p' $(TABLES))" \
+    awk '/@INDEXES@/ { print ENVIRON["indexes"]; next } { gsub(/@VERSION@/, "$(EXTVERSION)"); print }'
+
 $(SCRIPT): pgqueue.control Makefile $(TABLES) $(FUNCTIONS)
-	@cat $(TABLES) $(FUNCTIONS) | sed 's/@VERSION@/$(EXTVERSION)/g' > $@
+	@cat $(TABLES) $(FUNCTIONS) | $(FILL) > $@
 
 DELTAS = $(wildcard sql/upgrade/[0-9]*--*.sql)
 $(UPGRADES): sql/$(EXTENSION)--%--$(EXTVERSION).sql: sql/upgrade/$(EXTENSION)--%.sql pgqueue.control Makefile \
@@ -264,7 +268,7 @@ $(UPGRADES): sql/$(EXTENSION)--%--$(EXTVERSION).sql: sql/upgrade/$(EXTENSION)--%
 	    cat sql/upgrade/begin.sql $$changes; \
 	    sed -n '/^-- \[Upgrades repeat/,/^-- so far\.\]/p' $(TABLES); \
 	    cat $(FUNCTIONS); sed "s/@BEFORE@/$$before/" sql/upgrade/end.sql; \
-	} | sed 's/@VERSION@/$(EXTVERSION)/g' > $@
+	} | $(FILL) > $@
 
 # Line 1 is the guard against running the script in psql, which is the point here. Nothing in it is for psql
 # alone, so that any driver and web editor can run it.

@@ -715,9 +715,21 @@ begin
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
             and o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
     $$),
-    -- Indexes that are invalid, as an interrupted REINDEX CONCURRENTLY leaves them; and indexes on columns that
-    -- claims change.
-    ('indexes', null, null, null, 'all indexes are valid, and let claims be HOT updates', $$
+    -- Indexes that are not there, each with the statement in schema.sql that creates it; those that are invalid, as an
+    -- interrupted REINDEX CONCURRENTLY leaves them; and indexes on columns that claims change.
+    ('indexes', null, null, null, 'all indexes are there and valid, and let claims be HOT updates', $$
+        with ours as materialized (
+            select m[2] as name, regexp_replace(m[1], '[[:space:]]+', ' ', 'g') as made
+            from regexp_matches($made$
+@INDEXES@
+            $made$, '(create (?:unique )?index ([a-z_]+)[^;]+)', 'g') as m
+        )
+        select
+            true, format('index %s is missing, as if somebody had dropped it: calls that need it fail or are slow', o.name),
+            o.made
+        from ours as o
+        where to_regclass('pgqueue.' || o.name) is null
+        union all
         select
             false,
             format('index %s of table %s is invalid: every write maintains it, but no query uses it', c.relname, t.relname),
@@ -729,7 +741,7 @@ begin
         join pg_class as c on c.oid = i.indexrelid
         join pg_class as t on t.oid = i.indrelid
         cross join lateral (
-            select obj_description(c.oid, 'pg_class') is not null or c.relispartition
+            select c.relispartition or exists (select from ours as o where o.name = c.relname)
                 or exists (select from pg_constraint as k where k.conindid = c.oid) as is_ours
         ) as o
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'i' and not i.indisvalid

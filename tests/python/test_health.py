@@ -602,6 +602,22 @@ def test_an_index_that_an_interrupted_reindex_has_left_is_reported(db, connect):
     assert one(db, valid)
 
 
+def test_an_index_that_somebody_has_dropped_is_named_with_what_creates_it(db):
+    query = """
+        select c.relname, pg_get_indexdef(c.oid) from pg_class as c
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('i', 'I') and not c.relispartition
+    """
+    made = dict(db.execute(query).fetchall())
+    dropped = [name for name in made if name.endswith("_idx")]
+    assert len(dropped) > 30
+    for name in dropped:
+        db.execute(f"drop index pgqueue.{name}")
+    assert {status for status, _, _ in found(db, "indexes")} == {"critical"}
+    said = fix(db, "'indexes'")
+    assert [name for name in dropped if f"index {name} is missing" not in said] == []
+    assert dict(db.execute(query).fetchall()) == made
+
+
 # A healthy system
 
 PASS = """
