@@ -112,15 +112,16 @@ begin
         ) as r
         order by o.place
     $$),
-    -- Each session that has locked, for that long, what enqueue, claim or complete need: a table, or the row of a
-    -- job among the first in its lane; or that has kept another session waiting for one, for a fifth of that time.
+    -- Each session that has locked, for that long, what enqueue, claim or complete need: a table, a sequence, or the
+    -- row of a job among the first in its lane; or that has kept another session waiting for one, for a fifth of
+    -- that time.
     ('locks', '5 seconds', null, null, 'nobody locks what enqueue, claim and complete need', $$
         with lock as materialized (
             select * from pgqueue._lock_holders()
         ), ours as materialized (
-            select c.oid, c.relname
+            select c.oid, c.relname, case c.relkind when 'S' then 'sequence' else 'table' end as kind
             from pg_class as c
-            where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p')
+            where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S')
                 -- Not those of old runs, which nobody needs: see the check runs.
                 and (c.relname !~ '^run_' or c.relname = 'run_' || floor(date_part('epoch', moment) / 86400)::int % 16)
         ), waiter as materialized (
@@ -155,7 +156,7 @@ begin
         ), found as (
             select
                 l.pid, l.holder, l.hint, l.since, w.since as waits_since, w.said,
-                format('table %s is locked in %s mode', o.relname, regexp_replace(l.mode, 'Lock$', '')) as what
+                format('%s %s is locked in %s mode', o.kind, o.relname, regexp_replace(l.mode, 'Lock$', '')) as what
             from lock as l
             join ours as o on o.oid = l.relation
             left join waiter as w on w.relation = l.relation
@@ -1115,8 +1116,11 @@ begin
         )),
         0::bigint
     from (select) as always
-    left join pgqueue._lock_holders() as l on l.what = 'relation' and l.mode = 'AccessExclusiveLock' and l.relation in (
-        select c.oid from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
+    left join pgqueue._lock_holders() as l on l.what = 'relation' and l.relation in (
+        select c.oid from pg_class as c
+        where c.relnamespace = 'pgqueue'::regnamespace
+            -- Whoever reads a sequence takes the lock of a writer.
+            and (l.mode = 'AccessExclusiveLock' or c.relkind = 'S' and l.bars_writers)
     )
     where blocked <> '{}'
     order by l.is_held desc, l.since

@@ -355,6 +355,23 @@ def test_who_locks_a_table_below_access_exclusive_is_named_with_who_waits(
     waiting.close()
 
 
+def test_who_has_locked_a_sequence_is_named(db, connect):
+    other, waiting = connect(autocommit=False), connect()
+    other.execute("alter sequence pgqueue.job_id_seq cache 1")
+    waiting.pgconn.send_query(b"select pgqueue.enqueue('q')")
+    wait_until(lambda: "waits" in "".join(d for _, d, _ in found(db, "locks")))
+    ((_, detail, hint),) = found(db, "locks")
+    holder = f"session {other.info.backend_pid} has used it since "
+    mode = "ShareRowExclusive mode"
+    assert detail.startswith(f"sequence job_id_seq is locked in {mode}: {holder}")
+    ((_, detail, _),) = found(db, "sequences")
+    assert f", because pgqueue.job_id_seq is locked: {holder}" in detail
+    run_hint(db, hint)
+    wait_until(lambda: not found(db, "locks"))
+    assert found(db, "sequences") == []
+    waiting.close()
+
+
 def test_a_lock_comes_before_what_it_holds_up_and_why_names_it(db, connect):
     db.execute("select pgqueue.enqueue('q') from generate_series(1, 2)")
     fail = "select pgqueue.fail(id, token, 'boom', permanent => true)"
