@@ -22,6 +22,8 @@ create or replace function pgqueue.metrics(by_queue boolean default false)
     security definer
     set search_path = pg_catalog, pg_temp
     set jit = off
+    -- Whoever asks once a minute must not leave a session for each minute that a table is locked.
+    set lock_timeout = '1 s'
 as $$
 declare
     exposition text;
@@ -127,4 +129,5 @@ Prometheus, and what maintain has counted of each queue: jobs enqueued,
 completed, failed and dead. by_queue: all numbers for each queue and schedule;
 otherwise, for those that are not counters, the sum or the largest of all, so
 that a queue takes some 200 bytes. Costs what these views cost: a few tens of
-milliseconds.';
+milliseconds.
+Fails with 55P03 if a table that it reads stays locked for a second.';

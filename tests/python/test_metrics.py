@@ -280,6 +280,15 @@ def test_an_idle_queue_is_forgotten(db):
     assert counted(db) == {}
 
 
+def test_a_locked_table_keeps_no_session_waiting_for_metrics(db, connect: Connect):
+    db.execute("set statement_timeout = '20 s'")
+    with connect(autocommit=False) as other:
+        other.execute("lock table pgqueue.job")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            db.execute("select pgqueue.metrics()")
+    assert one(db, "select pgqueue.metrics()")
+
+
 def test_a_reader_gets_the_same_samples_by_sql_exporter(reader):
     queries = {query["query_name"]: query["query"] for query in COLLECTOR["queries"]}
     answers = {name: rows(reader, query) for name, query in queries.items()}
