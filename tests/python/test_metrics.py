@@ -315,6 +315,22 @@ def test_a_reader_gets_the_same_samples_by_sql_exporter(reader):
     assert about == {name_of(m): (m.documentation, m.type) for m in want}
 
 
+def test_what_sql_exporter_cannot_read_of_a_locked_table_is_missed(reader, connect):
+    (rule,) = (rule for rule in RULES if rule["alert"] == "PgqueueNotMeasured")
+    (missed,) = re.findall(r"absent\((\w+)\)", rule["expr"])
+    (metric,) = (m for m in COLLECTOR["metrics"] if m["metric_name"] == missed)
+    (query,) = (
+        q["query"]
+        for q in COLLECTOR["queries"]
+        if q["query_name"] == metric["query_ref"]
+    )
+    assert rows(reader, query)
+    reader.execute("set lock_timeout = '1 s'")
+    connect(autocommit=False).execute("lock table pgqueue.job")
+    with pytest.raises(psycopg.errors.LockNotAvailable):
+        rows(reader, query)
+
+
 def test_the_reference_has_every_metric_with_its_labels(filled):
     section = documents.sections("docs/reference/health.md")["Metrics"]
     told = {
