@@ -49,10 +49,12 @@ if [ "$what" != demo ]; then
     [ "$(id -u)" != 0 ] || command -v pgbouncer >/dev/null || need pgbouncer
 fi
 
-# For the tests of the router and of failover. They are not in every Debian, so nothing else depends on them.
+# For the tests of the router, of failover and of the alerts. They are not in every Debian, so nothing else depends on
+# them.
 wanted=
 if [ "$what" = test ]; then
-    [ -e "$extension/plproxy.control" ] || wanted="postgresql-${version:-NN}-plproxy"
+    command -v promtool >/dev/null || wanted=prometheus
+    [ -e "$extension/plproxy.control" ] || wanted="$wanted postgresql-${version:-NN}-plproxy"
     [ -e "$extension/repmgr.control" ] || wanted="$wanted postgresql-${version:-NN}-repmgr"
 fi
 skipped() { echo "without$(printf ' %s' $1) the tests that need it are skipped"; }

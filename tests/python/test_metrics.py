@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -350,7 +352,7 @@ def test_the_command_prints_utf8_whatever_the_terminal_has(run, filled):
 
 def test_alerts_ask_for_metrics_and_labels_that_are_there(filled):
     found = {
-        f.name: f
+        name_of(f): f
         for f in families(one(filled, "select pgqueue.metrics(by_queue => true)"))
     }
     named = "select proname from pg_proc where pronamespace = 'pgqueue'::regnamespace"
@@ -370,6 +372,64 @@ def test_alerts_ask_for_metrics_and_labels_that_are_there(filled):
         assert set(re.findall(r"\$labels\.(\w+)", summary + description)) <= labels
         assert set(re.findall(r"\bpgqueue\.(\w+)", description)) <= objects, rule
         assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+QUIET = {
+    "retention_bytes": "8192x240",
+    "dead_jobs": "50x240",
+    "dead_total": "90x240",
+    "is_estimate": "0x240",
+    "paused": "0x240",
+    "workers": "1x240",
+    "parked": "0x240",
+    "jobs{state='ready'}": "5x240",
+    "p99_wait_seconds": "2x240",
+    "oldest_wait_seconds": "2x240",
+}
+WAITS = {"p99_wait_seconds": "600x240", "oldest_wait_seconds": "4000x240"}
+ALARMS = [
+    ({}, set()),
+    (WAITS, {"JobsWait", "JobForgotten"}),
+    (WAITS | {"paused": "1x240", "workers": "0x240"}, set()),
+    ({"workers": "0x240"}, {"NoWorker"}),
+    # From the 230th minute on: 20 more; a few more of many; redriven, and dead again.
+    ({"dead_jobs": "50x229 70x10"}, {"DeadJobsGrow"}),
+    ({"is_estimate": "1x240", "dead_total": "90x229 93x10"}, {"DeadJobsGrow"}),
+    ({"is_estimate": "1x240", "dead_jobs": "50x229 52x10"}, set()),
+    (
+        {"dead_jobs": "50x200 0x28 50x10", "dead_total": "90x229 140x10"},
+        {"DeadJobsGrow"},
+    ),
+    # A queue that was not there before.
+    ({"dead_jobs": "_x229 70x10", "dead_total": "_x229 70x10"}, {"DeadJobsGrow"}),
+    ({"retention_bytes": "_x240"}, {"NotMeasured"}),
+]
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="it needs promtool")
+@pytest.mark.parametrize(("series", "alarms"), ALARMS)
+def test_an_alert_is_raised_for_what_it_is_about_and_for_nothing_else(
+    series, alarms, tmp_path
+):
+    given = [
+        {"series": f"pgqueue_{name}", "values": values}
+        for name, values in (QUIET | series).items()
+    ]
+    asked = [
+        {
+            "expr": f"count({rule['expr']})",
+            "eval_time": "239m",
+            "exp_samples": [{"value": 1}] if rule["alert"][7:] in alarms else [],
+        }
+        for rule in RULES
+    ]
+    case = {"interval": "1m", "input_series": given, "promql_expr_test": asked}
+    file = tmp_path / "tests.yml"
+    file.write_text(json.dumps({"rule_files": [], "tests": [case]}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", file], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def ask(db: psycopg.Connection, query: str, queues: list[str]) -> psycopg.Cursor:
