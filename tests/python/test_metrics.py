@@ -391,6 +391,7 @@ ALARMS = [
     ({}, set()),
     (WAITS, {"JobsWait", "JobForgotten"}),
     (WAITS | {"paused": "1x240", "workers": "0x240"}, set()),
+    ({"paused": "1x240", "oldest_wait_seconds": "90000x240"}, {"JobForgotten"}),
     ({"workers": "0x240"}, {"NoWorker"}),
     # From the 230th minute on: 20 more; a few more of many; redriven, and dead again.
     ({"dead_jobs": "50x229 70x10"}, {"DeadJobsGrow"}),
