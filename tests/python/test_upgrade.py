@@ -481,9 +481,20 @@ def test_the_examples_of_the_page_on_upgrades_upgrade(make_database):
     blocks = documents.blocks((REPO / "docs/upgrading.md").read_text())
     assert [block.language for block in blocks] == ["sql", "sh"]
     by_sql, by_shell = make_database(RELEASED[0]), make_database(RELEASED[0], True)
-    by_sql.execute(blocks[0].text)
     env = os.environ | {"PGDATABASE": by_shell.info.dbname}
-    done = client("sh", "-c", blocks[1].text, cwd=REPO, env=env)
+    shell = ("sh", "-c", blocks[1].text)
+    for conn in by_sql, by_shell:
+        with psycopg.connect(dbname=conn.info.dbname) as reader:
+            reader.execute("select from pgqueue.jobs")
+            if conn is by_sql:
+                with pytest.raises(errors.LockNotAvailable):
+                    conn.execute(blocks[0].text)
+                conn.rollback()
+            else:
+                assert "due to lock timeout" in client(*shell, cwd=REPO, env=env).stderr
+    by_sql.execute(blocks[0].text)
+    assert one(by_sql, "show lock_timeout") == "0"  # a pooler may lend the session
+    done = client(*shell, cwd=REPO, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     for conn in by_sql, by_shell:
         assert one(conn, "select pgqueue.version()") == version()
