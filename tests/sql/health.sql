@@ -127,8 +127,9 @@ select is(
     pg_temp.found('dead'), 'warning: queue h q: 50 jobs died in the last day', 'unless nearly as many have died each hour'
 );
 insert into pgqueue.dead_job
-select (jsonb_populate_record(d, jsonb_build_object('id', 2000000 + n, 'died_at', now() - interval '1 year'))).*
-from (select d as d from pgqueue.dead_job as d limit 1) as one cross join generate_series(1, 9950) as n;
+select dead.*
+from (select d as d from pgqueue.dead_job as d limit 1) as one cross join generate_series(1, 9950) as n
+cross join jsonb_populate_record(d, jsonb_build_object('id', 2000000 + n, 'died_at', now() - interval '1 year')) as dead;
 update pgqueue.dead_job set died_at = now() - interval '1 year';
 select is(
     pg_temp.found('dead') || '; ' || pg_temp.hint('dead'),

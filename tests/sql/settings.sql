@@ -57,7 +57,9 @@ select is_empty(
     $$ select from pgqueue.queue where name = 's' $$, 'of a queue for which nothing is set no row is kept'
 );
 -- Planned while there was hardly a row.
-select pgqueue.configure('many', group_key => 'g' || n, lease => '1 s') from generate_series(1, 3000) as n;
+select pgqueue.configure('many', group_key => 'g1', lease => '1 s');
+insert into pgqueue.queue (name, group_key, lease)
+select q.name, 'g' || n, q.lease from pgqueue.queue as q, generate_series(2, 3000) as n where q.name = 'many';
 create temporary table seen as select pg_stat_get_xact_tuples_returned('pgqueue.queue'::regclass) as rows;
 select pgqueue.configure('many', group_key => 'g7', lease => '2 s');
 select pgqueue.configure('many', group_key => 'g8', reset => true);
