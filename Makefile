@@ -215,18 +215,21 @@ release: ## write VERSION=1.2.3 wherever it stands, commit and tag; pushing the 
 
 clean: ## remove what was built
 
-# Run both suites even if one fails. Python tests wait for each other's processes as much as they
-# compute: two more of them than there are cores. What they import is compiled once before, beside the
-# SQL tests, or each process would do it.
+# Run both suites even if one fails. The SQL tests, one after the other on a server of their own, keep one core busy:
+# they run beside the Python tests, and what they say comes last. Python tests wait for each other's processes as much
+# as they compute: two more of them than there are cores. What they import is compiled once before, or each process
+# would do it.
 PROCESSES := $(shell echo $$(($$(nproc) + 2)))
 PYTEST     = $(VENV)/pytest -c $(CONFIG) --rootdir .
+SQL_TESTS  = .venv/installcheck
 .PHONY: suite
 suite:
 	@status=0; \
-	$(PYTEST) --collect-only tests/python >/dev/null & \
-	$(MAKE) -s installcheck || status=1; \
-	wait; \
+	$(CLUSTER) --fast $(MAKE) -s installcheck >$(SQL_TESTS) 2>&1 & \
+	$(PYTEST) --collect-only tests/python >/dev/null; \
 	$(PYTEST) -n $(PROCESSES) --dist worksteal tests/python || status=1; \
+	wait $$! || status=1; \
+	cat $(SQL_TESTS); \
 	exit $$status
 
 ifneq ($(wildcard $(PGXS)),)
