@@ -95,6 +95,8 @@ class Cluster:
             "fsync": "off" if fast else "on",
             # Compiling them is most of what many queries of tests on the catalog cost.
             "jit": "off" if fast else "on",
+            # Or each session that calls a function loads it.
+            "shared_preload_libraries": "plpgsql" if fast else "",
         } | dict(settings or {})
         inherited = {
             name: value
