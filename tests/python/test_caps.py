@@ -452,7 +452,7 @@ def test_caps_are_full_and_never_over_between_eight_sessions(db, connect, scope)
     configure(db, scope, 3)
     if "rate" in scope:
         db.execute(
-            "update pgqueue.queue set rate_period = '200 ms'; select pgqueue._resolve('q')"
+            "update pgqueue.queue set rate_period = '50 ms'; select pgqueue._resolve('q')"
         )
     enqueue(db, 400 if "rate" not in scope else 60)
     deadline = time.monotonic() + 60
@@ -491,7 +491,7 @@ def test_caps_are_full_and_never_over_between_eight_sessions(db, connect, scope)
             one(
                 db,
                 "select max(n) from (select count(*) over (order by at range between "
-                "interval '199.999 ms' preceding and current row) as n from begun) as w",
+                "interval '49.999 ms' preceding and current row) as n from begun) as w",
             )
             == 3
         )
