@@ -991,15 +991,16 @@ def fill_keys(db: psycopg.Connection, jobs: int) -> None:
 
 def fill_tables(db: psycopg.Connection, rows: int) -> None:
     """Fill the tables beside that of the jobs."""
+    some = "generate_series(1, %s) as n"
+    jobs = "pgqueue.enqueue_many('first', array_fill('{}'::jsonb, array[%s])) as n"
     for insert in (
-        "event (name, emitted_at, payload) select 'other ' || n, now(), '1'",
-        "recent_key (job_id, expires_at, queue, unique_key) select 10^15::bigint + n, '2999-01-01', 'q', 'once ' || n",
-        "wait (job_id, since, event) select 10^15::bigint + n, now(), 'never ' || n",
-        "dependency (job_id, waiter_id, runs_if_dead) select (pgqueue.enqueue('first')), 10^15::bigint + n, false",
+        f"event (name, emitted_at, payload) select 'other ' || n, now(), '1' from {some}",
+        "recent_key (job_id, expires_at, queue, unique_key)"
+        f" select 10^15::bigint + n, '2999-01-01', 'q', 'once ' || n from {some}",
+        f"wait (job_id, since, event) select 10^15::bigint + n, now(), 'never ' || n from {some}",
+        f"dependency (job_id, waiter_id, runs_if_dead) select n, 10^15::bigint + n, false from {jobs}",
     ):
-        db.execute(
-            f"insert into pgqueue.{insert} from generate_series(1, %s) as n", [rows]
-        )
+        db.execute(f"insert into pgqueue.{insert}", [rows])
 
 
 def drain(db: psycopg.Connection) -> None:
