@@ -528,7 +528,9 @@ begin
 end;
 $$;
 
--- The last finished attempt of a job, if run still has it; else nulls.
+-- The last finished attempt of a job, if run still has it; else nulls. If it ended the job, nothing follows it. So
+-- its table of the ring is looked for from the oldest on, and no further: if some jobs have to wait for long, the
+-- index points to nearly everything that was logged after a job was enqueued.
 create or replace function pgqueue._last_run(job_id bigint)
     returns pgqueue.run
     language plpgsql
@@ -536,15 +538,26 @@ create or replace function pgqueue._last_run(job_id bigint)
     set plan_cache_mode = force_generic_plan
     set enable_bitmapscan = on
 as $$
+declare
+    today int := floor(date_part('epoch', clock_timestamp()) / 86400)::int;
+    last pgqueue.run;
 begin
-    return (
-        select r
+    select r.* into last
+    from generate_series(today, today + 15) as d (day)
+    cross join lateral (
+        select r.*
+        from pgqueue.run as r
+        where r.slot = d.day % 16 and r.job_id = _last_run.job_id and r.outcome in ('completed', 'cancelled')
+        offset 0
+    ) as r
+    limit 1;
+    if not found then
+        select r.* into last
         from pgqueue.run as r
         where r.job_id = _last_run.job_id
-        -- Nothing follows these two, but the clock may have been set back since an earlier attempt. And at the same
-        -- moment a claim may end the lease and then, if past expires_at, cancel the job.
-        order by r.outcome in ('completed', 'cancelled') desc, r.finished_at desc, r.attempt desc, r.outcome = 'expired'
-        limit 1
-    );
+        order by r.finished_at desc, r.attempt desc
+        limit 1;
+    end if;
+    return last;
 end;
 $$;

@@ -78,24 +78,6 @@ an open transaction has locked the job it does nothing.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
 argument).';
 
--- The failures of a job that has ended, oldest first, from run: in the form of job.errors.
-create or replace function pgqueue._past_errors(job_id bigint)
-    returns jsonb
-    language plpgsql
-    set enable_bitmapscan = on
-as $$
-begin
-    return coalesce((
-        select jsonb_agg(
-            jsonb_build_object('attempt', r.attempt, 'at', r.finished_at, 'worker', r.worker, 'error', r.error)
-            order by r.finished_at, r.attempt
-        )
-        from pgqueue.run as r
-        where r.job_id = _past_errors.job_id and r.error is not null
-    ), '[]');
-end;
-$$;
-
 create or replace function pgqueue.status(job_id bigint)
     returns table (
         id bigint, queue text, kind text, state text,
@@ -112,6 +94,7 @@ create or replace function pgqueue.status(job_id bigint)
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_indexscan = on
+    set enable_bitmapscan = on
 as $$
 declare
     reads_jobs boolean := has_table_privilege(pgqueue._caller(), 'pgqueue.job', 'select');
@@ -166,7 +149,16 @@ begin
     last_error := case when state <> 'completed' then coalesce(last.error, last.result #>> '{}') end;
     if reads_jobs then
         payload := last.payload;
-        errors := pgqueue._past_errors(job_id);
+        -- Not what was logged later, which may be nearly all. One hour more, since the clock may have been set back.
+        errors := coalesce((
+            select jsonb_agg(
+                jsonb_build_object('attempt', r.attempt, 'at', r.finished_at, 'worker', r.worker, 'error', r.error)
+                order by r.finished_at, r.attempt
+            )
+            from pgqueue.run as r
+            where r.job_id = status.job_id and r.error is not null
+                and r.finished_at <= last.finished_at + interval '1 hour'
+        ), '[]');
     end if;
     return next;
 end;

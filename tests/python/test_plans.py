@@ -1158,6 +1158,36 @@ def test_a_job_that_has_ended_is_found_without_reading_all_runs(db):
         assert pages(db, f"select pgqueue.{verb}(100000)") < all_pages / 5
 
 
+def test_a_job_that_has_ended_is_found_though_others_were_put_off_for_a_day(db):
+    """The index by id then points to nearly all that was logged since a job was enqueued."""
+    id = one(db, "select pgqueue.enqueue('q')")
+    lease = db.execute("select id, token from pgqueue.claim('q', 'w')").fetchone()
+    db.execute("select pgqueue.complete(%s, %s)", lease)
+    for verb in ("result", "status", "why", "await"):  # their plans are made now
+        db.execute(f"select pgqueue.{verb}({id})")
+    db.execute("truncate pgqueue.run")
+    db.execute(
+        "insert into pgqueue.run"
+        " select (floor(extract(epoch from now()) / 86400)::int + 1 + day) %% 16, 1, case when n %% 100 = 0 then %(id)s + 1 + (random() * j.id)::int else j.id end,"
+        " now() + (day - 7) * interval '1 day' + n * interval '1 s', '0', '0', 'q', 'k', 'completed'"
+        " from generate_series(0, 6) as day, generate_series(1, 20000) as n,"
+        " lateral (select %(id)s + 20000 * day + n) as j (id) order by day, n",
+        {"id": id},
+    )
+    db.execute("vacuum pgqueue.run")
+    all_pages = one(
+        db,
+        "select sum(pg_relation_size(i.inhrelid)) / 8192 from pg_inherits as i where i.inhparent = 'pgqueue.run'::regclass",
+    )
+    for verb in ("result", "why", "await", "status"):
+        # On the second day, and on the last.
+        for job in (id + 30_001, id + 130_001):
+            assert pages(db, f"select pgqueue.{verb}({job})") < all_pages / 2, (
+                verb,
+                job,
+            )
+
+
 # Dead jobs
 
 BURY = """

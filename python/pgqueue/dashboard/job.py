@@ -29,7 +29,7 @@ RUNS = """
 select attempt, finished_at, waited, taken, outcome, worker, left(error, 20000) as error,
     left(result::text, 20000) as result, left(headers::text, 20000) as headers
 from pgqueue.run
-where job_id = %(id)s
+where job_id = %(id)s and finished_at <= coalesce(%(ended)s::timestamptz + interval '1 hour', 'infinity')
 order by finished_at desc, attempt desc
 limit 200
 """
@@ -81,7 +81,7 @@ def page(reading: Reading) -> Page:
         # The log may be long: it is read once, not every two seconds.
         if not is_living or "log" in reading.asked:
             reading.conn.execute("set local enable_seqscan = off")
-            runs = reading.rows(RUNS, id=id)
+            runs = reading.rows(RUNS, id=id, ended=found.get("finished_at"))
             found["headers"] = found.get("headers") or (runs and runs[0]["headers"])
     return Page(
         "job.html",
