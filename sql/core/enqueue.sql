@@ -287,7 +287,9 @@ begin
             unique_for, expires_at
         ));
         if num_nonnulls(expires_at, batch_id, after, if_dead) > 0 then
-            refused := pgqueue._refuse(pgqueue._check_after(after, if_dead));
+            if num_nonnulls(after, if_dead) > 0 then
+                refused := pgqueue._refuse(pgqueue._check_after(after, if_dead));
+            end if;
             if batch_id is not null then
                 refused := pgqueue._refuse(pgqueue._lock_batch(batch_id));
             end if;

@@ -1188,6 +1188,26 @@ def test_a_job_that_has_ended_is_found_though_others_were_put_off_for_a_day(db):
             )
 
 
+def test_an_enqueue_with_terms_plans_nothing_at_each_call(connect, db):
+    """Planning its check of the jobs in after anew cost ten times as much as a plain enqueue."""
+    first = one(db, "select pgqueue.enqueue('q')")
+    batch = one(db, "select pgqueue.create_batch('q')")
+    plans = listen_to_plans(session := connect())
+    checks = {}
+    for terms in (
+        "expires_at => 'tomorrow'",
+        f"batch_id => {batch}",
+        f"after => array[{first}::bigint]",
+    ):
+        for _ in range(8):  # of which five may have a plan of their own
+            plans.clear()
+            session.execute(f"select pgqueue.enqueue('q', {terms})")
+        checks[terms] = [plan for plan in plans if "unnest(after)" in plan]
+    (looked,) = checks.popitem()[1]
+    assert not any(checks.values())
+    assert re.search(r"id < 1\) OR \(.*id > \$\d", looked), looked
+
+
 # Dead jobs
 
 BURY = """
