@@ -115,9 +115,12 @@ declare
 begin
     for said in
         select q.*
-        from pgqueue.queue as q
-        where q.name in (_resolved.name, '') and q.kind = '' and q.group_key = ''
-        order by q.name <> ''
+        from (values (1, ''), (2, _resolved.name)) as n (place, name)
+        -- Each by the whole key: for "name in", the planner might read the settings of all queues.
+        cross join lateral (
+            select q.* from pgqueue.queue as q where q.name = n.name and q.kind = '' and q.group_key = '' offset 0
+        ) as q
+        order by n.place
     loop
         merged := pgqueue._overlaid(merged, said);
     end loop;

@@ -1208,6 +1208,21 @@ def test_an_enqueue_with_terms_plans_nothing_at_each_call(connect, db):
     assert re.search(r"id < 1\) OR \(.*id > \$\d", looked), looked
 
 
+def test_a_setting_for_all_reads_each_queue_with_settings_once(db):
+    """Also if the table was never analyzed, as after a restore; the settings of each queue used to read those of all."""
+    costs = []
+    for queues in (200, 2000):
+        db.execute(
+            "insert into pgqueue.queue (name, max_attempts) select 'q' || n, 5 from generate_series(1, %s) as n"
+            " on conflict do nothing",
+            (queues,),
+        )
+        db.execute("select pgqueue._resolve('')")
+        call = "select pgqueue.configure(null, max_attempts => 7)"
+        costs.append([pages(db, call) for _ in range(2)][1])
+    assert costs[1] <= 2 * 10 * costs[0], costs
+
+
 # Dead jobs
 
 BURY = """
