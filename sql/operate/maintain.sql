@@ -312,12 +312,17 @@ as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_isolation());
     callers text;
+    -- It reads all jobs. If there are many, it is enough that one of the sessions that call this does so: the one that
+    -- makes the next cut.
+    is_reaped boolean := pg_relation_size('pgqueue.job') > 16777216 and exists (
+        select from pgqueue.cut as c where c.at between clock_timestamp() - interval '30 seconds' and clock_timestamp()
+    );
     ends record;
 begin
     get diagnostics callers = pg_context;
     return query
     values
-        ('reap', pgqueue.reap()::bigint),
+        ('reap', case when is_reaped then 0 else pgqueue.reap()::bigint end),
         ('fire schedules', pgqueue._fire_due(clock_timestamp(), 100)),
         ('tie loose ends', pgqueue._tie_loose_ends(1000)),
         ('sweep groups', pgqueue._sweep_groups(1000)),
@@ -342,19 +347,20 @@ $$;
 
 comment on function pgqueue.maintain() is
 'Does all periodic work: recovers expired leases and cancels jobs that may not
-begin any more, at most 1000 in all (done: jobs); fires at most 100 schedules
-that are due (done: jobs); looks again at jobs and batches that may not have to
-wait any more, 1000 of each (done: looks); looks for groups that have jobs to
-run but no ticket, among the next 1000 (done: groups); drops the permits of
-groups that have had no job for a day (done: permits); deletes at most 100,000
-unique_for windows that have ended (done: windows), and at most 10,000 dead jobs
-that have been kept for keep_dead (done: jobs) and batches that finished 14 days
-ago (done: batches), and 100,000 events older than keep_events (done: events);
-adds up for metrics what has happened, at most twice a
-minute; forgets the ids of jobs that were cancelled, purged or discarded 14 days
-ago; empties the tables of run whose days are over (done: tables). Call it every
-minute or so, from a worker, cron or psql, as a statement of its own: in a
-transaction that may continue it deletes old runs instead, at most 100,000
-(done: runs), which locks nobody out but leaves work to VACUUM; none where a
-publication has these tables. Any number may run at once.
+begin any more, at most 1000 in all (done: jobs; above 16 MB of jobs, not in
+the 20 seconds after another call did); fires at most 100 schedules that are
+due (done: jobs); looks again at jobs and batches that may not have to wait any
+more, 1000 of each (done: looks); looks for groups that have jobs to run but no
+ticket, among the next 1000 (done: groups); drops the permits of groups that
+have had no job for a day (done: permits); deletes at most 100,000 unique_for
+windows that have ended (done: windows), and at most 10,000 dead jobs that have
+been kept for keep_dead (done: jobs) and batches that finished 14 days ago
+(done: batches), and 100,000 events older than keep_events (done: events); adds
+up for metrics what has happened, at most twice a minute; forgets the ids of
+jobs that were cancelled, purged or discarded 14 days ago; empties the tables
+of run whose days are over (done: tables). Call it every minute or so, from a
+worker, cron or psql, as a statement of its own: in a transaction that may
+continue it deletes old runs instead, at most 100,000 (done: runs), which locks
+nobody out but leaves work to VACUUM; none where a publication has these
+tables. Any number may run at once.
 Raises 25001 outside READ COMMITTED.';

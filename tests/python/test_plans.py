@@ -1223,6 +1223,28 @@ def test_a_setting_for_all_reads_each_queue_with_settings_once(db):
     assert costs[1] <= 2 * 10 * costs[0], costs
 
 
+def test_of_many_sessions_that_maintain_one_reads_a_long_table_of_jobs(connect, db):
+    """It was each of them, once a minute."""
+    maintain = "select * from pgqueue.maintain()"
+    sessions = [connect() for _ in range(3)]
+    for session in sessions:
+        session.execute(maintain)
+    fill(db, 100_000, after="interval '1 day'")
+    # As if it were later.
+    db.execute("update pgqueue.cut set at = at - interval '20 s'")
+    costs = [pages(session, maintain) for session in sessions]
+    read = one(db, "select pg_relation_size('pgqueue.job') / 8192")
+    assert costs[0] > read > 2048 and max(costs[1:]) < read / 2, costs
+    lease(db, 1)
+    db.execute(
+        "update pgqueue.job set lease_expires_at = now() where token is not null"
+    )
+    reaped = "select done from pgqueue.maintain() where task = 'reap'"
+    assert one(db, reaped) == 0
+    db.execute("update pgqueue.cut set at = at - interval '20 s'")
+    assert one(db, reaped) == 1
+
+
 # Dead jobs
 
 BURY = """
