@@ -92,7 +92,9 @@ def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
             raise psycopg.ProgrammingError(said)
         if args.command == "dashboard":
             return serve(dsns[0], args)
-        code = max(ask(each, args, failed, len(dsns) > 1) for each in dsns)
+        codes = (ask(each, args, failed, len(dsns) > 1) for each in dsns)
+        # What is unknown must not hide what is critical.
+        code = max(codes, key=(0, 1, 3, 2).index)
         print(end="", flush=True)
     except BrokenPipeError:
         # Nobody reads any more; at exit, Python would try to write again.

@@ -177,6 +177,16 @@ def test_health_says_what_is_wrong_as_a_plugin_of_a_monitoring_system_does(
     assert "grant_access(role, 'reader')" in done.stderr
 
 
+@pytest.mark.parametrize("age", [6, 21])
+def test_a_database_that_cannot_be_asked_hides_nothing_critical(run, db, age) -> None:
+    pgqueue.enqueue(db, "q")
+    db.execute(f"update pgqueue.job set run_at = now() - interval '{age} min'")
+    these = ("--dsn", f"dbname={db.info.dbname}", "--dsn", "host=/nowhere")
+    done = run("pgqueue", *these, "health")
+    assert done.returncode == (2 if age > 20 else 3)
+    assert "waits: queue q" in done.stdout and "/nowhere" in done.stderr
+
+
 def test_what_is_scripted_answers_in_json(run, db) -> None:
     def ask(*args: str, code: int = 0):
         done = run("pgqueue", *args, "--json")
