@@ -49,11 +49,11 @@ if [ "$what" != demo ]; then
     [ "$(id -u)" != 0 ] || command -v pgbouncer >/dev/null || need pgbouncer
 fi
 
-# For the tests of the router, of failover and of the alerts. They are not in every Debian, so nothing else depends on
-# them.
+# For the tests of the router, of failover and, in CI only, of the alerts: at the next boot Debian's prometheus would
+# start its server. They are not in every Debian, so nothing else depends on them.
 wanted=
 if [ "$what" = test ]; then
-    command -v promtool >/dev/null || wanted=prometheus
+    [ -z "${CI:-}" ] || command -v promtool >/dev/null || wanted=prometheus
     [ -e "$extension/plproxy.control" ] || wanted="$wanted postgresql-${version:-NN}-plproxy"
     [ -e "$extension/repmgr.control" ] || wanted="$wanted postgresql-${version:-NN}-repmgr"
 fi
