@@ -18,7 +18,7 @@ declare
 begin
     if is_filtered then
         believed := pgqueue._believed(hashtextextended(concat(queue, kinds, paused), lane), moment);
-        since := coalesce(least(believed.since, moment - interval '1 second'), since);
+        since := least(coalesce(believed.since, since), moment - interval '1 second');
         until := believed.until + random() * (believed.until - moment);
     end if;
     -- One pass over running and finished jobs, up to the first that is due.

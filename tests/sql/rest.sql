@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(14);
+select plan(16);
 
 create function pg_temp.is_near(rest interval, target interval) returns boolean
     language sql as $$ select $1 between $2 - interval '10 s' and $2 $$;
@@ -34,6 +34,15 @@ select count(*) from pgqueue.claim('a', 'w', 10, '30 minutes');
 select ok(
     pg_temp.is_near(pgqueue.rest(array['a'], park => false), '30 minutes'),
     'rest lasts until the next lease expires'
+);
+select pgqueue.enqueue('old', run_at => now() - interval '1 hour');
+select is(
+    pgqueue.rest(array['old'], array['old'], false), interval '0', 'rest on some kinds counts what has long been due'
+);
+select count(*) from pgqueue.claim('old', 'w', 1, '30 minutes');
+select ok(
+    pg_temp.is_near(pgqueue.rest(array['old'], array['old'], false), '30 minutes'),
+    'rest on some kinds lasts until the lease of a job that was due long ago expires'
 );
 update pgqueue.job set lease_expires_at = now() - interval '1 s' where token is not null;
 select is(
