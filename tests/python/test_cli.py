@@ -201,6 +201,18 @@ def test_check_names_the_grant_that_is_missing(run, db, dsn, role) -> None:
     assert "notified" in done.stdout
 
 
+def test_check_fails_while_the_database_is_read_only(run, db) -> None:
+    limit = f"alter database {db.info.dbname} %s default_transaction_read_only"
+    db.execute(limit % "set" + " = on")
+    done = run("pgqueue.worker", "--check")
+    assert (done.returncode, "failed: the database is read-only" in done.stdout) == (
+        1,
+        True,
+    )
+    db.execute(limit % "reset")
+    assert run("pgqueue.worker", "--check").returncode == 0
+
+
 def test_a_command_names_the_grant_that_is_missing(run, dsn, role) -> None:
     commands = {
         "producer": ("enqueue q",),

@@ -205,6 +205,7 @@ def check(conninfo: str, where: str = "") -> int:
             told = advice(installed)
             rows = database.execute(conn, PRIVILEGES, {"functions": FUNCTIONS})
             granted: dict[str, bool] = dict(rows)
+            ((is_read_only,),) = database.execute(conn, "show transaction_read_only")
             is_pooled = database.is_pooled(conn)
     except database.INCOMPATIBLE as error:
         print(f"{where}no pgqueue: {explain(error)}")
@@ -219,6 +220,9 @@ def check(conninfo: str, where: str = "") -> int:
         print(
             f"{where}not allowed: {', '.join(denied)}: pgqueue.grant_access(role, 'worker')"
         )
+        return 1
+    if is_read_only == "on":
+        print(f"{where}failed: the database is read-only, as on a standby")
         return 1
     how = "polling: NOTIFY does not arrive" if is_pooled else "notified"
     print(f"{where}ok: pgqueue {installed}, {how}{f'; {told}' if told else ''}")
