@@ -213,13 +213,10 @@ async def none(conn: AsyncConn) -> bool:
 """
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("mypy")
-
-
-def check(folder: Path, cache: Path, *args: str) -> str:
+def check(folder: Path, *args: str) -> str:
     """Run mypy on the modules of a folder, and return what it says."""
+    # What it finds in packages, it need not find again in each run of the tests.
+    cache = Path(sys.prefix, "mypy", folder.name)
     options = ("--no-error-summary", "--cache-dir", str(cache))
     command = [sys.executable, "-m", "mypy", *options, *args]
     env = {**os.environ, "MYPYPATH": f"{PACKAGE}:{folder}"}
@@ -227,7 +224,7 @@ def check(folder: Path, cache: Path, *args: str) -> str:
     return ran.stdout + ran.stderr
 
 
-def test_mypy_finds_every_wrong_call_and_nothing_else(tmp_path, cache) -> None:
+def test_mypy_finds_every_wrong_call_and_nothing_else(tmp_path) -> None:
     parts = {"arguments", "options", "async", "around", "steps"}
     wanted = set()
     for part in parts:
@@ -235,7 +232,7 @@ def test_mypy_finds_every_wrong_call_and_nothing_else(tmp_path, cache) -> None:
         (tmp_path / f"code_{part}.py").write_text(code)
         lines = enumerate(code.splitlines(), 1)
         wanted |= {(f"code_{part}.py", n) for n, line in lines if "# wrong" in line}
-    said = check(tmp_path, cache, "--strict", *(f"code_{part}.py" for part in parts))
+    said = check(tmp_path, "--strict", *(f"code_{part}.py" for part in parts))
     lines = [line.split(":") for line in said.splitlines() if ": error:" in line]
     assert {(line[0], int(line[1])) for line in lines} == wanted, said
 
@@ -254,7 +251,7 @@ def test_pyright_finds_every_wrong_use_of_steps_and_nothing_else(tmp_path) -> No
     }, said
 
 
-def test_the_recipes_pass_a_type_checker(tmp_path, cache) -> None:
+def test_the_recipes_pass_a_type_checker(tmp_path) -> None:
     found = [block for section in sections() for block in blocks(section)]
     assert len(found) > 12
     (tmp_path / "jobs.py").write_text(found[0])
@@ -264,5 +261,5 @@ def test_the_recipes_pass_a_type_checker(tmp_path, cache) -> None:
         (tmp_path / names[-1]).write_text(block)
     lenient = ("--ignore-missing-imports", "--check-untyped-defs")
     # Django and the modules of the project are not there to be checked.
-    said = check(tmp_path, cache, *lenient, *names)
+    said = check(tmp_path, *lenient, *names)
     assert said == ""
