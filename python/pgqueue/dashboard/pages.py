@@ -35,14 +35,9 @@ select
     has_function_privilege('pgqueue.pause(text, text, text)', 'execute')
         and not pg_is_in_recovery() as may_act,
     has_table_privilege('pgqueue.run', 'select') as sees_all,
-    case
-        when to_regprocedure('pgqueue.health()') is null then false
-        else has_function_privilege('pgqueue.health()', 'execute')
-    end as has_health,
-    case
-        when to_regprocedure('pgqueue.steps(bigint)') is null then false
-        else has_function_privilege('pgqueue.steps(bigint)', 'execute')
-    end as sees_steps
+    has_function_privilege('pgqueue.health()', 'execute') as has_health,
+    -- null if the SQL is too old to have it
+    has_function_privilege(to_regprocedure('pgqueue.steps(bigint)'), 'execute') as sees_steps
 """
 MORE = re.compile(r"; and ([\d,]+) more(?:, ([\d,]+) of them critical)?$")
 HEALTH = 'select "check", status, detail, hint from pgqueue.health()'
