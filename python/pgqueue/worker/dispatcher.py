@@ -15,7 +15,7 @@ from pgqueue import database
 from pgqueue.attempt import NO_TASK, Attempt, Outcome
 from pgqueue.worker import protocol
 from pgqueue.worker.prefetch import GATHER
-from pgqueue.worker.seldom import log
+from pgqueue.worker.seldom import SELDOM, log
 from pgqueue.worker.service import Service
 from pgqueue.worker.source import Source
 from pgqueue.worker.turns import HANG, Turns
@@ -35,10 +35,8 @@ class Dispatcher(Service):
         self.is_paused = False  # to drain: it claims no more
         self.source = source
         self.asked, self.served_at = 0, 0.0
-        self._terms, self._listens = turns.terms, turns.terms.listen
-        self._turns = turns
-        self._prefetch = turns.prefetch
-        self._executor = turns.executor
+        self._turns, self._terms = turns, turns.terms
+        self._prefetch, self._executor = turns.prefetch, turns.executor
         self._heartbeat = source.heartbeat
         self._finisher = source.finisher
         turns.members.append(self)
@@ -231,16 +229,18 @@ class Dispatcher(Service):
         self._is_asleep = False
 
     def _start_listening(self, conn: database.Connection) -> bool:
-        if self._listens and conn.prepare_threshold is None:
-            self._listens = False  # nor after a reconnect
+        """Listen, and return whether notifications arrive."""
+        if self._terms.listen and conn.prepare_threshold is None:
             log.warning(
                 "NOTIFY does not arrive through a pooler: polling every %s s",
                 self._terms.poll_interval,
+                extra=SELDOM,
             )
-        if self._listens:
+        elif self._terms.listen:
             conn.add_notify_handler(lambda notify: self._hear(notify.payload.encode()))
             conn.execute("listen pgqueue")
-        return self._listens
+            return True
+        return False
 
     def _hear(self, news: bytes) -> None:
         if news == b"cancel":
