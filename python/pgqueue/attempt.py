@@ -60,7 +60,7 @@ class Attempt:
     task: Task[Any, Any] = NO_TASK
     connect: Connect = nullcontext  # begins the transaction of its handler
     timeout: float | None = None  # seconds
-    source: Any = None  # the worker's, see pgqueue.worker.source; None in tests
+    source: Any = None  # the worker's, see pgqueue.worker.sources; None in tests
     progress: tuple[str | None, ...] | None = None  # done, total, message
     expires: float = float("inf")  # monotonic, as all moments here
     is_cancelled: bool = False  # an operator asked it to stop

@@ -166,7 +166,7 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
         nonlocal came_at
         is_other = bool(signals) and signals[-1] != number
         now = time.monotonic()
-        if is_other and now < came_at + TOGETHER and not worker.sources.is_paused:
+        if is_other and now < came_at + TOGETHER and not worker.turns.is_paused:
             return
         came_at = now
         signals.append(number)

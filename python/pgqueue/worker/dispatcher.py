@@ -6,7 +6,6 @@ import random
 import select
 import socket
 import time
-from collections.abc import Set
 from datetime import timedelta
 
 import psycopg
@@ -14,10 +13,13 @@ import psycopg
 from pgqueue import database
 from pgqueue.attempt import NO_TASK, Attempt, Outcome
 from pgqueue.worker import protocol
+from pgqueue.worker.connections import Connections
+from pgqueue.worker.deadline import Server
+from pgqueue.worker.finisher import Finisher
+from pgqueue.worker.heartbeat import Heartbeat
 from pgqueue.worker.prefetch import GATHER
 from pgqueue.worker.seldom import SELDOM, log
 from pgqueue.worker.service import Service
-from pgqueue.worker.source import Source
 from pgqueue.worker.turns import HANG, Turns
 
 SAY_AGAIN = 240.0  # seconds; behind a pooler it is believed for ten minutes
@@ -30,15 +32,17 @@ class Dispatcher(Service):
 
     name = "dispatcher"
 
-    def __init__(self, source: Source, turns: Turns) -> None:
-        super().__init__(source)
-        self.is_paused = False  # to drain: it claims no more
-        self.source = source
+    def __init__(
+        self, server: Server, turns: Turns, finisher: Finisher, heartbeat: Heartbeat
+    ) -> None:
+        super().__init__(server)
+        self.connections = Connections(server)
+        self.held = heartbeat.held
         self.asked, self.served_at = 0, 0.0
         self._turns, self._terms = turns, turns.terms
         self._prefetch, self._executor = turns.prefetch, turns.executor
-        self._heartbeat = source.heartbeat
-        self._finisher = source.finisher
+        self._finisher = finisher
+        self._heartbeat = heartbeat
         turns.members.append(self)
         self._has_news = True  # there may be something to claim
         self._quiet_until = 0.0
@@ -73,10 +77,6 @@ class Dispatcher(Service):
         return self._may_claim and not self._is_settled()
 
     @property
-    def held(self) -> Set[Attempt]:
-        return self._heartbeat.held
-
-    @property
     def is_drained(self) -> bool:
         """Whether nothing was due when the last job had ended; from any thread."""
         is_free = self._has_looked and not self.held
@@ -98,7 +98,7 @@ class Dispatcher(Service):
                 protocol.rest(conn, list(self._terms.shares), self._terms.kinds, parks)
             self._lacks_slots = True  # before counting them, or one freed now is missed
             kinds, want = self._kinds(), 0
-            self._may_claim = kinds != [] and not self.is_paused
+            self._may_claim = kinds != [] and not self._turns.is_paused
             if self._may_claim:
                 queues, want = self._turns.take(self)
             self._lacks_slots = want <= 0
@@ -159,13 +159,13 @@ class Dispatcher(Service):
         if attempts and not self._finisher.is_connected:
             self._finisher.wake()  # it will be needed
         for attempt in attempts:
-            attempt.source = self.source
+            attempt.source = self._server
             # Claimed during a pause, or too much at once: leave it to other workers.
-            if self.is_paused or not attempt.payload:
+            if self._turns.is_paused or not attempt.payload:
                 self._give_back(attempt)
             elif task := self._terms.app.find(attempt.kind):
                 attempt.task = task
-                attempt.connect = self.source.connections.connection
+                attempt.connect = self.connections.connection
                 timeout = task.policy.timeout or self._terms.timeout
                 attempt.timeout = None if timeout == math.inf else timeout
             else:  # leave it to other workers, but not at once
@@ -212,7 +212,7 @@ class Dispatcher(Service):
             time.sleep(GATHER)
         # Before looking at _has_news: from here on, news wakes it.
         self._is_asleep = True
-        timeout = HANG if self._lacks_slots and not self._turns.is_alone else 1.0
+        timeout = HANG if self._lacks_slots and not self._server.is_alone else 1.0
         if want > 0:
             timeout = min(timeout, self._quiet_until - time.monotonic())
         if timeout > 0 and not (self._has_news and want > 0) and not self.over.is_set():

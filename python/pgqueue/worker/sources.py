@@ -6,29 +6,38 @@ from collections.abc import Sequence
 import psycopg
 
 from pgqueue.worker.connections import KEEP
+from pgqueue.worker.deadline import Server
 from pgqueue.worker.dispatcher import Dispatcher
-from pgqueue.worker.finisher import OnCommit
+from pgqueue.worker.finisher import Finisher, OnCommit
+from pgqueue.worker.heartbeat import Heartbeat
 from pgqueue.worker.maintenance import Maintenance
 from pgqueue.worker.service import Service
-from pgqueue.worker.source import Source
 from pgqueue.worker.turns import Turns
 
 
+class Source(Server):
+    """A database that a worker takes jobs from, and the parts of the worker that talk to it."""
+
+    def __init__(
+        self, dsn: str, dsns: Sequence[str], turns: Turns, on_commit: OnCommit
+    ) -> None:
+        super().__init__(dsn, len(dsns) == 1, turns.terms.call_timeout)
+        self.finisher = Finisher(self, turns.prefetch, on_commit)
+        self.heartbeat = Heartbeat(self, turns.executor.cancel)
+        # Schedules are declared in the first: in each, all would run as often.
+        self.maintenance = Maintenance(self, turns.terms.app, dsn == dsns[0])
+        self.dispatcher = Dispatcher(self, turns, self.finisher, self.heartbeat)
+
+
 class Sources:
-    """Has a dispatcher and the other services for each, and tells them what concerns all."""
+    """Tells the parts for each database what concerns all."""
 
     def __init__(self, dsns: Sequence[str], turns: Turns, on_commit: OnCommit) -> None:
-        self._all = [Source(dsn, turns, on_commit, len(dsns) == 1) for dsn in dsns]
-        self.dispatchers = [Dispatcher(source, turns) for source in self._all]
+        self._all = [Source(dsn, dsns, turns, on_commit) for dsn in dsns]
+        self.dispatchers = [source.dispatcher for source in self._all]
         self.services: list[Service] = []
-        self._maintenance: list[Maintenance] = []
-        for source, dispatcher in zip(self._all, self.dispatchers, strict=True):
-            # Schedules are declared in the first: in each, all would run as often.
-            is_first = source is self._all[0]
-            maintenance = Maintenance(source, turns.terms.app, is_first)
-            self._maintenance.append(maintenance)
-            parts = source.finisher, source.heartbeat, maintenance, dispatcher
-            self.services += parts
+        for s in self._all:
+            self.services += s.finisher, s.heartbeat, s.maintenance, s.dispatcher
 
     def __len__(self) -> int:
         return len(self._all)
@@ -45,7 +54,7 @@ class Sources:
 
     @property
     def is_drained(self) -> bool:
-        has_declared = all(m.has_declared for m in self._maintenance)
+        has_declared = all(source.maintenance.has_declared for source in self._all)
         return has_declared and all(d.is_drained or d.refusal for d in self.dispatchers)
 
     @property
@@ -71,27 +80,14 @@ class Sources:
         for dispatcher in self.dispatchers:
             dispatcher.look_again()
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether no more jobs are claimed."""
-        return self.dispatchers[0].is_paused
-
-    def pause(self) -> bool:
-        """Have no more jobs claimed; return whether that is new."""
-        is_new = not self.is_paused
-        for dispatcher in self.dispatchers:
-            dispatcher.is_paused = True
-        return is_new
-
     def tidy(self, is_last: bool = False) -> None:
         """Say how many quick jobs there were, and close sessions that idle."""
         for source in self._all:
             source.finisher.count_quick(is_last)
-            source.connections.close_idle(after=0 if is_last else KEEP)
+            source.dispatcher.connections.close_idle(after=0 if is_last else KEEP)
 
     def end_claims(self, until: float) -> None:
         """End the dispatchers, but wait no longer than until a monotonic moment."""
-        self.pause()
         for dispatcher in self.dispatchers:
             dispatcher.close()
         for dispatcher in self.dispatchers:

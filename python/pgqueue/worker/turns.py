@@ -36,15 +36,12 @@ class Turns:
 
     def __init__(self, terms: Terms, prefetch: Prefetch, executor: Executor) -> None:
         self.members: list[Member] = []
+        self.is_paused = False  # to drain: nothing more is claimed
         self.has_limits = any(share.limit for share in terms.shares.values())
         self.terms = terms
         self.prefetch = prefetch
         self.executor = executor
         self._lock = threading.Lock()
-
-    @property
-    def is_alone(self) -> bool:
-        return len(self.members) == 1
 
     def take(self, own: Member) -> tuple[dict[str, int | None], int]:
         """Return the open queues, and how many jobs it may claim: these are kept for it."""

@@ -76,8 +76,8 @@ class Worker(Terms):
         dsns = database.conninfos(self.dsn, name=session)
         self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         self.executor = Executor(self.concurrency, self._ended, self.app.middleware)
-        self._turns = Turns(self, self.prefetch, self.executor)
-        self.sources = Sources(dsns, self._turns, self._committed)
+        self.turns = Turns(self, self.prefetch, self.executor)
+        self.sources = Sources(dsns, self.turns, self._committed)
 
     def stop(self, why: str = "asked to") -> None:
         """Drain, then end; called again, end now. Signal handlers may call it."""
@@ -184,7 +184,7 @@ class Worker(Terms):
         if self.burst:
             sources.look_again()  # for what their handlers have enqueued
         attempts[0].source.heartbeat.held.difference_update(attempts)
-        if self._turns.has_limits or not MAY_BE_DUE.isdisjoint(statuses):
+        if self.turns.has_limits or not MAY_BE_DUE.isdisjoint(statuses):
             sources.look_again()
         sources.slot_freed()
         if self._stops and not sources.held:
@@ -201,7 +201,8 @@ class Worker(Terms):
         refusals = sources.refusals()
         if len(refusals) == len(sources) and not self.burst:
             raise refusals[0]
-        if self._stops and sources.pause():
+        if self._stops and not self.turns.is_paused:
+            self.turns.is_paused = True
             said = self.id, self._why, sources.held
             log.info("%s is stopping, %s; unfinished jobs: %s", *said)
         if self._stops or self.prefetch.is_too_much(len(self.executor.waiting)):
@@ -222,7 +223,7 @@ class Worker(Terms):
         until = time.monotonic() + REPORTING
         self.stop_by = min(self.stop_by, time.monotonic() + self.shutdown_timeout)
         services = self.sources.services
-        # What is claimed now is released.
+        self.turns.is_paused = True  # what is claimed now is released
         self.sources.end_claims(until - REPORTING / 2)
         self.executor.give_up_all(STOPPED)
         self.executor.release_waiting()
