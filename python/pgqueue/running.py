@@ -117,6 +117,7 @@ async def _session(attempt: Attempt) -> AsyncIterator[Any]:
 
 async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Call the handler with its arguments, and the middleware around it."""
+    generation = _forks
     if inner := attempt.task.policy.middleware:
         middleware = within(middleware, inner)
     payload, _ = decode(attempt.payload)
@@ -131,9 +132,12 @@ async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
             around = middleware(job)
     outcome = COMPLETED  # also if the middleware swallows what the handler raises
     try:
-        with around, _OneProcess():
-            result = attempt.task.function(**arguments)
-            outcome = completed(await result if attempt.task.is_async else result)
+        with around:
+            try:
+                result = attempt.task.function(**arguments)
+                outcome = completed(await result if attempt.task.is_async else result)
+            finally:
+                _end_fork(generation)  # not in the transaction of its parent
             if attempt.is_late():
                 raise attempt.timeout_error()
     except BaseException as error:
@@ -158,18 +162,9 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _end_fork(generation: int, error: BaseException | None = None) -> None:
-    """End this process if the handler forked it and then returned in it, too."""
+def _end_fork(generation: int) -> None:
+    """End this process if the handler forked it and then returned or raised in it, too."""
     if _forks != generation:
+        error = sys.exception()
         code = error.code if isinstance(error, SystemExit) else error
         os._exit(code & 255 if isinstance(code, int) else code is not None)
-
-
-class _OneProcess:
-    """Ends a process that the handler forked, before it ends the transaction of its parent."""
-
-    def __enter__(self) -> None:
-        self._generation = _forks
-
-    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        _end_fork(self._generation, error)
