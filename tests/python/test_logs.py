@@ -211,15 +211,18 @@ def test_an_outage_is_over_when_the_last_part_has_the_server_again(caplog) -> No
     assert caplog.messages[3].endswith(r"server: starting up \x1b")
 
 
-def test_what_lasts_is_said_again_and_what_is_remembered_is_bounded() -> None:
-    often = seldom.Seldom()
-    first, again, other = (often.level(what) for what in ("a", "a", "b"))
+def test_what_lasts_is_said_again_and_what_is_remembered_is_bounded(
+    monkeypatch,
+) -> None:
+    said: dict[object, float] = {}
+    monkeypatch.setattr(seldom, "_said", said)
+    first, again, other = map(seldom.level_of, ("a", "a", "b"))
     assert (first, again, other) == (logging.WARNING, logging.DEBUG, logging.WARNING)
-    often._said["a"] -= seldom.AGAIN
-    assert often.level("a") == logging.WARNING
+    said["a"] -= seldom.AGAIN
+    assert seldom.level_of("a") == logging.WARNING
     for number in range(3000):
-        assert often.level(number) == logging.WARNING
-    assert len(often._said) <= seldom.MOST
+        assert seldom.level_of(number) == logging.WARNING
+    assert len(said) <= seldom.MOST
 
 
 def test_a_child_that_cannot_live_is_restarted_less_and_less_often() -> None:

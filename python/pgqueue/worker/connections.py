@@ -14,7 +14,6 @@ from pgqueue.drivers import either, settled
 from pgqueue.worker.deadline import NEVER, NoAnswer, Server, Watched, WatchedAsync
 from pgqueue.worker.seldom import SELDOM, log, unready
 
-KEEP = 60.0  # seconds for which an idle session is kept
 # What an object holds once its session has been given to another.
 CLOSED = pq.PGconn.connect_start(b"none")
 CLOSED.finish()

@@ -23,24 +23,18 @@ MOST = 1000  # things to remember
 SELDOM = {"seldom": None}  # as `extra`: all lines with this text say the same
 
 
-class Seldom:
-    """Chooses the level of what may have to be said repeatedly."""
-
-    def __init__(self) -> None:
-        self._said: dict[Hashable, float] = {}
-
-    def level(self, what: Hashable) -> int:
-        """Return WARNING for what has not been said in the last minute, else DEBUG."""
-        now = time.monotonic()
-        if now < self._said.get(what, 0.0):
-            return logging.DEBUG
-        if len(self._said) >= MOST:
-            self._said.clear()
-        self._said[what] = now + AGAIN
-        return logging.WARNING
+_said: dict[Hashable, float] = {}  # when it may be said again
 
 
-said = Seldom()
+def level_of(what: Hashable) -> int:
+    """Return WARNING for what has not been said in the last minute, else DEBUG."""
+    now = time.monotonic()
+    if now < _said.get(what, 0.0):
+        return logging.DEBUG
+    if len(_said) >= MOST:
+        _said.clear()
+    _said[what] = now + AGAIN
+    return logging.WARNING
 
 
 def fill_in(record: logging.LogRecord) -> bool:
@@ -50,7 +44,7 @@ def fill_in(record: logging.LogRecord) -> bool:
     attempt is the one among the arguments of the line.
     """
     if hasattr(record, "seldom"):
-        record.levelno = said.level((record.msg, record.seldom))
+        record.levelno = level_of((record.msg, record.seldom))
         record.levelname = logging.getLevelName(record.levelno)
         if not log.isEnabledFor(record.levelno):
             return False
@@ -72,7 +66,6 @@ class Outages:
     def __init__(self, where: str = "") -> None:
         self._where = where
         self._lock = threading.Lock()
-        self._seldom = Seldom()
         self._waiting: dict[str, float] = {}  # parts of the worker, and since when
         self._began = 0.0
         self._is_told = False
@@ -85,7 +78,7 @@ class Outages:
                 self._began = now
             waited = now - self._waiting.setdefault(part, now)
             # Its details may differ each time.
-            level = self._seldom.level(error.diag.message_primary or reason)
+            level = level_of((self, error.diag.message_primary or reason))
             self._is_told |= level > logging.DEBUG
         still = f"{self._where}, {waited:.0f} s now" if waited >= 1 else self._where
         log.log(level, "%s waits for the server%s: %s", part, still, reason)

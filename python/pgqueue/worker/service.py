@@ -14,7 +14,7 @@ import psycopg
 from pgqueue import database
 from pgqueue.worker.deadline import Server, Watched, lack_of_files
 
-KEEP = 60.0  # seconds for which an unused connection is kept
+KEEP = 60.0  # seconds for which a session that is not used is kept
 
 
 class Service(ABC):

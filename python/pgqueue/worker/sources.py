@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 import psycopg
 
-from pgqueue.worker.connections import KEEP
 from pgqueue.worker.deadline import Server
 from pgqueue.worker.dispatcher import Dispatcher
 from pgqueue.worker.finisher import Finisher, OnCommit
 from pgqueue.worker.heartbeat import Heartbeat
 from pgqueue.worker.maintenance import Maintenance
-from pgqueue.worker.service import Service
+from pgqueue.worker.service import KEEP, Service
 from pgqueue.worker.turns import Turns
 
 
