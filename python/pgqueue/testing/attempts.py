@@ -6,21 +6,21 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import psycopg
 from psycopg.pq import TransactionStatus
 
 from pgqueue import database
 from pgqueue.app import App
 from pgqueue.attempt import Attempt, Outcome
-from pgqueue.drivers import is_in_transaction
+from pgqueue.drivers import either, is_in_transaction, lent
 from pgqueue.job import Job
 from pgqueue.policy import Reject, Retry
 from pgqueue.running import run, run_async
-from pgqueue.testing.sessions import savepoint
 from pgqueue.worker import event_loop
 from pgqueue.worker.protocol import finish
 
@@ -75,10 +75,29 @@ def _undo_if_broken(owner: Any, conn: database.Connection) -> Iterator[None]:
 def _attempt(conn: database.Connection, app: App, attempt: Attempt) -> Outcome:
     is_async = attempt.task.is_async
     turn: Any = asyncio.Lock() if is_async else threading.Lock()
-    attempt.connect = lambda attempt: savepoint(conn, is_async, turn)
+    attempt.connect = lambda _: _savepoint(conn, is_async, turn)
     if is_async:
         return _await(lambda: run_async(attempt, app.middleware))
     return _call(lambda: run(attempt, app.middleware))
+
+
+@contextlib.asynccontextmanager
+async def _savepoint(
+    conn: database.Connection, is_async: bool, turn: Any
+) -> AsyncIterator[Any]:
+    """Lend the session to a handler, in a savepoint of its own, or to its steps in turn."""
+    async with either(turn):
+        if not is_async:
+            with lent(conn) as loan, loan.transaction():
+                yield loan
+            return
+        view = psycopg.AsyncConnection[Any](conn.pgconn)
+        view.prepare_threshold = None
+        try:
+            async with view.transaction():
+                yield view
+        finally:
+            del view.pgconn
 
 
 def _call(function: Callable[[], Outcome]) -> Outcome:
