@@ -103,6 +103,7 @@ class Worker(Terms):
                 "a worker runs in the process that made it, not in a fork"
             )
         self._is_used = True
+        log.disabled = False  # an app's dictConfig disables loggers that exist
         lease = f", lease {self.lease:g} s" if self.lease else ""
         where = f" in {n} databases" if (n := len(self.sources)) > 1 else ""
         terms = f"{self.concurrency} at once{lease}{where}, pgqueue {version()}"
@@ -110,7 +111,6 @@ class Worker(Terms):
         whose = "" if self.queues else " (those of its handlers)"
         log.info("%s works on %s%s, %s", self.id, shares, whose, terms)
         interrupt = None
-        log.disabled = False  # an app's dictConfig disables loggers that exist
         try:
             if self._call(self.app.startup):
                 log.disabled = False
