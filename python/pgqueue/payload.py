@@ -117,8 +117,11 @@ class Arguments:
         """Whether there is a single parameter for the whole payload, and what reads it."""
         function, hints = self._function, _hints(self._function, self._names)
         is_model = len(self._names) == 1 and _is_model(hints.get(self._names[0]))
-        read = _read_by_pydantic if hints and HAS_PYDANTIC else _read_plainly
-        return is_model, read(function, self._signature, hints, is_model)
+        if not (hints and HAS_PYDANTIC):
+            return is_model, _read_plainly(function, hints, is_model)
+        if is_model:
+            return is_model, _read_by_pydantic(*hints.values())
+        return is_model, _read_arguments(function, self._signature, hints)
 
     def payload(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the payload of a call; raises TypeError for arguments that do not fit."""
@@ -159,11 +162,10 @@ def result_reader(function: Callable[..., Any]) -> Read:
         raise TypeError(f"{function!r}: {error}: is it imported?") from None
     if not hints:
         return None
+    hint = hints["return"]
     if HAS_PYDANTIC:
-        import pydantic
-
-        return pydantic.TypeAdapter(hints["return"]).validate_python
-    return _read_plainly(function, None, hints, _is_model(hints["return"]))
+        return _read_by_pydantic(hint)
+    return _read_plainly(function, hints, _is_model(hint))
 
 
 def _hints(function: Callable[..., Any], names: list[str]) -> dict[str, Any]:
@@ -182,15 +184,17 @@ def _hints(function: Callable[..., Any], names: list[str]) -> dict[str, Any]:
     return {name: hint for name, hint in known.items() if hint is not Any}
 
 
-def _read_by_pydantic(
-    function: Any, signature: inspect.Signature, hints: dict[str, Any], is_model: bool
-) -> Read:
-    """Let pydantic read a model, or arguments as for a function of the same signature."""
+def _read_by_pydantic(hint: Any) -> Read:
     import pydantic
 
-    if is_model:
-        (hint,) = hints.values()
-        return pydantic.TypeAdapter(hint).validate_python
+    return pydantic.TypeAdapter(hint).validate_python
+
+
+def _read_arguments(
+    function: Any, signature: inspect.Signature, hints: dict[str, Any]
+) -> Read:
+    """Let pydantic read them as for a function of the same signature."""
+    import pydantic
 
     def arguments(**values: Any) -> dict[str, Any]:
         return values
@@ -202,12 +206,7 @@ def _read_by_pydantic(
     return pydantic.validate_call(arguments)
 
 
-def _read_plainly(
-    function: Any,
-    signature: inspect.Signature | None,
-    hints: dict[str, Any],
-    is_model: bool,
-) -> Read:
+def _read_plainly(function: Any, hints: dict[str, Any], is_model: bool) -> Read:
     """Take values as JSON has them; raises TypeError if the annotations want more."""
     model = next(iter(hints.values())) if is_model else None
     if dataclasses.is_dataclass(model):
