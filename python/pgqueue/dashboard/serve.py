@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import uvicorn
 
-from pgqueue.dashboard.web import LOOPBACK, app
+from pgqueue.dashboard import LOOPBACK, app
 from pgqueue.terminal import say, say_json
 
 

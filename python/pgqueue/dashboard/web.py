@@ -77,31 +77,21 @@ PAGES: dict[str, Callable[[Reading], Page]] = {
 }
 
 
-def app(
-    dsn: str | None = None,
-    allow_actions: bool = False,
-    *,
-    hosts: Collection[str] = LOOPBACK,
-    secret: str | None = None,
-) -> "Dashboard":
-    """Make the app. It answers only to these names in the Host header, "*" being any.
+class Dashboard:
+    """The ASGI app. It answers only to these names in the Host header, "*" being any.
 
     Without that check a foreign page could point its name to this machine, and read (DNS
     rebinding). When you mount it, give the names that your users see. With a secret it
     answers only to browsers that have once asked with ?secret=... in the address.
     """
-    return Dashboard(dsn, allow_actions, hosts, secret)
-
-
-class Dashboard:
-    """The ASGI app: refuses other names of this machine, sends the same headers on every answer."""
 
     def __init__(
         self,
-        dsn: str | None,
-        allow_actions: bool,
-        hosts: Collection[str],
-        secret: str | None,
+        dsn: str | None = None,
+        allow_actions: bool = False,
+        *,
+        hosts: Collection[str] = LOOPBACK,
+        secret: str | None = None,
     ) -> None:
         self.secret = secret
         # Not the secret itself, which opens other browsers. Ports share their cookies.
