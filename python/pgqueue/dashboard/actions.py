@@ -4,7 +4,7 @@ One that cannot be undone asks first, and shows what it would do: `ask` makes th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -131,12 +131,12 @@ JOBS = {
     "run_now": Wording("Run now", LIVING, "would be due now", "due now"),
     "retry": Wording("Retry", DEAD, "would be redriven", "redriven", STAYS),
     "discard": Wording("Discard", DEAD, "would be deleted", "deleted", FOR_GOOD),
-    # By queue, kind and error.
-    "redrive": Wording("Redrive", "", "would be redriven", "redriven", STAYS),
-    "discard_many": Wording("Discard", "", "would be deleted", "deleted", FOR_GOOD),
-    "cancel_many": Wording(
-        "Cancel", "", "would be cancelled", "cancelled, or asked to stop", NO_RUN
-    ),
+}
+# By queue, kind and error.
+BY_FILTER = {
+    "redrive": replace(JOBS["retry"], label="Redrive"),
+    "discard_many": JOBS["discard"],
+    "cancel_many": JOBS["cancel"],
 }
 MANY = """
 select pgqueue.{}(
@@ -144,7 +144,6 @@ select pgqueue.{}(
     dry_run => %(dry_run)s::boolean
 ) as id
 """
-BY_FILTER = ("redrive", "discard_many", "cancel_many")
 ACTIONS = (*ONE, *BY_FILTER)
 ID = "{} where id = any (%(ids)s::bigint[]) order by id"
 
@@ -170,18 +169,22 @@ def ask(dsn: str, action: str, of: Row, max_jobs: int, back: str) -> Page:
     """Show what an action would do. Nothing of it stays done."""
     shown: Row = {"action": action, "of": of, "back": back, "max_jobs": max_jobs}
     notes: list[str] = []
+    known: Action | Wording
     with connect(dsn, notes) as conn:
         if action in BY_FILTER:
+            known = BY_FILTER[action]
             shown["ids"] = many(conn, action, of, max_jobs, dry=True)
             shown["is_all"] = len(shown["ids"]) < max_jobs
         elif "ids" in of and action in JOBS:
             if not of["ids"]:
                 raise NotFound("No job is selected: go back, and tick some.")
-            found = conn.execute(ID.format(JOBS[action].applies), of).fetchall()
+            known = JOBS[action]
+            found = conn.execute(ID.format(known.applies), of).fetchall()
             shown |= {"found": found, "missing": len(of["ids"]) - len(found)}
             shown["of"] = {"ids": [row["id"] for row in found]}
+        else:
+            known = ONE[action]
         conn.rollback()
-    known = JOBS[action] if {"ids", "found"} & shown.keys() else ONE[action]
     return Page("confirm.html", {**shown, "known": known, "notes": notes}, False)
 
 
@@ -191,7 +194,7 @@ def act(dsn: str, action: str, of: Row, max_jobs: int, back: str) -> tuple[str, 
         if action in BY_FILTER:
             ids = many(conn, action, of, max_jobs, dry=False)
             left = "" if len(ids) < max_jobs else " More may be left."
-            return back or "/dead", f"{jobs(len(ids))} {JOBS[action].did}.{left}"
+            return back or "/dead", f"{jobs(len(ids))} {BY_FILTER[action].did}.{left}"
         done = ONE[action]
         if of.get("ids") and action in JOBS:
             where = done.where if len(of["ids"]) == 1 else "/jobs"
