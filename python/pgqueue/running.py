@@ -81,12 +81,14 @@ async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
             if outcome.name != "suspend" or attempt.steps.last is None:
                 return outcome
             async with attempt.connect(attempt) as conn:
-                attempt.in_handler = False
                 await attempt.steps.end(conn)
             return SUSPENDED
         async with attempt.connect(attempt) as attempt.connection:
-            outcome = await _call(attempt, middleware)
-            attempt.in_handler = False
+            attempt.in_handler = True
+            try:
+                outcome = await _call(attempt, middleware)
+            finally:
+                attempt.in_handler = False
             if outcome.name == "suspend":
                 await attempt.steps.end(attempt.connection)
             else:

@@ -49,11 +49,7 @@ class Connections:
             await settled(conn.set_autocommit(False))
             await settled(conn.set_isolation_level(database.READ_COMMITTED))
             async with either(conn.transaction()):
-                attempt.in_handler = True
-                try:
-                    yield conn
-                finally:
-                    attempt.in_handler = False
+                yield conn
         except NoAnswer as error:
             self._give_up(attempt, error)
             raise
