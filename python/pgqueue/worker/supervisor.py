@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pgqueue.worker.health import notify_systemd
 from pgqueue.worker.seldom import SELDOM, log
 
-FATAL = (2, 3)  # exit codes: wrong usage, no schema
-NO_SERVER = 1  # of a burst
 # It hears the supervisor; it works; it has done its work; it cannot.
 LISTENS, READY, DONE, CANNOT = b"l", b"r", b"d", b"f"
 SHORT_LIFE = 5.0  # seconds; what fails sooner is restarted after a pause
@@ -120,8 +118,7 @@ class Supervisor:
         is_done = DONE in child.said
         if self._stops or (self._burst and is_done):
             return
-        is_fatal = exit_code in (*FATAL, NO_SERVER) and CANNOT in child.said
-        if is_fatal and not self._was_ready:
+        if CANNOT in child.said and not self._was_ready:
             self._code = exit_code
             self._stop(signal.SIGTERM)
             return
