@@ -49,7 +49,7 @@ def test_sessions_that_are_not_needed_any_more_are_closed(db, dsn, monkeypatch) 
             pgqueue.enqueue(db, QUEUE, kind="noop")
             wait_until(lambda: outcomes(db) == {"completed": count})  # noqa: B023
             wait_until(lambda: one(db, SESSIONS) == 1)
-            assert not worker.sources.services[0].is_connected
+            assert worker.sources.services[0].conn is None
     finally:
         worker.stop()
         thread.join(30)

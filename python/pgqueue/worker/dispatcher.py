@@ -156,7 +156,7 @@ class Dispatcher(Service):
         if not_ahead:
             self._give_back_at_once(conn, not_ahead)
         self._prefetch.weigh([a.size for a in attempts if a.payload])
-        if attempts and not self._finisher.is_connected:
+        if attempts and self._finisher.conn is None:
             self._finisher.wake()  # it will be needed
         for attempt in attempts:
             attempt.source = self._server

@@ -63,10 +63,6 @@ class Service(ABC):
         """Whether there is something to do, or may be later."""
         return not self.over.is_set()
 
-    @property
-    def is_connected(self) -> bool:
-        return self.conn is not None
-
     @contextmanager
     def connect(self) -> Iterator[Watched]:
         with closing(self._server.connect(self.times, autocommit=True)) as conn:
