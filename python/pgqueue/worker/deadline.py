@@ -56,6 +56,7 @@ class Patient:
     """What connections of both sorts have: a time limit, and a session that no fork keeps."""
 
     patience: Callable[[], float] = staticmethod(lambda: NEVER)
+    waits_since = NEVER
 
     def __init__(self, session: pq.abc.PGconn, *args: Any, **kwargs: Any) -> None:
         super().__init__(session, *args, **kwargs)  # type: ignore[call-arg]
@@ -65,15 +66,9 @@ class Patient:
 class Watched(Patient, psycopg.Connection[TupleRow]):
     """Gives up a call that takes longer than `patience` says."""
 
-    waits_since = NEVER
-
     def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
         """Wait for the server; all calls of psycopg pass through here."""
-        self.waits_since = time.monotonic()
-        try:
-            return super().wait(in_time(self, gen), *args, **kwargs)
-        finally:
-            self.waits_since = NEVER
+        return super().wait(in_time(self, gen), *args, **kwargs)
 
 
 class WatchedAsync(Patient, psycopg.AsyncConnection[TupleRow]):
@@ -88,17 +83,19 @@ def in_time(conn: Watched | WatchedAsync, call: Any) -> Generator[Any, Any, Any]
 
     psycopg comes back ten times a second, even if nothing has arrived.
     """
-    seconds = conn.patience()
-    until, ready = time.monotonic() + seconds, None
+    seconds, ready = conn.patience(), None
+    began = conn.waits_since = time.monotonic()
     try:
         while True:
             waits_for = call.send(ready)
-            if time.monotonic() > until:
+            if time.monotonic() > began + seconds:
                 conn.pgconn.finish()
                 raise NoAnswer(seconds)
             ready = yield waits_for
     except StopIteration as end:
         return end.value
+    finally:
+        conn.waits_since = NEVER
 
 
 @contextlib.contextmanager
