@@ -109,12 +109,10 @@ def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
     try:
         worker.run()
         supervisor.say(DONE)
-    except database.INCOMPATIBLE as error:
-        worker.fails(error)
+    except database.INCOMPATIBLE:
         supervisor.say(CANNOT)
         code = 3
     except (Exception, SystemExit) as error:  # a hook may end Python
-        worker.fails(error)
         if worker.burst and isinstance(error, psycopg.Error):
             supervisor.say(CANNOT)
         code = 1

@@ -66,7 +66,7 @@ class Worker(Terms):
         self._process = os.getpid()
         self._stops = 0
         self._why = ""  # it stops
-        self.failure: BaseException | None = None  # what ends it, if not told to
+        self._failure: BaseException | None = None  # what ends it, if not told to
         self.stop_by = float("inf")  # in monotonic seconds
         # An Event would block a signal handler that comes while it is being waited for.
         self._tick: SimpleQueue[None] = SimpleQueue()
@@ -96,12 +96,12 @@ class Worker(Terms):
         hook raises; KeyboardInterrupt, once what runs has ended; and RuntimeError for a
         second call: its threads end with the first, and in a process forked since it was made.
         """
-        if self._is_used:
-            raise RuntimeError("a worker runs once: make another")
-        if self._process != os.getpid():
-            raise RuntimeError(
-                "a worker runs in the process that made it, not in a fork"
-            )
+        if self._is_used or self._process != os.getpid():
+            fork = "in the process that made it, not in a fork"
+            how = "once: make another" if self._is_used else fork
+            refusal = RuntimeError(f"a worker runs {how}")
+            failed(self.id, refusal)  # `running` raises it late
+            raise refusal
         self._is_used = True
         log.disabled = False  # an app's dictConfig disables loggers that exist
         lease = f", lease {self.lease:g} s" if self.lease else ""
@@ -124,21 +124,19 @@ class Worker(Terms):
                 except KeyboardInterrupt as error:  # a second one ends what runs
                     interrupt = error
                     self.stop("told by Ctrl-C")
+            if self.burst and not interrupt and (errors := self.sources.refusals()):
+                raise errors[0]
         except (Exception, SystemExit) as error:  # before hooks that may take long
-            self.fails(error)
-            raise
+            self._fails(error)
         finally:
             self._end()
-        if interrupt:
-            raise interrupt
-        if self.burst and (refusals := self.sources.refusals()):
-            raise refusals[0]
+        for why in self._failure, interrupt:
+            if why is not None:
+                raise why
 
-    def fails(self, error: BaseException) -> None:
-        """Log what ends it, once."""
-        if error is not self.failure:
-            self.failure = error
-            failed(self.id, error)
+    def _fails(self, error: BaseException) -> None:
+        self._failure = error
+        failed(self.id, error)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Worker"]:
@@ -147,7 +145,7 @@ class Worker(Terms):
         Leaving the context raises what `run` raised.
         """
         pool = ThreadPoolExecutor(1, "pgqueue-worker")
-        running = asyncio.get_running_loop().run_in_executor(pool, self._run_and_log)
+        running = asyncio.get_running_loop().run_in_executor(pool, self.run)
         pool.shutdown(wait=False)
         try:
             yield self
@@ -155,18 +153,11 @@ class Worker(Terms):
             self.stop()
             await running
 
-    def _run_and_log(self) -> None:
-        try:
-            self.run()
-        except BaseException as error:
-            self.fails(error)  # `running` raises it late
-            raise
-
     def _call(self, hooks: list[Callable[[], Any]], until: float = 0.0) -> bool:
         """Call hooks, and return whether they ended before the shutdown timeout did."""
 
         def has_time() -> bool:
-            if not self.failure:
+            if not self._failure:
                 self.on_tick()
             return time.monotonic() < max(self.stop_by, until)
 
@@ -234,6 +225,8 @@ class Worker(Terms):
         try:
             if services[0].thread.ident:  # it was started
                 self._call(self.app.shutdown, until)
+        except (Exception, SystemExit) as error:
+            self._fails(error)
         finally:
             self.executor.close(max(until, time.monotonic() + JOINING))
         self.sources.tidy(is_last=True)
