@@ -82,14 +82,13 @@ def claim(
 ) -> list[Attempt]:
     """Claim by pgqueue.claim_from(); the lease is in seconds.
 
-    From a single queue it calls claim(), which is a quarter of a millisecond faster. Jobs without
-    a payload are too much at once, and have to be released. `again` is what after_failover()
-    has returned.
+    From a single queue it calls claim(), which is a quarter of a millisecond faster; `max_jobs`
+    must then be within its limit. Jobs without a payload are too much at once, and have to be
+    released. `again` is what after_failover() has returned.
     """
     of_kinds = kinds and to_array(kinds)
     if len(queues) == 1:
-        most = min([max_jobs, *(n for n in limits or () if n is not None)])
-        one = (MOST_BYTES, queues[0], worker, most, lease, of_kinds)
+        one = (MOST_BYTES, queues[0], worker, max_jobs, lease, of_kinds)
         return [Attempt(*row) for row in _call(conn, CLAIM, one, again)]
     params = (MOST_BYTES, to_array(queues), worker, max_jobs, lease, of_kinds)
     rows = _call(conn, CLAIM_FROM, (*params, weights, limits), again)
