@@ -57,7 +57,7 @@ class Turns:
                 want = min(want, self._share(own, hungry, want))
             if want > 0 and own.is_hungry():
                 own.asked, own.served_at = want, time.monotonic()
-            return queues, want if queues else 0
+            return queues, want
 
     def settle(self, own: Member) -> None:
         """Leave what it did not need of its share to the others."""
