@@ -182,9 +182,8 @@ def execute(
 ) -> psycopg.Cursor[TupleRow]:
     """Run a statement in a transaction of its own, with a search path that is safe."""
     with conn.transaction():
-        conn.execute(f"set local {SEARCH_PATH}")
-        # psycopg reads intervals in no other.
-        conn.execute("set local intervalstyle = postgres")
+        # psycopg reads intervals in no other style.
+        conn.execute(f"set local {SEARCH_PATH}; set local intervalstyle = postgres")
         return conn.execute(query, params)
 
 
