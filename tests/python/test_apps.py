@@ -163,7 +163,8 @@ def test_an_option_that_makes_no_sense_is_refused(options, error, said) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["lease", "timeout", "poll_interval", "call_timeout", "max_jobs"]
+    "name",
+    ["lease", "timeout", "poll_interval", "call_timeout", "concurrency", "max_jobs"],
 )
 def test_an_embedded_worker_refuses_what_the_command_line_does(name) -> None:
     with pytest.raises(ValueError, match=f"{name} must be positive, not -1"):

@@ -11,8 +11,8 @@ from numbers import Integral
 from pgqueue.app import App
 
 POLL_INTERVAL = 0.01  # seconds, at least: to notice that nothing is due
-POSITIVE = ("lease", "timeout", "poll_interval", "call_timeout", "max_jobs")
-WHOLE = ("concurrency", "batch", "max_jobs")
+WHOLE = "concurrency batch max_jobs".split()
+POSITIVE = "lease timeout poll_interval call_timeout concurrency max_jobs".split()
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Terms:
         if not isinstance(self.queues, Mapping | None):
             said = f"a weight for each, as {{'emails': 1}}, not {self.queues!r}"
             raise TypeError(f"queues takes {said}")
-        if self.queues == {} or self.concurrency < 1:
-            raise ValueError("a worker needs a queue and a concurrency of at least 1")
+        if self.queues == {}:
+            raise ValueError("a worker needs a queue")
         for option in POSITIVE:
             value = getattr(self, option)
             if value is not None and not value > 0:
