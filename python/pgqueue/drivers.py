@@ -143,15 +143,20 @@ def is_in_transaction(conn: psycopg.Connection[Any]) -> bool:
 
 
 @contextmanager
-def lent(conn: Any) -> Iterator[psycopg.Connection[tuple[Any, ...]]]:
-    """Lend the session of a connection, without the row factory and types of its owner."""
+def lent(
+    conn: Any, make: Any = psycopg.Connection
+) -> Iterator[psycopg.Connection[tuple[Any, ...]]]:
+    """Lend the session of a connection, without the row factory and types of its owner.
+
+    Through an AsyncConnection if `make` is that.
+    """
     owner = of_psycopg(conn)
     session = owner.pgconn
     handlers = session.notice_handler, session.notify_handler
-    view = psycopg.Connection[tuple[Any, ...]](session)
+    view = make(session)
     view.prepare_threshold = None
     try:
-        if not is_in_transaction(view):
+        if isinstance(view, psycopg.Connection) and not is_in_transaction(view):
             view.autocommit = owner.autocommit
         yield view
     finally:

@@ -86,18 +86,11 @@ async def _savepoint(
     conn: database.Connection, is_async: bool, turn: Any
 ) -> AsyncIterator[Any]:
     """Lend the session to a handler, in a savepoint of its own, or to its steps in turn."""
+    make = psycopg.AsyncConnection if is_async else psycopg.Connection
     async with either(turn):
-        if not is_async:
-            with lent(conn) as loan, loan.transaction():
+        with lent(conn, make) as loan:
+            async with either(loan.transaction()):
                 yield loan
-            return
-        view = psycopg.AsyncConnection[Any](conn.pgconn)
-        view.prepare_threshold = None
-        try:
-            async with view.transaction():
-                yield view
-        finally:
-            del view.pgconn
 
 
 def _call(function: Callable[[], Outcome]) -> Outcome:
