@@ -97,13 +97,5 @@ def outline(
     return "".join(steps) + f"V{height}z"
 
 
-FILTERS = {
-    "number": number,
-    "percent": percent,
-    "span": span,
-    "seconds": seconds,
-    "exact": exact,
-    "as_json": as_json,
-    "pattern": pattern,
-}
-FUNCTIONS = {"since": since, "outline": outline}
+FILTERS = (number, percent, span, seconds, exact, as_json, pattern)
+FUNCTIONS = (since, outline)

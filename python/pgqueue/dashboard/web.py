@@ -109,8 +109,8 @@ class Dashboard:
             lstrip_blocks=True,
             undefined=jinja2.StrictUndefined,
         )
-        self.templates.filters.update(shape.FILTERS)
-        self.templates.globals.update(shape.FUNCTIONS)
+        self.templates.filters.update({f.__name__: f for f in shape.FILTERS})
+        self.templates.globals.update({f.__name__: f for f in shape.FUNCTIONS})
         routes = [
             Route(path, functools.partial(self.get, page))
             for path, page in PAGES.items()
