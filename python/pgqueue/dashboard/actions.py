@@ -11,6 +11,7 @@ from urllib.parse import quote
 import psycopg
 from psycopg.rows import dict_row
 
+from pgqueue.client import JobNotFound
 from pgqueue.dashboard.pages import SESSION, Connection, NotFound, Page, Row
 from pgqueue.terminal import sentences
 
@@ -218,9 +219,7 @@ def each(conn: Connection, action: str, ids: list[int]) -> str:
         try:
             with conn.transaction():
                 row = conn.execute(ONE[action].call, {"id": id}).fetchone() or {}
-        except psycopg.Error as error:
-            if error.sqlstate != "PQ001":
-                raise
+        except JobNotFound:
             said.append(f"Job {id} no longer exists.")
         else:
             (result,) = row.values()

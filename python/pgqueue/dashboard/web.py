@@ -33,6 +33,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pgqueue import database
+from pgqueue.client import JobNotFound
 from pgqueue.dashboard import actions, job, pages, search, shape
 from pgqueue.dashboard.pages import NotFound, Page, Reading, Row
 from pgqueue.terminal import explain
@@ -298,7 +299,7 @@ def status_of(error: psycopg.Error) -> HTTPStatus:
         return HTTPStatus.SERVICE_UNAVAILABLE
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
         return HTTPStatus.FORBIDDEN
-    if error.sqlstate == "PQ001":
+    if isinstance(error, JobNotFound):
         return HTTPStatus.NOT_FOUND
     if isinstance(error, psycopg.DataError | psycopg.ProgrammingError):
         return HTTPStatus.BAD_REQUEST
