@@ -140,11 +140,11 @@ class Server:
         self._call_timeout = call_timeout
         self._said: dict[str, object] = {}  # of the SQL's version
 
-    def connect(self, times: float = 1.0, make: Any = Watched, **options: Any) -> Any:
+    def connect(self, times: float = 1.0, make: Any = Watched) -> Any:
         """Connect, in the time that a call may take, but at least two seconds, libpq's minimum."""
         given = timeout_from_conninfo(conninfo_to_dict(self.dsn))
         timeout = math.ceil(min(given, self.patience(times)))
-        return make.connect(self.dsn, connect_timeout=timeout, **options)
+        return make.connect(self.dsn, connect_timeout=timeout, autocommit=True)
 
     def patience(self, times: float = 1.0) -> float:
         """Return how many seconds a call may take: a second at least."""

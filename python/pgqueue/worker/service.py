@@ -65,7 +65,7 @@ class Service(ABC):
 
     @contextmanager
     def connect(self) -> Iterator[Watched]:
-        with closing(self._server.connect(self.times, autocommit=True)) as conn:
+        with closing(self._server.connect(self.times)) as conn:
             conn.patience = self.patience
             database.set_up(conn)
             self._server.greet(conn)
