@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
@@ -76,6 +77,11 @@ class Attempt:
     @property
     def size(self) -> int:
         return len(self.payload) + len(self.headers or "")
+
+    def prepare(self, task: Task[Any, Any], timeout: float | None = None) -> None:
+        """Note its handler, and the timeout: this one, unless the handler has its own."""
+        self.task, seconds = task, task.policy.timeout or timeout
+        self.timeout = None if seconds == math.inf else seconds
 
     def extend(self) -> bool:
         return self.source is None or bool(self.source.heartbeat.extend(self))

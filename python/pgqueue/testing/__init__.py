@@ -8,7 +8,6 @@ As a pytest plugin (`pytest_plugins = ["pgqueue.testing"]`) it provides the fixt
 `pgqueue_conn`. (PYTEST_DONT_REWRITE: else pytest warns when tests import it as well.)
 """
 
-import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -193,9 +192,7 @@ def drain(
             task = app.find(attempt.kind)
             if task is None:
                 raise LookupError(f"the app has no handler for kind {attempt.kind!r}")
-            attempt.task = task
-            timeout = attempt.task.policy.timeout
-            attempt.timeout = None if timeout == math.inf else timeout
+            attempt.prepare(task)
             ran.append(run_inline(conn, session, app, attempt, raises))
     return ran
 

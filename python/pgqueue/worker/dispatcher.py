@@ -164,10 +164,8 @@ class Dispatcher(Service):
             if self._turns.is_paused or not attempt.payload:
                 self._give_back(attempt)
             elif task := self._terms.app.find(attempt.kind):
-                attempt.task = task
+                attempt.prepare(task, self._terms.timeout)
                 attempt.connect = self.connections.connection
-                timeout = task.policy.timeout or self._terms.timeout
-                attempt.timeout = None if timeout == math.inf else timeout
             else:  # leave it to other workers, but not at once
                 attempt.outcome = UNKNOWN_KIND
                 self._finisher.put(attempt)
