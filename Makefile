@@ -143,12 +143,17 @@ INHERIT = awk '/^create / {bare = /function pgqueue[.]_/} /^    (set search_path
 # It commits, and so can pin no path: all the names in it are qualified.
 PATHLESS = --proc-without-search-path 'pgqueue.work(queue text,run_for interval)'
 
-pgspot: all plain .venv/dev
-	@for script in $(DATA_built) $(PLAIN); do \
+pgspot: .venv/pgspot
+	@cat $<
+
+# It takes long, and both lint and a test ask for it.
+.venv/pgspot: $(DATA_built) $(PLAIN) .venv/dev
+	@(for script in $(DATA_built) $(PLAIN); do \
 	    before=$$(echo $$script | sed -n 's,sql/\(.*\)--$(EXTVERSION)\..*,sql/upgrade/\1.sql,p'); \
 	    [ -f "$$before" ] || before=; \
 	    $(INHERIT) $$before $$script > .venv/pgspot.sql && $(VENV)/pgspot $(PATHLESS) .venv/pgspot.sql || exit 1; \
-	done
+	done) > $@.new || { cat $@.new; exit 1; }
+	@mv $@.new $@
 
 all: $(DATA_built) ## build the scripts of the extension
 plain: $(PLAIN) ## the same for servers whose files you cannot write, in one SQL file
