@@ -739,14 +739,18 @@ def test_many_ends_that_did_not_see_each_other_are_found_by_few_claims(db, conne
     """A job waits for 3000 others, which end in two transactions that overlap."""
     with db.transaction():
         many = "select pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[3000]))"
-        waiter = one(db, "select pgqueue.enqueue('after', after => %s)", [column(db, many)])
+        waiter = one(
+            db, "select pgqueue.enqueue('after', after => %s)", [column(db, many)]
+        )
     sessions = [connect(autocommit=False) for _ in range(2)]
     for session in sessions:
         complete_some(session, 1500)
     for session in sessions:
         session.commit()
     wait_until(
-        lambda: not one(db, "select count(*) from pgqueue.loose_end where look_at > now()")
+        lambda: (
+            not one(db, "select count(*) from pgqueue.loose_end where look_at > now()")
+        )
     )
     cost = pages(db, "select pgqueue._tie_loose_ends(100, clock_timestamp())")
     assert cost < 8000
