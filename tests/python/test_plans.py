@@ -1168,7 +1168,8 @@ def test_a_job_that_has_ended_is_found_though_others_were_put_off_for_a_day(db):
     db.execute("truncate pgqueue.run")
     db.execute(
         "insert into pgqueue.run"
-        " select (floor(extract(epoch from now()) / 86400)::int + 1 + day) %% 16, 1, case when n %% 100 = 0 then %(id)s + 1 + (random() * j.id)::int else j.id end,"
+        " select (floor(extract(epoch from now()) / 86400)::int + 1 + day) %% 16, 1,"
+        " case when n %% 100 = 0 then %(id)s + 1 + (random() * j.id)::int else j.id end,"
         " now() + (day - 7) * interval '1 day' + n * interval '1 s', '0', '0', 'q', 'k', 'completed'"
         " from generate_series(0, 6) as day, generate_series(1, 20000) as n,"
         " lateral (select %(id)s + 20000 * day + n) as j (id) order by day, n",
