@@ -269,7 +269,7 @@ begin
 end;
 $$;
 
--- Makes claims look at once at a lane in which a job appears. It is a hint, given before the commit;
+-- Makes claims look at once at a lane, other than 0, in which a job appears. It is a hint, given before the commit;
 -- without it they look within 100 ms.
 create or replace function pgqueue._list_lane(queue text, lane int)
     returns void
@@ -281,9 +281,7 @@ declare
     list bigint := 357;
     code int := (lane + 101) % 744;
 begin
-    if lane = 0 then
-        return;
-    elsif pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
+    if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
         perform pgqueue._use_lanes(queue);
     end if;
     own := pgqueue._record(hashtextextended(queue, 9999));
