@@ -63,18 +63,26 @@ begin
 end;
 $$;
 
+-- The keys of the shared advisory locks of this class that this session holds: unlocking others raises a warning.
+create or replace function pgqueue._own_locks(class int)
+    returns setof int
+    language sql
+    stable
+as $$
+    select l.objid::int
+    from pg_locks as l
+    where l.locktype = 'advisory' and l.pid = pg_backend_pid()
+        and l.database = (select d.oid from pg_database as d where d.datname = current_database())
+        and l.classid = _own_locks.class and l.objsubid = 2 and l.mode = 'ShareLock'
+$$;
+
 -- Ends what _park began. Harmless when not parked.
 create or replace function pgqueue._unpark()
     returns void
     language plpgsql
 as $$
 begin
-    -- Only locks that this session holds: unlocking others raises a warning.
-    perform pg_advisory_unlock_shared(7366514, l.objid::int)
-    from pg_locks as l
-    where l.locktype = 'advisory' and l.pid = pg_backend_pid()
-        and l.database = (select d.oid from pg_database as d where d.datname = current_database())
-        and l.classid = 7366514 and l.objsubid = 2 and l.mode = 'ShareLock';
+    perform pg_advisory_unlock_shared(7366514, l.key) from pgqueue._own_locks(7366514) as l (key);
     perform set_config('pgqueue.parked', '', false);
 end;
 $$;

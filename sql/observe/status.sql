@@ -315,21 +315,6 @@ more, ask again with the last id. A worker limited to some queues sees only
 jobs of these, and of queues whose results it may ask for.
 Raises PQ002 when the lease is lost, 22023 (bad argument).';
 
--- The locks that this session holds because it waits for jobs.
-create or replace function pgqueue._awaited()
-    returns setof int
-    language plpgsql
-as $$
-begin
-    return query
-    select l.objid::int
-    from pg_locks as l
-    where l.locktype = 'advisory' and l.pid = pg_backend_pid()
-        and l.database = (select d.oid from pg_database as d where d.datname = current_database())
-        and l.classid = 7366516 and l.objsubid = 2 and l.mode = 'ShareLock';
-end;
-$$;
-
 -- From now on the end of this job notifies this session. Returns false if another session holds the locks
 -- exclusively.
 create or replace function pgqueue._await(job_id bigint)
@@ -362,7 +347,7 @@ begin
     select bool_and(case when a.key is null then pg_try_advisory_lock_shared(7366516, k.key) else true end)
     into is_heard
     from unnest(array[256, (job_id & 255)::int]) as k (key)
-    left join pgqueue._awaited() as a (key) on a.key = k.key;
+    left join pgqueue._own_locks(7366516) as a (key) on a.key = k.key;
     if is_heard then
         perform set_config('pgqueue.awaited', noted || note, false);
     end if;
@@ -376,7 +361,7 @@ create or replace function pgqueue._stop_awaiting()
     language plpgsql
 as $$
 begin
-    perform pg_advisory_unlock_shared(7366516, a.key) from pgqueue._awaited() as a (key);
+    perform pg_advisory_unlock_shared(7366516, l.key) from pgqueue._own_locks(7366516) as l (key);
     perform set_config('pgqueue.awaited', '', false);
 end;
 $$;

@@ -238,7 +238,7 @@ select results_eq(
 );
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '7366516' $$,
-    $$ values (array['_await', '_awaited', '_stop_awaiting', '_tell_end']) $$,
+    $$ values (array['_await', '_stop_awaiting', '_tell_end']) $$,
     'the numbers of the locks of who waits for a job stand in modules status and wake'
 );
 select results_eq(
