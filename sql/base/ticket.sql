@@ -555,9 +555,8 @@ begin
     left join lateral (
         select greatest(j.run_at, moment) as at
         from pgqueue.job as j
-        where hashtextextended(j.group_key, hashtext(j.queue)) = l.hash and -j.priority = -l.priority
-            and j.queue = l.queue and j.group_key = l.group_key and j.run_at < 'infinity'
-            and (j.lease_expires_at is null or j.lease_expires_at <= moment)
+        where pgqueue._is_in_group(j, l.queue, l.group_key) and -j.priority = -l.priority
+            and j.run_at < 'infinity' and (j.lease_expires_at is null or j.lease_expires_at <= moment)
         order by j.run_at, j.id
         limit 1
     ) as f on true;
@@ -574,8 +573,7 @@ begin
         array_agg(l.at) filter (where not t.is_known) as ats,
         array_agg(t.tids) filter (where t.is_doubtful) as doubted
     into missed
-    from unnest(lanes.hashes, lanes.queues, lanes.keys, lanes.priorities, lanes.ats)
-        as l (hash, queue, key, priority, at)
+    from unnest(lanes.queues, lanes.keys, lanes.priorities, lanes.ats) as l (queue, key, priority, at)
     cross join lateral (
         select
             coalesce(bool_or(t.at <= l.at or t.is_blocked and not exists (
@@ -587,8 +585,7 @@ begin
             count(*) > 1 or min(t.at) < moment - interval '1 second' as is_doubtful,
             array_to_string(array_agg(t.ctid), ' ') as tids
         from pgqueue.ticket as t
-        where hashtextextended(t.group_key, hashtext(t.queue)) = l.hash and t.priority = l.priority
-            and t.queue = l.queue and t.group_key = l.key
+        where pgqueue._is_ticket_of(t, l.queue, l.key) and t.priority + 0 = l.priority
     ) as t
     where l.at is not null;
     if missed.queues is not null then
