@@ -310,19 +310,12 @@ begin
             limit 1
         ) as n
     ), counted as materialized (
-        select f.queue, c.dead, f.most
+        select f.queue, f.most, case when f.dead <= 20 or f.most = 20 then f.dead else (
+            select count(*) from (select from pgqueue.dead_job as d where d.queue = f.queue limit f.most + 1) as d
+        ) end as dead
         from (
             select f.*, greatest(20000 / count(*) over (), 20) as most from front as f where f.queue <> ''
         ) as f
-        cross join lateral (
-            select f.dead
-            where f.dead <= 20 or f.most = 20
-            union all
-            select count(*)
-            from (select from pgqueue.dead_job as d where d.queue = f.queue limit f.most + 1) as d
-            where f.dead > 20 and f.most > 20
-            having count(*) > 0
-        ) as c
     ), sample as (
         select d.queue, count(*) * pages / 320 as dead
         from pgqueue.dead_job as d tablesample system (least(100, 32000 / greatest(pages, 1))) repeatable (0)
