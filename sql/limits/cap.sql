@@ -328,16 +328,15 @@ begin
             and coalesce(_apply_limits.group_key, '*') in ('*', p.group_key)
     loop
         settings := pgqueue._in_force(known.queue, '', known.group_key);
-        if settings.group_limit is not null then
-            cap := row('', known.group_key, false, settings.group_limit, '1 second');
-            perform pgqueue._count_running(known.queue, cap), pgqueue._fit_permits(known.queue, cap, moment);
-        end if;
-        if settings.rate_limit is not null then
-            perform pgqueue._fit_permits(
-                known.queue,
-                row('', known.group_key, true, settings.rate_limit, settings.rate_period)::pgqueue._cap, moment
-            );
-        end if;
+        foreach cap in array (pgqueue._group_caps(
+            array[known.group_key], array[settings.group_limit], array[settings.rate_limit],
+            array[settings.rate_period], null
+        )).caps loop
+            if not cap.is_rate then
+                perform pgqueue._count_running(known.queue, cap);
+            end if;
+            perform pgqueue._fit_permits(known.queue, cap, moment);
+        end loop;
     end loop;
     -- Otherwise the first claim would find no permits.
     perform pgqueue._make_group_permits(t.queue, array_agg(distinct t.group_key), pgqueue._in_force(t.queue))

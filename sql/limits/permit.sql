@@ -522,9 +522,7 @@ declare
         union all
         select j.id
         from pgqueue.job as j
-        where hashtextextended(j.group_key, hashtext(j.queue))
-            = hashtextextended(nullif(cap.group_key, ''), hashtext(_count_running.queue))
-            and j.queue = _count_running.queue and j.group_key = cap.group_key
+        where pgqueue._is_in_group(j, _count_running.queue, nullif(cap.group_key, ''))
             and (j.lease_expires_at is not null or j.xmax <> 0)
     );
     in_doubt bigint[] := pgqueue._locked_jobs(ids);
