@@ -286,12 +286,11 @@ $$;
 -- the steps of those that are gone but not dead; count them for their batches; free or cancel the jobs that wait
 -- for them (not if is_in_chain: the caller cancels a whole chain); finish batches that are over; and notify
 -- sessions that wait for them. Only this function does any of this, except for what complete and complete_many
--- inline. Call it after the rows have been written.
+-- inline. Call it after the rows have been written. Relies on the planner settings of its callers as well.
 create or replace function pgqueue._after_end(ended pgqueue._ended[], is_in_chain boolean default false)
     returns void
     language plpgsql
     set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
     set enable_indexscan = on
     set enable_tidscan = on
     set enable_nestloop = on

@@ -290,17 +290,13 @@ $$;
 -- The groups of a lane that have got a new job since then which this filtered claim may take, in the form of
 -- _next_tickets. Their tickets do not show that, because a group may already have had one for its other jobs.
 -- Leaves out groups with a ticket after passed. upto: how far it has looked. in_order: a job may wait for those
--- before it.
+-- before it. Relies on the planner settings of its callers.
 create or replace function pgqueue._groups_of_new(
     queue text, kinds text[], paused jsonb, lane int, since timestamptz, passed timestamptz, moment timestamptz,
     in_order boolean, out keys text[], out served int[], out starts timestamptz[], out ats timestamptz[], out others int,
     out upto timestamptz, out are_any boolean
 )
     language plpgsql
-    set enable_bitmapscan = off
-    set enable_indexscan = on
-    set enable_sort = off
-    set enable_nestloop = on
 as $$
 begin
     others := 0;

@@ -658,12 +658,11 @@ begin
 end;
 $$;
 
--- Drops the permits of at most 1000 groups that have had no job for a day; returns how many.
+-- Drops the permits of at most 1000 groups that have had no job for a day; returns how many. Relies on the planner
+-- settings of maintain as well.
 create or replace function pgqueue._drop_permits()
     returns bigint
     language plpgsql
-    set jit = off
-    set enable_seqscan = off
     set enable_bitmapscan = off
 as $$
 declare
