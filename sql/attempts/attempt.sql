@@ -120,7 +120,6 @@ begin
     held := pgqueue._lock_held(job_ids, tokens);
     perform pgqueue._log(array_agg(h.place), array_agg('completed'::text), null, moment, array_agg(given.result))
     from unnest(held) as h (place)
-    -- Not a join, which might read all jobs.
     cross join lateral (select j.id, j.token from pgqueue.job as j where j.ctid = h.place offset 0) as j
     left join (
         select distinct on (u.id, u.token) u.*

@@ -562,7 +562,6 @@ declare
         select max(a.id)
         from unnest(after) as a (id)
         where (a.id not between 1 and last_id or pgqueue._other_shard(a.id) is not null)
-            -- "offset 0" makes it look up these ids, not hash all jobs.
             and not exists (select from pgqueue.job as j where j.id = a.id offset 0)
             and not exists (select from pgqueue.dead_job as d where d.id = a.id offset 0)
     );

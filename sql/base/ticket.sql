@@ -110,7 +110,6 @@ begin
         where pgqueue._is_ticket_of(t, n.queue, n.key)
             and t.priority + 0 = n.priority
             and (t.at <= n.at or t.is_blocked) and t.xmax in ('0'::xid, t.xmin)
-        -- Not a join, which might read all tickets.
         offset 0
     )
     order by n.place;

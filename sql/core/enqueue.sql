@@ -153,7 +153,6 @@ declare
         from pgqueue.recent_key as k
         where k.queue = _recent_job.queue and k.unique_key = _recent_job.unique_key
             and k.expires_at > clock_timestamp()
-            -- "offset 0" makes it look up this id, not hash all jobs.
             and not exists (select from pgqueue.job as j where j.id = k.job_id offset 0)
     );
 begin

@@ -401,7 +401,6 @@ begin
         join (
             select j.id, j.token, p.place
             from unnest(picks) as p (place)
-            -- Not a join, which might read all jobs.
             cross join lateral (select j.id, j.token from pgqueue.job as j where j.ctid = p.place offset 0) as j
         ) as h on h.id = e.id and h.token = e.token
         group by 1

@@ -73,7 +73,6 @@ begin
                     order by hashint8(d.job_id)
                     limit 100
                 ) as d
-                -- Here and below not a join, which might read all jobs.
                 where exists (
                     select from pgqueue.job as j where j.id = d.job_id and j.xmax in ('0'::xid, j.xmin) offset 0
                 )
@@ -225,7 +224,6 @@ begin
         with recursive chain (job_id, waiter_id, is_doomed, is_first) as (
             select d.job_id, d.waiter_id, e.outcome <> 'completed' and not d.runs_if_dead, true
             from unnest(ended, outcomes) as e (id, outcome)
-            -- Here and below not a plain join, which might read all ties.
             cross join lateral (select d.* from pgqueue.dependency as d where d.job_id = e.id offset 0) as d
             where not is_choosy or (
                 select j.xmax in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = d.waiter_id
@@ -335,7 +333,6 @@ begin
     hand := array(
         select row(d.place, f.job_id, f.waiter_id, f.is_doomed, f.is_first)::pgqueue._tie
         from unnest(ties) as f
-        -- Not a plain join, which might read all ties.
         cross join lateral (
             select d.ctid as place
             from pgqueue.dependency as d

@@ -60,7 +60,6 @@ begin
         select t.id
         from unnest(ids, terms) as t (id, event, run_at, after, step)
         where t.id = any (suspended)
-            -- Not a join, which might read all events.
             and exists (select from pgqueue.event as e where e.name = t.event collate "default" offset 0)
         order by t.id
     );
@@ -309,7 +308,6 @@ create or replace function pgqueue._met(events bigint[], job_ids bigint[])
     language sql
     stable
 as $$
-    -- Not plain joins, which might read all waits or all events.
     select w.job_id
     from unnest(events) as u (hash)
     cross join lateral (

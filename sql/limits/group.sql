@@ -74,7 +74,6 @@ begin
                     where pgqueue._is_permit_of(p, _settle_tickets.queue, '', g.key) and exists (
                         select from pgqueue.job as j
                         where j.id = p.job_id and pgqueue._is_kept(p, j, _settle_tickets.moment)
-                        -- Not a join, which might read all jobs.
                         offset 0
                     )
                 )) then 'blocked'

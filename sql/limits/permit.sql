@@ -140,7 +140,6 @@ begin
                 row_number() over copies as nth,
                 bool_and(o.tid = any (locked)) over (partition by o.group_key, o.is_rate, o.place) as is_locked
             from unnest(group_keys) as g (key)
-            -- Not a join, which might read all permits.
             cross join lateral (
                 select p.ctid as tid, p.*
                 from pgqueue.permit as p
@@ -349,7 +348,6 @@ begin
             select from pgqueue.job as j
             where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
                 and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _free_lost_permits.moment
-            -- Not a join, which might read all jobs.
             offset 0
         )
     );
@@ -417,7 +415,6 @@ begin
                 else coalesce(p.job_id = any (in_doubt), false) or exists (
                     select from pgqueue.job as j
                     where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
-                    -- Not a join, which might read all jobs.
                     offset 0
                 )
             end as is_held,
@@ -608,7 +605,6 @@ begin
             case when cap.is_rate then p.free_at else coalesce(j.lease_expires_at, j.run_at) end as free_at,
             j.id as holder
         from pgqueue.permit as p
-        -- Not a plain join, which might read all jobs.
         left join lateral (
             select j.id, j.lease_expires_at, j.run_at
             from pgqueue.job as j

@@ -348,7 +348,6 @@ begin
         cross join lateral (
             select j.ctid as tid, j.id, p.ctid as permit
             from pgqueue.permit as p
-            -- Not a plain join, which might read all jobs.
             cross join lateral (
                 select j.ctid, j.id
                 from pgqueue.job as j

@@ -200,7 +200,6 @@ begin
         with old as materialized (
             select j.*
             from unnest(held) as l (id)
-            -- Here and below not a plain join, which might read all jobs each time.
             cross join lateral (select j.* from pgqueue.job as j where j.id = l.id offset 0) as j
             where j.claimed_at < moment - patience and j.lease_expires_at > moment
         ), usual as materialized (

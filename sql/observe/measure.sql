@@ -31,7 +31,6 @@ as $$
                         and not p.is_rate and p.free_at = 'infinity' and exists (
                             select from pgqueue.job as j
                             where j.id = p.job_id and (j.token is not null or j.run_at > moment)
-                            -- Not a join, which might read all jobs.
                             offset 0
                         )
                 )))

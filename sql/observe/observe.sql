@@ -10,7 +10,6 @@ select
         when j.lease_expires_at is not null or (j.terms).expires_at <= c.moment then 'expired'
         when j.run_at > c.moment and exists (
             select from pgqueue.wait as w
-            -- Not a join, which might read all events.
             where w.job_id = j.id and exists (select from pgqueue.event as e where e.name = w.event offset 0)
         ) then 'ready'
         when j.run_at = 'infinity' then 'blocked'

@@ -74,7 +74,7 @@ begin
             and (_end_death.died_before is null or d.died_at < _end_death.died_before)
             and not (_end_death.verb = 'redrive' and d.unique_key is not null and exists (
                 select from pgqueue._with_key(d.queue, d.unique_key)
-                offset 0  -- by the key's index, not by a hash of all jobs
+                offset 0
             ))
         order by d.id
         limit coalesce(_end_death.max_jobs, 1000)

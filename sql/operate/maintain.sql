@@ -205,7 +205,6 @@ begin
             and not exists (
                 select from pgqueue.wait as w
                 where hashtextextended(w.event, 0) = hashtextextended(f.name, 0) and w.event = f.name
-                -- As a join it might read all waits.
                 offset 0
             )
         order by f.emitted_at
