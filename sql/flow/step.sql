@@ -62,12 +62,11 @@ begin
     if current_setting('transaction_isolation') <> 'read committed'
         or (octet_length(save_step.name) <@ int4range '[1,200]') is not true or save_step.job_id is null
     then
-        refused := pgqueue._refuse(case
-            when current_setting('transaction_isolation') <> 'read committed' then pgqueue._check_isolation()
+        refused := pgqueue._refuse(coalesce(pgqueue._check_isolation(), case
             when (octet_length(save_step.name) between 1 and 200) is not true
                 then pgqueue._bad_name('the name of a step', save_step.name)
             else pgqueue._lost(save_step.job_id, save_step.token)
-        end);
+        end));
     end if;
     insert into pgqueue.step as s (job_id, saved_at, place, name, value)
     values (
