@@ -333,8 +333,6 @@ begin
         ('forget dead jobs', pgqueue._forget_dead());
     perform pgqueue._count();
     perform pgqueue._repair_settings();
-    -- As in _repair_settings: for copies that have only the rows.
-    perform pgqueue._use_lanes(l.queue) from pgqueue._lanes() as l where l.lane <> 0;
     return query
     values
         ('forget batches', ends.batches),

@@ -321,13 +321,13 @@ comment on function pgqueue.resume(text, text, text) is
 runs even if something wider is still paused.
 Raises 22023 (bad argument), 40001 (settings have changed since the snapshot).';
 
--- Works out again what is in force and which features are used, if a copy or restore has left that out.
+-- Works out again what is in force and which features are used, if a copy or restore has left that out: a replica
+-- that was made by copying rows does not have the values of the sequences.
 create or replace function pgqueue._repair_settings()
     returns void
     language plpgsql
 as $$
 begin
-    -- A replica that was made by copying rows does not have the values of the sequences.
     if exists (
         select from pgqueue._named_queues() as n
         where not exists (select from pgqueue.queue_in_force as f where f.queue = n.name)
@@ -347,5 +347,6 @@ begin
     if exists (select from pgqueue.access as a where a.queue <> '') then
         perform pgqueue._mark(-1, 'pgqueue.awaited_seq');
     end if;
+    perform pgqueue._use_lanes(l.queue) from pgqueue._lanes() as l where l.lane <> 0;
 end;
 $$;
