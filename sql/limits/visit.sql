@@ -27,9 +27,10 @@ begin
         return;
     end if;
     select
-        array_agg(coalesce(s.weight, 1) order by g.nth), array_agg(s.group_limit order by g.nth),
-        array_agg(s.rate_limit order by g.nth), array_agg(coalesce(s.rate_period, '1 second') order by g.nth),
-        coalesce(bool_or(s.may_keep), false)
+        array_agg(coalesce(s.weight, 1) order by g.nth),
+        case when count(s.group_limit) > 0 then array_agg(s.group_limit order by g.nth) end,
+        case when count(s.rate_limit) > 0 then array_agg(s.rate_limit order by g.nth) end,
+        array_agg(coalesce(s.rate_period, '1 second') order by g.nth), coalesce(bool_or(s.may_keep), false)
     into weights, limits, rates, periods, may_keep
     from unnest(group_keys) with ordinality as g (key, nth)
     cross join lateral (
@@ -53,12 +54,6 @@ begin
             join pgqueue.queue as q on q.name = n.name and q.kind = '' and q.group_key = n.key
         ) as q
     ) as s;
-    if num_nonnulls(variadic limits) = 0 then
-        limits := null;
-    end if;
-    if num_nonnulls(variadic rates) = 0 then
-        rates := null;
-    end if;
 end;
 $$;
 
