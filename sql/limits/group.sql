@@ -123,9 +123,10 @@ begin
             when 'same' then t.at
             when 'later' then v.next_at
             when 'full' then moment + interval '1 second' + v.nth * interval '1 microsecond'
-            when 'blocked' then greatest(moment + interval '10 milliseconds', case
-                when v.free_at is not null then v.free_at else moment + pgqueue._pause_of_group(t.served, v.gave)
-            end)
+            when 'blocked' then greatest(
+                moment + interval '10 milliseconds',
+                coalesce(v.free_at, moment + pgqueue._pause_of_group(t.served, v.gave))
+            )
             else last + v.nth * interval '1 microsecond'
         end,
         served = case v.state
@@ -135,7 +136,7 @@ begin
             else 0
         end,
         is_blocked = v.state in ('full', 'blocked'),
-        is_full = v.state = 'full' or v.state = 'blocked' and coalesce(v.is_short, false),
+        is_full = v.state = 'full' or v.state = 'blocked' and v.is_short,
         start_at = case when _settle_tickets.start_until is not null then v.last_at else t.start_at end,
         start_until = coalesce(_settle_tickets.start_until, t.start_until)
     from verdict as v
