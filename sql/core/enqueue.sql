@@ -210,8 +210,6 @@ create or replace function pgqueue._join_batch(job_ids bigint[], batch_id bigint
     language plpgsql
     set plan_cache_mode = force_generic_plan
     set jit = off
-    set enable_seqscan = off
-    set enable_indexscan = on
 as $$
 declare
     shard pgqueue.shard;
