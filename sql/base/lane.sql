@@ -92,7 +92,6 @@ create or replace function pgqueue._live_lanes(queue text)
     set plan_cache_mode = force_generic_plan
     set enable_sort = off
     set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 declare
     key bigint := hashtextextended(queue, 0);

@@ -77,9 +77,6 @@ create or replace function pgqueue._insert_tickets(
     set enable_seqscan = off
     set enable_bitmapscan = off
     set enable_indexscan = on
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     moment timestamptz := clock_timestamp();
@@ -121,7 +118,6 @@ $$;
 create or replace function pgqueue._move_tickets(queue text, group_keys text[], priorities int[], at timestamptz)
     returns void
     language plpgsql
-    set enable_nestloop = on
 as $$
 begin
     update pgqueue.ticket as t
@@ -531,8 +527,6 @@ create or replace function pgqueue._sweep_some(most int)
     language plpgsql
     set enable_sort = off
     set enable_bitmapscan = off
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     moment timestamptz := clock_timestamp();

@@ -288,8 +288,6 @@ create or replace function pgqueue._cut_ties(job_ids bigint[], most int default 
     language plpgsql
     set jit = off
     set enable_bitmapscan = off
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     tied bigint[];

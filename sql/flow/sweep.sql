@@ -65,9 +65,6 @@ create or replace function pgqueue._tie_loose_ends(most int, until timestamptz d
     set enable_bitmapscan = off
     set enable_tidscan = on
     set enable_sort = off
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     picked record;

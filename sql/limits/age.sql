@@ -117,9 +117,6 @@ create or replace function pgqueue._look_at_groups(
     set enable_sort = off
     set enable_bitmapscan = off
     set enable_indexscan = on
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 begin
     return (

@@ -29,11 +29,7 @@ create or replace function pgqueue._make_permits(
     set jit = off
     set enable_seqscan = off
     set enable_bitmapscan = off
-    set enable_sort = off
     set enable_indexscan = on
-    set enable_nestloop = on
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 declare
     lacking text[];
@@ -589,8 +585,6 @@ create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment
     language plpgsql
     set plan_cache_mode = force_generic_plan
     set enable_bitmapscan = off
-    set enable_hashjoin = off
-    set enable_mergejoin = off
 as $$
 begin
     return query

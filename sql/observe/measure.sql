@@ -373,7 +373,6 @@ create or replace function pgqueue._leased()
     set enable_seqscan = off
     set enable_bitmapscan = off
     set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 begin
     if pg_relation_size('pgqueue.job') <= 16777216 then

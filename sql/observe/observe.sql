@@ -665,7 +665,6 @@ create or replace function pgqueue._last_state(job_id bigint)
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_indexscan = on
-    set enable_nestloop = on
 as $$
 begin
     return coalesce(
