@@ -48,14 +48,12 @@ end;
 $$;
 
 -- The run_at of the first jobs of a lane that a claim may take, at most the wanted number and none later than
--- bound; null for none. Locks nothing. Relies on the planner settings of claim.
+-- bound; null for none. Locks nothing. Relies on the planner settings of claim and _share_by_age.
 create or replace function pgqueue._look(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, bound timestamptz
 )
     returns timestamptz[]
     language plpgsql
-    set enable_sort = off
-    set enable_indexscan = on
 as $$
 declare
     key bigint := hashtextextended(concat(queue, kinds, paused), lane);
@@ -108,15 +106,13 @@ begin
 end;
 $$;
 
--- _look for a lane of groups, in the order of their turns. Relies on the planner settings of claim as well.
+-- _look for a lane of groups, in the order of their turns. Relies on the same planner settings.
 create or replace function pgqueue._look_at_groups(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, bound timestamptz
 )
     returns timestamptz[]
     language plpgsql
-    set enable_sort = off
     set enable_bitmapscan = off
-    set enable_indexscan = on
 as $$
 begin
     return (
@@ -169,6 +165,8 @@ create or replace function pgqueue._share_by_age(
     lanes int[], out served int[], out shares int[]
 )
     language plpgsql
+    set enable_sort = off
+    set enable_indexscan = on
 as $$
 declare
     lane int;
